@@ -49,6 +49,16 @@ def test_is_restored_at_another_stage(
                 assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
+def test_parts_and_arrays_of_no_elements(tmp_path: Path) -> None:
+    zero = zero_for(1)
+    state = {"params": train_state(0).params, "empty": jax.numpy.zeros((0, 3))}
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, state)
+        same(checkpointer.restore(jax.eval_shape(lambda: state)), state)
+        params = checkpointer.restore(jax.eval_shape(lambda: state["params"]))
+        same(params, state["params"])
+
+
 def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, zero_for(1)) as checkpointer:
         for wrong in ({"params": "mlp"}, {}, None):

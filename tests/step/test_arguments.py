@@ -447,7 +447,7 @@ class TestRefused:
 
     def test_two_states(self) -> None:
         step = zerojax.zero(stage=1)(lambda first, second, batch: train_step(first, batch))
-        with pytest.raises(TypeError, match=r"a TrainState as 1 \(second\).*does not return"):
+        with pytest.raises(TypeError, match=r"TrainState in the batch's place, 1 \(second\)"):
             step(make_state(), make_state(), (X, Y))
 
 

@@ -12,13 +12,14 @@ import pytest
 from equal import TOLERANCE, assert_near, host, zero_for
 from flax import struct
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax.plan import rule
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-ROWS, WIDTH, HIDDEN = 32, 8, 32
+ROWS, WIDTH, HIDDEN = 32, 8, 48
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 BATCH = dict(zip("xy", np.random.default_rng(0).normal(size=(2, ROWS, WIDTH)), strict=True))
 
@@ -268,7 +269,7 @@ class TestTheState:
         def step(state: Any, batch: Any) -> Any:
             return state, loss_of(state["params"], batch)
 
-        with pytest.raises(TypeError, match=r"a str at \['name'\].*pytree of arrays"):
+        with pytest.raises(TypeError, match=r"a str at \[0\]\['name'\].*pytree of arrays"):
             zero_for(1)(step, state_argnums=0)({"params": network(0), "name": "mlp"}, BATCH)
 
 
@@ -320,3 +321,147 @@ def test_is_evaluated(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
         params_and_opt_state(), BATCH
     )
     assert float(loss) == pytest.approx(float(loss_of(network(0), BATCH)), rel=1e-5)
+
+
+def with_target(params: Any, target: Any, opt_state: Any, batch: Any) -> Any:
+    """A value network, and an older copy of it that the loss reads."""
+
+    def loss(params: Any) -> jax.Array:
+        wanted = output(target, batch["y"])
+        return jnp.mean((output(params, batch["x"]) - wanted) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, value
+
+
+class TestRoles:
+    def test_a_copy_that_is_only_read_is_named(self) -> None:
+        params, opt_state = params_and_opt_state()
+        given = params, network(1), opt_state, BATCH
+        with pytest.raises(TypeError, match=r"0 \(params\), 1 \(target\).*as many.*state_argnums"):
+            zero_for(3)(with_target)(*given)
+        for k in (1, 4):
+            got = zero_for(3, k)(with_target, state_argnums=(0, 2))(*given)
+            assert_near(arrays(got), arrays(jax.jit(with_target)(*given)), TOLERANCE["float32"])
+
+    def test_a_number_is_no_state(self) -> None:
+        def step(params: Any, rate: Any, batch: Any) -> Any:
+            loss, grads = jax.value_and_grad(loss_of)(params, batch)
+            return jax.tree.map(lambda p, g: p - rate * g, params, grads), loss
+
+        low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), network(0))
+        got, want = zero_for(2)(step)(low, 0.1, BATCH), jax.jit(step)(low, 0.1, BATCH)
+        assert_near(arrays(got), arrays(want), 2.0**-6)
+
+    def test_an_array_that_may_be_of_the_batch_is_named(self) -> None:
+        def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+            return *updated(params, opt_state, {"x": x, "y": y}), output(params, x)
+
+        given = *params_and_opt_state(), *BATCH.values()
+        with pytest.raises(TypeError, match=r"of 2 \(x\), which may be the state's or the batch's"):
+            zero_for(2)(step)(*given)
+        got = zero_for(2)(step, batch_argnums=(2, 3))(*given)
+        assert_near(arrays(got), arrays(jax.jit(step)(*given)), TOLERANCE["float32"])
+
+    def test_arrays_alone_are_a_state(self) -> None:
+        def step(w: Any, b: Any, x: Any) -> Any:
+            grads = jax.grad(lambda w, b: jnp.mean((x @ w + b) ** 2), (0, 1))(w, b)
+            return w - 0.1 * grads[0], b - 0.1 * grads[1]
+
+        given = network(0)["in"], jnp.ones(HIDDEN), BATCH["x"]
+        got, want = zero_for(3)(step)(*given), jax.jit(step)(*given)
+        assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
+
+    def test_numpy_and_python_numbers(self) -> None:
+        def step(state: Any, batch: Any) -> Any:
+            params, n, z = state
+            loss, grads = jax.value_and_grad(loss_of)(params, batch)
+            return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), n + 1, z * 1j), loss
+
+        params = jax.tree.map(lambda x: np.asarray(x, np.float64), network(0))
+        given = (params, np.int64(3), 1j), BATCH
+        got, want = zero_for(3)(step)(*given), jax.jit(step)(*given)
+        assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
+
+    def test_an_instance_is_the_state(self) -> None:
+        """As reinforcement learning has it: an agent that updates itself."""
+
+        class Agent(struct.PyTreeNode):
+            params: Any
+            opt_state: Any
+
+            def learned(self, batch: Any) -> Any:
+                params, opt_state, loss = updated(self.params, self.opt_state, batch)
+                return self.replace(params=params, opt_state=opt_state), loss
+
+            @zero_for(3)
+            def update(self, batch: Any) -> Any:
+                return self.learned(batch)
+
+        got = Agent(*params_and_opt_state()).update(BATCH)
+        want = Agent(*params_and_opt_state()).learned(BATCH)
+        assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
+
+
+class TestMemory:
+    """A step takes over what zerojax has made, and nothing else."""
+
+    def test_a_part_of_an_old_state_is_refused(self) -> None:
+        zero = zero_for(3)
+        step, first = zero(as_arguments), zero.init(params_and_opt_state)
+        second = step(*first, BATCH)
+        third = step(*second[:2], BATCH)
+        with pytest.raises(ValueError, match="or a part of it, was passed to an earlier step"):
+            step(third[0], second[1], BATCH)
+        step(*third[:2], BATCH)
+        with pytest.raises(ValueError, match="passed to an earlier step"):
+            zero.evaluate(lambda state, batch: loss_of(state[0], batch))(first, BATCH)
+
+    def test_the_caller_s_arrays_live_on(self) -> None:
+        zero = zero_for(0)
+        placed = jax.device_put(params_and_opt_state(), NamedSharding(zero.mesh, PartitionSpec()))
+        step = zero(as_arguments)
+        *state, _ = step(*placed, BATCH)
+        step(state[0], placed[1], BATCH)
+        np.testing.assert_array_equal(placed[0]["in"], network(0)["in"])
+
+    def test_a_leaf_that_was_changed(self) -> None:
+        """The others are taken over as they are."""
+        zero = zero_for(3)
+        step, (params, opt_state) = zero(as_arguments), zero.init(params_and_opt_state)
+        params["in"] = params["in"] * 2
+        kept = params["out"]
+        plain = dict(network(0)) | {"in": network(0)["in"] * 2}
+        got, want = step(params, opt_state, BATCH), jax.jit(updated)(plain, TX.init(plain), BATCH)
+        assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
+        assert kept.is_deleted()
+
+    def test_what_is_the_state_and_read_besides(self) -> None:
+        zero = zero_for(3)
+        params, opt_state = zero.init(params_and_opt_state)
+        got = zero(with_target, state_argnums=(0, 2))(params, params, opt_state, BATCH)
+        mine = network(0)
+        want = jax.jit(with_target)(mine, mine, TX.init(mine), BATCH)
+        assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
+
+
+def test_an_optimizer_without_state() -> None:
+    tx = optax.sgd(0.1)
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        updates, opt_state = tx.update(jax.grad(loss_of)(params, batch), opt_state)
+        return optax.apply_updates(params, updates), opt_state
+
+    zero = zero_for(3)
+    state = zero.init(lambda: (network(0), tx.init(network(0))))
+    got, want = zero(step)(*state, BATCH), jax.jit(step)(network(0), state[1], BATCH)
+    assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
+
+
+def test_two_train_states_are_not_returned_for_one() -> None:
+    def step(state: TrainState, batch: Any) -> Any:
+        return state, state.apply_gradients(grads=jax.grad(loss_of)(state.params, batch))
+
+    with pytest.raises(TypeError, match="step returns two states"):
+        zero_for(1)(step)(train_state(0), BATCH)

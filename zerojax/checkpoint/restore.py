@@ -106,12 +106,11 @@ def _begin(folder: epath.Path, abstract_state: Any, zero: Zero) -> _Begun:
     present = {state_tree.unboxed(leaf.path): leaf for leaf in saved.arrays()}
     form = state_tree.form_of(abstract_state)
     optimizer = None
-    if form == "pytree" and saved.record and saved.record.form == "pytree":
+    if form == "pytree":
         _check_arrays(abstract_state)
-        wanted = _any_pytree(abstract_state, zero)
-    elif form == "pytree":
-        _check_arrays(abstract_state)
-        wanted = _params_alone(abstract_state, present, zero)
+        alone = saved.record is None or saved.record.form != "pytree"
+        alone |= {("params", *path) for path in state_tree.below((), abstract_state)} <= {*present}
+        wanted = (_params_alone if alone else _any_pytree)(abstract_state, present, zero)
     else:
         wanted = _whole_state(abstract_state, form, zero)
         optimizer = state_tree.OPTIMIZER[form]
@@ -170,18 +169,24 @@ def _check_arrays(params: Any) -> None:
         )
 
 
-def _any_pytree(state: Any, zero: Zero) -> _Wanted:
+def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
     """All of a state, which lies as planned where it does not say itself how."""
     leaves, tree = jax.tree.flatten(state)
     if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
         opened = zero.states.open((state,))
         leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)).rest)
+    structs = [_struct(x, stored(x).sharding) for x in leaves]
     paths = state_tree.below((), state)
-    return _Wanted(
-        {path: _struct(x, stored(x).sharding) for path, x in zip(paths, leaves, strict=True)},
-        lambda arrays: jax.tree.unflatten(tree, arrays),
-        {},
-    )
+
+    def close(arrays: list[Any]) -> Any:
+        left = iter(arrays)  # those of no elements are not saved
+        made = [next(left) if x.size else jnp.zeros(x.shape, x.dtype) for x in structs]
+        state = jax.tree.unflatten(tree, made)
+        zero.states.owned.add(state)
+        return state
+
+    wanted = {path: x for path, x in zip(paths, structs, strict=True) if x.size}
+    return _Wanted(wanted, close, {})
 
 
 def _params_alone(params: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:

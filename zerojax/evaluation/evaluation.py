@@ -78,7 +78,8 @@ class Evaluation(Decorated[P, R]):
                 f"{self._arguments.name} is a function of zero.evaluate, which compiles it itself: "
                 "call it outside jax.jit, scan, vmap and grad."
             )
-        if any(x.is_deleted() for x in jax.tree.leaves(parts.params) if hasattr(x, "is_deleted")):
+        arrays = jax.tree.leaves((parts.params, parts.rest))
+        if any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted")):
             raise ValueError(
                 "this state was passed to an earlier step, which took over its memory: evaluate "
                 "the state that the step returned."

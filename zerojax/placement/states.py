@@ -31,6 +31,7 @@ from zerojax.optim.wrap import (
     wrap,
 )
 from zerojax.placement.errors import with_errors
+from zerojax.placement.owned import OwnedArrays
 from zerojax.placement.placer import Placer
 from zerojax.plan import layout
 from zerojax.plan.places import DISK, check_memories, offloads
@@ -62,12 +63,14 @@ class States:
 
     Attributes:
       placer: Puts arrays where the plan has them.
+      owned: The arrays of other pytrees than ``TrainState`` and NNX objects that it has made.
     """
 
     def __init__(self, config: ZeroConfig, mesh: Mesh, axis: str, specs: Any = None) -> None:
         self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
         self._warned = False
         self._told = set[str]()
+        self.owned = OwnedArrays()
         self._wrapped: dict[optax.GradientTransformation, ZeroTransformation] = {}
         self.placer = Placer(config, mesh)
 
@@ -233,7 +236,10 @@ class States:
                     lambda *args: plan.at_rest(make(*args)), out_shardings=plan.shardings()
                 )
                 parts = plan.shown(born(*args))
-            return _as_made(opened[0], parts)
+            made = _as_made(opened[0], parts)
+            if opened[0].any_pytree:
+                self.owned.add(made)
+            return made
 
     def _require_alike(self, make: jax.stages.Wrapped, args: Any) -> None:
         """Refuses a state that is not the same in all processes."""
@@ -281,8 +287,9 @@ class States:
 
     def placed(self, opened: OpenedState, plan: Plan) -> Parts:
         """The state's arrays where the plan has them. Copies, unless the state comes from zerojax
-        and lies there already, so that the caller's own arrays live on. An array that stands in
-        the state twice is copied, for the step donates each.
+        and lies there already, so that the caller's own arrays live on: of a ``TrainState`` or NNX
+        objects all arrays, of another pytree each for itself. An array that stands in the state
+        twice is copied, for the step donates each.
 
         Raises:
           ValueError: The state lies on another mesh.
@@ -291,15 +298,14 @@ class States:
         leaves, shardings = jax.tree.leaves(parts), jax.tree.leaves(wanted)
         where = list(zip(leaves, shardings, plan.all_leaves(), strict=True))
         lies = [not opened.plain and is_placed(*each) for each in where]
-        # zerojax's own numbers are new each time where the state has no place for them.
-        own = len(jax.tree.leaves(parts)) - len(jax.tree.leaves(parts.rest))
-        own = own if opened.any_pytree else 0
-        if not own and all(lies) and len({*map(id, leaves)}) == len(leaves):
+        if not opened.any_pytree and all(lies) and len({*map(id, leaves)}) == len(leaves):
             return parts
         self.check_mesh(parts)
         if lockstep(self.mesh):
             require_same_values("the state", _by_path(parts))
-        kept = {id(x) for x in leaves[own:]} if all(lies[own:]) else set()
+        kept = {id(x) for x in leaves} if all(lies) else set()
+        if opened.any_pytree:
+            kept = {id(x) for x, lie in zip(leaves, lies, strict=True) if lie and x in self.owned}
         made = [self._owned(kept, *each) for each in where]
         return jax.tree.unflatten(jax.tree.structure(parts), made)
 
@@ -415,7 +421,7 @@ def _by_path(tree: Any, of: str = "") -> dict[str, Any]:
 
 def _array(x: Any) -> Any:
     """A Python number as an array."""
-    return jnp.asarray(x, jnp.result_type(x)) if isinstance(x, int | float) else x
+    return jnp.asarray(x, jnp.result_type(x)) if isinstance(x, int | float | complex) else x
 
 
 def _copy(x: Any) -> Any:

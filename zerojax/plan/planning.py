@@ -53,7 +53,7 @@ def make_plan(
         jax.tree.structure(parts.params), tuple(leaf.shape for leaf in params), tuple(params)
     )
     # A state of which nothing is known has all its arrays here.
-    stage = config.stage if params else min(3, 3 * config.stage)
+    stage = 3 if config.stage and not params else config.stage
     rest_tree = ExtraState(form, at_rest, mesh, stage).leaves(parts.rest)
 
     def specs(tree: Any, name: str = "spec") -> Any:

@@ -14,25 +14,25 @@ import copy
 import inspect
 import operator
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from zerojax.step.call import Call, Constant, Form, Rearranged, is_array, is_key
-from zerojax.step.find_state import find_state, summary
+from zerojax.step.call import Call, Constant, Form, Rearranged, is_key
+from zerojax.step.find_state import FoundState, find_state, has_rows
 from zerojax.step.jitted import Slot, name_of, open_jit, without_self
 from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import is_nnx
+from zerojax.train_state.pytree import form_of
 
 
 class Arguments:
     """The arguments of a function by their role.
 
     Args:
-      function: ``(state, batch, ...)`` with a ``TrainState``, or NNX objects, a batch and more in
-        any order; under ``jax.jit`` or ``nnx.jit`` or not.
+      function: ``(state, batch, ...)`` with a ``TrainState`` or other pytrees, or NNX objects, a
+        batch and more in any order; under ``jax.jit`` or ``nnx.jit`` or not.
       static_argnums, static_argnames: Arguments that are part of the program, as for ``jax.jit``.
       batch_argnums: The arguments that are the batch, where that is not the first one after the
         state: a position, or several whose tuple is the batch.
@@ -71,7 +71,7 @@ class Arguments:
         self._batch = self._positions("batch_argnums", batch_argnums)
         self._state = self._positions("state_argnums", state_argnums)
         self._returns_state = returns_state
-        self._found: dict[Any, tuple[list[Slot], Any]] = {}
+        self._found: dict[Any, FoundState] = {}
         self._several = isinstance(batch_argnums, Sequence)
         for position in self._batch:
             if position in self._static:
@@ -91,17 +91,20 @@ class Arguments:
         given.update(self._in_order(kwargs))
         free = [slot for slot in given if slot not in self._static]
         objects = self._objects(given, free)
-        batch = self._slots_of_batch(given, [slot for slot in free if slot not in objects])
+        left = [slot for slot in free if slot not in objects]
+        batch = self._slots_of_batch(given, [x for x in left if not self._is_copy(x, given)])
         if not objects or not batch:
+            told = f"{len(given)} arguments" if left else f"the state alone ({self._told(objects)})"
             raise TypeError(
-                f"{self.name} takes (state, batch, ...) or (model, optimizer, batch, ...), "
-                f"but was called with {len(given)} arguments."
+                f"{self.name} takes a state and a batch, (state, batch, ...) or (model, optimizer, "
+                f"batch, ...), but was called with {told}. Where the batch comes back too, name it "
+                "with batch_argnums."
             )
         if others := [slot for slot in batch if is_train_state(given[slot])]:
             raise TypeError(
-                f"{self.name} was called with a TrainState as {self._told(others)}, which it does "
-                "not return with the tree, shapes and dtypes that it had: return its new value, or "
-                "write it behind the batch if the step only reads it."
+                f"{self.name} was called with a TrainState in the batch's place, "
+                f"{self._told(others)}: write it behind the batch if the function only reads it, "
+                "and return its new value if it is part of the state."
             )
         wrong = [slot for slot in given if slot in self._donated and slot not in objects]
         if wrong:
@@ -145,8 +148,7 @@ class Arguments:
         if objects := [slot for slot in free if is_nnx(given[slot])]:
             return objects
         if self._state:
-            names = self._positional()
-            slots = [n if n in given or n >= len(names) else names[n] for n in self._state]
+            slots = self._named(self._state, given)
             if missing := [slot for slot in slots if slot not in free]:
                 raise TypeError(
                     f"{self.name}: state_argnums names {self._told(missing)}, which is no argument "
@@ -156,24 +158,49 @@ class Arguments:
         states = [slot for slot in free if is_train_state(given[slot])]
         if len(states) == 1 or not self._returns_state:
             return states[:1] or free[:1]
-        key = tuple(free), tuple(jax.tree.structure(given[slot]) for slot in free)
+        return self._find(given, free)
+
+    def _is_copy(self, slot: Slot, given: Mapping[Slot, Any]) -> bool:
+        """Whether an argument is a container like one of those that are named as the state, such as
+        a target network: the step reads it, and it is no batch."""
+        x = given[slot]
+        if not self._state or jax.tree_util.all_leaves([x]):
+            return False
+        return form_of(x) in [form_of(given[other]) for other in self._named(self._state, given)]
+
+    def _find(self, given: dict[Slot, Any], free: list[Slot]) -> list[Slot]:
+        """The arguments that come back."""
+        batch = self._named(self._batch, given)
+        tree, shapes = form_of([given[slot] for slot in free])
+        key = tuple(free), tree, tuple(shapes)
         if key not in self._found:
-            self._found[key] = find_state(self.function, given, free)
-        found, results = self._found[key]
-        if not found:
+            self._found[key] = find_state(self.function, given, free, batch)
+        found = self._found[key]
+        if found.alike:
             raise TypeError(
-                f"{self.name} returns {summary(results)}, and none of its arguments "
-                f"({self._told(free)}) comes back there with the tree, shapes and dtypes that it "
-                "has: return the new state, or name the state's arguments with state_argnums."
+                f"{self.name} is called with {self._told(found.alike)}, which have the same tree, "
+                "shapes and dtypes, and does not return as many: name those that are the state, "
+                f"zero({self.name}, state_argnums=(...))."
             )
-        return found
+        if found.bare:
+            raise TypeError(
+                f"{self.name} returns an array of the shape and dtype of {self._told(found.bare)}, "
+                "which may be the state's or the batch's: name the arguments that are the state, "
+                f"zero({self.name}, state_argnums=(...)), or the batch, batch_argnums=..."
+            )
+        if not found.slots:
+            raise TypeError(
+                f"{self.name} returns {found.returned}, and none of its arguments "
+                f"({self._told(free)}) comes back there with the tree, shapes and dtypes that it "
+                f"has: return the new state, or name it, zero({self.name}, state_argnums=(...))."
+            )
+        return [*found.slots]
 
     def _slots_of_batch(self, given: dict[Slot, Any], left: list[Slot]) -> list[Slot]:
         if not self._batch:  # the first argument that is no random key, where there is another
-            rows = [slot for slot in left if _has_rows(given[slot])]
+            rows = [slot for slot in left if has_rows(given[slot])]
             return next(([slot] for slot in rows if not is_key(given[slot])), left[:1])
-        names = self._positional()
-        slots = [n if n in given or n >= len(names) else names[n] for n in self._batch]
+        slots = self._named(self._batch, given)
         missing = [slot for slot in slots if slot not in left]
         if missing:
             raise TypeError(
@@ -181,6 +208,11 @@ class Arguments:
                 "this call beside the state."
             )
         return slots
+
+    def _named(self, positions: Sequence[int], given: Mapping[Slot, Any]) -> list[Slot]:
+        """The slots of a call at these positions of the signature."""
+        names = self._positional()
+        return [n if n in given or n >= len(names) else names[n] for n in positions]
 
     def _constant(self, slot: Slot, value: Any) -> Constant:
         try:
@@ -251,7 +283,3 @@ class Arguments:
             f"{slot} ({names[slot]})" if isinstance(slot, int) and slot < len(names) else f"{slot}"
             for slot in slots
         )
-
-
-def _has_rows(x: Any) -> bool:
-    return any(is_array(leaf) and np.ndim(leaf) for leaf in jax.tree.leaves(x))

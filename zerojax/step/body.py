@@ -12,7 +12,7 @@ from zerojax.placement.states import take_apart
 from zerojax.step.jitted import name_of
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
 from zerojax.trace.marks import GRADIENT, count
-from zerojax.train_state.results import take_out
+from zerojax.train_state.results import summary, take_out
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla import hijax
 
@@ -63,9 +63,15 @@ class Body:
                     "object of the same form: pass the model that is trained before it."
                 )
         else:
+            returned = out
             found, out = take_out(out, self._matches)
             if len(found) < len(state):
-                raise self._not_returned(state, found, out)
+                raise self._not_returned(state, found, returned)
+            if not self._any_pytree and take_out(out, self._matches)[0]:
+                raise TypeError(
+                    f"{self.name} returns two states ({summary(returned)}): return the new one "
+                    "alone, and of another what is needed of it (its parameters)."
+                )
             new = tuple(found[i] for i in range(len(state)))
             if self._any_pytree:
                 view = parts.opt_state._replace(opt=_counted(parts.opt_state.opt, new))
@@ -93,9 +99,10 @@ class Body:
     ) -> TypeError:
         kinds = [type(x).__name__ for i, x in enumerate(state) if i not in found]
         return TypeError(
-            f"{self.name} returned {_kind(returned)}, without the new state ({', '.join(kinds)}) "
+            f"{self.name} returned {summary(returned)}, without the new state ({', '.join(kinds)}) "
             "among it: return what the step makes of the state, alone or among other results, with "
-            "the tree, shapes and dtypes that it had."
+            "the tree, shapes and dtypes that it had, in tuples, lists and dicts; or name the "
+            "arguments that are the state with state_argnums."
         )
 
     def check(self, jaxpr: Any, leaves: int) -> None:
@@ -150,9 +157,3 @@ def _change(before: Parts, after: Parts) -> str:
     said = some([x for x in old if x not in new], "left out")
     said += some([x for x in new if x not in old], "added")
     return "; ".join(said) or "containers of other types"
-
-
-def _kind(x: Any) -> str:
-    if isinstance(x, tuple):
-        return f"a tuple of {', '.join(type(y).__name__ for y in x)}"
-    return f"a {type(x).__name__}"

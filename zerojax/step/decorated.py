@@ -22,7 +22,6 @@ from zerojax.plan.places import check_memories
 from zerojax.step.arguments import Arguments
 from zerojax.step.call import Call, Constant, Form, Rearranged
 from zerojax.trace.explicit import Explicit
-from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.state_parts import OpenedState
 from zerojax.xla.lowered import LoweredProgram
@@ -124,7 +123,7 @@ class Decorated(abc.ABC, Generic[P, R]):
         is part of the program, unless ``self`` is the state."""
         if instance is None:
             return self
-        if is_nnx(instance) or is_train_state(instance):
+        if is_nnx(instance) or not jax.tree_util.all_leaves([instance]):  # such as a TrainState
             return functools.partial(self, instance)
         if not hasattr(instance, "__dict__"):
             raise TypeError(

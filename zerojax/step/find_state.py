@@ -3,35 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from zerojax.step.call import Constant, is_array
+from zerojax.step.call import Constant, is_array, is_key
 from zerojax.step.jitted import Slot
-from zerojax.train_state.pytree import Like
-from zerojax.train_state.results import take_out
+from zerojax.train_state.pytree import form_of
+from zerojax.train_state.results import summary, take_out
+
+
+class FoundState(NamedTuple):
+    """The arguments of a step that are its state.
+
+    Attributes:
+      slots: The arguments, in order.
+      alike: Arguments of which fewer come back than have their form, so that none is known to be
+        the state.
+      bare: Single arrays that come back beside containers: of the state, or of the batch, with a
+        result of their form by chance.
+      returned: A few words on what the step returns.
+    """
+
+    slots: Sequence[Slot]
+    alike: Sequence[Slot]
+    bare: Sequence[Slot]
+    returned: str
 
 
 def find_state(
-    function: Callable[..., Any], given: Mapping[Slot, Any], free: Sequence[Slot]
-) -> tuple[list[Slot], Any]:
+    function: Callable[..., Any],
+    given: Mapping[Slot, Any],
+    free: Sequence[Slot],
+    batch: Sequence[Slot],
+) -> FoundState:
     """Finds the arguments whose tree, shapes and dtypes come back among a function's results.
 
-    An argument behind the batch counts where it is a container: a single array may have the shape
-    of a result by chance. The batch is the first argument that does not come back.
+    Containers of arrays count wherever they stand. Single arrays count where no container comes
+    back, or where the batch is named; numbers and random keys do not.
 
     Args:
       function: The step.
       given: Its arguments by position and name.
       free: Those that may be the state.
-
-    Returns:
-      The state's arguments in order, and the shapes of the function's results.
+      batch: Those that are the batch, where it is named.
     """
+    results = _shapes_of_results(function, given, free)
+    candidates = [slot for slot in free if slot not in batch and _may_be_state(given[slot])]
+    forms = {slot: form_of(given[slot]) for slot in candidates}
+    found, _ = take_out(results, [_is_of(forms[slot]) for slot in candidates])
+    back = [slot for i, slot in enumerate(candidates) if i in found]
+    alike = [
+        slot
+        for slot in candidates
+        if any(forms[slot] == forms[other] for other in back)
+        and any(forms[slot] == forms[other] for other in candidates if other not in back)
+    ]
+    containers = [slot for slot in back if not _is_bare(given[slot])]
+    first = next((slot for slot in free if has_rows(given[slot]) and slot not in back), None)
+    early = free if first is None else free[: free.index(first)]
+    single = [slot for slot in back if slot not in containers]
+    before = [slot for slot in single if slot in early] or ([] if containers else single)
+    returned = summary(results)
+    if containers and not batch:
+        alike = [slot for slot in alike if not _is_bare(given[slot])]
+        return FoundState(containers, alike, before, returned)
+    return FoundState(
+        [slot for slot in back if slot in (*containers, *before)], alike, (), returned
+    )
+
+
+def _shapes_of_results(
+    function: Callable[..., Any], given: Mapping[Slot, Any], free: Sequence[Slot]
+) -> Any:
     dynamic = {slot: x for slot, x in given.items() if slot in free}
     leaves, tree = jax.tree.flatten(dynamic)
-    arrays = [x for x in leaves if is_array(x)]
 
     def run(arrays: list[Any]) -> Any:
         left = iter(arrays)
@@ -41,20 +88,23 @@ def find_state(
         args = [both[i] for i in range(sum(isinstance(slot, int) for slot in both))]
         return function(*args, **{k: x for k, x in both.items() if isinstance(k, str)})
 
-    results = jax.eval_shape(run, arrays)
-    candidates = [slot for slot in free if any(map(is_array, jax.tree.leaves(given[slot])))]
-    found, _ = take_out(results, [Like(given[slot]).matches for slot in candidates])
-    state = [slot for i, slot in enumerate(candidates) if i in found]
-    batch = next((slot for slot in free if slot not in state), None)
-    before = free.index(batch) if batch is not None else len(free)
-    return [
-        slot
-        for slot in state
-        if free.index(slot) < before or not jax.tree_util.all_leaves([given[slot]])
-    ], results
+    return jax.eval_shape(run, [x for x in leaves if is_array(x)])
 
 
-def summary(results: Any) -> str:
-    """A few words on what a step returns."""
-    kinds = [type(x).__name__ for x in results] if type(results) is tuple else []
-    return f"a tuple of {', '.join(kinds)}" if kinds else f"a {type(results).__name__}"
+def _may_be_state(x: Any) -> bool:
+    if _is_bare(x):
+        return has_rows(x) and not is_key(x)
+    return any(map(is_array, jax.tree.leaves(x)))
+
+
+def _is_bare(x: Any) -> bool:
+    return jax.tree_util.all_leaves([x])
+
+
+def has_rows(x: Any) -> bool:
+    """Whether an argument has an array that is no scalar."""
+    return any(is_array(leaf) and np.ndim(leaf) for leaf in jax.tree.leaves(x))
+
+
+def _is_of(form: Any) -> Callable[[Any], bool]:
+    return lambda x: bool(form_of(x) == form)

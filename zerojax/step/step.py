@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -86,14 +86,12 @@ class Step(Decorated[P, R]):
         program, parts, recognized = self._begin(call, explicit)
         layout, watch = program.setting.layout, self._after_step
         _check_concrete(self._arguments.name, parts.step)
-        if jax.tree.leaves((parts.params, parts.rest))[0].is_deleted():
-            raise ValueError(
-                "this state was passed to an earlier step, which took over its memory: go on with "
-                "the state that the step returned, or keep both with "
-                "zerojax.zero(..., donate=False)."
-            )
+        _check_there(jax.tree.leaves((parts.params, parts.rest))[:1])
         watch.check()
         batch = watch.phase("batch", layout.place(call.batch))
+        if self._donate:
+            batch, args, kwargs = _apart(parts, (batch, call.args, call.kwargs))
+            call = call._replace(args=args, kwargs=kwargs)
         layout.check_more(call.args, call.kwargs, call.batch)
         self._compare(
             program, call, lambda: program.lowered(parts, call.batch, call.args, call.kwargs)
@@ -136,6 +134,7 @@ class Step(Decorated[P, R]):
                 "nnx.cached_partial holds a copy of the optimizer, which the first step would "
                 "replace: make them with zero.init, (model, optimizer) = zero.init(create)."
             )
+        _check_there(jax.tree.leaves(call.objects) if opened.any_pytree else ())
         program = self._program(opened, call.form, explicit)
         program.setting.layout.check(call.batch)
         return program, self._states.placed(opened, program.setting.plan), None
@@ -149,6 +148,7 @@ class Step(Decorated[P, R]):
         if setting.write_back is None:
             objects = setting.close(parts, setting.tx)
             if setting.any_pytree:
+                self._states.owned.add(objects)
                 return objects, LastArrays(objects, parts, setting.split)
             return objects, LastState(objects[0], setting.split)
         if recognized is not None and recognized.write_back is not None:
@@ -262,6 +262,25 @@ class Step(Decorated[P, R]):
             program.setting.layout.check(call.batch)
             program.setting.layout.check_more(call.args, call.kwargs, call.batch)
             yield program, opened.parts, call
+
+
+def _check_there(arrays: Iterable[Any]) -> None:
+    """Refuses arrays whose memory a step has taken over."""
+    if any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted")):
+        raise ValueError(
+            "this state, or a part of it, was passed to an earlier step, which took over its "
+            "memory: go on with the state that the step returned, or keep both with "
+            "zerojax.zero(..., donate=False)."
+        )
+
+
+def _apart(parts: Parts, given: Any) -> Any:
+    """Further arguments, copied where they are arrays of the state, whose memory the step takes
+    over."""
+    if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(given)):
+        return given
+    held = {id(x) for x in jax.tree.leaves(parts)}
+    return jax.tree.map(lambda x: x.copy() if id(x) in held else x, given)
 
 
 def _shapes(program: StepProgram, call: Call, batch: Any) -> Any:

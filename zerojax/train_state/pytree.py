@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,20 +22,19 @@ def open_pytree(objects: tuple[Any, ...]) -> OpenedState:
     which of them are parameters shows in the step alone.
 
     Raises:
-      TypeError: An object has no arrays, or a leaf that is none.
+      TypeError: The objects have no arrays, or a leaf that is none.
     """
-    for i, x in enumerate(objects):
-        leaves = jax.tree_util.tree_leaves_with_path(x)
-        other = [(path, leaf) for path, leaf in leaves if not is_array(leaf)]
-        if other or not leaves:
-            what = "no arrays"
-            if other:
-                path, leaf = other[0]
-                what = f"a {type(leaf).__name__} at {jax.tree_util.keystr(path) or 'its root'}"
-            raise TypeError(
-                f"object {i} of the state, a {type(x).__name__}, has {what}: a state is a pytree "
-                "of arrays. Keep other values out of it (a static field, or the step's closure)."
-            )
+    leaves = jax.tree_util.tree_leaves_with_path(objects)
+    other = [(path, leaf) for path, leaf in leaves if not is_array(leaf)]
+    if other or not leaves:
+        what = "no arrays"
+        if other:
+            path, leaf = other[0]
+            what = f"a {type(leaf).__name__} at {jax.tree_util.keystr(path)}"
+        raise TypeError(
+            f"the state ({', '.join(type(x).__name__ for x in objects)}) has {what}: a state is a "
+            "pytree of arrays. Keep other values out of it (a static field, or the step's closure)."
+        )
     names = [_ONE if len(objects) == 1 else f"{_ONE}[{i}]" for i in range(len(objects))]
 
     def split(*objects: Any) -> Parts:
@@ -52,9 +52,13 @@ def open_pytree(objects: tuple[Any, ...]) -> OpenedState:
         close=close,
         key=jax.tree.structure(objects),
         specs=(),
-        matches=[Like(x).matches for x in objects],
+        matches=[_same_form(form_of(x)) for x in objects],
         any_pytree=True,
     )
+
+
+def _same_form(form: Any) -> Callable[[Any], bool]:
+    return lambda x: bool(form_of(x) == form)
 
 
 def is_array(x: Any) -> bool:
@@ -62,20 +66,13 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") or isinstance(x, int | float | complex)
 
 
-class Like:
-    """Another value of the same tree, shapes and dtypes."""
-
-    def __init__(self, value: Any) -> None:
-        leaves, tree = jax.tree.flatten(value)
-        self._tree: Any = tree
-        self._shapes = [_shape(x) for x in leaves]
-
-    def matches(self, value: Any) -> bool:
-        leaves, tree = jax.tree.flatten(value)
-        return bool(tree == self._tree) and [_shape(x) for x in leaves] == self._shapes
+def form_of(value: Any) -> tuple[Any, list[Any]]:
+    """The tree, shapes and dtypes of a value, to be compared."""
+    leaves, tree = jax.tree.flatten(value)
+    return tree, [_shape(x) for x in leaves]
 
 
 def _shape(x: Any) -> tuple[tuple[int, ...], Any]:
-    return np.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)) if not hasattr(
-        x, "dtype"
-    ) else x.dtype
+    if not is_array(x):
+        return (), type(x)
+    return np.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x))

@@ -31,7 +31,8 @@ def take_out(results: Any, matches: Sequence[Callable[[Any], bool]]) -> tuple[di
 
     Returns:
       By position of an object its new value, and the results with a :class:`Passed` in its place.
-      Each object is found once, the outermost and first node that matches.
+      Each object is found once, the outermost and first node that matches, in tuples, lists and
+      dicts.
 
     Example:
       >>> found, rest = take_out(({"w": 1.0}, 2.0), [lambda x: isinstance(x, dict)])
@@ -45,9 +46,9 @@ def take_out(results: Any, matches: Sequence[Callable[[Any], bool]]) -> tuple[di
             if i not in found and is_new(node):
                 found[i] = node
                 return Passed(i)
-        children, tree = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
-        if len(children) == 1 and children[0] is node:
+        if not isinstance(node, tuple | list | dict):  # a class may look at its fields
             return node
+        children, tree = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
         return jax.tree.unflatten(tree, [below(child) for child in children])
 
     return found, below(results)
@@ -70,3 +71,19 @@ def beside(results: Any) -> Any:
         return results
     left = tuple(x for x in results if not isinstance(x, Passed))
     return left[0] if len(left) == 1 < len(results) else left
+
+
+def summary(results: Any) -> str:
+    """A few words on what a step returns.
+
+    Example:
+      >>> summary(({"w": 1.0}, jax.numpy.zeros(())))
+      'a tuple of dict, array'
+    """
+
+    def kind(x: Any) -> str:
+        return "array" if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else type(x).__name__
+
+    if isinstance(results, tuple):
+        return f"a tuple of {', '.join(map(kind, results))}"
+    return f"{'an' if kind(results) == 'array' else 'a'} {kind(results)}"

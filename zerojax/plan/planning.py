@@ -199,8 +199,8 @@ def _optimizer_leaves(
             transform_non_params=other,
             is_leaf=lambda x: _is_pair(x) or isinstance(x, optax.MaskedNode),
         )
-    except (AttributeError, TypeError, ValueError):
-        # Some transformations (adafactor) do not let optax see which leaf is whose.
+    except (AttributeError, IndexError, TypeError, ValueError):
+        # Some transformations (adafactor, lbfgs) do not let optax see which leaf is whose.
         return jax.tree.map(lambda p: anywhere(at_rest(*p, None)), paths, is_leaf=_is_pair)
 
 

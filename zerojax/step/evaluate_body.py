@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zerojax.accumulation.lanes import Lanes
 from zerojax.accumulation.own_sums import Reducer
@@ -33,6 +34,8 @@ from zerojax.trace.loss_scaling import replacements
 from zerojax.trace.unused import without_unused_gradients
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
+
+_NUMBERS = (bool, int, float, complex)
 
 
 def evaluate_body(
@@ -112,7 +115,13 @@ def evaluate_body(
         count = counts.pop() if len(counts) == 1 else None
         outs = setting.inserter(closed, given, replace, want, host, count)
     _warn_of_unquantized(setting)
-    made = jax.tree.unflatten(jax.tree.structure(shapes), outs)
+    leaves, structure = jax.tree.flatten(shapes)
+    # A result may be a number of the step's own, which no equation makes.
+    outs = [
+        jnp.asarray(x, like.dtype) if isinstance(x, _NUMBERS) else x
+        for x, like in zip(outs, leaves, strict=True)
+    ]
+    made = jax.tree.unflatten(structure, outs)
     return made if feedback is None else _with_errors(made, feedback)
 
 

@@ -75,4 +75,7 @@ def form_of(value: Any) -> tuple[Any, list[Any]]:
 def _shape(x: Any) -> tuple[tuple[int, ...], Any]:
     if not is_array(x):
         return (), type(x)
-    return np.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x))
+    dtype = jnp.result_type(x)
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return np.shape(x), dtype
+    return np.shape(x), jax.dtypes.canonicalize_dtype(dtype)

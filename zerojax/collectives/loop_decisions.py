@@ -16,6 +16,7 @@ from zerojax.collectives.shard import Shard
 from zerojax.collectives.widening import narrowest
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs
 
 
@@ -27,6 +28,8 @@ class LoopDecisions:
     Attributes:
       sums: The carried values that are added up on each device and reduced after the loop.
       carried: Positions of the other carried values.
+      updated: By position of a carried value, the spec of its shard, for state that an iteration
+        changes: the loop carries shards, and each iteration gathers what it needs.
       held: Positions of the constants that are gathered before the loop.
       gathered: Positions of the stacks that are gathered before the loop: a single layer cannot be
         gathered of a stack that is sharded along its layers.
@@ -41,6 +44,7 @@ class LoopDecisions:
 
     sums: Sums
     carried: Sequence[int]
+    updated: Mapping[int, Spec]
     held: set[int]
     gathered: set[int]
     ahead: Mapping[int, jnp.dtype]
@@ -57,6 +61,7 @@ def decide(
     gatherer: Gatherer,
     scope: Scope,
     *,
+    updated: Mapping[int, Spec],
     prefetch: bool,
 ) -> LoopDecisions:
     """Decides how a loop runs on shards.
@@ -67,6 +72,7 @@ def decide(
       want: For each result the spec of an entry's shard if it is a gradient; None for others.
       gatherer: Gathers parameters and reduces gradients.
       scope: The stretch in which the loop runs.
+      updated: See :func:`find_updated`.
       prefetch: Whether the loop gathers parameters one iteration ahead.
     """
     a, n = jaxprs.scan_counts(eqn)
@@ -74,7 +80,8 @@ def decide(
     sums = Sums(eqn, want[:n])
     carried = [i for i in range(n) if i not in sums.terms]
     # A loop that adds up gradients of its own runs over micro-batches, and gathers in each.
-    own = [spec for i in carried if i not in sums.stacks and (spec := want[i]) is not None]
+    left = [i for i in carried if i not in sums.stacks and i not in updated]
+    own = [spec for i in left if (spec := want[i]) is not None]
     micro_batches = any(is_sharded(spec, gatherer.axis) for spec in own)
     jaxpr = jaxprs.param(eqn, "jaxpr")
     gathered = {i for i, x in enumerate(xs) if isinstance(x, Shard) and x.spec[0]}
@@ -83,6 +90,7 @@ def decide(
     return LoopDecisions(
         sums=sums,
         carried=carried,
+        updated=updated,
         held=set() if micro_batches else held.decide(jaxpr, consts, gatherer.mesh),
         gathered=gathered,
         ahead=ahead.decide(eqn, read, gatherer, gathers=prefetch),
@@ -93,5 +101,26 @@ def decide(
         },
         behind=behind.decide(eqn, want[n:], gatherer, scope.batch_rows if scope.behind else None),
         of_layer=stacked and not any(want[i] for i in range(n) if i not in sums.stacks),
-        want=[*(want[i] for i in carried), *want[n:], *(None for _ in sums.roots)],
+        want=[*(updated.get(i, want[i]) for i in carried), *want[n:], *(None for _ in sums.roots)],
     )
+
+
+def find_updated(eqn: Any, values: Sequence[Any], axis: str) -> dict[int, Spec]:
+    """The large shards that a scan carries and changes, by position among the carried values.
+
+    Args:
+      eqn: The scan.
+      values: Its operands, some of them a :class:`Shard`.
+      axis: The axis over which ZeRO shards.
+    """
+    a, n = jaxprs.scan_counts(eqn)
+    body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
+    return {
+        i: x.spec
+        for i, x in enumerate(values[a : a + n])
+        if isinstance(x, Shard)
+        and is_sharded(x.spec, axis)
+        and not x.gathering.host
+        and not is_small(x.value.shape, x.spec, axis)
+        and body.outvars[i] is not body.invars[a + i]
+    }

@@ -59,14 +59,19 @@ class Scans(Gatherer):
         a, n = jaxprs.scan_counts(eqn)
         values = [scope.as_filled(v) for v in values]
         moved = [moved_stacks.of(x) for x in values[a + n :]]
-        values = self.all_known(values, scope)
+        updated = {} if self.apart else loop_decisions.find_updated(eqn, values, self.axis)
+        known = self.all_known(values, scope)
+        values = [v if i - a in updated else known[i] for i, v in enumerate(values)]
         prefetch = self.overlap and not self.keep
-        decided = loop_decisions.decide(eqn, values, want, self, scope, prefetch=prefetch)
+        decided = loop_decisions.decide(
+            eqn, values, want, self, scope, updated=updated, prefetch=prefetch
+        )
         sums, kept = decided.sums, decided.carried
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
         consts = self.held(decided.held, consts, scope, values)
         with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
-            carry = self.all_whole([start[i] for i in kept], scope)
+            given = [plain(start[i]) if i in updated else start[i] for i in kept]
+            carry = self.all_whole(given, scope)
             xs = [
                 self.gather(x, scope, values) if i in decided.gathered else x
                 for i, x in enumerate(xs)
@@ -90,7 +95,12 @@ class Scans(Gatherer):
                 reduced = later.reduced(later.hold(given, ahead.last(coming)))
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
             now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
-            carried = [now.get(i) for i in range(n)]
+            carried = [
+                Shard(self.constrain(now[i], updated[i]), updated[i])
+                if i in updated
+                else now.get(i)
+                for i in range(n)
+            ]
             within = scope.inner(later.row_sums, of_layer=decided.of_layer)
             with self.ledger.place(decisions.LOOP):
                 outs = self.run(jaxpr, (*consts, *carried, *sliced), within, decided.want)
@@ -109,8 +119,11 @@ class Scans(Gatherer):
                 else:
                     ys[i] = entries.stack(i, ys[i])
             totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]
-            passed = [plain(o) for o in outs[:m]], totals, coming, given
-            return passed, (ys, filling.layers(coming))
+            passed = [
+                self._resharded(o, updated[i]) if i in updated else plain(o)
+                for i, o in zip(kept, outs[:m], strict=True)
+            ]
+            return (passed, totals, coming, given), (ys, filling.layers(coming))
 
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
         first = ahead.first()
@@ -122,7 +135,8 @@ class Scans(Gatherer):
             reverse=reverse,
             unroll=jaxprs.param(eqn, "unroll"),
         )
-        ended = dict(zip(kept, carry, strict=True))
+        ended: dict[int, Any] = dict(zip(kept, carry, strict=True))
+        ended |= {i: Shard(ended[i], spec) for i, spec in updated.items()}
         with self.ledger.place(decisions.AFTER_LOOP, "summed over all iterations first"):
             ended.update(self._summed(sums, totals, start, scope))
 
@@ -151,6 +165,12 @@ class Scans(Gatherer):
             return [
                 self.gather(c, scope, rest) if i in positions else c for i, c in enumerate(consts)
             ]
+
+    def _resharded(self, value: Any, spec: Spec) -> jax.Array:
+        """A carried value after an iteration, as the next one takes it."""
+        if isinstance(value, Shard) and value.spec != spec:
+            value = self.whole(value.value, value.spec)
+        return self.constrain(plain(value), spec)
 
     def _summed(
         self, sums: Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: Scope

@@ -81,10 +81,16 @@ class Scope:
         """``value``, gathered if a loop in here has filled it."""
         return self.filled.get(id(value), (value, value))[1]
 
-    def inner(self, row_sums: Mapping[Any, Any] | None = None, *, of_layer: bool = False) -> Scope:
+    def inner(
+        self,
+        row_sums: Mapping[Any, Any] | None = None,
+        *,
+        of_layer: bool = False,
+        share: bool = True,
+    ) -> Scope:
         """That of a loop's iteration or a block, with partial sums of its own."""
         return Scope(
-            share=True,
+            share=share,
             replace=self.replace,
             host=self.host,
             batch_rows=self.batch_rows,

@@ -28,10 +28,12 @@ class Scans(Gatherer):
 
     Attributes:
       overlap: Whether loops gather one iteration ahead, and reduce one behind.
+      share: Whether one gather of a parameter serves all its uses in the body.
       left: Whether what was to leave for host memory in a loop has left.
     """
 
     overlap: bool
+    share: bool
     left: bool
 
     def run(
@@ -101,7 +103,9 @@ class Scans(Gatherer):
                 else now.get(i)
                 for i in range(n)
             ]
-            within = scope.inner(later.row_sums, of_layer=decided.of_layer)
+            # An iteration that updates the state is a step of its own.
+            share = self.share or not updated
+            within = scope.inner(later.row_sums, of_layer=decided.of_layer, share=share)
             with self.ledger.place(decisions.LOOP):
                 outs = self.run(jaxpr, (*consts, *carried, *sliced), within, decided.want)
             outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]

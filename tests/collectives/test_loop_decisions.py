@@ -50,7 +50,7 @@ def decided(
     ]
     scope = Scope(share=True, batch_rows=len(data), behind=True)
     inserter = Inserter(MESH, "data", keep=False)
-    return loop_decisions.decide(loop, values, want, inserter, scope, prefetch=prefetch)
+    return loop_decisions.decide(loop, values, want, inserter, scope, updated={}, prefetch=prefetch)
 
 
 def layers(length: int, spec: Spec = STACK, **options: Any) -> LoopDecisions:

@@ -227,6 +227,8 @@ def is_model(x: Any) -> bool:
 def taken_apart(program: Program, state: Any) -> tuple[Any, Any]:
     """Parameters (their masters in the run by hand), and what else is carried but the optimizer's
     own state."""
+    if not program.nnx and not hasattr(state, "opt_state"):
+        return jax.tree.leaves(state), ()
     if not program.nnx:
         by_hand = isinstance(state.opt_state, tuple) and is_low(state.params)
         params = state.opt_state[0] if by_hand else state.params

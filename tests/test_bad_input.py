@@ -132,8 +132,7 @@ class TestBatch:
             return good_step(state, {"x": batch["x"] + jax.random.normal(key, batch["x"].shape)})
 
         zero = zerojax.zero(stage=3)
-        with pytest.raises(ValueError, match=r"random key as 1 \(key\).*batch_argnums=2"):
-            zero(noisy)(make_state(), key, batch_of())
+        zero(noisy)(make_state(), key, batch_of())
         zero(noisy, batch_argnums=2)(make_state(), key, batch_of())
         refuses(zero(good_step), make_state(), key, ValueError, "the batch is a random key")
 
@@ -159,30 +158,18 @@ class TestBatch:
 
 class TestState:
     @pytest.mark.parametrize(
-        ("state", "says"),
-        [
-            ({"params": {"w": np.ones(8)}}, ["dict", "params", "tx", r"TrainState\.create"]),
-            (None, ["NoneType", r"TrainState"]),
-            (np.ones(8), ["ndarray", r"TrainState"]),
-            ((1, 2), ["tuple", "TrainState"]),
-        ],
+        "state", [{"params": {"w": np.ones(8)}}, None, np.ones(8), (1, 2)], ids=repr
     )
-    def test_that_is_none(self, state: Any, says: list[str]) -> None:
+    def test_of_another_kind_than_the_step_takes(self, state: Any) -> None:
+        """The error is the step's own, as under ``jax.jit``."""
         step = zerojax.zero(stage=3)(good_step)
-        with pytest.raises((TypeError, ValueError)) as caught:
+        with pytest.raises(AttributeError, match="no attribute .?params"):
             step(state, batch_of())
-        for word in says:
-            assert re.search(word, str(caught.value)), str(caught.value)
 
     @pytest.mark.parametrize("field", ["tx", "params", "opt_state"])
     def test_with_a_field_that_is_none(self, field: str) -> None:
         step = zerojax.zero(stage=3)(good_step)
         refuses(step, make_state(**{field: None}), batch_of(), (TypeError, ValueError), field)
-
-    def test_that_comes_behind_the_batch(self) -> None:
-        step = zerojax.zero(stage=3)(good_step)
-        with pytest.raises(TypeError, match=r"the state as 1 \(batch\).*good_step\(state, batch"):
-            step(batch_of(), make_state())
 
     def test_that_init_is_given_for_a_function(self) -> None:
         zero = zerojax.zero(stage=3)
@@ -198,13 +185,13 @@ class TestState:
         state = jax_utils.replicate(make_state())
         refuses(step, state, batch_of(), ValueError, "unreplicate", "places the state itself")
 
-    @pytest.mark.parametrize("made", ["dict", "none"])
-    def test_that_init_is_given(self, made: str) -> None:
+    def test_without_arrays_that_init_makes(self) -> None:
         zero = zerojax.zero(stage=3)
-        with pytest.raises(TypeError, match="TrainState"):
-            zero.init(lambda: {"dict": {"w": jnp.ones(8)}, "none": None}[made])
-        with pytest.raises(TypeError, match="TrainState"):
-            zero.abstract_state(lambda: None)
+        for make in (zero.init, zero.abstract_state):
+            with pytest.raises(TypeError, match="NoneType.* has no arrays"):
+                make(lambda: None)
+            with pytest.raises(TypeError, match=r"a str at \[0\]\['name'\]"):
+                make(lambda: {"w": jnp.ones(8), "name": "net"})
 
     def test_that_lies_on_another_mesh(self) -> None:
         """Placed by another zero, on other devices or in another order."""
@@ -261,14 +248,6 @@ def nothing(state: TrainState, batch: Any) -> Any:
     good_step(state, batch)
 
 
-def turned_round(state: TrainState, batch: Any) -> Any:
-    return good_step(state, batch)[::-1]
-
-
-def three(state: TrainState, batch: Any) -> Any:
-    return *good_step(state, batch), 1
-
-
 def gradients(state: TrainState, batch: Any) -> Any:
     return state.params, good_step(state, batch)[1]
 
@@ -296,11 +275,9 @@ class TestStep:
     @pytest.mark.parametrize(
         ("step", "kind", "says"),
         [
-            (only_metrics, TypeError, [r"\(state, metrics\)"]),
-            (nothing, TypeError, ["NoneType", r"\(state, metrics\)"]),
-            (turned_round, TypeError, [r"\(state, metrics\)", "TrainState first"]),
-            (three, TypeError, ["tuple", r"\(state, metrics\)"]),
-            (gradients, TypeError, [r"\(state, metrics\)"]),
+            (only_metrics, TypeError, ["an array, without the new state", "TrainState"]),
+            (nothing, TypeError, ["NoneType, without the new state"]),
+            (gradients, TypeError, ["a tuple of dict, array, without the new state"]),
             (never, ValueError, ["apply_gradients", "never"]),
             (by_hand, ValueError, ["apply_gradients", "never"]),
             (other_structure, TypeError, ["structure", r"\['params'\]\['extra'\] added"]),

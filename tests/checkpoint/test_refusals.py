@@ -113,8 +113,8 @@ def test_keys_of_another_kind(tmp_path: Path) -> None:
 def test_what_cannot_be_saved(there: Path, zero: zerojax.Zero) -> None:
     state = zero.init(create(a=(8, 4), b=(3,)), KEY)
     with Checkpointer(there, zero) as checkpointer:
-        with pytest.raises(CheckpointError, match="not dict"):
-            checkpointer.save(30, state.params)
+        with pytest.raises(CheckpointError, match="another pytree of arrays, not 'state'"):
+            checkpointer.save(30, "state")
         with pytest.raises(CheckpointError, match="has step 20 already, and 20 was to be saved"):
             checkpointer.save(20, state)
         with pytest.raises(CheckpointError, match="has step 20 already, and 15 was to be saved"):

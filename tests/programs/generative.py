@@ -236,7 +236,7 @@ PROGRAMS = (
     ),
     Program(
         "gan_two_states", create_two_states, two_states_step, real_and_noise,
-        once=refused("TrainState"), accumulated=refused("TrainState"), call=call_two_states,
+        call=call_two_states, dtypes=("float64",),
     ),
     Program("nnx_vae", nnx_create, nnx_step, vectors, accumulated=NOISE, nnx=True),
 )  # fmt: skip

@@ -17,6 +17,7 @@ from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import FIXED, RowKind
 from zerojax.distributed import log
 from zerojax.graph.analysis import Analysis as Dataflow
+from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
 
@@ -73,7 +74,7 @@ def roles_of(name: str, given: Parts, batch: Any, results: tuple[Parts, Any]) ->
     ]
     paths += [
         f"its result{jax.tree_util.keystr(path)}"
-        for path, _ in jax.tree_util.tree_leaves_with_path(results[1])
+        for path, _ in jax.tree_util.tree_leaves_with_path(beside(results[1]))
     ]
     return Roles(
         name=name,

@@ -9,6 +9,7 @@ import jax
 
 from zerojax.graph.reach import DEPENDS
 from zerojax.trace.changes import origin
+from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
 
@@ -32,7 +33,7 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
     params = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.params)]
     lateness = jax.tree.unflatten(jax.tree.structure(results), depends_on(jaxpr, updates))
     outs = jax.tree.unflatten(jax.tree.structure(results), list(jaxpr.outvars))
-    late = [*_named("state", lateness[0].rest), *_named("its result", lateness[1])]
+    late = [*_named("state", lateness[0].rest), *_named("its result", beside(lateness[1]))]
     new = zip(jax.tree.leaves(outs[0].params), params, updates, strict=True)
     late += [] if all(_is_sum(jaxpr, *each) for each in new) else ["state.params"]
     if late:

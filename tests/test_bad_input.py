@@ -163,7 +163,7 @@ class TestState:
     def test_of_another_kind_than_the_step_takes(self, state: Any) -> None:
         """The error is the step's own, as under ``jax.jit``."""
         step = zerojax.zero(stage=3)(good_step)
-        with pytest.raises(AttributeError, match="no attribute .?params"):
+        with pytest.raises(AttributeError, match=r"no attribute .?params"):
             step(state, batch_of())
 
     @pytest.mark.parametrize("field", ["tx", "params", "opt_state"])
@@ -188,7 +188,7 @@ class TestState:
     def test_without_arrays_that_init_makes(self) -> None:
         zero = zerojax.zero(stage=3)
         for make in (zero.init, zero.abstract_state):
-            with pytest.raises(TypeError, match="NoneType.* has no arrays"):
+            with pytest.raises(TypeError, match=r"NoneType.* has no arrays"):
                 make(lambda: None)
             with pytest.raises(TypeError, match=r"a str at \[0\]\['name'\]"):
                 make(lambda: {"w": jnp.ones(8), "name": "net"})

@@ -143,7 +143,7 @@ def test_a_gradient_by_way_of_something_else(stage: int, step: Any) -> None:
     for name, before in start().params.items():
         change = np.abs(want.params[name] - before).max()
         np.testing.assert_allclose(got.params[name], want.params[name], atol=0.05 * change)
-        left = np.abs(got.opt_state.error[name][0]).max((1, 2))
+        left = np.abs(got.tx.numbers.error[name][0]).max((1, 2))
         assert np.all(left > 0) if change else not np.any(left)
 
 
@@ -159,7 +159,7 @@ def test_two_replica_groups_have_the_numbers_of_the_whole_batch() -> None:
     want, _ = jax.jit(step_of(mean))(start(), batch())
     change = np.abs(want.params["head"] - start().params["head"]).max()
     np.testing.assert_allclose(got.params["head"], want.params["head"], atol=0.05 * change)
-    assert got.opt_state.error["head"][0].shape[0] == 8
+    assert got.tx.numbers.error["head"][0].shape[0] == 8
 
 
 def test_a_function_of_each_devices_rows_is_refused() -> None:

@@ -74,7 +74,7 @@ def test_a_restart_goes_on_bit_for_bit(stage: int, tmp_path: Path) -> None:
     again = zero_of(stage)
     with Checkpointer(tmp_path, again) as ckpt:
         restored = ckpt.restore(again.abstract_state(create, jax.random.key(0)))
-    assert np.abs(restored.opt_state.error["kernel"][0]).max() > 0
+    assert np.abs(restored.tx.numbers.error["kernel"][0]).max() > 0
     train = again(step)
     for i in range(2, 4):
         restored, _ = train(restored, batch(i))
@@ -120,9 +120,9 @@ def test_errors_that_do_not_fit_start_from_zero(
     for got, want in zip(leaves(restored.params), leaves(state.params), strict=True):
         np.testing.assert_array_equal(got, want)
     if after.get("loco") is False:
-        assert restored.opt_state.error is None
+        assert restored.tx.numbers.error is None
     else:
-        (error,) = restored.opt_state.error["kernel"]
+        (error,) = restored.tx.numbers.error["kernel"]
         assert error.shape[0] == after.get("devices", 8)
         assert not np.any(error)
         assert "start from zero" in caplog.text

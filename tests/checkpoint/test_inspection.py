@@ -74,7 +74,7 @@ def test_nnx(tmp_path: Path) -> None:
     assert (step.form, step.status) == ("nnx", "whole")
     groups = {array.name: array.group for array in step.arrays}
     assert groups["0.linear.kernel.value"] == "parameters"
-    assert groups["1.opt_state.inner.0.mu.linear.kernel.value"] == "optimizer state"
+    assert groups["1.opt_state.0.mu.linear.kernel.value"] == "optimizer state"
     assert groups["1.step.value"] == "other state"
     assert "key<fry>" in step.dtypes
     (tmp_path / "7" / records.FILE).unlink()

@@ -82,8 +82,8 @@ def test_another_optimizer(there: Path, zero: zerojax.Zero) -> None:
     with pytest.raises(CheckpointError) as told:
         restore(there, zero, create(optax.sgd(0.1, momentum=0.9), a=(8, 4), b=(3,)))
     said = str(told.value)
-    assert "only in the state: opt_state.inner.0.trace.a [8, 4] float32" in said
-    assert "only in the checkpoint: opt_state.inner.0.mu.a [8, 4] float32" in said
+    assert "only in the state: opt_state.0.trace.a [8, 4] float32" in said
+    assert "only in the checkpoint: opt_state.0.mu.a [8, 4] float32" in said
     assert "params" not in said.split("Make the state")[0].split("optimizer:")[1]
 
 

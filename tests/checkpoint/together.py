@@ -38,7 +38,7 @@ def create_large(key: jax.Array) -> TrainState:
 
 def assert_large(state: TrainState) -> None:
     """Every number of this process's shards is what and where it was."""
-    for i, x in enumerate(jax.tree.leaves((state.params, state.opt_state.inner))):
+    for i, x in enumerate(jax.tree.leaves((state.params, state.opt_state))):
         for shard in x.addressable_shards if x.ndim else ():
             index = (slice(*s.indices(n)[:2]) for s, n in zip(shard.index, SHAPE, strict=True))
             places = (x.astype(np.int32) for x in np.ogrid[tuple(index)])

@@ -131,7 +131,7 @@ def test_the_numbers_of_the_formula(stage: int, k: int) -> None:
         state, out = train(state, batch(i))
         plain.step(batch(i))
     np.testing.assert_array_equal(np.reshape(out["rows"], (ROWS, 192)), batch(3)["y"] * 2)
-    error = state.opt_state.error
+    error = state.tx.numbers.error
     assert error["bias"] == ()
     for name, want in plain.errors.items():
         assert_close(error[name][0], np.stack(want), 1e-2)
@@ -145,7 +145,7 @@ def test_every_third_error_is_zero() -> None:
     largest = []
     for _ in range(3):
         state, _ = train(state, batch())
-        largest.append(max(float(jnp.abs(e).max()) for e in jax.tree.leaves(state.opt_state.error)))
+        largest.append(max(float(jnp.abs(e).max()) for e in jax.tree.leaves(state.tx.numbers.error)))
     assert min(largest[:2]) > 0
     assert largest[2] == 0
 
@@ -181,15 +181,15 @@ def test_nnx_has_the_numbers_of_linen() -> None:
 def test_a_skipped_step_leaves_the_errors(stage: int, poison: float) -> None:
     train, state = zero_of(stage, check_finite=True)(step), start()
     state, _ = train(state, batch())
-    before = jax.device_get((state.params, state.opt_state.error))
+    before = jax.device_get((state.params, state.tx.numbers.error))
     bad = batch()
     bad["weight"][5] = poison  # of the second device alone
     state, _ = train(state, bad)
-    assert int(state.opt_state.skipped) == 1
-    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state.error), before)
+    assert int(state.tx.numbers.skipped) == 1
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.tx.numbers.error), before)
     state, out = train(state, batch())
     assert np.isfinite(out["loss"])
-    assert int(state.opt_state.skipped) == 1
+    assert int(state.tx.numbers.skipped) == 1
 
 
 @pytest.mark.slow
@@ -222,8 +222,8 @@ def test_errors_are_without_the_loss_scale() -> None:
         train, state = zero_of(2, **given)(scaled), start()
         for i in range(3):
             state, _ = train(state, batch(i))
-        assert int(state.opt_state.skipped) == 0
-        found.append(np.asarray(state.opt_state.error["head"][0]))
+        assert int(state.tx.numbers.skipped) == 0
+        found.append(np.asarray(state.tx.numbers.error["head"][0]))
     # Powers of two move no code, but for what fp16 cannot hold.
     assert np.mean(np.abs(found[0] - found[1]) > 1e-4 * np.abs(found[1]).max()) < 0.05
 

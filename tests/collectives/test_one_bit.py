@@ -136,7 +136,7 @@ def test_warm_up_is_adamw_and_then_the_formula(stage: int, k: int) -> None:
         apart = np.abs(np.asarray(state.params[name]) - x)
         assert np.mean(apart > 1e-4) < 0.01
         if name != "bias":
-            lost = np.abs(np.asarray(state.opt_state.error[name][0]) - errors[name][0])
+            lost = np.abs(np.asarray(state.tx.numbers.error[name][0]) - errors[name][0])
             assert np.mean(lost > 1e-5) < 0.01
 
 
@@ -184,11 +184,11 @@ def test_a_poisoned_shard_is_skipped_and_a_restart_goes_on(stage: int, tmp_path:
     train, state = zero(step), zero.init(lambda: create(zero.optimizer()))
     for i in range(FREEZE + 2):
         state, _ = train(state, batch(i))
-    before = jax.device_get((state.params, state.opt_state.error, state.opt_state.inner))
+    before = jax.device_get((state.params, state.tx.numbers.error, state.opt_state))
     bad = batch(9)
     bad["y"][5] = np.nan
     state, _ = train(state, bad)
-    after = jax.device_get((state.params, state.opt_state.error, state.opt_state.inner))
+    after = jax.device_get((state.params, state.tx.numbers.error, state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, before, after)
     with Checkpointer(tmp_path, zero) as ckpt:
         ckpt.save(1, state)
@@ -196,7 +196,7 @@ def test_a_poisoned_shard_is_skipped_and_a_restart_goes_on(stage: int, tmp_path:
     state, _ = train(state, batch(1))
     restored, _ = train(restored, batch(1))
     jax.tree.map(np.testing.assert_array_equal, state.params, restored.params)
-    jax.tree.map(np.testing.assert_array_equal, state.opt_state.error, restored.opt_state.error)
+    jax.tree.map(np.testing.assert_array_equal, state.tx.numbers.error, restored.tx.numbers.error)
 
 
 @pytest.mark.parametrize(

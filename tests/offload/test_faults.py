@@ -106,11 +106,11 @@ def test_a_file_damaged_between_steps(tmp_path: Path, harm: Callable[[Path], Non
     state, _ = step(state, BATCH)
     store = zero.states.placer.store
     store.wait()
-    mu = state.opt_state.inner[0].mu["w"].leaf
+    mu = state.opt_state[0].mu["w"].leaf
     harm(store._blocks[mu._key(0, 0)].file)
-    named = rf"opt_state\.inner\[0\]\.mu\['w'\].*is damaged.*{REMEDY}"
+    named = rf"opt_state\[0\]\.mu\['w'\].*is damaged.*{REMEDY}"
     with pytest.raises(DiskStateError, match=named):
-        np.asarray(state.opt_state.inner[0].mu["w"])
+        np.asarray(state.opt_state[0].mu["w"])
     with pytest.raises(DiskStateError, match=named):
         step(state, BATCH)
     with pytest.raises(DiskStateError, match=REMEDY):
@@ -171,7 +171,7 @@ def test_a_step_interrupted_half_way(tmp_path: Path) -> None:
         with pytest.raises(Interruption):
             step(state, BATCH)
         left.clear()
-        for x in jax.tree.leaves((state.params, state.opt_state.inner[0].mu)):
+        for x in jax.tree.leaves((state.params, state.opt_state[0].mu)):
             with pytest.raises(DiskStateError, match=f"half updated.*interrupted.*{REMEDY}"):
                 np.asarray(x)
         with pytest.raises(DiskStateError, match=f"half updated.*interrupted.*{REMEDY}"):

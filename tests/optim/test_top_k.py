@@ -55,5 +55,5 @@ def test_a_sharded_step_is_that_of_plain_jit() -> None:
         want, _ = plain(want, batch)
     apart = np.abs(np.asarray(got.params["w"]) - np.asarray(want.params["w"]))
     assert np.mean(apart > 1e-6) < 1e-3  # a tie within rounding
-    error = got.opt_state.inner[0].error["w"]
+    error = got.opt_state[0].error["w"]
     assert error.sharding.spec == got.params["w"].sharding.spec

@@ -81,8 +81,7 @@ def resets(model: Any, optimizer: Any, metrics: Any) -> None:
 
 
 def sets_the_rate(model: Any, optimizer: Any, metrics: Any) -> None:
-    state = getattr(optimizer.opt_state, "inner", optimizer.opt_state)  # zero's has it within
-    rate = state.hyperparams["learning_rate"]
+    rate = optimizer.opt_state.hyperparams["learning_rate"]
     rate.set_value(jnp.full_like(rate.get_value(), 0.01))
 
 

@@ -18,7 +18,7 @@ from zerojax.checkpoint.checksum import share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, cannot_be_read
 from zerojax.checkpoint.record import Record, Spec
 from zerojax.checkpoint.saved import SavedArray, SavedArrays, alike, differs, unlike
-from zerojax.checkpoint.state_tree import OPTIMIZER, PARAMS, Form
+from zerojax.checkpoint.state_tree import NUMBERS, OPTIMIZER, PARAMS, Form
 from zerojax.checkpoint.steps_folder import DELETED, UNDER_WAY
 
 Status = Literal["whole", "files whole", "not verifiable", "damaged"]
@@ -272,8 +272,11 @@ class StepInspector:
 def _inspected(array: SavedArray, form: Form | None, record: Record | None) -> InspectedArray:
     recorded = record.leaves.get(array.name) if record else None
     group = "other state"
-    for prefixes, called in ((PARAMS, "parameters"), (OPTIMIZER, "optimizer state")):
-        if form and array.path[: len(prefixes[form])] == prefixes[form]:
+    of_optimizer = "optimizer state"
+    groups = (PARAMS, "parameters"), (OPTIMIZER, of_optimizer), (NUMBERS, of_optimizer)
+    for prefixes, called in groups:
+        prefix = prefixes.get(form) if form else None
+        if prefix and array.path[: len(prefix)] == prefix:
             group = called
     return InspectedArray(
         name=array.name,

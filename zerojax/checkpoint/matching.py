@@ -15,19 +15,20 @@ import numpy as np
 
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.saved import SavedArray
-from zerojax.checkpoint.state_tree import Path, is_key
+from zerojax.checkpoint.state_tree import NUMBERS, OPTIMIZER, Form, Path, is_key
 from zerojax.distributed import log
 from zerojax.optim.wrap import ZeroOptState
 
 INNER, LOSS_SCALE, ERROR = "inner", "loss_scale", "error"
 FRESH = [name for name in ZeroOptState._fields if name != INNER]
+_AROUND = ("steps", "skipped", "grad_norm")
 SHOWN = 8
 
 
 def match(
     wanted: Mapping[Path, Any],
     saved: Mapping[Path, SavedArray],
-    optimizer: Path | None,
+    form: Form | None,
     *,
     where: str,
 ) -> dict[Path, Path | None]:
@@ -36,8 +37,8 @@ def match(
     Args:
       wanted: Shapes and dtypes by path.
       saved: The saved arrays by path.
-      optimizer: The path of the optimizer's state; None where parameters alone are wanted, so that
-        other arrays of the checkpoint are ignored.
+      form: Of the state; None where parameters or another pytree are wanted, so that other arrays
+        of the checkpoint are ignored.
       where: The checkpoint, for messages.
 
     Returns:
@@ -48,43 +49,57 @@ def match(
     Raises:
       CheckpointError: other arrays are missing, too many, or differ in shape or kind.
     """
-    whole, optimizer = optimizer is not None, optimizer or ()
-    n = len(optimizer)
-    wrapped = any(path[: n + 1] == (*optimizer, "steps") for path in saved)
+    now, numbers = _names_now(saved, form), NUMBERS.get(form, ()) if form else ()
+    whole, n = form is not None, len(numbers)
+    wrapped = (*numbers, "steps") in now
     fresh = [LOSS_SCALE] if wrapped else FRESH
     sources: dict[Path, Path | None] = {}
     problems = []
     for path, leaf in wanted.items():
-        source, own = path, whole and path[:n] == optimizer
-        if own and not wrapped and path[n] == INNER:
-            source = (*optimizer, *path[n + 1 :])
-        if own and path[n] == ERROR:
-            fits = source in saved and not _mismatch(path, leaf, saved[source])
+        number = path[n] if n and path[:n] == numbers else None
+        source = now.get(path)
+        if number == ERROR:
+            fits = source is not None and not _mismatch(path, leaf, saved[source])
             sources[path] = source if fits else None
-        elif source in saved:
+        elif source is not None:
             sources[path] = source
             problems += _mismatch(path, leaf, saved[source])
-        elif whole and (0 in leaf.shape or (own and path[n] in fresh)):
+        elif whole and (0 in leaf.shape or number in fresh):
             sources[path] = None
         else:
             problems.append(f"only in the state: {_told(path, leaf)}")
     used = set(sources.values())
     problems += [
-        f"only in the checkpoint: {_told(path, leaf)}"
-        for path, leaf in saved.items()
+        f"only in the checkpoint: {_told(path, saved[source])}"
+        for path, source in now.items()
         if whole
-        and path not in used
-        and path[: n + 1] not in ((*optimizer, LOSS_SCALE), (*optimizer, ERROR))
+        and source not in used
+        and path[: n + 1] not in ((*numbers, LOSS_SCALE), (*numbers, ERROR))
     ]
     if problems:
         raise CheckpointError(_differences(where, problems))
-    errors = [path for path in wanted if whole and path[: n + 1] == (*optimizer, ERROR)]
+    errors = [path for path in wanted if n and path[: n + 1] == (*numbers, ERROR)]
     if new := [path for path in errors if sources[path] is None]:
         log.warning(
             "%s: %d of %d errors of quantized gradients are missing or of other devices, and start "
             "from zero.", where, len(new), len(errors),
         )  # fmt: skip
     return sources
+
+
+def _names_now(saved: Mapping[Path, SavedArray], form: Form | None) -> dict[Path, Path]:
+    """The saved paths by the names that their arrays have today: zerojax's numbers stood around
+    the optimizer's state once."""
+    optimizer = OPTIMIZER[form] if form else ()
+    n = len(optimizer)
+    around = form and {(*optimizer, name) for name in _AROUND} <= {*saved}
+
+    def now(path: Path) -> Path:
+        if not (form and around) or path[:n] != optimizer:
+            return path
+        return (*optimizer, *path[n + 1 :]) if path[n] == INNER else (*NUMBERS[form], *path[n:])
+
+    return {now(path): path for path in saved}
 
 
 def _mismatch(path: Path, wanted: Any, saved: SavedArray) -> list[str]:

@@ -105,7 +105,6 @@ def _begin(folder: epath.Path, abstract_state: Any, zero: Zero) -> _Begun:
     saved = SavedStep(folder)
     present = {state_tree.unboxed(leaf.path): leaf for leaf in saved.arrays()}
     form = state_tree.form_of(abstract_state)
-    optimizer = None
     if form == "pytree":
         _check_arrays(abstract_state)
         alone = saved.record is None or saved.record.form != "pytree"
@@ -113,8 +112,8 @@ def _begin(folder: epath.Path, abstract_state: Any, zero: Zero) -> _Begun:
         wanted = (_params_alone if alone else _any_pytree)(abstract_state, present, zero)
     else:
         wanted = _whole_state(abstract_state, form, zero)
-        optimizer = state_tree.OPTIMIZER[form]
-    sources = match(wanted.leaves, present, optimizer, where=str(saved.folder))
+    whole = None if form == "pytree" else form
+    sources = match(wanted.leaves, present, whole, where=str(saved.folder))
     chosen = {path: present[source] for path, source in sources.items() if source is not None}
     in_memory = {path: leaf for path, leaf in chosen.items() if path not in wanted.on_disk}
     structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in in_memory.items()}
@@ -392,17 +391,15 @@ def _fresh(
     wanted: _Wanted, restored: Mapping[Path, Any], form: state_tree.Form, zero: Zero
 ) -> dict[Path, Any]:
     """New arrays for those that a plain state, or one of another precision, lacks."""
-    optimizer = state_tree.OPTIMIZER[form]
+    numbers = state_tree.NUMBERS[form]
     step = restored[state_tree.STEP[form]]
-    opt_state = adopt(None, np.asarray(jax.device_get(step)), LossScale.of(zero.config))
-    values = dict(
-        zip(state_tree.below(optimizer, opt_state), jax.tree.leaves(opt_state), strict=True)
-    )
+    new = adopt(None, np.asarray(jax.device_get(step)), LossScale.of(zero.config))
+    values = dict(zip(state_tree.below(numbers, new), jax.tree.leaves(new), strict=True))
     fresh: dict[Path, Any] = {}
     for path, struct in wanted.leaves.items():
         if path in restored:
             continue
-        if path[: len(optimizer) + 1] == (*optimizer, ERROR):  # larger than all of the state
+        if path[: len(numbers) + 1] == (*numbers, ERROR):  # larger than all of the state
             zeros = functools.partial(jnp.zeros, struct.shape, struct.dtype)
             fresh[path] = jax.jit(zeros, out_shardings=struct.sharding)()
             continue

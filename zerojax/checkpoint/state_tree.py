@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from zerojax.optim.wrap import ZeroOptState
 from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import MODEL, ordered
 from zerojax.train_state.state_parts import Parts
@@ -25,6 +26,8 @@ OPTIMIZER: dict[Form, Path] = {
     "nnx": ("1", "opt_state"),
     "pytree": ("opt_state",),
 }
+NUMBERS: dict[Form, Path] = {"linen": ("tx", "numbers"), "nnx": ("1", "tx", "numbers")}
+"""zerojax's own numbers beside the optimizer's state."""
 STEP: dict[Form, Path] = {"linen": ("step",), "nnx": ("1", "step")}
 
 
@@ -51,13 +54,15 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def paths_of(parts: Parts, form: Form) -> list[Path]:
-    """The path on disk of each array of a state that was taken apart, in the order of leaves."""
+    """The path on disk of each array of a state that zerojax has opened, in the order of leaves."""
     rest: dict[str, Path] = {name: (name,) for name in parts.rest}
     if form == "nnx":
         rest[MODEL] = PARAMS[form]
+    opt_state: ZeroOptState = parts.opt_state
     return [
         *below(PARAMS[form], parts.params),
-        *below(OPTIMIZER[form], parts.opt_state),
+        *below(OPTIMIZER[form], opt_state.inner),
+        *below(NUMBERS[form], opt_state.with_inner(None)),
         *below(STEP[form], parts.step),
         *(path for name, value in sorted(parts.rest.items()) for path in below(rest[name], value)),
     ]

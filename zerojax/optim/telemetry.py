@@ -28,14 +28,11 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
     Raises:
       TypeError: The state has no zerojax optimizer state.
     """
-    several = isinstance(state, tuple) and not isinstance(state, ZeroOptState)
-    candidates = [getattr(x, "opt_state", x) for x in (state if several else (state,))]
-    wrapped = (x for x in candidates if isinstance(x, ZeroOptState))
-    opt_state = next(wrapped, None) or find_zero_state(state)
+    opt_state = find_zero_state(state)
     if opt_state is None:
         raise TypeError(
             f"{type(state).__name__} holds no zerojax optimizer state: make it with zero.init, "
-            "or pass the state that a decorated step returned (within the step it is not there)."
+            "or pass the state that a decorated step returned."
         )
 
     figures = report(opt_state)

@@ -46,6 +46,10 @@ class ZeroOptState(NamedTuple):
     loss_scale: LossScaleState | None
     error: Any = None
 
+    def with_inner(self, inner: Any) -> ZeroOptState:
+        """The same numbers around another state of the wrapped transformation; None for none."""
+        return self._replace(inner=inner)
+
 
 class ZeroTransformation(WithOnePass):
     """A transformation that :func:`wrap` made; wrapping it again changes nothing."""

@@ -354,6 +354,16 @@ def _refuse_features(config: ZeroConfig, *, wrapped: bool) -> None:
             "of its own. Make the optimizer with zero.wrap(tx) or zero.optimizer(), which clip, "
             "and its state with it; or take the key out of the config."
         )
+    if names := of_parameters(config):
+        raise ValueError(
+            f"{' and '.join(names)}: of a state that is no flax TrainState zerojax does not know "
+            "which arrays are parameters. Pass TrainState.create(apply_fn=..., params=..., tx=...),"
+            " or take the key out of the config."
+        )
+
+
+def of_parameters(config: ZeroConfig) -> list[str]:
+    """The keys of the config, in use, for which zerojax must know the parameters."""
     asked = {
         "bf16 or fp16": config.compute_dtype is not None,
         "offload_optimizer": config.offload_optimizer is not None,
@@ -363,12 +373,7 @@ def _refuse_features(config: ZeroConfig, *, wrapped: bool) -> None:
         "zero_hpz_partition_size": config.zero_hpz_partition_size > 1,
         "zeropp_loco_param": config.zeropp_loco_param is not None,
     }
-    if names := [name for name, yes in asked.items() if yes]:
-        raise ValueError(
-            f"{' and '.join(names)}: of a state that is no flax TrainState zerojax does not know "
-            "which arrays are parameters. Pass TrainState.create(apply_fn=..., params=..., tx=...),"
-            " or take the key out of the config."
-        )
+    return [name for name, yes in asked.items() if yes]
 
 
 def is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from zerojax.optim.wrap import ZeroOptState, find_zero_state
+from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
 from zerojax.placement.states import take_apart
 from zerojax.step.jitted import name_of
+from zerojax.step.view import View
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
 from zerojax.trace.marks import GRADIENT, count
 from zerojax.train_state.results import summary, take_out
@@ -24,13 +26,20 @@ class Body:
       function: The user's step.
       opened: The state, for the way to put one together again.
       once: Why the step may update no more than once, with the remedy; empty where it may.
+      needs_tx: The keys of the config that work in the state's own optimizer.
       types: The types of its arrays, for a step under explicit mesh axes; else None.
     """
 
     def __init__(
-        self, function: Callable[..., Any], opened: OpenedState, once: str, types: Types | None
+        self,
+        function: Callable[..., Any],
+        opened: OpenedState,
+        once: str,
+        needs_tx: Sequence[str],
+        types: Types | None,
     ) -> None:
         self.function, self.once, self.types = function, once, types
+        self._needs_tx = needs_tx
         self.name = name_of(function)
         self.split, self.close = opened.split, opened.close
         self._matches, self._any_pytree = opened.matches, opened.any_pytree
@@ -78,6 +87,8 @@ class Body:
                 made = self.split(*new)._replace(opt_state=view, step=parts.step + 1)
             else:
                 made = take_apart(new).parts
+        if not self._any_pytree:
+            made = _with_own_update(made, parts)
         before: Any = jax.tree.structure(parts)
         after: Any = jax.tree.structure(made)
         if before != after:
@@ -105,20 +116,30 @@ class Body:
             "arguments that are the state with state_argnums."
         )
 
-    def check(self, jaxpr: Any, leaves: int) -> None:
+    def check(self, jaxpr: Any, start: Parts) -> None:
         """Looks for the updates in the traced step.
 
         Args:
           jaxpr: The traced step.
-          leaves: Number of the state's parameters.
+          start: The state that it begins with, for the places of its arrays.
 
         Raises:
-          ValueError: The step updates never, or more often than it may.
+          ValueError: The step updates never, or more often than it may, or by an optimizer of its
+            own where the config's features work in the state's.
         """
         if self._any_pytree:  # its updates have no marks
             return
+        leaves = len(jax.tree.leaves(start.params))
         straight, branched, looped = count(jaxpr, GRADIENT)
         n = (straight + branched) // leaves
+        if not n + looped and _updates_itself(jaxpr, start):
+            if self._needs_tx:
+                raise ValueError(
+                    f"{self.name} updates by an optimizer of its own, and "
+                    f"{' and '.join(self._needs_tx)} work in the state's: call state.tx.update or "
+                    "state.apply_gradients, or take the keys out of the config."
+                )
+            return
         if not n + looped:
             raise ValueError(
                 f"{self.name} never updates (state.apply_gradients, or optimizer.update in NNX): "
@@ -128,6 +149,27 @@ class Body:
         if self.once and (n > 1 or looped):
             times = "in a loop" if looped else f"{n} times"
             raise ValueError(f"{self.name} updates {times}, which cannot be {self.once}.")
+
+
+def _updates_itself(jaxpr: Any, start: Parts) -> bool:
+    """Whether a step makes new parameters, and a new state of its optimizer where that has any."""
+    n = len(jax.tree.leaves(start.params))
+    m = n + len(jax.tree.leaves(start.opt_state.inner))
+
+    def changes(begin: int, end: int) -> bool:
+        pairs = zip(jaxpr.invars[begin:end], jaxpr.outvars[begin:end], strict=True)
+        return any(new is not old for old, new in pairs)
+
+    return changes(0, n) and (m == n or changes(n, m))
+
+
+def _with_own_update(made: Parts, before: Parts) -> Parts:
+    """A state after a step, counted where the step updated without the state's own optimizer."""
+    view, steps = made.opt_state, before.opt_state.opt.steps
+    if not isinstance(view, View) or view.opt.steps is not steps:
+        return made
+    own = view.opt._replace(steps=steps + 1, grad_norm=jnp.full((), UNKNOWN, jnp.float32))
+    return made._replace(opt_state=view._replace(opt=own))
 
 
 def _counted(own: ZeroOptState, objects: Any) -> ZeroOptState:

@@ -84,7 +84,7 @@ def evaluate_body(
     # Trace the step on the whole batch, and refuse it where plain jit has other numbers.
     closed, shapes = trace(batch if k == 1 else rows_together(batch))
     jaxpr = jaxprs.open_jaxpr(closed)[0]
-    body.check(jaxpr, len(params.values))
+    body.check(jaxpr, start)
     warn_of_ragged_products(body.name, jaxpr, setting.layout.world)
     if offloads(config):
         check_late(jaxpr, start, shapes, body.name)

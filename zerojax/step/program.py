@@ -13,7 +13,7 @@ from zerojax.devices.mesh import batch_devices
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
 from zerojax.optim.wrap import ZeroOptState
-from zerojax.placement.states import States
+from zerojax.placement.states import States, of_parameters
 from zerojax.plan.error_feedback import key_of
 from zerojax.plan.places import offloads
 from zerojax.plan.quantized import sent
@@ -66,7 +66,8 @@ class StepSetting:
         self.divide = ArgumentReader(plan)
         self.layout = BatchLayout(mesh, config.batch(batch_devices(mesh)))
         types = Types(plan, explicit) if explicit else None
-        self.body = Body(function, opened, _once(config, self.layout.accumulation), types)
+        needs_tx = [*of_parameters(config), *["gradient_clipping"] * bool(config.gradient_clipping)]
+        self.body = Body(function, opened, _once(config, self.layout.accumulation), needs_tx, types)
         self.inserter = Inserter(
             mesh,
             axis,

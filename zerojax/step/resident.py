@@ -38,7 +38,7 @@ class ResidentStep:
         one_pass, update = setting.tx.one_pass, None
         if one_pass is not None and plan.plain and one_pass.wins(plan.mesh):
             update = functools.partial(one_pass.update, shardings=shardings.params)
-        self._tx = updating(advancing(setting.tx, update), self._to_shards)
+        self._tx = updating(setting.tx.init, advancing(setting.tx, update), self._to_shards)
         self._jitted = jax.jit(
             named(self._step, STATE, BATCH, "arrays", "further"),
             static_argnums=3,
@@ -72,7 +72,7 @@ class ResidentStep:
         done = was_done(setting, parts.opt_state, after.opt)
         error = unless_skipped(done, after.opt.error, parts.opt_state.error)
         made = made._replace(
-            params=params_after(after, made.params, parts.params, done),
+            params=params_after(after, made.params, compute, parts.params, done),
             opt_state=after.opt._replace(error=error),
             rest=unless_skipped(done, made.rest, parts.rest),
         )

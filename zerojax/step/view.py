@@ -1,8 +1,8 @@
-"""The optimizer that the user's step sees.
+"""The optimizer of the state that the user's step sees.
 
-The ``opt_state`` of the state in the user's step is a :class:`View`, and its ``tx`` takes and
-returns views. What happens in ``apply_gradients`` thus travels through the user's code as plain
-values, whatever that code does with the state.
+The state's ``tx`` carries a :class:`View` beside optax's own ``opt_state``, see
+:mod:`zerojax.train_state.bound`. What happens in ``apply_gradients`` thus travels through the
+user's code as plain values, whatever that code does with the state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zerojax.trace.marks import GRADIENT, UNUSED, mark
 
 
 class View(NamedTuple):
-    """The ``opt_state`` that the user's step carries.
+    """The optimizer's state in the user's step, and what the step carries with it.
 
     Attributes:
       opt: The optimizer's own state.
@@ -38,6 +38,15 @@ class View(NamedTuple):
     compute: Any = None
     grads: Any = None
     updates: Any = None
+
+    @property
+    def inner(self) -> Any:
+        """The optimizer's state as optax has it."""
+        return self.opt.inner
+
+    def with_inner(self, inner: Any) -> View:
+        """The same around another state of optax; None for none."""
+        return self._replace(opt=self.opt.with_inner(inner))
 
 
 Constrain = Callable[[Any], Any]
@@ -78,10 +87,11 @@ def added(param: jax.Array, update: jax.Array) -> jax.Array:
     return (param.astype(update.dtype) + update).astype(param.dtype)
 
 
-def updating(advance: Advance, to_shards: Constrain) -> Any:
+def updating(init: Callable[[Any], Any], advance: Advance, to_shards: Constrain) -> Any:
     """An optimizer that updates at once.
 
     Args:
+      init: Makes the wrapped optimizer's state.
       advance: The update, see :func:`advancing`.
       to_shards: Constrains a gradient tree to its shards.
     """
@@ -95,7 +105,7 @@ def updating(advance: Advance, to_shards: Constrain) -> Any:
             updates = jax.tree.map(change, after.compute, params, updates)
         return updates, after if view.compute is not None else after._replace(compute=None)
 
-    return optax.GradientTransformationExtraArgs(_no_init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def collecting(to_shards: Constrain, uses: Sequence[bool]) -> Any:
@@ -127,7 +137,10 @@ def _or_zeros(gradient: Any, used: bool) -> Any:
 
 
 def _no_init(params: Any) -> Any:
-    raise TypeError("a decorated step updates its optimizer; it cannot start a new one")
+    raise TypeError(
+        "the step starts a new optimizer state (tx.init), which is not on the device under "
+        "offload: make it between two steps, or train without offload."
+    )
 
 
 def as_gradients(tree: Any) -> Any:
@@ -135,16 +148,18 @@ def as_gradients(tree: Any) -> Any:
     return mark(tree, GRADIENT)
 
 
-def params_after(view: View, returned: Any, before: Any, done: jax.Array | None) -> Any:
+def params_after(view: View, returned: Any, given: Any, before: Any, done: jax.Array | None) -> Any:
     """The parameters to keep.
 
-    Where the step returned what ``apply_gradients`` made, these are the masters. Where the step
-    changed a parameter afterwards (clipped a weight, say), they are the step's own value, and the
-    one of before if the step was skipped; the update itself holds the masters then.
+    Where the step returned what ``apply_gradients`` made, these are the masters, and where it
+    returned what it was given, the masters of before. Where the step changed a parameter otherwise
+    (clipped a weight, say), they are the step's own value, and the one of before if the step was
+    skipped; the update itself holds the masters then.
 
     Args:
       view: The view after the update.
       returned: Parameters that the step returned.
+      given: Parameters that the step was given.
       before: Masters that the step began with.
       done: bool [], False for a skipped step; None where no step is skipped.
     """
@@ -152,14 +167,17 @@ def params_after(view: View, returned: Any, before: Any, done: jax.Array | None)
     def held(x: jax.Array, old: jax.Array) -> jax.Array:
         return x if done is None else jnp.where(done, x, old)
 
-    def kept(own: jax.Array, old: jax.Array, master: jax.Array, seen: jax.Array) -> jax.Array:
+    def kept(
+        own: jax.Array, given: jax.Array, old: jax.Array, master: jax.Array, seen: jax.Array
+    ) -> jax.Array:
         if own is seen:
             return master
-        return held(jnp.where(own == seen, master, own.astype(master.dtype)), old)
+        changed = jnp.where(own == given, old, own.astype(master.dtype))
+        return held(jnp.where(own == seen, master, changed), old)
 
     if view.masters is None:
         return jax.tree.map(held, returned, before)
-    return jax.tree.map(kept, returned, before, view.masters, view.compute)
+    return jax.tree.map(kept, returned, given, before, view.masters, view.compute)
 
 
 def cast(tree: Any, dtype: Any) -> Any:

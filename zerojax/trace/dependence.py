@@ -24,7 +24,8 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
       name: of the step.
 
     Raises:
-      NotImplementedError: names what depends on the new parameters, and the remedy.
+      NotImplementedError: names what depends on the new parameters, or what the step changes of its
+        optimizer's state, and the remedy.
     """
     numbered = jax.tree.unflatten(
         jax.tree.structure(given), list(range(len(jax.tree.leaves(given))))
@@ -33,6 +34,14 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
     params = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.params)]
     lateness = jax.tree.unflatten(jax.tree.structure(results), depends_on(jaxpr, updates))
     outs = jax.tree.unflatten(jax.tree.structure(results), list(jaxpr.outvars))
+    held, kept = numbered.opt_state.inner, jax.tree.leaves(outs[0].opt_state.inner)
+    for (path, i), new in zip(jax.tree_util.tree_leaves_with_path(held), kept, strict=True):
+        if new is not jaxpr.invars[i]:
+            raise NotImplementedError(
+                f"{name} changes state.opt_state{jax.tree_util.keystr(path)}; under offload the "
+                "update is made after the step. Change it between two steps, or train without "
+                "offload."
+            )
     late = [*_named("state", lateness[0].rest), *_named("its result", beside(lateness[1]))]
     new = zip(jax.tree.leaves(outs[0].params), params, updates, strict=True)
     late += [] if all(_is_sum(jaxpr, *each) for each in new) else ["state.params"]

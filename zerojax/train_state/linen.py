@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 from typing import Any
 
 import flax.linen as nn
+import flax.struct
 import jax
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
+from zerojax.train_state.bound import BoundTransformation, bind, has_inner
 from zerojax.train_state.state_parts import OpenedState, Parts
 
+_PLAIN = "_plain_kind"
+"""Where the subclass of a state that zerojax makes names the user's own class."""
 _NAMED = ("params", "opt_state", "step")
 
 
@@ -31,34 +37,67 @@ def open_state(state: Any) -> OpenedState:
     carried = [
         f.name
         for f in dataclasses.fields(state)
-        if f.metadata.get("pytree_node", True) and f.name not in _NAMED
+        if f.metadata.get("pytree_node", True) and f.name not in (*_NAMED, "tx")
     ]
 
     def split(state: Any) -> Parts:
         rest = {name: getattr(state, name) for name in carried}
-        return Parts(state.params, state.opt_state, state.step, rest)
+        tx, opt_state = state.tx, state.opt_state
+        if isinstance(tx, BoundTransformation):
+            opt_state = tx.around(opt_state)
+        return Parts(state.params, opt_state, state.step, rest)
 
-    empty = dataclasses.replace(
-        state, params=None, opt_state=None, step=None, tx=None, **dict.fromkeys(carried)
-    )
+    kind: type = getattr(type(state), _PLAIN, type(state))
+    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.init}
+    fields |= dict.fromkeys([*_NAMED, "tx", *carried])  # no array is kept
+    empty = kind(**fields)
 
     def close(parts: Parts, tx: Any) -> tuple[Any]:
-        closed = empty.replace(
-            params=parts.params, opt_state=parts.opt_state, step=parts.step, tx=tx, **parts.rest
-        )
-        return (closed,)
-
-    kind = type(state)
+        opt_state, made = parts.opt_state, kind
+        if has_inner(opt_state):
+            (tx, opt_state), made = bind(tx, opt_state), _bound_kind(kind)
+        arrays = {"params": parts.params, "opt_state": opt_state, "step": parts.step, **parts.rest}
+        return (made(**fields | arrays | {"tx": tx}),)
 
     return OpenedState(
         parts=split(state),
-        tx=state.tx,
+        tx=state.tx.tx if isinstance(state.tx, BoundTransformation) else state.tx,
         split=split,
         close=close,
         key=jax.tree.structure(empty),
         specs=own_specs(state.params),
         matches=[lambda x: isinstance(x, kind)],
     )
+
+
+@functools.cache
+def _bound_kind(kind: type) -> type:
+    """The subclass of a user's ``TrainState`` that holds a :class:`BoundTransformation`: its ``tx``
+    is a node of the pytree, and follows the ``opt_state``."""
+    (field,) = (f for f in dataclasses.fields(kind) if f.name == "tx")
+
+    def follow(self: Any) -> None:
+        if own := getattr(kind, "__post_init__", None):
+            own(self)
+        if isinstance(self.tx, BoundTransformation):
+            object.__setattr__(self, "tx", self.tx.of(self.opt_state))
+
+    node = flax.struct.field(
+        pytree_node=True,
+        default=field.default,
+        default_factory=field.default_factory,
+        kw_only=field.kw_only,
+    )
+    named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    made = types.new_class(
+        kind.__name__,
+        (kind,),
+        exec_body=lambda body: body.update(
+            named
+            | {"__annotations__": {"tx": Any}, "tx": node, "__post_init__": follow, _PLAIN: kind}
+        ),
+    )
+    return made if issubclass(kind, flax.struct.PyTreeNode) else flax.struct.dataclass(made)
 
 
 def is_train_state(x: Any) -> bool:

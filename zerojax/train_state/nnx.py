@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from zerojax.train_state.nnx_bound import bind, bound_to
 from zerojax.train_state.state_parts import OpenedState, Parts
 
 MODEL = "model"  # names what the model has beside its parameters, in Parts.rest
@@ -76,7 +77,7 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
         optimizer = objects[at]
         return Parts(
             _of(params, 0),
-            nnx.as_pure(optimizer.opt_state),
+            nnx.as_pure(bound_to(optimizer)[1]),
             optimizer.step.get_value(),
             {MODEL: _of(rest, 0), **{str(i + 1): _of(rest, i) for i in range(1, len(nodes))}},
         )
@@ -104,8 +105,9 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
         nnx.update(tuple(objects[i] for i in nodes), *joined(parts))
         optimizer = objects[at]
         # Not nnx.update, which passes over what it does not take for an array: one on disk.
-        held = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        if optimizer.tx is not tx or len(held) != len(jax.tree.leaves(parts.opt_state)):
+        old, variables = bound_to(optimizer)
+        held = jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        if old is not tx or len(held) != len(jax.tree.leaves(parts.opt_state)):
             return adopt(optimizer, parts, tx)
         for variable, x in zip(held, jax.tree.leaves(parts.opt_state), strict=True):
             variable.set_value(x)
@@ -117,7 +119,7 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
     )
     return OpenedState(
         parts=split(*objects),
-        tx=optimizer.tx,
+        tx=bound_to(optimizer)[0],
         split=split,
         close=close,
         key=(_Graph(graph), type(optimizer), tuple(order)),
@@ -175,8 +177,7 @@ def apply_settings(objects: tuple[Any, ...], changed: Settings) -> None:
 
 def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:
     """Gives an optimizer another transformation and its state."""
-    optimizer.tx = tx
-    optimizer.opt_state = nnx.data(jax.tree.map(nnx.OptState, parts.opt_state))
+    bind(optimizer, tx, parts.opt_state)
     optimizer.step.set_value(parts.step)
 
 

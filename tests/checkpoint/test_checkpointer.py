@@ -267,6 +267,32 @@ def test_reads_a_train_state_that_plain_orbax_wrote(
     assert float(zerojax.telemetry(got)["loss_scale"]) == (2.0**16 if precision == "fp16" else 1)
 
 
+@pytest.mark.parametrize("form", ["linen", "nnx"])
+def test_reads_numbers_around_the_optimizers_state(tmp_path: Path, form: str) -> None:
+    """As zerojax wrote them before optax's state stood alone."""
+    zero = zero_of(3, 8, "fp16")
+    if form == "linen":
+        want = filled(zero.init(create_linen, KEY))
+        around = want.tx.numbers.with_inner(want.opt_state)
+        fields = "params", "batch_stats", "step", "key", "old_key"
+        old: Any = {name: getattr(want, name) for name in fields}
+        old["opt_state"] = around
+        abstract: Any = zero.abstract_state(create_linen, KEY)
+    else:
+        want = filled(zero.init(create_nnx, KEY))
+        model, optimizer = want
+        around = optimizer.tx.numbers.with_inner(optimizer.opt_state)
+        old = {
+            "0": nnx.state(model),
+            "1": {"opt_state": nnx.state(around), "step": nnx.state(optimizer)["step"]},
+        }
+        abstract = zero.abstract_state(create_nnx, KEY)
+    _standard(tmp_path / "old", old)
+    with Checkpointer(tmp_path / "old", zero, read_only=True) as checkpointer:
+        got = checkpointer.restore(abstract)
+    assert_same(*((nnx.state(x) if form == "nnx" else x) for x in (got, want)))
+
+
 def test_parameters_alone(tmp_path: Path, zero: Any, state: Any) -> None:
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, state)

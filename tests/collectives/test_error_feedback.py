@@ -145,7 +145,9 @@ def test_every_third_error_is_zero() -> None:
     largest = []
     for _ in range(3):
         state, _ = train(state, batch())
-        largest.append(max(float(jnp.abs(e).max()) for e in jax.tree.leaves(state.tx.numbers.error)))
+        largest.append(
+            max(float(jnp.abs(e).max()) for e in jax.tree.leaves(state.tx.numbers.error))
+        )
     assert min(largest[:2]) > 0
     assert largest[2] == 0
 

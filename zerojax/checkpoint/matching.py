@@ -68,13 +68,12 @@ def match(
             sources[path] = None
         else:
             problems.append(f"only in the state: {_told(path, leaf)}")
+    dropped = (*numbers, LOSS_SCALE), (*numbers, ERROR)
     used = set(sources.values())
     problems += [
         f"only in the checkpoint: {_told(path, saved[source])}"
         for path, source in now.items()
-        if whole
-        and source not in used
-        and path[: n + 1] not in ((*numbers, LOSS_SCALE), (*numbers, ERROR))
+        if whole and source not in used and path[: n + 1] not in dropped
     ]
     if problems:
         raise CheckpointError(_differences(where, problems))

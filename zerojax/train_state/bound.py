@@ -1,0 +1,107 @@
+"""An optimizer as a training state holds it: optax's own state, and zerojax's numbers beside it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, Self
+
+import jax
+from flax import serialization
+
+
+class Numbers(Protocol):
+    """What zerojax carries beside an optimizer's state: the state of a wrapped transformation."""
+
+    @property
+    def inner(self) -> Any:
+        """The optimizer's own state; None where it is kept elsewhere."""
+
+    def with_inner(self, inner: Any) -> Self:
+        """The same numbers around another optimizer's state."""
+
+
+def has_inner(opt_state: Any) -> bool:
+    """Whether a state is that of a wrapped transformation."""
+    return hasattr(opt_state, "with_inner")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class BoundTransformation:
+    """The ``tx`` of a training state whose ``opt_state`` has optax's own structure.
+
+    A wrapped optimizer takes and returns one state around optax's. Here the numbers of that state
+    are arrays of the optimizer itself, a node of the pytree. ``update`` takes and returns optax's
+    state alone, and remembers the new numbers for the training state that will hold the new
+    one, see :meth:`of`.
+
+    Args:
+      tx: The wrapped optimizer.
+      numbers: Its state, without optax's.
+      opt_state: Optax's state of the training state, so that the two are known to belong together.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, zerojax
+      >>> wrapped = zerojax.wrap(optax.adam(0.1))
+      >>> params = {"w": jnp.ones(2)}
+      >>> tx, opt_state = bind(wrapped, wrapped.init(params))
+      >>> opt_state[0].count.tolist()
+      0
+      >>> updates, opt_state = tx.update({"w": jnp.ones(2)}, opt_state, params)
+      >>> opt_state[0].count.tolist(), tx.of(opt_state).numbers.steps.tolist()
+      (1, 1)
+    """
+
+    def __init__(self, tx: Any, numbers: Any, opt_state: Any = None) -> None:
+        self.tx, self.numbers = tx, numbers
+        self._known = [(opt_state, numbers)]
+
+    def init(self, params: Any) -> Any:
+        """The state of a new optimizer, as optax has it."""
+        return self.tx.init(params).inner
+
+    def update(
+        self, grads: Any, opt_state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        """The update and the new state, as optax has it."""
+        updates, after = self.tx.update(grads, self.around(opt_state), params, **extra)
+        new = jax.tree.map(lambda x: x, after.inner)  # an object of its own
+        self._known = [self._known[0], (new, after.with_inner(None))]
+        return updates, new
+
+    def of(self, opt_state: Any) -> BoundTransformation:
+        """The optimizer of the state that has this ``opt_state``: with the numbers of the update
+        that made it; those of the last update where it was changed since."""
+        if self._known[0][0] is opt_state:
+            return self
+        return BoundTransformation(self.tx, self._latest(opt_state), opt_state)
+
+    def around(self, opt_state: Any) -> Any:
+        """The state of the wrapped optimizer."""
+        return self._latest(opt_state).with_inner(opt_state)
+
+    def _latest(self, opt_state: Any) -> Any:
+        known = (numbers for state, numbers in self._known if state is opt_state)
+        return next(known, self._known[-1][1])
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        return [(jax.tree_util.GetAttrKey("numbers"), self.numbers)], self.tx
+
+    @classmethod
+    def tree_unflatten(cls, tx: Any, children: Any) -> BoundTransformation:
+        return cls(tx, *children)
+
+
+def bind(tx: Any, opt_state: Any) -> tuple[BoundTransformation, Any]:
+    """The optimizer of a training state, and its ``opt_state`` as optax has it."""
+    return BoundTransformation(tx, opt_state.with_inner(None)), opt_state.inner
+
+
+def _to_state_dict(bound: BoundTransformation) -> dict[str, Any]:
+    return {"numbers": serialization.to_state_dict(bound.numbers)}
+
+
+def _from_state_dict(bound: BoundTransformation, saved: dict[str, Any]) -> BoundTransformation:
+    numbers = serialization.from_state_dict(bound.numbers, saved["numbers"])
+    return BoundTransformation(bound.tx, numbers)
+
+
+serialization.register_serialization_state(BoundTransformation, _to_state_dict, _from_state_dict)

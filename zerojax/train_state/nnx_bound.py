@@ -1,0 +1,57 @@
+"""The ``tx`` of an ``nnx.Optimizer`` whose ``opt_state`` has optax's own structure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from zerojax.train_state.bound import has_inner
+
+
+class NNXTransformation(nnx.Pytree):
+    """What :class:`zerojax.train_state.bound.BoundTransformation` is for a ``TrainState``: the
+    numbers beside optax's state are variables, which ``update`` brings up to date in place.
+
+    Args:
+      tx: The wrapped optimizer.
+      numbers: Its state, without optax's.
+    """
+
+    def __init__(self, tx: Any, numbers: Any) -> None:
+        self.tx = tx
+        self.numbers = nnx.data(jax.tree.map(nnx.OptState, numbers))
+
+    def init(self, params: Any) -> Any:
+        """The state of a new optimizer, as optax has it."""
+        return self.tx.init(params).inner
+
+    def update(
+        self, grads: Any, opt_state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        """The update and the new state, as optax has it."""
+        given = nnx.as_pure(self.numbers).with_inner(opt_state)
+        updates, after = self.tx.update(grads, given, params, **extra)
+        held = jax.tree.leaves(self.numbers, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        for variable, x in zip(held, jax.tree.leaves(after.with_inner(None)), strict=True):
+            variable.set_value(x)
+        return updates, after.inner
+
+
+def bound_to(optimizer: Any) -> tuple[Any, Any]:
+    """An optimizer's transformation, the wrapped one where zerojax wrapped it, and the tree of the
+    variables of that transformation's state."""
+    tx = optimizer.tx
+    if isinstance(tx, NNXTransformation):
+        return tx.tx, tx.numbers.with_inner(optimizer.opt_state)
+    return tx, optimizer.opt_state
+
+
+def bind(optimizer: Any, tx: Any, opt_state: Any) -> None:
+    """Gives an optimizer another transformation and that transformation's state."""
+    optimizer.tx = nnx.static(tx)
+    if has_inner(opt_state):
+        optimizer.tx = nnx.data(NNXTransformation(tx, opt_state.with_inner(None)))
+        opt_state = opt_state.inner
+    optimizer.opt_state = nnx.data(jax.tree.map(nnx.OptState, opt_state))

@@ -33,7 +33,7 @@ def wanted_specs(plan: Plan, jaxpr: Any, results: tuple[Parts, Any]) -> list[Spe
     specs: list[Spec | None] = [None] * len(jaxpr.outvars)
     for i, leaf in zip(jax.tree.leaves(numbers[0].rest), plan.leaves["rest"], strict=True):
         out = jaxpr.outvars[i]
-        if leaf.sharded and not _follows_from(out, new_params, graph_of(jaxpr)):
+        if leaf.shape and not _follows_from(out, new_params, graph_of(jaxpr)):
             specs[i] = layout.full(leaf.spec, len(leaf.shape))
     return specs
 

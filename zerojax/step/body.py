@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
 from zerojax.placement.states import take_apart
+from zerojax.step.gradient_norm import with_gradient_norm
 from zerojax.step.jitted import name_of
 from zerojax.step.view import View
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
@@ -103,7 +104,8 @@ class Body:
         results."""
         if self.types is not None:
             return self.types.trace(run, parts, batch)
-        return hijax.trace(run, parts, batch)
+        closed, shapes = hijax.trace(run, parts, batch)
+        return with_gradient_norm(closed, shapes), shapes
 
     def _not_returned(
         self, state: Sequence[Any], found: Collection[int], returned: Any

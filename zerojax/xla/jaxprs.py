@@ -158,6 +158,11 @@ def is_transposed(eqn: Any) -> bool:
     return "transpose(" in str(source(eqn).name_stack)
 
 
+def is_differentiated(eqn: Any) -> bool:
+    """Whether differentiation made it, for the forward or the backward pass."""
+    return "jvp(" in str(source(eqn).name_stack)
+
+
 def is_batched(eqn: Any) -> bool:
     """Whether ``jax.vmap`` made it, as its name stack tells."""
     return "vmap(" in str(source(eqn).name_stack)

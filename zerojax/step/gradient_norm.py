@@ -1,0 +1,51 @@
+"""The norm of the gradients where the state's own optimizer does not compute it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from zerojax.graph.graph import graph_of
+from zerojax.optim.norm import global_norm
+from zerojax.optim.wrap import full_precision
+from zerojax.trace.updates import find_gradients
+from zerojax.train_state.state_parts import Parts
+from zerojax.xla import jaxprs
+
+
+def with_gradient_norm(closed: Any, results: tuple[Parts, Any]) -> Any:
+    """A traced step that also computes the norm of its gradients, as ``ZeroOptState.grad_norm`` of
+    its new state, where its update does not and the dataflow says which values are gradients.
+
+    Args:
+      closed: The step's jaxpr, from the state and the batch to ``results``.
+      results: The shapes of its results.
+    """
+    jaxpr = jaxprs.open_jaxpr(closed)[0]
+    at = jax.tree.unflatten(jax.tree.structure(results), range(len(jaxpr.outvars)))[0]
+    own = at.opt_state.opt
+    if not _is_constant(jaxpr, own.grad_norm):
+        return closed
+    gradients = find_gradients(jaxpr, jax.tree.leaves((at.params, own.inner, at.rest)))
+    if not gradients:
+        return closed
+    traced = jax.make_jaxpr(lambda *x: global_norm([full_precision(each) for each in x]))
+    added = jaxprs.open_jaxpr(traced(*(jaxprs.like(v.aval) for v in gradients)))[0]
+    given = dict(zip(added.invars, gradients, strict=True))
+    equations = [
+        eqn.replace(
+            invars=[v if isinstance(v, core.Literal) else given.get(v, v) for v in eqn.invars]
+        )
+        for eqn in added.eqns
+    ]
+    outs = list(jaxpr.outvars)
+    (outs[own.grad_norm],) = added.outvars
+    return jaxprs.with_body(closed, jaxpr.replace(eqns=[*jaxpr.eqns, *equations], outvars=outs))
+
+
+def _is_constant(jaxpr: Any, at: int) -> bool:
+    """Whether a result is an argument, or computed from nothing."""
+    eqn = graph_of(jaxpr).producer(jaxpr.outvars[at])
+    return eqn is None or not jaxprs.variables(eqn.invars)

@@ -1,0 +1,105 @@
+"""The gradients of a step whose optimizer has no marks, from its dataflow.
+
+Differentiation names the equations that it makes. What it returns, and what the new state follows
+from, are the gradients that the update consumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from zerojax.graph.graph import Graph, graph_of
+from zerojax.graph.primitives import ELEMENTWISE
+from zerojax.graph.search import contains
+from zerojax.xla import jaxprs
+
+
+def find_gradients(jaxpr: Any, state: Sequence[int]) -> list[Any]:
+    """The gradients from which a step computes its new state; none where that is not certain.
+
+    It is certain where each gradient is of one parameter: an array of the state follows, element by
+    element, from one gradient at most, and each gradient that the new state depends on reaches a
+    parameter. So gradients that the step adds up, an update in a loop, and gradients of single rows
+    are not found.
+
+    Args:
+      jaxpr: The step, an open jaxpr.
+      state: Positions of the state's arrays, among the arguments and among the results alike.
+    """
+    graph = graph_of(jaxpr)
+    new = {jaxpr.invars[i]: jaxpr.outvars[i] for i in state}
+    gradients = _from_backward(new.values(), graph)
+    params = _differentiated(jaxpr, new.keys()) if gradients else set()
+    if not gradients or len(gradients) > len(params):
+        return []
+    reached = [origins(v, gradients, graph) for v in new.values()]
+    of_params = _from_backward([new[v] for v in params], graph)
+    certain = (
+        all(len(found) < 2 for found in reached)
+        and set().union(*reached) == {*gradients}
+        and {*of_params} == {*gradients}
+        and all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in gradients)
+    )
+    return gradients if certain else []
+
+
+def origins(v: Any, variables: Collection[Any], graph: Graph) -> set[Any]:
+    """Those of some variables from which another one follows element by element, each of the same
+    shape; the last on each way."""
+    left, seen, found = [v], set[Any](), set[Any]()
+    while left:
+        v = left.pop()
+        if isinstance(v, core.Literal) or v in seen:
+            continue
+        seen.add(v)
+        if v in variables:
+            found.add(v)
+        elif (eqn := graph.producer(v)) is not None:
+            left += _operands(eqn, v)
+    return found
+
+
+def _operands(eqn: Any, v: Any) -> list[Any]:
+    """The operands of an equation from which a result follows element by element."""
+    if eqn.primitive.name in ELEMENTWISE:
+        return [x for x in eqn.invars if x.aval.shape == v.aval.shape]
+    if eqn.primitive not in jaxprs.CALLS:
+        return []
+    (body,) = jaxprs.bodies(eqn)
+    inside = origins(body.outvars[eqn.outvars.index(v)], {*body.invars}, graph_of(body))
+    return [x for x, inner in zip(eqn.invars, body.invars, strict=True) if inner in inside]
+
+
+def _from_backward(values: Collection[Any], graph: Graph) -> list[Any]:
+    """The results of the backward pass from which values are computed by equations that are no part
+    of one; none where such an equation has a backward pass inside."""
+    left, seen, found = [*values], set[Any](), list[Any]()
+    while left:
+        v = left.pop()
+        if isinstance(v, core.Literal) or v in seen:
+            continue
+        seen.add(v)
+        if (eqn := graph.producer(v)) is None:
+            continue
+        if jaxprs.is_transposed(eqn):
+            found.append(v)
+        elif contains(eqn, jaxprs.is_transposed):
+            return []
+        else:
+            left += eqn.invars
+    return found
+
+
+def _differentiated(jaxpr: Any, arguments: Collection[Any]) -> set[Any]:
+    """The arguments from which, element by element, values follow that are differentiated."""
+    graph, found = graph_of(jaxpr), set[Any]()
+    for eqn in filter(jaxprs.is_differentiated, jaxpr.eqns):
+        for v in jaxprs.variables(eqn.invars):
+            producer = graph.producer(v)
+            if producer is None or not jaxprs.is_differentiated(producer):
+                found |= origins(v, arguments, graph)
+    return found

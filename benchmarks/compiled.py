@@ -33,7 +33,7 @@ class Program:
       batch: ``batch(devices)`` has the shapes of a batch.
       network: ``network(state)`` has the arrays that the traffic is counted in.
       further: ``further(state)`` is a further argument of the step; None where it has none.
-      nnx: Whether the state is a tuple of NNX objects, updated in place.
+      several: Whether the state is a tuple of arguments of the step.
       settings: Of ``zerojax.zero``, beside the stage.
       bind: ``bind(zero)`` is the step, of one that names ``zero``.
     """
@@ -44,7 +44,7 @@ class Program:
     batch: Callable[[int], Any]
     network: Callable[[Any], Any]
     further: Callable[[Any], Any] | None = None
-    nnx: bool = False
+    several: bool = False
     settings: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"bf16": True})
     bind: Callable[[zerojax.Zero], Callable[..., Any]] | None = None
 
@@ -105,7 +105,7 @@ def _lowered(program: Program, stage: int | None, devices: int) -> tuple[jax.sta
     step = program.step if program.bind is None else program.bind(zero)
     state = zero.abstract_state(program.create, jax.random.key(0))
     further = [] if program.further is None else [program.further(state)]
-    states = state if program.nnx else (state,)
+    states = state if program.several else (state,)
     return zero(step).lower(*states, batch, *further), _count(program.network(state))
 
 

@@ -132,7 +132,7 @@ def low_rank_nnx(sizes: Sizes) -> Program:
     def base(state: Any) -> Any:
         return nnx.state(state[0], lambda path, x: path[-1] == "kernel")
 
-    return Program("LoRA, nnx.LoRALinear", create, step, _features(sizes), base, nnx=True)
+    return Program("LoRA, nnx.LoRALinear", create, step, _features(sizes), base, several=True)
 
 
 class Dense(nn.Module):
@@ -281,7 +281,7 @@ def main() -> None:
             continue
         for devices in options.devices or (8, 64):
             for stage in (3, None):
-                if stage is None and program.nnx:
+                if stage is None and program.several:
                     continue
                 costs.append(compile_program(program, stage, devices))
                 out.print(", ".join(table(costs[-1:])[1]), highlight=False)

@@ -16,39 +16,44 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
 
     Args:
       state: A ``TrainState`` that zerojax placed, an ``nnx.Optimizer``, a tuple of NNX objects
-        that contains one, or a pytree with the state of ``zero.optimizer()`` or ``zero.wrap()``.
+        that contains one, or a pytree with the state of ``zero.optimizer()`` or ``zero.wrap()``. Or
+        the decorated step itself, whatever its state is: the figures of its last call.
 
     Returns:
       Arrays of shape []: ``loss_scale`` (of the next step; 1 without one), ``skipped_steps``,
       ``grad_norm`` (of the last step: global L2, unscaled, before clipping, without parameters that
-      the optimizer freezes; inf if skipped),
+      the optimizer freezes; inf if skipped; NaN if unknown. Where the step's optimizer is its own,
+      of the gradients as ``jax.grad`` returns them, before the step divides or clips them; unknown
+      where they are not certain to be the gradients, as of several updates of one parameter),
       ``learning_rate`` (of the last step; NaN if unknown) and ``step`` (steps taken, skipped ones
       included).
 
     Raises:
       TypeError: The state has no zerojax optimizer state.
     """
-    opt_state = find_zero_state(state)
+    opt_state = find_zero_state(getattr(state, "zero_state", state))
     if opt_state is None:
         raise TypeError(
-            f"{type(state).__name__} holds no zerojax optimizer state: make it with zero.init, "
-            "or pass the state that a decorated step returned."
+            f"{type(state).__name__} holds no zerojax optimizer state: pass the decorated step once "
+            "it has run, or make the state with zero.init."
         )
 
     figures = report(opt_state)
-    rate = figures["learning_rate"]
     with jax.debug_nans(False):
-        return figures | {"learning_rate": jnp.where(rate == UNKNOWN, jnp.nan, rate)}
+        return figures | {
+            name: jnp.where(figures[name] == UNKNOWN, jnp.nan, figures[name])
+            for name in ("grad_norm", "learning_rate")
+        }
 
 
 def is_known(rate: float) -> bool:
-    """Whether a learning rate is one, from either."""
+    """Whether a learning rate, or a norm, is known, from either."""
     return rate != UNKNOWN and not math.isnan(rate)
 
 
 def report(opt_state: ZeroOptState) -> dict[str, jax.Array]:
-    """The figures of :func:`telemetry` as the optimizer's state has them, the learning rate
-    ``UNKNOWN`` in place of NaN."""
+    """The figures of :func:`telemetry` as the optimizer's state has them, ``UNKNOWN`` in place of
+    NaN."""
 
     def value(x: Any) -> jax.Array:
         return jnp.asarray(x[...] if hasattr(x, "get_metadata") else x)

@@ -33,7 +33,7 @@ def wanted_specs(plan: Plan, jaxpr: Any, results: tuple[Parts, Any]) -> list[Spe
     numbers = jax.tree.unflatten(jax.tree.structure(results), range(len(jaxpr.outvars)))[0]
     leaves = [*zip(jax.tree.leaves(numbers.rest), plan.leaves["rest"], strict=True)]
     new_params = set[Any]()
-    if any(marks.holds(eqn, marks.GRADIENT) for eqn in jaxpr.eqns):
+    if marks.reach_optimizer(jaxpr):
         new_params = {*jaxprs.variables(jaxpr.outvars[i] for i in jax.tree.leaves(numbers.params))}
     else:
         leaves += zip(jax.tree.leaves(numbers.params), plan.compute, strict=True)

@@ -10,6 +10,7 @@ from jax.extend import core
 from zerojax.graph.graph import graph_of
 from zerojax.optim.norm import global_norm
 from zerojax.optim.wrap import full_precision
+from zerojax.trace import marks
 from zerojax.trace.updates import find_gradients
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
@@ -26,7 +27,7 @@ def with_gradient_norm(closed: Any, results: tuple[Parts, Any]) -> Any:
     jaxpr = jaxprs.open_jaxpr(closed)[0]
     at = jax.tree.unflatten(jax.tree.structure(results), range(len(jaxpr.outvars)))[0]
     own = at.opt_state.opt
-    if not _is_constant(jaxpr, own.grad_norm):
+    if marks.reach_optimizer(jaxpr) or not _is_constant(jaxpr, own.grad_norm):
         return closed
     gradients = find_gradients(jaxpr, jax.tree.leaves((at.params, own.inner, at.rest)))
     if not gradients:

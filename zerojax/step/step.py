@@ -15,6 +15,7 @@ from zerojax.devices.mesh import automatic_context, relabelled
 from zerojax.foresight.guard import Guard
 from zerojax.foresight.step_reports import StepReports
 from zerojax.monitor.after_step import AfterStep
+from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
 from zerojax.step.arguments import Arguments
@@ -52,6 +53,10 @@ class Step(Decorated[P, R]):
       states: What the config makes of a state.
       donate: Reuse the memory of the state that is passed in.
       guard: Looks whether a step fits, before it runs for the first time; None leaves that out.
+
+    Attributes:
+      zero_state: zerojax's own numbers after the last step, without the optimizer's state, for
+        :func:`zerojax.telemetry`; None before the first one.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class Step(Decorated[P, R]):
         asked = StepReports.asked(states.config)
         self._reports = StepReports(states.config, states.mesh) if asked else None
         self._last: LastStep | None = None
+        self.zero_state: ZeroOptState | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         call, watchdog = self._arguments.sort(args, kwargs), self._watchdog
@@ -111,6 +117,7 @@ class Step(Decorated[P, R]):
         if self._reports:
             self._reports.end(result)
         _check_concrete(self._arguments.name, result.parts.step)
+        self.zero_state = result.parts.opt_state._replace(inner=None, error=None)
         objects, left = self._finish(call, program, recognized, result)
         if left is not None:
             self._last = LastStep(left, call.form, explicit, program)

@@ -56,6 +56,11 @@ def holds(eqn: Any, name: str) -> bool:
     return contains(eqn, is_mark, name)
 
 
+def reach_optimizer(jaxpr: Any) -> bool:
+    """Whether gradients reach the state's optimizer, at any depth of an open jaxpr."""
+    return any(holds(eqn, GRADIENT) for eqn in jaxpr.eqns)
+
+
 def count(jaxpr: Any, name: str) -> tuple[int, int, int]:
     """How many such marks run once, how many stand in branches, and how many in loops.
 

@@ -310,6 +310,15 @@ def test_an_optimizer_of_the_config() -> None:
     assert figures["step"] == 1
 
 
+@pytest.mark.parametrize("k", [1, 4])
+def test_the_norm_of_its_gradients_is_known(k: int) -> None:
+    zero, state = zero_for(3, k), params_and_opt_state()
+    step = zero(updated)
+    step(*state, BATCH)
+    norm = optax.tree.norm(jax.grad(loss_of)(network(0), BATCH))
+    assert float(zerojax.telemetry(step)["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_is_evaluated(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "SMALL", 0)

@@ -125,7 +125,10 @@ def per_micro_batch(
         what = f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]}"
         return ValueError(f"{what} {why}")
 
-    for i, v in enumerate(flat.outvars):
+    # Numbers of the optimizer follow from the arrays that it updates, whose names say more.
+    numbers = [i for i in roles.state if roles.paths[i].startswith("state.opt_state")]
+    for i in sorted(range(len(flat.outvars)), key={*numbers}.__contains__):
+        v = flat.outvars[i]
         kind = FIXED if isinstance(v, core.Literal) else analysis.kind(v).added
         if kind.name == "mixed":
             assert kind.problem is not None

@@ -34,8 +34,8 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
     opt_state = find_zero_state(getattr(state, "zero_state", state))
     if opt_state is None:
         raise TypeError(
-            f"{type(state).__name__} holds no zerojax optimizer state: pass the decorated step once "
-            "it has run, or make the state with zero.init."
+            f"{type(state).__name__} holds no zerojax optimizer state: pass the decorated step "
+            "once it has run, or make the state with zero.init."
         )
 
     figures = report(opt_state)

@@ -2,7 +2,7 @@
 
 A copy of the parameters lies as they do. Of the rest, each array of more than ``SMALL`` elements
 is sharded by the rule for parameters: at stage 3 all, at stages 1 and 2 what an optimizer owns. Of
-a state of which zerojax knows nothing all is here, and sharded at each of these stages.
+a state of which zerojax knows nothing all is here, and sharded as parameters are, small arrays too.
 Statistics, counters and keys stay whole.
 """
 
@@ -107,7 +107,7 @@ class ExtraState:
     def _why_whole(self, x: Any, of_optimizer: bool) -> str:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return "keys stay whole"
-        if x.size <= rule.SMALL:
+        if self._params.shapes and x.size <= rule.SMALL:
             return f"extra state of at most {rule.SMALL:,} elements stays whole"
         if self._stage in (1, 2) and not of_optimizer:
             return f"stage {self._stage} keeps extra state whole, stage 3 shards it"

@@ -21,10 +21,10 @@ from zerojax.xla import jaxprs
 def find_gradients(jaxpr: Any, state: Sequence[int]) -> list[Any]:
     """The gradients from which a step computes its new state; none where that is not certain.
 
-    It is certain where each gradient is of one parameter: an array of the state follows, element by
-    element, from one gradient at most, and each gradient that the new state depends on reaches a
-    parameter. So gradients that the step adds up, an update in a loop, and gradients of single rows
-    are not found.
+    It is certain where each gradient is of one parameter, and all are of one update: an array of
+    the state follows, element by element, from one gradient at most, each gradient that the new
+    state depends on reaches a parameter, and no backward pass reads what is updated. So gradients
+    that the step adds up, an update in a loop, and gradients of single rows are not found.
 
     Args:
       jaxpr: The step, an open jaxpr.
@@ -42,6 +42,7 @@ def find_gradients(jaxpr: Any, state: Sequence[int]) -> list[Any]:
         all(len(found) < 2 for found in reached)
         and set().union(*reached) == {*gradients}
         and {*of_params} == {*gradients}
+        and not _go_on(gradients, jaxpr)
         and all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in gradients)
     )
     return gradients if certain else []
@@ -92,6 +93,18 @@ def _from_backward(values: Collection[Any], graph: Graph) -> list[Any]:
         else:
             left += eqn.invars
     return found
+
+
+def _go_on(gradients: Collection[Any], jaxpr: Any) -> bool:
+    """Whether a backward pass reads what an update has computed from gradients."""
+    updated = set[Any]()
+    for eqn in jaxpr.eqns:
+        if jaxprs.is_transposed(eqn):
+            if not updated.isdisjoint(jaxprs.variables(eqn.invars)):
+                return True
+        elif any(v in updated or v in gradients for v in jaxprs.variables(eqn.invars)):
+            updated.update(eqn.outvars)
+    return False
 
 
 def _differentiated(jaxpr: Any, arguments: Collection[Any]) -> set[Any]:

@@ -1,6 +1,7 @@
 """The forms that a training state has in JAX programs, and a program of ``PROGRAMS`` in each."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ class Fields:
 
 
 @jax.tree_util.register_static
+@dataclass(frozen=True)
 class Function:
     """A model's function among its parameters, as a module that is a pytree holds it."""
 

@@ -190,8 +190,8 @@ class TestState:
         for make in (zero.init, zero.abstract_state):
             with pytest.raises(TypeError, match=r"NoneType.* has no arrays"):
                 make(lambda: None)
-            with pytest.raises(TypeError, match=r"a str at \[0\]\['name'\]"):
-                make(lambda: {"w": jnp.ones(8), "name": "net"})
+            with pytest.raises(TypeError, match=r"a set at \[0\]\['names'\].*not hashable"):
+                make(lambda: {"w": jnp.ones(8), "names": {"net"}})
 
     def test_that_lies_on_another_mesh(self) -> None:
         """Placed by another zero, on other devices or in another order."""

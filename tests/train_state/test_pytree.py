@@ -265,12 +265,42 @@ class TestTheState:
         with pytest.raises(TypeError, match=r"none of its arguments \(0 \(params\), 1 \(opt_state"):
             zero_for(1)(step)(*params_and_opt_state(), BATCH)
 
-    def test_has_arrays_alone(self) -> None:
+    def test_may_hold_functions(self) -> None:
+        """A module that is a pytree has them among its leaves; they are part of the program."""
+
+        def step(module: Any, opt_state: Any, batch: Any) -> Any:
+            def loss_fn(params: Any) -> jax.Array:
+                out = module["activation"](batch["x"] @ params["in"]) @ params["out"]
+                return jnp.mean((out - batch["y"]) ** 2)
+
+            loss, grads = jax.value_and_grad(loss_fn)(module["params"])
+            updates, opt_state = TX.update(grads, opt_state, module["params"])
+            new = optax.apply_updates(module["params"], updates)
+            return {**module, "params": new}, opt_state, loss
+
+        def create(activation: Any) -> Any:
+            params, opt_state = params_and_opt_state()
+            return {"params": params, "activation": activation}, opt_state
+
+        zero = zero_for(3)
+        decorated = zero(step)
+        for activation in (jnp.tanh, jax.nn.gelu):
+            state, want = zero.init(lambda f=activation: create(f)), params_and_opt_state()
+            for _ in range(2):
+                *state, loss = decorated(*state, BATCH)
+                module = {"params": want[0], "activation": activation}
+                (module, opt_state, expected) = step(module, want[1], BATCH)
+                want = module["params"], opt_state
+            assert state[0]["activation"] is activation
+            got = state[0]["params"], state[1], loss
+            assert_near(host(got), host((*want, expected)), 1e-5)
+
+    def test_has_no_leaf_that_is_not_hashable(self) -> None:
         def step(state: Any, batch: Any) -> Any:
             return state, loss_of(state["params"], batch)
 
-        with pytest.raises(TypeError, match=r"a str at \[0\]\['name'\].*pytree of arrays"):
-            zero_for(1)(step, state_argnums=0)({"params": network(0), "name": "mlp"}, BATCH)
+        with pytest.raises(TypeError, match=r"a set at \[0\]\['names'\].*not hashable"):
+            zero_for(1)(step, state_argnums=0)({"params": network(0), "names": {"mlp"}}, BATCH)
 
 
 @pytest.mark.parametrize(

@@ -365,8 +365,7 @@ class Checkpointer:
         return self._writer
 
     def _check(self, step: int, state: Any) -> None:
-        leaves = jax.tree.leaves(state)
-        arrays = bool(leaves) and all(map(is_array, leaves))
+        arrays = any(map(is_array, jax.tree.leaves(state)))
         if state_tree.form_of(state) == "pytree" and not arrays:
             raise CheckpointError(
                 f"save takes a state: a TrainState, a tuple (model, optimizer, ...) of NNX, or "

@@ -160,8 +160,7 @@ def _on_disk(paths: list[Path], opened: OpenedState, zero: Zero) -> dict[Path, L
 
 
 def _check_arrays(params: Any) -> None:
-    leaves = jax.tree.leaves(params)
-    if not leaves or not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
+    if not any(hasattr(x, "shape") and hasattr(x, "dtype") for x in jax.tree.leaves(params)):
         raise CheckpointError(
             f"restore takes an abstract state, as zero.abstract_state makes it, or the parameters "
             f"of one, not {params!r:.100}"
@@ -170,19 +169,22 @@ def _check_arrays(params: Any) -> None:
 
 def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
     """All of a state, which lies as planned where it does not say itself how."""
-    leaves, tree = jax.tree.flatten(state)
+    opened = take_apart((state,))
+    (arrays,) = opened.parts.rest.values()
+    leaves, tree = jax.tree.flatten(opened.parts.rest)
     if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
-        opened = zero.states.open((state,))
-        leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)).rest)
+        planned = zero.states.open((state,))
+        leaves = jax.tree.leaves(abstract(planned.parts, zero.states.plan(planned)).rest)
     structs = [_struct(x, stored(x).sharding) for x in leaves]
-    paths = state_tree.below((), state)
+    paths = state_tree.below((), arrays)
 
     def close(arrays: list[Any]) -> Any:
         left = iter(arrays)  # those of no elements are not saved
         made = [next(left) if x.size else jnp.zeros(x.shape, x.dtype) for x in structs]
-        state = jax.tree.unflatten(tree, made)
-        zero.states.owned.add(state)
-        return state
+        parts = opened.parts._replace(rest=jax.tree.unflatten(tree, made))
+        zero.states.owned.add(parts.rest)
+        (closed,) = opened.close(parts, opened.tx)
+        return closed
 
     wanted = {path: x for path, x in zip(paths, structs, strict=True) if x.size}
     return _Wanted(wanted, close, {})

@@ -15,6 +15,7 @@ from flax import nnx
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import MODEL, ordered
+from zerojax.train_state.pytree import is_array
 from zerojax.train_state.state_parts import Parts
 
 Path = tuple[str, ...]
@@ -40,10 +41,13 @@ def form_of(state: Any) -> Form:
 
 
 def tree_of(state: Any) -> Any:
-    """The tree that orbax writes, without arrays of no elements, which orbax refuses."""
+    """The tree that orbax writes, without arrays of no elements, which orbax refuses, and without
+    leaves that are no arrays."""
     nnx_form = form_of(state) == "nnx"
     tree = nnx.state(tuple(state[i] for i in ordered(state))) if nnx_form else state
-    return jax.tree.map(lambda x: None if 0 in getattr(x, "shape", ()) else x, tree)
+    return jax.tree.map(
+        lambda x: x if is_array(x) and 0 not in getattr(x, "shape", ()) else None, tree
+    )
 
 
 def named(tree: Any) -> dict[str, Any]:

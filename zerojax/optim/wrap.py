@@ -17,6 +17,8 @@ from zerojax.optim.frozen import TracedUpdate
 from zerojax.optim.loss_scale import LossScale, LossScaleState
 from zerojax.optim.norm import global_norm, norm_of
 from zerojax.optim.one_pass import OnePass, WithOnePass
+from zerojax.train_state.bound import BoundTransformation
+from zerojax.train_state.nnx_bound import NNXTransformation
 
 UNKNOWN = float(np.finfo(np.float32).min)
 """The learning rate of an optimizer that tells none, and the norm of gradients that zerojax does
@@ -120,8 +122,9 @@ def wrap(
             f"loss_scale: expected a zerojax.LossScale, got {loss_scale!r}; for a static scale "
             "LossScale(loss_scale=128.0)"
         )
-    if isinstance(tx, ZeroTransformation):
-        return tx
+    wrapped: Any = tx
+    if isinstance(tx, ZeroTransformation | BoundTransformation | NNXTransformation):
+        return wrapped
     inner_tx = optax.with_extra_args_support(tx)
     may_skip = skip_nonfinite or loss_scale is not None
 

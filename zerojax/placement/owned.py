@@ -17,7 +17,8 @@ class OwnedArrays:
     def add(self, tree: Any) -> None:
         """Notes the arrays of a state that a caller is given."""
         for x in jax.tree.leaves(tree):
-            self._arrays[id(x)] = x
+            if isinstance(x, jax.Array):
+                self._arrays[id(x)] = x
 
     def __contains__(self, x: Any) -> bool:
         return self._arrays.get(id(x)) is x

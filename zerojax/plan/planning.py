@@ -147,6 +147,12 @@ def _computing(leaf: Leaf, place: str, config: ZeroConfig) -> Leaf:
     )
 
 
+def _shown_path(path: Any) -> str:
+    """The path of an array of a wrapped optimizer's state, as the user's state has it."""
+    of_optax = jax.tree_util.keystr(path[:1]) == ".inner"
+    return f"opt_state{jax.tree_util.keystr(path[1 if of_optax else 0 :])}"
+
+
 def _optimizer_leaves(
     parts: Parts,
     tx: optax.GradientTransformation,
@@ -157,7 +163,7 @@ def _optimizer_leaves(
 ) -> Any:
     # The path of each leaf has to reach a function that optax maps over the tree.
     paths = jax.tree_util.tree_map_with_path(
-        lambda path, x: ("opt_state" + jax.tree_util.keystr(path), x), parts.opt_state
+        lambda path, x: (_shown_path(path), x), parts.opt_state
     )
     error = getattr(parts.opt_state, "error", None)
     if error is not None:  # which no transformation knows of

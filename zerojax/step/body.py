@@ -13,6 +13,7 @@ from zerojax.placement.states import take_apart
 from zerojax.step.gradient_norm import with_gradient_norm
 from zerojax.step.jitted import name_of
 from zerojax.step.view import View
+from zerojax.trace.dependence import is_passed_on
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
 from zerojax.trace.marks import GRADIENT, count
 from zerojax.train_state.results import summary, take_out
@@ -159,18 +160,18 @@ def _updates_itself(jaxpr: Any, start: Parts) -> bool:
     m = n + len(jax.tree.leaves(start.opt_state.inner))
 
     def changes(begin: int, end: int) -> bool:
-        pairs = zip(jaxpr.invars[begin:end], jaxpr.outvars[begin:end], strict=True)
-        return any(new is not old for old, new in pairs)
+        pairs = zip(jaxpr.outvars[begin:end], jaxpr.invars[begin:end], strict=True)
+        return not all(is_passed_on(jaxpr, new, old) for new, old in pairs)
 
     return changes(0, n) and (m == n or changes(n, m))
 
 
 def _with_own_update(made: Parts, before: Parts) -> Parts:
     """A state after a step, counted where the step updated without the state's own optimizer."""
-    view, steps = made.opt_state, before.opt_state.opt.steps
-    if not isinstance(view, View) or view.opt.steps is not steps:
+    view = made.opt_state
+    if not isinstance(view, View) or view.opt.steps is not before.opt_state.opt.steps:
         return made
-    own = view.opt._replace(steps=steps + 1, grad_norm=jnp.full((), UNKNOWN, jnp.float32))
+    own = view.opt._replace(steps=view.opt.steps + 1, grad_norm=jnp.full((), UNKNOWN, jnp.float32))
     return made._replace(opt_state=view._replace(opt=own))
 
 

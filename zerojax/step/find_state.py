@@ -86,9 +86,15 @@ def _shapes_of_results(
         both = {slot: x.value if isinstance(x, Constant) else x for slot, x in given.items()}
         both |= filled
         args = [both[i] for i in range(sum(isinstance(slot, int) for slot in both))]
-        return function(*args, **{k: x for k, x in both.items() if isinstance(k, str)})
+        results = function(*args, **{k: x for k, x in both.items() if isinstance(k, str)})
+        others[:] = [None if is_array(x) else x for x in jax.tree.leaves(results)]
+        returned.append(jax.tree.structure(results))
+        return [x for x in jax.tree.leaves(results) if is_array(x)]
 
-    return jax.eval_shape(run, [x for x in leaves if is_array(x)])
+    others: list[Any] = []
+    returned: list[Any] = []
+    shapes = iter(jax.eval_shape(run, [x for x in leaves if is_array(x)]))
+    return jax.tree.unflatten(returned[-1], [next(shapes) if x is None else x for x in others])
 
 
 def _may_be_state(x: Any) -> bool:

@@ -3,6 +3,7 @@ the host only reads the state's fields."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -55,7 +56,10 @@ class LastArrays:
     def __init__(self, objects: tuple[Any, ...], parts: Parts, split: Callable[..., Parts]) -> None:
         leaves, tree = jax.tree.flatten(objects)
         self._tree: Any = tree
-        self._arrays = [weakref.ref(x) for x in leaves]
+        self._leaves = [
+            weakref.ref(x) if isinstance(x, jax.Array) else functools.partial(_same, x)
+            for x in leaves
+        ]
         self._own, self._split = {"opt_state": parts.opt_state, "step": parts.step}, split
 
     def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
@@ -63,9 +67,14 @@ class LastArrays:
         leaves, tree = jax.tree.flatten(objects)
         if tree != self._tree:
             return None
-        if any(known() is not x for known, x in zip(self._arrays, leaves, strict=True)):
+        if any(known() is not x for known, x in zip(self._leaves, leaves, strict=True)):
             return None
         return Recognized(self._split(*objects)._replace(**self._own), None)
+
+
+def _same(x: Any) -> Any:
+    """A leaf that is no array, such as a module's function."""
+    return x
 
 
 class LastObjects:

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from zerojax.graph.graph import graph_of
+from zerojax.graph.primitives import LABELS
 from zerojax.graph.reach import DEPENDS
 from zerojax.trace.changes import origin
 from zerojax.train_state.results import beside
@@ -36,7 +38,7 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
     outs = jax.tree.unflatten(jax.tree.structure(results), list(jaxpr.outvars))
     held, kept = numbered.opt_state.inner, jax.tree.leaves(outs[0].opt_state.inner)
     for (path, i), new in zip(jax.tree_util.tree_leaves_with_path(held), kept, strict=True):
-        if new is not jaxpr.invars[i]:
+        if not is_passed_on(jaxpr, new, jaxpr.invars[i]):
             raise NotImplementedError(
                 f"{name} changes state.opt_state{jax.tree_util.keystr(path)}; under offload the "
                 "update is made after the step. Change it between two steps, or train without "
@@ -62,6 +64,25 @@ def _named(prefix: str, lateness: Any) -> list[str]:
 def depends_on(jaxpr: Any, start: Sequence[Any]) -> Sequence[bool]:
     """For each result of a jaxpr, whether it depends on one of its arguments ``start``."""
     return DEPENDS.forward(jaxpr, [v in start for v in jaxpr.invars]).ends
+
+
+def is_passed_on(jaxpr: Any, out: Any, argument: Any) -> bool:
+    """Whether a result of a jaxpr is one of its arguments, unchanged."""
+    v = out
+    while v is not argument:
+        eqn = graph_of(jaxpr).producer(v)
+        if eqn is None:
+            return False
+        given = [eqn.invars[0]] if eqn.primitive.name in LABELS else []
+        if eqn.primitive in jaxprs.CALLS:
+            inner = jaxprs.open_jaxpr(jaxprs.called(eqn))[0]
+            end = inner.outvars[eqn.outvars.index(v)]
+            pairs = zip(eqn.invars, inner.invars, strict=True)
+            given = [x for x, start in pairs if is_passed_on(inner, end, start)]
+        if not given:
+            return False
+        v = given[0]
+    return True
 
 
 def _is_sum(jaxpr: Any, out: Any, one: Any, other: Any) -> bool:

@@ -19,38 +19,48 @@ _NOTHING = optax.identity()
 
 def open_pytree(objects: tuple[Any, ...]) -> OpenedState:
     """Takes arguments of a step that are its state apart: all their arrays are ``Parts.rest``, for
-    which of them are parameters shows in the step alone.
+    which of them are parameters shows in the step alone. Other leaves, such as a module's
+    functions, are part of the program.
 
     Raises:
-      TypeError: The objects have no arrays, or a leaf that is none.
+      TypeError: The objects have no arrays, or a leaf that is none and not hashable.
     """
     leaves = jax.tree_util.tree_leaves_with_path(objects)
-    other = [(path, leaf) for path, leaf in leaves if not is_array(leaf)]
-    if other or not leaves:
-        what = "no arrays"
-        if other:
-            path, leaf = other[0]
-            what = f"a {type(leaf).__name__} at {jax.tree_util.keystr(path)}"
-        raise TypeError(
-            f"the state ({', '.join(type(x).__name__ for x in objects)}) has {what}: a state is a "
-            "pytree of arrays. Keep other values out of it (a static field, or the step's closure)."
-        )
+    kinds = ", ".join(type(x).__name__ for x in objects)
+    if not any(is_array(leaf) for _, leaf in leaves):
+        raise TypeError(f"the state ({kinds}) has no arrays: a state is a pytree of arrays.")
+    others = [leaf for _, leaf in leaves if not is_array(leaf)]
+    for path, leaf in leaves:
+        if not is_array(leaf) and getattr(leaf, "__hash__", None) is None:
+            raise TypeError(
+                f"the state ({kinds}) has a {type(leaf).__name__} at "
+                f"{jax.tree_util.keystr(path)}, which is no array and not hashable: keep it out of "
+                "the state (a static field, or the step's closure)."
+            )
     names = [_ONE if len(objects) == 1 else f"{_ONE}[{i}]" for i in range(len(objects))]
+    tree: Any = jax.tree.structure(objects)
 
     def split(*objects: Any) -> Parts:
+        arrays = jax.tree.map(lambda x: x if is_array(x) else None, objects)
         return Parts(
-            {}, optax.EmptyState(), jnp.zeros((), jnp.int32), dict(zip(names, objects, strict=True))
+            {}, optax.EmptyState(), jnp.zeros((), jnp.int32), dict(zip(names, arrays, strict=True))
         )
 
     def close(parts: Parts, tx: Any) -> tuple[Any, ...]:
-        return tuple(parts.rest[name] for name in names)
+        arrays = tuple(parts.rest[name] for name in names)
+        if not others:
+            return arrays
+        left = iter(others)
+        merged = [next(left) if x is None else x for x in tree.flatten_up_to(arrays)]
+        closed: tuple[Any, ...] = jax.tree.unflatten(tree, merged)
+        return closed
 
     return OpenedState(
         parts=split(*objects),
         tx=_NOTHING,
         split=split,
         close=close,
-        key=jax.tree.structure(objects),
+        key=(tree, *others),
         specs=(),
         matches=[_same_form(form_of(x)) for x in objects],
         any_pytree=True,
@@ -74,7 +84,7 @@ def form_of(value: Any) -> tuple[Any, list[Any]]:
 
 def _shape(x: Any) -> tuple[tuple[int, ...], Any]:
     if not is_array(x):
-        return (), type(x)
+        return (), x
     dtype = jnp.result_type(x)
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return np.shape(x), dtype

@@ -20,7 +20,6 @@ from flax.training.train_state import TrainState
 
 from zerojax.plan import rule
 
-
 pytestmark = [
     pytest.mark.usefixtures("quick_compile"),
     pytest.mark.filterwarnings(

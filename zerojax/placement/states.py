@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import ZeroConfig
@@ -280,7 +282,10 @@ class States:
         def make_there(*args: Any) -> Parts:
             if explicit:
                 return evaluate(make, args, self.mesh, explicit)
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            # flax constrains what an initializer makes wherever a mesh is in the context, a kernel
+            # that is not yet in its final shape too. NNX demands a mesh for annotated variables.
+            alone = jax.sharding.get_abstract_mesh().empty
+            with nnx.use_eager_sharding(False) if alone else contextlib.nullcontext():
                 return make(*args)
 
         return jax.jit(make_there, inline=compat.INLINE), opened

@@ -11,6 +11,7 @@ import numpy as np
 from zerojax.optim.wrap import ZeroOptState, find_zero_state
 from zerojax.placement.states import take_apart
 from zerojax.step.jitted import name_of
+from zerojax.step.partial_update import of_parts
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
 from zerojax.trace.marks import GRADIENT, count
 from zerojax.train_state.results import summary, take_out
@@ -35,6 +36,7 @@ class Body:
         self.name = name_of(function)
         self.split, self.close = opened.split, opened.close
         self._matches, self._any_pytree = opened.matches, opened.any_pytree
+        self._sizes: list[int] = []  # of the trees that the last trace gave the optimizer
 
     def __call__(
         self, parts: Parts, tx: Any, batch: Any, args: Any, kwargs: Any
@@ -53,7 +55,8 @@ class Body:
         """
         if self.types is not None:
             tx, (args, kwargs) = automatic_update(tx), typed_whole((args, kwargs))
-        state = self.close(parts, tx)
+        self._sizes.clear()
+        state = self.close(parts, of_parts(tx, self.name, parts.params, self._sizes))
         out = self.function(*state, batch, *args, **kwargs)
         if not self._matches:  # NNX: updated in place
             made = self.split(*state)
@@ -84,8 +87,8 @@ class Body:
         if before != after:
             raise TypeError(
                 f"{self.name} changed the structure of the state ({_change(parts, made)}): a "
-                "training state keeps its fields and their trees from step to step. Give it from the "
-                "start what the step adds."
+                "training state keeps its fields and their trees from step to step. Create it with "
+                "what the step adds."
             )
         if other := _other_shapes(parts, made):
             raise TypeError(
@@ -125,7 +128,7 @@ class Body:
         if self._any_pytree:  # its updates have no marks
             return
         straight, branched, looped = count(jaxpr, GRADIENT)
-        n = (straight + branched) // leaves
+        n = (straight + branched) // max(1, min(self._sizes, default=leaves))
         if not n + looped:
             raise ValueError(
                 f"{self.name} never updates (state.apply_gradients, or optimizer.update in NNX): "

@@ -342,6 +342,19 @@ def test_the_numbers_of_plain_jit(
         assert_near(got, plain(name), TOLERANCE["float64"])
 
 
+def test_what_the_first_update_adds_to_its_state() -> None:
+    """``optax.monitor`` has no measurements before. Such a state is neither a batch, nor one that a
+    ``TrainState`` can keep."""
+    tx, params = optax.chain(optax.monitor({"size": size}), adam()), network()
+    step = functools.partial(as_arguments, "optax.adam", tx)
+    given = params, tx.init(params), {name: np.tile(x, (2, 1)) for name, x in BATCH.items()}
+    got, want = zero_for(3, 4)(step)(*given), jax.jit(step)(*given)
+    assert_near(host(got), host(want), TOLERANCE["float32"])
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    with pytest.raises(TypeError, match=r"measurements\['size'\] added.*Create it with what"):
+        zero_for(3)(functools.partial(on_train_state, "optax.adam"))(state, BATCH)
+
+
 def test_a_number_that_becomes_an_array_is_named() -> None:
     """Its shape would be another after each step; plain jit compiles anew."""
     tx = descend(optax.scale_by_distance_over_gradients())

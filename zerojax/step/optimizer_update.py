@@ -135,7 +135,7 @@ class OptimizerUpdate:
             updates, _ = jax.eval_shape(self._setting.tx.update, params, opt_state, params)
         except (TypeError, ValueError):
             return False
-        return bool(jax.tree.structure(updates) == jax.tree.structure(params))
+        return jax.tree.structure(updates) == self._setting.structure.params
 
     def _function(self, *flat: Any) -> list[Any]:
         """The update of the whole state."""

@@ -81,7 +81,8 @@ class _Part:
 
     def __init__(self, name: str, params: Any, form: Any) -> None:
         self._form = form
-        nodes, self._tree = jax.tree.flatten(params, is_leaf=self._is_it)
+        nodes, tree = jax.tree.flatten(params, is_leaf=self._is_it)
+        self._tree: Any = tree
         found = [i for i, x in enumerate(nodes) if self._is_it(x)]
         if len(found) != 1:
             raise NotImplementedError(

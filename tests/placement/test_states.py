@@ -85,7 +85,7 @@ class Annotated(nnx.Module):
 
 
 def test_an_initializer_sees_no_mesh() -> None:
-    """Nor does NNX need one."""
+    """But for those of NNX that demand one."""
     zero = zerojax.zero(mesh=zerojax.mesh(axes={"data": 4, "model": 2}), stage=1)
     state = zero.init(heads)
     (kernel,), (want,) = jax.tree.leaves(state.params), jax.tree.leaves(heads().params)
@@ -95,5 +95,6 @@ def test_an_initializer_sees_no_mesh() -> None:
         lambda: (m := Annotated(), nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param))
     )
     assert model.linear.kernel.get_value().sharding.spec == jax.P("data", "model")
+    assert model.linear.kernel.eager_sharding
     spec = zero.abstract_state(heads).params["DenseGeneral_0"]["kernel"].value.sharding.spec
     assert spec == jax.P("data", None, "model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import ZeroConfig
@@ -282,10 +280,14 @@ class States:
         def make_there(*args: Any) -> Parts:
             if explicit:
                 return evaluate(make, args, self.mesh, explicit)
-            # flax constrains what an initializer makes wherever a mesh is in the context, a kernel
-            # that is not yet in its final shape too. NNX demands a mesh for annotated variables.
-            alone = jax.sharding.get_abstract_mesh().empty
-            with nnx.use_eager_sharding(False) if alone else contextlib.nullcontext():
+            # Without a mesh in the context, as under plain jit: linen would constrain what an
+            # initializer makes, a kernel that is not yet in its final shape too.
+            try:
+                return make(*args)
+            except ValueError as error:  # NNX demands one for annotated variables
+                if "mesh context" not in str(error):
+                    raise
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return make(*args)
 
         return jax.jit(make_there, inline=compat.INLINE), opened

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -60,3 +62,39 @@ def test_init_traces_create_state_once(device: str) -> None:
     state = zero.init(counted)
     assert times == 1
     np.testing.assert_array_equal(state.params["v"], np.ones((64, 8)))
+
+
+class Heads(nn.Module):
+    """A kernel that flax makes as a matrix, with names for its final shape."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, None, "model"))
+        return nn.DenseGeneral((2, 8), kernel_init=kernel, use_bias=False)(x)
+
+
+def heads() -> TrainState:
+    variables = Heads().init(jax.random.key(0), jnp.ones((1, 16)))
+    return TrainState.create(apply_fn=None, params=variables["params"], tx=optax.sgd(0.1))
+
+
+class Annotated(nnx.Module):
+    def __init__(self) -> None:
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        self.linear = nnx.Linear(16, 8, kernel_init=kernel, rngs=nnx.Rngs(0))
+
+
+def test_an_initializer_sees_no_mesh() -> None:
+    """But for those of NNX that demand one."""
+    zero = zerojax.zero(mesh=zerojax.mesh(axes={"data": 4, "model": 2}), stage=1)
+    state = zero.init(heads)
+    (kernel,), (want,) = jax.tree.leaves(state.params), jax.tree.leaves(heads().params)
+    assert kernel.sharding.spec == jax.P("data", None, "model")
+    np.testing.assert_allclose(kernel, want, rtol=1e-5)
+    model, _ = zero.init(
+        lambda: (m := Annotated(), nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param))
+    )
+    assert model.linear.kernel.get_value().sharding.spec == jax.P("data", "model")
+    assert model.linear.kernel.eager_sharding
+    spec = zero.abstract_state(heads).params["DenseGeneral_0"]["kernel"].value.sharding.spec
+    assert spec == jax.P("data", None, "model")

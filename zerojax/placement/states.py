@@ -280,6 +280,13 @@ class States:
         def make_there(*args: Any) -> Parts:
             if explicit:
                 return evaluate(make, args, self.mesh, explicit)
+            # Without a mesh in the context, as under plain jit: linen would constrain what an
+            # initializer makes, a kernel that is not yet in its final shape too.
+            try:
+                return make(*args)
+            except ValueError as error:  # NNX demands one for annotated variables
+                if "mesh context" not in str(error):
+                    raise
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return make(*args)
 

@@ -73,7 +73,7 @@ class ExtraState:
             return self._copy(path, value)
         if jax.tree_util.all_leaves([value]):
             return self._array(path, value, of_optimizer)
-        of_optimizer = of_optimizer or _is_optimizers(value)
+        of_optimizer = of_optimizer or is_optimizer_state(value)
         children, tree = jax.tree_util.tree_flatten_with_path(
             value, is_leaf=lambda x: x is not value
         )
@@ -114,7 +114,7 @@ class ExtraState:
         return ""
 
 
-def _is_optimizers(value: Any) -> bool:
+def is_optimizer_state(value: Any) -> bool:
     """Whether a node is the state of an optax transformation."""
     return hasattr(value, "_fields") and type(value).__module__.partition(".")[0] == "optax"
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from zerojax.step.call import Call, Constant, Form, Rearranged, is_key
-from zerojax.step.find_state import FoundState, find_state, has_rows
+from zerojax.step.find_state import FoundState, find_state, may_be_batch
 from zerojax.step.jitted import Slot, name_of, open_jit, without_self
 from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import is_nnx
@@ -198,7 +198,7 @@ class Arguments:
 
     def _slots_of_batch(self, given: dict[Slot, Any], left: list[Slot]) -> list[Slot]:
         if not self._batch:  # the first argument that is no random key, where there is another
-            rows = [slot for slot in left if has_rows(given[slot])]
+            rows = [slot for slot in left if may_be_batch(given[slot])]
             return next(([slot] for slot in rows if not is_key(given[slot])), left[:1])
         slots = self._named(self._batch, given)
         missing = [slot for slot in slots if slot not in left]

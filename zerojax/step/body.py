@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
 from zerojax.placement.states import take_apart
 from zerojax.step.gradient_norm import with_gradient_norm
 from zerojax.step.jitted import name_of
+from zerojax.step.partial_update import of_parts
 from zerojax.step.view import View
 from zerojax.trace.dependence import is_passed_on
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
@@ -45,6 +47,7 @@ class Body:
         self.name = name_of(function)
         self.split, self.close = opened.split, opened.close
         self._matches, self._any_pytree = opened.matches, opened.any_pytree
+        self._sizes: list[int] = []  # of the trees that the last trace gave the optimizer
 
     def __call__(
         self, parts: Parts, tx: Any, batch: Any, args: Any, kwargs: Any
@@ -63,7 +66,8 @@ class Body:
         """
         if self.types is not None:
             tx, (args, kwargs) = automatic_update(tx), typed_whole((args, kwargs))
-        state = self.close(parts, tx)
+        self._sizes.clear()
+        state = self.close(parts, of_parts(tx, self.name, parts.params, self._sizes))
         out = self.function(*state, batch, *args, **kwargs)
         if not self._matches:  # NNX: updated in place
             made = self.split(*state)
@@ -96,7 +100,13 @@ class Body:
         if before != after:
             raise TypeError(
                 f"{self.name} changed the structure of the state ({_change(parts, made)}): a "
-                "training state keeps its fields and their trees from step to step."
+                "training state keeps its fields and their trees from step to step. Create it with "
+                "what the step adds."
+            )
+        if other := _other_shapes(parts, made):
+            raise TypeError(
+                f"{self.name} changed the shape of {other}: an array of a training state keeps its "
+                "shape from step to step. Reshape what the step makes, or create the state so."
             )
         return made, out
 
@@ -134,7 +144,7 @@ class Body:
             return
         leaves = len(jax.tree.leaves(start.params))
         straight, branched, looped = count(jaxpr, GRADIENT)
-        n = (straight + branched) // leaves
+        n = (straight + branched) // max(1, min(self._sizes, default=leaves))
         if not n + looped and _updates_itself(jaxpr, start):
             if self._needs_tx:
                 raise ValueError(
@@ -185,20 +195,35 @@ def _counted(own: ZeroOptState, objects: Any) -> ZeroOptState:
     )
 
 
+def _other_shapes(before: Parts, after: Parts) -> str:
+    """The first array whose shape differs between two states of the same structure."""
+    pairs = zip(_by_path(before).items(), jax.tree.leaves(_named(after)), strict=True)
+    for (path, old), new in pairs:
+        if np.shape(old) != np.shape(new):
+            return f"{path} from {np.shape(old)} to {np.shape(new)}"
+    return ""
+
+
+def _named(parts: Parts) -> dict[str, Any]:
+    """A state by the names of its fields."""
+    state = {**parts._asdict(), **parts.rest}
+    del state["rest"]
+    return state
+
+
+def _by_path(parts: Parts) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(_named(parts))
+    return {jax.tree_util.keystr(path): x for path, x in leaves}
+
+
 def _change(before: Parts, after: Parts) -> str:
     """The paths at which two states differ, a few of them."""
-
-    def paths(parts: Parts) -> dict[str, None]:
-        state = {**parts._asdict(), **parts.rest}
-        del state["rest"]
-        leaves = jax.tree_util.tree_leaves_with_path(state)
-        return {jax.tree_util.keystr(path): None for path, _ in leaves}
 
     def some(names: list[str], what: str) -> list[str]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return [f"{', '.join(names[:3])}{more} {what}"] if names else []
 
-    old, new = paths(before), paths(after)
+    old, new = _by_path(before), _by_path(after)
     said = some([x for x in old if x not in new], "left out")
     said += some([x for x in new if x not in old], "added")
     return "; ".join(said) or "containers of other types"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from zerojax.plan.extra_state import is_optimizer_state
 from zerojax.step.call import Constant, is_array, is_key
 from zerojax.step.jitted import Slot
 from zerojax.train_state.pytree import form_of
@@ -61,7 +62,7 @@ def find_state(
         and any(forms[slot] == forms[other] for other in candidates if other not in back)
     ]
     containers = [slot for slot in back if not _is_bare(given[slot])]
-    first = next((slot for slot in free if has_rows(given[slot]) and slot not in back), None)
+    first = next((slot for slot in free if may_be_batch(given[slot]) and slot not in back), None)
     early = free if first is None else free[: free.index(first)]
     single = [slot for slot in back if slot not in containers]
     before = [slot for slot in single if slot in early] or ([] if containers else single)
@@ -99,7 +100,7 @@ def _shapes_of_results(
 
 def _may_be_state(x: Any) -> bool:
     if _is_bare(x):
-        return has_rows(x) and not is_key(x)
+        return may_be_batch(x) and not is_key(x)
     return any(map(is_array, jax.tree.leaves(x)))
 
 
@@ -107,9 +108,11 @@ def _is_bare(x: Any) -> bool:
     return jax.tree_util.all_leaves([x])
 
 
-def has_rows(x: Any) -> bool:
-    """Whether an argument has an array that is no scalar."""
-    return any(is_array(leaf) and np.ndim(leaf) for leaf in jax.tree.leaves(x))
+def may_be_batch(x: Any) -> bool:
+    """Whether an argument has an array that is no scalar. An optimizer's state is no batch, also
+    where the first update adds to it, so that it does not come back as given."""
+    leaves = jax.tree.leaves(x, is_leaf=is_optimizer_state)
+    return any(is_array(leaf) and np.ndim(leaf) for leaf in leaves)
 
 
 def _is_of(form: Any) -> Callable[[Any], bool]:

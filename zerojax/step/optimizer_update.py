@@ -21,6 +21,7 @@ from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import full_precision
 from zerojax.plan.places import DEVICE, HOST
 from zerojax.plan.plan import DTYPES, Leaf
+from zerojax.step.partial_update import WHOLE_UPDATES
 from zerojax.step.program import StepSetting
 
 
@@ -94,14 +95,19 @@ class OptimizerUpdate:
         )
         numbers = self._placements.like(range(len(self._placements.flat())))
         optimizer = setting.config.offload_optimizer
-        self.by_groups = Update(
-            self._function,
-            self._placements.flat(),
-            heavy.flat(),
-            [*numbers.params, *numbers.opt_state, *numbers.copies],
-            plan,
-            on_host=optimizer is not None and optimizer.compute_on == "host",
-        )
+        try:
+            self.by_groups = Update(
+                self._function,
+                self._placements.flat(),
+                heavy.flat(),
+                [*numbers.params, *numbers.opt_state, *numbers.copies],
+                plan,
+                on_host=optimizer is not None and optimizer.compute_on == "host",
+            )
+        except (TypeError, ValueError) as error:
+            if self._takes_all():
+                raise
+            raise NotImplementedError(WHOLE_UPDATES) from error
         separated = self.by_groups.separated
         read = {i for cluster in separated.clusters for i in cluster.inputs}
         read |= separated.read_by_prelude
@@ -115,6 +121,21 @@ class OptimizerUpdate:
         config = self._setting.config
         param = leaf.dtype if config.compute_dtype is None else jnp.float32
         return accumulator(param, DTYPES[config.grad_accum_dtype])
+
+    def _takes_all(self) -> bool:
+        """Whether the optimizer takes gradients in the tree of all parameters."""
+        params, opt_state = (
+            jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+            for tree, leaves in (
+                (self._setting.structure.params, self._placements.params),
+                (self._setting.structure.opt_state, self._placements.opt_state),
+            )
+        )
+        try:
+            updates, _ = jax.eval_shape(self._setting.tx.update, params, opt_state, params)
+        except (TypeError, ValueError):
+            return False
+        return jax.tree.structure(updates) == self._setting.structure.params
 
     def _function(self, *flat: Any) -> list[Any]:
         """The update of the whole state."""

@@ -16,6 +16,7 @@ from zerojax.plan.plan import DTYPES
 from zerojax.step.entering import enter
 from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
 from zerojax.step.further_arguments import FurtherArguments
+from zerojax.step.partial_update import to_shards
 from zerojax.step.program import StepResult, StepSetting, TracedProgram
 from zerojax.step.view import View, advancing, cast, constrainer, params_after, updating
 from zerojax.train_state.results import beside
@@ -38,7 +39,7 @@ class ResidentStep:
         one_pass, update = setting.tx.one_pass, None
         if one_pass is not None and plan.plain and one_pass.wins(plan.mesh):
             update = functools.partial(one_pass.update, shardings=shardings.params)
-        self._tx = updating(setting.tx.init, advancing(setting.tx, update), self._to_shards)
+        self._tx = updating(setting.tx.init, advancing(setting.tx, update), to_shards(plan))
         self._jitted = jax.jit(
             named(self._step, STATE, BATCH, "arrays", "further"),
             static_argnums=3,

@@ -1,0 +1,270 @@
+"""Gradients and updates of a part of the parameters: plain jit's numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from equal import TOLERANCE, assert_near, host, zero_for
+from flax import linen as nn
+from flax import nnx, struct
+from flax.linen import fp8_ops
+from flax.training.train_state import TrainState
+from swept import swept
+
+from zerojax.plan import rule
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROWS, WIDTH, STEPS = 32, 16, 3
+BATCH = dict(zip("xy", np.random.default_rng(0).normal(size=(2, ROWS, WIDTH)), strict=True))
+STAGES = swept([3, 2, 1, 0])
+
+
+@pytest.fixture(autouse=True)
+def _small_arrays_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "SMALL", 0)
+
+
+def follow(
+    step: Callable[..., Any], state: Any, batch: Any = BATCH, steps: int = STEPS
+) -> tuple[Any, list[Any]]:
+    values = []
+    for _ in range(steps):
+        state, value = step(state, batch)
+        values.append(value)
+    return state, values
+
+
+class Quantized(nn.Module):
+    """Flax's FP8 layers, which keep scales and maxima beside their parameters."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        direct = fp8_ops.Fp8DirectDotGeneralOp
+        x = jnp.tanh(nn.Dense(32, dot_general_cls=direct)(x))
+        return nn.Dense(WIDTH, dot_general_cls=direct)(x)
+
+
+def fp8_state() -> TrainState:
+    model = Quantized()
+    variables = model.init(jax.random.key(0), jnp.ones((1, WIDTH)))
+    return TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-2))
+
+
+def fp8_step(state: TrainState, batch: Any) -> Any:
+    """As flax documents it: gradients of all variables."""
+
+    def loss_of(variables: Any) -> jax.Array:
+        return jnp.mean((state.apply_fn(variables, batch["x"]) - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+SINGLE = jax.tree.map(lambda x: x.astype(np.float32), BATCH)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp8_layers(stage: int) -> None:
+    got = follow(zero_for(stage)(fp8_step), fp8_state(), SINGLE)
+    want = follow(jax.jit(fp8_step), fp8_state(), SINGLE)
+    got, want = (host((state.params, values)) for state, values in (got, want))
+    assert_near(got, want, TOLERANCE["float32"])
+    scales = want[0][fp8_ops.OVERWRITE_WITH_GRADIENT]
+    assert any((x != 1).any() for x in jax.tree.leaves(scales) if x.size == 1)
+
+
+def fp8_by_arguments(state: Any, batch: Any) -> Any:
+    """The same as ``(params, opt_state)``."""
+    params, opt_state = state
+
+    def loss_of(variables: Any) -> jax.Array:
+        return jnp.mean((Quantized().apply(variables, batch["x"]) - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    own = grads.pop(fp8_ops.OVERWRITE_WITH_GRADIENT)
+    updates, opt_state = optax.adam(1e-2).update(grads, opt_state)
+    trained = optax.apply_updates({"params": params["params"]}, updates)
+    return ({**trained, fp8_ops.OVERWRITE_WITH_GRADIENT: own}, opt_state), loss
+
+
+@pytest.mark.parametrize("stage", swept([3, 2, 1, 0], 0))
+def test_fp8_layers_in_any_state(stage: int) -> None:
+    params = fp8_state().params
+    state = params, optax.adam(1e-2).init({"params": params["params"]})
+    got = follow(zero_for(stage)(fp8_by_arguments), state, SINGLE)
+    want = follow(jax.jit(fp8_by_arguments), state, SINGLE)
+    assert_near(*(host(x) for x in (got, want)), TOLERANCE["float32"])
+
+
+class Network(nnx.Module):
+    """A base and a head; which of them is trained is a filter's affair."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.base = nnx.Linear(WIDTH, 32, param_dtype=float, rngs=rngs)
+        self.head = nnx.Linear(32, WIDTH, param_dtype=float, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(jnp.tanh(self.base(x)))
+
+
+TRAINED = nnx.All(nnx.Param, nnx.PathContains("head"))
+
+
+def nnx_loss(model: Network, batch: Any) -> jax.Array:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+@struct.dataclass
+class Partly:
+    """A state as openpi has it: all variables, and an optimizer of some."""
+
+    step: Any
+    params: nnx.State
+    graph: Any = struct.field(pytree_node=False)
+    opt_state: Any
+    tx: optax.GradientTransformation = struct.field(pytree_node=False)
+
+
+def partly(tx: optax.GradientTransformation) -> Partly:
+    graph, params = nnx.split(Network(nnx.Rngs(0)))
+    return Partly(
+        jnp.zeros((), jnp.int32), params, graph, tx.init(nnx.filter_state(params, TRAINED)), tx
+    )
+
+
+def partly_step(state: Partly, batch: Any) -> Any:
+    model = nnx.merge(state.graph, state.params)
+    grad_of = nnx.value_and_grad(nnx_loss, argnums=nnx.DiffState(0, TRAINED))
+    loss, grads = grad_of(model, batch)
+    params = nnx.filter_state(state.params, TRAINED)
+    updates, opt_state = state.tx.update(grads, state.opt_state, params)
+    nnx.update(model, optax.apply_updates(params, updates))
+    state = Partly(
+        step=state.step + 1,
+        params=nnx.state(model),
+        graph=state.graph,
+        opt_state=opt_state,
+        tx=state.tx,
+    )
+    return state, loss
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_filter_of_what_is_trained(stage: int, in_float64: None) -> None:
+    tx = optax.adamw(1e-2)
+    got = follow(zero_for(stage)(partly_step), partly(tx))
+    want = follow(jax.jit(partly_step), partly(tx))
+    assert_near(*(host(x) for x in (got, want)), TOLERANCE["float64"])
+
+
+def in_place(model: Network, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
+    grad_of = nnx.value_and_grad(nnx_loss, argnums=nnx.DiffState(0, TRAINED))
+    loss, grads = grad_of(model, batch)
+    optimizer.update(model, grads)
+    return loss
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_nnx_optimizer_of_a_filter(stage: int, in_float64: None) -> None:
+    results = []
+    for run in (zero_for(stage), nnx.jit):
+        model = Network(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=TRAINED)
+        step = run(in_place)
+        losses = [step(model, optimizer, BATCH) for _ in range(STEPS)]
+        results.append(host((losses, nnx.as_pure(nnx.state(model)))))
+    assert_near(*results, TOLERANCE["float64"])
+
+
+def two_layers() -> dict[str, dict[str, jax.Array]]:
+    keys = jax.random.split(jax.random.key(0))
+    return {
+        "base": {"w": jax.random.normal(keys[0], (WIDTH, 32)) / 4},
+        "head": {"v": jax.random.normal(keys[1], (32, WIDTH)) / 6, "b": jnp.zeros(WIDTH)},
+    }
+
+
+TX = optax.adam(1e-2)
+
+
+def head_state() -> TrainState:
+    params = two_layers()
+    return TrainState(
+        step=0, apply_fn=None, params=params, tx=TX, opt_state=TX.init(params["head"])
+    )
+
+
+def head_step(state: TrainState, batch: Any) -> Any:
+    """One layer is trained, of which the optimizer has the state."""
+
+    def loss_of(head: Any) -> jax.Array:
+        hidden = jnp.tanh(batch["x"] @ state.params["base"]["w"])
+        return jnp.mean((hidden @ head["v"] + head["b"] - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state.params["head"])
+    updates, opt_state = state.tx.update(grads, state.opt_state, state.params["head"])
+    params = {**state.params, "head": optax.apply_updates(state.params["head"], updates)}
+    return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
+
+
+@pytest.mark.parametrize(("stage", "k"), swept([(3, 1), (3, 4), (2, 4), (2, 1), (1, 1), (0, 1)], 2))
+def test_one_layer_of_several(stage: int, k: int, in_float64: None) -> None:
+    got = follow(zero_for(stage, k)(head_step), head_state())
+    want = follow(jax.jit(head_step), head_state())
+    got, want = (host((state.params, state.opt_state, values)) for state, values in (got, want))
+    assert_near(got[0], want[0], TOLERANCE["float64"])
+    assert_near(got[2], want[2], TOLERANCE["float64"])
+
+
+def test_a_layer_with_masters() -> None:
+    """The step computes in bfloat16; the layer's masters, and the base, are kept in float32."""
+    got = follow(zero_for(3, bf16=True)(head_step), head_state())
+    want = follow(jax.jit(head_step), head_state())
+    got, want = (host(state.params) for state, _ in (got, want))
+    assert_near(got["base"], want["base"], 0)
+    assert_near(got["head"], want["head"], 2.0**-6)
+    assert (got["head"]["v"] != got["head"]["v"].astype(jnp.bfloat16)).any()
+
+
+def filtered(state: TrainState, batch: Any) -> Any:
+    """What is trained is no subtree."""
+
+    def loss_of(params: Any) -> jax.Array:
+        return jnp.mean((batch["x"] @ params["head"]["v"].T) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    some = {"head": {"v": grads["head"]["v"]}}
+    updates, opt_state = state.tx.update(some, state.opt_state, some)
+    head = {**state.params["head"], "v": state.params["head"]["v"] + updates["head"]["v"]}
+    params = {**state.params, "head": head}
+    return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
+
+
+def filtered_state() -> TrainState:
+    params = two_layers()
+    tree = {"head": {"v": params["head"]["v"]}}
+    return TrainState(step=0, apply_fn=None, params=params, tx=TX, opt_state=TX.init(tree))
+
+
+@pytest.mark.parametrize(
+    ("step", "create", "options", "words"),
+    [
+        (filtered, filtered_state, {"bf16": True}, "filtered updates a part.*masters of all"),
+        (
+            head_step,
+            head_state,
+            {"offload_optimizer": {"device": "cpu"}},
+            "gradients in another tree than that of state.params.*Train without offload",
+        ),
+    ],
+)
+def test_what_needs_all_parameters_is_refused(
+    step: Any, create: Any, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=words):
+        zero_for(3, **options)(step)(create(), SINGLE)

@@ -1,0 +1,107 @@
+"""Updates of a part of the parameters, and gradients in another form than the parameters.
+
+Flax's FP8 layers keep their scales beside the trained parameters, and ``optax.lookahead`` keeps two
+copies, of which the gradients are those of one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+from jax import lax
+
+from zerojax.plan.plan import Plan
+from zerojax.step.view import Constrain, View
+
+WHOLE_UPDATES = (
+    "offload_optimizer and offload_param: the optimizer takes gradients in another tree than that "
+    "of state.params, whose update comes after the step under offload. Train without offload, or "
+    "keep in state.params what the optimizer updates, and the rest in another field of the state."
+)
+
+
+def to_shards(plan: Plan) -> Constrain:
+    """A function that constrains a tree of gradients to the shards of its parameters.
+
+    A gradient belongs to the first parameter of its shape whose path ends with that of the
+    gradient; one that belongs to none (those of single examples, say) is left to XLA.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(plan.shardings().params)
+    leaves = [
+        (jax.tree_util.keystr(path), leaf.shape, sharding)
+        for (path, sharding), leaf in zip(paths, plan.leaves["params"], strict=True)
+    ]
+    known = {path: (shape, sharding) for path, shape, sharding in leaves}
+
+    def constrain(path: Any, x: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        of_path = [known[name]] if name in known else []
+        ending = (each[1:] for each in leaves if each[0].endswith(name))
+        for shape, sharding in (*of_path, *ending):
+            if tuple(x.shape) == tuple(shape):
+                return lax.with_sharding_constraint(x, sharding)
+        return x
+
+    return lambda tree: jax.tree_util.tree_map_with_path(constrain, tree)
+
+
+def of_parts(tx: Any, name: str, params: Any, sizes: list[int]) -> Any:
+    """``tx``, an optimizer of views, for parts of the parameters too.
+
+    Args:
+      tx: See :mod:`zerojax.step.view`.
+      name: Of the step.
+      params: The parameters that the step sees.
+      sizes: The number of gradients of each update is added here.
+    """
+    whole: Any = jax.tree.structure(params)
+
+    def update(grads: Any, view: View, given: Any = None, **extra: Any) -> tuple[Any, View]:
+        sizes.append(len(jax.tree.leaves(grads)))
+        form: Any = jax.tree.structure(grads if given is None else given)
+        if view.grads is not None and jax.tree.structure(grads) != whole:
+            raise NotImplementedError(WHOLE_UPDATES)
+        if view.masters is None or form == whole:
+            return tx.update(grads, view, given, **extra)
+        part = _Part(name, params, form)
+        own = view._replace(masters=part.of(view.masters), compute=part.of(view.compute))
+        updates, after = tx.update(grads, own, given, **extra)
+        compute = None if after.compute is None else part.put(after.compute, view.compute)
+        return updates, after._replace(
+            masters=part.put(after.masters, view.masters), compute=compute
+        )
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+class _Part:
+    """The one subtree of the parameters that has a form."""
+
+    def __init__(self, name: str, params: Any, form: Any) -> None:
+        self._form = form
+        nodes, tree = jax.tree.flatten(params, is_leaf=self._is_it)
+        self._tree: Any = tree
+        found = [i for i, x in enumerate(nodes) if self._is_it(x)]
+        if len(found) != 1:
+            raise NotImplementedError(
+                f"{name} updates a part of the parameters that is no subtree of state.params, or "
+                "not the only one of its form, and bf16, fp16 and zero_hpz_partition_size keep "
+                "masters of all: keep in state.params what the optimizer updates, and the rest in "
+                "another field of the state."
+            )
+        (self._at,) = found
+
+    def _is_it(self, x: Any) -> bool:
+        return bool(jax.tree.structure(x) == self._form)
+
+    def of(self, tree: Any) -> Any:
+        """The part of a tree in the form of the parameters."""
+        return self._tree.flatten_up_to(tree)[self._at]
+
+    def put(self, part: Any, tree: Any) -> Any:
+        """The tree with another part."""
+        nodes = self._tree.flatten_up_to(tree)
+        nodes[self._at] = part
+        return jax.tree.unflatten(self._tree, nodes)

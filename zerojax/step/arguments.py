@@ -38,10 +38,12 @@ class Arguments:
         state: a position, or several whose tuple is the batch.
       state_argnums: The arguments that are the state, where they cannot be found.
       returns_state: Whether the function returns the new state.
+      batch_axis: The dimension of the batch's arrays that has the rows.
 
     Attributes:
       function: The function without its jit.
       name: The function's name for messages.
+      batch_axis: As given.
 
     Raises:
       ValueError: The function has no such arguments, or a jit with options that zerojax cannot
@@ -57,6 +59,7 @@ class Arguments:
         batch_argnums: int | Sequence[int] | None = None,
         state_argnums: int | Sequence[int] | None = None,
         returns_state: bool = True,
+        batch_axis: int = 0,
     ) -> None:
         self.function, static, donated = open_jit(function)
         self.name = name_of(self.function)
@@ -70,7 +73,7 @@ class Arguments:
         self._donated = self._both(donated)
         self._batch = self._positions("batch_argnums", batch_argnums)
         self._state = self._positions("state_argnums", state_argnums)
-        self._returns_state = returns_state
+        self._returns_state, self.batch_axis = returns_state, _dimension(batch_axis)
         self._found: dict[Any, FoundState] = {}
         self._several = isinstance(batch_argnums, Sequence)
         for position in self._batch:
@@ -123,7 +126,7 @@ class Arguments:
             tuple(given[slot] for slot in batch) if self._several else given[batch[0]],
             tuple(x for slot, x in more.items() if isinstance(slot, int)),
             {slot: x for slot, x in more.items() if isinstance(slot, str)},
-            Form(tuple(objects), tuple(batch), self._several, len(args)),
+            Form(tuple(objects), tuple(batch), self._several, len(args), self.batch_axis),
         )
 
     def bound(self, instance: Any) -> Arguments:
@@ -283,3 +286,15 @@ class Arguments:
             f"{slot} ({names[slot]})" if isinstance(slot, int) and slot < len(names) else f"{slot}"
             for slot in slots
         )
+
+
+def _dimension(axis: Any) -> int:
+    """``batch_axis`` as given, checked."""
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+        raise TypeError(f"batch_axis: an int, not {axis!r}.")
+    if axis < 0:
+        raise ValueError(
+            f"batch_axis={axis}: it counts from the front, as arrays of a batch may have different "
+            "numbers of dimensions: 0 for [rows, ...], 1 for [steps, rows, ...]."
+        )
+    return operator.index(axis)

@@ -42,12 +42,14 @@ class Form(NamedTuple):
       batch: Slots of the batch.
       several: The batch is the tuple of the arguments at ``batch``; else the one argument there.
       positions: Number of arguments that are passed by position.
+      batch_axis: The dimension of the batch's arrays that has the rows.
     """
 
     objects: tuple[Slot, ...]
     batch: tuple[Slot, ...]
     several: bool
     positions: int
+    batch_axis: int
 
 
 class Call(NamedTuple):

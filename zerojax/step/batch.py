@@ -90,7 +90,7 @@ class BatchLayout:
                     f"every process passes {own} rows, which is train_batch_size already, and "
                     f"{blocks} processes make {n} of it: numpy leaves are the process's own rows. "
                     "Let the loader read those alone, or cut them out of the global batch: "
-                    f"batch[zerojax.process_rows({train})]."
+                    f"batch[{':, ' * self.axis}zerojax.process_rows({train})]."
                 )
             raise ValueError(
                 f"the batch has {n} rows{of}, but train_batch_size is {train}: pass "

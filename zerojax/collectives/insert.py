@@ -29,6 +29,7 @@ from zerojax.collectives import (
     held,
     lookups,
     loop_decisions,
+    minibatches,
     order,
     partial_sums,
     program_decisions,
@@ -163,6 +164,8 @@ class Inserter(Scans):
                     outs = self._equation(eqn, values, scope, decided)
                 else:
                     outs = jaxprs.bind(eqn, values)
+                    at = minibatches.rows_at(eqn, scope.batch_rows) if scope.of_step else None
+                    outs = outs if at is None else [self.by_rows(outs[0], at)]
             env.update(
                 (v, decided.reused.as_shard(v, x, decided.wants))
                 for v, x in zip(eqn.outvars, outs, strict=True)
@@ -341,9 +344,7 @@ class Inserter(Scans):
         index, *operands = self._gathered(values, scope) if before else values
         specs: list[set[Spec]] = [set() for _ in eqn.outvars]
         within = self._within(eqn, scope)
-        branches = [
-            self._closed(b, operands, within, specs) for b in jaxprs.param(eqn, "branches")
-        ]
+        branches = [self._closed(b, operands, within, specs) for b in jaxprs.param(eqn, "branches")]
         chosen = zip(lax.switch(index, branches), specs, strict=True)
         return [
             Shard(self.constrain(o, spec := noted.pop()), spec) if len(noted) == 1 else o
@@ -353,8 +354,8 @@ class Inserter(Scans):
     def _within(self, eqn: Any, scope: Scope) -> Callable[[], Scope]:
         """Makes the stretch of a branch or an iteration. One with a backward pass of its own is a
         step of its own."""
-        share = self.share or not loop_decisions.trains(eqn)
-        return functools.partial(scope.inner, share=share)
+        trains = loop_decisions.trains(eqn)
+        return functools.partial(scope.inner, of_step=trains, share=self.share or not trains)
 
     def _closed(
         self,

@@ -78,6 +78,8 @@ class Scans(Gatherer):
                 self.gather(x, scope, values) if i in decided.gathered else x
                 for i, x in enumerate(xs)
             ]
+        if updated:
+            xs = [self.by_rows(x, 1) for x in xs]  # see minibatches
         length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
         entries = Entries(
             [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
@@ -100,7 +102,9 @@ class Scans(Gatherer):
             carried = self.carried([now.get(i) for i in range(n)], updated)
             # An iteration that updates the state is a step of its own.
             share = self.share or not updated
-            within = scope.inner(later.row_sums, of_layer=decided.of_layer, share=share)
+            within = scope.inner(
+                later.row_sums, of_layer=decided.of_layer, of_step=bool(updated), share=share
+            )
             with self.ledger.place(decisions.LOOP):
                 outs = self.run(jaxpr, (*consts, *carried, *sliced), within, decided.want)
             outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]

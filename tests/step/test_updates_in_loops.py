@@ -192,9 +192,8 @@ def test_the_numbers_of_plain_jit(
 
 
 def over_seeds() -> Any:
-    return jax.vmap(lambda seed: jax.tree.map(lambda x: x + seed / 9, params_and_opt_state()[0]))(
-        jnp.arange(3.0)
-    )
+    """Parameters [seeds, ...]."""
+    return jax.vmap(lambda seed: jax.tree.map(lambda x: x + seed / 9, network(0)))(jnp.arange(3.0))
 
 
 @pytest.mark.parametrize("loop", [updated, epochs, until], ids=lambda loop: loop.__name__)
@@ -227,6 +226,24 @@ def alternating(critic: Any, actor: Any, critic_opt: Any, actor_opt: Any, batch:
         return (critic, optax.apply_updates(actor, updates), critic_opt, actor_opt), loss + error
 
     return lax.scan(body, (critic, actor, critic_opt, actor_opt), None, length=UPDATES)
+
+
+def test_train_states_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ``TrainState`` with a leading dimension of seeds, its counter too."""
+    monkeypatch.setattr(rule, "SMALL", 0)
+    step = jax.vmap(in_train_state, in_axes=(0, None))
+
+    def several() -> TrainState:
+        return jax.vmap(lambda params: train_state(0).replace(params=params))(over_seeds())
+
+    with jax.enable_x64(True):
+        batch = jax.tree.map(jnp.asarray, BATCH)
+        zero = zero_for(3)
+        got, want = (
+            arrays(run(step)(state, batch))
+            for run, state in ((zero, zero.init(several)), (jax.jit, several()))
+        )
+    assert_near(got, want, TOLERANCE["float64"])
 
 
 SGD = optax.sgd(0.1, momentum=0.9)

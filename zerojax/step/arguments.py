@@ -19,7 +19,8 @@ from typing import Any
 
 import jax
 
-from zerojax.step.call import Call, Constant, Form, Rearranged, is_key
+from zerojax.placement.replicated import check_one_copy
+from zerojax.step.call import Call, Constant, Form, Rearranged, is_key, without_pmap
 from zerojax.step.find_state import FoundState, find_state, has_rows
 from zerojax.step.jitted import Slot, name_of, open_jit, without_self
 from zerojax.train_state.linen import is_train_state
@@ -177,7 +178,14 @@ class Arguments:
         tree, shapes = form_of([given[slot] for slot in free])
         key = tuple(free), tree, tuple(shapes)
         if key not in self._found:
-            self._found[key] = find_state(self.function, given, free, batch)
+            try:
+                with without_pmap(self.name):
+                    found = find_state(self.function, given, free, batch)
+            except (TypeError, ValueError) as error:  # of shapes with one dimension more, say
+                check_one_copy(self._by_name(free, given), error)
+                raise
+            check_one_copy(self._by_name(found.slots, given))
+            self._found[key] = found
         found = self._found[key]
         if found.alike:
             raise TypeError(
@@ -279,6 +287,9 @@ class Arguments:
             elif slot in names:
                 found.add(names.index(str(slot)))
         return frozenset(found)
+
+    def _by_name(self, slots: Sequence[Slot], given: Mapping[Slot, Any]) -> dict[str, Any]:
+        return {self._told([slot]): given[slot] for slot in slots}
 
     def _told(self, slots: Sequence[Slot]) -> str:
         names = self._positional()

@@ -122,9 +122,18 @@ class BatchLayout:
     def _stacked(self, batch: Any, rows: int, *, exact: bool = False) -> str:
         """Advice where the next dimension of all arrays has a number of rows that would do."""
         shapes = [self.leaves.shape(x) for x in jax.tree.leaves(batch) if np.ndim(x)]
-        if self.axis or self.accumulation > 1 or len({shape[:2] for shape in shapes}) > 1:
+        if self.axis or len({shape[:2] for shape in shapes}) > 1:
             return ""
         n = shapes[0][1] if len(shapes[0]) > 1 else 0
+        if self.accumulation > 1:
+            first = shapes[0][0]
+            stacked = n and first in (self.accumulation, self.world)
+            return (
+                f" Where {first} is the number of micro-batches or devices, and dimension 1 ({n}) "
+                "has the rows, pass [rows, ...], x.reshape(-1, *x.shape[2:])."
+                if stacked
+                else ""
+            )
         if not n or (n != rows if exact else n % rows):
             return ""
         return (

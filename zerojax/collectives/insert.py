@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from zerojax.collectives import (
     convolutions,
     copies,
+    decisions,
     gradients,
     held,
     lookups,
@@ -389,14 +390,20 @@ class Inserter(Scans):
             jaxpr: Any, consts: list[Any], want: Sequence[Spec | None]
         ) -> Callable[[Any], list[Any]]:
             consts = self.held(held.decide(jaxpr, consts, self.mesh), consts, scope)
-            return lambda carry: self.run(
-                jaxpr, (*consts, *self.carried(carry, updated)), within(), want
-            )
+
+            def run(carry: Any) -> list[Any]:
+                with self.ledger.place(decisions.LOOP):
+                    given = (*consts, *self.carried(carry, updated))
+                    return self.run(jaxpr, given, within(), want)
+
+            return run
 
         cond, body = closed(loop.cond, consts[:a], ()), closed(loop.body, consts[a:], specs)
+        with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
+            start = self.all_whole(start, scope)
         ended = lax.while_loop(
             lambda carry: plain(cond(carry)[0]),
             lambda carry: list(map(self.passed_on, body(carry), specs)),
-            self.all_whole(start, scope),
+            start,
         )
         return [x if spec is None else Shard(x, spec) for x, spec in zip(ended, specs, strict=True)]

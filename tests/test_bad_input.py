@@ -90,6 +90,15 @@ class TestBatch:
             "40", "divisible by 32", "8 devices x 4 micro-batches", "use 32 or 64",
         )  # fmt: skip
 
+    @pytest.mark.parametrize("first", [8, 4])  # devices, micro-batches
+    def test_with_a_dimension_before_the_rows(self, first: int) -> None:
+        step = zerojax.zero(stage=2, gradient_accumulation_steps=4)(good_step)
+        batch = jax.tree.map(lambda x: x.reshape(first, -1, *x.shape[1:]), batch_of(32))
+        refuses(
+            step, make_state(), batch, ValueError,
+            f"leading dimension {first} is not divisible by 32", r"x\.reshape\(-1",
+        )  # fmt: skip
+
     def test_whose_rows_disagree_cut_into_micro_batches(self) -> None:
         step = zerojax.zero(stage=2, gradient_accumulation_steps=2)(good_step)
         batch = {"x": np.ones((16, 8)), "y": np.ones(8)}

@@ -154,6 +154,20 @@ def evaluated(counts: list[int]) -> Any:
     return whole([f(state, x) for f in (each, together) for x in batches], zero.mesh)
 
 
+def scanned(state: TrainState, batch: Any) -> Any:
+    """Updates on batches [steps, rows, ...]."""
+    return jax.lax.scan(train_step, state, batch)
+
+
+def stacked() -> Any:
+    """The results of a step with three updates."""
+    zero = at_stage(3, gradient_accumulation_steps=1)
+    state = zero.init(create_state, jax.random.key(0))
+    parts = [cut(rows_of(seed)) for seed in range(STEPS)]
+    batch = jax.tree.map(lambda *parts: np.stack(parts), *parts)
+    return whole(zero(scanned, batch_axis=1)(state, batch)[1], zero.mesh)
+
+
 def across() -> Any:
     """Two processes cut the model between them, and have all rows both."""
     return zerojax.mesh(axes={"model": 2, "data": 4})
@@ -168,6 +182,7 @@ def everything(process: int, counts: Sequence[int]) -> Any:
     results["whole batch"] = trained(at_stage(2, gradient_accumulation_steps=1), "linen")
     results["global arrays"] = trained(at_stage(2), "linen", as_global)
     results["mixed"] = trained(at_stage(2), "linen", mixed)
+    results["batches stacked by step"] = stacked()
     results["evaluation"] = evaluated(counts)
     return results
 
@@ -212,6 +227,12 @@ def refused(process: int) -> dict[str, str]:
     attempt("not divisible", rows_of(0, 9))
     attempt("uneven leaves", {**rows_of(0, 8), "weights": np.ones(3)})
     attempt("an argument", rows_of(0, 8), np.ones(8), gradient_accumulation_steps=2)
+    parts = jax.tree.map(lambda x: x[None], rows_of(0))
+    try:
+        zero = zerojax.zero(stage=1, train_batch_size=ROWS)
+        zero(scanned, batch_axis=1)(create_state(jax.random.key(0)), parts)
+    except ValueError as error:
+        said["the global batch, stacked"] = str(error)
     alternating = jax.sharding.Mesh(np.array(jax.devices())[[0, 4, 1, 5, 2, 6, 3, 7]], "data")
     for name, calls in (("later", 3 + 2 * process), ("in one alone", [3, 1000][process])):
         agreement = RowAgreement(name)
@@ -277,6 +298,8 @@ SAID = {
     "in one alone": "at call 4: 9 in process 0, 8 in process 1.",
     "the global batch": "every process passes 32 rows, which is train_batch_size already, and 2 "
     "processes make 64 of it",
+    "the global batch, stacked": "cut them out of the global batch: batch[:, "
+    "zerojax.process_rows(32)]",
     "other than the config": "the batch has 48 rows (24 in each of 2 processes), but "
     "train_batch_size is 32",
     "not divisible": "leading dimension 18 (9 in each of 2 processes) is not divisible by 8 (8 "

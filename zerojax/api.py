@@ -76,6 +76,7 @@ class Zero:
         static_argnames: str | Iterable[str] | None = None,
         batch_argnums: int | Sequence[int] | None = None,
         state_argnums: int | Sequence[int] | None = None,
+        batch_axis: int = 0,
     ) -> Step[P, R]:
         """Decorates a step: ``(state, batch, ...) -> (state, anything)`` with a flax
         ``TrainState``; ``(model, optimizer, batch, ...) -> anything`` with any number of NNX
@@ -91,6 +92,9 @@ class Zero:
             ``(1, 2)`` for ``(state, x, y)``. The first argument after the state by default.
           state_argnums: The arguments that are the state, where they cannot be found: by default
             those that come back among the results.
+          batch_axis: The dimension of the batch's arrays that has the rows: 1 for a step that scans
+            over updates, whose batch is ``[steps, rows, ...]``. Arrays without that dimension are
+            further arguments of the step; numbers may stay.
 
         Returns:
           The decorated step, with the signature of ``train_step``.
@@ -100,7 +104,12 @@ class Zero:
             follow.
         """
         arguments = Arguments(
-            train_step, static_argnums, static_argnames, batch_argnums, state_argnums
+            train_step,
+            static_argnums,
+            static_argnames,
+            batch_argnums,
+            state_argnums,
+            batch_axis=batch_axis,
         )
         guard = Guard(self.config, self.mesh, self._other)
         return Step(arguments, self.states, self._donate, guard if self._check_memory else None)
@@ -157,7 +166,13 @@ class Zero:
         other = Zero(config, self.mesh, self.states.specs, self._donate)
         if len(objects) == 1:  # memory is short: no copies of a state are to be made
             objects = jax.eval_shape(lambda state: state, objects)
-        step = other(function)
+        n = len(objects)
+        step = other(
+            function,
+            state_argnums=range(n),
+            batch_argnums=n,
+            batch_axis=function.form.batch_axis,
+        )
         return other.plan(*objects), lambda: step.programs(*objects, batch, *args, **kwargs)
 
     def init(self, create_state: Callable[..., Any], *args: Any) -> Any:

@@ -1,7 +1,7 @@
 """Updates in a loop of the step: the numbers of plain jit, and the traffic of single steps."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from train_state.test_pytree import (
     arrays,
     loss_of,
     network,
+    output,
     params_and_opt_state,
     train_state,
     updated,
@@ -97,11 +98,87 @@ def delayed(params: Any, opt_state: Any, batch: Any) -> Any:
     return params, opt_state, losses
 
 
-LOOPS: list[Callable[..., Any]] = [epochs, shuffled, fori, until, delayed]
+def while_small(params: Any, opt_state: Any, batch: Any) -> Any:
+    """The condition reads the parameters that the loop updates, and the loss."""
+
+    def small(carry: Any) -> Any:
+        params, _, loss = carry
+        return (optax.tree.norm(params) < 1e3) & (loss > 1.0)
+
+    start = params, opt_state, jnp.inf
+    return lax.while_loop(small, lambda carry: updated(*carry[:2], batch), start)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def fori_traced(params: Any, opt_state: Any, batch: Any) -> Any:
+    """Minibatches by index, of a number that the batch decides."""
+    n = len(batch["x"]) // 2
+
+    def body(i: Any, state: Any) -> Any:
+        rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * n, n), batch)
+        return updated(*state[:2], rows)
+
+    times = 1 + (batch["x"].sum() < 1e9).astype(int)
+    return lax.fori_loop(0, times, body, (params, opt_state, jnp.zeros(())))
+
+
+def chosen(params: Any, opt_state: Any, batch: Any) -> Any:
+    """Every other iteration updates, every third in another way, within a while loop."""
+
+    def rest(params: Any, opt_state: Any) -> Any:
+        return params, opt_state, jnp.zeros(())
+
+    def twice(params: Any, opt_state: Any) -> Any:
+        params, opt_state, _ = updated(params, opt_state, batch)
+        return updated(params, opt_state, batch)
+
+    def body(carry: Any) -> Any:
+        i, params, opt_state, _ = carry
+        params, opt_state, loss = lax.cond(
+            i % 2 == 0, lambda *state: updated(*state, batch), rest, params, opt_state
+        )
+        branches = [rest, twice, rest]
+        params, opt_state, more = lax.switch(i % 3, branches, params, opt_state)
+        return i + 1, params, opt_state, loss + more
+
+    carry = 0, params, opt_state, jnp.zeros(())
+    return lax.while_loop(lambda carry: carry[0] < UPDATES, body, carry)[1:]
+
+
+def ppo(params: Any, opt_state: Any, batch: Any) -> Any:
+    """Advantages before the epochs, minibatches by index within them."""
+    values = output(params, batch["x"]).mean(1)
+    errors = batch["y"].mean(1) - values
+    _, gains = lax.scan(lambda last, x: (0.9 * last + x,) * 2, jnp.zeros_like(errors[0]), errors)
+    data = {**batch, "y": batch["y"] * gains[:, None]}
+
+    def update(state: Any, rows: Any) -> Any:
+        *state, loss = updated(*state, jax.tree.map(lambda x: x[rows], data))
+        return tuple(state), loss
+
+    def epoch(state: Any, key: Any) -> Any:
+        order = jax.random.permutation(key, len(batch["x"]))
+        return lax.scan(update, state, order.reshape(2, -1))
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    state, losses = lax.scan(epoch, (params, opt_state), keys)
+    return *state, losses
+
+
+LOOPS: list[Callable[..., Any]] = [
+    *(epochs, shuffled, fori, until, delayed),
+    *(while_small, fori_traced, chosen, ppo),
+]
+
+
+def cells() -> Iterator[Any]:
+    for i, loop in enumerate(LOOPS):
+        for stage in (1, 3):
+            core = stage == 3 or i % 2 == 0
+            name, marks = f"{loop.__name__}-{stage}", () if core else pytest.mark.sweep
+            yield pytest.param(loop, stage, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("loop", "stage"), list(cells()))
 def test_the_numbers_of_plain_jit(
     loop: Callable[..., Any], stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +189,77 @@ def test_the_numbers_of_plain_jit(
             arrays(run(loop)(*params_and_opt_state(), batch)) for run in (zero_for(stage), jax.jit)
         )
     assert_near(got, want, TOLERANCE["float64"])
+
+
+def over_seeds() -> Any:
+    """Parameters [seeds, ...]."""
+    return jax.vmap(lambda seed: jax.tree.map(lambda x: x + seed / 9, network(0)))(jnp.arange(3.0))
+
+
+@pytest.mark.parametrize("loop", [updated, epochs, until], ids=lambda loop: loop.__name__)
+def test_over_seeds(loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One state for each of several seeds, with the same batch."""
+    monkeypatch.setattr(rule, "SMALL", 0)
+    with jax.enable_x64(True):
+        batch, params = jax.tree.map(jnp.asarray, BATCH), over_seeds()
+        step = jax.vmap(loop, in_axes=(0, 0, None))
+        got, want = (
+            arrays(run(step)(params, jax.vmap(TX.init)(params), batch))
+            for run in (zero_for(3), jax.jit)
+        )
+    assert_near(got, want, TOLERANCE["float64"])
+
+
+def alternating(critic: Any, actor: Any, critic_opt: Any, actor_opt: Any, batch: Any) -> Any:
+    """Two updates of the critic for each of the actor, which reads the critic's new parameters."""
+
+    def body(carry: Any, _: None) -> Any:
+        critic, actor, critic_opt, actor_opt = carry
+        for _ in range(2):
+            critic, critic_opt, error = updated(critic, critic_opt, batch)
+
+        def cost(actor: Any) -> jax.Array:
+            return jnp.mean(output(critic, output(actor, batch["x"])) ** 2)
+
+        loss, grads = jax.value_and_grad(cost)(actor)
+        updates, actor_opt = SGD.update(grads, actor_opt, actor)
+        return (critic, optax.apply_updates(actor, updates), critic_opt, actor_opt), loss + error
+
+    return lax.scan(body, (critic, actor, critic_opt, actor_opt), None, length=UPDATES)
+
+
+def test_train_states_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ``TrainState`` with a leading dimension of seeds, its counter too."""
+    monkeypatch.setattr(rule, "SMALL", 0)
+    step = jax.vmap(in_train_state, in_axes=(0, None))
+
+    def several() -> TrainState:
+        return jax.vmap(lambda params: train_state(0).replace(params=params))(over_seeds())
+
+    with jax.enable_x64(True):
+        batch = jax.tree.map(jnp.asarray, BATCH)
+        zero = zero_for(3)
+        got, want = (
+            arrays(run(step)(state, batch))
+            for run, state in ((zero, zero.init(several)), (jax.jit, several()))
+        )
+    assert_near(got, want, TOLERANCE["float64"])
+
+
+SGD = optax.sgd(0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_optimizers(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "SMALL", 0)
+    with jax.enable_x64(True):
+        batch = jax.tree.map(jnp.asarray, BATCH)
+        results = []
+        for run in (zero_for(stage), jax.jit):
+            critic, actor = network(0), network(1)
+            state = critic, actor, TX.init(critic), SGD.init(actor)
+            results.append(arrays(run(alternating)(*state, batch)))
+    assert_near(*results, TOLERANCE["float64"])
 
 
 def in_train_state(state: TrainState, batch: Any) -> Any:
@@ -150,4 +298,3 @@ def test_an_update_moves_what_a_step_moves(
         loop, single = moved(in_train_state, made), moved(once, made)
     assert loop == {kind: UPDATES * n for kind, n in single.items()}
     assert single["reduce-scatter"] > 0
-    assert network(0)

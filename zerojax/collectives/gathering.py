@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.collectives.adjacent import Wholes
 from zerojax.collectives.host import Host, fetched
@@ -18,7 +18,7 @@ from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.collectives.shard import ReducedGradient, Shard
 from zerojax.collectives.window import Window
-from zerojax.devices.mesh import REPLICA, batch_devices, sequence_size
+from zerojax.devices.mesh import REPLICA, batch_axes, batch_devices, sequence_size
 from zerojax.devices.network import near
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -57,6 +57,7 @@ class Scope:
       behind: whether loops in here reduce gradients one iteration behind.
       row_sums: by variable, the sums in here that are not added up over the devices yet.
       of_layer: whether this is one layer's stretch, in a loop over layers.
+      of_step: whether this is one of several updates, an iteration or a branch.
     """
 
     share: bool
@@ -76,6 +77,7 @@ class Scope:
     behind: bool = False
     row_sums: Mapping[Any, Any] = field(default_factory=dict)
     of_layer: bool = False
+    of_step: bool = False
 
     def as_filled(self, value: Any) -> Any:
         """``value``, gathered if a loop in here has filled it."""
@@ -86,6 +88,7 @@ class Scope:
         row_sums: Mapping[Any, Any] | None = None,
         *,
         of_layer: bool = False,
+        of_step: bool = False,
         share: bool = True,
     ) -> Scope:
         """That of a loop's iteration or a block, with partial sums of its own."""
@@ -96,6 +99,7 @@ class Scope:
             batch_rows=self.batch_rows,
             row_sums=row_sums or {},
             of_layer=of_layer or self.of_layer,
+            of_step=of_step,
         )
 
     def replaces(self, eqn: Any) -> bool:
@@ -169,6 +173,19 @@ class Gatherer:
         """The same on lanes too, for a parameter or what is made of parameters alone: one for all
         lanes, which may lie along their axes."""
         return lax.with_sharding_constraint(value, layout.sharding(self.mesh, spec))
+
+    def by_rows(self, value: Any, at: int = 0) -> Any:
+        """An array with the rows of its dimension ``at`` each on their device; another value, or
+        one whose rows do not divide among the devices, unchanged."""
+        array = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.number)
+        if self._apart or not array or value.ndim <= at:
+            return value
+        if value.shape[at] % batch_devices(self.mesh):
+            return value
+        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * value.ndim
+        entries[at] = batch_axes(self.mesh)
+        sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
+        return lax.with_sharding_constraint(value, sharding)
 
     def whole(self, value: jax.Array, spec: Sequence[Any], *, quantized: bool = False) -> jax.Array:
         """All-gathers a shard, whose own spec is pinned first. Otherwise XLA may move the cast that

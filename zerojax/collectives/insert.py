@@ -13,6 +13,7 @@ jaxpr, a parameter is gathered again there without any rule for differentiation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,9 +25,12 @@ from jax.sharding import Mesh
 from zerojax.collectives import (
     convolutions,
     copies,
+    decisions,
     gradients,
     held,
     lookups,
+    loop_decisions,
+    minibatches,
     order,
     partial_sums,
     program_decisions,
@@ -161,6 +165,8 @@ class Inserter(Scans):
                     outs = self._equation(eqn, values, scope, decided)
                 else:
                     outs = jaxprs.bind(eqn, values)
+                    at = minibatches.rows_at(eqn, scope.batch_rows) if scope.of_step else None
+                    outs = outs if at is None else [self.by_rows(outs[0], at)]
             env.update(
                 (v, decided.reused.as_shard(v, x, decided.wants))
                 for v, x in zip(eqn.outvars, outs, strict=True)
@@ -187,7 +193,7 @@ class Inserter(Scans):
             if eqn.primitive is prims.conv_general_dilated_p:
                 whole = self.all_whole(values, scope)
                 return [convolutions.on_own_rows(eqn, whole, self.mesh)]
-            return self._branch(eqn, self._gathered(values, scope) if self.keep else values, scope)
+            return self._branch(eqn, values, scope)
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
         if gradients.at_one_index(eqn):
@@ -213,8 +219,8 @@ class Inserter(Scans):
     def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         """Runs an equation on shards where each device can do so on its own, else on them whole."""
         name = eqn.primitive.name
-        if name in BRANCHES and (not self.keep or scope.replaces(eqn)):
-            return self._branch(eqn, self._gathered(values, scope) if self.keep else values, scope)
+        if name in BRANCHES:
+            return self._branch(eqn, values, scope)
         if scope.replaces(eqn):
             raise NotImplementedError(
                 f"zerojax.value_and_grad within {name}: call it outside, in the step itself."
@@ -333,28 +339,37 @@ class Inserter(Scans):
 
     def _branch(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         if eqn.primitive is prims.while_p:
-            return self._while(jaxprs.while_parts(eqn), values, scope)
-        index, *operands = values
+            return self._while(eqn, values, scope)
+        # A branch that trains gathers within, as the branch alone may need all of the memory.
+        before = self.keep and not loop_decisions.trains(eqn)
+        index, *operands = self._gathered(values, scope) if before else values
         specs: list[set[Spec]] = [set() for _ in eqn.outvars]
-        branches = [self._closed(b, operands, scope, specs) for b in jaxprs.param(eqn, "branches")]
+        within = self._within(eqn, scope)
+        branches = [self._closed(b, operands, within, specs) for b in jaxprs.param(eqn, "branches")]
         chosen = zip(lax.switch(index, branches), specs, strict=True)
         return [
             Shard(self.constrain(o, spec := noted.pop()), spec) if len(noted) == 1 else o
             for o, noted in chosen
         ]
 
+    def _within(self, eqn: Any, scope: Scope) -> Callable[[], Scope]:
+        """Makes the stretch of a branch or an iteration. One with a backward pass of its own is a
+        step of its own."""
+        trains = loop_decisions.trains(eqn)
+        return functools.partial(scope.inner, of_step=trains, share=self.share or not trains)
+
     def _closed(
         self,
         jaxpr: Any,
         captured: Sequence[Any],
-        scope: Scope,
+        within: Callable[[], Scope],
         specs: Sequence[set[Spec]] = (),
     ) -> Callable[..., list[Any]]:
         """``jaxpr`` as a function of its last arguments, its first ones being ``captured``; it
         notes the ``specs`` of those results that are shards."""
 
         def body(*args: Any) -> list[Any]:
-            outs = self.run(jaxpr, (*captured, *args), scope.inner())
+            outs = self.run(jaxpr, (*captured, *args), within())
             for o, noted in zip(outs, specs, strict=False):
                 if isinstance(o, Shard) and not o.gathering.host:
                     noted.add(o.spec)
@@ -362,13 +377,33 @@ class Inserter(Scans):
 
         return body
 
-    def _while(self, loop: jaxprs.WhileParts, values: list[Any], scope: Scope) -> Sequence[Any]:
+    def _while(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+        loop = jaxprs.while_parts(eqn)
         a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
+        updated = {} if self.apart else loop_decisions.find_updated(eqn, values, self.axis)
+        specs = [updated.get(i) for i in range(len(values) - b)]
+        start = [plain(v) if i in updated else v for i, v in enumerate(values[b:])]
+        consts = self._gathered(values[:b], scope) if self.keep else values[:b]
+        within = self._within(eqn, scope)
 
-        def closed(jaxpr: Any, consts: list[Any]) -> Callable[..., list[Any]]:
-            whole = held.decide(jaxpr, consts, self.mesh)
-            return self._closed(jaxpr, self.held(whole, consts, scope), scope)
+        def closed(
+            jaxpr: Any, consts: list[Any], want: Sequence[Spec | None]
+        ) -> Callable[[Any], list[Any]]:
+            consts = self.held(held.decide(jaxpr, consts, self.mesh), consts, scope)
 
-        cond, body = closed(loop.cond, values[:a]), closed(loop.body, values[a:b])
-        carry = self.all_whole(values[b:], scope)
-        return lax.while_loop(lambda c: cond(*c)[0], lambda c: body(*c), carry)
+            def run(carry: Any) -> list[Any]:
+                with self.ledger.place(decisions.LOOP):
+                    given = (*consts, *self.carried(carry, updated))
+                    return self.run(jaxpr, given, within(), want)
+
+            return run
+
+        cond, body = closed(loop.cond, consts[:a], ()), closed(loop.body, consts[a:], specs)
+        with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
+            start = self.all_whole(start, scope)
+        ended = lax.while_loop(
+            lambda carry: plain(cond(carry)[0]),
+            lambda carry: list(map(self.passed_on, body(carry), specs)),
+            start,
+        )
+        return [x if spec is None else Shard(x, spec) for x, spec in zip(ended, specs, strict=True)]

@@ -14,6 +14,8 @@ from zerojax.collectives.loops import Sums
 from zerojax.collectives.partial_sums import RowSum
 from zerojax.collectives.shard import Shard
 from zerojax.collectives.widening import narrowest
+from zerojax.graph.regions import regions
+from zerojax.graph.search import contains
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.rule import is_small
@@ -105,22 +107,29 @@ def decide(
     )
 
 
+def trains(eqn: Any) -> bool:
+    """Whether a loop or a choice runs a backward pass that ends within."""
+    return not jaxprs.is_transposed(eqn) and contains(eqn, jaxprs.is_transposed)
+
+
 def find_updated(eqn: Any, values: Sequence[Any], axis: str) -> dict[int, Spec]:
-    """The large shards that a scan carries and changes, by position among the carried values.
+    """The large shards that a loop carries and changes, by position among the carried values.
 
     Args:
-      eqn: The scan.
+      eqn: The scan or while loop.
       values: Its operands, some of them a :class:`Shard`.
       axis: The axis over which ZeRO shards.
     """
-    a, n = jaxprs.scan_counts(eqn)
-    body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
-    return {
-        i: x.spec
-        for i, x in enumerate(values[a : a + n])
-        if isinstance(x, Shard)
-        and is_sharded(x.spec, axis)
-        and not x.gathering.host
-        and not is_small(x.value.shape, x.spec, axis)
-        and body.outvars[i] is not body.invars[a + i]
-    }
+    *_, body = regions(eqn)
+    found = {}
+    for i, (result, argument) in enumerate(body.carries):
+        x = values[body.operands[argument]]
+        if (
+            isinstance(x, Shard)
+            and is_sharded(x.spec, axis)
+            and not x.gathering.host
+            and not is_small(x.value.shape, x.spec, axis)
+            and body.jaxpr.outvars[result] is not body.jaxpr.invars[argument]
+        ):
+            found[i] = x.spec
+    return found

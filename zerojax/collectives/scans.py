@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,6 +78,8 @@ class Scans(Gatherer):
                 self.gather(x, scope, values) if i in decided.gathered else x
                 for i, x in enumerate(xs)
             ]
+        if updated:
+            xs = [self.by_rows(x, 1) for x in xs]  # see minibatches
         length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
         entries = Entries(
             [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
@@ -97,15 +99,12 @@ class Scans(Gatherer):
                 reduced = later.reduced(later.hold(given, ahead.last(coming)))
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
             now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
-            carried = [
-                Shard(self.constrain(now[i], updated[i]), updated[i])
-                if i in updated
-                else now.get(i)
-                for i in range(n)
-            ]
+            carried = self.carried([now.get(i) for i in range(n)], updated)
             # An iteration that updates the state is a step of its own.
             share = self.share or not updated
-            within = scope.inner(later.row_sums, of_layer=decided.of_layer, share=share)
+            within = scope.inner(
+                later.row_sums, of_layer=decided.of_layer, of_step=bool(updated), share=share
+            )
             with self.ledger.place(decisions.LOOP):
                 outs = self.run(jaxpr, (*consts, *carried, *sliced), within, decided.want)
             outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
@@ -123,10 +122,7 @@ class Scans(Gatherer):
                 else:
                     ys[i] = entries.stack(i, ys[i])
             totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]
-            passed = [
-                self._resharded(o, updated[i]) if i in updated else plain(o)
-                for i, o in zip(kept, outs[:m], strict=True)
-            ]
+            passed = [self.passed_on(o, updated.get(i)) for i, o in zip(kept, outs, strict=False)]
             return (passed, totals, coming, given), (ys, filling.layers(coming))
 
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
@@ -170,8 +166,18 @@ class Scans(Gatherer):
                 self.gather(c, scope, rest) if i in positions else c for i, c in enumerate(consts)
             ]
 
-    def _resharded(self, value: Any, spec: Spec) -> jax.Array:
-        """A carried value after an iteration, as the next one takes it."""
+    def carried(self, values: Sequence[Any], updated: Mapping[int, Spec]) -> list[Any]:
+        """Carried values as an iteration takes them: those that loops update are shards."""
+        return [
+            Shard(self.constrain(x, updated[i]), updated[i]) if i in updated else x
+            for i, x in enumerate(values)
+        ]
+
+    def passed_on(self, value: Any, spec: Spec | None) -> jax.Array:
+        """A carried value after an iteration, as a loop carries it; ``spec`` of its shard, None
+        where the loop does not update it as one."""
+        if spec is None:
+            return plain(value)
         if isinstance(value, Shard) and value.spec != spec:
             value = self.whole(value.value, value.spec)
         return self.constrain(plain(value), spec)

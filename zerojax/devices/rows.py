@@ -87,29 +87,34 @@ class BatchRows:
     In several processes a leaf that is no global ``jax.Array`` holds the process's own rows, and
     scalars are the same in every process. Nothing is compared between the processes.
 
+    Args:
+      mesh: The mesh.
+      axis: The dimension of a leaf that has the rows; a leaf without it has none.
+
     Attributes:
       blocks: Blocks of rows, see :class:`RowBlocks`.
     """
 
-    def __init__(self, mesh: Mesh | AbstractMesh) -> None:
+    def __init__(self, mesh: Mesh | AbstractMesh, axis: int = 0) -> None:
+        self._axis = axis
         self._several = jax.process_count() > 1
         self._known = RowBlocks.of(mesh)
         self.blocks = 1 if self._known is None else self._known.number
 
     def own(self, x: Any) -> bool:
         """Whether a leaf holds the process's own rows, and not those of all processes."""
-        if not self._several or not np.ndim(x) or isinstance(x, jax.ShapeDtypeStruct):
+        if not self._several or np.ndim(x) <= self._axis or isinstance(x, jax.ShapeDtypeStruct):
             return False
         return not isinstance(x, jax.Array) or x.is_fully_addressable
 
     def shape(self, x: Any) -> tuple[int, ...]:
         """The shape of a leaf with the rows of all processes."""
         shape: tuple[int, ...] = np.shape(x)
-        return (shape[0] * self.blocks, *shape[1:]) if self.own(x) else shape
+        return _times(shape, self.blocks, self._axis) if self.own(x) else shape
 
     def told(self, batch: Any) -> str:
-        """The leading dimensions of the leaves that hold own rows, in words."""
-        rows = {np.shape(x)[0] for x in jax.tree.leaves(batch) if self.own(x)}
+        """The numbers of rows of the leaves that hold own rows, in words."""
+        rows = {np.shape(x)[self._axis] for x in jax.tree.leaves(batch) if self.own(x)}
         return " and ".join(map(str, sorted(rows)))
 
     def own_rows(self, batch: Any) -> int | None:
@@ -121,32 +126,31 @@ class BatchRows:
         leaves = [x for x in jax.tree.leaves(batch) if self.own(x)]
         if leaves and self._known is None:
             raise ValueError(_NO_BLOCKS)
-        if len({np.shape(x)[0] for x in leaves}) > 1:
+        if len({np.shape(x)[self._axis] for x in leaves}) > 1:
             shapes = {
                 jax.tree_util.keystr(path): np.shape(x)
                 for path, x in jax.tree_util.tree_leaves_with_path(batch)
                 if self.own(x)
             }
             raise ValueError(
-                f"the batch's leaves disagree on the leading dimension: {shapes}. In several "
+                f"the batch's leaves disagree on the {dimension(self._axis)}: {shapes}. In several "
                 "processes each is taken for the process's own rows: pass what has none as a "
                 "further argument of the step, or make global arrays "
                 "(jax.make_array_from_process_local_data)."
             )
-        return np.shape(leaves[0])[0] if leaves else None
+        return np.shape(leaves[0])[self._axis] if leaves else None
 
-    def put(self, x: Any, sharding: NamedSharding, axis: int = 0) -> jax.Array:
+    def put(self, x: Any, sharding: NamedSharding, axis: int | None = None) -> jax.Array:
         """A leaf where ``sharding`` has it; the array itself if it lies there already.
 
         Args:
-          x: The leaf; own rows in dimension ``axis``.
+          x: The leaf; own rows in dimension ``axis``, by default in that of all leaves.
           sharding: Cuts that dimension, where the rows are the process's own.
         """
         if self.own(x):
             x = x if isinstance(x, jax.Array) else np.asarray(x)
-            shape = list(np.shape(x))
-            shape[axis] *= self.blocks
-            return jax.make_array_from_process_local_data(sharding, x, tuple(shape))
+            shape = _times(np.shape(x), self.blocks, self._axis if axis is None else axis)
+            return jax.make_array_from_process_local_data(sharding, x, shape)
         if self._several and not isinstance(x, jax.Array):
             return jnp.asarray(x)  # a scalar, which jit takes as it is; device_put would compare
         if self._several and x.is_fully_addressable:
@@ -154,3 +158,12 @@ class BatchRows:
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         return jax.device_put(x, sharding)
+
+
+def dimension(axis: int) -> str:
+    """The dimension of a batch's arrays that has the rows, in words."""
+    return f"dimension {axis}" if axis else "leading dimension"
+
+
+def _times(shape: tuple[int, ...], n: int, axis: int) -> tuple[int, ...]:
+    return (*shape[:axis], shape[axis] * n, *shape[axis + 1 :])

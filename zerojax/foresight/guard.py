@@ -101,7 +101,8 @@ class Guard:
             config = choice.config(self._config, self._world)
             return BuiltStep(*self._other(config, function, objects, batch, *rest), 0)
 
-        rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.shape)
+        rows_at = function.form.batch_axis
+        rows = next(x.shape[rows_at] for x in jax.tree.leaves(batch) if x.shape)
         given = Choice.of(self._config, rows, self._world)
         trials = Trials(build, given, rates, _tell)
         peak = trials.forecast(given).peak

@@ -33,6 +33,7 @@ from zerojax.optim.wrap import (
 from zerojax.placement.errors import with_errors
 from zerojax.placement.owned import OwnedArrays
 from zerojax.placement.placer import Placer
+from zerojax.placement.replicated import check_one_copy
 from zerojax.plan import layout
 from zerojax.plan.places import DISK, check_memories, offloads
 from zerojax.plan.plan import Leaf, Plan
@@ -327,14 +328,7 @@ class States:
 
     def check_mesh(self, parts: Any) -> None:
         """Raises ValueError where an array of a state lies on another mesh."""
-        step: Any = getattr(parts, "step", None)
-        counter = getattr(step, "sharding", None)
-        if np.ndim(step) and counter is not None and len(counter.device_set) > 1:
-            raise ValueError(
-                f"the state has a copy for each of {len(counter.device_set)} devices, as "
-                "flax.jax_utils.replicate makes: pass the state without it (or "
-                "flax.jax_utils.unreplicate(state)); the step places the state itself."
-            )
+        check_one_copy(parts)
         for path, x in jax.tree_util.tree_leaves_with_path(parts):
             sharding = getattr(x, "sharding", None)
             if sharding is None or len(sharding.device_set) == 1:

@@ -19,7 +19,8 @@ from typing import Any
 
 import jax
 
-from zerojax.step.call import Call, Constant, Form, Rearranged, is_key
+from zerojax.placement.replicated import check_one_copy
+from zerojax.step.call import Call, Constant, Form, Rearranged, is_key, without_pmap
 from zerojax.step.find_state import FoundState, find_state, may_be_batch
 from zerojax.step.jitted import Slot, name_of, open_jit, without_self
 from zerojax.train_state.linen import is_train_state
@@ -38,10 +39,12 @@ class Arguments:
         state: a position, or several whose tuple is the batch.
       state_argnums: The arguments that are the state, where they cannot be found.
       returns_state: Whether the function returns the new state.
+      batch_axis: The dimension of the batch's arrays that has the rows.
 
     Attributes:
       function: The function without its jit.
       name: The function's name for messages.
+      batch_axis: As given.
 
     Raises:
       ValueError: The function has no such arguments, or a jit with options that zerojax cannot
@@ -57,6 +60,7 @@ class Arguments:
         batch_argnums: int | Sequence[int] | None = None,
         state_argnums: int | Sequence[int] | None = None,
         returns_state: bool = True,
+        batch_axis: int = 0,
     ) -> None:
         self.function, static, donated = open_jit(function)
         self.name = name_of(self.function)
@@ -70,7 +74,7 @@ class Arguments:
         self._donated = self._both(donated)
         self._batch = self._positions("batch_argnums", batch_argnums)
         self._state = self._positions("state_argnums", state_argnums)
-        self._returns_state = returns_state
+        self._returns_state, self.batch_axis = returns_state, _dimension(batch_axis)
         self._found: dict[Any, FoundState] = {}
         self._several = isinstance(batch_argnums, Sequence)
         for position in self._batch:
@@ -123,7 +127,7 @@ class Arguments:
             tuple(given[slot] for slot in batch) if self._several else given[batch[0]],
             tuple(x for slot, x in more.items() if isinstance(slot, int)),
             {slot: x for slot, x in more.items() if isinstance(slot, str)},
-            Form(tuple(objects), tuple(batch), self._several, len(args)),
+            Form(tuple(objects), tuple(batch), self._several, len(args), self.batch_axis),
         )
 
     def bound(self, instance: Any) -> Arguments:
@@ -174,7 +178,14 @@ class Arguments:
         tree, shapes = form_of([given[slot] for slot in free])
         key = tuple(free), tree, tuple(shapes)
         if key not in self._found:
-            self._found[key] = find_state(self.function, given, free, batch)
+            try:
+                with without_pmap(self.name):
+                    found = find_state(self.function, given, free, batch)
+            except (TypeError, ValueError) as error:  # of shapes with one dimension more, say
+                check_one_copy(self._by_name(free, given), error)
+                raise
+            check_one_copy(self._by_name(found.slots, given))
+            self._found[key] = found
         found = self._found[key]
         if found.alike:
             raise TypeError(
@@ -277,9 +288,24 @@ class Arguments:
                 found.add(names.index(str(slot)))
         return frozenset(found)
 
+    def _by_name(self, slots: Sequence[Slot], given: Mapping[Slot, Any]) -> dict[str, Any]:
+        return {self._told([slot]): given[slot] for slot in slots}
+
     def _told(self, slots: Sequence[Slot]) -> str:
         names = self._positional()
         return ", ".join(
             f"{slot} ({names[slot]})" if isinstance(slot, int) and slot < len(names) else f"{slot}"
             for slot in slots
         )
+
+
+def _dimension(axis: Any) -> int:
+    """``batch_axis`` as given, checked."""
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+        raise TypeError(f"batch_axis: an int, not {axis!r}.")
+    if axis < 0:
+        raise ValueError(
+            f"batch_axis={axis}: it counts from the front, as arrays of a batch may have different "
+            "numbers of dimensions: 0 for [rows, ...], 1 for [steps, rows, ...]."
+        )
+    return operator.index(axis)

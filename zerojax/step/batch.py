@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import BatchSizes
 from zerojax.devices.mesh import batch_axes, batch_devices, sequence_size
-from zerojax.devices.rows import BatchRows
+from zerojax.devices.rows import BatchRows, dimension
 from zerojax.step.call import is_array, is_key
 from zerojax.step.sequence import check_tokens, tokens_entry
 
@@ -26,26 +26,31 @@ _NO_BATCH = (
 class BatchLayout:
     """Where a batch goes.
 
-    The leading dimension of every leaf is the global batch, of which a process may pass its own
-    rows, see :class:`BatchRows`. With accumulation that dimension is divided into micro-batches of
+    The leading dimension of every leaf, or another one, is the global batch, of which a process may
+    pass its own rows, see :class:`BatchRows`. With accumulation it is divided into micro-batches of
     consecutive rows, ``[B, ...] -> [k, B / k, ...]``, and each of those is sharded over the
     data-parallel devices; in several processes a micro-batch has consecutive rows of each process.
     Without accumulation leaves may have leading dimensions of their own (nodes and edges of
     graphs): those that divide among the devices are sharded, the others lie whole on each device.
 
-    Attributes:
+    Args:
+      mesh: The devices.
       sizes: Batch sizes of the config.
+      axis: The dimension of rows; 0 under accumulation.
+
+    Attributes:
+      sizes, axis: As given.
       accumulation: Micro-batches in a step.
       world: Devices that share the rows.
       leaves: The rows that a process has.
     """
 
-    def __init__(self, mesh: Mesh, sizes: BatchSizes) -> None:
+    def __init__(self, mesh: Mesh, sizes: BatchSizes, axis: int = 0) -> None:
         self.sizes, self.accumulation, self.world = sizes, sizes.accumulation, batch_devices(mesh)
-        self.leaves = BatchRows(mesh)
+        self.axis, self.leaves = axis, BatchRows(mesh, axis)
         self._mesh, self._parts = mesh, sequence_size(mesh)
         axes = batch_axes(mesh)
-        self._rows = (None, axes) if sizes.accumulation > 1 else (axes,)
+        self._rows = (None, axes) if sizes.accumulation > 1 else (*[None] * axis, axes)
         # Once for each kind of array: a batch is placed in every step.
         self._sharded = functools.cache(self._sharded_by)
         self._deal = functools.cache(lambda to: jax.jit(self._dealt, out_shardings=to))
@@ -68,14 +73,15 @@ class BatchLayout:
 
     def check(self, batch: Any) -> None:
         """Raises ValueError where the batch does not fit the devices or the config."""
+        self._check_dimensions(batch)
         if self._parts > 1:
             self._check_tokens(batch)
         own, k, blocks = self.leaves.own_rows(batch), self.accumulation, self.leaves.blocks
-        rows = {self.leaves.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
+        rows = {self.leaves.shape(x)[self.axis] for x in jax.tree.leaves(batch) if np.ndim(x)}
         if not rows or (len(rows) > 1 and k > 1):
             self._explain(batch)
         if 0 in rows and len(rows) == 1:
-            raise ValueError("the batch is empty: its leading dimension is 0.")
+            raise ValueError(f"the batch is empty: its {dimension(self.axis)} is 0.")
         n, each, train = max(rows), k * self.world, self.sizes.train
         of = "" if own is None else f" ({own} in each of {blocks} processes)"
         if train is not None and train not in rows and len(rows) == 1:
@@ -84,11 +90,12 @@ class BatchLayout:
                     f"every process passes {own} rows, which is train_batch_size already, and "
                     f"{blocks} processes make {n} of it: numpy leaves are the process's own rows. "
                     "Let the loader read those alone, or cut them out of the global batch: "
-                    f"batch[zerojax.process_rows({train})]."
+                    f"batch[{':, ' * self.axis}zerojax.process_rows({train})]."
                 )
             raise ValueError(
                 f"the batch has {n} rows{of}, but train_batch_size is {train}: pass "
                 "the global batch, or change train_batch_size or elasticity (or leave both out)."
+                + self._stacked(batch, train, exact=True)
             )
         if n % each and len(rows) == 1:
             by = f"{self.world} devices" + (f" x {k} micro-batches" if k > 1 else "")
@@ -97,15 +104,48 @@ class BatchLayout:
             if is_key(batch):
                 raise ValueError(_NO_BATCH)
             raise ValueError(
-                f"the batch's leading dimension {n}{of} is not divisible by {each} ({by}): "
+                f"the batch's {dimension(self.axis)} {n}{of} is not divisible by {each} ({by}): "
                 f"use {fits} rows{' in each process' if of else ''}, or fewer devices."
+                + self._stacked(batch, each)
             )
+
+    def _check_dimensions(self, batch: Any) -> None:
+        """Refuses arrays without the dimension of rows; numbers have none."""
+        for path, x in jax.tree_util.tree_leaves_with_path(batch):
+            if 0 < np.ndim(x) <= self.axis:
+                raise ValueError(
+                    f"the batch's array {jax.tree_util.keystr(path)} {np.shape(x)} has no "
+                    f"dimension {self.axis}, where batch_axis={self.axis} has the rows: pass it "
+                    "as a further argument of the step, behind the batch, or give it the rows."
+                )
+
+    def _stacked(self, batch: Any, rows: int, *, exact: bool = False) -> str:
+        """Advice where the next dimension of all arrays has a number of rows that would do."""
+        shapes = [self.leaves.shape(x) for x in jax.tree.leaves(batch) if np.ndim(x)]
+        if self.axis or len({shape[:2] for shape in shapes}) > 1:
+            return ""
+        n = shapes[0][1] if len(shapes[0]) > 1 else 0
+        if self.accumulation > 1:
+            first = shapes[0][0]
+            stacked = n and first in (self.accumulation, self.world)
+            return (
+                f" Where {first} is the number of micro-batches or devices, and dimension 1 ({n}) "
+                "has the rows, pass [rows, ...], x.reshape(-1, *x.shape[2:])."
+                if stacked
+                else ""
+            )
+        if not n or (n != rows if exact else n % rows):
+            return ""
+        return (
+            f" Where dimension 1 ({n}) has the rows, as in a batch [steps, rows, ...] of a scan "
+            "over updates, write zero(step, batch_axis=1)."
+        )
 
     def _check_tokens(self, batch: Any) -> None:
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
-            if tokens_entry(shape := np.shape(x), self._parts):
+            if tokens_entry((shape := np.shape(x))[self.axis :], self._parts):
                 name = f"the batch's array {jax.tree_util.keystr(path)} {shape}"
-                check_tokens(name.replace("  ", " "), shape[1], self._parts)
+                check_tokens(name.replace("  ", " "), shape[self.axis + 1], self._parts)
 
     def check_more(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> None:
         """Checks a step's further arguments, which every micro-batch gets whole.
@@ -127,8 +167,8 @@ class BatchLayout:
                 )
 
     def rows(self, batch: Any) -> int:
-        """The leading dimension of a checked batch; the first leaf's where there are several."""
-        return next(self.leaves.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+        """The rows of a checked batch; the first leaf's where there are several numbers."""
+        return next(self.leaves.shape(x)[self.axis] for x in jax.tree.leaves(batch) if np.ndim(x))
 
     def _explain(self, batch: Any) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(batch)
@@ -162,8 +202,9 @@ class BatchLayout:
 
     def _sharding(self, x: Any) -> NamedSharding:
         shape = self.leaves.shape(x)
-        divides = bool(shape and shape[0] and shape[0] % self.world == 0)
-        return self._sharded(divides, tokens_entry(shape, self._parts))
+        rows = shape[self.axis] if shape else 0
+        divides = bool(rows and rows % self.world == 0)
+        return self._sharded(divides, tokens_entry(shape[self.axis :], self._parts))
 
     def _sharded_by(self, rows: bool, tokens: tuple[str, ...]) -> NamedSharding:
         """By rows or not, and by tokens."""

@@ -5,7 +5,8 @@ Of the further arguments arrays are traced; everything else is part of the progr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -42,12 +43,14 @@ class Form(NamedTuple):
       batch: Slots of the batch.
       several: The batch is the tuple of the arguments at ``batch``; else the one argument there.
       positions: Number of arguments that are passed by position.
+      batch_axis: The dimension of the batch's arrays that has the rows.
     """
 
     objects: tuple[Slot, ...]
     batch: tuple[Slot, ...]
     several: bool
     positions: int
+    batch_axis: int
 
 
 class Call(NamedTuple):
@@ -92,16 +95,8 @@ class Rearranged:
         args = [_value(slots[i] if i in slots else next(more)) for i in range(form.positions)]
         named = {slot: x for slot, x in slots.items() if isinstance(slot, str)}
         before = settings(given[:n])
-        try:
+        with without_pmap(self.__name__):
             out = self.function(*args, **named, **{k: _value(x) for k, x in kwargs.items()})
-        except NameError as error:
-            if "unbound axis name" not in str(error):
-                raise
-            raise NameError(
-                f"{self.__name__} names an axis of a pmap (jax.lax.pmean, psum, or axis_name of a "
-                "layer): remove it. A decorated step sees the global batch, so that a mean over "
-                f"the batch is over all devices already. jax says: {error}"
-            ) from error
         if any(map(is_nnx, given[:n])):
             passed = {id(x): Passed(i) for i, x in reversed([*enumerate(given[:n])])}
             out = jax.tree.map(lambda x: passed.get(id(x), x), out, is_leaf=is_nnx)
@@ -116,6 +111,25 @@ class Rearranged:
         if any(self.changed.values()):
             static = divide(call.args, call.kwargs)[1]
             apply_settings(call.objects, self.changed[static])
+
+
+@contextlib.contextmanager
+def without_pmap(name: str) -> Iterator[None]:
+    """Says what to write where a function names an axis that only a ``pmap`` has.
+
+    Args:
+      name: The function's.
+    """
+    try:
+        yield
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise NameError(
+            f"{name} names an axis of a pmap (jax.lax.pmean, psum, or axis_name of a layer): "
+            "remove it. A decorated step sees the global batch, so that a mean over the batch is "
+            f"over all devices already. jax says: {error}"
+        ) from error
 
 
 def _value(x: Any) -> Any:

@@ -43,7 +43,8 @@ class Decorated(abc.ABC, Generic[P, R]):
         self._arguments, self._states, self._attribute = arguments, states, arguments.name
         self._programs: dict[Any, Any] = {}
         self._compared: set[Any] = set()
-        self._leaves, self._rows = BatchRows(states.mesh), RowAgreement(arguments.name)
+        self._leaves = BatchRows(states.mesh, arguments.batch_axis)
+        self._rows = RowAgreement(arguments.name)
 
     @abc.abstractmethod
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

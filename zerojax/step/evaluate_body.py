@@ -26,6 +26,7 @@ from zerojax.step.call import join
 from zerojax.step.entering import Entered, enter_rest
 from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import FurtherArguments, WithShards, enter_arguments
+from zerojax.step.loop_advice import advise
 from zerojax.step.program import StepSetting
 from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast
@@ -86,6 +87,8 @@ def evaluate_body(
     jaxpr = jaxprs.open_jaxpr(closed)[0]
     body.check(jaxpr, start)
     warn_of_ragged_products(body.name, jaxpr, setting.layout.world)
+    by_row = k == 1 and setting.layout.axis == 0 and setting.layout.world > 1
+    advise(body.name, jaxpr, len(jax.tree.leaves(batch)), by_row=by_row)
     if offloads(config):
         check_late(jaxpr, start, shapes, body.name)
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
@@ -111,7 +114,7 @@ def evaluate_body(
         roles = roles_of(body.name, start, batch, shapes)
         outs = _micro_batches(setting, trace, closed, batch, roles, want, feedback)(given, replace)
     else:
-        counts = {x.shape[0] for x in rows if x.shape}
+        counts = {x.shape[setting.layout.axis] for x in rows if x.shape}
         count = counts.pop() if len(counts) == 1 else None
         outs = setting.inserter(closed, given, replace, want, host, count)
     _warn_of_unquantized(setting)

@@ -64,7 +64,9 @@ class StepSetting:
         self.plan = plan = states.plan(opened)
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
         self.divide = ArgumentReader(plan)
-        self.layout = BatchLayout(mesh, config.batch(batch_devices(mesh)))
+        sizes, rows_at = config.batch(batch_devices(mesh)), function.form.batch_axis
+        _check_batch_axis(config, sizes.accumulation, rows_at)
+        self.layout = BatchLayout(mesh, sizes, rows_at)
         types = Types(plan, explicit) if explicit else None
         needs_tx = [*of_parameters(config), *["gradient_clipping"] * bool(config.gradient_clipping)]
         self.body = Body(function, opened, _once(config, self.layout.accumulation), needs_tx, types)
@@ -120,6 +122,19 @@ class StepProgram(Protocol):
 
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
         """All programs of the step, each once, for abstract or concrete arguments."""
+
+
+def _check_batch_axis(config: ZeroConfig, accumulation: int, batch_axis: int) -> None:
+    """Refuses rows behind another dimension where the step runs micro-batch by micro-batch."""
+    key = "gradient_accumulation_steps" if accumulation > 1 else key_of(config)
+    if batch_axis and key:
+        value, remedy = (f" = {accumulation}", "set it to 1") if accumulation > 1 else ("", "")
+        raise ValueError(
+            f"batch_axis={batch_axis} with {key}{value}: micro-batches are cut along the leading "
+            f"dimension. To update once for each entry of that dimension, "
+            f"{remedy or f'take {key} out'}; where the step updates once, let it take the rows "
+            f"first: pass jnp.moveaxis(x, {batch_axis}, 0), and move them back in the step."
+        )
 
 
 def _once(config: ZeroConfig, accumulation: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import flax.struct
 import jax
+import numpy as np
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
@@ -101,8 +102,10 @@ def _bound_kind(kind: type) -> type:
 
 
 def is_train_state(x: Any) -> bool:
-    """Whether an object is a flax ``TrainState``, or acts like one."""
-    return hasattr(x, "opt_state") and hasattr(x, "apply_gradients")
+    """Whether an object is a flax ``TrainState``, or acts like one; several in one, as under
+    ``jax.vmap`` over seeds, are a pytree of which no more is known."""
+    acts = hasattr(x, "opt_state") and hasattr(x, "apply_gradients")
+    return acts and not np.ndim(getattr(x, "step", 0))
 
 
 def own_specs(params: Any) -> tuple[Any, ...]:

@@ -194,3 +194,14 @@ def process_number() -> int:
     ``jax.process_index()`` says the same, but starts the backends.
     """
     return int(distributed.global_state.process_id)
+
+
+def entries_by_device(x: Any) -> int:
+    """The devices of which each has one entry of an array's leading dimension, as ``jax.pmap`` and
+    ``jax.device_put_replicated`` place arrays; 0 for an array placed otherwise."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return 0
+    names, spec = sharding.mesh.axis_names, sharding.spec
+    private = len(names) == 1 and names[0].startswith("_") and spec[:1] == names
+    return int(x.shape[0]) if private and x.shape[0] == sharding.mesh.size else 0

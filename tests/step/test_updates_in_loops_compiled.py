@@ -1,0 +1,124 @@
+"""K updates in a loop, compiled for 8 absent H100s: K times the traffic of a step with one, and its
+memory."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import zerojax
+from zerojax.hlo.traffic import collectives
+
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
+
+UPDATES, WIDTH, LAYERS, ROWS = 4, 1024, 8, 4096
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def create() -> Any:
+    params = {f"w{i}": jnp.zeros((WIDTH, WIDTH)) for i in range(LAYERS)}
+    return params, TX.init(params)
+
+
+def updated(params: Any, opt_state: Any, batch: Any) -> Any:
+    def loss_of(params: Any) -> jax.Array:
+        x = batch["x"]
+        for weight in params.values():
+            x = jnp.tanh(x @ weight)
+        return jnp.mean((x.mean(1) - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def scan(params: Any, opt_state: Any, batch: Any) -> Any:
+    """Minibatches, one after the other."""
+
+    def body(state: Any, part: Any) -> Any:
+        *state, loss = updated(*state, part)
+        return tuple(state), loss
+
+    parts = jax.tree.map(lambda x: x.reshape(UPDATES, -1, *x.shape[1:]), batch)
+    return lax.scan(body, (params, opt_state), parts)
+
+
+def nested(params: Any, opt_state: Any, batch: Any) -> Any:
+    """Epochs of shuffled minibatches, by index."""
+
+    def update(state: Any, rows: Any) -> Any:
+        *state, loss = updated(*state, jax.tree.map(lambda x: x[rows], batch))
+        return tuple(state), loss
+
+    def epoch(state: Any, key: Any) -> Any:
+        order = jax.random.permutation(key, ROWS).reshape(2, -1)
+        return lax.scan(update, state, order)
+
+    return lax.scan(epoch, (params, opt_state), jax.random.split(jax.random.key(0), UPDATES // 2))
+
+
+def fori(params: Any, opt_state: Any, batch: Any) -> Any:
+    start = params, opt_state, jnp.zeros(())
+    return lax.fori_loop(0, UPDATES, lambda _, state: updated(*state[:2], batch), start)
+
+
+def until(params: Any, opt_state: Any, batch: Any) -> Any:
+    start = 0, params, opt_state, jnp.zeros(())
+
+    def body(carry: Any) -> Any:
+        return carry[0] + 1, *updated(*carry[1:3], batch)
+
+    return lax.while_loop(lambda carry: carry[0] < UPDATES, body, start)[1:]
+
+
+def chosen(params: Any, opt_state: Any, batch: Any) -> Any:
+    def rest(*state: Any) -> Any:
+        return *state, jnp.zeros(())
+
+    def body(state: Any, i: Any) -> Any:
+        *state, loss = lax.cond(i % 2 == 0, lambda *s: updated(*s, batch), rest, *state)
+        return tuple(state), loss
+
+    return lax.scan(body, (params, opt_state), jnp.arange(UPDATES))
+
+
+class Cost(NamedTuple):
+    """Bytes that a device sends, and those that it holds beside the state and the batch."""
+
+    sent: int
+    held: int
+
+
+@functools.cache
+def cost(step: Callable[..., Any], stage: int) -> Cost:
+    zero = zerojax.zero(
+        stage=stage, mesh=zerojax.topology("h100", 8), stage3_param_persistence_threshold=0
+    )
+    batch = {"x": (ROWS, WIDTH), "y": (ROWS,)}
+    given = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in batch.items()}
+    compiled = zero(step).lower(*zero.abstract_state(create), given).compile()
+    sent = sum(each.moved_bytes for each in collectives(compiled.as_text()))
+    return Cost(sent, compiled.memory_analysis().temp_size_in_bytes)
+
+
+def cells() -> Iterator[Any]:
+    for loop in (scan, nested, fori, until, chosen):
+        for stage in (2, 3):
+            core = stage == 3 and loop in (scan, until)
+            name, marks = f"{loop.__name__}-{stage}", () if core else pytest.mark.sweep
+            yield pytest.param(loop, stage, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("loop", "stage"), list(cells()))
+def test_updates_cost_what_steps_cost(loop: Callable[..., Any], stage: int) -> None:
+    one, several = cost(updated, stage), cost(loop, stage)
+    batch = ROWS * WIDTH * 4
+    shuffled = 2 * batch if loop is nested else 0  # every epoch sends each row
+    assert UPDATES * one.sent <= several.sent + batch
+    assert several.sent <= 1.1 * UPDATES * one.sent + shuffled
+    assert several.held <= 1.1 * one.held

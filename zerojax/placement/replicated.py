@@ -1,0 +1,29 @@
+"""States with a copy for each device, as a ``pmap`` takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from zerojax.xla import compat
+
+
+def check_one_copy(state: Any, cause: Exception | None = None) -> None:
+    """Refuses a state of which each device has an entry of the leading dimension.
+
+    Args:
+      state: A state, or all arguments of a step of which the state is not known.
+      cause: The error of the step that was called with them.
+
+    Raises:
+      ValueError: Such an array is there.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if n := compat.entries_by_device(x):
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} {x.shape} has an entry for each of {n} devices, as "
+                "flax.jax_utils.replicate, prefetch_to_device and jax.pmap make: pass the state "
+                "without that dimension (flax.jax_utils.unreplicate(state)) and the batch as "
+                "[rows, ...]; the step places the state itself, and shards the rows."
+            ) from cause

@@ -60,6 +60,8 @@ def of_parts(tx: Any, name: str, params: Any, sizes: list[int]) -> Any:
 
     def update(grads: Any, view: View, given: Any = None, **extra: Any) -> tuple[Any, View]:
         sizes.append(len(jax.tree.leaves(grads)))
+        if not isinstance(view, View):  # an optimizer that zerojax has not wrapped
+            return tx.update(grads, view, given, **extra)
         form: Any = jax.tree.structure(grads if given is None else given)
         if view.grads is not None and jax.tree.structure(grads) != whole:
             raise NotImplementedError(WHOLE_UPDATES)

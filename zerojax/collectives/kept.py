@@ -82,14 +82,18 @@ def decide(
     """
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     return [
-        _decided(jaxpr, v, x, gatherer, fill) if how is not None and how.together is None else how
+        None if how is None else _decided(jaxpr, v, x, how, gatherer, fill)
         for v, x, how in zip(jaxpr.invars, args, kept, strict=True)
     ]
 
 
-def _decided(jaxpr: Any, v: Any, x: Shard, gatherer: Gatherer, fill: bool) -> Kept:
-    """How a large array is gathered."""
+def _decided(
+    jaxpr: Any, v: Any, x: Shard, how: Kept, gatherer: Gatherer, fill: bool
+) -> Kept | None:
+    """How an array is gathered; None for a small one of which the step needs the shard alone."""
     dtypes = Uses(gatherer.mesh, gatherer.axis).dtypes(jaxpr, v, x.spec)
+    if how.together is not None:
+        return how if dtypes else None
     dtype = next(iter(dtypes)) if len(dtypes) == 1 and v.aval.dtype not in dtypes else None
     cut = layout.dimensions(x.spec, gatherer.axis)
     if x.spec[0] is not None or len(cut) != 1:

@@ -142,6 +142,21 @@ def test_both_sides_of_the_readmes_diff_run_and_agree(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_both_sides_of_a_program_from_plain_jit_agree(at: int) -> None:
+    """Three lines change, and ``import zerojax``."""
+    page = ROOT / "docs" / "from-plain-jit.md"
+    lines = [block.text for block in blocks(page) if block.info == "diff"][at].splitlines()
+    assert len([line for line in lines if line[:1] == "+"]) == 4
+    losses = []
+    for gone in "+-":
+        names: dict[str, Any] = {}
+        exec("\n".join(line[1:] for line in lines if line[:1] != gone), names)
+        losses.append(np.asarray(names["losses"]))
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
 def test_the_readmes_program_runs_as_written() -> None:
     """Where the `compile` extra is installed, JAX looks for cuDNN unless it is told not to."""
     found = re.search(r"To run: `([^`]*)`", README.read_text())

@@ -24,15 +24,16 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def cells() -> Iterator[Any]:
-    """Each program in one form, whole at one stage and by micro-batch at another. One small program
+    """Each program in one form, in turn whole and by micro-batch, stages in turn. One small program
     in each form is of the core."""
     core = [name for name in NAMES if not name.startswith(("gpt", "conv"))][: len(FORMS)]
     for i, name in enumerate(sorted(NAMES, key=lambda name: name not in core)):
-        form = [*FORMS][i % len(FORMS)]
-        for k, stage in ((1, (3, 1, 2, 0)[i // len(FORMS) % 4]), (4, (3, 2)[i // len(FORMS) % 2])):
-            marks = () if name in core and (i + k) % 2 else pytest.mark.sweep
-            where = f"{name}-{form.replace(' ', '_')}-stage{stage}-by{k}"
-            yield pytest.param(name, form, stage, k, marks=marks, id=where)
+        turn, at = divmod(i, len(FORMS))
+        form, k = [*FORMS][at], 4 if (turn + at) % 2 else 1
+        stage = (3, 2)[turn // 2 % 2] if k > 1 else (3, 1, 2, 0)[turn // 2 % 4]
+        marks = () if name in core else pytest.mark.sweep
+        where = f"{name}-{form.replace(' ', '_')}-stage{stage}-by{k}"
+        yield pytest.param(name, form, stage, k, marks=marks, id=where)
 
 
 @pytest.mark.parametrize(("name", "form", "stage", "k"), list(cells()))

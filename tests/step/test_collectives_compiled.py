@@ -104,7 +104,7 @@ def lowering(name: str, stage: int, k: int, **config: Any) -> tuple[Any, tuple[A
         raise _Called
 
     if program.call is None:
-        calls.append(((*state, *given) if program.several else (state, *given), {}))
+        calls.append(((*state, *given) if program.nnx else (state, *given), {}))
     else:
         with pytest.raises(_Called):
             program.call(note, state, given)

@@ -103,11 +103,6 @@ class Body:
                 "training state keeps its fields and their trees from step to step. Create it with "
                 "what the step adds."
             )
-        if other := _other_shapes(parts, made):
-            raise TypeError(
-                f"{self.name} changed the shape of {other}: an array of a training state keeps its "
-                "shape from step to step. Reshape what the step makes, or create the state so."
-            )
         return made, out
 
     def trace(self, run: Callable[..., Any], parts: Parts, batch: Any) -> tuple[Any, Any]:
@@ -129,17 +124,24 @@ class Body:
             "arguments that are the state with state_argnums."
         )
 
-    def check(self, jaxpr: Any, start: Parts) -> None:
-        """Looks for the updates in the traced step.
+    def check(self, jaxpr: Any, start: Parts, made: Parts) -> None:
+        """Looks at the state that the traced step makes, and for its updates.
 
         Args:
           jaxpr: The traced step.
           start: The state that it begins with, for the places of its arrays.
+          made: The shapes of the state that it makes.
 
         Raises:
+          TypeError: The step changes the shape of an array.
           ValueError: The step updates never, or more often than it may, or by an optimizer of its
             own where the config's features work in the state's.
         """
+        if other := _other_shapes(start, made):
+            raise TypeError(
+                f"{self.name} changed the shape of {other}: an array of a training state keeps its "
+                "shape from step to step. Reshape what the step makes, or create the state so."
+            )
         if self._any_pytree:  # its updates have no marks
             return
         leaves = len(jax.tree.leaves(start.params))

@@ -85,7 +85,7 @@ def evaluate_body(
     # Trace the step on the whole batch, and refuse it where plain jit has other numbers.
     closed, shapes = trace(batch if k == 1 else rows_together(batch))
     jaxpr = jaxprs.open_jaxpr(closed)[0]
-    body.check(jaxpr, start)
+    body.check(jaxpr, start, shapes[0])
     warn_of_ragged_products(body.name, jaxpr, setting.layout.world)
     by_row = k == 1 and setting.layout.axis == 0 and setting.layout.world > 1
     advise(body.name, jaxpr, len(jax.tree.leaves(batch)), by_row=by_row)

@@ -43,8 +43,10 @@ EXPECTED: dict[str, str] = {
     "advantage_own-3-1": "gather 896 for 812",
     "policy_unrolled-3-1": "gather 1,176 for 1,064",
     "action_values-3-1": "gather 1,288 for 1,204",
+    "gan_two_states-2-1": "gather 812 for 784",
     # XLA gathers once, or adds up before it reduces, what the program uses several times.
     "gan_simultaneous-3-1": "gather 2,240 for 2,156",
+    "gan_two_states-3-1": "gather 2,240 for 2,156",
     "gan_alternating-3-1": "gather 2,240 for 2,156; scatter 1,036 for 784",
     "gan_weighted-3-1": "gather 3,360 for 3,304; reduce 7 for 1,043",
     # Rows meet: XLA sends activations.

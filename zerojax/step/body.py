@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from zerojax.placement.states import take_apart
 from zerojax.step.gradient_norm import with_gradient_norm
 from zerojax.step.jitted import name_of
 from zerojax.step.partial_update import of_parts
-from zerojax.step.view import View
+from zerojax.step.view import View, beginning
 from zerojax.trace.dependence import is_passed_on
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
 from zerojax.trace.marks import GRADIENT, count
@@ -67,7 +68,11 @@ class Body:
         if self.types is not None:
             tx, (args, kwargs) = automatic_update(tx), typed_whole((args, kwargs))
         self._sizes.clear()
-        state = self.close(parts, of_parts(tx, self.name, parts.params, self._sizes))
+        tx = of_parts(tx, self.name, parts.params, self._sizes)
+        view = parts.opt_state
+        if isinstance(view, View):
+            tx = beginning(tx, view)
+        state = self.close(parts, tx)
         out = self.function(*state, batch, *args, **kwargs)
         if not self._matches:  # NNX: updated in place
             made = self.split(*state)
@@ -89,7 +94,7 @@ class Body:
                 )
             new = tuple(found[i] for i in range(len(state)))
             if self._any_pytree:
-                view = parts.opt_state._replace(opt=_counted(parts.opt_state.opt, new))
+                view = dataclasses.replace(view, opt=_counted(view.opt, new))
                 made = self.split(*new)._replace(opt_state=view, step=parts.step + 1)
             else:
                 made = take_apart(new).parts
@@ -180,11 +185,15 @@ def _updates_itself(jaxpr: Any, start: Parts) -> bool:
 
 def _with_own_update(made: Parts, before: Parts) -> Parts:
     """A state after a step, counted where the step updated without the state's own optimizer."""
-    view = made.opt_state
-    if not isinstance(view, View) or view.opt.steps is not before.opt_state.opt.steps:
+    view, old = made.opt_state, before.opt_state
+    if not isinstance(old, View):
         return made
-    own = view.opt._replace(steps=view.opt.steps + 1, grad_norm=jnp.full((), UNKNOWN, jnp.float32))
-    return made._replace(opt_state=view._replace(opt=own))
+    if not isinstance(view, View):  # another optimizer returns optax's state
+        view = old.around(view)
+    if view.opt.steps is not old.opt.steps:
+        return made._replace(opt_state=view)
+    own = view.opt._replace(steps=old.opt.steps + 1, grad_norm=jnp.full((), UNKNOWN, jnp.float32))
+    return made._replace(opt_state=dataclasses.replace(view, opt=own))
 
 
 def _counted(own: ZeroOptState, objects: Any) -> ZeroOptState:

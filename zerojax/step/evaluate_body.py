@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -208,7 +209,7 @@ def _with_errors(made: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any
     parts, out = made
     view = parts.opt_state
     error = jax.tree.unflatten(jax.tree.structure(parts.params), feedback.after)
-    view = view._replace(opt=view.opt._replace(error=error))
+    view = dataclasses.replace(view, opt=view.opt._replace(error=error))
     return parts._replace(opt_state=view), out
 
 

@@ -6,6 +6,7 @@ copies, of which the gradients are those of one.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -68,11 +69,13 @@ def of_parts(tx: Any, name: str, params: Any, sizes: list[int]) -> Any:
         if view.masters is None or form == whole:
             return tx.update(grads, view, given, **extra)
         part = _Part(name, params, form)
-        own = view._replace(masters=part.of(view.masters), compute=part.of(view.compute))
+        own = dataclasses.replace(
+            view, masters=part.of(view.masters), compute=part.of(view.compute)
+        )
         updates, after = tx.update(grads, own, given, **extra)
         compute = None if after.compute is None else part.put(after.compute, view.compute)
-        return updates, after._replace(
-            masters=part.put(after.masters, view.masters), compute=compute
+        return updates, dataclasses.replace(
+            after, masters=part.put(after.masters, view.masters), compute=compute
         )
 
     return optax.GradientTransformationExtraArgs(tx.init, update)

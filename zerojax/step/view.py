@@ -1,14 +1,15 @@
-"""The optimizer of the state that the user's step sees.
+"""The optimizer that the user's step sees.
 
-The state's ``tx`` carries a :class:`View` beside optax's own ``opt_state``, see
-:mod:`zerojax.train_state.bound`. What happens in ``apply_gradients`` thus travels through the
-user's code as plain values, whatever that code does with the state.
+The ``opt_state`` of the state in the user's step is a :class:`View`, and its ``tx`` takes and
+returns views. What happens in ``apply_gradients`` thus travels through the user's code as plain
+values, whatever that code does with the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,14 @@ from zerojax.trace.changes import change
 from zerojax.trace.marks import GRADIENT, UNUSED, mark
 
 
-class View(NamedTuple):
-    """The optimizer's state in the user's step, and what the step carries with it.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The ``opt_state`` that the user's step carries: read and written as optax's own state, it
+    holds what belongs to it beside.
 
     Attributes:
-      opt: The optimizer's own state.
+      opt: The wrapped optimizer's state.
       masters: The full-precision parameters, where the step computes with a copy; else None.
       compute: The compute parameters after the last update; None where the step makes them, by
         adding the update.
@@ -44,9 +48,29 @@ class View(NamedTuple):
         """The optimizer's state as optax has it."""
         return self.opt.inner
 
-    def with_inner(self, inner: Any) -> View:
-        """The same around another state of optax; None for none."""
-        return self._replace(opt=self.opt.with_inner(inner))
+    def around(self, inner: Any) -> View:
+        """The same around another state of optax."""
+        return dataclasses.replace(self, opt=self.opt.with_inner(inner))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol that Python or JAX looks for
+            raise AttributeError(name)
+        return getattr(self.opt.inner, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.inner[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.inner[key] = value
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def _replace(self, **fields: Any) -> View:
+        return self.around(self.inner._replace(**fields))
 
 
 Constrain = Callable[[Any], Any]
@@ -73,11 +97,13 @@ def advancing(tx: ZeroTransformation, one_pass: Callable[..., Any] | None) -> Ad
         else:
             updates, opt = tx.update(grads, view.opt, before, **extra)
             if full:
-                return updates, view._replace(opt=opt)
+                return updates, dataclasses.replace(view, opt=opt)
             after = optax.apply_updates(before, updates)
             updates = jax.tree.map(lambda m, p: m - p.astype(m.dtype), after, view.compute)
             compute = jax.tree.map(added, view.compute, updates)
-        return updates, view._replace(opt=opt, masters=None if full else after, compute=compute)
+        return updates, dataclasses.replace(
+            view, opt=opt, masters=None if full else after, compute=compute
+        )
 
     return advance
 
@@ -87,11 +113,13 @@ def added(param: jax.Array, update: jax.Array) -> jax.Array:
     return (param.astype(update.dtype) + update).astype(param.dtype)
 
 
-def updating(init: Callable[[Any], Any], advance: Advance, to_shards: Constrain) -> Any:
+def updating(
+    init: Callable[[Any], View], advance: Advance, to_shards: Constrain
+) -> optax.GradientTransformationExtraArgs:
     """An optimizer that updates at once.
 
     Args:
-      init: Makes the wrapped optimizer's state.
+      init: Makes a new state of the optimizer.
       advance: The update, see :func:`advancing`.
       to_shards: Constrains a gradient tree to its shards.
     """
@@ -103,9 +131,20 @@ def updating(init: Callable[[Any], Any], advance: Advance, to_shards: Constrain)
             if config.jax_numpy_dtype_promotion == "strict":  # else the step could not add them
                 updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
             updates = jax.tree.map(change, after.compute, params, updates)
-        return updates, after if view.compute is not None else after._replace(compute=None)
+        return updates, after if view.compute is not None else dataclasses.replace(
+            after, compute=None
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def beginning(tx: Any, view: View) -> Any:
+    """``tx``, an optimizer of views, whose ``init`` makes a view as the step was given."""
+
+    def init(params: Any) -> View:
+        return view.around(tx.init(params).inner)
+
+    return optax.GradientTransformationExtraArgs(init, tx.update)
 
 
 def collecting(to_shards: Constrain, uses: Sequence[bool]) -> Any:
@@ -127,7 +166,7 @@ def collecting(to_shards: Constrain, uses: Sequence[bool]) -> Any:
         used = jax.tree.unflatten(jax.tree.structure(grads), uses)
         grads = to_shards(as_gradients(jax.tree.map(_or_zeros, grads, used)))
         grads = jax.tree.map(lambda old, g: g.astype(old.dtype), view.grads, grads)
-        return view.updates, view._replace(grads=to_shards(grads))
+        return view.updates, dataclasses.replace(view, grads=to_shards(grads))
 
     return optax.GradientTransformationExtraArgs(_no_init, update)
 

@@ -9,6 +9,7 @@ becomes a constraint, the rest is left to XLA. None of that changes a number.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -124,13 +125,14 @@ class Types:
         view = parts.opt_state
         return Parts(
             self._whole(parts.params, "params"),
-            view._replace(
+            dataclasses.replace(
+                view,
+                opt=PartitionSpec(),
                 **{
                     name: None if value is None else self._whole(value, "params")
-                    for name, value in view._asdict().items()
+                    for name, value in vars(view).items()
                     if name != "opt"
                 },
-                opt=PartitionSpec(),
             ),
             PartitionSpec(),
             self._whole(parts.rest, "rest"),

@@ -29,30 +29,25 @@ class BoundTransformation:
     """The ``tx`` of a training state whose ``opt_state`` has optax's own structure.
 
     A wrapped optimizer takes and returns one state around optax's. Here the numbers of that state
-    are arrays of the optimizer itself, a node of the pytree. ``update`` takes and returns optax's
-    state alone, and remembers the new numbers for the training state that will hold the new
-    one, see :meth:`of`.
+    are arrays of the optimizer itself, a node of the pytree. A decorated step brings them up to
+    date; ``update`` by itself uses them, and returns optax's state alone.
 
     Args:
       tx: The wrapped optimizer.
       numbers: Its state, without optax's.
-      opt_state: Optax's state of the training state, so that the two are known to belong together.
 
     Example:
       >>> import jax.numpy as jnp, optax, zerojax
       >>> wrapped = zerojax.wrap(optax.adam(0.1))
       >>> params = {"w": jnp.ones(2)}
       >>> tx, opt_state = bind(wrapped, wrapped.init(params))
-      >>> opt_state[0].count.tolist()
-      0
       >>> updates, opt_state = tx.update({"w": jnp.ones(2)}, opt_state, params)
-      >>> opt_state[0].count.tolist(), tx.of(opt_state).numbers.steps.tolist()
-      (1, 1)
+      >>> opt_state[0].count.tolist(), tx.numbers.steps.tolist()
+      (1, 0)
     """
 
-    def __init__(self, tx: Any, numbers: Any, opt_state: Any = None) -> None:
+    def __init__(self, tx: Any, numbers: Any) -> None:
         self.tx, self.numbers = tx, numbers
-        self._known = [(opt_state, numbers)]
 
     def init(self, params: Any) -> Any:
         """The state of a new optimizer, as optax has it."""
@@ -62,25 +57,9 @@ class BoundTransformation:
         self, grads: Any, opt_state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
         """The update and the new state, as optax has it."""
-        updates, after = self.tx.update(grads, self.around(opt_state), params, **extra)
-        new = jax.tree.map(lambda x: x, after.inner)  # an object of its own
-        self._known = [self._known[0], (new, after.with_inner(None))]
-        return updates, new
-
-    def of(self, opt_state: Any) -> BoundTransformation:
-        """The optimizer of the state that has this ``opt_state``: with the numbers of the update
-        that made it; those of the last update where it was changed since."""
-        if self._known[0][0] is opt_state:
-            return self
-        return BoundTransformation(self.tx, self._latest(opt_state), opt_state)
-
-    def around(self, opt_state: Any) -> Any:
-        """The state of the wrapped optimizer."""
-        return self._latest(opt_state).with_inner(opt_state)
-
-    def _latest(self, opt_state: Any) -> Any:
-        known = (numbers for state, numbers in self._known if state is opt_state)
-        return next(known, self._known[-1][1])
+        state = self.numbers.with_inner(opt_state)
+        updates, after = self.tx.update(grads, state, params, **extra)
+        return updates, after.inner
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         return [(jax.tree_util.GetAttrKey("numbers"), self.numbers)], self.tx

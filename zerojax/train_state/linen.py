@@ -45,7 +45,7 @@ def open_state(state: Any) -> OpenedState:
         rest = {name: getattr(state, name) for name in carried}
         tx, opt_state = state.tx, state.opt_state
         if isinstance(tx, BoundTransformation):
-            opt_state = tx.around(opt_state)
+            opt_state = tx.numbers.with_inner(opt_state)
         return Parts(state.params, opt_state, state.step, rest)
 
     kind: type = getattr(type(state), _PLAIN, type(state))
@@ -74,14 +74,8 @@ def open_state(state: Any) -> OpenedState:
 @functools.cache
 def _bound_kind(kind: type) -> type:
     """The subclass of a user's ``TrainState`` that holds a :class:`BoundTransformation`: its ``tx``
-    is a node of the pytree, and follows the ``opt_state``."""
+    is a node of the pytree."""
     (field,) = (f for f in dataclasses.fields(kind) if f.name == "tx")
-
-    def follow(self: Any) -> None:
-        if own := getattr(kind, "__post_init__", None):
-            own(self)
-        if isinstance(self.tx, BoundTransformation):
-            object.__setattr__(self, "tx", self.tx.of(self.opt_state))
 
     node = flax.struct.field(
         pytree_node=True,
@@ -94,8 +88,7 @@ def _bound_kind(kind: type) -> type:
         kind.__name__,
         (kind,),
         exec_body=lambda body: body.update(
-            named
-            | {"__annotations__": {"tx": Any}, "tx": node, "__post_init__": follow, _PLAIN: kind}
+            named | {"__annotations__": {"tx": Any}, "tx": node, _PLAIN: kind}
         ),
     )
     return made if issubclass(kind, flax.struct.PyTreeNode) else flax.struct.dataclass(made)

@@ -12,7 +12,7 @@ from zerojax.train_state.bound import has_inner
 
 class NNXTransformation(nnx.Pytree):
     """What :class:`zerojax.train_state.bound.BoundTransformation` is for a ``TrainState``: the
-    numbers beside optax's state are variables, which ``update`` brings up to date in place.
+    numbers beside optax's state are variables.
 
     Args:
       tx: The wrapped optimizer.
@@ -31,11 +31,8 @@ class NNXTransformation(nnx.Pytree):
         self, grads: Any, opt_state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
         """The update and the new state, as optax has it."""
-        given = nnx.as_pure(self.numbers).with_inner(opt_state)
-        updates, after = self.tx.update(grads, given, params, **extra)
-        held = jax.tree.leaves(self.numbers, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        for variable, x in zip(held, jax.tree.leaves(after.with_inner(None)), strict=True):
-            variable.set_value(x)
+        state = nnx.as_pure(self.numbers).with_inner(opt_state)
+        updates, after = self.tx.update(grads, state, params, **extra)
         return updates, after.inner
 
 

@@ -203,7 +203,8 @@ class Arguments:
             raise TypeError(
                 f"{self.name} returns {found.returned}, and none of its arguments "
                 f"({self._told(free)}) comes back there with the tree, shapes and dtypes that it "
-                f"has: return the new state, or name it, zero({self.name}, state_argnums=(...))."
+                f"has, in tuples, lists and dicts: return the new state, or name it, "
+                f"zero({self.name}, state_argnums=(...))."
             )
         return [*found.slots]
 

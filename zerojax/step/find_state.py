@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from zerojax.plan.extra_state import is_optimizer_state
 from zerojax.step.call import Constant, is_array, is_key
 from zerojax.step.jitted import Slot
-from zerojax.train_state.pytree import form_of
+from zerojax.train_state.pytree import are_arrays, form_of
 from zerojax.train_state.results import summary, take_out
 
 
@@ -78,14 +79,19 @@ def find_state(
 def _shapes_of_results(
     function: Callable[..., Any], given: Mapping[Slot, Any], free: Sequence[Slot]
 ) -> Any:
-    dynamic = {slot: x for slot, x in given.items() if slot in free}
-    leaves, tree = jax.tree.flatten(dynamic)
+    leaves, tree = jax.tree.flatten([given[slot] for slot in free])
+    traced = [
+        is_array(x) and array
+        for slot in free
+        for x, array in zip(jax.tree.leaves(given[slot]), are_arrays(given[slot]), strict=True)
+    ]
 
     def run(arrays: list[Any]) -> Any:
         left = iter(arrays)
-        filled = jax.tree.unflatten(tree, [next(left) if is_array(x) else x for x in leaves])
+        pairs = zip(leaves, traced, strict=True)
+        filled = jax.tree.unflatten(tree, [next(left) if array else x for x, array in pairs])
         both = {slot: x.value if isinstance(x, Constant) else x for slot, x in given.items()}
-        both |= filled
+        both |= dict(zip(free, filled, strict=True))
         args = [both[i] for i in range(sum(isinstance(slot, int) for slot in both))]
         results = function(*args, **{k: x for k, x in both.items() if isinstance(k, str)})
         others[:] = [None if is_array(x) else x for x in jax.tree.leaves(results)]
@@ -94,7 +100,7 @@ def _shapes_of_results(
 
     others: list[Any] = []
     returned: list[Any] = []
-    shapes = iter(jax.eval_shape(run, [x for x in leaves if is_array(x)]))
+    shapes = iter(jax.eval_shape(run, [*compress(leaves, traced)]))
     return jax.tree.unflatten(returned[-1], [next(shapes) if x is None else x for x in others])
 
 

@@ -3,7 +3,6 @@ the host only reads the state's fields."""
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,40 +26,23 @@ class Recognized(NamedTuple):
     write_back: Callable[[Parts], None] | None
 
 
-class LastState:
-    """A ``TrainState`` that a step returned, held by a weak reference.
-
-    Args:
-      state: The state.
-      split: Takes such a state apart.
-    """
-
-    def __init__(self, state: Any, split: Callable[..., Parts]) -> None:
-        self._state, self._split = weakref.ref(state), split
-
-    def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
-        """The state, if ``objects`` is that state; else None."""
-        return Recognized(self._split(*objects), None) if self._state() is objects[0] else None
-
-
 class LastArrays:
     """Arguments that a step returned as its state, recognized by their arrays, which are not kept
     alive.
 
     Args:
       objects: The arguments.
-      parts: Their arrays, beside zerojax's own count of steps.
       split: Takes such arguments apart.
+      own: The parts that zerojax has beside them, by name.
     """
 
-    def __init__(self, objects: tuple[Any, ...], parts: Parts, split: Callable[..., Parts]) -> None:
+    def __init__(
+        self, objects: tuple[Any, ...], split: Callable[..., Parts], own: dict[str, Any]
+    ) -> None:
         leaves, tree = jax.tree.flatten(objects)
         self._tree: Any = tree
-        self._leaves = [
-            weakref.ref(x) if isinstance(x, jax.Array) else functools.partial(_same, x)
-            for x in leaves
-        ]
-        self._own, self._split = {"opt_state": parts.opt_state, "step": parts.step}, split
+        self._leaves = [*map(_reference, leaves)]
+        self._own, self._split = own, split
 
     def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
         """The state, if ``objects`` have the arrays of the last step; else None."""
@@ -72,9 +54,12 @@ class LastArrays:
         return Recognized(self._split(*objects)._replace(**self._own), None)
 
 
-def _same(x: Any) -> Any:
-    """A leaf that is no array, such as a module's function."""
-    return x
+def _reference(x: Any) -> Callable[[], Any]:
+    """A weak reference; a Python number itself, which has none."""
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        return lambda: x
 
 
 class LastObjects:

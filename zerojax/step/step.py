@@ -23,7 +23,7 @@ from zerojax.step.call import Call, Form, Rearranged
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.emitted import collectives_of
-from zerojax.step.last import LastArrays, LastObjects, LastState, Recognized
+from zerojax.step.last import LastArrays, LastObjects, Recognized
 from zerojax.step.offloaded import OffloadedStep
 from zerojax.step.program import StepProgram, StepResult, StepSetting
 from zerojax.step.resident import ResidentStep
@@ -37,7 +37,7 @@ from zerojax.xla.lowered import LoweredProgram
 class LastStep(NamedTuple):
     """The last step: what it left, how it was called, and the program that ran."""
 
-    left: LastState | LastObjects | LastArrays
+    left: LastObjects | LastArrays
     form: Form
     explicit: Explicit | None
     program: StepProgram
@@ -148,16 +148,17 @@ class Step(Decorated[P, R]):
 
     def _finish(
         self, call: Call, program: StepProgram, recognized: Recognized | None, result: StepResult
-    ) -> tuple[tuple[Any, ...], LastState | LastObjects | LastArrays | None]:
+    ) -> tuple[tuple[Any, ...], LastObjects | LastArrays | None]:
         """The state's objects after the step, those of NNX brought up to date; and what the next
         step may recognize, None where that is known."""
         setting, parts = program.setting, result.parts
         if setting.write_back is None:
             objects = setting.close(parts, setting.tx)
+            own = {}
             if setting.any_pytree:
                 self._states.owned.add(objects)
-                return objects, LastArrays(objects, parts, setting.split)
-            return objects, LastState(objects[0], setting.split)
+                own = {"opt_state": parts.opt_state, "step": parts.step}
+            return objects, LastArrays(objects, setting.split, own)
         if recognized is not None and recognized.write_back is not None:
             recognized.write_back(parts)
         else:

@@ -20,16 +20,17 @@ _NOTHING = optax.identity()
 def open_pytree(objects: tuple[Any, ...]) -> OpenedState:
     """Takes arguments of a step that are its state apart: all their arrays are ``Parts.rest``, for
     which of them are parameters shows in the step alone. Other leaves, such as a module's
-    functions, are part of the program.
+    functions, are part of the program, and beside functions Python numbers are too.
 
     Raises:
       TypeError: The objects have no arrays, or a leaf that is none and not hashable.
     """
     leaves = jax.tree_util.tree_leaves_with_path(objects)
+    is_given = [given for x in objects for given in are_arrays(x)]
     kinds = ", ".join(type(x).__name__ for x in objects)
-    if not any(is_array(leaf) for _, leaf in leaves):
+    if not any(is_given):
         raise TypeError(f"the state ({kinds}) has no arrays: a state is a pytree of arrays.")
-    others = [leaf for _, leaf in leaves if not is_array(leaf)]
+    others = [leaf for (_, leaf), given in zip(leaves, is_given, strict=True) if not given]
     for path, leaf in leaves:
         if not is_array(leaf) and getattr(leaf, "__hash__", None) is None:
             raise TypeError(
@@ -41,7 +42,8 @@ def open_pytree(objects: tuple[Any, ...]) -> OpenedState:
     tree: Any = jax.tree.structure(objects)
 
     def split(*objects: Any) -> Parts:
-        arrays = jax.tree.map(lambda x: x if is_array(x) else None, objects)
+        pairs = zip(tree.flatten_up_to(objects), is_given, strict=True)
+        arrays = jax.tree.unflatten(tree, [x if given else None for x, given in pairs])
         return Parts(
             {}, optax.EmptyState(), jnp.zeros((), jnp.int32), dict(zip(names, arrays, strict=True))
         )
@@ -69,6 +71,14 @@ def open_pytree(objects: tuple[Any, ...]) -> OpenedState:
 
 def _same_form(form: Any) -> Callable[[Any], bool]:
     return lambda x: bool(form_of(x) == form)
+
+
+def are_arrays(tree: Any) -> list[bool]:
+    """For each leaf of an argument, whether it is an array for the step. Beside functions, as in a
+    module that is a pytree, a Python number is a setting of the program."""
+    leaves = jax.tree.leaves(tree)
+    settings = (int, float, complex) if not all(map(is_array, leaves)) else ()
+    return [is_array(x) and not isinstance(x, settings) for x in leaves]
 
 
 def is_array(x: Any) -> bool:

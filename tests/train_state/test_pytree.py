@@ -222,6 +222,11 @@ def test_a_key_that_comes_back_is_no_batch() -> None:
 
 
 class TestTheState:
+    def test_may_come_by_keyword(self) -> None:
+        params, opt_state = params_and_opt_state()
+        got = zero_for(3)(as_arguments)(params, opt_state=opt_state, batch=BATCH)
+        assert_near(host(got), host(as_arguments(params, opt_state, BATCH)), 1e-5)
+
     def test_is_planned_lowered_and_listed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rule, "SMALL", 0)
         zero = zero_for(3)

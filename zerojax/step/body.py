@@ -94,7 +94,8 @@ class Body:
                 )
             new = tuple(found[i] for i in range(len(state)))
             if self._any_pytree:
-                view = dataclasses.replace(view, opt=_counted(view.opt, new))
+                if isinstance(view, View):
+                    view = dataclasses.replace(view, opt=_counted(view.opt, new))
                 made = self.split(*new)._replace(opt_state=view, step=parts.step + 1)
             else:
                 made = take_apart(new).parts

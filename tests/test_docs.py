@@ -142,7 +142,6 @@ def test_both_sides_of_the_readmes_diff_run_and_agree(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_both_sides_of_a_program_from_plain_jit_agree(at: int) -> None:
     """Three lines change, and ``import zerojax``."""
@@ -157,6 +156,7 @@ def test_both_sides_of_a_program_from_plain_jit_agree(at: int) -> None:
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_readmes_program_runs_as_written() -> None:
     """Where the `compile` extra is installed, JAX looks for cuDNN unless it is told not to."""
     found = re.search(r"To run: `([^`]*)`", README.read_text())

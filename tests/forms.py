@@ -9,12 +9,6 @@ from flax import struct, traverse_util
 from programs import PROGRAMS, Program
 
 
-class Named(NamedTuple):
-    params: Any
-    opt_state: Any
-    rest: Any
-
-
 @struct.dataclass
 class Fields:
     params: Any
@@ -96,8 +90,8 @@ FORMS = {
         read=_one,
     ),
     "NamedTuple": Form(
-        take=lambda parts: (Named(*parts),),
-        give=lambda state: Parts(*state),
+        take=lambda parts: (parts,),
+        give=lambda parts: parts,
         results=lambda state, out: {"metrics": out, "state": state[0]},
         read=lambda results: ((results["state"],), results["metrics"]),
     ),
@@ -108,8 +102,8 @@ FORMS = {
         read=_one,
     ),
     "modules by name": Form(
-        take=lambda parts: (_modules(parts.params), Named({}, parts.opt_state, parts.rest)),
-        give=lambda modules, named: Parts(_nested(modules), *named[1:]),
+        take=lambda parts: (_modules(parts.params), parts._replace(params={})),
+        give=lambda modules, parts: parts._replace(params=_nested(modules)),
         results=lambda state, out: (*state, out),
         read=lambda results: (results[:-1], results[-1]),
     ),

@@ -12,9 +12,8 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from zerojax.train_state.linen import is_train_state, open_state
+from zerojax.placement.states import take_apart
 from zerojax.train_state.nnx import apply_settings, is_nnx, open_objects, settings
-from zerojax.train_state.pytree import open_pytree
 from zerojax.train_state.state_parts import OpenedState, Parts
 
 
@@ -59,7 +58,7 @@ def subject_of(objects: tuple[Any, ...]) -> Subject:
 
 
 def _of_state(state: Any) -> Subject:
-    opened = open_state(state) if is_train_state(state) else open_pytree((state,))
+    opened = take_apart((state,))
 
     def call(function: Any, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Any:
         return function(*opened.close(parts, REFUSING), batch, *args, **kwargs), []

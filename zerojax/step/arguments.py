@@ -98,10 +98,12 @@ class Arguments:
         left = [slot for slot in free if slot not in objects]
         batch = self._slots_of_batch(given, [x for x in left if not self._is_copy(x, given)])
         if not objects or not batch:
-            told = f"{len(given)} arguments" if left else f"the state alone ({self._told(objects)})"
+            passed = (
+                f"{len(given)} arguments" if left else f"the state alone ({self._told(objects)})"
+            )
             raise TypeError(
                 f"{self.name} takes a state and a batch, (state, batch, ...) or (model, optimizer, "
-                f"batch, ...), but was called with {told}. Where the batch comes back too, name it "
+                f"batch, ...), but was called with {passed}. Where the batch comes back too, name it "
                 "with batch_argnums."
             )
         if others := [slot for slot in batch if is_train_state(given[slot])]:
@@ -203,7 +205,7 @@ class Arguments:
             raise TypeError(
                 f"{self.name} returns {found.returned}, and none of its arguments "
                 f"({self._told(free)}) comes back there with the tree, shapes and dtypes that it "
-                f"has, in tuples, lists and dicts: return the new state, or name it, "
+                "has, in tuples, lists and dicts: return the new state, or name it, "
                 f"zero({self.name}, state_argnums=(...))."
             )
         return [*found.slots]

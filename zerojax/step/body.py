@@ -16,7 +16,7 @@ from zerojax.step.gradient_norm import with_gradient_norm
 from zerojax.step.jitted import name_of
 from zerojax.step.partial_update import of_parts
 from zerojax.step.view import View, beginning
-from zerojax.trace.dependence import is_passed_on
+from zerojax.trace.dependence import unchanged
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
 from zerojax.trace.marks import GRADIENT, count
 from zerojax.train_state.results import summary, take_out
@@ -177,9 +177,10 @@ def _updates_itself(jaxpr: Any, start: Parts) -> bool:
     n = len(jax.tree.leaves(start.params))
     m = n + len(jax.tree.leaves(start.opt_state.inner))
 
+    same = unchanged(jaxpr)
+
     def changes(begin: int, end: int) -> bool:
-        pairs = zip(jaxpr.outvars[begin:end], jaxpr.invars[begin:end], strict=True)
-        return not all(is_passed_on(jaxpr, new, old) for new, old in pairs)
+        return [*same[begin:end]] != [*range(begin, end)]
 
     return changes(0, n) and (m == n or changes(n, m))
 

@@ -7,13 +7,29 @@ from typing import Any
 
 import jax
 
-from zerojax.graph.graph import graph_of
+from zerojax.graph.analysis import Analysis
 from zerojax.graph.primitives import LABELS
 from zerojax.graph.reach import DEPENDS
 from zerojax.trace.changes import origin
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
+
+
+def _computed(eqn: Any, operands: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    return [frozenset[int]()] * len(eqn.outvars)
+
+
+_UNCHANGED: Analysis[frozenset[int]] = Analysis(
+    frozenset(), frozenset.union, _computed, control=False
+)
+"""Forward, the position of the argument that a value is; empty for a value that is computed."""
+_UNCHANGED.rule("scan", "while", "cond", "shard_map")(_computed)
+
+
+@_UNCHANGED.rule(*LABELS)
+def _(eqn: Any, operands: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    return [operands[0]]
 
 
 def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
@@ -36,9 +52,11 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
     params = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.params)]
     lateness = jax.tree.unflatten(jax.tree.structure(results), depends_on(jaxpr, updates))
     outs = jax.tree.unflatten(jax.tree.structure(results), list(jaxpr.outvars))
-    held, kept = numbered.opt_state.inner, jax.tree.leaves(outs[0].opt_state.inner)
-    for (path, i), new in zip(jax.tree_util.tree_leaves_with_path(held), kept, strict=True):
-        if not is_passed_on(jaxpr, new, jaxpr.invars[i]):
+    same = unchanged(jaxpr)
+    at = jax.tree.unflatten(jax.tree.structure(results), range(len(same)))[0].opt_state.inner
+    held = jax.tree_util.tree_leaves_with_path(numbered.opt_state.inner)
+    for (path, i), result in zip(held, jax.tree.leaves(at), strict=True):
+        if same[result] != i:
             raise NotImplementedError(
                 f"{name} changes state.opt_state{jax.tree_util.keystr(path)}; under offload the "
                 "update is made after the step. Change it between two steps, or train without "
@@ -66,23 +84,11 @@ def depends_on(jaxpr: Any, start: Sequence[Any]) -> Sequence[bool]:
     return DEPENDS.forward(jaxpr, [v in start for v in jaxpr.invars]).ends
 
 
-def is_passed_on(jaxpr: Any, out: Any, argument: Any) -> bool:
-    """Whether a result of a jaxpr is one of its arguments, unchanged."""
-    v = out
-    while v is not argument:
-        eqn = graph_of(jaxpr).producer(v)
-        if eqn is None:
-            return False
-        given = [eqn.invars[0]] if eqn.primitive.name in LABELS else []
-        if eqn.primitive in jaxprs.CALLS:
-            inner = jaxprs.open_jaxpr(jaxprs.called(eqn))[0]
-            end = inner.outvars[eqn.outvars.index(v)]
-            pairs = zip(eqn.invars, inner.invars, strict=True)
-            given = [x for x, start in pairs if is_passed_on(inner, end, start)]
-        if not given:
-            return False
-        v = given[0]
-    return True
+def unchanged(jaxpr: Any) -> Sequence[int | None]:
+    """For each result of a jaxpr the position of the argument that it is, unchanged; None for a
+    result that an equation computes."""
+    facts = _UNCHANGED.forward(jaxpr, [frozenset({i}) for i in range(len(jaxpr.invars))]).ends
+    return [next(iter(fact)) if len(fact) == 1 else None for fact in facts]
 
 
 def _is_sum(jaxpr: Any, out: Any, one: Any, other: Any) -> bool:

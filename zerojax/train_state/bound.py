@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self
+from typing import Any
 
 import jax
 from flax import serialization
-
-
-class Numbers(Protocol):
-    """What zerojax carries beside an optimizer's state: the state of a wrapped transformation."""
-
-    @property
-    def inner(self) -> Any:
-        """The optimizer's own state; None where it is kept elsewhere."""
-
-    def with_inner(self, inner: Any) -> Self:
-        """The same numbers around another optimizer's state."""
 
 
 def has_inner(opt_state: Any) -> bool:

@@ -76,7 +76,6 @@ def _bound_kind(kind: type) -> type:
     """The subclass of a user's ``TrainState`` that holds a :class:`BoundTransformation`: its ``tx``
     is a node of the pytree."""
     (field,) = (f for f in dataclasses.fields(kind) if f.name == "tx")
-
     node = flax.struct.field(
         pytree_node=True,
         default=field.default,

@@ -49,7 +49,7 @@ class ZeroOptState(NamedTuple):
     error: Any = None
 
     def with_inner(self, inner: Any) -> ZeroOptState:
-        """The same numbers around another state of the wrapped transformation; None for none."""
+        """These numbers with another state of the wrapped transformation; None for none."""
         return self._replace(inner=inner)
 
 

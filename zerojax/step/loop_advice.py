@@ -36,8 +36,8 @@ class _Origin(enum.Enum):
 
 
 Fact = frozenset[Any]
-"""Of a value: whether it is state or batch, element by element, and, as (advice, line), the loops
-from which it is computed."""
+"""Whether a value is state or batch, element by element, and the loops from which it is computed,
+as (advice, line)."""
 
 
 def _loops(eqn: Any, operands: Sequence[Fact]) -> list[Fact]:

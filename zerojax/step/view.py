@@ -49,7 +49,7 @@ class View:
         return self.opt.inner
 
     def around(self, inner: Any) -> View:
-        """The same around another state of optax."""
+        """This view with another state of optax."""
         return dataclasses.replace(self, opt=self.opt.with_inner(inner))
 
     def __getattr__(self, name: str) -> Any:

@@ -11,8 +11,8 @@ from zerojax.train_state.bound import has_inner
 
 
 class NNXTransformation(nnx.Pytree):
-    """What :class:`zerojax.train_state.bound.BoundTransformation` is for a ``TrainState``: the
-    numbers beside optax's state are variables.
+    """The ``tx`` of an ``nnx.Optimizer``, as :class:`zerojax.train_state.bound.BoundTransformation`
+    is that of a ``TrainState``; the numbers beside optax's state are variables.
 
     Args:
       tx: The wrapped optimizer.

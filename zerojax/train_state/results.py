@@ -64,7 +64,7 @@ def put_back(results: Any, objects: Sequence[Any]) -> Any:
 
 
 def beside(results: Any) -> Any:
-    """What a step returns beside the state: of a tuple, what is left of it; of two, the other."""
+    """The results beside the state: the rest of a tuple, of a pair the other one."""
     if isinstance(results, Passed):
         return ()
     if type(results) is not tuple:

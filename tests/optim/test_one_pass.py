@@ -85,7 +85,8 @@ def train(implementation: str | None, devices: int, stage: int, **more: Any) -> 
         weight = 1e30 if i == OVERFLOWS and "fp16" in more else 1.0
         state, loss = step(state, batch | {"weight": np.float32(weight)})
         losses.append(float(loss))
-    return losses, jax.device_get((state.params, state.average, state.opt_state))
+    opt_state = state.tx.numbers.with_inner(state.opt_state)
+    return losses, jax.device_get((state.params, state.average, opt_state))
 
 
 @pytest.mark.slow

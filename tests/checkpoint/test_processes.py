@@ -56,7 +56,7 @@ def test_one_that_cannot_save(
             assert "File too large" in told.said
             assert found[f"after {rank}"] == ([0], [])
         assert found["folder of 0"].said.startswith("process 0: ")
-        assert "process 0: save takes a TrainState" in found["no state"].said
+        assert "process 0: save takes a state: a TrainState" in found["no state"].said
         assert found["steps"] == [0, 1]
         assert found["restore"].kind == "DamagedCheckpointError"
         assert found["restore"].said.startswith("process 1: a byte is another one\nStep 0 looks")

@@ -3,8 +3,10 @@ the host only reads the state's fields."""
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +43,7 @@ class LastArrays:
     ) -> None:
         leaves, tree = jax.tree.flatten(objects)
         self._tree: Any = tree
-        self._leaves = [*map(_reference, leaves)]
+        self._leaves = _references(leaves)
         self._own, self._split = own, split
 
     def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
@@ -49,17 +51,20 @@ class LastArrays:
         leaves, tree = jax.tree.flatten(objects)
         if tree != self._tree:
             return None
-        if any(known() is not x for known, x in zip(self._leaves, leaves, strict=True)):
+        if not all(map(operator.is_, [known() for known in self._leaves], leaves)):
             return None
         return Recognized(self._split(*objects)._replace(**self._own), None)
 
 
-def _reference(x: Any) -> Callable[[], Any]:
-    """A weak reference; a Python number itself, which has none."""
-    try:
-        return weakref.ref(x)
-    except TypeError:
-        return lambda: x
+def _references(leaves: list[Any]) -> list[Callable[[], Any]]:
+    """Weak references, by one Python call for all leaves; a Python number has none and is kept."""
+    made: list[Callable[[], Any]] = []
+    for x in leaves:
+        try:
+            made.append(weakref.ref(x))
+        except TypeError:
+            made.append(partial(lambda x: x, x))
+    return made
 
 
 class LastObjects:

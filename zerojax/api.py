@@ -51,6 +51,7 @@ class Zero:
         specs: Any = None,
         donate: bool = True,
         check_memory: bool = True,
+        params: Callable[[Any], Any] | None = None,
     ) -> None:
         self.config = config
         self.mesh = automatic(mesh)
@@ -65,7 +66,7 @@ class Zero:
                 "cut a block's input yourself, with jax.lax.with_sharding_constraint, and set the "
                 "key to false"
             )
-        self.states = States(config, self.mesh, axis, specs)
+        self.states = States(config, self.mesh, axis, specs, params)
         self._donate, self._check_memory = donate, check_memory
 
     def __call__(
@@ -163,7 +164,7 @@ class Zero:
         self, config: ZeroConfig, function: Any, objects: Any, batch: Any, args: Any, kwargs: Any
     ) -> tuple[Plan, Callable[[], Any]]:
         """Plan and programs of a step under another config on the same devices."""
-        other = Zero(config, self.mesh, self.states.specs, self._donate)
+        other = Zero(config, self.mesh, self.states.specs, self._donate, params=self.states.params)
         if len(objects) == 1:  # memory is short: no copies of a state are to be made
             objects = jax.eval_shape(lambda state: state, objects)
         n = len(objects)
@@ -292,6 +293,7 @@ def zero(
     *,
     mesh: Mesh | None = None,
     specs: Any = None,
+    params: Callable[[Any], Any] | None = None,
     donate: bool = True,
     auto: Mapping[str, Any] | None = None,
     check_finite: bool | None = None,
@@ -311,6 +313,10 @@ def zero(
         function from the parameters to one, where the model does not carry them itself (flax
         partitioning metadata, logical or not), or in place of those: ``PartitionSpec()`` leaves
         all parameters to ZeRO.
+      params: A function from the state to its parameters, a subtree, for a state that is neither a
+        ``TrainState`` nor NNX objects: ``lambda state: state[0]`` for the arguments ``(params,
+        opt_state)`` of a step. Half precision, offload and ZeRO++ ask for it where no single part
+        of the state has the form of the optimizer's moments.
       donate: Reuse the memory of the state passed to the step, which is then gone, as with
         ``jax.jit(donate_argnums=0)``.
       auto: Values for each "auto" of the config that only the program knows, by dotted key:
@@ -365,7 +371,7 @@ def zero(
         devices = in_groups(all_devices(), groups, words)
     if devices.devices.flat[0].addressable_memories():  # devices that are not there are one's own
         require_joined()
-    made = Zero(resolved, devices, specs, donate, check_memory)
+    made = Zero(resolved, devices, specs, donate, check_memory, params)
     if resolved.dump_state and log.is_first():
         lines.say(f"config:\n{resolved_text(resolved, batch_devices(made.mesh))}")
     return made

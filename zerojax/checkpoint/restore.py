@@ -31,7 +31,7 @@ from zerojax.plan import layout
 from zerojax.plan.places import DISK, PINNED
 from zerojax.plan.plan import Leaf
 from zerojax.plan.stored import StoredArray, pad, shown, stored
-from zerojax.train_state.state_parts import OpenedState
+from zerojax.train_state.state_parts import OpenedState, Parts
 
 _UNDER_WAY_GB = 0.5
 """The most that is read and not yet on the devices, so that the host needs little memory."""
@@ -140,23 +140,37 @@ def _whole_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
     return _Wanted(
         {path: _struct(x, stored(x).sharding) for path, x in zip(paths, leaves, strict=True)},
         close,
-        _on_disk(paths, opened, zero),
+        _on_disk(paths, opened, zero) if _uses_disk(zero) else {},
     )
 
 
-def _on_disk(paths: list[Path], opened: OpenedState, zero: Zero) -> dict[Path, Leaf]:
+def _on_disk(
+    paths: list[Path],
+    opened: OpenedState,
+    zero: Zero,
+    in_order: Callable[[Parts], Any] = lambda parts: parts,
+) -> dict[Path, Leaf]:
     """The plan of the arrays that the config has on a disk.
+
+    Args:
+      paths: Of all arrays.
+      opened: The state.
+      zero: What places it.
+      in_order: Gives a tree of what ``Parts`` have, with leaves in the order of the paths.
 
     Raises:
       DiskError: the disk has less room, or cannot be used.
     """
-    sections = zero.config.offload_optimizer, zero.config.offload_param
-    if not any(section and section.device == "nvme" for section in sections):
-        return {}
     plan = zero.states.plan(opened)
     zero.states.placer.reserve(plan)
-    planned = zip(paths, plan.all_leaves(), strict=True)
+    leaves = jax.tree.unflatten(jax.tree.structure(opened.parts), plan.all_leaves())
+    planned = zip(paths, jax.tree.leaves(in_order(leaves)), strict=True)
     return {path: leaf for path, leaf in planned if leaf.place == DISK}
+
+
+def _uses_disk(zero: Zero) -> bool:
+    sections = zero.config.offload_optimizer, zero.config.offload_param
+    return any(section and section.device == "nvme" for section in sections)
 
 
 def _check_arrays(params: Any) -> None:
@@ -170,11 +184,13 @@ def _check_arrays(params: Any) -> None:
 def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
     """All of a state, which lies as planned where it does not say itself how."""
     opened = take_apart((state,))
+    given = jax.tree.leaves(opened.parts.rest)
+    if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in given):
+        planned = zero.states.open((state,))
+        shapes = abstract(planned.parts, zero.states.plan(planned))
+        opened = take_apart(planned.close(shapes, planned.tx))
     (arrays,) = opened.parts.rest.values()
     leaves, tree = jax.tree.flatten(opened.parts.rest)
-    if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
-        planned = zero.states.open((state,))
-        leaves = jax.tree.leaves(abstract(planned.parts, zero.states.plan(planned)).rest)
     structs = [_struct(x, stored(x).sharding) for x in leaves]
     paths = state_tree.below((), arrays)
 
@@ -187,7 +203,15 @@ def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wan
         return closed
 
     wanted = {path: x for path, x in zip(paths, structs, strict=True) if x.size}
-    return _Wanted(wanted, close, {})
+    on_disk = {}
+    if _uses_disk(zero):
+        planned = zero.states.open((state,))
+
+        def in_order(parts: Parts) -> Any:
+            return opened.split(*planned.close(parts, planned.tx)).rest
+
+        on_disk = _on_disk(paths, planned, zero, in_order)
+    return _Wanted(wanted, close, on_disk)
 
 
 def _params_alone(params: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:

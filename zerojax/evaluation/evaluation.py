@@ -66,7 +66,7 @@ class Evaluation(Decorated[P, R]):
 
     def _opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Subject, Call]:
         call = self._arguments.sort(args, kwargs)
-        subject = subject_of(call.objects)
+        subject = subject_of(call.objects, self._states)
         opened = self._states.observed(subject.opened)
         return dataclasses.replace(subject, opened=opened), call
 

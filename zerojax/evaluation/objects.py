@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from zerojax.placement.states import take_apart
+from zerojax.placement.states import States
 from zerojax.train_state.nnx import apply_settings, is_nnx, open_objects, settings
 from zerojax.train_state.state_parts import OpenedState, Parts
 
@@ -45,21 +45,19 @@ class Subject:
     update: Callable[[Sequence[Any]], None]
 
 
-def subject_of(objects: tuple[Any, ...]) -> Subject:
+def subject_of(objects: tuple[Any, ...], states: States) -> Subject:
     """Takes the state of a call apart.
 
     Raises:
       TypeError: The call has neither a ``TrainState`` nor an NNX module.
     """
     if not any(map(is_nnx, objects)):
-        return _of_state(*objects)
+        return _of_state(states.take_apart(objects))
     trained = any(isinstance(x, nnx.Optimizer) for x in objects)
     return _of_objects(objects, open_objects(objects) if trained else open_model(objects))
 
 
-def _of_state(state: Any) -> Subject:
-    opened = take_apart((state,))
-
+def _of_state(opened: OpenedState) -> Subject:
     def call(function: Any, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Any:
         return function(*opened.close(parts, REFUSING), batch, *args, **kwargs), []
 

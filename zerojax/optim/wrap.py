@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Sequence
 from itertools import compress
@@ -55,6 +56,17 @@ class ZeroOptState(NamedTuple):
 
 class ZeroTransformation(WithOnePass):
     """A transformation that :func:`wrap` made; wrapping it again changes nothing."""
+
+
+class CarriedState(abc.ABC):
+    """The state of a wrapped transformation within a decorated step, which brings the update that
+    the config asks for."""
+
+    @abc.abstractmethod
+    def updated(
+        self, tx: ZeroTransformation, grads: Any, params: Any, **extra: Any
+    ) -> tuple[Any, Any]:
+        """Updates as ``tx`` does; called by its ``update``."""
 
 
 def wrap(
@@ -139,6 +151,8 @@ def wrap(
         square_sums: Sequence[jax.Array] | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, ZeroOptState]:
+        if isinstance(state, CarriedState):
+            return state.updated(wrapped, grads, params, **extra)
         grads = jax.tree.map(lambda g: unscaled(g, state.loss_scale), grads)
         inner_update = TracedUpdate(
             lambda g: inner_tx.update(g, state.inner, params, **extra), grads

@@ -42,6 +42,7 @@ from zerojax.plan.stored import StoredArray, stored
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import is_train_state, open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
+from zerojax.train_state.parameters import find_parameters
 from zerojax.train_state.pytree import open_pytree
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla import compat, jaxprs
@@ -61,14 +62,24 @@ class States:
       axis: The axis over which ZeRO shards.
       specs: The user's own specs of the parameters, a tree (or prefix) of ``PartitionSpec``, or
         a function from the parameters to one; None leaves them to the model's metadata.
+      params: A function from a state that is any pytree to its parameters; None recognizes them by
+        the optimizer's moments.
 
     Attributes:
       placer: Puts arrays where the plan has them.
       owned: The arrays of other pytrees than ``TrainState`` and NNX objects that it has made.
     """
 
-    def __init__(self, config: ZeroConfig, mesh: Mesh, axis: str, specs: Any = None) -> None:
+    def __init__(
+        self,
+        config: ZeroConfig,
+        mesh: Mesh,
+        axis: str,
+        specs: Any = None,
+        params: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
+        self.params = params
         self._warned = False
         self._told = set[str]()
         self.owned = OwnedArrays()
@@ -107,17 +118,17 @@ class States:
           TypeError: The objects are something else.
           ValueError: The state has no parameters, or its optimizer is wrapped otherwise.
         """
-        opened = take_apart(objects)
+        opened = self.take_apart(objects)
         has_own = opened.any_pytree and find_zero_state(objects) is not None
         if opened.any_pytree:
-            _refuse_features(self.config, wrapped=has_own)
+            _check_features(self.config, wrapped=has_own)
         elif not jax.tree.leaves(opened.parts.params):
             raise ValueError(
                 "the state has no parameters (params is empty), so that there is nothing to train: "
                 "pass TrainState.create the params of model.init(...)."
             )
         opened = dataclasses.replace(opened, specs=self._own_specs(opened))
-        wrapped = isinstance(opened.tx, ZeroTransformation)
+        wrapped = opened.optimizer_in_step or isinstance(opened.tx, ZeroTransformation)
         if wrapped:
             self._check_scaled(opened.parts.opt_state)
         else:
@@ -125,7 +136,9 @@ class States:
 
         def prepare(parts: Parts) -> Parts:
             parts = jax.tree.map(_array, relabelled(parts, self.mesh))
-            if self.config.compute_dtype:
+            if self.config.compute_dtype and opened.optimizer_in_step:  # its moments are full
+                parts = parts._replace(params=jax.tree.map(full_precision, parts.params))
+            elif self.config.compute_dtype:
                 parts = _full_precision_masters(parts, opened.tx)
             if not wrapped:
                 loss_scale = features(self.config)["loss_scale"]
@@ -137,14 +150,21 @@ class States:
         leaves = jax.tree.leaves(opened.parts)
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         parts = jax.eval_shape(prepare, opened.parts) if abstract else prepare(opened.parts)
-        if wrapped:
-            return dataclasses.replace(opened, parts=parts)
-        if not opened.any_pytree:
-            return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx), plain=True)
-        if has_own:  # the config's optimizer is in use
+        if has_own and not wrapped:  # the config's optimizer is in use
             self._wrapped.setdefault(opened.tx, wrap(opened.tx))
-        # Its arrays are taken over where they lie as planned.
-        return dataclasses.replace(opened, parts=parts, tx=self.wrap(opened.tx))
+        # The arrays of any pytree are taken over where they lie as planned.
+        plain = not wrapped and not opened.any_pytree
+        tx = opened.tx if wrapped else self.wrap(opened.tx)
+        return dataclasses.replace(opened, parts=parts, tx=tx, plain=plain)
+
+    def take_apart(self, objects: tuple[Any, ...]) -> OpenedState:
+        """The arrays of a state, its parameters known where the config needs them."""
+        keys = of_parameters(self.config)
+        opened = take_apart(objects)
+        if not opened.any_pytree or not keys or find_zero_state(objects) is None:
+            return opened
+        parameters = find_parameters(objects, " and ".join(keys), self.params)
+        return open_pytree(objects, parameters)
 
     def observed(self, opened: OpenedState) -> OpenedState:
         """The state for an evaluation, which needs no wrapped optimizer."""
@@ -172,9 +192,8 @@ class States:
         frozen = (
             frozen_leaves(opened.tx, opened.parts.params, opened.parts.opt_state) if asks else ()
         )
-        plan = make_plan(
-            opened.parts, opened.tx, opened.specs, self.mesh, self.axis, self.config, frozen
-        )
+        tx = None if opened.optimizer_in_step else opened.tx
+        plan = make_plan(opened.parts, tx, opened.specs, self.mesh, self.axis, self.config, frozen)
         own = {
             axis for leaf in plan.leaves["params"] for e in leaf.whole for axis in layout.axes(e)
         }
@@ -342,24 +361,27 @@ class States:
                 )
 
 
-def _refuse_features(config: ZeroConfig, *, wrapped: bool) -> None:
-    """Refuses what needs to know the parameters, or the optimizer, of a state.
+def _check_features(config: ZeroConfig, *, wrapped: bool) -> None:
+    """Refuses what works in the optimizer, for a state of any pytree without one that does it.
 
     Args:
       config: The config.
       wrapped: Whether the state has that of ``zero.optimizer()`` or ``zero.wrap()`` in it.
     """
-    if config.gradient_clipping and not wrapped:
+    if config.zero_quantized_nontrainable_weights:
         raise ValueError(
-            f"gradient_clipping = {config.gradient_clipping:g}: the step updates by an optimizer "
-            "of its own. Make the optimizer with zero.wrap(tx) or zero.optimizer(), which clip, "
-            "and its state with it; or take the key out of the config."
+            "zero_quantized_nontrainable_weights: zerojax reads from a TrainState's optimizer "
+            "which weights it does not update. Pass TrainState.create(apply_fn=..., params=..., "
+            "tx=...), or take the key out of the config."
         )
-    if names := of_parameters(config):
+    keys = of_parameters(config)
+    if config.gradient_clipping:
+        keys.append(f"gradient_clipping = {config.gradient_clipping:g}")
+    if keys and not wrapped:
         raise ValueError(
-            f"{' and '.join(names)}: of a state that is no flax TrainState zerojax does not know "
-            "which arrays are parameters. Pass TrainState.create(apply_fn=..., params=..., tx=...),"
-            " or take the key out of the config."
+            f"{' and '.join(keys)}: the step updates by an optimizer of its own. Make the "
+            "optimizer with zero.wrap(tx) or zero.optimizer(), and its state with "
+            "tx.init(params); or take the keys out of the config."
         )
 
 

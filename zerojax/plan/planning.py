@@ -27,7 +27,7 @@ AtRest = Callable[[str, Any, Any], Leaf]
 
 def make_plan(
     parts: Parts,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | None,
     own: Sequence[Any],
     mesh: Mesh,
     axis: str,
@@ -39,7 +39,8 @@ def make_plan(
     Args:
       parts: abstract or concrete arrays; only shapes and dtypes are read.
       tx: the optimizer whose state ``parts.opt_state`` is. Which of its leaves belong to which
-        parameter comes from optax (``tree_map_params``), never from shapes.
+        parameter comes from optax (``tree_map_params``), never from shapes. None where the step
+        alone has it: then copies of the parameters' tree are recognized.
       own: the user's spec of each parameter leaf.
       mesh, axis, config: see :class:`Plan`.
       frozen: whether the optimizer does not update a parameter, one a leaf; none if unknown.
@@ -155,7 +156,7 @@ def _shown_path(path: Any) -> str:
 
 def _optimizer_leaves(
     parts: Parts,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | None,
     params: Any,
     at_rest: Any,
     mesh: Mesh,
@@ -196,6 +197,22 @@ def _optimizer_leaves(
         empty = (None,) * len(x.shape)
         return Leaf.of(path, x, empty, empty, "belongs to no parameter", mesh)
 
+    def is_copy(node: Any) -> bool:
+        form: Any = jax.tree.structure(node, is_leaf=_is_pair)
+        return bool(form == jax.tree.structure(params, is_leaf=_is_leaf)) and any(
+            x.ndim for _, x in jax.tree.leaves(node, is_leaf=_is_pair)
+        )
+
+    if tx is None:
+        return jax.tree.map(
+            lambda x: (
+                jax.tree.map(of_param, x, params, is_leaf=_is_pair)
+                if is_copy(x)
+                else anywhere(at_rest(*x, None))
+            ),
+            paths,
+            is_leaf=lambda x: _is_pair(x) or is_copy(x),
+        )
     try:
         return optax.tree.map_params(
             tx,

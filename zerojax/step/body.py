@@ -15,7 +15,7 @@ from zerojax.placement.states import take_apart
 from zerojax.step.gradient_norm import with_gradient_norm
 from zerojax.step.jitted import name_of
 from zerojax.step.partial_update import of_parts
-from zerojax.step.view import View, beginning
+from zerojax.step.view import STARTS_AGAIN, View, WrappedView, beginning
 from zerojax.trace.dependence import unchanged
 from zerojax.trace.explicit import Types, automatic_update, typed_whole
 from zerojax.trace.marks import GRADIENT, count
@@ -47,7 +47,9 @@ class Body:
         self._needs_tx = needs_tx
         self.name = name_of(function)
         self.split, self.close = opened.split, opened.close
-        self._matches, self._any_pytree = opened.matches, opened.any_pytree
+        self._matches, self._in_place = opened.matches, opened.write_back is not None
+        self._any_pytree, self._knows_parameters = opened.any_pytree, opened.knows_parameters
+        self._optimizer_in_step = opened.optimizer_in_step
         self._sizes: list[int] = []  # of the trees that the last trace gave the optimizer
 
     def __call__(
@@ -70,11 +72,14 @@ class Body:
         self._sizes.clear()
         tx = of_parts(tx, self.name, parts.params, self._sizes)
         view = parts.opt_state
+        shown = parts
         if isinstance(view, View):
+            if self._optimizer_in_step:
+                shown = parts._replace(opt_state=WrappedView.of(view, self._one_optimizer(tx)))
             tx = beginning(tx, view)
-        state = self.close(parts, tx)
+        state = self.close(shown, tx)
         out = self.function(*state, batch, *args, **kwargs)
-        if not self._matches:  # NNX: updated in place
+        if self._in_place:
             made = self.split(*state)
             pairs = zip(*map(jax.tree.leaves, (made.params, parts.params)), strict=False)
             if len(state) > 2 and all(new is old for new, old in pairs):
@@ -84,22 +89,28 @@ class Body:
                 )
         else:
             returned = out
-            found, out = take_out(out, self._matches)
+            matches = self._matches(_without_views(state) if self._optimizer_in_step else state)
+            if self._optimizer_in_step:
+                matches = [*map(_of_any_view, matches)]
+            found, out = take_out(out, matches)
             if len(found) < len(state):
                 raise self._not_returned(state, found, returned)
-            if not self._any_pytree and take_out(out, self._matches)[0]:
+            if not self._any_pytree and take_out(out, matches)[0]:
                 raise TypeError(
                     f"{self.name} returns two states ({summary(returned)}): return the new one "
                     "alone, and of another what is needed of it (its parameters)."
                 )
             new = tuple(found[i] for i in range(len(state)))
-            if self._any_pytree:
+            if not self._any_pytree:
+                made = take_apart(new).parts
+            elif self._optimizer_in_step:
+                made = self.split(*new)
+                made = made._replace(opt_state=_view(made.opt_state, view), step=parts.step + 1)
+            else:
                 if isinstance(view, View):
                     view = dataclasses.replace(view, opt=_counted(view.opt, new))
                 made = self.split(*new)._replace(opt_state=view, step=parts.step + 1)
-            else:
-                made = take_apart(new).parts
-        if not self._any_pytree:
+        if self._knows_parameters:
             made = _with_own_update(made, parts)
         before: Any = jax.tree.structure(parts)
         after: Any = jax.tree.structure(made)
@@ -110,6 +121,22 @@ class Body:
                 "what the step adds."
             )
         return made, out
+
+    def _one_optimizer(self, tx: Any) -> Callable[..., Any]:
+        """The update for a :class:`WrappedView`: that of ``tx``, for one wrapped optimizer."""
+        called: list[Any] = []
+
+        def update(own: Any, grads: Any, view: Any, params: Any, **extra: Any) -> Any:
+            called.append(own)
+            if own is not called[0]:
+                raise ValueError(
+                    f"{self.name} updates one optimizer state by two optimizers of zero.wrap(tx) "
+                    f"or zero.optimizer(), and {' and '.join(self._needs_tx)} work in one: call "
+                    "the same one, or take the keys out of the config."
+                )
+            return tx.update(grads, view, params, **extra)
+
+        return update
 
     def trace(self, run: Callable[..., Any], parts: Parts, batch: Any) -> tuple[Any, Any]:
         """The jaxpr of ``run(parts, batch)``, which calls this body, and the shapes of its
@@ -122,7 +149,10 @@ class Body:
     def _not_returned(
         self, state: Sequence[Any], found: Collection[int], returned: Any
     ) -> TypeError:
-        kinds = [type(x).__name__ for i, x in enumerate(state) if i not in found]
+        both = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, View | ZeroOptState))
+        if self._optimizer_in_step and any(isinstance(x, ZeroOptState) for x in both):
+            return TypeError(STARTS_AGAIN)  # under offload the state that it was given lacks arrays
+        kinds = [type(_without_views(x)).__name__ for i, x in enumerate(state) if i not in found]
         return TypeError(
             f"{self.name} returned {summary(returned)}, without the new state ({', '.join(kinds)}) "
             "among it: return what the step makes of the state, alone or among other results, with "
@@ -148,7 +178,7 @@ class Body:
                 f"{self.name} changed the shape of {other}: an array of a training state keeps its "
                 "shape from step to step. Reshape what the step makes, or create the state so."
             )
-        if self._any_pytree:  # its updates have no marks
+        if not self._knows_parameters:  # its updates have no marks
             return
         leaves = len(jax.tree.leaves(start.params))
         straight, branched, looped = count(jaxpr, GRADIENT)
@@ -170,6 +200,25 @@ class Body:
         if self.once and (n > 1 or looped):
             times = "in a loop" if looped else f"{n} times"
             raise ValueError(f"{self.name} updates {times}, which cannot be {self.once}.")
+
+
+def _without_views(tree: Any) -> Any:
+    """A tree with the optimizer's state in place of each view of it."""
+    return jax.tree.map(
+        lambda x: x.opt if isinstance(x, View) else x, tree, is_leaf=lambda x: isinstance(x, View)
+    )
+
+
+def _of_any_view(match: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: match(_without_views(x))
+
+
+def _view(opt_state: Any, before: Any) -> Any:
+    """The view of a wrapped optimizer's state that a step returned: one that it made new, by
+    ``tx.init``, is in the view that the step began with."""
+    if isinstance(opt_state, WrappedView):
+        return opt_state.view()
+    return dataclasses.replace(before, opt=opt_state) if isinstance(before, View) else opt_state
 
 
 def _updates_itself(jaxpr: Any, start: Parts) -> bool:

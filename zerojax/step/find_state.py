@@ -10,10 +10,12 @@ import jax
 import numpy as np
 
 from zerojax.plan.extra_state import is_optimizer_state
+from zerojax.plan.places import PINNED
 from zerojax.step.call import Constant, is_array, is_key
 from zerojax.step.jitted import Slot
 from zerojax.train_state.pytree import are_arrays, form_of
 from zerojax.train_state.results import summary, take_out
+from zerojax.xla import jaxprs
 
 
 class FoundState(NamedTuple):
@@ -100,8 +102,14 @@ def _shapes_of_results(
 
     others: list[Any] = []
     returned: list[Any] = []
-    shapes = iter(jax.eval_shape(run, [*compress(leaves, traced)]))
+    shapes = iter(jax.eval_shape(run, [*map(computed, compress(leaves, traced))]))
     return jax.tree.unflatten(returned[-1], [next(shapes) if x is None else x for x in others])
+
+
+def computed(x: Any) -> Any:
+    """What a trace computes with: the shape alone of an array in host memory."""
+    kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
+    return jaxprs.like(x) if kind == PINNED else x
 
 
 def _may_be_state(x: Any) -> bool:

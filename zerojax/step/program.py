@@ -43,7 +43,7 @@ class StepSetting:
       body: The user's step on a state taken apart.
       inserter: Makes parameters whole where the body uses them.
       divide: Divides further arguments into arrays and the rest.
-      tx, split, close, write_back, any_pytree: See :class:`OpenedState`.
+      tx, split, close, write_back, any_pytree, knows_parameters: See :class:`OpenedState`.
       structure: ``jax.tree.structure`` of each of a state's parts.
     """
 
@@ -60,6 +60,7 @@ class StepSetting:
         self.donate, self.signals = donate, signals
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
         self.write_back, self.any_pytree = opened.write_back, opened.any_pytree
+        self.knows_parameters = opened.knows_parameters
         self.structure: Any = Parts(*map(jax.tree.structure, opened.parts))
         self.plan = plan = states.plan(opened)
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Self
@@ -23,6 +24,7 @@ from zerojax.step.call import Call, Form, Rearranged
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.emitted import collectives_of
+from zerojax.step.find_optimizer import find_optimizer
 from zerojax.step.last import LastArrays, LastObjects, Recognized
 from zerojax.step.offloaded import OffloadedStep
 from zerojax.step.program import StepProgram, StepResult, StepSetting
@@ -142,7 +144,7 @@ class Step(Decorated[P, R]):
                 "replace: make them with zero.init, (model, optimizer) = zero.init(create)."
             )
         _check_there(jax.tree.leaves(call.objects) if opened.any_pytree else ())
-        program = self._program(opened, call.form, explicit)
+        program = self._program(opened, call, explicit)
         program.setting.layout.check(call.batch)
         return program, self._states.placed(opened, program.setting.plan), None
 
@@ -157,7 +159,9 @@ class Step(Decorated[P, R]):
             own = {}
             if setting.any_pytree:
                 self._states.owned.add(objects)
-                own = {"opt_state": parts.opt_state, "step": parts.step}
+                own = {"step": parts.step}
+                if not setting.knows_parameters:
+                    own["opt_state"] = parts.opt_state
             return objects, LastArrays(objects, setting.split, own)
         if recognized is not None and recognized.write_back is not None:
             recognized.write_back(parts)
@@ -167,14 +171,16 @@ class Step(Decorated[P, R]):
         left = LastObjects.of(call.objects, parts) if recognized is None else None
         return call.objects, left
 
-    def _program(self, opened: OpenedState, form: Form, explicit: Explicit | None) -> StepProgram:
-        make = functools.partial(self._make, opened, explicit)
-        program: StepProgram = self._compiled(opened, form, explicit, make)
+    def _program(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
+        make = functools.partial(self._make, opened, call, explicit)
+        program: StepProgram = self._compiled(opened, call.form, explicit, make)
         return program
 
     def _make(
-        self, opened: OpenedState, explicit: Explicit | None, function: Rearranged
+        self, opened: OpenedState, call: Call, explicit: Explicit | None, function: Rearranged
     ) -> StepProgram:
+        if opened.optimizer_in_step:
+            opened = dataclasses.replace(opened, tx=find_optimizer(function, opened, call))
         kind = OffloadedStep if offloads(self._states.config) else ResidentStep
         signals = self._after_step.signals
         return kind(StepSetting(function, self._states, opened, explicit, self._donate, signals))
@@ -249,16 +255,16 @@ class Step(Decorated[P, R]):
             traced = program.traced(parts, call.batch, call.args, call.kwargs)
         return collectives_of(self._arguments.name, traced, inserter.ledger)
 
-    def _fresh(self, opened: OpenedState, form: Form, explicit: Explicit | None) -> StepProgram:
+    def _fresh(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
         """A program that no call shares, as its ledger is read."""
-        return self._make(opened, explicit, self._arguments.rearranged(form))
+        return self._make(opened, call, explicit, self._arguments.rearranged(call.form))
 
     @contextlib.contextmanager
     def _checked(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        make: Callable[[OpenedState, Form, Explicit | None], StepProgram],
+        make: Callable[[OpenedState, Call, Explicit | None], StepProgram],
     ) -> Iterator[tuple[StepProgram, Parts, Call]]:
         """The program for these arguments, which it takes, abstract or concrete; the state's parts;
         and the arguments in order."""
@@ -266,7 +272,7 @@ class Step(Decorated[P, R]):
         with automatic_context(self._states.mesh) as names:
             explicit = Explicit.of(names, call.batch)
             opened = self._states.open(call.objects)
-            program = make(opened, call.form, explicit)
+            program = make(opened, call, explicit)
             program.setting.layout.check(call.batch)
             program.setting.layout.check_more(call.args, call.kwargs, call.batch)
             yield program, opened.parts, call

@@ -2,7 +2,8 @@
 
 The ``opt_state`` of the state in the user's step is a :class:`View`, and its ``tx`` takes and
 returns views. What happens in ``apply_gradients`` thus travels through the user's code as plain
-values, whatever that code does with the state.
+values, whatever that code does with the state. A state that is any pytree has no ``tx``: there a
+:class:`WrappedView` stands for the state of the wrapped optimizer that the step closes over.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from zerojax.optim.wrap import ZeroTransformation
+from zerojax.optim.wrap import CarriedState, ZeroTransformation
 from zerojax.trace.changes import change
 from zerojax.trace.marks import GRADIENT, UNUSED, mark
 
@@ -55,23 +56,66 @@ class View:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # a protocol that Python or JAX looks for
             raise AttributeError(name)
-        return getattr(self.opt.inner, name)
+        return getattr(self._shown(), name)
 
     def __getitem__(self, key: Any) -> Any:
-        return self.inner[key]
+        return self._shown()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.inner[key] = value
+        self._shown()[key] = value
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.inner)
+        return iter(self._shown())
 
     def __len__(self) -> int:
-        return len(self.inner)
+        return len(self._shown())
 
     def _replace(self, **fields: Any) -> View:
         return self.around(self.inner._replace(**fields))
 
+    def _shown(self) -> Any:
+        """The state that this view is read and written as."""
+        return self.opt.inner
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WrappedView(View, CarriedState):
+    """The state of a wrapped optimizer in a state that is any pytree: read and written as the
+    ``ZeroOptState`` that it is.
+
+    Attributes:
+      update: ``(tx, grads, view, params, **extra) -> (updates, view)``, the update of a view where
+        the step calls ``tx``.
+    """
+
+    update: Any = dataclasses.field(default=None, metadata={"static": True})
+
+    @classmethod
+    def of(cls, view: View, update: Callable[..., Any]) -> WrappedView:
+        """A view with another way of updating."""
+        return cls(**vars(view) | {"update": update})
+
+    def view(self) -> View:
+        """Without the update."""
+        return View(**{f.name: getattr(self, f.name) for f in dataclasses.fields(View)})
+
+    def updated(
+        self, tx: ZeroTransformation, grads: Any, params: Any, **extra: Any
+    ) -> tuple[Any, Any]:
+        return self.update(tx, grads, self, params, **extra)  # type: ignore[no-any-return]
+
+    def _replace(self, **fields: Any) -> View:
+        return dataclasses.replace(self, opt=self.opt._replace(**fields))
+
+    def _shown(self) -> Any:
+        return self.opt
+
+
+STARTS_AGAIN = (
+    "the step starts a new optimizer state (tx.init), which is not on the device under offload: "
+    "make it between two steps, or train without offload."
+)
 
 Constrain = Callable[[Any], Any]
 Advance = Callable[..., tuple[Any, View]]
@@ -176,10 +220,7 @@ def _or_zeros(gradient: Any, used: bool) -> Any:
 
 
 def _no_init(params: Any) -> Any:
-    raise TypeError(
-        "the step starts a new optimizer state (tx.init), which is not on the device under "
-        "offload: make it between two steps, or train without offload."
-    )
+    raise TypeError(STARTS_AGAIN)
 
 
 def as_gradients(tree: Any) -> Any:

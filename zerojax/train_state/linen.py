@@ -67,7 +67,7 @@ def open_state(state: Any) -> OpenedState:
         close=close,
         key=jax.tree.structure(empty),
         specs=own_specs(state.params),
-        matches=[lambda x: isinstance(x, kind)],
+        matches=lambda objects: [lambda x: isinstance(x, kind)],
     )
 
 

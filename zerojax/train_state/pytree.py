@@ -1,4 +1,4 @@
-"""Any pytree as a training state: nothing is known of it but what comes back."""
+"""Any pytree as a training state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zerojax.train_state.bound import has_inner
+from zerojax.train_state.linen import own_specs
+from zerojax.train_state.parameters import Parameters
 from zerojax.train_state.state_parts import OpenedState, Parts
 
 _ONE = "state"
@@ -17,55 +20,72 @@ _NOTHING = optax.identity()
 """The optimizer of a state whose updates are the step's own."""
 
 
-def open_pytree(objects: tuple[Any, ...]) -> OpenedState:
-    """Takes arguments of a step that are its state apart: all their arrays are ``Parts.rest``, for
-    which of them are parameters shows in the step alone. Other leaves, such as a module's
-    functions, are part of the program, and beside functions Python numbers are too.
+def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) -> OpenedState:
+    """Takes arguments of a step that are its state apart. Leaves that are no arrays, such as a
+    module's functions, are part of the program, and beside functions Python numbers are too.
+
+    Args:
+      objects: The arguments.
+      parameters: Which arrays are the parameters, and where the optimizer's state is. None puts
+        all arrays into ``Parts.rest``: which of them are parameters shows in the step alone.
 
     Raises:
       TypeError: The objects have no arrays, or a leaf that is none and not hashable.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(objects)
-    is_given = [given for x in objects for given in are_arrays(x)]
+    nodes, structure = jax.tree.flatten(objects, is_leaf=has_inner if parameters else None)
+    tree: Any = structure
+    plain = jax.tree.unflatten(tree, [np.zeros(()) if has_inner(x) else x for x in nodes])
+    is_given = [given for x in plain for given in are_arrays(x)]
     kinds = ", ".join(type(x).__name__ for x in objects)
     if not any(is_given):
         raise TypeError(f"the state ({kinds}) has no arrays: a state is a pytree of arrays.")
-    others = [leaf for (_, leaf), given in zip(leaves, is_given, strict=True) if not given]
-    for path, leaf in leaves:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(plain):
         if not is_array(leaf) and getattr(leaf, "__hash__", None) is None:
             raise TypeError(
                 f"the state ({kinds}) has a {type(leaf).__name__} at "
                 f"{jax.tree_util.keystr(path)}, which is no array and not hashable: keep it out of "
                 "the state (a static field, or the step's closure)."
             )
+    others = {i: x for i, (x, given) in enumerate(zip(nodes, is_given, strict=True)) if not given}
+    known = [] if parameters is None else [*parameters.positions, parameters.opt_state]
     names = [_ONE if len(objects) == 1 else f"{_ONE}[{i}]" for i in range(len(objects))]
-    tree: Any = jax.tree.structure(objects)
 
     def split(*objects: Any) -> Parts:
-        pairs = zip(tree.flatten_up_to(objects), is_given, strict=True)
-        arrays = jax.tree.unflatten(tree, [x if given else None for x, given in pairs])
-        return Parts(
-            {}, optax.EmptyState(), jnp.zeros((), jnp.int32), dict(zip(names, arrays, strict=True))
-        )
+        values = tree.flatten_up_to(objects)
+        mine = [values[i] for i in known]
+        for i in (*others, *known):
+            values[i] = None
+        rest = dict(zip(names, jax.tree.unflatten(tree, values), strict=True))
+        step = jnp.zeros((), jnp.int32)
+        if parameters is None:
+            return Parts({}, optax.EmptyState(), step, rest)
+        *params, opt_state = mine
+        return Parts(jax.tree.unflatten(parameters.tree, params), opt_state, step, rest)
 
     def close(parts: Parts, tx: Any) -> tuple[Any, ...]:
-        arrays = tuple(parts.rest[name] for name in names)
-        if not others:
-            return arrays
-        left = iter(others)
-        merged = [next(left) if x is None else x for x in tree.flatten_up_to(arrays)]
-        closed: tuple[Any, ...] = jax.tree.unflatten(tree, merged)
+        rest = tuple(parts.rest[name] for name in names)
+        if not others and parameters is None:
+            return rest
+        values = tree.flatten_up_to(rest)
+        mine = []
+        if parameters is not None:
+            mine = [*parameters.tree.flatten_up_to(parts.params), parts.opt_state]
+        for i, x in (*others.items(), *zip(known, mine, strict=True)):
+            values[i] = x
+        closed: tuple[Any, ...] = jax.tree.unflatten(tree, values)
         return closed
 
+    parts = split(*objects)
     return OpenedState(
-        parts=split(*objects),
+        parts=parts,
         tx=_NOTHING,
         split=split,
         close=close,
-        key=(tree, *others),
-        specs=(),
-        matches=[_same_form(form_of(x)) for x in objects],
+        key=(tree, *others.values(), *known),
+        specs=() if parameters is None else own_specs(parts.params),
+        matches=lambda state: [_same_form(form_of(x)) for x in state],
         any_pytree=True,
+        knows_parameters=parameters is not None,
     )
 
 

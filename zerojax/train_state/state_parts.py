@@ -43,9 +43,12 @@ class OpenedState:
       write_back: ``write_back(objects, parts, tx)`` brings the user's own objects up to date, as
         NNX does; None for a state that is returned.
       plain: The state has not been through zerojax yet, so that its arrays are the caller's.
-      matches: For each object whether a node of a step's results is its new value; empty for
-        objects that are updated in place.
-      any_pytree: Nothing is known of the state: all of it is in ``parts.rest``.
+      matches: ``matches(objects)`` has, for each of a state's objects, whether a node of a step's
+        results is its new value; nothing for objects that are updated in place.
+      any_pytree: The state is neither a ``TrainState`` nor NNX objects. Arrays that the caller puts
+        into it belong to the caller.
+      knows_parameters: Whether the parameters are known; if not, all arrays are in ``parts.rest``,
+        and the step updates them itself.
     """
 
     parts: Parts
@@ -56,5 +59,11 @@ class OpenedState:
     specs: tuple[Any, ...]
     write_back: Callable[[tuple[Any, ...], Parts, Any], None] | None = None
     plain: bool = False
-    matches: Sequence[Callable[[Any], bool]] = ()
+    matches: Callable[[tuple[Any, ...]], Sequence[Callable[[Any], bool]]] = lambda objects: ()
     any_pytree: bool = False
+    knows_parameters: bool = True
+
+    @property
+    def optimizer_in_step(self) -> bool:
+        """Whether the step alone has the optimizer that updates ``parts.params``."""
+        return self.any_pytree and self.knows_parameters

@@ -1,0 +1,53 @@
+"""The wrapped optimizer that a step closes over."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jax
+
+from zerojax.optim.wrap import ZeroTransformation
+from zerojax.step.call import Call, Rearranged, divide, join
+from zerojax.step.find_state import computed
+from zerojax.step.view import View, WrappedView
+from zerojax.train_state.state_parts import OpenedState
+
+
+def find_optimizer(step: Rearranged, opened: OpenedState, call: Call) -> ZeroTransformation:
+    """Traces a step as far as its first update, and returns the optimizer that it calls.
+
+    Args:
+      step: The step.
+      opened: Its state, with the state of a wrapped optimizer in it.
+      call: The other arguments.
+
+    Raises:
+      ValueError: The step does not update that optimizer state.
+    """
+    arrays, static = divide(call.args, call.kwargs)
+
+    def run(parts: Any, batch: Any, arrays: list[Any]) -> None:
+        view = WrappedView.of(View(parts.opt_state), _stop)
+        args, kwargs = join(arrays, static)
+        step(*opened.close(parts._replace(opt_state=view), None), batch, *args, **kwargs)
+
+    try:
+        jax.eval_shape(run, jax.tree.map(computed, opened.parts), call.batch, arrays)
+    except _Found as found:
+        return found.tx
+    raise ValueError(
+        f"{step.__name__} never updates the optimizer state that it is given, which is one of "
+        "zero.wrap(tx) or zero.optimizer(): call tx.update(grads, opt_state, params) of that "
+        "optimizer."
+    )
+
+
+class _Found(BaseException):
+    """Ends the trace; no program catches it."""
+
+    def __init__(self, tx: ZeroTransformation) -> None:
+        self.tx = tx
+
+
+def _stop(tx: ZeroTransformation, *_: Any, **__: Any) -> NoReturn:
+    raise _Found(tx)

@@ -1,0 +1,118 @@
+"""The parameters and the optimizer of a state that is any pytree."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax.train_state.bound import has_inner
+
+Select = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class _At:
+    """Stands for a leaf of the state.
+
+    Attributes:
+      i: The leaf's position.
+    """
+
+    i: int
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters and the optimizer state among the leaves of a state.
+
+    Attributes:
+      tree: The parameters' tree.
+      positions: The positions of the parameters among the leaves, in the order of their tree.
+      opt_state: The position of the optimizer state, which counts as one leaf.
+    """
+
+    tree: Any
+    positions: Sequence[int]
+    opt_state: int
+
+
+def find_parameters(objects: tuple[Any, ...], keys: str, select: Select | None) -> Parameters:
+    """Finds the parameters of a state.
+
+    Args:
+      objects: The state, with one state of a wrapped optimizer in it.
+      keys: The keys of the config that need the parameters, for messages.
+      select: The user's function from the state to its parameters; None takes the one part of the
+        state that has the form of the optimizer's moments.
+
+    Raises:
+      ValueError: There is no such optimizer state, or more than one; or the parameters cannot be
+        found, or are not of this state.
+    """
+    leaves, tree = jax.tree.flatten(objects, is_leaf=has_inner)
+    optimizers = [i for i, x in enumerate(leaves) if has_inner(x)]
+    if len(optimizers) != 1:
+        there_is = f"there are {len(optimizers)}" if optimizers else "there is none"
+        raise ValueError(
+            f"{keys}: the training state has to hold one state of an optimizer of zero.wrap(tx) or "
+            f"zero.optimizer(), and {there_is} in it. Update all parameters by one such optimizer, "
+            "or take the keys out of the config."
+        )
+    marked: Any = jax.tree.unflatten(tree, map(_At, range(len(leaves))))
+    state = marked[0] if len(objects) == 1 else marked
+    if select is None:
+        params = _like_moments(state, leaves, leaves[optimizers[0]].inner, keys)
+    else:
+        params = select(state)
+    found, form = jax.tree.flatten(params)
+    positions = [x.i for x in found if isinstance(x, _At)]
+    if len(positions) != len(found) or not found or optimizers[0] in positions:
+        raise ValueError(
+            f"params= of zerojax.zero returned {params!r:.80}, which is no part of the state "
+            f"({', '.join(type(x).__name__ for x in objects)}): return the subtree of the state "
+            "that has the parameters, as in params=lambda state: state[0]."
+        )
+    return Parameters(form, positions, *optimizers)
+
+
+def _like_moments(state: Any, leaves: Sequence[Any], moments: Any, keys: str) -> Any:
+    """The one part of the state that has the form of the optimizer's largest moments."""
+
+    def shapes(node: Any) -> Any:
+        found, tree = jax.tree.flatten(node)
+        arrays = [leaves[x.i] if isinstance(x, _At) else x for x in found]
+        return None if any(map(has_inner, arrays)) else (tree, tuple(map(np.shape, arrays)))
+
+    parts = defaultdict(list)
+    for path, node in _nodes((), state):
+        parts[shapes(node)].append((path, node))
+    forms = [shapes(node) for _, node in _nodes((), moments)]
+    forms = [form for form in forms if form in parts and any(map(np.size, form[1]))]
+    found = parts[max(forms, key=lambda form: len(form[1]))] if forms else []
+    if len(found) == 1:
+        return found[0][1]
+    several = ", ".join(f"state{jax.tree_util.keystr(path)}" for path, _ in found[:4])
+    raise ValueError(
+        f"{keys}: which arrays of the state are the parameters? "
+        + (
+            f"{several} have the form of the optimizer's moments."
+            if found
+            else "No part of the state has the form of the optimizer's moments."
+        )
+        + " Say it with zerojax.zero(..., params=lambda state: state[0]), a function from the "
+        "state to its parameters."
+    )
+
+
+def _nodes(path: tuple[Any, ...], node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """All nodes of a tree with their paths, a node before those below it."""
+    yield path, node
+    if jax.tree_util.all_leaves([node]):
+        return
+    for keys, child in jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node):
+        yield from _nodes((*path, *keys), child)

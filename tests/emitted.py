@@ -165,7 +165,7 @@ def emitted(name: str, mesh: Any = None, **config: Any) -> Emitted:
     zero = zerojax.zero(mesh=mesh, **{"stage3_param_persistence_threshold": 0, **config})
     step = zero(source.step, **source.options)
     opened = step._states.open(call.objects)
-    program: Any = step._program(opened, call.form, None)
+    program: Any = step._program(opened, call, None)
     setting = program.setting
     parts = abstract(opened.parts, setting.plan, at_rest=True)
     arrays, further = setting.divide(call.args, call.kwargs)

@@ -311,12 +311,16 @@ class TestTheState:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"bf16": True}, "bf16 or fp16: of a state that is no flax TrainState"),
-        ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer: of a state"),
+        ({"bf16": True}, r"bf16 or fp16: the step updates by.*zero\.wrap\(tx\)"),
+        ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer: the step updates by"),
         ({"gradient_clipping": 1.0}, r"gradient_clipping = 1.*zero\.wrap\(tx\)"),
+        (
+            {"bf16": True, "zero_quantized_nontrainable_weights": True},
+            "zero_quantized_nontrainable_weights: zerojax reads from",
+        ),
     ],
 )
-def test_what_needs_to_know_the_parameters_is_refused(config: Any, words: str) -> None:
+def test_what_works_in_the_optimizer_is_refused(config: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         zero_for(2, **config)(as_arguments)(*params_and_opt_state(), BATCH)
 

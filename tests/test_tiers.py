@@ -12,7 +12,7 @@ from tiers import BOUNDS, CORE, ROOT, SLACK, Durations, chosen, cpu_seconds, pea
 
 SWEEPS = [
     "tests/config/test_load.py::test_a", "tests/optim/test_named.py::test_a",
-    "tests/checkpoint/test_kill.py::test_a", "tests/launch/test_mpi.py::test_a",
+    "tests/checkpoint/test_kill.py::test_a", "tests/launch/test_kubernetes.py::test_a",
     "tests/benchmarks/test_memory.py::test_a", "tests/test_features.py::test_a",
 ]  # fmt: skip
 
@@ -23,17 +23,23 @@ def names(*paths: str) -> list[str]:
     return [name.partition("::")[0] for name in SWEEPS if name in found]
 
 
-def test_the_core_affects_all_sweeps() -> None:
-    assert len(names("zerojax/collectives/insert.py")) == len(SWEEPS)
+def test_a_room_of_the_core_affects_its_own_and_half_of_all() -> None:
+    assert {len(names(f"zerojax/{room}/a.py")) for room in CORE} == {len(SWEEPS) // 2}
+    assert "tests/optim/test_named.py" in names("zerojax/optim/named.py")
+    drawn = {frozenset(chosen(SWEEPS, ["zerojax/optim/named.py"], 0, seed)) for seed in "abcdef"}
+    assert set.union(*map(set, drawn)) == set(SWEEPS)
+
+
+def test_what_affects_all_sweeps() -> None:
     assert len(names("pallas_kernels/norms/api.py")) == len(SWEEPS)
-    assert len(names("tests/equal.py")) == len(names("tests/programs/basic.py")) == len(SWEEPS)
-    assert len(names("tests/exact.py")) == len(names("pyproject.toml")) == len(SWEEPS)
+    assert len(names("tests/conftest.py")) == len(names("tests/programs/basic.py")) == len(SWEEPS)
+    assert len(names("pyproject.toml")) == len(SWEEPS)
     assert {room.partition(".")[0] for room in ROOMS} >= CORE
 
 
 def test_a_room_affects_those_above_it() -> None:
     above = [
-        "tests/launch/test_mpi.py",
+        "tests/launch/test_kubernetes.py",
         "tests/benchmarks/test_memory.py",
         "tests/test_features.py",
     ]
@@ -41,7 +47,8 @@ def test_a_room_affects_those_above_it() -> None:
     assert names("zerojax/launch/group.py") == above
     assert names("benchmarks/memory.py") == ["tests/benchmarks/test_memory.py"]
     assert names("tests/optim/test_named.py") == ["tests/optim/test_named.py"]
-    assert names("tests/launch/launched.py") == ["tests/launch/test_mpi.py"]
+    assert names("tests/equal.py") == ["tests/test_features.py"]
+    assert names("tests/launch/launched.py") == ["tests/launch/test_kubernetes.py"]
     assert names("README.md", "tests/tiers.py", "docs/stages.md", ".ci/run") == []
 
 

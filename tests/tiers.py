@@ -3,10 +3,12 @@
 A test belongs to one tier: "fast" (no mark), "slow" or "sweep". ``conftest.py`` imports the hooks.
 """
 
+import functools
 import hashlib
 import json
 import os
 import random
+import re
 import resource
 import subprocess
 from collections import Counter, defaultdict
@@ -32,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 RECORD = ROOT / ".ci" / "durations.json"
 """CPU seconds of each file by tier."""
 
-# A change in one of these can change what any step computes.
+# A change in one of these can change what any step computes; half of the sweeps run then.
 CORE = {
     "xla", "graph", "train_state", "plan", "optim", "trace", "collectives", "accumulation",
     "placement", "step", "evaluation", "api",
@@ -112,38 +114,63 @@ def changed(since: str) -> list[str]:
 def chosen(sweeps: Iterable[str], paths: Iterable[str], sample: int, seed: str) -> set[str]:
     """Names of the sweeps that a change of ``paths`` can affect, and a sample of the others.
 
-    A room of zerojax can affect the tests of its own and of all rooms above it; a room of the core,
-    the kernels and the programs of tests all; a helper of tests those of its folder.
+    A room of zerojax can affect the tests of its own and of all rooms above it; the kernels and the
+    programs of tests all; a helper of tests those that import it. A room of the core can affect all:
+    beside those of its own half of them, drawn by the seed, so that a few changes meet all.
     """
-    sweeps = sorted(sweeps)
+    sweeps, paths = sorted(sweeps), [*paths]
     affected = {name for name in sweeps if affects(paths, name)}
     rest = [name for name in sweeps if name not in affected]
     draw = random.Random(hashlib.sha256(seed.encode()).hexdigest())
+    if any(path.startswith("zerojax/") and room_of(Path(path)) in CORE for path in paths):
+        sample = max(sample, len(sweeps) // 2 - len(affected))
     return affected | set(draw.sample(rest, min(sample, len(rest))))
 
 
 def affects(paths: Iterable[str], test: str) -> bool:
-    """Whether a change of some files can affect a test."""
+    """Whether a change of some files can affect a test, beside what the core does to all."""
     file = Path(test.partition("::")[0])
     for path in map(Path, paths):
-        package, inner = path.parts[0], path.parts[1] if len(path.parts) > 1 else ""
+        package, inner = path.parts[0], room_of(path)
         if package == "pallas_kernels" or path.name == "pyproject.toml":
             return True
         if package == "tests" and path not in CHOICE:
-            helps = not path.name.startswith("test_") and path.parent in file.parents
+            common = path.parent / "conftest.py"
+            helps = path.parent in file.parents and (
+                path == common
+                or path.stem in imported(file, path.parent) | imported(common, path.parent)
+            )
             if path == file or helps or inner == "programs":
                 return True
-        if package == "zerojax" and (inner in CORE or floor(path) <= floor(file)):
+        if package == "zerojax" and inner in CORE:
+            above = inner == room_of(file)
+        else:
+            above = package == "zerojax" and floor(path) <= floor(file)
+        if above:
             return True
         if package in ("examples", "benchmarks") and Path("tests", package) in file.parents:
             return True
     return False
 
 
+@functools.cache
+def imported(file: Path, folder: Path) -> set[str]:
+    """The helpers in a folder that a file of tests imports, and those that these import."""
+    if not (ROOT / file).exists():
+        return set()
+    names = re.findall(r"^\s*(?:from|import) (\w+)", (ROOT / file).read_text(), re.MULTILINE)
+    here = {name for name in names if (ROOT / folder / f"{name}.py").exists()}
+    return here.union(*(imported(folder / f"{name}.py", folder) for name in here))
+
+
+def room_of(path: Path) -> str:
+    """The room of a file of zerojax, or of its tests."""
+    return path.parts[1] if len(path.parts) > 2 else path.stem
+
+
 def floor(path: Path) -> int:
     """The position of a file's room among ``ROOMS``; above all for what is in none."""
-    rooms = [room.partition(".")[0] for room in ROOMS]
-    name = path.parts[1] if len(path.parts) > 2 else path.stem
+    rooms, name = [room.partition(".")[0] for room in ROOMS], room_of(path)
     return rooms.index(name) if name in rooms else len(rooms)
 
 

@@ -49,6 +49,7 @@ SLOW_EXAMPLES = {
     "zerojax.models.hugging_face.gpt2", "zerojax.models.hugging_face.llama", "zerojax.models.llama",
     "zerojax.tuning.workload.Workload",
 }  # fmt: skip
+IMPORT = r"^ *(?:from|import) +([\w.]+)(?: +import +(.*))?"
 STARTED = pytest.StashKey[float]()
 
 
@@ -115,8 +116,8 @@ def chosen(sweeps: Iterable[str], paths: Iterable[str], sample: int, seed: str) 
     """Names of the sweeps that a change of ``paths`` can affect, and a sample of the others.
 
     A room of zerojax can affect the tests of its own and of all rooms above it; the kernels and the
-    programs of tests all; a helper of tests those that import it. A room of the core can affect all:
-    beside those of its own half of them, drawn by the seed, so that a few changes meet all.
+    programs of tests all; a helper of tests those that import it. A room of the core can affect
+    all: beside those of its own half of them, drawn by the seed, so that a few changes meet all.
     """
     sweeps, paths = sorted(sweeps), [*paths]
     affected = {name for name in sweeps if affects(paths, name)}
@@ -135,12 +136,7 @@ def affects(paths: Iterable[str], test: str) -> bool:
         if package == "pallas_kernels" or path.name == "pyproject.toml":
             return True
         if package == "tests" and path not in CHOICE:
-            common = path.parent / "conftest.py"
-            helps = path.parent in file.parents and (
-                path == common
-                or path.stem in imported(file, path.parent) | imported(common, path.parent)
-            )
-            if path == file or helps or inner == "programs":
+            if path in helpers(file) or inner == "programs":
                 return True
         if package == "zerojax" and inner in CORE:
             above = inner == room_of(file)
@@ -154,13 +150,19 @@ def affects(paths: Iterable[str], test: str) -> bool:
 
 
 @functools.cache
-def imported(file: Path, folder: Path) -> set[str]:
-    """The helpers in a folder that a file of tests imports, and those that these import."""
-    if not (ROOT / file).exists():
-        return set()
-    names = re.findall(r"^\s*(?:from|import) (\w+)", (ROOT / file).read_text(), re.MULTILINE)
-    here = {name for name in names if (ROOT / folder / f"{name}.py").exists()}
-    return here.union(*(imported(folder / f"{name}.py", folder) for name in here))
+def helpers(file: Path) -> set[Path]:
+    """The files in tests/ that a file there imports, and those that these import."""
+    found: set[Path] = set()
+    left = [file, *(folder / "conftest.py" for folder in file.parents)]
+    while left:
+        if (path := left.pop()) in found or not (ROOT / path).exists():
+            continue
+        found.add(path)
+        text = (ROOT / path).read_text()
+        for module, names in re.findall(IMPORT, text, re.MULTILINE):
+            stems = [module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))]
+            left += [Path("tests", *stem.split(".")).with_suffix(".py") for stem in stems]
+    return found
 
 
 def room_of(path: Path) -> str:

@@ -38,11 +38,7 @@ def test_what_affects_all_sweeps() -> None:
 
 
 def test_a_room_affects_those_above_it() -> None:
-    above = [
-        "tests/launch/test_kubernetes.py",
-        "tests/benchmarks/test_memory.py",
-        "tests/test_features.py",
-    ]
+    above = ["tests/launch/test_kubernetes.py", "tests/benchmarks/test_memory.py"]
     assert names("zerojax/checkpoint/writer.py") == ["tests/checkpoint/test_kill.py", *above]
     assert names("zerojax/launch/group.py") == above
     assert names("benchmarks/memory.py") == ["tests/benchmarks/test_memory.py"]

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from rooms import ROOMS
 
+import zerojax
+
 BOUNDS = {"fast": 3.0, "slow": 90.0, "sweep": 90.0}
 """CPU seconds of a test, with its fixtures and the processes that it waits for."""
 SLACK = 2.0
@@ -49,6 +51,7 @@ SLOW_EXAMPLES = {
     "zerojax.models.hugging_face.gpt2", "zerojax.models.hugging_face.llama", "zerojax.models.llama",
     "zerojax.tuning.workload.Workload",
 }  # fmt: skip
+NAME = r"\bzerojax\.(\w+)"
 IMPORT = r"^ *(?:from|import) +([\w.]+)(?: +import +(.*))?"
 STARTED = pytest.StashKey[float]()
 
@@ -115,9 +118,10 @@ def changed(since: str) -> list[str]:
 def chosen(sweeps: Iterable[str], paths: Iterable[str], sample: int, seed: str) -> set[str]:
     """Names of the sweeps that a change of ``paths`` can affect, and a sample of the others.
 
-    A room of zerojax can affect the tests of its own and of all rooms above it; the kernels and the
-    programs of tests all; a helper of tests those that import it. A room of the core can affect
-    all: beside those of its own half of them, drawn by the seed, so that a few changes meet all.
+    A room of zerojax can affect the tests of its own and of all rooms above it, and of those beside
+    the rooms what imports it; the kernels and the programs of tests all; a helper of tests those
+    that import it. A room of the core can affect all: beside those of its own half of them, drawn
+    by the seed, so that a few changes meet all.
     """
     sweeps, paths = sorted(sweeps), [*paths]
     affected = {name for name in sweeps if affects(paths, name)}
@@ -135,14 +139,14 @@ def affects(paths: Iterable[str], test: str) -> bool:
         package, inner = path.parts[0], room_of(path)
         if package == "pallas_kernels" or path.name == "pyproject.toml":
             return True
-        if package == "tests" and path not in CHOICE:
-            if path in helpers(file) or inner == "programs":
-                return True
+        helps = path in imported(file) or inner == "programs"
+        if package == "tests" and path not in CHOICE and helps:
+            return True
         if package == "zerojax" and inner in CORE:
-            above = inner == room_of(file)
-        else:
-            above = package == "zerojax" and floor(path) <= floor(file)
-        if above:
+            helps = inner == room_of(file)
+        elif len(file.parts) > 2:
+            helps = floor(path) <= floor(file)
+        if package == "zerojax" and helps:
             return True
         if package in ("examples", "benchmarks") and Path("tests", package) in file.parents:
             return True
@@ -150,19 +154,30 @@ def affects(paths: Iterable[str], test: str) -> bool:
 
 
 @functools.cache
-def helpers(file: Path) -> set[Path]:
-    """The files in tests/ that a file there imports, and those that these import."""
+def imported(file: Path) -> set[Path]:
+    """The files in tests/ and zerojax/ that a file of tests imports, and those that these import;
+    of the names that zerojax itself has only those that are used."""
     found: set[Path] = set()
     left = [file, *(folder / "conftest.py" for folder in file.parents)]
     while left:
-        if (path := left.pop()) in found or not (ROOT / path).exists():
-            continue
-        found.add(path)
-        text = (ROOT / path).read_text()
-        for module, names in re.findall(IMPORT, text, re.MULTILINE):
-            stems = [module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))]
-            left += [Path("tests", *stem.split(".")).with_suffix(".py") for stem in stems]
+        if (path := left.pop()) not in found and (ROOT / path).exists():
+            found.add(path)
+            left += imports(path)
     return found
+
+
+@functools.cache
+def imports(file: Path) -> list[Path]:
+    """Where the modules may lie that a file itself imports."""
+    text = (ROOT / file).read_text()
+    stems = {f"zerojax.{zerojax._MODULES.get(x, x)}" for x in re.findall(NAME, text)}
+    for module, names in re.findall(IMPORT, text, re.MULTILINE):
+        stems |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))}
+    places = [
+        Path(*stem.split(".")) if stem.startswith("zerojax.") else Path("tests", *stem.split("."))
+        for stem in stems - {"zerojax"}
+    ]
+    return [x for at in places for x in (at.with_suffix(".py"), at / "__init__.py")]
 
 
 def room_of(path: Path) -> str:

@@ -68,7 +68,10 @@ def dequantize(codes: jax.Array, scales: jax.Array, format: Format, dtype: Any) 
         halves = [(both << 28) >> 28, (both << 24) >> 28]
         parts = jnp.concatenate(halves, axis=-1)
     by = scales.reshape([size for n in scales.shape for size in (n, 1)])
-    return _together((parts.astype(jnp.float32) * by).astype(dtype))
+    # On CPUs without AVX-512 XLA has wrong numbers for such a product of eight dimensions.
+    ones = tuple(i for i, n in enumerate(parts.shape) if n == 1)
+    product = parts.squeeze(ones).astype(jnp.float32) * by.squeeze(ones)
+    return _together(product.astype(dtype).reshape(parts.shape))
 
 
 def _blocks(x: jax.Array, block: Sequence[int]) -> jax.Array:

@@ -86,7 +86,15 @@ def test_one_optimizer() -> None:
         find_parameters((PARAMS,), KEYS, None)
 
 
-@pytest.mark.parametrize("select", [lambda state: jnp.ones(3), lambda state: state["opt_state"]])
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda state: jnp.ones(3),
+        lambda state: state["opt_state"],
+        lambda state: [state["params"], state["params"]["w"]],
+    ],
+    ids=["a constant", "the optimizer", "twice"],
+)
 def test_a_function_of_something_else(select: Any) -> None:
     with pytest.raises(ValueError, match=r"params= of zerojax\.zero returned .*no part of the"):
         find_parameters((state_of(optax.adam(0.1)),), KEYS, select)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from zerojax.train_state.bound import has_inner
+from zerojax.train_state.pytree import Parameters, are_given
 
 Select = Callable[[Any], Any]
 
@@ -26,29 +27,15 @@ class _At:
     i: int
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """The parameters and the optimizer state among the leaves of a state.
-
-    Attributes:
-      tree: The parameters' tree.
-      positions: The positions of the parameters among the leaves, in the order of their tree.
-      opt_state: The position of the optimizer state, which counts as one leaf.
-    """
-
-    tree: Any
-    positions: Sequence[int]
-    opt_state: int
-
-
 def find_parameters(objects: tuple[Any, ...], keys: str, select: Select | None) -> Parameters:
     """Finds the parameters of a state.
 
     Args:
       objects: The state, with one state of a wrapped optimizer in it.
       keys: The keys of the config that need the parameters, for messages.
-      select: The user's function from the state to its parameters; None takes the one part of the
-        state that has the form of the optimizer's moments.
+      select: The user's function from the state to its parameters, which sees None in place of
+        leaves that are no arrays; None takes the one part of the state that has the form of the
+        optimizer's moments.
 
     Raises:
       ValueError: There is no such optimizer state, or more than one; or the parameters cannot be
@@ -63,7 +50,9 @@ def find_parameters(objects: tuple[Any, ...], keys: str, select: Select | None) 
             f"zero.optimizer(), and {there_is} in it. Update all parameters by one such optimizer, "
             "or take the keys out of the config."
         )
-    marked: Any = jax.tree.unflatten(tree, map(_At, range(len(leaves))))
+    marked: Any = jax.tree.unflatten(
+        tree, [_At(i) if given else None for i, given in enumerate(are_given(leaves, tree))]
+    )
     state = marked[0] if len(objects) == 1 else marked
     if select is None:
         params = _like_moments(state, leaves, leaves[optimizers[0]].inner, keys)
@@ -71,7 +60,7 @@ def find_parameters(objects: tuple[Any, ...], keys: str, select: Select | None) 
         params = select(state)
     found, form = jax.tree.flatten(params)
     positions = [x.i for x in found if isinstance(x, _At)]
-    if len(positions) != len(found) or not found or optimizers[0] in positions:
+    if not found or len({*positions} - {*optimizers}) < len(found):
         raise ValueError(
             f"params= of zerojax.zero returned {params!r:.80}, which is no part of the state "
             f"({', '.join(type(x).__name__ for x in objects)}): return the subtree of the state "

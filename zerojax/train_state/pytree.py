@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,12 +13,26 @@ import optax
 
 from zerojax.train_state.bound import has_inner
 from zerojax.train_state.linen import own_specs
-from zerojax.train_state.parameters import Parameters
 from zerojax.train_state.state_parts import OpenedState, Parts
 
 _ONE = "state"
 _NOTHING = optax.identity()
 """The optimizer of a state whose updates are the step's own."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters and the optimizer state among the leaves of a state.
+
+    Attributes:
+      tree: The parameters' tree.
+      positions: The positions of the parameters among the leaves, in the order of their tree.
+      opt_state: The position of the optimizer state, which counts as one leaf.
+    """
+
+    tree: Any
+    positions: Sequence[int]
+    opt_state: int
 
 
 def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) -> OpenedState:
@@ -34,12 +49,11 @@ def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) 
     """
     nodes, structure = jax.tree.flatten(objects, is_leaf=has_inner if parameters else None)
     tree: Any = structure
-    plain = jax.tree.unflatten(tree, [np.zeros(()) if has_inner(x) else x for x in nodes])
-    is_given = [given for x in plain for given in are_arrays(x)]
+    is_given = are_given(nodes, tree)
     kinds = ", ".join(type(x).__name__ for x in objects)
     if not any(is_given):
         raise TypeError(f"the state ({kinds}) has no arrays: a state is a pytree of arrays.")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(plain):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(objects):
         if not is_array(leaf) and getattr(leaf, "__hash__", None) is None:
             raise TypeError(
                 f"the state ({kinds}) has a {type(leaf).__name__} at "
@@ -83,14 +97,24 @@ def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) 
         close=close,
         key=(tree, *others.values(), *known),
         specs=() if parameters is None else own_specs(parts.params),
-        matches=lambda state: [_same_form(form_of(x)) for x in state],
+        # A step that adds updates in full precision to parameters in half returns wider ones.
+        matches=lambda state: [of_form(x, dtypes=parameters is None) for x in state],
         any_pytree=True,
         knows_parameters=parameters is not None,
     )
 
 
-def _same_form(form: Any) -> Callable[[Any], bool]:
-    return lambda x: bool(form_of(x) == form)
+def of_form(like: Any, *, dtypes: bool = True) -> Callable[[Any], bool]:
+    """Whether a value has the tree, the shapes and, if asked for, the dtypes of another."""
+    form = form_of(like, dtypes=dtypes)
+    return lambda x: bool(form_of(x, dtypes=dtypes) == form)
+
+
+def are_given(leaves: Sequence[Any], tree: Any) -> list[bool]:
+    """For each leaf of several arguments, whether it is an array for the step, or an optimizer's
+    state in the place of a leaf."""
+    plain = jax.tree.unflatten(tree, [np.zeros(()) if has_inner(x) else x for x in leaves])
+    return [given for x in plain for given in are_arrays(x)]
 
 
 def are_arrays(tree: Any) -> list[bool]:
@@ -106,10 +130,10 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") or isinstance(x, int | float | complex)
 
 
-def form_of(value: Any) -> tuple[Any, list[Any]]:
-    """The tree, shapes and dtypes of a value, to be compared."""
+def form_of(value: Any, *, dtypes: bool = True) -> tuple[Any, list[Any]]:
+    """The tree, shapes and, if asked for, dtypes of a value, to be compared."""
     leaves, tree = jax.tree.flatten(value)
-    return tree, [_shape(x) for x in leaves]
+    return tree, [_shape(x) if dtypes or not is_array(x) else np.shape(x) for x in leaves]
 
 
 def _shape(x: Any) -> tuple[tuple[int, ...], Any]:

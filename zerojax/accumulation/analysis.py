@@ -1,4 +1,4 @@
-"""What each value of a step has to do with the rows of the batch, by abstract interpretation."""
+"""Abstract interpretation of a step: how each value depends on the rows of the batch."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Analysis(EquationAnalysis):
     """One pass over a step.
 
     Args:
-      whole, micro: The step traced on the whole batch and on a micro-batch.
+      whole, micro: The step traced on the global batch and on a micro-batch.
       given: The kinds of its arguments.
       choices: See :class:`Choices`.
-      hopeful: A conflict is noted, and the pass goes on as if it were resolved.
+      hopeful: Whether to record a conflict and continue as if it were resolved.
       neighbours: See :class:`zerojax.accumulation.pairs.Sizes`.
 
     Attributes:
-      pairs: The equations of both traces.
-      kinds: By variable of ``whole``.
-      literals: Equations that need the micro-batch's own number of rows.
+      pairs: The equations of both traces, matched.
+      kinds: The kind of each variable of ``whole``.
+      literals: Paths of equations that need the micro-batch's own number of rows.
 
     Raises:
       UnevenError: The two programs differ in more than shapes.
@@ -75,20 +75,21 @@ class Analysis(EquationAnalysis):
         self._run(whole, micro, given, (), False, self.kinds, self.pairs)
 
     def kind(self, atom: Any) -> RowKind:
-        """The kind of a variable of ``whole``, or of a literal."""
+        """Returns the kind of a variable of ``whole``, or of a literal."""
         return _literal(atom) if isinstance(atom, core.Literal) else self.kinds[atom]
 
     def equation(self, path: Path) -> Any:
-        """The equation of a path, on the whole batch; of the loop for a sum that a loop carries."""
+        """Returns the equation at a path, on the global batch; None for a sum that a loop over the
+        rows carries."""
         return self.pairs[path[0]].whole if len(path) == 1 else self._inside.get(path)
 
     def place(self, path: Path) -> tuple[Any, ...] | None:
-        """Where the user's program binds an equation, call by call, see
-        :func:`zerojax.xla.jaxprs.bound_at`; None if that is not known."""
+        """Returns where the user's program binds an equation, call by call, see
+        :func:`zerojax.xla.jaxprs.bound_at`; None if unknown."""
         inside = (self._inside.get(path[:n]) for n in range(3, len(path) + 1, 2))
         within = [jaxprs.source(eqn).traceback for eqn in inside if eqn is not None]
         places = [jaxprs.bound_at(x) for x in (*self._bound[path[0]], *within)]
-        # Of a function of jax that is traced by itself the call's place alone is known.
+        # For a function of jax that is traced separately, only the place of the call is known.
         return tuple(x for x, _ in itertools.groupby(filter(None, places))) or None
 
     def _run(
@@ -101,7 +102,7 @@ class Analysis(EquationAnalysis):
         env: dict[Any, RowKind],
         matched: list[EquationPair],
     ) -> Kinds:
-        """Interprets a program; the kinds of its results."""
+        """Interprets a program, and returns the kinds of its results."""
         for w, m in zip(whole.constvars, micro.constvars, strict=False):
             env[w] = FIXED if w.aval.shape == m.aval.shape else _constant(w, m)
         env.update(zip(whole.invars, given, strict=True))
@@ -149,7 +150,7 @@ class Analysis(EquationAnalysis):
         return self.of_fixed(pair, kinds)
 
     def _within(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
-        """An equation with programs inside, which meet rows of the batch."""
+        """Returns the kinds of an equation whose inner programs involve rows of the batch."""
         inside = {prims.scan_p: self._scan, prims.while_p: self._while, prims.cond_p: self._cond}
         if run := inside.get(pair.whole.primitive):
             outs = run(pair, kinds, path, backward)
@@ -189,7 +190,8 @@ class Analysis(EquationAnalysis):
         return [k.but(home=None) for k in (*new, *stacked)]
 
     def _over_rows(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
-        """A loop over the rows themselves, as ``lax.map`` makes: each by itself, but for sums."""
+        """Returns the kinds of a loop over the rows themselves, such as ``lax.map``. Each row must
+        be independent of the others, except in sums."""
         eqn, micro = pair
         a, n = jaxprs.scan_counts(eqn)
         xs = kinds[a + n :]
@@ -206,7 +208,7 @@ class Analysis(EquationAnalysis):
         for at, (old, new) in enumerate(zip(carry, outs[:n], strict=True)):
             if not kept[at] and (old.name, new.name) != ("sum", "sum"):
                 return refused(eqn, LOOPS)
-            key = (*path, 0, ~at)  # no equation within
+            key = (*path, 0, ~at)  # matches no equation of the loop
             self.backward[key] = backward
             results.append(new.but(home=None, node=Node(key) if new.reduced else None))
         for w, m, kind in zip(eqn.outvars[n:], micro.outvars[n:], outs[n:], strict=True):
@@ -248,7 +250,7 @@ class Analysis(EquationAnalysis):
 
 
 def _located(kind: RowKind, call: Any) -> RowKind:
-    """A kind whose problem has the user's line of the call around, where its own is not known."""
+    """Adds the user's line of the enclosing call to a kind's problem that has no line."""
     if kind.problem is None or " at " in kind.problem.where:
         return kind
     at = line(jaxprs.source(call).traceback)
@@ -265,5 +267,6 @@ def _constant(w: Any, m: Any) -> RowKind:
 
 
 def _shape_of(kind: RowKind) -> RowKind:
-    """What a loop must leave as it is from iteration to iteration."""
+    """Returns the fields of a kind that must not change from one iteration of a loop to the
+    next."""
     return kind.but(node=None, home=None, guarded=(), problem=None)

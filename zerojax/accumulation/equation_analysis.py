@@ -1,4 +1,4 @@
-"""What one equation makes of the rows of the batch, without what programs inside it make."""
+"""Kinds of the results of one equation, without a look into its inner programs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ LOOPS = "loops over the rows and carries numbers along"
 BRINGS = "has an array of the batch's size of its own"
 LASTS = "loops as long as rows of the batch say"
 
-# A path names an equation: its position in the step, and in each program within.
+# A path identifies an equation: its position in the step, and for each level of nesting the number
+# of the inner program and the position there.
 Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """A number made of all rows that goes back into the rows.
+    """A value reduced over all rows that an equation combines with rows again.
 
     Attributes:
-      kind: Of the number.
-      backward: The equation belongs to the backward pass.
-      path: The equation.
+      kind: The kind of the reduced value.
+      backward: True if the equation belongs to the backward pass.
+      path: The path of the equation.
     """
 
     kind: RowKind
@@ -40,11 +41,11 @@ class Conflict:
 
 @dataclass
 class Choices:
-    """What is known of a step's numbers of all rows.
+    """Decisions about the values of a step that are reduced over all rows.
 
     Attributes:
-      first: Variables that follow from the batch alone, and are made before the micro-batches.
-      own: Reductions that each micro-batch makes for itself.
+      first: Variables that depend only on the batch, and are computed before the micro-batches.
+      own: Paths of the reductions that each micro-batch computes over its own rows.
     """
 
     first: set[Any] = field(default_factory=set)
@@ -52,19 +53,20 @@ class Choices:
 
 
 class EquationAnalysis:
-    """The kinds that equations make of kinds, and what is noted on the way.
+    """Rules from the kinds of operands to the kinds of results, and their findings on the way.
 
     Args:
-      sizes: Rows of the whole batch and of a micro-batch.
+      sizes: Rows of the global batch and of a micro-batch.
       choices: See :class:`Choices`.
-      hopeful: A conflict is noted, and the pass goes on as if it were resolved.
+      hopeful: Whether to record a conflict and continue as if it were resolved.
 
     Attributes:
-      conflicts: In order.
-      drawn: Where noise is drawn in the batch's shape.
-      kernels: Where kernels take rows: they are taken to keep them apart, or to add them up.
-      owners: Where the forward pass makes numbers that are a micro-batch's own.
-      backward: By reduction over rows, whether the backward pass makes it.
+      conflicts: The conflicts, in the order of the equations.
+      drawn: Places of equations that draw noise in the batch's shape.
+      kernels: Places of kernels that take rows. Kernels are assumed to treat each row separately,
+        or to sum over rows.
+      owners: Places where the forward pass computes a micro-batch's own values.
+      backward: For the path of each reduction over rows, whether the backward pass computes it.
     """
 
     def __init__(self, sizes: Sizes, choices: Choices, hopeful: bool) -> None:
@@ -77,8 +79,8 @@ class EquationAnalysis:
         self.sizes = sizes
 
     def of_fixed(self, pair: EquationPair, kinds: Kinds) -> Kinds:
-        """Numbers that are the same in every micro-batch, and arrays of the batch's size made of
-        them."""
+        """Returns the kinds of an equation's results if no operand has rows. The equation may
+        create arrays of the batch's size."""
         eqn, both = pair.whole, together(kinds)
         if not grows(pair):
             zero = eqn.primitive.name in ZERO_STAYS and bool(kinds)
@@ -111,7 +113,7 @@ class EquationAnalysis:
         return outs
 
     def of_rows(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
-        """An equation on rows, or on numbers and with rows in its results."""
+        """Returns the kinds of an equation's results if its operands or results have rows."""
         eqn = pair.whole
         name = eqn.primitive.name
         if name == "optimization_barrier":
@@ -157,7 +159,8 @@ class EquationAnalysis:
         return self._checked(pair, out.but(home=None, guarded=(), node=None))
 
     def _checked(self, pair: EquationPair, out: RowKind) -> Kinds:
-        """A layout of rows, where it is what the shapes say."""
+        """Returns the layout ``out`` for each result whose shapes agree with it, "mixed" for the
+        others."""
         outs = []
         for w, m in zip(pair.whole.outvars, pair.micro.outvars, strict=True):
             shape = self._misshapen(w, m)
@@ -167,14 +170,14 @@ class EquationAnalysis:
         return outs
 
     def _divides(self, rows: RowKind, whole: int, micro: int) -> bool:
-        """Whether every stretch of rows in a dimension of these sizes has the same entries."""
+        """Returns whether all stretches of rows in a dimension of these sizes are equally long."""
         outer = rows.outer or 1
         rest = 0 if self.sizes.neighbours else whole % (outer * self.sizes.whole)
         return not rest and micro % outer == 0
 
     def _misshapen(self, whole: Any, micro: Any) -> tuple[int, ...] | None:
-        """The shape of a variable that has rows in several dimensions, or a dimension that does not
-        grow in proportion to the rows; None for others."""
+        """Returns the shape of a variable that has rows in several dimensions, or a dimension that
+        does not grow in proportion to the rows; None for other variables."""
         dims, shape = scaled(whole.aval, micro.aval), whole.aval.shape
         fit = all(
             self.sizes.fit(shape[d], micro.aval.shape[d])
@@ -184,7 +187,8 @@ class EquationAnalysis:
         return None if len(dims) < 2 and fit else shape
 
     def _opaque(self, pair: EquationPair, kinds: Kinds) -> Kinds:
-        """The results of a kernel: rows where their shapes say so, else sums over rows."""
+        """Returns the kinds of a kernel's results: rows if their shapes grow, else sums over
+        rows."""
         outs, both = [], together(kinds)
         outers = {k.outer for k in kinds if k.rows} - {None, 1}
         if outers or any(k.index for k in kinds):
@@ -200,12 +204,13 @@ class EquationAnalysis:
         return outs
 
     def of_numbers(self, eqn: Any, kinds: Kinds, nested: bool) -> Kinds:
-        """Reductions over rows and what was made of them, without rows."""
+        """Returns the kinds of the results of an equation without rows, on reductions over rows or
+        values computed from them."""
         whole = RowKind("whole", **together(kinds))
         if any(k.name == "own" for k in kinds):
             if eqn.primitive.name == "select_n" and kinds[0].needs_whole:
                 return [whole.but(guarded=tuple(eqn.invars[1:]))]
-            # A micro-batch's part of a sum times its own number is its part of another sum.
+            # A micro-batch's share of a sum, times its own value, is its share of another sum.
             if all(k.name in ("own", "fixed", "sum") for k in kinds) and is_sum(eqn, kinds):
                 return [RowKind("sum", **together(kinds))] * len(eqn.outvars)
             return refused(eqn, "combines a micro-batch's own number with the whole batch's")
@@ -222,7 +227,7 @@ class EquationAnalysis:
         return [whole] * len(eqn.outvars)
 
     def of_row(self, eqn: Any, kinds: Kinds) -> Kinds:
-        """One row at a time, within a loop over them."""
+        """Returns the kinds of an equation's results on one row, within a loop over the rows."""
         both = together(kinds)
         if not any(k.needs_whole for k in kinds):
             return [RowKind("row", learned=both["learned"])] * len(eqn.outvars)
@@ -234,12 +239,13 @@ class EquationAnalysis:
 
 
 def refused(eqn: Any, why: str) -> Kinds:
-    """Results that micro-batches cannot reproduce, because of this equation."""
+    """Returns the kinds of results that micro-batches cannot reproduce because of ``eqn``."""
     return [mixed(why, where(eqn))] * len(eqn.outvars)
 
 
 def is_sum(eqn: Any, kinds: Kinds) -> bool:
-    """Whether the result is a sum over micro-batches, of what each makes with its own numbers."""
+    """Returns whether the result is a sum over micro-batches, to which each may contribute with its
+    own values."""
     given = [FIXED if k.name == "own" and not k.adds else k.added for k in kinds]
     if not any(k.name == "sum" for k in given):
         return False
@@ -248,6 +254,6 @@ def is_sum(eqn: Any, kinds: Kinds) -> bool:
 
 
 def grows(pair: EquationPair) -> bool:
-    """Whether an array in the equation grows with the number of rows."""
+    """Returns whether a result of the equation grows with the number of rows."""
     outs = zip(pair.whole.outvars, pair.micro.outvars, strict=True)
     return any(w.aval.shape != m.aval.shape for w, m in outs)

@@ -1,4 +1,4 @@
-"""A traced step as one list of equations: calls are opened, loops and checkpoints are not."""
+"""A traced step as one list of equations: calls are inlined, loops and checkpoints are not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zerojax.xla import jaxprs
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Variable:
-    """A value of a flat program; unlike jax's own, no two calls share one."""
+    """A variable of a flat program. Unlike a variable of a jaxpr, it belongs to one call only."""
 
     aval: Any
 
@@ -33,10 +33,10 @@ class Flat:
     """A program without calls, in the form of an open jaxpr.
 
     Attributes:
-      invars, outvars: As in a jaxpr; results may be literals.
+      invars, outvars: Arguments and results, as in a jaxpr; results may be literals.
       eqns: Equations in order.
-      constvars, consts: Arrays that the program brings along, and their variables.
-      bound: By equation, the tracebacks of the calls that held it, outermost first, and its own.
+      constvars, consts: Variables and values of the arrays that the program closes over.
+      bound: For each equation, the tracebacks of the calls around it, outermost first, and its own.
     """
 
     invars: list[Any]
@@ -53,17 +53,18 @@ def flatten(
     batch: Collection[int] = (),
     keeps: Collection[Any] = (prims.remat_p,),
 ) -> Flat:
-    """Opens calls of a jaxpr that run their body once on their own operands.
+    """Inlines calls of a jaxpr that run their body once on their own operands.
 
-    What a checkpoint makes without what is ``learned`` and uses as a number, such as the sum of a
-    mask, is made outside it. What a scatter adds to an array that does not depend on the batch,
-    such as counts in the state, is added up by itself first.
+    Reductions inside a checkpoint that do not depend on ``learned`` arguments, such as the sum of
+    a mask, are moved out of the checkpoint. The updates that a scatter-add adds to an array that
+    does not depend on the batch, such as counts in the state, are summed separately first.
 
     Args:
       closed: A jaxpr with its constants.
       learned: Positions of the arguments that training changes.
       batch: Positions of the arguments that are leaves of the batch.
-      keeps: The primitives of calls that are not opened: checkpoints, for what they save.
+      keeps: Primitives of calls that are not inlined; by default checkpoints, because inlining
+        would lose what they save.
     """
     return _Opener(closed, learned, batch, keeps).flat
 
@@ -89,11 +90,11 @@ class _Opener:
         outer: Any,
         calls: tuple[Any, ...],
     ) -> list[Any]:
-        """Appends the equations of a jaxpr on these arguments; its results.
+        """Appends the equations of a jaxpr applied to ``args``, and returns its results.
 
         Args:
           outer: The source of the call that runs the jaxpr; None for the program itself.
-          calls: Tracebacks of all calls around.
+          calls: Tracebacks of all enclosing calls.
         """
         env = dict(zip(jaxpr.invars, args, strict=True))
         for v, value in zip(jaxpr.constvars, consts, strict=True):
@@ -129,13 +130,14 @@ class _Opener:
         return [read(v) for v in jaxpr.outvars]
 
     def _users_own(self, traceback: Any) -> bool:
-        """Whether a line of the user's is known: jax traces a library's function once."""
+        """Returns whether a traceback has a line of the user's code. Inside a function of a
+        library it has none, because jax traces the function once for all callers."""
         if traceback not in self._known:
             self._known[traceback] = line(traceback) is not None
         return self._known[traceback]
 
     def _body(self, eqn: Any, values: Sequence[Any]) -> Any:
-        """The jaxpr that an equation is opened to; None for others."""
+        """Returns the jaxpr to inline in place of an equation; None if the equation stays."""
         if eqn.primitive in jaxprs.CALLS and not is_change(eqn):
             return None if eqn.primitive in self._keeps else jaxprs.called(eqn)
         if eqn.primitive is lax.scatter_add_p and values[0] not in self._zeros:
@@ -149,11 +151,12 @@ class _Opener:
     def _without_numbers(
         self, eqn: Any, values: list[Any], info: Any, bound: tuple[Any, ...]
     ) -> tuple[Any, list[Any]]:
-        """A checkpoint that is given the numbers which it makes of the batch alone."""
+        """Moves reductions that do not depend on learned arguments out of a checkpoint; returns
+        the checkpoint that takes them as further operands, and its operands."""
         inner = jaxprs.param(eqn, "jaxpr")
         depends = EQUATION_DEPENDS.forward(inner, [*map(self._is_learned, values)]).of
         learned = {v for v, yes in depends.items() if yes}
-        counted: dict[Any, None] = {}  # numbers that reductions make
+        counted: dict[Any, None] = {}  # results of reductions
         for each in inner.eqns:
             shrinks = len(each.outvars) == 1 and (_reduces(each) or _small(each, counted))
             if shrinks and learned.isdisjoint(each.outvars):
@@ -175,7 +178,7 @@ class _Opener:
 
 
 def _reduces(eqn: Any) -> bool:
-    """Whether it makes fewer numbers of an array, by a reduction."""
+    """Returns whether an equation shrinks an array by a reduction."""
     return _shrinks(eqn) and contains(eqn, _is_reduction, enters=runs_regions)
 
 
@@ -189,13 +192,14 @@ def _is_reduction(eqn: Any) -> bool:
 
 
 def _small(eqn: Any, counted: Collection[Any]) -> bool:
-    """Whether it makes one number of each of those ``counted`` that it is given."""
+    """Returns whether an equation takes some of ``counted``, and its result is no larger than the
+    largest of them."""
     given = [v.aval.size for v in jaxprs.variables(eqn.invars) if v in counted]
     return bool(given) and eqn.outvars[0].aval.size <= max(given)
 
 
 def _apart(eqn: Any) -> Any:
-    """A scatter-add that adds to zeros first; a closed jaxpr."""
+    """Returns a closed jaxpr that scatter-adds to zeros first, and then adds the operand."""
 
     def run(operand: Any, *added: Any) -> Any:
         (total,) = jaxprs.bind(eqn, [jnp.zeros_like(operand), *added])

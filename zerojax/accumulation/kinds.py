@@ -1,4 +1,4 @@
-"""How a value of a step depends on the rows of the batch."""
+"""Kinds of values: how a value of a step depends on the rows of the batch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from zerojax.accumulation.reductions import REDUCTIONS
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A number made of rows, and what it was made from.
+    """A value reduced over rows, and the reductions that it is computed from.
 
     Attributes:
-      key: The path of the reduction over rows that makes the number; None where none does.
-      parents: The numbers that this one is made from.
+      key: The path of the reduction over rows that computes the value; None where the value only
+        combines its parents.
+      parents: The nodes of the reduced values that this one is computed from.
     """
 
     key: Any = None
     parents: tuple[Node, ...] = ()
 
     def roots(self) -> set[Any]:
-        """Keys of all reductions over rows that the number is made from."""
+        """Returns the keys of all reductions over rows that the value is computed from."""
         roots, seen, left = set(), {id(self)}, [self]
         while left:
             node = left.pop()
@@ -37,13 +38,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a value cannot be made from micro-batches.
+    """The reason why a value cannot be computed from micro-batches.
 
     Attributes:
       why: What the equation does, a verb first: "combines rows of the batch with each other".
-      where: "primitive at file:line".
-      shape: Of an array that the equation makes with rows in several dimensions, or with a
-        dimension that does not grow in proportion to the rows; else None.
+      where: The equation, as "primitive at file:line".
+      shape: The shape of the equation's result if it has rows in several dimensions, or a dimension
+        that does not grow in proportion to the rows; else None.
     """
 
     why: str
@@ -53,31 +54,32 @@ class Problem:
 
 @dataclass(frozen=True)
 class RowKind:
-    """How a value depends on the rows of the batch.
+    """The dependence of a value on the rows of the batch.
 
     Attributes:
       name: One of
 
-        - "fixed": not at all; the same number in every micro-batch and in the whole batch;
-        - "rows": entry by entry of dimension ``dim``;
-        - "row": on one row, within a loop over the rows;
-        - "sum", "max", "min", "prod", "and", "or": that reduction over rows, so that the whole
-          batch's is the same reduction of the micro-batches';
-        - "whole": made from such numbers of the whole batch;
-        - "own": a number of the micro-batch alone, such as its batch statistics;
-        - "mixed": in a way that micro-batches cannot reproduce, see ``problem``.
-      dim, outer: Of "rows", the dimension that holds them, and how many stretches of all rows it
-        holds one behind the other; None where every row is alike.
-      adds: Of "own", the backward pass's: the micro-batches' numbers add up to a gradient.
-      zero: All elements are known to be 0.
-      index: "own" where each row holds its number within the batch, in ``column`` if it holds
-        others beside it; "negative" where it holds whether that is below 0; "number" where it
-        holds something else made from it.
-      learned: Depends on the state of the training.
-      node: The reductions over rows that the value is made from.
-      home: The variable of the step itself that holds the value.
-      guarded: The two values between which a number of the whole batch chooses.
-      problem: Of "mixed".
+        - "fixed": does not depend on rows; the same in every micro-batch and in the global batch;
+        - "rows": depends on them entry by entry along dimension ``dim``;
+        - "row": depends on one row, within a loop over the rows;
+        - "sum", "max", "min", "prod", "and", "or": that reduction over rows, so that the global
+          batch's value is the same reduction of the micro-batches' values;
+        - "whole": computed from such reductions over the global batch;
+        - "own": a value of the micro-batch only, such as its batch statistics;
+        - "mixed": depends on rows in a way that micro-batches cannot reproduce, see ``problem``.
+      dim, outer: For "rows", the dimension that holds the rows, and how many stretches of all rows
+        it holds one after another; ``outer`` is None if the rows are interchangeable.
+      adds: True for an "own" value of the backward pass if the micro-batches' values add up to a
+        gradient.
+      zero: True if all elements are known to be 0.
+      index: "own" if each row holds its index within the batch, in ``column`` if the row holds
+        other values too; "negative" if it holds whether that index is below 0; "number" if it
+        holds another value computed from the index; else empty.
+      learned: True if the value depends on the state of the training.
+      node: The reductions over rows that the value is computed from.
+      home: The variable of the step (not of an inner program) that holds the value.
+      guarded: The cases of the ``select_n`` that computed a "whole" value.
+      problem: The reason why the value is "mixed".
     """
 
     name: str
@@ -103,12 +105,12 @@ class RowKind:
 
     @property
     def needs_whole(self) -> bool:
-        """Whether the number is known once all micro-batches are done."""
+        """True if the value is known only after all micro-batches."""
         return self.reduced or self.name == "whole"
 
     @property
     def added(self) -> RowKind:
-        """The kind of the value once the micro-batches are done."""
+        """The kind of the value after all micro-batches."""
         return self.but(name="sum", adds=False) if self.adds else self
 
     def but(self, **changes: Any) -> RowKind:
@@ -116,7 +118,7 @@ class RowKind:
 
 
 Kinds = list[RowKind]
-"""Those of an equation's operands, or of its results."""
+"""Kinds of an equation's operands, or of its results."""
 FIXED = RowKind("fixed")
 ZERO = RowKind("fixed", zero=True)
 
@@ -126,14 +128,15 @@ def mixed(why: str, where: str, shape: tuple[int, ...] | None = None) -> RowKind
 
 
 def together(kinds: Kinds) -> dict[str, Any]:
-    """What a value has of everything that made it: ``learned`` and ``node``."""
+    """Returns the fields that a value inherits from its operands: ``learned`` and ``node``."""
     nodes = tuple({id(k.node): k.node for k in kinds if k.node is not None}.values())
     node = nodes[0] if len(nodes) == 1 else Node(parents=nodes) if nodes else None
     return {"learned": any(k.learned for k in kinds), "node": node}
 
 
 def agreed(kinds: Kinds) -> RowKind | None:
-    """The one layout of rows that all "rows" kinds among these have; None if they differ."""
+    """Returns the layout of rows that all "rows" kinds among ``kinds`` share; None if they differ,
+    or if there are none."""
     rows = [k for k in kinds if k.rows]
     dims, outers = {k.dim for k in rows}, {k.outer for k in rows} - {None}
     if len(dims) != 1 or len(outers) > 1:
@@ -148,7 +151,7 @@ def agreed(kinds: Kinds) -> RowKind | None:
 
 
 def join(one: RowKind, other: RowKind, where: str) -> RowKind:
-    """A value that is one or the other, as what a loop carries."""
+    """Returns the kind of a value that has either of two kinds, such as the carry of a loop."""
     both = together([one, other])
     if one.name == "mixed":
         return one

@@ -1,11 +1,11 @@
-"""Sums over devices once an update, in place of once a micro-batch.
+"""Gradient sums over devices once per update instead of once per micro-batch.
 
-Where every device has the parameters whole, what its rows add to a gradient need not be summed over
-the devices before the update. To XLA a gradient of a batch that lies on all of them is that sum,
-made at once. So a micro-batch is divided further, into one lane a device, and the step runs on all
-lanes side by side: one more dimension of every array, sharded over the devices, along which
-nothing is summed until all micro-batches are done. Between replica groups likewise: each group is
-a lane, within which gradients are reduce-scattered as before.
+Where every device has the unsharded parameters, the contributions of its rows to a gradient need
+not be summed over the devices before the update. But to XLA the gradient of a batch that is sharded
+over the devices is that sum, and XLA reduces it at once. So a micro-batch is divided further, into
+one lane per device, and the step runs on all lanes side by side: every array has one more
+dimension, sharded over the devices, along which nothing is summed until all micro-batches are done.
+With replica groups, each group is a lane, within which gradients are reduce-scattered as before.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from zerojax.xla import jaxprs
 
 
 class Lanes(NamedTuple):
-    """Devices, or groups of them, that each sum up what their own rows add.
+    """Devices, or groups of devices, that each sum the contributions of their own rows.
 
     Attributes:
-      mesh: Of all devices.
-      axes: Its axes over which nothing is summed before the update.
+      mesh: The mesh of all devices.
+      axes: The axes of the mesh over which nothing is summed before the update.
     """
 
     mesh: Mesh
@@ -45,8 +45,9 @@ class Lanes(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Mesh, *, sharded: bool) -> Lanes | None:
-        """Each device's where gradients are whole, each replica group's where they are ``sharded``;
-        None where that makes a single one, and where rows are shared along their tokens."""
+        """Returns one lane per device, or one per replica group if gradients are ``sharded``. None
+        if there would be a single lane, if the replica axis is not the outermost batch axis, or if
+        devices share the tokens of a row."""
         if sequence_size(mesh) > 1:
             return None
         axes = tuple(name for name in batch_axes(mesh) if not sharded or name == REPLICA)
@@ -58,17 +59,18 @@ class Lanes(NamedTuple):
         return math.prod(self.mesh.shape[name] for name in self.axes)
 
     def divided(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Leaves [k, rows, ...] of a batch as each lane's own micro-batches, [k * lanes, rows /
-        lanes, ...]."""
+        """Returns the shape of a leaf [k, rows, ...] of a batch, divided into each lane's own
+        micro-batches: [k * lanes, rows / lanes, ...]."""
         if not shape.shape:
             return shape
         k, rows, *rest = shape.shape
         return jax.ShapeDtypeStruct((k * self.number, rows // self.number, *rest), shape.dtype)
 
     def entering(self, args: Sequence[Any]) -> list[Any]:
-        """A step's arguments for the lanes: what a lane of one device has whole is no shard there,
-        or rows of the same shape would be taken for shards as well. A stack that loops read as the
-        gather leaves it stays one: so they know how it lies."""
+        """Returns a step's arguments for the lanes. In a lane of one device a gathered parameter is
+        a plain array: as a :class:`~zerojax.collectives.Shard`, it would let arrays of rows with
+        the same shape be taken for shards too. A stack that loops read in the layout of the gather
+        stays a shard, which holds that layout."""
         if self.axes == (REPLICA,):
             return list(args)
         return [x.whole if is_whole(x) and moved_stacks.of(x) is None else x for x in args]
@@ -76,10 +78,10 @@ class Lanes(NamedTuple):
     def run(
         self, task: Callable[[Sequence[jax.Array]], Sequence[Any]], rows: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """A task's results on each lane's rows, [lanes, ...].
+        """Returns a task's results on each lane's rows, [lanes, ...].
 
         Args:
-          task: From arrays [rows / lanes, ...] to results.
+          task: Function from arrays [rows / lanes, ...] to results.
           rows: Arrays [rows, ...], sharded over the devices.
         """
         apart = [x.reshape(self.number, -1, *x.shape[1:]) for x in rows]
@@ -91,14 +93,15 @@ class Lanes(NamedTuple):
         return jax.vmap(lane, spmd_axis_name=name)([self.constrain(x) for x in apart])
 
     def constrain(self, value: jax.Array, spec: Spec | None = None) -> jax.Array:
-        """An array [lanes, ...], each lane on its own devices; the rest by ``spec``, if given."""
+        """Places each lane of an array [lanes, ...] on its own devices; ``spec``, if given, shards
+        the other dimensions."""
         rest = [PartitionSpec.UNCONSTRAINED] * (value.ndim - 1) if spec is None else spec
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes, *rest))
         return lax.with_sharding_constraint(value, sharding)
 
     def obstacle(self, program: Any) -> Any:
-        """The innermost equation that cannot run on all lanes side by side, in loops and calls too;
-        None where all can."""
+        """Returns the innermost equation that cannot run on all lanes side by side, in loops and
+        calls too; None if all can."""
         found, inside = None, equations(program)
         while (first := next(filter(self._is_obstacle, inside), None)) is not None:
             found = first
@@ -106,7 +109,8 @@ class Lanes(NamedTuple):
         return found
 
     def may_suit(self, program: Any) -> bool:
-        """Whether it is worth a trace to see if lanes suit a step on the whole batch."""
+        """Returns whether lanes may suit a step, traced on the global batch, so that a trace on a
+        lane's micro-batch is worthwhile."""
         return not any(eqn.primitive.name in NEVER_ON_LANES for eqn in equations(program))
 
     def _is_obstacle(self, eqn: Any) -> bool:
@@ -119,14 +123,14 @@ class Lanes(NamedTuple):
 
 
 def _is_batched(eqn: Any) -> bool:
-    """Whether jax can run an equation on many operands at once."""
-    alone = not jaxprs.variables(eqn.invars)  # as an iota is
+    """Returns whether ``jax.vmap`` can batch an equation."""
+    alone = not jaxprs.variables(eqn.invars)  # such as an iota
     call = eqn.primitive in jaxprs.CALLS
     return alone or call or eqn.primitive in batching.fancy_primitive_batchers
 
 
 def rows_of_all(value: jax.Array, kind: RowKind) -> jax.Array:
-    """The rows of all lanes in their order, of results [lanes, ...] of the lanes."""
+    """Returns the rows of all lanes in their order, from the lanes' results [lanes, ...]."""
     lanes, outer = value.shape[0], kind.outer or 1
     rows = jnp.moveaxis(value, kind.dim + 1, 1)
     n, rest = rows.shape[1] // outer, rows.shape[2:]

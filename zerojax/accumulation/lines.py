@@ -13,20 +13,20 @@ _PACKAGE = PurePath(__file__).parent.parent
 
 
 def where(eqn: Any) -> str:
-    """The equation's primitive, and the user's line that makes it where that is known."""
+    """Returns the equation's primitive and, if known, the user's line that it comes from."""
     place = line(jaxprs.source(eqn).traceback)
     return f"{eqn.primitive.name} at {place}" if place else eqn.primitive.name
 
 
 def line(traceback: Any, *, models: bool = False) -> str | None:
-    """The innermost line outside of libraries, as "file.py:7"; with ``models`` the library's own
-    models count as the user's."""
+    """Returns the innermost line outside of libraries, as "file.py:7". With ``models``, zerojax's
+    own models count as the user's code."""
     frames = traceback.frames if traceback is not None else ()
     return _innermost(((frame.file_name, frame.line_num) for frame in frames), models=models)
 
 
 def raised_at(error: BaseException) -> str | None:
-    """The innermost line outside of libraries that raised an error."""
+    """Returns the innermost line outside of libraries in an error's traceback."""
     frames = tracebacks.extract_tb(error.__traceback__)
     return _innermost((frame.filename, frame.lineno) for frame in reversed(frames))
 

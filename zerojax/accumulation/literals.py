@@ -1,7 +1,7 @@
-"""The micro-batch's program with the numbers of rows of the whole batch.
+"""The micro-batch's program with the global batch's number of rows.
 
-A mean over rows divides by their number. With the whole batch's number in its place each
-micro-batch makes its part of the whole mean, so that the parts add up, gradients too.
+A mean over rows divides by their number. With the global batch's number instead, each micro-batch
+computes its share of the global mean, so that the shares add up, and so do their gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zerojax.xla import jaxprs
 
 
 def with_numbers_of_whole(analysis: Analysis) -> list[Any]:
-    """The micro-batch's equations in order."""
+    """Returns the micro-batch's equations in order, with the numbers of the global batch."""
     return [_equation(pair, (i,), analysis) for i, pair in enumerate(analysis.pairs)]
 
 
@@ -48,8 +48,8 @@ def _equation(pair: EquationPair, path: Path, analysis: Analysis) -> Any:
 
 
 def changed_rule(analysis: Analysis, rules: Collection[Any]) -> Any:
-    """The first call of one of the primitives ``rules``, in loops and calls too, within which the
-    micro-batch would have numbers of the whole batch; None without one."""
+    """Returns the first call of one of the primitives ``rules``, in loops and calls too, inside
+    which the micro-batch would have numbers of the global batch; None if there is none."""
 
     def first(both: Iterable[EquationPair], inside: bool) -> Any:
         for pair in both:
@@ -67,8 +67,8 @@ def changed_rule(analysis: Analysis, rules: Collection[Any]) -> Any:
 
 
 def _counts_rows(pair: EquationPair, sizes: Sizes) -> bool:
-    """Whether an equation whose operands and results have no rows depends on their number, by a
-    parameter such as the iterations of a loop, or by an array that grows with them inside."""
+    """Returns whether an equation without rows in its operands and results depends on their number
+    all the same: by a parameter such as the length of a loop, or by an inner array that grows."""
     if not alike_in_shape(pair):
         return False
     if pair.whole.primitive is prims.scan_p:

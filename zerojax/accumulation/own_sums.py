@@ -1,4 +1,4 @@
-"""The gradients of a step whose devices each sum up their own rows until the update."""
+"""Gradients of a step in which each device sums over its own rows until the update."""
 
 from __future__ import annotations
 
@@ -19,35 +19,38 @@ from zerojax.xla import jaxprs
 
 
 class Reducer(Protocol):
-    """How gradients are sent that each device sums up by itself.
+    """A way to reduce gradients that each device has summed over its own rows.
 
     Attributes:
-      key: The key that asks for it.
-      after: By parameter, the errors after the update; none where its gradient is not sent so.
+      key: The config key that enables the reducer.
+      after: For each parameter, the errors after the update; empty if the reducer does not send
+        its gradient.
     """
 
     key: str
     after: list[tuple[jax.Array, ...]]
 
     def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
-        """The gradient of a parameter, float32, of the devices' parts [devices, *shape]."""
+        """Returns the gradient of a parameter, float32, from the devices' partial sums [devices,
+        *shape]."""
 
 
 def remedy(key: str) -> str:
-    """The last way out."""
+    """Returns the last suggestion of an error message: to remove the config key."""
     return f"or take {key} out"
 
 
 def parameters_of(
     flat: Flat, names: Sequence[str], chosen: Collection[int], key: str
 ) -> dict[Any, int]:
-    """By variable, the parameter whose gradient is made of the variable, element by element.
+    """Maps each variable from which a parameter's gradient is computed element by element to the
+    position of the parameter.
 
     Args:
       flat: The step.
-      names: Of the parameters.
-      chosen: The positions of those that count.
-      key: The key that asks for it.
+      names: Names of the parameters.
+      chosen: Positions of the parameters to look at.
+      key: The config key that enables the reducer, for the error.
 
     Raises:
       ValueError: Not every parameter's gradient reaches the optimizer once, in the step itself.
@@ -81,8 +84,8 @@ def check_sums(
     parameters: dict[Any, int],
     key: str,
 ) -> None:
-    """Raises ValueError where a gradient is not one sum over rows, which devices could make apart
-    and send with its error."""
+    """Raises ValueError if a gradient is not a single sum over rows, which each device could
+    compute separately and send with its error."""
     sums = [parameters.get(x.variable) for x in split.crossing if x.how == "sum"]
     reach = marks.gradients(flat)
     for i in sorted({*parameters.values()}):
@@ -95,12 +98,12 @@ def check_sums(
 
 
 def obstacle(split: Split, analysis: Analysis, eqn: Any) -> str | None:
-    """Why devices cannot run a step apart; None where they can.
+    """Returns why devices cannot run a step separately; None if they can.
 
     Args:
       split: The step.
-      analysis: Of the step.
-      eqn: The first equation that cannot run side by side; None where all can.
+      analysis: The analysis of the step.
+      eqn: The first equation that cannot run side by side; None if all can.
     """
     if eqn is not None:
         return f"{where(eqn)} cannot run for each device by itself"

@@ -1,4 +1,4 @@
-"""A step traced on a micro-batch beside the same step traced on the whole batch."""
+"""Equations of a step traced on the global batch, matched with those traced on a micro-batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zerojax.graph.primitives import KERNELS
 from zerojax.xla import jaxprs
 
 _GROUPS = frozenset({"feature_group_count", "batch_group_count"})
-"""Parameters that count rows where ``jax.vmap`` makes a group of each."""
+"""Parameters that count rows where ``jax.vmap`` has turned each row into a group."""
 
 
 class Sizes(NamedTuple):
-    """Rows of the whole batch, and of a micro-batch; neither need divide the other.
+    """Rows of the global batch, and of a micro-batch; neither need divide the other.
 
     Attributes:
       whole, micro: The numbers of rows.
@@ -31,16 +31,16 @@ class Sizes(NamedTuple):
 
     @property
     def traced(self) -> int:
-        """The rows to trace a micro-batch with: see :mod:`zerojax.accumulation.resize`."""
+        """Rows to trace a micro-batch with, see :mod:`zerojax.accumulation.resize`."""
         return self.micro if self.micro > 1 else 2 if self.whole != 2 else 3
 
     def fit(self, whole: int, micro: int) -> bool:
-        """Whether two sizes of a dimension are the same, or in proportion to the rows."""
+        """Returns whether two sizes of a dimension are equal, or in proportion to the rows."""
         return whole == micro or whole * self.micro == micro * self.whole
 
 
 class EquationPair(NamedTuple):
-    """One equation in both: on the ``whole`` batch, and on a ``micro``-batch."""
+    """One equation, on the global batch (``whole``) and on a micro-batch (``micro``)."""
 
     whole: Any
     micro: Any
@@ -50,17 +50,17 @@ class UnevenError(Exception):
     """The step's program depends on the number of rows; the argument says where.
 
     Attributes:
-      remedy: What to write, where that is known.
+      remedy: What to write instead, if known.
     """
 
     remedy: str | None = None
 
 
 def pairs(whole: Any, micro: Any, sizes: Sizes) -> Iterator[EquationPair]:
-    """The equations of two programs, open jaxprs or flat ones, matched.
+    """Matches the equations of two programs, open jaxprs or flat ones.
 
     Raises:
-      UnevenError: They differ in more than shapes.
+      UnevenError: The programs differ in more than shapes.
     """
     given = [(*program.constvars, *program.invars) for program in (whole, micro)]
     if len(given[0]) != len(given[1]):
@@ -86,7 +86,7 @@ def pairs(whole: Any, micro: Any, sizes: Sizes) -> Iterator[EquationPair]:
 
 
 def _alike(one: Any, other: Any, sizes: Sizes) -> bool:
-    """Whether the equations may differ in the number of rows alone."""
+    """Returns whether the equations differ at most in the number of rows."""
     shapes = _shapes(one), _shapes(other)
     if one.primitive != other.primitive or len(shapes[0]) != len(shapes[1]):
         return False
@@ -105,8 +105,9 @@ def _shapes(eqn: Any) -> list[tuple[int, ...]]:
 
 
 def other_numbers(pair: EquationPair) -> bool:
-    """Whether parameters hold different numbers, but for the sizes of dimensions that grow with the
-    rows: an exponent, the column where a slice begins. Those of programs inside do not count."""
+    """Returns whether the equations' parameters hold different numbers, such as an exponent or the
+    column where a slice begins. The sizes of dimensions that grow with the rows do not count, nor
+    do the parameters of kernels and of equations with inner programs."""
     whole, micro = pair
     if whole.primitive.name in KERNELS or jaxprs.programs(whole):
         return False
@@ -114,7 +115,7 @@ def other_numbers(pair: EquationPair) -> bool:
     for name, w in whole.params.items():
         m = micro.params.get(name)
         if isinstance(w, tuple) and isinstance(m, tuple) and len(w) == len(m):
-            if name != "sizes" and _differ(w, m) - grow:  # a split has them of one dimension
+            if name != "sizes" and _differ(w, m) - grow:  # a split's sizes are of one dimension
                 return True
         elif name not in _GROUPS and _differ([w], [m]):
             return True
@@ -122,7 +123,7 @@ def other_numbers(pair: EquationPair) -> bool:
 
 
 def _differ(one: Sequence[Any], other: Sequence[Any]) -> set[int]:
-    """The positions of numbers, or of tuples of numbers, that are not the same."""
+    """Returns the positions of numbers, or of tuples of numbers, that differ."""
     both = enumerate(zip(one, other, strict=True))
     numbers = int | float | np.number | tuple
     return {
@@ -133,12 +134,12 @@ def _differ(one: Sequence[Any], other: Sequence[Any]) -> set[int]:
 
 
 def alike_in_shape(pair: EquationPair) -> bool:
-    """Whether no operand and no result of an equation grows with the rows."""
+    """Returns whether no operand and no result of an equation grows with the rows."""
     whole, micro = (_shapes(eqn) for eqn in pair)
     return whole == micro
 
 
 def scaled(whole: Any, micro: Any) -> list[int]:
-    """Dimensions in which an array grows with the number of rows."""
+    """Returns the dimensions in which an array grows with the number of rows."""
     shapes = zip(whole.shape, micro.shape, strict=True)
     return [i for i, (a, b) in enumerate(shapes) if a != b]

@@ -1,6 +1,6 @@
-"""How products, convolutions, lookups and scatters carry the rows of a batch.
+"""Rules for how products, convolutions, lookups and scatters carry the rows of a batch.
 
-As in :mod:`zerojax.accumulation.row_rules`, which has them in its table.
+They are part of the table in :mod:`zerojax.accumulation.row_rules`, which describes rules.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def convolution(eqn: Any, kinds: Kinds) -> RowKind | None:
         return None
     if right.dim == rhs[1] and param(eqn, "feature_group_count") == 1:
         return RowKind("sum", learned=left.learned or right.learned)
-    # Each feature is a group of its own: gradients by row.
+    # Each feature is its own group, so the gradients are per row.
     apart = right.dim == rhs[0] and eqn.invars[1].aval.shape[rhs[1]] == 1
     return same.but(dim=out[1]) if apart and param(eqn, "batch_group_count") == 1 else None
 
@@ -101,12 +101,12 @@ def lookup(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _window(ndim: int, left_out: Sequence[int], batching: Sequence[int]) -> list[int]:
-    """The operand's dimensions that each slice has."""
+    """Returns the dimensions of the operand that each slice keeps."""
     return [d for d in range(ndim) if d not in left_out and d not in batching]
 
 
 def _at_its_own(indices: RowKind, column: int) -> bool:
-    """Whether these are the numbers of the rows themselves."""
+    """Returns whether a column of ``indices`` holds each row's own index."""
     return indices.rows and indices.index == "own" and indices.column == column
 
 

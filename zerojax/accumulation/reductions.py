@@ -1,4 +1,4 @@
-"""Reductions over rows: how the results of micro-batches make that of the whole batch."""
+"""Reductions over rows: how the micro-batches' results combine to the global batch's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from jax import lax
 
 
 class Reduction(NamedTuple):
-    """A reduction that may be made part by part.
+    """A reduction that may be computed part by part.
 
     Attributes:
-      primitive: The name of the primitive that reduces an array so.
-      of_two: The result of two parts together, from the results of each.
-      over: ``over(x, axes)``, the result of all parts, of which ``x`` has those in some dimensions.
-      neutral: By dtype, the value that changes no result; it stands for rows that do not count.
+      primitive: The name of the primitive that computes the reduction.
+      of_two: Function from the results of two parts to their joint result.
+      over: ``over(x, axes)``, the joint result of all parts, whose results ``x`` holds along
+        ``axes``.
+      neutral: Function from a dtype to the value that changes no result, for rows that do not
+        count.
     """
 
     primitive: str
@@ -46,7 +48,7 @@ REDUCTIONS: Mapping[str, Reduction] = {
     "and": Reduction("reduce_and", jnp.bitwise_and, lax.reduce_and, _all_bits),
     "or": Reduction("reduce_or", jnp.bitwise_or, lax.reduce_or, lambda _: 0),
 }
-"""By the name that :class:`zerojax.accumulation.kinds.RowKind` has for them."""
+"""Reductions by their name in :class:`zerojax.accumulation.kinds.RowKind`."""
 
 REDUCES: Mapping[str, str] = {x.primitive: name for name, x in REDUCTIONS.items()}
-"""The name of the reduction, by primitive."""
+"""The name of each primitive's reduction."""

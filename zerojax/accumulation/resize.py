@@ -1,7 +1,7 @@
 """A step for micro-batches of a single row.
 
-jax writes another program where a dimension has size 1: it broadcasts and sums nothing. So the
-step is traced on a few rows, and made one for a single row from that, shape by shape.
+jax traces another program where a dimension has size 1: it neither broadcasts nor sums along the
+dimension. So the step is traced on a few rows, and then resized to a single row, shape by shape.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from zerojax.xla import jaxprs
 
 
 def micro_batch(whole: Flat, traced: Flat, sizes: Sizes) -> Flat:
-    """The step on a micro-batch, from its trace on ``sizes.traced`` rows.
+    """Returns the step on a micro-batch, derived from its trace on ``sizes.traced`` rows.
 
     Raises:
-      UnevenError: It differs from the step on the whole batch in more than shapes.
+      UnevenError: The trace differs from the step on the global batch in more than shapes.
     """
     if sizes.traced == sizes.micro:
         return traced
@@ -31,14 +31,14 @@ def micro_batch(whole: Flat, traced: Flat, sizes: Sizes) -> Flat:
 
 
 class Resize:
-    """From the step on ``whole`` and on ``few`` rows to the step on one row."""
+    """Conversion of a step, traced on ``whole`` and on ``few`` rows, to one row."""
 
     def __init__(self, whole: int, few: int) -> None:
         self._whole, self._few = whole, few
         self._sizes = Sizes(whole, few)
 
     def flat(self, whole: Flat, few: Flat) -> Flat:
-        """A flat program, equation by equation as it is for a few rows."""
+        """Returns the flat program on one row, equation by equation the one on a few rows."""
         env: dict[Any, Any] = {}
 
         def resized(w: Any, v: Any) -> Any:
@@ -80,7 +80,7 @@ class Resize:
 
     def _params(self, pair: EquationPair) -> dict[str, Any]:
         whole, few = pair
-        if alike_in_shape(pair):  # its numbers are those of the whole batch, see literals
+        if alike_in_shape(pair):  # its numbers become the global batch's, see literals
             return dict(few.params)
         return {
             name: self._param(whole.params[name], value, pair) for name, value in few.params.items()
@@ -90,7 +90,7 @@ class Resize:
         if type(few) is tuple and type(whole) is tuple and len(few) == len(whole):
             return tuple(self._param(w, f, pair) for w, f in zip(whole, few, strict=True))
         if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in (whole, few)):
-            return self._size(int(whole), int(few))  # in the padding of a slice's gradient numpy's
+            return self._size(int(whole), int(few))  # numpy ints in a slice gradient's padding
         if jaxprs.is_jaxpr(few):
             return self._body(whole, few, where(pair.whole))
         return few
@@ -114,7 +114,7 @@ class Resize:
         return inner
 
     def _run(self, whole: Any, few: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Evaluates a program within an equation on arguments of one row."""
+        """Evaluates the inner program of an equation on arguments of one row."""
         env = dict(zip((*few.constvars, *few.invars), (*consts, *args), strict=True))
 
         def read(w: Any, v: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which numbers of all rows are made first, and which each micro-batch makes for itself."""
+"""Decisions about values reduced over all rows: computed first, or by each micro-batch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from zerojax.accumulation.kinds import RowKind
 def analyse(
     whole: Flat, micro: Flat, given: Sequence[RowKind], rest: Sequence[int]
 ) -> tuple[Analysis, Choices]:
-    """The analysis of a step with its conflicts resolved, as far as they can be.
+    """Analyses a step, and resolves its conflicts as far as possible.
 
-    A number of all rows that goes back into the rows
+    A value reduced over all rows that is combined with rows again
 
-    - and follows from the batch alone (the sum of a mask) is made before the micro-batches;
-    - and goes into the carried state too (batch statistics) is each micro-batch's own, and so is
-      what differentiation makes of the equations that compute and read it: their backward pass has
-      their place in the program. The sums of any other backward pass, a ``custom_vjp``'s for one,
-      are those of all rows.
+    - is computed before the micro-batches if it depends only on the batch (the sum of a mask);
+    - is each micro-batch's own if it also enters the carried state (batch statistics). The same
+      holds for the derivatives of the equations that compute and read it: their backward pass has
+      the same place in the program. The sums of any other backward pass, such as a
+      ``custom_vjp``'s, are over all rows.
 
     Args:
-      whole, micro: The step traced on the whole batch and on a micro-batch.
+      whole, micro: The step traced on the global batch and on a micro-batch.
       given: The kinds of its arguments.
-      rest: Positions among the results of the state beside parameters and optimizer.
+      rest: Positions, among the results, of state other than parameters and optimizer state.
 
     Raises:
       UnevenError: The two programs differ in more than shapes.
@@ -39,9 +39,9 @@ def analyse(
         statistics = set()
         for i in rest:
             if (node := analysis.kind(whole.outvars[i]).node) is not None:
-                # What gradients change is no statistic of the batch.
+                # Reductions of the backward pass are gradients, not batch statistics.
                 statistics |= {r for r in node.roots() if not analysis.backward.get(r)}
-        # What goes into the rows of a forward pass is no backward pass's own.
+        # A value that the forward pass combines with rows does not belong to a backward pass.
         forward = set()
         for conflict in analysis.conflicts:
             if not conflict.backward and conflict.kind.node is not None:
@@ -68,6 +68,6 @@ def analyse(
 
 
 def _differentiates(place: tuple[Any, ...] | None, owned: Collection[Any]) -> bool:
-    """Whether an equation has the place of one of those ``owned``. The forward pass of a checkpoint
-    stands in the step without the checkpoint's call."""
+    """Returns whether an equation's place, or a suffix of it, is one of ``owned``. Suffixes count
+    because the forward pass of a checkpoint is in the step without the checkpoint's call."""
     return place is not None and any(place[i:] in owned for i in range(len(place)))

@@ -1,4 +1,4 @@
-"""What the arguments and results of a step are, and what accumulation makes of each result."""
+"""Roles of a step's arguments and results, and the treatment of each result by accumulation."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Roles:
     """Positions among the flat arguments and results of a step.
 
     Attributes:
-      name: Of the step.
+      name: The name of the step.
       learned: Arguments that training changes: parameters, optimizer state, other state.
       batch: Arguments that are leaves of the batch.
       state, rest: Results that are the state after the step, and those of them that are neither
         parameters nor optimizer state nor the counter; the state's arguments have the same
         positions.
-      paths: What to call each result.
+      paths: The name of each result, for messages.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Roles:
     paths: Sequence[str]
 
     def kinds(self, flat: Flat) -> list[RowKind]:
-        """How the arguments depend on the rows of the batch."""
+        """Returns the kind of each argument."""
         batch = {*self.batch}
         return [
             RowKind("rows", dim=0, outer=1)
@@ -62,7 +62,8 @@ class Roles:
 
 
 def roles_of(name: str, given: Parts, batch: Any, results: tuple[Parts, Any]) -> Roles:
-    """Roles in a step from ``(given, batch)`` to ``results``, the state and all else."""
+    """Returns the roles in a step from ``(given, batch)`` to ``results``, the new state and
+    everything else."""
     ends = list(itertools.accumulate(len(jax.tree.leaves(part)) for part in given))
     rest = range(ends[2], ends[3])
     fields = {**results[0]._asdict(), **dict(sorted(results[0].rest.items()))}
@@ -87,9 +88,9 @@ def roles_of(name: str, given: Parts, batch: Any, results: tuple[Parts, Any]) ->
 
 
 def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, Any]:
-    """State that each micro-batch hands to the next: what the batch alone changes (batch
-    statistics), and keys. The variable that holds a part of that state, by the part's position
-    among the arguments; ``rest`` as in :class:`Roles`."""
+    """Finds the state that each micro-batch passes to the next: state that only the batch changes
+    (batch statistics), and keys. Returns the variable that holds each array of that state, by the
+    array's position among the arguments; ``rest`` as in :class:`Roles`."""
     carry: dict[int, Any] = {}
     for i in rest:
         given, out = flat.invars[i], flat.outvars[i]
@@ -111,10 +112,10 @@ def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, An
 def per_micro_batch(
     flat: Flat, analysis: Analysis, roles: Roles, carry: Mapping[int, Any], k: int
 ) -> tuple[list[int], list[int]]:
-    """The results that each micro-batch makes, and those of them that are averaged.
+    """Returns the results that each micro-batch computes, and those of them that are averaged.
 
     Raises:
-      ValueError: The state, or a result, would not be that of the whole batch.
+      ValueError: The state, or a result, would not be that of the global batch.
     """
     passed = {*carry.values()}
     state = {*roles.state}
@@ -125,7 +126,7 @@ def per_micro_batch(
         what = f"{roles.name} cannot be accumulated over {k} micro-batches: {roles.paths[i]}"
         return ValueError(f"{what} {why}")
 
-    # Numbers of the optimizer follow from the arrays that it updates, whose names say more.
+    # Optimizer state last: it depends on the arrays to update, whose names say more in an error.
     numbers = [i for i in roles.state if roles.paths[i].startswith("state.opt_state")]
     for i in sorted(range(len(flat.outvars)), key={*numbers}.__contains__):
         v = flat.outvars[i]
@@ -161,7 +162,7 @@ def per_micro_batch(
 
 
 def warn_of_differences(name: str, analysis: Analysis, k: int) -> None:
-    """Says what cannot be the same as on the whole batch."""
+    """Logs which values cannot be the same as on the global batch."""
     if analysis.owners:
         log.warning(
             "%s: each of the %d micro-batches has statistics of its own rows (%s); those of the "
@@ -182,14 +183,14 @@ def _some(places: Sequence[str]) -> str:
 
 
 def _feeds_noise(flat: Any, start: Any) -> bool:
-    """Whether an argument is a key, or a number that keys are made from."""
+    """Returns whether an argument is a key, or integers that keys are derived from."""
     dtype = start.aval.dtype
     key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return key or (dtype == jnp.uint32 and _reaches_noise(flat, start))
 
 
 def _reaches_noise(flat: Any, start: Any) -> bool:
-    """Whether a primitive that draws random numbers takes what depends on an argument."""
+    """Returns whether a primitive that draws random numbers depends on an argument."""
     draws: list[Any] = []
 
     def depend(eqn: Any, operands: Sequence[bool]) -> list[bool]:

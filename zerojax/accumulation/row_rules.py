@@ -1,8 +1,9 @@
-"""How equations carry the rows of a batch from their operands to their result.
+"""Rules for how equations carry the rows of a batch from their operands to their result.
 
-Each rule is given the equation on the whole batch and the kinds of its operands, at least one of
-them "rows", the others "rows", "fixed" or "own". It returns the layout of rows in the result (or
-that of each result), a "sum" where the equation adds rows up, or None where it mixes them.
+Each rule takes the equation on the global batch and the kinds of its operands, at least one of
+them "rows", the others "rows", "fixed" or "own" (for a scatter-add's first also "sum"). It returns
+the layout of rows in the result (or in each result), a reduction such as "sum" if the equation
+reduces over rows, or None if the equation mixes rows.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def _elementwise(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _index_of(eqn: Any, kinds: Kinds) -> str:
-    """Whether the numbers of rows are still those; numpy's indexing looks for negative ones."""
+    """Returns the ``index`` of the result. Row indices stay "own" through the check for negative
+    indices that numpy's indexing adds."""
     name = eqn.primitive.name
     if name in LABELS or name == "convert_element_type":
         return kinds[0].index
@@ -95,7 +97,7 @@ def _squeeze(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _slice(eqn: Any, kinds: Kinds) -> RowKind | None:
-    """All of the dimension of rows, or whole stretches."""
+    """Accepts a slice of the complete dimension of rows, or of complete stretches."""
     (kind,) = kinds
     n, strides = eqn.invars[0].aval.shape[kind.dim], param(eqn, "strides")
     start, limit = (param(eqn, f"{end}_indices")[kind.dim] for end in ("start", "limit"))
@@ -134,7 +136,8 @@ def _concatenate(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _beside(eqn: Any, kinds: Kinds, layout: RowKind, along: int) -> RowKind:
-    """The numbers of rows as one column of indices."""
+    """Returns the layout of arrays joined along another dimension than the rows. Row indices may be
+    one column among others."""
     at = [i for i, k in enumerate(kinds) if k.index]
     last = along == eqn.outvars[0].aval.ndim - 1
     if last and len(at) == 1 and kinds[at[0]].index == "own":
@@ -172,7 +175,8 @@ def _pad(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _along(parameter: str) -> Rule:
-    """For what works along one dimension (or several), on each entry of the others."""
+    """Returns a rule for primitives that work along one dimension (or several), separately for
+    each entry of the others."""
 
     def rule(eqn: Any, kinds: Kinds) -> RowKind | None:
         layout, along = agreed(kinds), param(eqn, parameter)
@@ -257,4 +261,4 @@ RULES: dict[str, Rule] = {
     "unstack": _unstack,
     "transpose": _transpose,
 }  # fmt: skip
-"""By primitive."""
+"""Rules by the name of the primitive."""

@@ -38,22 +38,23 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 
 Trace = Callable[[Any], tuple[Any, Any]]
-"""From a batch to the jaxpr of the step, and the shapes of its results."""
+"""Function from a batch to the jaxpr of the step, and the shapes of its results."""
 
 
 def accumulator(param: Any, dtype: Any) -> Any:
-    """The dtype in which gradients of dtype ``param`` are summed; ``dtype``, if given."""
+    """Returns the dtype in which gradients of dtype ``param`` are summed: ``dtype`` if given, else
+    float32 at least."""
     return jnp.promote_types(param, jnp.float32) if dtype is None else dtype
 
 
 def flat_micro(trace: Trace, whole: Flat, batch: Any, roles: Roles) -> Flat:
-    """The step on a micro-batch.
+    """Returns the step on a micro-batch.
 
     Args:
       trace: Traces the step.
-      whole: The step on the whole batch.
+      whole: The step on the global batch.
       batch: Leaves [k, rows, ...].
-      roles: What the step's arguments are.
+      roles: The roles of the step's arguments.
 
     Raises:
       UnevenError: The two programs differ in more than shapes.
@@ -62,7 +63,7 @@ def flat_micro(trace: Trace, whole: Flat, batch: Any, roles: Roles) -> Flat:
     sizes = Sizes(k * rows, rows)
     try:
         closed = trace(one_of(batch, sizes.traced))[0]
-    except Exception as e:  # on the whole batch the same step has been traced
+    except Exception as e:  # the same step has been traced on the global batch
         raise _number_written_out(e, sizes.traced, k * rows) from e
     return micro_batch(whole, flatten(closed, roles.learned, roles.batch), sizes)
 
@@ -82,17 +83,17 @@ def _number_written_out(error: Exception, rows: int, whole: int) -> UnevenError:
 
 
 def rows_together(batch: Any) -> Any:
-    """Shapes of the whole batch; leaves [k, rows, ...] become [k * rows, ...]."""
+    """Returns the shapes of the global batch: leaves [k, rows, ...] become [k * rows, ...]."""
     return _with_rows(batch, lambda k, rows: k * rows)
 
 
 def one_of(batch: Any, rows: int | None = None) -> Any:
-    """Shapes of one micro-batch, or of one with so many ``rows``."""
+    """Returns the shapes of one micro-batch, with ``rows`` rows if given."""
     return _with_rows(batch, lambda _, own: rows or own)
 
 
 def _with_rows(batch: Any, rows: Callable[[int, int], int]) -> Any:
-    """Leaves [k, rows, ...] as shapes [rows(k, rows), ...]; scalars as they are."""
+    """Returns leaves [k, rows, ...] as shapes [rows(k, rows), ...], and scalars unchanged."""
     return jax.tree.map(
         lambda x: (
             jax.ShapeDtypeStruct((rows(*x.shape[:2]), *x.shape[2:]), x.dtype) if x.shape else x
@@ -102,8 +103,14 @@ def _with_rows(batch: Any, rows: Callable[[int, int], int]) -> Any:
 
 
 class _Divided(NamedTuple):
-    """A step divided into micro-batches, and those of its results that each of them makes: how they
-    depend on the rows, by position, and which of them are averaged."""
+    """A step divided into micro-batches.
+
+    Attributes:
+      split: The programs of the step.
+      analysis: The analysis of the step.
+      kinds: The kind of each result that every micro-batch computes, by position.
+      averaged: Positions of those results that are averaged over the micro-batches.
+    """
 
     split: Split
     analysis: Analysis
@@ -112,28 +119,28 @@ class _Divided(NamedTuple):
 
 
 class MicroBatches:
-    """A traced step, to be run micro-batch by micro-batch with the numbers of the whole batch.
+    """A traced step that runs micro-batch by micro-batch with the numbers of the global batch.
 
-    What the gradients are made from runs for each micro-batch, with the state at entry, and the
-    sums over rows that it makes are added up; what follows from those sums (the update, norms,
-    conditions, results) runs once.
+    The equations that gradients are computed from run for each micro-batch, with the state at
+    entry, and their sums over rows are added up. Equations that depend on those sums (the update,
+    norms, conditions, results) run once.
 
     Args:
       trace: Traces the step.
-      whole: The jaxpr on the whole batch.
+      whole: The jaxpr on the global batch.
       batch: Arrays or their shapes, [k, rows, ...].
-      roles: What the step's arguments and results are.
-      k: Micro-batches in a step.
-      blocks: Blocks of rows, one a process, of each of which every micro-batch has its share.
-      inserter: Makes parameters whole where they are used.
-      want: The specs of those results that are sharded, None for the others.
-      sharded: Gradients are reduce-scattered as soon as they are made.
-      lanes: Those that sum up apart until the end, where the step can run on them.
-      dtype: In which gradients are summed; None for their own, float32 at least.
-      feedback: The errors that quantized gradients are sent with. The step runs on lanes then.
+      roles: The roles of the step's arguments and results.
+      k: Micro-batches per step.
+      blocks: Blocks of rows, one per process; every micro-batch has an equal share of each.
+      inserter: Gathers parameters where they are used.
+      want: Target specs of the results that are sharded; None for the others.
+      sharded: Whether gradients are reduce-scattered as soon as they are computed.
+      lanes: Lanes that sum separately until the end, used if the step can run on them.
+      dtype: Dtype in which gradients are summed; None for their own, float32 at least.
+      feedback: Sends quantized gradients with their errors; if given, the step runs on lanes.
 
     Raises:
-      ValueError: Other numbers than those of the whole batch would result.
+      ValueError: The results would differ from those of the global batch.
     """
 
     def __init__(
@@ -167,7 +174,7 @@ class MicroBatches:
         try:
             divided = None if lanes is None else self._divide_into(lanes, trace, flat, batch)
             self.lanes = None if divided is None else lanes
-            # Without lanes each micro-batch's gradients are summed: as shards, to be quantized.
+            # Without lanes each micro-batch's gradients are reduced; quantization needs shards.
             self._sharded |= divided is None and inserter.sent.gradients is not None
             self._divided = divided or self._divide(trace, flat, batch)
         except UnevenError as e:
@@ -179,12 +186,12 @@ class MicroBatches:
 
     @property
     def split(self) -> Split:
-        """The programs that it runs."""
+        """The programs of the step."""
         return self._divided.split
 
     def _divide_into(self, lanes: Lanes, trace: Trace, flat: Flat, batch: Any) -> _Divided | None:
-        """The step for each lane's micro-batches; None where lanes would make other numbers, or
-        be slower."""
+        """Divides the step into each lane's micro-batches; returns None if lanes would change the
+        numbers, or be slower."""
         axis = self._inserter.axis
         parts = any(len(layout.parts_of(spec, axis)) > 1 for spec in self._wants.values())
         if (parts and self._sharded) or not lanes.may_suit(flat):
@@ -196,7 +203,7 @@ class MicroBatches:
         return divided if self._obstacle(divided, lanes) is None else None
 
     def _obstacle(self, divided: _Divided, lanes: Lanes) -> str | None:
-        """Why lanes cannot make a step's numbers, or not as fast; None where they can."""
+        """Returns why lanes cannot compute a step's numbers, or not as fast; None if they can."""
         split, own = divided.split, [i for i, kind in divided.kinds.items() if not kind.rows]
         why = own_sums.obstacle(split, divided.analysis, lanes.obstacle(split.micro))
         if why is None and own:
@@ -206,10 +213,10 @@ class MicroBatches:
     def _divide_for(
         self, feedback: own_sums.Reducer, lanes: Lanes, trace: Trace, flat: Flat, batch: Any
     ) -> _Divided:
-        """The step for each lane's micro-batches, whose gradients are sent with their errors.
+        """Divides the step into each lane's micro-batches; gradients are sent with their errors.
 
         Raises:
-          ValueError: The devices cannot run the step apart.
+          ValueError: The devices cannot run the step separately.
         """
         name, paths = self._roles.name, self._roles.paths
         chosen = [i for i, errors in enumerate(feedback.after) if errors]
@@ -239,7 +246,7 @@ class MicroBatches:
         return divided
 
     def _divide(self, trace: Trace, flat: Flat, batch: Any) -> _Divided:
-        """The step for the micro-batches of a batch, leaves [k, rows, ...]."""
+        """Divides the step into the micro-batches of a batch with leaves [k, rows, ...]."""
         roles = self._roles
         small = flat_micro(trace, flat, batch, roles)
         analysis, choices = analyse(flat, small, roles.kinds(flat), roles.rest)
@@ -259,7 +266,8 @@ class MicroBatches:
         """Runs the step.
 
         Args:
-          args: Of the step, the batch's [k, rows, ...]; parameters as the inserter takes them.
+          args: Arguments of the step; leaves of the batch are [k, rows, ...], parameters in the
+            form that the inserter takes.
           replace: See :class:`zerojax.collectives.Inserter`.
 
         Returns:
@@ -331,11 +339,11 @@ class MicroBatches:
             if k == 1:
                 results[i] = results[i][0]
         for i in self._divided.averaged:
-            results[i] = jnp.mean(results[i], axis=0)  # none with one micro-batch
+            results[i] = jnp.mean(results[i], axis=0)  # no results if k is 1
         return [results[i] for i in range(len(results))]
 
     def _as_given(self, argument: Any, value: jax.Array) -> Any:
-        """State that one micro-batch hands to the next, as the step's argument lies."""
+        """Shards state that one micro-batch passes to the next like the step's argument."""
         if not isinstance(argument, Shard):
             return value
         return Shard(self._inserter.constrain(value, argument.spec), argument.spec)
@@ -348,7 +356,7 @@ class MicroBatches:
         return self._constrained(x, jnp.zeros((*each, *aval.shape), dtype))
 
     def _constrained(self, x: Crossing, value: jax.Array) -> jax.Array:
-        # As on both sides of the loop, else XLA shards what the loop carries in its own way.
+        # The sharding matches both sides of the loop, else XLA chooses another one for the carry.
         if self.lanes is not None:
             return self.lanes.constrain(value, x.spec)
         return value if x.spec is None else self._inserter.constrain(value, x.spec)
@@ -365,19 +373,18 @@ class MicroBatches:
         return total.astype(dtype)
 
     def _put_off(self, x: Crossing, total: jax.Array) -> contextlib.AbstractContextManager[None]:
-        """Notes the reduction of a gradient that XLA moves behind the micro-batches."""
+        """Records the reduction of a gradient that XLA moves after the loop over micro-batches."""
         spec, ledger = self._wants.get(x.variable), self._inserter.ledger
         if self._sharded or spec is None:
             return contextlib.nullcontext()
         return ledger.reduces_after_loop(total, spec)
 
     def _reduced(self, x: Crossing, totals: jax.Array) -> jax.Array:
-        """The sum over all lanes; on the way in the dtype of the gradients, as with one
-        micro-batch."""
+        """Sums over all lanes; devices send the dtype of the gradients, as with one micro-batch."""
         assert self.lanes is not None
         spec, of = self._wants.get(x.variable), self._parameters.get(x.variable)
         if self._feedback is not None and of is not None:
-            assert spec is not None  # an error goes with a gradient that is cut
+            assert spec is not None  # only sharded gradients have errors
             return self._feedback.reduced(of, totals, spec).astype(totals.dtype)
         low = totals.astype(x.variable.aval.dtype)
         if spec is not None and is_quantized(low.shape[1:], spec, self._inserter):
@@ -396,11 +403,11 @@ class MicroBatches:
 
 
 def _in_order(x: jax.Array, dim: int, outer: int, blocks: int) -> jax.Array:
-    """Rows of micro-batches that each have some of every block, in the order of the blocks.
+    """Sorts the rows of micro-batches, which each have a share of every block, by blocks.
 
     Args:
-      x: [k, ...], the rows of a micro-batch in dimension ``dim`` behind the first, ``outer``
-        stretches of them one behind the other.
+      x: [k, ...], where dimension ``dim`` after the first holds the rows of a micro-batch, in
+        ``outer`` stretches one after another.
     """
     if blocks == 1:
         return x

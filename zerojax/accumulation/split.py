@@ -1,4 +1,4 @@
-"""A step split in two: what runs for each micro-batch, and what runs once."""
+"""A step split into the equations that run for each micro-batch and those that run once."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ _ONE_TO_ONE = LABELS | RESHAPES | LINEAR | SCALES
 
 @dataclass(frozen=True)
 class Crossing:
-    """A number that micro-batches make together.
+    """A value that is reduced over all micro-batches.
 
     Attributes:
-      variable: Of the step on the whole batch.
+      variable: The variable of the step on the global batch.
       how: The name of a reduction, see :data:`zerojax.accumulation.reductions.REDUCTIONS`.
-      spec: The spec of a gradient; None for other numbers.
-      wide: What follows takes the number in a wider floating dtype than the micro-batch makes.
+      spec: The spec of a gradient; None for other values.
+      wide: True if the value is a float of fewer than 32 bits, and all equations of ``once`` that
+        use the value first convert it to float32 or wider.
     """
 
     variable: Any
@@ -41,18 +42,20 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Split:
-    """The programs of a step under accumulation, all on the step's own arguments and more.
+    """The programs of a step under accumulation, all on the step's arguments and further values.
 
     Attributes:
-      first: On the whole batch; makes the numbers that follow from the batch alone.
-      micro: For each micro-batch; takes those numbers behind its arguments, and makes
-        ``crossing``, the numbers of the last micro-batch that ``once`` needs, ``stacked`` and
+      first: Runs on the global batch; returns the values that depend only on the batch.
+      micro: Runs for each micro-batch; takes those values after its arguments, and returns
+        ``crossing``, the values of the last micro-batch that ``once`` needs, ``stacked`` and
         ``carry``.
-      once: Takes the numbers of ``first``, ``crossing`` and the last ones behind its arguments.
-      n_last: How many of the last ones there are.
-      stacked: Positions among the step's results that each micro-batch makes.
-      carry: Positions among the arguments that each micro-batch makes for the next.
-      done: Positions among the results that ``once`` makes.
+      once: Takes the values of ``first``, ``crossing`` and the last micro-batch after its
+        arguments.
+      crossing: The values that are reduced over all micro-batches.
+      n_last: Number of values of the last micro-batch.
+      stacked: Positions of the step's results that each micro-batch computes.
+      carry: Positions of the arguments that each micro-batch computes for the next.
+      done: Positions of the results that ``once`` computes.
     """
 
     first: Flat
@@ -78,14 +81,14 @@ def split(
     """Splits a step.
 
     Args:
-      whole, micro: Traced on the whole batch and on a micro-batch.
-      analysis: Of them.
-      first: Variables made from the batch alone.
-      stacked: Positions of results that each micro-batch makes.
-      carry: By position among the arguments, the variable that holds it for the next micro-batch.
+      whole, micro: The step traced on the global batch and on a micro-batch.
+      analysis: The analysis of both.
+      first: Variables that depend only on the batch.
+      stacked: Positions of results that each micro-batch computes.
+      carry: By position among the arguments, the variable with the next micro-batch's argument.
       wants: The specs of gradients, by variable.
-      prefer: Where gradients have the form of their parameters. Those are taken as early as they
-        are among these.
+      prefer: Variables that are gradients in the form of their parameters. A gradient crosses at
+        the earliest of these, if there is one.
     """
     early = [v for eqn in whole.eqns for v in eqn.outvars if v in first]
     chosen = _Once(whole, analysis, {*early}, {*carry.values()}, wants, prefer)
@@ -102,7 +105,7 @@ def split(
     prints = {i for i, pair in pairs if pair.whole.effects} - chosen.eqns
     outs = [*chosen.crossing, *last, *(whole.outvars[i] for i in stacked), *carry.values()]
     eqns = with_numbers_of_whole(analysis)
-    # Constants, too, may have been made from the number of rows.
+    # Constants, too, may depend on the number of rows.
     consts = [
         w if np.shape(w) == np.shape(m) else m
         for w, m in zip(whole.consts, micro.consts, strict=True)
@@ -130,7 +133,7 @@ def split(
 
 
 class _Once:
-    """Which equations run once, and which numbers they need of the micro-batches."""
+    """The equations that run once, and the values that they need from the micro-batches."""
 
     def __init__(
         self,
@@ -166,7 +169,7 @@ class _Once:
                 left += self._take(v)
 
     def _take(self, v: Any) -> list[Any]:
-        """Makes the equation of a variable one of these; its operands."""
+        """Adds the equation of a variable to those that run once, and returns its operands."""
         eqn = self._graph.producer(v)
         if (i := self._graph.place(eqn)) in self.eqns:
             return []
@@ -174,7 +177,8 @@ class _Once:
         return list(eqn.invars)
 
     def _cross(self, v: Any) -> list[Any]:
-        """Takes a number as early as it is one per element, so that all uses share it."""
+        """Lets a value cross as early as it is known element by element, so that all uses share the
+        crossing; returns further operands of the equations in between."""
         chain = [v]
         while (before := self._one_to_one(chain[-1])) is not None:
             chain.append(before)
@@ -185,7 +189,7 @@ class _Once:
         return [x for y in chain[:at] for x in self._take(y) if x not in chain]
 
     def _one_to_one(self, v: Any) -> Any:
-        """The number that an equation makes this one of, element by element."""
+        """Returns the reduced value that ``v`` is computed from element by element, or None."""
         if (eqn := self._graph.producer(v)) is None:
             return None
         operands = jaxprs.variables(eqn.invars)
@@ -198,7 +202,7 @@ class _Once:
         return number if alike and number not in self._available else None
 
     def taken_wide(self, v: Any) -> bool:
-        """Whether everything that runs once on it converts it to a wider dtype first."""
+        """Returns whether all uses that run once first convert the value to float32 or wider."""
         if self._graph.returned(v):
             return False
         for eqn, _ in self._graph.users(v):
@@ -213,7 +217,7 @@ class _Once:
         return True
 
     def effects(self) -> list[Any]:
-        """Equations without results (prints) on numbers that are known once."""
+        """Adds equations with effects (prints) on values that are known once, and returns them."""
         effects = []
         for i, pair in enumerate(self._analysis.pairs):
             kinds = [self._analysis.kind(v) for v in pair.whole.invars]
@@ -233,7 +237,7 @@ def _same_sort(one: Any, other: Any) -> bool:
 
 
 def _micro_variables(whole: Flat, micro: Flat, analysis: Analysis) -> dict[Any, Any]:
-    """From variables of the whole batch's trace to those of the micro-batch's."""
+    """Maps variables of the global batch's trace to those of the micro-batch's."""
     micro_of = dict(
         zip((*whole.invars, *whole.constvars), (*micro.invars, *micro.constvars), strict=True)
     )
@@ -253,7 +257,8 @@ def _pruned(
     outs: Sequence[Any],
     keep: Collection[int] = (),
 ) -> Flat:
-    """The part of a program that makes these results, of its arguments and ``more``."""
+    """Returns the part of a program that computes ``outs`` from its arguments and ``more``.
+    Equations at the positions ``keep`` are kept."""
     needed = {*jaxprs.variables(outs)}
     given = {*more}
     kept: list[Any] = []

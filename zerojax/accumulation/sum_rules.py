@@ -1,4 +1,4 @@
-"""What a reduction over rows stays through: equations on it that commute with the reduction."""
+"""Rules for equations on a reduction over rows that commute with the reduction."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from zerojax.graph.primitives import ADDITIVE, ADDITIVE_TOGETHER, MOVES, READS, 
 
 
 def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
-    """The same kind of reduction, if the result of this equation is one; else None.
+    """Returns the kind of the result if it is a reduction of the same sort, else None.
 
     Args:
-      kinds: Of the operands, all of them "fixed" or reductions, at least one a reduction.
+      eqn: The equation.
+      kinds: The kinds of its operands, all "fixed" or reductions, at least one a reduction.
     """
     name = eqn.primitive.name
     names = {k.name for k in kinds if k.reduced}
@@ -54,7 +55,7 @@ def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _keeps(eqn: Any, kind: str) -> bool:
-    """Whether a conversion commutes with the reduction."""
+    """Returns whether a conversion commutes with the reduction."""
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     if kind in ("and", "or"):
         return old == new

@@ -1,4 +1,4 @@
-"""``Checkpointer``: a folder of steps, written while training goes on."""
+"""``Checkpointer``: a folder of steps, written while training continues."""
 
 from __future__ import annotations
 
@@ -34,27 +34,28 @@ from zerojax.train_state.pytree import is_array
 class Checkpointer:
     """Saves training states in a folder and restores them on any mesh, at any stage.
 
-    ``DIRECTORY/STEP/state`` holds the state, written by orbax uncompressed, and
+    ``DIRECTORY/STEP/state`` holds the state, which orbax writes uncompressed, and
     ``DIRECTORY/STEP/zerojax.json`` the record: config, mesh, the spec and checksum of every array,
-    sizes and digests of the files, and the caller's additions. A step appears whole or not at all,
-    and disappears likewise, whenever the process is killed.
+    sizes and digests of the files, and the caller's additions. Steps appear and disappear
+    atomically, even if the process is killed.
 
-    In several processes all make it, on one folder, and all call :meth:`save`, :meth:`restore`,
-    :meth:`delete` and :meth:`close`. What fails in one of them is raised in all.
+    With several processes, every process creates a ``Checkpointer`` on the same folder and calls
+    :meth:`save`, :meth:`restore`, :meth:`delete` and :meth:`close`. A failure in one process is
+    raised in all.
 
     Args:
-      directory: Of the steps; made where it does not exist. Local, mounted, or in a bucket of
-        Google Cloud (``gs://``, with ``gcsfs``), which has no lock.
-      zero: Gives config and mesh, and shardings where an abstract state has none.
+      directory: The folder of the steps, created if it does not exist. Local, mounted, or in a
+        Google Cloud bucket (``gs://``, with ``gcsfs``), which has no lock.
+      zero: Provides config and mesh, and the shardings for an abstract state without any.
       keep: The number of newest steps to keep; None keeps all.
-      keep_best: The number of best steps to keep besides.
+      keep_best: The number of best steps to keep in addition.
       metric: The entry of ``metrics`` by which steps are compared.
-      mode: "min" where a smaller metric is better, or "max".
+      mode: "min" if a smaller metric is better, or "max".
       read_only: Write nothing, not even a lock: for the folder of a running job.
 
     Raises:
-      CheckpointError: the folder cannot be written, another run writes to it, or it is not one
-        for all processes (the message names those).
+      CheckpointError: the folder cannot be written, another run writes to it, or the processes do
+        not share it (the message names those processes).
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, tempfile, zerojax
@@ -113,7 +114,7 @@ class Checkpointer:
                 raise
 
     def _claim(self) -> None:
-        """Makes the folder and takes its lock, in process 0."""
+        """Creates the folder and takes its lock, in process 0."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if steps_folder.in_bucket(self.directory):
@@ -136,7 +137,7 @@ class Checkpointer:
         except CheckpointError as failed:
             if error is None:
                 raise
-            error.add_note(str(failed))  # the caller's own error goes on
+            error.add_note(str(failed))  # the caller's error propagates
 
     def save(
         self,
@@ -146,23 +147,25 @@ class Checkpointer:
         extra: Any = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Saves a state in the background; returns when the state is copied from the devices.
+        """Saves a state in the background; returns once the state is copied from the devices.
 
-        Waits for the earlier save. The state may be donated to the next step at once. Arrays in
-        host memory are copied there until they are saved; arrays on a disk are saved on return,
-        with less than 1 GB of them in memory at a time.
+        The call first waits for the earlier save. On return, the state may be donated to the next
+        step. Arrays in host memory are copied, and the copies stay in host memory until they are
+        saved. Arrays on a disk are already saved on return, with less than 1 GB of them in memory
+        at a time.
 
         Args:
-          step: Updates done.
+          step: The number of updates done.
           state: A ``TrainState``, or a tuple of an ``nnx.Module``, its ``nnx.Optimizer`` and more.
-          extra: Anything else that a continued run needs (data position, keys, history): JSON, with
-            PRNG keys in it. Where the processes pass different ones, each gets its own back.
+          extra: Anything else that a continued run needs (data position, keys, history): JSON,
+            which may contain PRNG keys. If the processes pass different values, each gets its own
+            back.
           metrics: Numbers by name, for ``keep_best`` and for readers.
 
         Raises:
-          CheckpointError: the earlier save failed (this one is not begun then, call again); this
-            step or a later one exists; the state is no state, was donated, or differs between the
-            processes; extra or metrics cannot be written; the folder was removed or replaced.
+          CheckpointError: the earlier save failed (this save has not begun then; call again); this
+            step or a later one exists; the state has no arrays, was donated, or differs between
+            the processes; extra or metrics cannot be written; the folder was removed or replaced.
         """
 
         def prepared() -> PendingSave:
@@ -196,33 +199,33 @@ class Checkpointer:
         )
 
     def wait(self) -> None:
-        """Returns when the last save is on disk.
+        """Waits until the last save is on disk.
 
         Raises:
-          CheckpointError: the save failed; earlier steps are as before.
+          CheckpointError: the save failed; earlier steps are unchanged.
         """
         with self._alone, paused("a save"):
             if self._writer:
                 self._writer.settle(swept=True)
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Any:
-        """A saved state with the shardings of ``abstract_state``, every array checked.
+        """Restores a saved state with the shardings of ``abstract_state``; checks every array.
 
         Stage, mesh and precision may differ from those of the save. A loss scale that was not
-        saved starts as the config has it, and one that the state lacks is dropped. The optimizer
-        of a ``TrainState`` that plain orbax saved is wrapped.
+        saved starts at the config's initial value; a saved loss scale that the state lacks is
+        dropped. If plain orbax saved a ``TrainState``, its optimizer is wrapped.
 
         Args:
-          abstract_state: Of ``zero.abstract_state(...)``; or parameters alone, such as its
-            ``.params``, an ``nnx.Module`` or its ``nnx.state``.
+          abstract_state: The result of ``zero.abstract_state(...)``; or only parameters, such as
+            its ``.params``, an ``nnx.Module`` or its ``nnx.state``.
           step: The step; the newest by default.
 
         Raises:
           LaunchError: the processes' configs differ.
-          CheckpointError: no such step exists (the message lists those that do), or it is of
+          CheckpointError: the step does not exist (the message lists the existing steps), or holds
             another model (the message lists the arrays that differ).
-          DamagedCheckpointError: the step is not as it was saved; the message names the damage, and
-            the newest other step that looks whole.
+          DamagedCheckpointError: the step differs from the saved one; the message names the damage
+            and the newest other step that appears intact.
         """
         self._note("a restore")
         require_same(self.zero.config, self.zero.mesh)
@@ -233,15 +236,15 @@ class Checkpointer:
         )
 
     def extra(self, step: int | None = None, process: int | None = None) -> Any:
-        """The ``extra`` of :meth:`save`; None for a step of plain orbax.
+        """Returns the ``extra`` that was passed to :meth:`save`; None for a step of plain orbax.
 
         Args:
           step: The step; the newest by default.
-          process: Whose, of the processes that saved the step; this process's own by default.
+          process: The index of the process that saved the ``extra``; by default this process's.
 
         Raises:
-          CheckpointError: no such step exists; each process saved another ``extra``, and now there
-            are more or fewer processes.
+          CheckpointError: the step does not exist; or each process saved a different ``extra``,
+            and the number of processes has changed.
         """
 
         def read(folder: epath.Path) -> Any:
@@ -259,7 +262,10 @@ class Checkpointer:
         read: Callable[[epath.Path], Any],
         ask: Callable[[Callable[[], str]], str],
     ) -> Any:
-        """What ``read`` makes of a step's folder; ``ask`` has one process answer for all."""
+        """Returns the result of ``read`` for a step's folder.
+
+        ``ask`` calls a function in one process and returns its answer in every process.
+        """
         step = None if step is None else _whole(step)
 
         def chosen() -> str:
@@ -275,7 +281,7 @@ class Checkpointer:
                 except DamagedCheckpointError as error:
                     if ask(lambda: "exists" if folder.exists() else ""):  # noqa: B023
                         raise self._with_offer(error, folder) from error
-                # The run that writes to the folder has removed the step.
+                # The run that writes to the folder removed the step.
                 if step is not None:
                     raise CheckpointError(
                         f"step {step} was removed while it was read; there are {self.all_steps()}"
@@ -307,21 +313,21 @@ class Checkpointer:
         return DamagedCheckpointError(f"{error}\n{offer}")
 
     def all_steps(self) -> list[int]:
-        """The complete steps, oldest first; without one that is still being saved."""
+        """Returns the complete steps, oldest first, without a step that is still being saved."""
         return [*steps_folder.folders(self.directory)]
 
     def latest_step(self) -> int | None:
-        """The newest complete step; None where none exists."""
+        """Returns the newest complete step; None if none exists."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The step with the best ``metric``; None where no step has one."""
+        """Returns the step with the best ``metric``; None if no step has this metric."""
         recorded = {n: records.read(f) for n, f in steps_folder.folders(self.directory).items()}
         scores = {n: self._retention.score(r.metrics or {}) for n, r in recorded.items() if r}
         return self._retention.best(scores)
 
     def delete(self, step: int) -> None:
-        """Removes a step, as after going back to an earlier one."""
+        """Removes a step, for example after returning to an earlier one."""
 
         def found() -> Writer:
             writer = self._writing()
@@ -335,7 +341,7 @@ class Checkpointer:
             first(self._name, lambda: writer.delete(step))
 
     def close(self) -> None:
-        """Waits for the last save, and releases the folder."""
+        """Waits for the last save and releases the folder."""
         with self._alone, paused("a save"):
             try:
                 self.wait()
@@ -348,7 +354,7 @@ class Checkpointer:
                     self._lock.release()
 
     def _note(self, call: str) -> None:
-        """Notes a call that all processes make."""
+        """Records a call that every process must issue, for the lockstep check."""
         if calls := lockstep(self.zero.mesh):
             calls.note(call)
 
@@ -381,7 +387,7 @@ class Checkpointer:
 
 
 def _whole(step: Any) -> int:
-    """A step's number; of NumPy and JAX too."""
+    """Returns a step's number as an int; accepts integers of NumPy and JAX too."""
     try:
         number = operator.index(step)
     except TypeError:

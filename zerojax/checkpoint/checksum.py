@@ -1,13 +1,13 @@
-r"""A checksum of an array, the same for any sharding of the array.
+r"""A checksum of arrays that does not depend on the sharding.
 
-With the array's bits as unsigned words :math:`w_i` at index :math:`i`,
+For an array whose bits are the unsigned words :math:`w_i` at index :math:`i`, the checksum is
 
 .. math:: \sum_i h(w_i \oplus \sum_d k_d\, i_d) \bmod 2^{32}
 
 where :math:`h` mixes the 32 bits (the finalizer of MurmurHash3, a bijection) and :math:`k_d` is
-an odd constant for each dimension. As the checksum is a sum over elements, every device adds up
-its shards, and a reader may add up slices. One changed word always changes the checksum, other
-damage does with probability :math:`1 - 2^{-32}`.
+an odd constant for each dimension. Because the checksum is a sum over elements, every device can
+sum over its shards, and a reader over slices. A change of one word always changes the checksum;
+other damage changes it with probability :math:`1 - 2^{-32}`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from zerojax.plan import layout
 from zerojax.plan.stored import StoredArray, stored
 
 _BLOCK = 2**16
-"""Words that the host mixes at once, so that they stay in the cache."""
+"""Number of words that the host mixes at once, so that they stay in the cache."""
 
 _BROUGHT = 2**23
-"""The most elements of an array in host memory that are on the device at once."""
+"""Maximum number of elements of a host-memory array that are on the device at once."""
 
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5)
 
@@ -42,13 +42,13 @@ def checksum(
     start: Sequence[jax.typing.ArrayLike] = (),
     shape: Sequence[jax.typing.ArrayLike] = (),
 ) -> jax.Array:
-    """The checksum of an array, or one slice's share of it; uint32 [].
+    """Returns the checksum of an array, or the share of one slice; uint32 [].
 
     Args:
-      x: Any shape and dtype, PRNG keys too.
-      start: The index in the whole array of the slice's first element; empty for zeros.
-      shape: Of the whole array, beyond which elements of a padded slice do not count; empty where
-        all count.
+      x: An array or slice of any shape and dtype, PRNG keys too.
+      start: The index of the slice's first element in the full array; empty for zeros.
+      shape: The shape of the full array; elements of a padded slice beyond this shape do not
+        count. Empty if all elements count.
 
     Example:
       >>> x = jnp.arange(12.0).reshape(3, 4)
@@ -75,7 +75,7 @@ def _at_once(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array
 def _mixed(
     words: jax.Array, places: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]
 ) -> jax.Array:
-    """What each word of a slice adds to the checksum; nothing beyond ``ends``, if given."""
+    """Returns each word's contribution to the checksum; 0 beyond ``ends``, unless it is empty."""
     mixed = _mix(words ^ (places + _moved(begins)))
     for d, (begin, end) in enumerate(zip(begins, ends, strict=bool(ends))):
         index = begin + jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
@@ -84,7 +84,7 @@ def _mixed(
 
 
 def _from_host(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]) -> jax.Array:
-    """The checksum of an array in host memory; one block at a time is on the device."""
+    """Computes the checksum of an array in host memory, with one block on the device at a time."""
 
     def add(block: jax.Array, at: list[jax.Array], total: jax.Array) -> jax.Array:
         return total + checksum(jax.device_put(block, jax.memory.Space.Device), at, ends)
@@ -96,7 +96,7 @@ def _from_host(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Arr
 
 
 def _by_blocks(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]) -> jax.Array:
-    """The checksum by blocks that stay in the cache."""
+    """Computes the checksum in blocks that stay in the cache."""
     if x.size <= _BLOCK:
         return _at_once(x, begins, ends)
     total = jnp.uint32(0)
@@ -115,23 +115,26 @@ def _by_blocks(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Arr
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Blocks of an array that have one shape.
+    """Blocks of an array that have the same shape.
 
     Attributes:
       count: The number of blocks.
-      get: Gives the ``i``-th block, and the index of its first element.
+      get: Returns the ``i``-th block and the index of its first element.
     """
 
     count: int
     get: Callable[[jax.Array], tuple[jax.Array, list[jax.Array]]]
 
     def fold(self, add: Callable[..., jax.Array], first: jax.Array) -> jax.Array:
-        """The result of ``add(block, index, sums)`` over all blocks, from ``first``."""
+        """Folds ``add(block, index, sums)`` over all blocks, starting from ``first``."""
         return jax.lax.fori_loop(0, self.count, lambda i, sums: add(*self.get(i), sums), first)
 
 
 def _blocks(x: jax.Array, begins: Sequence[jax.Array], most: int) -> Iterator[_Blocks]:
-    """Blocks of whole rows, of the first dimension whose rows have at most ``most`` elements."""
+    """Splits an array into blocks of complete rows, grouped by block shape.
+
+    The rows are those of the first dimension whose rows have at most ``most`` elements.
+    """
     if not x.ndim:
         yield _Blocks(1, lambda _: (x, []))
         return
@@ -155,7 +158,7 @@ def _blocks(x: jax.Array, begins: Sequence[jax.Array], most: int) -> Iterator[_B
 
 
 def _places(shape: Sequence[int]) -> jax.Array:
-    """The indices' part of the checksum where the first index is 0; uint32 of that shape."""
+    """Returns the index term of the checksum if the first index is 0; uint32 of this shape."""
     at = jnp.zeros(shape, jnp.uint32)
     for d in range(len(shape)):
         at = at + jax.lax.broadcasted_iota(jnp.uint32, shape, d) * jnp.uint32(_odd(d))
@@ -163,22 +166,22 @@ def _places(shape: Sequence[int]) -> jax.Array:
 
 
 def _moved(index: Sequence[jax.Array]) -> jax.Array:
-    """An index's part of the checksum, uint32 []."""
+    """Returns the term of one index in the checksum; uint32 []."""
     return sum((i * jnp.uint32(_odd(d)) for d, i in enumerate(index)), jnp.uint32(0))
 
 
 def begin_checksums(arrays: Mapping[str, jax.Array | StoredArray]) -> dict[str, jax.Array]:
-    """Starts the checksums of arrays on the devices, for :func:`finish_checksum`.
+    """Starts to compute the checksums of arrays on the devices, for :func:`finish_checksum`.
 
-    Every device adds up its shards; arrays in host memory pass through the devices block by block.
-    In one process no program has a collective: many small programs are in flight, and on virtual
-    CPU devices each would wait for threads that another one holds.
+    Every device sums over its shards; arrays in host memory pass through the devices block by
+    block. In a single process, no program has a collective: many small programs are in flight, and
+    on virtual CPU devices each program would wait for threads that another program holds.
 
     Args:
-      arrays: By name; padding does not count.
+      arrays: Arrays by name; padding does not count.
 
     Returns:
-      Uint32 arrays by name.
+      Uint32 arrays by name: partial sums, or the checksum itself with several processes.
     """
     parts = {name: _parts(x) for name, x in arrays.items()}
     if jax.process_count() == 1:
@@ -187,12 +190,12 @@ def begin_checksums(arrays: Mapping[str, jax.Array | StoredArray]) -> dict[str, 
 
 
 def finish_checksum(parts: Any) -> int:
-    """The checksum of an array that :func:`begin_checksums` started; waits for the devices."""
+    """Returns a checksum that :func:`begin_checksums` started; waits for the devices."""
     return int(np.sum(np.asarray(parts), dtype=np.uint32))
 
 
 def _parts(x: jax.Array | StoredArray) -> jax.Array:
-    """Uint32 [devices], or [] where the array lies on one device only."""
+    """Returns partial sums, uint32 [devices], or [] if the array is on one device only."""
     at_rest = stored(x)
     sharding = at_rest.sharding
     if len(sharding.device_set) == 1 or not isinstance(sharding, NamedSharding):
@@ -221,7 +224,7 @@ def _sharded(x: jax.Array, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ..
 
 
 def share(x: np.ndarray, start: Sequence[int] = ()) -> int:
-    """The same as :func:`checksum` on the host, of 64-bit dtypes too.
+    """Computes :func:`checksum` of a host array or slice with NumPy, 64-bit dtypes included.
 
     Example:
       >>> x = np.arange(12, dtype=np.int8).reshape(3, 4)
@@ -231,7 +234,7 @@ def share(x: np.ndarray, start: Sequence[int] = ()) -> int:
     words = _host_words(x)
     inner = next(d for d in range(words.ndim) if math.prod(words.shape[d + 1 :]) <= _BLOCK)
     rows = max(1, min(words.shape[inner], _BLOCK // max(1, math.prod(words.shape[inner + 1 :]))))
-    # The indices' part is linear in the indices: a block's is that of the first block, moved.
+    # The index term is linear in the indices: a block's term is the first block's plus an offset.
     first: np.ndarray = np.zeros((), np.uint32)
     for d, n in enumerate((rows, *words.shape[inner + 1 :]), inner):
         first = first[..., None] + np.arange(n, dtype=np.uint32) * np.uint32(_odd(d))
@@ -252,14 +255,14 @@ def _odd(d: int) -> int:
 
 
 def _mix(x: Any) -> Any:
-    """The finalizer of MurmurHash3, of uint32 JAX and NumPy arrays."""
+    """Applies the finalizer of MurmurHash3 to a uint32 JAX or NumPy array."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
 def _host_words(x: np.ndarray) -> np.ndarray:
-    """The bits of a host array, in any unsigned dtype, of one dimension at least."""
+    """Returns the bits of a host array in an unsigned dtype of at most 32 bits, at least 1-D."""
     if x.dtype != bool and _bits(x.dtype) < 8:
         x = x.astype(np.float32 if jnp.issubdtype(x.dtype, jnp.floating) else np.int8)
     complex_ = (2,) if np.issubdtype(x.dtype, np.complexfloating) else ()
@@ -271,7 +274,7 @@ def _host_words(x: np.ndarray) -> np.ndarray:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits as uint32; an element of more than 32 bits has a last dimension of words."""
+    """Returns the bits as uint32; elements of more than 32 bits add a last dimension of words."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == bool or _bits(x.dtype) < 8:

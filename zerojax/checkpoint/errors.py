@@ -11,14 +11,14 @@ from typing import Any
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message says which, why and what to do."""
+    """A checkpoint cannot be written or read; the message states which, why and what to do."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Files of a checkpoint are missing, cut or changed; none of its arrays was used.
+    """Files of a checkpoint are missing, truncated or changed; none of its arrays was used.
 
     Attributes:
-      whole: The newest other step that looks whole; None where none does, or none was looked for.
+      whole: The newest other step that appears intact; None if no step does, or none was searched.
     """
 
     def __init__(self, message: str, whole: int | None = None) -> None:
@@ -27,10 +27,10 @@ class DamagedCheckpointError(CheckpointError):
 
 
 _MOST = 1000
-"""Characters of another library's message."""
+"""Maximum number of characters quoted from another library's message."""
 
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
-"""Errors of the operating system that a missing file causes, or something else in its place."""
+"""Numbers of operating system errors caused by a missing file, or by a non-file in its place."""
 
 _REFUSALS = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
@@ -43,16 +43,16 @@ _REFUSALS = {
     ),
     errno.ENOMEM: "free memory",
 }
-"""Remedies for the errors by which the operating system refuses to read."""
+"""Remedies by error number, for errors with which the operating system refuses to read."""
 
 
 def reason(error: BaseException) -> str:
-    """The message of tensorstore, without its specification and source locations."""
+    """Returns tensorstore's message without its specification and source locations."""
     return re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]
 
 
 def cannot_be_read(what: Any, error: BaseException) -> CheckpointError:
-    """The error for what cannot be read: damage, unless the operating system refused to read.
+    """Returns the error for unreadable data: damage, unless the operating system refused to read.
 
     Example:
       >>> cannot_be_read("1/zerojax.json", KeyError("format"))
@@ -72,7 +72,7 @@ def cannot_be_read(what: Any, error: BaseException) -> CheckpointError:
 
 
 def together(errors: Sequence[CheckpointError]) -> CheckpointError:
-    """One error in place of several: of damage where one of them is."""
+    """Combines several errors into one; the result is of damage if any of them is."""
     damaged = any(isinstance(error, DamagedCheckpointError) for error in errors)
     kind = DamagedCheckpointError if damaged else CheckpointError
     return kind("\n".join(map(str, errors)))
@@ -87,9 +87,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _refusal(error: BaseException) -> int | None:
-    """The operating system's number of an error that is no sign of damage, else None.
+    """Returns the operating system's number of an error that is not a sign of damage, else None.
 
-    Tensorstore has the system's words in its message alone.
+    Tensorstore reports the operating system's error only as text in its message.
     """
     if isinstance(error, OSError):
         return None if error.errno is None or error.errno in _NOT_THERE else error.errno

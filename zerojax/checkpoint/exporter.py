@@ -1,4 +1,4 @@
-"""``export``: the parameters of a checkpoint as safetensors, from its files alone."""
+"""``export``: the parameters of a checkpoint as safetensors, from its files only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]I?)?B?")
 
 
 class Exported(NamedTuple):
-    """Files, tensors, bytes and distinct dtypes that were written."""
+    """The files, tensors, bytes and distinct dtypes that :func:`export` wrote."""
 
     files: tuple[str, ...]
     tensors: int
@@ -47,28 +47,29 @@ def export(
 ) -> Exported:
     """Writes a saved step's parameters as ``model.safetensors``, or as several files and an index.
 
-    The parameters are ``params`` of a ``TrainState``, and an NNX model with its batch statistics
-    and without its PRNG streams. They are read, checked against the record and written 4 MB at a
-    time, whatever the size of an array or a file.
+    The parameters are the ``params`` of a ``TrainState``, or an NNX model with its batch statistics
+    and without its PRNG streams. Each is read, checked against the record and written 4 MB at a
+    time, independent of the size of arrays and files.
 
     Args:
       checkpoint: A folder of steps, or one step's folder.
-      out: The folder to write; empty, or it does not exist.
+      out: The folder to write, which is empty or does not exist.
       step: The step; the newest by default.
-      dtype: Of the float tensors: "float32", "bfloat16" or "float16". By default as saved, or of
-        16 bits where the run's config has ``stage3_gather_16bit_weights_on_model_save``.
-      max_shard_size: The largest size of a file; bytes, or a text such as "500MB" or "1GiB".
-      names: The tensors, as for :func:`zerojax.weights.save`, or a function that says them and
-        other files, such as ``zerojax.models.hugging_face.gpt2.export_names``; by default a tensor
-        for each parameter, named by its keys with dots between.
-      config: The model's ``config.json``: its content, or a file or folder to copy the file from,
-        from a folder with its ``generation_config.json``.
-      progress: Called with the bytes read so far, and all bytes.
+      dtype: The dtype of the float tensors: "float32", "bfloat16" or "float16". By default the
+        saved dtype, or a 16-bit dtype if the run's config sets
+        ``stage3_gather_16bit_weights_on_model_save``.
+      max_shard_size: The largest size of a file: bytes, or a text such as "500MB" or "1GiB".
+      names: The tensors' names, as for :func:`zerojax.weights.save`, or a function that returns
+        them and other files, such as ``zerojax.models.hugging_face.gpt2.export_names``; by default
+        one tensor for each parameter, named by its keys joined with dots.
+      config: The model's ``config.json``: its content, or a file or folder to copy the file from.
+        From a folder, ``generation_config.json`` is copied too.
+      progress: Called with the bytes read so far and the total bytes.
 
     Raises:
-      CheckpointError: no such checkpoint exists, it does not fit the arguments, or ``out`` cannot
-        be written; ``out`` is as before.
-      DamagedCheckpointError: an array is not as it was saved; ``out`` is as before.
+      CheckpointError: the checkpoint does not exist or does not fit the arguments, or ``out``
+        cannot be written; ``out`` is unchanged.
+      DamagedCheckpointError: an array differs from the saved one; ``out`` is unchanged.
     """
     floats, max_bytes, out = _float(dtype), _bytes(max_shard_size), pathlib.Path(out)
     about = {} if config is None else config_files(config)
@@ -110,7 +111,7 @@ def export(
 def _copy(
     saved: SavedStep, leaf: SavedArray, links: Sequence[Link], dtype: np.dtype, put: Put
 ) -> Iterator[int]:
-    """Writes a parameter, and yields the bytes of every block."""
+    """Writes a parameter block by block; yields the bytes of each block."""
     checksum = 0
     for start, block in saved.blocks(leaf.name):
         if saved.record:
@@ -137,14 +138,14 @@ def _float(dtype: str | None) -> np.dtype | None:
 
 
 def _default(record: Record | None) -> np.dtype | None:
-    """The dtype of 16 bits that the run's config asks for; None for the saved one."""
+    """Returns the 16-bit dtype that the run's config requests; None for the saved dtype."""
     if record is None or not record.config.get("stage3_gather_16bit_weights_on_model_save"):
         return None
     return jnp.dtype("float16" if record.compute_dtype == "fp16" else "bfloat16")
 
 
 def _bytes(size: int | str) -> int:
-    """Bytes of a size.
+    """Parses a size; returns bytes.
 
     Example:
       >>> _bytes("1.5 GB"), _bytes("500mb"), _bytes("1GiB"), _bytes("4096")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and whether it is whole, from its files alone."""
+"""Inspection of a checkpoint: its contents and its integrity, from its files only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerojax.checkpoint.steps_folder import DELETED, UNDER_WAY
 Status = Literal["whole", "files whole", "not verifiable", "damaged"]
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes of arrays read so far, and the bytes of all arrays."""
+"""A callback, called with the bytes of arrays read so far and the bytes of all arrays."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class InspectedArray:
     """An array of a step.
 
     Attributes:
-      spec: Its PartitionSpec when it was saved; None where unknown.
+      spec: Its PartitionSpec when it was saved; None if unknown.
       group: "parameters", "optimizer state" or "other state".
     """
 
@@ -46,21 +46,22 @@ class InspectedArray:
 
 @dataclass(frozen=True)
 class InspectedStep:
-    """A step as it stands on disk.
+    """A step as found on disk.
 
     Attributes:
-      step: Its number; None for a folder without a record that no number names.
+      step: Its number; None for a folder without a record whose name is not a step number.
       folder: Its path.
-      status: "whole": every array is as it was saved; "files whole": sizes and digests of files
-        are, and arrays were not read; "not verifiable": no record exists to compare with, or the
-        system does not give the files.
-      saved: The time, ISO 8601 in UTC; None where unknown.
-      form: The arrangement of its arrays; None where zerojax has no such arrangement.
-      record: Zerojax's; None for plain orbax.
-      arrays: Those that can be opened.
-      bytes_on_disk: Of its files.
-      problems: All that is wrong, each with the file or the array.
-      notes: Why the step could not be verified.
+      status: ``"whole"``: every array equals the saved one; ``"files whole"``: sizes and digests
+        of the files match, and arrays were not read; ``"not verifiable"``: no record exists to
+        compare with, or the operating system refuses to read the files; ``"damaged"``: there are
+        problems.
+      saved: The time of the save, ISO 8601 in UTC; None if unknown.
+      form: The kind of state; None if the arrays fit none that zerojax knows.
+      record: The record that zerojax wrote; None for plain orbax.
+      arrays: The arrays that can be opened.
+      bytes_on_disk: The total size of its files.
+      problems: All damage, each entry with the file or the array.
+      notes: The reasons why the step could not be verified.
     """
 
     step: int | None
@@ -84,7 +85,7 @@ class InspectedStep:
 
     @property
     def dtypes(self) -> dict[str, int]:
-        """Bytes by dtype, the most first."""
+        """Bytes by dtype, largest first."""
         sizes: Counter[str] = Counter()
         for array in self.arrays:
             sizes[array.dtype] += array.bytes
@@ -96,10 +97,10 @@ class Inspection:
     """The steps at a path.
 
     Attributes:
-      checkpoint: The path that was given.
-      steps: Oldest first.
-      unfinished: Names of folders that a save is writing, or a killed run left.
-      deleted: Names of steps that wait for their removal.
+      checkpoint: The path passed to :func:`inspect`.
+      steps: The steps, oldest first.
+      unfinished: Names of folders that a save is writing, or that a killed run left.
+      deleted: Names of steps that await their removal.
     """
 
     checkpoint: str
@@ -126,17 +127,17 @@ def inspect(
     step: int | None = None,
     progress: Progress | None = None,
 ) -> Inspection:
-    """Reads every step at a path and lists all that is wrong with it; no device is touched.
+    """Reads every step at a path and lists all damage; touches no device.
 
     Args:
       checkpoint: A folder of steps, or one step's folder.
-      quick: Read records and files, and no arrays. Files of up to 16 MB are compared whole even
-        so, larger ones by their size.
-      step: Only this step.
+      quick: Read records and files, but no arrays. Files of up to 16 MB are still compared by
+        their CRC-32, larger ones by their size.
+      step: The only step to inspect; all by default.
       progress: See ``Progress``.
 
     Raises:
-      CheckpointError: the path does not exist, holds no checkpoint, or has no such step.
+      CheckpointError: the path does not exist, holds no checkpoint, or lacks the step.
     """
     root = steps_folder.path_of(checkpoint)
     steps = [StepInspector(folder) for folder in _at(root, step)]
@@ -147,7 +148,7 @@ def inspect(
             done += n
             if progress:
                 progress(done, todo)
-    # A run that goes on may have removed a step meanwhile, which is no damage.
+    # A job that is still running may have removed a step meanwhile, which is not damage.
     removed = [one.folder.name for one in steps if not one.folder.exists()]
     return Inspection(
         checkpoint=str(checkpoint),
@@ -177,11 +178,11 @@ def _unfinished(root: epath.Path) -> list[str]:
 
 
 class StepInspector:
-    """Inspects one step: collects all that is wrong, and goes on.
+    """An inspection of one step, which collects errors instead of stopping at the first.
 
     Attributes:
-      folder: Of the step.
-      arrays: Those that can be opened.
+      folder: The step's folder.
+      arrays: The arrays that can be opened.
     """
 
     def __init__(self, folder: epath.Path) -> None:
@@ -235,7 +236,7 @@ class StepInspector:
             )
 
     def result(self, quick: bool) -> InspectedStep:
-        """The step as inspected so far; ``quick`` where :meth:`read` was left out."""
+        """Returns the step as inspected so far; ``quick`` if :meth:`read` was skipped."""
         record = self._record
         form = record.form if record else _form(self.arrays)
         whole: Status = "files whole" if quick else "whole"
@@ -255,7 +256,7 @@ class StepInspector:
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
-        """Collects an error in place of raising it."""
+        """Collects an error instead of raising it."""
         try:
             yield
         except CheckpointError as error:
@@ -289,7 +290,7 @@ def _inspected(array: SavedArray, form: Form | None, record: Record | None) -> I
 
 
 def _form(arrays: list[SavedArray]) -> Form | None:
-    """The arrangement of a step without a record, by the names of its arrays."""
+    """Infers the form of a step without a record from the names of its arrays."""
     first = {array.path[0] for array in arrays}
     if first >= {"0", "1"} and all(name.isdecimal() for name in first):
         return "nnx"
@@ -297,7 +298,7 @@ def _form(arrays: list[SavedArray]) -> Form | None:
 
 
 def _committed(folder: epath.Path) -> str | None:
-    """The time of orbax's commit, ISO 8601 in UTC; None where unknown."""
+    """Returns the time of orbax's commit, ISO 8601 in UTC; None if unknown."""
     try:
         about = json.loads(steps_folder.read(folder / "_CHECKPOINT_METADATA").decode())
         at = datetime.datetime.fromtimestamp(about["commit_timestamp_nsecs"] / 1e9, datetime.UTC)

@@ -1,8 +1,8 @@
-"""The saved array for each wanted one, where the two trees may differ.
+"""Matching of the arrays of a target state to saved arrays, although the two trees may differ.
 
-Four differences are bridged: a loss scale on one side alone (fp16 against fp32 or bf16), errors of
-quantized gradients that the other side lacks or has of other devices, an optimizer state that
-zerojax has not wrapped yet, and parameters alone.
+Four differences are allowed: a loss scale on only one side (fp16 against fp32 or bf16), errors of
+quantized gradients that the other side lacks or stores for other devices, an optimizer state that
+zerojax has not wrapped yet, and a target of only parameters.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ def match(
     *,
     where: str,
 ) -> dict[Path, Path | None]:
-    """Finds each wanted array among the saved ones.
+    """Finds the saved array for each target array.
 
     Args:
-      wanted: Shapes and dtypes by path.
+      wanted: Shapes and dtypes of the target arrays by path.
       saved: The saved arrays by path.
-      form: Of the state; None where parameters or another pytree are wanted, so that other arrays
-        of the checkpoint are ignored.
+      form: The form of the target state; None if the target is parameters or another pytree, so
+        that other arrays of the checkpoint are ignored.
       where: The checkpoint, for messages.
 
     Returns:
-      The saved path of each wanted one; None for a new array: parts of ``ZeroOptState`` that a
-      plain optimizer state lacks, a loss scale, errors that are not those of these devices, arrays
+      The saved path for each target path; None for a new array: fields of ``ZeroOptState`` that a
+      plain optimizer state lacks, a loss scale, errors that were saved for other devices, arrays
       without elements.
 
     Raises:
-      CheckpointError: other arrays are missing, too many, or differ in shape or kind.
+      CheckpointError: other arrays are missing, surplus, or differ in shape or kind.
     """
     now, numbers = _names_now(saved, form), NUMBERS.get(form, ()) if form else ()
     whole, n = form is not None, len(numbers)
@@ -87,8 +87,8 @@ def match(
 
 
 def _names_now(saved: Mapping[Path, SavedArray], form: Form | None) -> dict[Path, Path]:
-    """The saved paths by the names that their arrays have today: zerojax's numbers stood around
-    the optimizer's state once."""
+    """Returns the saved paths by today's paths; older versions of zerojax stored its own numbers
+    around the optimizer's state."""
     optimizer = OPTIMIZER[form] if form else ()
     n = len(optimizer)
     around = form and {(*optimizer, name) for name in _AROUND} <= {*saved}
@@ -103,7 +103,7 @@ def _names_now(saved: Mapping[Path, SavedArray], form: Form | None) -> dict[Path
 
 def _mismatch(path: Path, wanted: Any, saved: SavedArray) -> list[str]:
     if is_key(wanted):
-        return []  # its data is what is on disk
+        return []  # the disk holds the key's data
     if tuple(wanted.shape) != saved.shape:
         return [f"{'.'.join(path)}: {list(saved.shape)} there, {list(wanted.shape)} here"]
     if not _of_a_kind(wanted.dtype, saved.dtype):
@@ -112,7 +112,10 @@ def _mismatch(path: Path, wanted: Any, saved: SavedArray) -> list[str]:
 
 
 def _of_a_kind(a: Any, b: Any) -> bool:
-    """Whether both are floats or both whole numbers, of any widths (a step was a Python int)."""
+    """Returns whether both dtypes are floats or both integers of any width, or they are equal.
+
+    The width may differ because a step counter may have been a Python int.
+    """
     return a == b or any(
         jax.dtypes.issubdtype(a, kind) and jax.dtypes.issubdtype(b, kind)
         for kind in (np.floating, np.integer)

@@ -1,4 +1,4 @@
-"""The parameters among saved arrays, and the names of the tensors they are exported as."""
+"""Selection of the parameters among saved arrays, and their tensor names in an export."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from zerojax.weights.names import Linked, link
 
 
 class Renamed(NamedTuple):
-    """The names of a model's tensors elsewhere.
+    """The names of a model's tensors in another library.
 
     Attributes:
-      names: As for ``zerojax.weights.save``, with ``/`` between a parameter's keys.
-      texts: Other files of the folder by name, such as ``config.json``.
+      names: A map as for ``zerojax.weights.save``, with ``/`` between a parameter's keys.
+      texts: The contents of other files of the folder, by name, such as ``config.json``.
     """
 
     names: weights.Names | Mapping[str, str | weights.Tensor | None] | None
@@ -27,14 +27,15 @@ class Renamed(NamedTuple):
 
 Map = weights.Names | Mapping[str, str | weights.Tensor | None]
 Names = Callable[[Mapping[str, tuple[int, ...]], Any], Renamed] | Map
-"""A map as for ``zerojax.weights.save``; or a function that takes the parameters' names and shapes,
-and the ``extra`` of the save, of which a ValueError says why the files cannot be made."""
+"""A map as for ``zerojax.weights.save``; or a function of the parameters' shapes by name and the
+``extra`` of the save. Its ValueError states why the files cannot be written."""
 
 
 def parameters(saved: SavedStep) -> dict[str, SavedArray]:
-    """The parameters by name: their keys, without flax's boxes, with dots between.
+    """Returns the parameters by name: their keys, without flax's boxes, joined with dots.
 
-    Of a ``TrainState`` the arrays under ``params``, of NNX the model without its PRNG streams.
+    For a ``TrainState``, these are the arrays under ``params``; for NNX, the model without its PRNG
+    streams.
 
     Raises:
       CheckpointError: no array is a parameter.
@@ -62,7 +63,7 @@ def parameters(saved: SavedStep) -> dict[str, SavedArray]:
 
 
 def _streams(leaves: Mapping[Path, SavedArray]) -> set[Path]:
-    """The paths of NNX's PRNG streams: modules of a key and a count."""
+    """Returns the paths of NNX's PRNG streams: modules that hold only a key and a count."""
     held: dict[Path, dict[Path, str]] = defaultdict(dict)
     for path, leaf in leaves.items():
         held[path[:-1]][path[-1:]] = leaf.dtype.name
@@ -71,24 +72,23 @@ def _streams(leaves: Mapping[Path, SavedArray]) -> set[Path]:
 
 
 def _is_key(saved: SavedStep, leaf: SavedArray) -> bool:
-    """Whether an array is of PRNG keys, which are numbers on disk."""
+    """Returns whether an array holds PRNG keys, which are uint32 on disk."""
     return saved.record is not None and saved.record.leaves[leaf.name].dtype.startswith("key<")
 
 
 def rename(
     leaves: Mapping[str, SavedArray], names: Names | None, saved: SavedStep
 ) -> tuple[Linked, Mapping[str, str]]:
-    """The tensors of the parameters, and other files, as ``names`` has them; by default a tensor
-    for each parameter.
+    """Applies ``names`` to the parameters; the default is one tensor for each parameter.
 
     Args:
       leaves: The parameters by name.
 
     Returns:
-      The tensors, by the parameters' names, and the texts of the other files.
+      The tensors, by the parameters' names, and the contents of other files by name.
 
     Raises:
-      CheckpointError: ``names`` refuses, or what it returns does not fit the parameters.
+      CheckpointError: ``names`` raises a ValueError, or its result does not fit the parameters.
     """
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     try:

@@ -1,4 +1,4 @@
-"""A save under way: the record of a state, begun with the save and finished with its files."""
+"""A save in progress: the record is begun with the save and finished once its files exist."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zerojax.plan.places import PINNED
 from zerojax.plan.stored import StoredArray, stored
 
 _SMALL = 1024
-"""Bytes of an array that every save compares between the processes."""
+"""Maximum bytes of an array that every save compares between the processes."""
 
 _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
 
@@ -42,17 +42,18 @@ class PendingSave:
     """A state to be written.
 
     Args:
-      step: Updates done.
-      state: A ``TrainState``, or a tuple of NNX.
-      zero: Its config and mesh are recorded.
+      step: The number of updates done.
+      state: A ``TrainState``, a tuple of NNX objects, or another pytree of arrays.
+      zero: The source of the recorded config and mesh.
       extra: JSON, see :func:`zerojax.checkpoint.record.encoded`.
       metrics: Numbers by name.
 
     Attributes:
       tree: The arrays that orbax writes; None once they are copied.
-      replicated: A digest of each small array of integers or keys that all processes hold, by
-        name. Floats may differ in the last bit, as some devices add up in any order.
-      extra_by_process: Whether each process writes an ``extra`` of its own.
+      replicated: A digest, by name, of each small array of integers, bools or keys that is
+        replicated across the processes. Floats are left out: they may differ in the last bit,
+        because some devices sum in any order.
+      extra_by_process: Whether each process writes a separate ``extra``.
 
     Raises:
       CheckpointError: an array of the state cannot be saved.
@@ -99,47 +100,48 @@ class PendingSave:
 
     @property
     def word(self) -> str:
-        """For :meth:`compare`: this process's digests."""
+        """This process's digests of ``replicated`` and ``extra``, for :meth:`compare`."""
         return json.dumps([_sha256(self.replicated), _sha256(self._record.extra)])
 
     def compare(self, words: Sequence[str]) -> bool:
-        """Compares the processes' :attr:`word`: an ``extra`` may differ, then each process keeps
-        its own, and arrays may not.
+        """Compares the :attr:`word` of all processes.
+
+        The ``extra`` may differ, and then each process writes its own; replicated arrays may not.
 
         Returns:
-          Whether the arrays that all processes hold are the same.
+          Whether the small replicated arrays are equal in all processes.
         """
         arrays, extras = zip(*map(json.loads, words), strict=True)
         self.extra_by_process = len({*extras}) > 1
         return len({*arrays}) == 1
 
     def release(self) -> None:
-        """Lets the arrays go, which are copied."""
+        """Drops the references to the arrays, which are copied by now."""
         self.tree = None
 
     def write_extra(self, folder: epath.Path) -> None:
-        """Writes this process's ``extra`` where the processes' differ."""
+        """Writes this process's ``extra`` if the processes passed different ones."""
         if self.extra_by_process:
             file = records.extra_file(folder, jax.process_index())
             file.parent.mkdir(exist_ok=True)
             file.write_text(json.dumps(self._record.extra))
 
     def begin_checksums(self) -> None:
-        """Starts the checksums of arrays in memory on the devices, in all processes together."""
+        """Starts the device checksums of arrays in memory; all processes call this together."""
         leaves = state_tree.named(self.tree)
         self._sums = begin_checksums(
             {name: x for name, x in leaves.items() if not isinstance(stored(x), DiskArray)}
         )
 
     def finish(self, folder: epath.Path, on_disk: Mapping[str, int]) -> None:
-        """Writes the record and orbax's metadata into the folder of the step, before that is named.
+        """Writes the record and orbax's metadata, before the step's folder gets its final name.
 
         Args:
-          folder: With all arrays.
-          on_disk: The checksums of the arrays that lie on a disk, by name.
+          folder: The step's folder, with all arrays already written.
+          on_disk: The checksums, by name, of the arrays that the state keeps on a disk.
 
         Raises:
-          CheckpointError: what is written is not complete.
+          CheckpointError: the written step is incomplete.
         """
         checksums = {**on_disk, **{name: finish_checksum(x) for name, x in self._sums.items()}}
         leaves = {
@@ -167,7 +169,7 @@ class PendingSave:
 
 
 def _is_replicated(x: Any) -> bool:
-    """Whether all processes hold the whole of a small array of integers or keys."""
+    """Returns whether ``x`` is a small replicated array of integers, bools or keys."""
     return (
         isinstance(x, jax.Array)
         and not x.is_fully_addressable
@@ -178,7 +180,7 @@ def _is_replicated(x: Any) -> bool:
 
 
 def _digest(x: jax.Array) -> str:
-    """A small array in words; equal arrays have equal words."""
+    """Returns a small array as a string: its values, or a SHA-256 if there are more than 4."""
     mine = x.addressable_data(0)
     values = np.asarray(jax.random.key_data(mine) if is_key(mine) else mine)
     return repr(values.tolist()) if values.size <= 4 else _sha256(values.tobytes().hex())
@@ -196,8 +198,8 @@ def _check_arrays(tree: Any) -> None:
     """Checks that every array can be saved.
 
     Raises:
-      CheckpointError: an array was donated, is half updated or abstract, lies on one process
-        alone, or shares its name with another one.
+      CheckpointError: an array was donated, is half updated or abstract, is local to one process,
+        or shares its name with another array.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [".".join(state_tree.strings(keys)) for keys, _ in leaves]
@@ -224,11 +226,11 @@ def _check_arrays(tree: Any) -> None:
 
 
 def _array(x: Any) -> jax.Array | DiskArray | StoredArray:
-    """A leaf as an array that does not change during the save."""
+    """Returns a leaf as an array that does not change during the save."""
     if isinstance(x, DiskArray | StoredArray):
         return x
     if isinstance(x, jax.Array):
-        # Orbax keeps a reference to host memory, and the next step could not donate the array.
+        # Orbax would keep a reference to host memory, so the next step could not donate the array.
         return jnp.copy(x) if x.sharding.memory_kind == PINNED else x
     return jnp.asarray(x)
 

@@ -1,5 +1,5 @@
-"""Arrays of a state that orbax cannot write, as they lie on a disk or are padded: written into a
-checkpoint piece by piece, without padding; and those on a disk read back."""
+"""Checkpoint I/O in slices, for arrays that orbax cannot write because they are stored on a disk or
+padded. Padding is not written. :func:`fill` reads arrays back onto a disk."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from zerojax.plan.places import PINNED
 from zerojax.plan.stored import StoredArray, pad, stored
 
 CHUNK_BYTES = 64 * 2**20
-"""The most bytes of a chunk in a checkpoint: a small shard reads small chunks."""
+"""Maximum bytes of a chunk in a checkpoint; small shards then read small chunks."""
 
 _TOGETHER = 128 * 2**20
-"""Bytes written in one transaction; during it the next ones are read."""
+"""Bytes written in one transaction; the next slices are read while the transaction commits."""
 
 _THREADS = 2
 
 
 class PiecewiseHandler(ocp.type_handlers.TypeHandler):
-    """Writes :class:`DiskArray` and :class:`StoredArray` as orbax writes NumPy arrays; orbax's own
-    handler reads them.
+    """Writes :class:`DiskArray` and :class:`StoredArray` as orbax writes NumPy arrays; orbax's
+    built-in handler reads them.
 
-    Arrays in memory are copied first. The next training step overwrites those on a disk:
-    :meth:`wait` before it.
+    ``serialize`` copies arrays that are in memory. The next training step overwrites arrays on a
+    disk, so call :meth:`wait` before that step.
 
     Attributes:
-      shares: This process's shares of the checksums of the arrays on a disk that were written last,
-        by orbax's name.
+      shares: This process's shares of the checksums of the disk arrays in the last write, by
+        orbax's name.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
         self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
     ) -> Sequence[ocp.future.Future]:
         arrays = [_Array.of(value) for value in values]
-        # Orbax makes its folder first.
+        # Orbax creates its folder first.
         writing = ocp.future.CommitFutureAwaitingContractedSignals(
             self._write(arrays, infos), name="piecewise"
         )
@@ -65,7 +65,7 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
         return [writing]
 
     def wait(self) -> None:
-        """Returns when the arrays on a disk are written; raises the error of a failed write."""
+        """Waits until the arrays on a disk are written; raises the error of a failed write."""
         writing, self._writing = self._writing, None
         if writing:
             writing.result()
@@ -77,7 +77,7 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
             for array, info in zip(arrays, infos, strict=True):
                 await info.await_path_creation()
                 written = _written(array, info, transactions)
-                if not array.on_disk:  # the devices make its checksum
+                if not array.on_disk:  # the devices compute its checksum
                     deque(written, maxlen=0)
                     continue
                 shares[info.name] = [
@@ -94,7 +94,7 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
 
 
 class _Transactions:
-    """Combines writes, as each transaction costs ocdbt a new root."""
+    """Combines writes into few transactions, because each one costs ocdbt a new root."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -109,7 +109,7 @@ class _Transactions:
         ).result()
 
     def write(self, spec: Any, context: Any, index: Index, block: np.ndarray) -> None:
-        """Writes a block, which must not change afterwards."""
+        """Stages the write of a block, which must not change afterwards."""
         store = tensorstore.open(
             spec, open=True, assume_metadata=True, context=context, transaction=self._open
         ).result()
@@ -135,7 +135,7 @@ class _Transactions:
         self._under_way = None
 
     def finish(self) -> None:
-        """Returns when every write is committed."""
+        """Waits until every write is committed."""
         self._send()
         self._settle()
 
@@ -145,7 +145,7 @@ class _Shard(NamedTuple):
 
     Attributes:
       box: Its indices in the array at rest.
-      pieces: Gives its values, flat, piece by piece.
+      pieces: Iterates over its values, flattened, in consecutive slices.
     """
 
     box: Index
@@ -156,9 +156,9 @@ class _Array(NamedTuple):
     """An array to write.
 
     Attributes:
-      shape, padded: Its shape, and that at rest.
-      shards: Those that this process writes.
-      on_disk: Whether the shards are read from a disk; else they are copies in host memory.
+      shape, padded: Its shape without padding, and its shape at rest.
+      shards: The shards that this process writes.
+      on_disk: Whether the shards are read from a disk; otherwise they are copies in host memory.
     """
 
     shape: tuple[int, ...]
@@ -170,7 +170,7 @@ class _Array(NamedTuple):
 
     @classmethod
     def of(cls, x: DiskArray | StoredArray) -> _Array:
-        """Copies the shards in memory."""
+        """Describes ``x``; copies its shards to host memory unless they are on a disk."""
         at_rest = stored(x)
         on_disk = isinstance(at_rest, DiskArray)
         shards = _disk_shards(at_rest) if on_disk else _host_shards(at_rest)
@@ -179,7 +179,7 @@ class _Array(NamedTuple):
 
 def _disk_shards(x: DiskArray) -> list[_Shard]:
     def pieces(i: int) -> Iterator[np.ndarray]:
-        # One piece is read ahead.
+        # Prefetches one slice.
         starts = (functools.partial(x.leaf.read_shard, i, k) for k in range(len(x.leaf.pieces)))
         return (read.view(x.dtype) for read in results(starts, 2))
 
@@ -192,7 +192,7 @@ def _disk_shards(x: DiskArray) -> list[_Shard]:
 
 def _host_shards(x: jax.Array) -> list[_Shard]:
     mine = [shard for shard in x.addressable_shards if shard.replica_id == 0]
-    # A view of host memory would keep the next step from donating the array.
+    # A view of host memory would prevent the next step from donating the array.
     on_host = x.sharding.memory_kind == PINNED or any(s.device.platform == "cpu" for s in mine)
     for shard in () if on_host else mine:
         shard.data.copy_to_host_async()
@@ -207,7 +207,7 @@ def _host_shards(x: jax.Array) -> list[_Shard]:
 def _written(
     x: _Array, info: Any, transactions: _Transactions
 ) -> Iterator[tuple[Index, np.ndarray]]:
-    """Writes this process's chunks of an array, and yields the box and values of each."""
+    """Writes this process's chunks of an array; yields the box and values of each."""
     chunk = chunk_of(x.padded, x.sharding, x.dtype.itemsize)
     spec = ocp.type_handlers.get_json_tspec_write(
         info,
@@ -231,7 +231,7 @@ def _written(
 
 
 def chunk_of(shape: tuple[int, ...], sharding: Sharding, itemsize: int) -> tuple[int, ...]:
-    """The shape of a chunk: a run of a flat shard, so that every chunk is written once and whole.
+    """Returns the shape of a chunk, contiguous in a flattened shard so that one write fills it.
 
     Example:
       >>> import jax, zerojax
@@ -246,13 +246,13 @@ def chunk_of(shape: tuple[int, ...], sharding: Sharding, itemsize: int) -> tuple
     most = max(1, CHUNK_BYTES // itemsize)
     inner = next(d for d in range(len(shape)) if math.prod(shard[d + 1 :]) <= most)
     rows = max(1, min(shard[inner], most // math.prod(shard[inner + 1 :])))
-    if shard[inner] != shape[inner]:  # each shard begins with a chunk of its own
+    if shard[inner] != shape[inner]:  # no chunk may span two shards
         rows = next(n for n in range(rows, 0, -1) if shard[inner] % n == 0)
     return (*[1] * inner, rows, *shard[inner + 1 :])
 
 
 def recut(pieces: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.ndarray]:
-    """A flat array, given piece by piece, in pieces of other sizes.
+    """Re-splits a flat array, passed as consecutive slices, into slices of other sizes.
 
     Example:
       >>> import numpy as np
@@ -271,7 +271,7 @@ def recut(pieces: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.nda
 
 
 def summed(shares: Iterable[str]) -> dict[str, int]:
-    """The checksums of whole arrays, from the shares of each process as JSON.
+    """Sums the shares of all processes, passed as JSON, to the checksums of the full arrays.
 
     Example:
       >>> summed(['{"w": 4294967295}', '{"w": 3}'])
@@ -282,12 +282,12 @@ def summed(shares: Iterable[str]) -> dict[str, int]:
 
 
 def fill(leaf: DiskLeaf, shape: Sequence[int], read: Callable[[Index], np.ndarray]) -> int:
-    """Writes all pieces of a leaf, and returns this process's share of the checksum.
+    """Writes all slices of a leaf to its disk; returns this process's share of the checksum.
 
     Args:
-      leaf: The leaf, padded or not.
-      shape: Without padding.
-      read: Returns a box of the array of that shape, in any float or integer dtype.
+      leaf: The leaf to fill, padded or not.
+      shape: The array's shape without padding.
+      read: Returns a box of the unpadded array, in any float or integer dtype.
     """
     shard_shape = leaf.sharding.shard_shape(leaf.shape)
 

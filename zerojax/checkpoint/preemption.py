@@ -1,4 +1,4 @@
-"""SIGTERM: save, and exit with a status that says so."""
+"""Preemption by SIGTERM: save, and exit with a status that reports the preemption."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ PREEMPTED = 75
 later", which no error of Python or of a shell uses."""
 
 _SAME = 5.0
-"""Seconds in which a further SIGTERM is the same notice: a cluster may signal each process, and a
-launcher besides, which passes the signal on."""
+"""Seconds within which a further SIGTERM counts as the same notice: a cluster may signal each
+process and also the launcher, which passes the signal on."""
 
 
 class Preemption:
-    """Notes the first SIGTERM, which a cluster sends before it takes a machine.
+    """A context that records the first SIGTERM, which a cluster sends before it takes a machine.
 
     A second SIGTERM ends the process at once, unless it comes within 5 s of the first.
 
-    In several processes they agree: wherever a SIGTERM came, ``notice`` becomes true in all of
-    them at the same read, so that all save the same step and leave together. For that every process
-    reads ``notice`` equally often: once a step, and once a batch of an evaluation that is to be cut
-    short. A read that waits for the others' answers takes milliseconds, any other a microsecond.
-    After an agreed notice a process survives its own first SIGTERM beyond the end of the block.
+    Several processes agree: whichever process receives a SIGTERM, ``notice`` becomes true in all of
+    them at the same read, so that all save the same step and exit together. Every process must
+    therefore read ``notice`` equally often: once per step, and once per batch of an evaluation that
+    preemption may interrupt. A read that waits for the other processes' answers takes milliseconds,
+    any other read a microsecond. After an agreed notice, a process survives its first SIGTERM even
+    after the end of the block.
 
     Raises:
-      ValueError: outside the main thread, as Python takes signals there alone.
+      ValueError: outside the main thread, because Python handles signals only there.
 
     Example:
       >>> with Preemption() as preemption:
@@ -53,17 +54,18 @@ class Preemption:
 
     @property
     def notice(self) -> bool:
-        """Whether a SIGTERM came, to any process; the same in all at the same read."""
+        """True if any process received a SIGTERM; equal in all processes at the same read."""
         if not self._given:
             self._given = self._turn.reached() if self._turn else self._noted is not None
         return self._given
 
     def __enter__(self) -> Self:
-        # In the place of JAX's, which jax.distributed.initialize installs and no second one ends.
+        # Replaces JAX's handler, which jax.distributed.initialize installs and which keeps a second
+        # SIGTERM from ending the process.
         self._before = signal.signal(signal.SIGTERM, self._note)
         if jax.distributed.is_initialized() and jax.process_count() > 1:
             self._turn = AgreedTurn("preemption")
-            if self._noted is not None:  # in between
+            if self._noted is not None:  # a SIGTERM came before the turn existed
                 self._turn.ask()
         return self
 
@@ -79,7 +81,7 @@ class Preemption:
             self._turn.ask()
 
     def __exit__(self, *_: object) -> None:
-        # This process's own signal may come after the notice, while the process leaves.
+        # This process's signal may arrive after the notice, while the process exits.
         if not (self._turn and self._given):
             signal.signal(signal.SIGTERM, self._before)
         if self._turn:

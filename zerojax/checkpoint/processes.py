@@ -1,4 +1,4 @@
-"""Processes that write or read a checkpoint together: where one fails, all raise the same error."""
+"""Joint access of processes to a checkpoint: if one process fails, all raise the same error."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from zerojax.distributed.exchange import ProcessesMissing, exchange
 from zerojax.distributed.roll_call import by_value
 
 PATIENCE = 300.0
-"""Seconds for which processes wait for one another in a call that all make."""
+"""Seconds for which processes wait for one another in a collective call."""
 
 LONGEST = 1200.0
-"""Seconds for which a process waits for others that still write or read, as in orbax."""
+"""Seconds for which a process waits for others that still write or read; the limit of orbax."""
 
 _T = TypeVar("_T")
 
 _MOST = 2000
-"""Characters of an error that the others are told."""
+"""Maximum number of characters of an error that is sent to the other processes."""
 
 
 def agreed(name: str, act: Callable[[], _T], seconds: float = PATIENCE) -> _T:
-    """The result of ``act`` in this process, once every process has one.
+    """Returns the result of ``act`` in this process, once every process has a result.
 
     Args:
-      name: Of a sequence of such calls that all processes make in the same order.
-      act: Must not need the other processes; with several processes alone they are waited for.
-      seconds: How long to wait for the others after ``act``.
+      name: The name of a sequence of calls that all processes issue in the same order.
+      act: The function to call; it must not depend on the other processes.
+      seconds: How long to wait for the other processes after ``act``, if there are any.
 
     Raises:
-      CheckpointError: ``act`` failed in another process, which the message names with its cause;
-        or another process did not come.
+      CheckpointError: ``act`` failed in another process, which the message names with the cause;
+        or another process did not arrive in time.
       Exception: ``act`` failed in this process.
 
     Example:
@@ -49,7 +49,7 @@ def agreed(name: str, act: Callable[[], _T], seconds: float = PATIENCE) -> _T:
 
 
 def told(name: str, act: Callable[[], str], seconds: float = PATIENCE) -> list[str]:
-    """The results of ``act`` in all processes, in their order; see :func:`agreed`.
+    """Returns the results of ``act`` in all processes, in process order; see :func:`agreed`.
 
     Example:
       >>> told("an example", lambda: "n1")
@@ -59,14 +59,14 @@ def told(name: str, act: Callable[[], str], seconds: float = PATIENCE) -> list[s
 
 
 def first(name: str, act: Callable[[], str | None], seconds: float = PATIENCE) -> str:
-    """The result of ``act``, which process 0 alone calls; see :func:`agreed`."""
+    """Returns the result of ``act``, which only process 0 calls; see :func:`agreed`."""
     return told(name, lambda: (act() or "") if jax.process_index() == 0 else "", seconds)[0]
 
 
 def with_words(
     name: str, act: Callable[[], _T], word: Callable[[_T], str], seconds: float = PATIENCE
 ) -> tuple[_T, list[str]]:
-    """The result of ``act``, and what ``word`` makes of it in every process; see :func:`agreed`.
+    """Returns the result of ``act``, and ``word(result)`` of every process; see :func:`agreed`.
 
     Example:
       >>> with_words("an example", lambda: 3, str)
@@ -100,19 +100,19 @@ def with_words(
 
 
 def share_a_folder(directory: epath.Path, claim: Callable[[], None], seconds: float = 30.0) -> str:
-    """A name for what the processes that share a folder say to each other.
+    """Checks that the processes share a folder; returns a name for the exchanges among them.
 
-    Process 0 writes a file there, every other one answers with a file when it sees that, and
-    process 0 looks for the answers.
+    Process 0 writes a file to the folder. Every other process answers with a file once it sees
+    process 0's file, and process 0 looks for the answers.
 
     Args:
-      directory: The folder; process 0 alone makes it.
-      claim: Makes the folder and takes its lock, in process 0.
-      seconds: How long a file may take to be seen.
+      directory: The folder, which only process 0 creates.
+      claim: Creates the folder and takes its lock, in process 0.
+      seconds: How long a file may take to become visible.
 
     Raises:
-      CheckpointError: ``claim`` failed, or processes do not see what process 0 has written, or it
-        does not see what they have; the message names them.
+      CheckpointError: ``claim`` failed, or a file that process 0 wrote is not visible to another
+        process, or the reverse; the message names the processes.
     """
     if jax.process_count() == 1:
         claim()
@@ -157,5 +157,5 @@ def _look_for(file: epath.Path, what: str, seconds: float) -> None:
                 "processes one folder on a file system that their hosts share (NFS, Lustre, "
                 "a mounted bucket)"
             )
-        next(iter(file.parent.glob("*")), None)  # NFS looks again
+        next(iter(file.parent.glob("*")), None)  # NFS refreshes its listing
         time.sleep(0.05)

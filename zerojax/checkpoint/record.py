@@ -1,9 +1,9 @@
 """The record beside a saved state: its config, mesh, arrays and files, with their checksums.
 
-    STEP/state/...          orbax's
+    STEP/state/...          the state, in orbax's format
     STEP/zerojax.json       {"format": 1, "sha256": of the rest, "record": {...}}
 
-The record is written before orbax commits the step, so that both exist or neither does.
+The record is written before the step is committed, so that either both exist or neither does.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from zerojax.checkpoint.state_tree import is_key
 FORMAT = 1
 FILE = steps_folder.RECORD
 MARK = {"record": FILE}
-"""In orbax's metadata of a state with a record, so that a lost record is noticed."""
+"""Custom metadata in orbax's metadata of a state with a record; reveals the loss of the record."""
 
 WHOLE_FILE_BYTES = 16 * 2**20
-"""The largest file with a digest; larger ones hold arrays, which have checksums."""
+"""The largest file with a CRC-32; larger files hold arrays, which have checksums."""
 
 Spec = list[str | list[str] | None]
 
 EXTRA = "extra"
-"""The folder within a step that holds the ``extra`` of each process, where these differ."""
+"""The folder within a step that holds each process's ``extra``, if the processes' differ."""
 
 UNREADABLE = (
     ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError,
     OSError,
 )  # fmt: skip
-"""Exceptions from reading JSON of an unexpected form."""
+"""Exceptions that reading a file with JSON of an unexpected form may raise."""
 
 _KEY = "$key"
 
 _DEEPEST = 100
-"""Levels of an ``extra``; a reader of JSON has no more than 1,000."""
+"""Maximum nesting depth of an ``extra``; JSON readers stop at 1,000 levels."""
 
 
 class _Strict(pydantic.BaseModel):
@@ -54,10 +54,10 @@ class _Strict(pydantic.BaseModel):
 
 
 class LeafRecord(_Strict):
-    """An array.
+    """The record of an array.
 
     Attributes:
-      spec: Its PartitionSpec at rest; None where unknown.
+      spec: Its PartitionSpec at rest; None if unknown.
       checksum: See :func:`zerojax.checkpoint.checksum.checksum`.
     """
 
@@ -68,27 +68,28 @@ class LeafRecord(_Strict):
 
 
 class FileRecord(_Strict):
-    """A file of the step's folder; ``crc32`` is None for a large file."""
+    """The record of a file in the step's folder; ``crc32`` is None for a large file."""
 
     bytes: int
     crc32: int | None
 
 
 class Record(_Strict):
-    """A saved step.
+    """The record of a saved step.
 
     Attributes:
-      step: Updates done, as the caller counts.
-      saved: The time, ISO 8601 in UTC.
-      versions: Of zerojax, jax, flax, optax, orbax.
-      form: A flax ``TrainState``, a tuple of ``nnx.Module``, ``nnx.Optimizer`` and more, or another
-        pytree.
-      stage, compute_dtype, mesh, axis, devices, processes: Of the run that saved the step.
-      config: The fields of its :class:`ZeroConfig`.
+      step: The number of updates done, as the caller counts them.
+      saved: The time of the save, ISO 8601 in UTC.
+      versions: The versions of zerojax, jax, flax, optax and orbax.
+      form: The kind of state: a flax ``TrainState``, a tuple of ``nnx.Module``, ``nnx.Optimizer``
+        and more, or another pytree.
+      stage, compute_dtype, mesh, axis, devices, processes: Properties of the run that saved the
+        step.
+      config: The fields of that run's :class:`ZeroConfig`.
       leaves: The arrays, by orbax's name.
-      files: By path within the step's folder; without the record itself and files that orbax adds
-        during its commit.
-      metrics, extra: The caller's own.
+      files: The files in subfolders, by path within the step's folder. Files directly in the step's
+        folder (the record, orbax's metadata) are written later.
+      metrics, extra: The values that the caller passed.
     """
 
     step: int
@@ -116,11 +117,11 @@ def write(folder: epath.Path, record: Record) -> None:
 
 
 def read(folder: epath.Path) -> Record | None:
-    """The record of the step in ``folder``; None where none exists, as with plain orbax.
+    """Reads the record of the step in ``folder``; returns None if none exists (plain orbax).
 
     Raises:
-      DamagedCheckpointError: the record is not as it was written.
-      CheckpointError: a newer zerojax wrote the record, or the system does not give it.
+      DamagedCheckpointError: the record differs from the one that was written.
+      CheckpointError: a newer zerojax wrote the record, or the operating system refuses to read it.
     """
     file = folder / FILE
     try:
@@ -154,11 +155,11 @@ def read(folder: epath.Path) -> Record | None:
 
 
 def files(folder: epath.Path, whole: int = WHOLE_FILE_BYTES) -> dict[str, FileRecord]:
-    """Every file below ``folder``, without those that orbax changes during its commit.
+    """Returns every file in subfolders of ``folder``; files directly in it are written later.
 
     Args:
-      folder: Of the step.
-      whole: The most bytes of a file with a ``crc32``.
+      folder: The step's folder.
+      whole: The maximum bytes of a file with a ``crc32``.
     """
     return {
         name: FileRecord(bytes=size, crc32=_crc32(folder / name) if size <= whole else None)
@@ -168,11 +169,11 @@ def files(folder: epath.Path, whole: int = WHOLE_FILE_BYTES) -> dict[str, FileRe
 
 
 def changed(folder: epath.Path, record: Record) -> list[CheckpointError]:
-    """Differences from the recorded step and its files: damage, and what the system does not give.
+    """Returns differences from the record: damage, and files that the system refuses to read.
 
     Args:
-      folder: Of the step.
-      record: Of the step.
+      folder: The step's folder.
+      record: The step's record.
     """
     problems: list[CheckpointError] = []
     if steps_folder.number(folder.name) not in (None, record.step):
@@ -205,11 +206,11 @@ def changed(folder: epath.Path, record: Record) -> list[CheckpointError]:
 
 
 def sizes(folder: epath.Path) -> Iterator[tuple[str, int]]:
-    """Every file below ``folder``: its path within the folder, and its bytes.
+    """Yields the path within ``folder`` and the bytes of every file below ``folder``.
 
     Raises:
-      DamagedCheckpointError: A file is not a regular one.
-      OSError: The system does not say.
+      DamagedCheckpointError: A file is not a regular file.
+      OSError: The operating system refuses to list a folder or to report a size.
     """
     for entry in folder.iterdir() if steps_folder.exists(folder) and folder.is_dir() else ():
         if entry.is_dir():
@@ -223,15 +224,16 @@ def sizes(folder: epath.Path) -> Iterator[tuple[str, int]]:
 
 
 def extra_file(folder: epath.Path, process: int) -> epath.Path:
-    """The file of a process's ``extra`` in the folder of a step."""
+    """Returns the file of a process's ``extra`` in a step's folder."""
     return folder / EXTRA / f"{process}.json"
 
 
 def encoded(value: Any, path: str = "extra", level: int = 0) -> Any:
-    """``value`` as JSON, PRNG keys by their data.
+    """Encodes ``value`` as JSON; PRNG keys become their data and implementation.
 
     Raises:
-      CheckpointError: a part of it, named by its path, is neither JSON nor a PRNG key, or too deep.
+      CheckpointError: an item, named by its path, is neither JSON nor a PRNG key, or nested too
+        deeply.
 
     Example:
       >>> decoded(encoded({"key": jax.random.key(7), "row": 3}))
@@ -260,7 +262,7 @@ def encoded(value: Any, path: str = "extra", level: int = 0) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """The value of :func:`encoded`; tuples have become lists."""
+    """Returns the value that :func:`encoded` encoded, with lists in place of tuples."""
     if isinstance(value, list):
         return [decoded(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A saved step restored: every array straight to its devices, host memory or disk."""
+"""Restore of a saved step: reads every array directly to its devices, host memory or disk."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from zerojax.plan.stored import StoredArray, pad, shown, stored
 from zerojax.train_state.state_parts import OpenedState, Parts
 
 _UNDER_WAY_GB = 0.5
-"""The most that is read and not yet on the devices, so that the host needs little memory."""
+"""Limit in GB on data that is read but not yet on the devices; it bounds the host memory."""
 
 
 class _Wanted(NamedTuple):
-    """The arrays to restore.
+    """The target arrays of a restore.
 
     Attributes:
       leaves: Shapes, dtypes and shardings by path in the checkpoint.
-      close: Makes the caller's object of the arrays, in the order of ``leaves``.
-      on_disk: The plan of those that belong on a disk.
+      close: Builds the caller's object from the arrays, in the order of ``leaves``.
+      on_disk: The planned leaves of the arrays that belong on a disk, by path.
     """
 
     leaves: dict[Path, jax.ShapeDtypeStruct]
@@ -52,21 +52,21 @@ class _Wanted(NamedTuple):
 
 
 def restore(folder: epath.Path, abstract_state: Any, zero: Zero, name: str) -> Any:
-    """The state or parameters of a step, in the form and with the shardings of ``abstract_state``.
+    """Restores the state or parameters of a step in the form and shardings of ``abstract_state``.
 
     Every array is read shard by shard in the saved dtype, checked against its recorded checksum,
-    and then cast where another float dtype is wanted. An array that belongs on a disk goes there
-    piece by piece.
+    and then cast if the target has another dtype. An array that belongs on a disk is written there
+    slice by slice.
 
     Args:
-      folder: Of the step.
+      folder: The step's folder.
       abstract_state: See :meth:`Checkpointer.restore`.
-      zero: The shardings.
-      name: Of what the processes say to each other, see :func:`agreed`.
+      zero: The source of the plan and of missing shardings.
+      name: The name of the exchanges between the processes, see :func:`agreed`.
 
     Raises:
       CheckpointError: the saved arrays are not those of ``abstract_state``.
-      DamagedCheckpointError: arrays cannot be read, or are not as they were saved.
+      DamagedCheckpointError: arrays cannot be read, or differ from the saved ones.
     """
     here = agreed(name, lambda: _begin(folder, abstract_state, zero), LONGEST)
     saved, wanted, in_memory = here.saved, here.wanted, here.in_memory
@@ -81,15 +81,16 @@ def restore(folder: epath.Path, abstract_state: Any, zero: Zero, name: str) -> A
 
 
 class _Begun(NamedTuple):
-    """What this process has read by itself.
+    """The arrays that this process has read, before any step that involves other processes.
 
     Attributes:
       saved: The step.
-      form: Of the state, or of what is restored of it.
-      wanted: The arrays to restore.
-      chosen, in_memory: The saved arrays by path, all and those that do not belong on a disk.
-      arrays: The latter's values, by path in the checkpoint.
-      sound: The checksums of 64-bit arrays that JAX makes narrower.
+      form: The form of the ``abstract_state`` to restore.
+      wanted: The target arrays.
+      chosen: The saved arrays to restore, by target path.
+      in_memory: The subset of ``chosen`` that does not belong on a disk.
+      arrays: The values of ``in_memory``, by path in the checkpoint.
+      sound: The checksums, computed on the host, of 64-bit arrays that JAX narrows to 32 bits.
     """
 
     saved: SavedStep
@@ -150,16 +151,16 @@ def _on_disk(
     zero: Zero,
     in_order: Callable[[Parts], Any] = lambda parts: parts,
 ) -> dict[Path, Leaf]:
-    """The plan of the arrays that the config has on a disk.
+    """Returns the planned leaves, by path, of the arrays that the config places on a disk.
 
     Args:
-      paths: Of all arrays.
+      paths: The paths of all arrays.
       opened: The state.
-      zero: What places it.
-      in_order: Gives a tree of what ``Parts`` have, with leaves in the order of the paths.
+      zero: The source of the plan.
+      in_order: Turns ``Parts`` into a tree whose leaves are in the order of ``paths``.
 
     Raises:
-      DiskError: the disk has less room, or cannot be used.
+      DiskError: the disk has too little room, or cannot be used.
     """
     plan = zero.states.plan(opened)
     zero.states.placer.reserve(plan)
@@ -182,7 +183,7 @@ def _check_arrays(params: Any) -> None:
 
 
 def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
-    """All of a state, which lies as planned where it does not say itself how."""
+    """Targets all arrays of a pytree; uses the plan's shardings unless every array has its own."""
     opened = take_apart((state,))
     given = jax.tree.leaves(opened.parts.rest)
     if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in given):
@@ -195,7 +196,7 @@ def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wan
     paths = state_tree.below((), arrays)
 
     def close(arrays: list[Any]) -> Any:
-        left = iter(arrays)  # those of no elements are not saved
+        left = iter(arrays)  # arrays without elements are not saved
         made = [next(left) if x.size else jnp.zeros(x.shape, x.dtype) for x in structs]
         parts = opened.parts._replace(rest=jax.tree.unflatten(tree, made))
         zero.states.owned.add(parts.rest)
@@ -218,7 +219,7 @@ def _params_alone(params: Any, present: dict[Path, SavedArray], zero: Zero) -> _
     nnx = all(path[0].isdecimal() for path in present)
     prefix = state_tree.PARAMS["nnx" if nnx else "linen"]
     if not any(path[: len(prefix)] == prefix for path in present):
-        prefix = ()  # parameters were saved alone
+        prefix = ()  # only parameters were saved
     leaves, tree = jax.tree.flatten(params)
     whole = NamedSharding(zero.mesh, PartitionSpec())
     paths = state_tree.below(prefix, params)
@@ -237,7 +238,7 @@ def _struct(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _as_saved(wanted: jax.ShapeDtypeStruct, leaf: SavedArray) -> jax.ShapeDtypeStruct:
-    """The array in its saved dtype, of which the checksum is, where JAX has the dtype."""
+    """Returns the target in the saved dtype, which the checksum covers, as far as JAX has it."""
     if is_key(wanted):
         return wanted
     return wanted.update(dtype=jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -246,7 +247,7 @@ def _as_saved(wanted: jax.ShapeDtypeStruct, leaf: SavedArray) -> jax.ShapeDtypeS
 def _read(
     saved: SavedStep, wanted: dict[Path, jax.ShapeDtypeStruct]
 ) -> dict[Path, jax.Array | StoredArray]:
-    """Reads arrays through orbax, each device's shards alone, by path; pads as the shardings need.
+    """Reads arrays by path through orbax, only each device's shards, padded as shardings require.
 
     Raises:
       DamagedCheckpointError: arrays cannot be read.
@@ -273,9 +274,9 @@ def _read(
             restore_args=jax.tree.unflatten(structure, [_restore_args(s) for s in structs]),
         )
         restored = jax.tree.leaves(handler.restore(saved.item, args=args))
-    except RuntimeError:  # of the devices, such as too little memory
+    except RuntimeError:  # from the devices, such as out of memory
         raise
-    except Exception as error:  # orbax has no class of its own for what it cannot read
+    except Exception as error:  # orbax has no exception class for unreadable data
         raise cannot_be_read(saved.item, error) from error
     finally:
         handler.close()
@@ -284,7 +285,7 @@ def _read(
 
 
 def _padded(wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """The shape of an array at rest, in equal pieces."""
+    """Returns the shape of an array at rest, padded so that its shards have equal sizes."""
     shape, sharding = tuple(wanted.shape), wanted.sharding
     if not isinstance(sharding, NamedSharding):
         return shape
@@ -292,7 +293,7 @@ def _padded(wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
 
 
 def _piece_bytes(wanted: jax.ShapeDtypeStruct, about: Any) -> int:
-    """The most bytes read for one device: its shard, and the rest of the same chunks."""
+    """Returns the maximum bytes read for one device: its shard, and the rest of the same chunks."""
     storage = getattr(about, "storage", None)
     chunk = (storage and storage.chunk_shape) or wanted.shape
     shard = wanted.sharding.shard_shape(_padded(wanted))
@@ -318,10 +319,10 @@ def _verify(
     arrays: dict[SavedArray, jax.Array | StoredArray],
     sound: Mapping[str, int],
 ) -> None:
-    """Checks the checksums of arrays; ``sound`` are those that the host has made.
+    """Verifies the checksums of arrays; ``sound`` has those that the host has already computed.
 
     Raises:
-      DamagedCheckpointError: an array is not as it was saved.
+      DamagedCheckpointError: an array differs from the saved one.
     """
     if saved.record is None:
         return
@@ -330,7 +331,7 @@ def _verify(
 
 
 def _compare(saved: SavedStep, checksums: Mapping[str, int]) -> None:
-    """Raises DamagedCheckpointError where checksums are not those that were recorded."""
+    """Raises DamagedCheckpointError if checksums differ from the recorded ones."""
     recorded = saved.record.leaves if saved.record else None
     wrong = [name for name, x in checksums.items() if recorded and x != recorded[name].checksum]
     if wrong:
@@ -340,7 +341,7 @@ def _compare(saved: SavedStep, checksums: Mapping[str, int]) -> None:
 
 
 def _host_checksum(saved: SavedStep, leaf: SavedArray) -> int:
-    """The checksum of a saved array; its whole numbers must fit the dtype that JAX has."""
+    """Computes the checksum of a saved array; its integers must fit the dtype that JAX has."""
     total = 0
     for start, block in saved.blocks(leaf.name):
         total += share(block, start)
@@ -349,7 +350,7 @@ def _host_checksum(saved: SavedStep, leaf: SavedArray) -> int:
 
 
 def _check_fits(saved: SavedStep, leaf: SavedArray, block: np.ndarray, dtype: np.dtype) -> None:
-    """Raises CheckpointError where whole numbers do not fit another dtype."""
+    """Raises CheckpointError if integers of a block do not fit ``dtype``."""
     if np.issubdtype(leaf.dtype, np.integer) and (block.astype(dtype) != block).any():
         raise CheckpointError(
             f"{saved.item}: {leaf.name} {leaf.dtype} holds numbers beyond 32 bits: restore with "
@@ -370,7 +371,7 @@ def _fit(path: Path, x: jax.Array | StoredArray, wanted: _Wanted) -> jax.Array |
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     if x.sharding.memory_kind != PINNED:
         return x.astype(dtype)
-    pieces = [  # on the host, where the array is
+    pieces = [  # cast on the host, where the array is stored
         jax.device_put(np.asarray(shard.data).astype(dtype), shard.data.sharding)
         for shard in x.addressable_shards
     ]
@@ -380,7 +381,7 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 def _to_disk(
     saved: SavedStep, leaves: Mapping[Path, SavedArray], wanted: _Wanted, zero: Zero, name: str
 ) -> dict[Path, DiskArray | StoredArray]:
-    """Restores the arrays that belong on a disk, by path; returns once all checksums are right."""
+    """Restores the arrays that belong on a disk, by path; returns once all checksums match."""
     disk_leaf = zero.states.placer.disk_leaf
     targets = {
         path: disk_leaf(planned.path, planned.padded, struct.dtype, struct.sharding)
@@ -407,7 +408,7 @@ def _to_disk(
 
 
 def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: Any) -> np.ndarray:
-    """A box of a saved array; whole numbers must fit ``dtype``."""
+    """Reads a box of a saved array; integers must fit ``dtype``."""
     values = saved.read(leaf.name, box)
     _check_fits(saved, leaf, values, dtype)
     return values
@@ -416,7 +417,7 @@ def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: Any) -> 
 def _fresh(
     wanted: _Wanted, restored: Mapping[Path, Any], form: state_tree.Form, zero: Zero
 ) -> dict[Path, Any]:
-    """New arrays for those that a plain state, or one of another precision, lacks."""
+    """Creates the arrays that a plain state, or a state of another precision, lacks."""
     numbers = state_tree.NUMBERS[form]
     step = restored[state_tree.STEP[form]]
     new = adopt(None, np.asarray(jax.device_get(step)), LossScale.of(zero.config))
@@ -425,7 +426,8 @@ def _fresh(
     for path, struct in wanted.leaves.items():
         if path in restored:
             continue
-        if path[: len(numbers) + 1] == (*numbers, ERROR):  # larger than all of the state
+        if path[: len(numbers) + 1] == (*numbers, ERROR):
+            # Created sharded, because errors are larger than all of the state.
             zeros = functools.partial(jnp.zeros, struct.shape, struct.dtype)
             fresh[path] = jax.jit(zeros, out_shardings=struct.sharding)()
             continue

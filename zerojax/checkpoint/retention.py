@@ -1,4 +1,4 @@
-"""The steps that a folder keeps."""
+"""Retention: the steps that a folder keeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Retention:
       keep: The number of newest steps; None for all.
       keep_best: The number of best steps.
       metric: The entry of a step's metrics to compare.
-      mode: "min" where less is better, or "max". NaN is worse than any number.
+      mode: "min" if a smaller metric is better, or "max". NaN is worse than any number.
 
     Raises:
       CheckpointError: the values contradict each other.
@@ -52,10 +52,10 @@ class Retention:
             raise CheckpointError(f"mode={self.mode!r}: one of {', '.join(_WORST)}")
 
     def checked(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
-        """A step's metrics as floats.
+        """Returns a step's metrics as floats.
 
         Raises:
-          CheckpointError: one is no number, or ``metric`` is missing.
+          CheckpointError: a metric is not a number, or ``metric`` is missing.
         """
         if self.metric is not None and self.metric not in (metrics or {}):
             raise CheckpointError(
@@ -70,18 +70,18 @@ class Retention:
             raise CheckpointError(f"metrics={metrics!r}: names and numbers: {error}") from None
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """A step's ``metric``; the worst value where it is missing or NaN."""
+        """Returns a step's ``metric``; the worst value if it is missing or NaN."""
         value = metrics.get(self.metric or "", math.nan)
         return _WORST[self.mode] if math.isnan(value) else value
 
     def best(self, scores: Mapping[int, float]) -> int | None:
-        """The best step; None where none has a score."""
+        """Returns the best step; None if no step has a score."""
         known = {step: x for step, x in scores.items() if x != _WORST[self.mode]}
         choose = min if self.mode == "min" else max
         return choose(known, key=known.__getitem__, default=None)
 
     def expired(self, folders: Mapping[int, epath.Path]) -> list[int]:
-        """The steps to remove, of those in ``folders``; steps without any metric stay."""
+        """Returns the steps in ``folders`` to remove; steps without any metrics are kept."""
         steps = sorted(folders)
         if self.keep is None:
             return []
@@ -95,7 +95,7 @@ class Retention:
 
 
 def _metrics(folder: epath.Path) -> Mapping[str, float] | None:
-    """A step's metrics; None where they cannot be read."""
+    """Returns a step's metrics; None if it has none or they cannot be read."""
     try:
         record = records.read(folder)
     except CheckpointError:

@@ -25,13 +25,14 @@ from zerojax.offload.disk.pieces import grid
 
 STATE = "state"
 ITEMS = (STATE, "default", "pytree", "")
-"""Where orbax keeps a tree: zerojax and v1, the manager, an older v1, the step's folder itself."""
+"""Folders within a step that may hold orbax's tree: of zerojax and orbax v1, of orbax's manager, of
+an older v1; or the step's folder itself."""
 
 _METADATA = "_METADATA"
 _MANIFEST = "manifest.ocdbt"
 _BLOCK_BYTES = 4 * 2**20
 _INDEX = "cache_pool#index"
-"""The cache of ocdbt's index, which would be read anew for every array."""
+"""Tensorstore's cache for ocdbt's index, which would otherwise be re-read for every array."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,14 @@ class SavedArrays:
     """The arrays of the step in ``folder``.
 
     Attributes:
-      folder: Of the step.
+      folder: The step's folder.
       item: The folder of orbax's tree.
       names: Orbax's names of the arrays, sorted.
       recorded: Whether zerojax wrote the step, so that a record must exist.
 
     Raises:
       DamagedCheckpointError: the step has no arrays, or orbax's metadata cannot be read.
-      CheckpointError: the system does not give its files.
+      CheckpointError: the operating system refuses to read the step's files.
     """
 
     def __init__(self, folder: epath.PathLike) -> None:
@@ -68,7 +69,7 @@ class SavedArrays:
         try:
             item = item_of(self.folder)
             if not steps_folder.in_bucket(self.folder):
-                for _ in records.sizes(item or self.folder):  # tensorstore would wait at a FIFO
+                for _ in records.sizes(item or self.folder):  # a FIFO would block tensorstore
                     pass
             empty = "" if item else contents(self.folder)
         except OSError as error:
@@ -83,7 +84,7 @@ class SavedArrays:
             self._driver = "zarr3" if about.get("use_zarr3") else "zarr"
             ocdbt = about.get("use_ocdbt")
             self._ocdbt = bool((item / _MANIFEST).exists() if ocdbt is None else ocdbt)
-            # Chunks of zeros are stored too: a missing chunk was lost.
+            # If chunks of zeros are stored too, a missing chunk was lost.
             self._filled = bool(about.get("store_array_data_equal_to_fill_value"))
             self.recorded = about.get("custom_metadata") == records.MARK
             paths = [
@@ -99,7 +100,7 @@ class SavedArrays:
         self.names = sorted(self._paths)
 
     def array(self, name: str) -> SavedArray:
-        """Path, shape and dtype of an array.
+        """Returns the path, shape and dtype of an array.
 
         Raises:
           DamagedCheckpointError: the array cannot be opened.
@@ -111,22 +112,22 @@ class SavedArrays:
         return SavedArray(self._paths[name], name, tuple(store.shape), store.dtype.numpy_dtype)
 
     def arrays(self) -> Iterator[SavedArray]:
-        """Every array, sorted by name."""
+        """Returns an iterator over every array, sorted by name."""
         opening = [self._begin(name) for name in self.names]
         return map(self._array, self.names, opening)
 
     def read(self, name: str, index: Any = ...) -> np.ndarray:
-        """The elements of an array at an index.
+        """Reads the elements of an array at an index.
 
         Raises:
-          DamagedCheckpointError: they cannot be read.
+          DamagedCheckpointError: the elements cannot be read.
         """
         return self._result(name, self._open(name)[index].read())
 
     def blocks(self, name: str) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-        """Blocks of an array, each with the index of its first element.
+        """Yields blocks of an array, each with the index of its first element.
 
-        A block has 4 MB at most, or is one chunk on disk where a larger one is compressed. Two
+        A block has at most 4 MB, or is one chunk on disk if a larger chunk is compressed. Two
         blocks are in memory at a time.
 
         Raises:
@@ -173,15 +174,15 @@ class SavedArrays:
 
 
 class SavedStep(SavedArrays):
-    """A step whose files are those that were written, by zerojax or by plain orbax.
+    """A step of zerojax or plain orbax, whose files were checked against the record, if any.
 
     Attributes:
-      record: Zerojax's; None where plain orbax wrote the step.
+      record: The record that zerojax wrote; None if plain orbax wrote the step.
 
     Raises:
-      CheckpointError: a newer zerojax wrote it.
+      CheckpointError: a newer zerojax wrote the step.
       DamagedCheckpointError: the step has no arrays, the record is missing or cannot be read, or
-        files differ from it.
+        files differ from the record.
     """
 
     def __init__(self, folder: epath.PathLike) -> None:
@@ -194,14 +195,15 @@ class SavedStep(SavedArrays):
             raise DamagedCheckpointError("\n".join(differences))
 
     def extra(self, process: int | None) -> Any:
-        """The ``extra`` of a save; None for a step of plain orbax.
+        """Returns the ``extra`` of a save; None for a step of plain orbax.
 
         Args:
-          process: Whose, where each process saved another one; None for that of process 0.
+          process: The process that saved it, if each process saved a different ``extra``; None for
+            process 0.
 
         Raises:
-          CheckpointError: no such process saved the step.
-          DamagedCheckpointError: it cannot be read.
+          CheckpointError: ``process`` is not one of the processes that saved the step.
+          DamagedCheckpointError: the ``extra`` cannot be read.
         """
         try:
             return records.decoded(self._extra(process))
@@ -209,7 +211,7 @@ class SavedStep(SavedArrays):
             raise cannot_be_read(f"{self.folder}: extra", error) from None
 
     def _extra(self, process: int | None) -> Any:
-        """The ``extra`` as JSON, see :meth:`extra`."""
+        """Returns the ``extra`` as JSON, see :meth:`extra`."""
         if self.record is None:
             return None
         if process is None or not self.extra_by_process:
@@ -222,10 +224,10 @@ class SavedStep(SavedArrays):
         return json.loads(steps_folder.read(records.extra_file(self.folder, process)).decode())
 
     def require_processes(self, count: int) -> None:
-        """Checks that as many processes saved the step, where each has an ``extra`` of its own.
+        """Checks that ``count`` processes saved the step, if each saved a separate ``extra``.
 
         Raises:
-          CheckpointError: there were more or fewer.
+          CheckpointError: more or fewer processes saved the step.
         """
         if self.record is None or not self.extra_by_process or count == self.record.processes:
             return
@@ -241,13 +243,13 @@ class SavedStep(SavedArrays):
 
     @property
     def extra_by_process(self) -> bool:
-        """Whether each process saved an ``extra`` of its own."""
+        """True if each process saved a separate ``extra``."""
         files = self.record.files if self.record else ()
         return any(name.startswith(f"{records.EXTRA}/") for name in files)
 
 
 def unlike(arrays: SavedArrays, record: Record | None) -> list[str]:
-    """Differences between the record and orbax's own list of the arrays, one line each."""
+    """Returns the differences between the record and orbax's list of arrays, one line each."""
     if record is None:
         file = arrays.folder / records.FILE
         return [f"{file} is missing"] if arrays.recorded and not file.exists() else []
@@ -257,10 +259,11 @@ def unlike(arrays: SavedArrays, record: Record | None) -> list[str]:
 
 
 def require_complete(folder: epath.Path) -> None:
-    """Checks that a step which was just written has its record, and all arrays that this lists.
+    """Checks that a newly written step has its record and all arrays that the record lists.
 
     Raises:
-      DamagedCheckpointError: the record or an array is missing, or is another one.
+      DamagedCheckpointError: the record or an array is missing, or an array has another shape or
+        dtype.
     """
     record, arrays = records.read(folder), SavedArrays(folder)
     differences = unlike(arrays, record)
@@ -272,14 +275,14 @@ def require_complete(folder: epath.Path) -> None:
 
 
 def alike(array: SavedArray, recorded: LeafRecord) -> bool:
-    """Whether a saved array has the recorded shape and dtype."""
-    if recorded.dtype.startswith("key<"):  # its data is on disk
+    """Returns whether a saved array has the recorded shape and dtype."""
+    if recorded.dtype.startswith("key<"):  # the disk holds the key's data
         return array.shape[: len(recorded.shape)] == recorded.shape and array.dtype == "uint32"
     return array.shape == recorded.shape and str(array.dtype) == recorded.dtype
 
 
 def differs(array: SavedArray, recorded: LeafRecord) -> str:
-    """For messages: a saved array that is not :func:`alike`."""
+    """Describes, for messages, a saved array that is not :func:`alike`."""
     return (
         f"{array.name} is {array.dtype}{[*array.shape]}, saved was "
         f"{recorded.dtype}{[*recorded.shape]}"
@@ -287,14 +290,14 @@ def differs(array: SavedArray, recorded: LeafRecord) -> str:
 
 
 def at(checkpoint: epath.PathLike, step: int | None = None) -> list[epath.Path]:
-    """The folders of the steps at a path, in order: the path itself, or its steps.
+    """Returns the folders of the steps at a path, in order: the path itself, or its steps.
 
     Args:
       checkpoint: A step's folder, or a folder of steps.
-      step: Only this step.
+      step: The only step to return; all by default.
 
     Raises:
-      CheckpointError: the path does not exist, holds no checkpoint, or has no such step.
+      CheckpointError: the path does not exist, holds no checkpoint, or lacks the step.
     """
     root = steps_folder.path_of(checkpoint)
     try:
@@ -321,7 +324,7 @@ def _at(root: epath.Path, step: int | None) -> list[epath.Path]:
 
 
 def find(checkpoint: epath.PathLike, step: int | None = None) -> SavedStep:
-    """The step at a path: a step's folder, or a folder of steps; the newest by default.
+    """Opens the step at a path: a step's folder, or a folder of steps; the newest by default.
 
     Raises:
       CheckpointError: see :func:`at`.
@@ -331,10 +334,10 @@ def find(checkpoint: epath.PathLike, step: int | None = None) -> SavedStep:
 
 
 def item_of(folder: epath.Path) -> epath.Path | None:
-    """The folder of orbax's tree in a step's folder; None where none exists.
+    """Returns the folder of orbax's tree in a step's folder; None if none exists.
 
     Raises:
-      OSError: The system does not say.
+      OSError: The operating system refuses access.
     """
     for name in ITEMS:
         if steps_folder.exists(folder / name / _METADATA):
@@ -346,7 +349,7 @@ def item_of(folder: epath.Path) -> epath.Path | None:
 
 
 def contents(folder: epath.Path) -> str:
-    """For messages: the contents of a folder that is no checkpoint."""
+    """Describes, for messages, the contents of a folder that is not a checkpoint."""
     if not folder.is_dir():
         return "it is a file" if folder.exists() else "it does not exist"
     names = sorted(entry.name for entry in folder.iterdir())
@@ -357,7 +360,7 @@ def contents(folder: epath.Path) -> str:
 
 
 def _block(shape: tuple[int, ...], chunk: tuple[int, ...] | None, dtype: np.dtype) -> list[int]:
-    """The shape of a block to read: whole chunks, where a chunk is given."""
+    """Returns the shape of a block to read: complete chunks, if ``chunk`` is not None."""
     sizes = [max(1, min(n, c or 1)) for n, c in zip(shape, chunk or (1,) * len(shape), strict=True)]
     for d in reversed(range(len(shape))):
         room = _BLOCK_BYTES // (math.prod(sizes) * dtype.itemsize)

@@ -1,6 +1,6 @@
-"""A training state as the tree that orbax writes, and the path of each array in it.
+"""The tree that orbax writes for a training state, and the path of each array in the tree.
 
-A flax ``TrainState``, and any other pytree, is written as it is, and NNX as
+A flax ``TrainState`` or any other pytree is written unchanged, and NNX objects as
 ``nnx.state((model, optimizer, ...))``: names begin with ``0`` for the model, ``1`` for the
 optimizer, and ``2`` and so on for other objects.
 """
@@ -28,21 +28,21 @@ OPTIMIZER: dict[Form, Path] = {
     "pytree": ("opt_state",),
 }
 NUMBERS: dict[Form, Path] = {"linen": ("tx", "numbers"), "nnx": ("1", "tx", "numbers")}
-"""zerojax's own numbers beside the optimizer's state."""
+"""The path of zerojax's numbers, such as the loss scale, beside the optimizer's state."""
 STEP: dict[Form, Path] = {"linen": ("step",), "nnx": ("1", "step")}
 
 
 def form_of(state: Any) -> Form:
-    """The kind of a state: a TrainState, a tuple of NNX objects, or any other pytree, such as
-    parameters alone."""
+    """Returns the kind of a state: a TrainState, a tuple of NNX objects, or any other pytree, such
+    as only parameters."""
     if isinstance(state, tuple) and any(isinstance(x, nnx.Optimizer) for x in state):
         return "nnx"
     return "linen" if is_train_state(state) else "pytree"
 
 
 def tree_of(state: Any) -> Any:
-    """The tree that orbax writes, without arrays of no elements, which orbax refuses, and without
-    leaves that are no arrays."""
+    """Returns the tree that orbax writes, without leaves that are not arrays and without arrays
+    that have no elements, which orbax refuses."""
     nnx_form = form_of(state) == "nnx"
     tree = nnx.state(tuple(state[i] for i in ordered(state))) if nnx_form else state
     return jax.tree.map(
@@ -51,14 +51,14 @@ def tree_of(state: Any) -> Any:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The arrays of such a tree by orbax's names."""
+    """Returns the arrays of a tree from :func:`tree_of`, by orbax's names."""
     return {
         ".".join(strings(keys)): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
 
 def paths_of(parts: Parts, form: Form) -> list[Path]:
-    """The path on disk of each array of a state that zerojax has opened, in the order of leaves."""
+    """Returns the path on disk of each array of an opened state, in the order of its leaves."""
     rest: dict[str, Path] = {name: (name,) for name in parts.rest}
     if form == "nnx":
         rest[MODEL] = PARAMS[form]
@@ -73,13 +73,13 @@ def paths_of(parts: Parts, form: Form) -> list[Path]:
 
 
 def below(prefix: Path, tree: Any) -> list[Path]:
-    """The paths of a tree's arrays under ``prefix``."""
+    """Returns the paths of a tree's arrays under ``prefix``."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [unboxed((*prefix, *strings(keys))) for keys, _ in leaves]
 
 
 def unboxed(path: Path) -> Path:
-    """Without the ``value`` of the box in which flax keeps an array with its metadata.
+    """Drops the final ``value``, the box in which flax keeps an array with its metadata.
 
     Example:
       >>> unboxed(("params", "kernel", "value"))
@@ -89,10 +89,10 @@ def unboxed(path: Path) -> Path:
 
 
 def strings(keys: Any) -> Path:
-    """JAX's keys of a leaf as orbax writes them."""
+    """Converts JAX's keys of a leaf to the strings that orbax writes."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
 def is_key(x: Any) -> bool:
-    """Whether an array, abstract or not, is of PRNG keys."""
+    """Returns whether an array, abstract or not, holds PRNG keys."""
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -1,4 +1,4 @@
-"""Where steps lie: a folder on a disk, or in a bucket of Google Cloud, which has no renames."""
+"""Storage of steps: a folder on a disk, or in a Google Cloud bucket, which has no renames."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from zerojax.checkpoint.errors import CheckpointError, cannot_be_read
 
 DELETED = ".deleted"
 UNDER_WAY = ".orbax-checkpoint-tmp"
-"""How the name of a step's folder ends while it is written on a disk; orbax's own."""
+"""Suffix of a step's folder while the step is written to a disk; orbax uses the same."""
 
 WHOLE = "commit_success.txt"
-"""The last file of a step in a bucket, without which nothing takes the folder for a step; orbax's
-own."""
+"""The last file of a step in a bucket; a folder without it does not count as a step. Orbax uses
+the same."""
 
 RECORD = "zerojax.json"
 """The file that zerojax adds to a step."""
@@ -39,10 +39,10 @@ _REFUSED = {
 
 
 class _Folder(PosixGPath):
-    """A path whose name is not a pattern.
+    """A path whose own characters are never read as a pattern.
 
-    Orbax finds what the processes have written with :meth:`glob` of the path that it is given, and
-    etils takes a bracket in that path for a pattern too: orbax would find nothing, and say nothing.
+    Orbax finds the files of the processes with :meth:`glob` of the path that it receives. etils
+    interprets brackets in that path as a pattern too, so orbax would silently find nothing.
     """
 
     def glob(self, pattern: str) -> Iterator[Self]:
@@ -53,10 +53,10 @@ class _Folder(PosixGPath):
 
 
 def path_of(path: str | os.PathLike[str]) -> epath.Path:
-    """A path for etils, orbax and tensorstore.
+    """Returns a path for etils, orbax and tensorstore.
 
     Raises:
-      CheckpointError: One of them takes the path for another one.
+      CheckpointError: One of these libraries would mistake the path for a different one.
     """
     text = os.fspath(path)
     if refused := [why for character, why in _REFUSED.items() if re.search(character, text)]:
@@ -71,7 +71,7 @@ def path_of(path: str | os.PathLike[str]) -> epath.Path:
 
 
 def opened(directory: str | os.PathLike[str]) -> epath.Path:
-    """An absolute path, or the URL of a bucket.
+    """Returns an absolute path, or the URL of a bucket.
 
     Raises:
       CheckpointError: The path is empty, or a URL that checkpoints cannot be written to.
@@ -79,7 +79,7 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
     path = os.fspath(directory)
     if not path:
         raise CheckpointError("directory: the empty path names no folder")
-    # pathlib makes "gs:/" of "gs://".
+    # pathlib turns "gs://" into "gs:/".
     url = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", path)
     if not url:
         return path_of(os.path.abspath(os.path.expanduser(path)))
@@ -110,18 +110,18 @@ def _google(path: epath.Path) -> epath.Path:
             f"directory: {path} is a bucket, which gcsfs lists: pip install -e '.[bucket]'; or "
             "mount the bucket with gcsfuse and give that folder"
         ) from None
-    # Tensorstore and other processes write there too, unseen by gcsfs.
+    # Tensorstore and other processes write to the bucket too, unseen by gcsfs.
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
     return path
 
 
 def in_bucket(path: epath.Path) -> bool:
-    """Whether a path is a bucket's."""
+    """Returns whether a path is in a bucket."""
     return os.fspath(path).startswith("gs://")
 
 
 def number(name: str) -> int | None:
-    """The step that zerojax saves under a name; None where the name is not a step's.
+    """Returns the step that zerojax saves under a name; None if the name is not a step number.
 
     Example:
       >>> number("20"), number("020"), number("\N{ARABIC-INDIC DIGIT THREE}")
@@ -131,16 +131,16 @@ def number(name: str) -> int | None:
 
 
 def step_of(folder: epath.Path) -> int | None:
-    """The step that a folder holds: plain orbax has names of fixed length too, zerojax has not."""
+    """Returns the step that a folder holds; plain orbax, unlike zerojax, may zero-pad its name."""
     padded = _PADDED.fullmatch(folder.name) and not (folder / RECORD).exists()
     return int(folder.name) if padded else number(folder.name)
 
 
 def exists(path: epath.Path) -> bool:
-    """Whether a path exists.
+    """Returns whether a path exists.
 
     Raises:
-      OSError: The system does not say, as without permission.
+      OSError: The operating system cannot tell, for example without permission.
     """
     if in_bucket(path):
         return path.exists()
@@ -152,11 +152,11 @@ def exists(path: epath.Path) -> bool:
 
 
 def size(file: epath.Path) -> int:
-    """The bytes of a file.
+    """Returns the size of a file in bytes.
 
     Raises:
-      ValueError: It is not a regular file.
-      OSError: The system does not say.
+      ValueError: The path is not a regular file.
+      OSError: The operating system refuses access.
     """
     if in_bucket(file):
         return file.stat().length
@@ -166,11 +166,11 @@ def size(file: epath.Path) -> int:
 
 
 def read(file: epath.Path) -> bytes:
-    """The content of a file.
+    """Reads a file.
 
     Raises:
-      ValueError: It is not a regular file; of a FIFO, a reader would wait for ever.
-      OSError: The system does not give it.
+      ValueError: The path is not a regular file; a reader of a FIFO would wait forever.
+      OSError: The operating system refuses to read it.
     """
     if in_bucket(file):
         return file.read_bytes()
@@ -191,10 +191,10 @@ def _require_regular(file: epath.Path, about: os.stat_result) -> None:
 
 
 def folders(directory: epath.PathLike) -> dict[int, epath.Path]:
-    """The folders of complete steps below ``directory``, by step, in order.
+    """Returns the folders of complete steps below ``directory``, by step, in order.
 
     Raises:
-      CheckpointError: The system does not list the directory.
+      CheckpointError: The operating system refuses to list the directory.
     """
     root = path_of(directory)
     numbered = _numbered(root)
@@ -208,18 +208,18 @@ def _numbered(root: epath.Path) -> dict[int, epath.Path]:
         entries = [*root.iterdir()] if exists(root) and root.is_dir() else []
     except OSError as error:
         raise cannot_be_read(root, error) from error
-    entries.sort(key=lambda entry: -len(entry.name))  # the number itself is last, and counts
+    entries.sort(key=lambda entry: -len(entry.name))  # the unpadded name comes last and wins
     steps = {step_of(entry): entry for entry in entries}
     return {step: entry for step, entry in steps.items() if step is not None}
 
 
 def under_way(directory: epath.Path, step: int) -> epath.Path:
-    """The folder of a step that is being written."""
+    """Returns the folder of a step that is being written."""
     return directory / (str(step) if in_bucket(directory) else f"{step}{UNDER_WAY}")
 
 
 def complete(folder: epath.Path, step: int) -> None:
-    """Makes a folder that is written a step, all at once."""
+    """Turns a completely written folder into a step, atomically."""
     if in_bucket(folder):
         (folder / WHOLE).write_text(f"step {step}")
     else:
@@ -227,12 +227,12 @@ def complete(folder: epath.Path, step: int) -> None:
 
 
 def remove(directory: epath.Path, step: int) -> None:
-    """Removes a step; on a disk its files stay in ``.deleted`` until :func:`sweep`."""
+    """Removes a step; on a disk, its files remain in ``.deleted`` until :func:`sweep`."""
     folder = directory / str(step)
     if in_bucket(directory):
         (folder / WHOLE).unlink()
         discard(folder)
-    else:  # a removal that is interrupted must not look like a step
+    else:  # the remains of an interrupted removal must not look like a step
         (directory / DELETED).mkdir(exist_ok=True)
         folder.rename(directory / DELETED / str(step))
 
@@ -241,8 +241,8 @@ def discard(folder: epath.Path, pauses: Sequence[float] = ()) -> None:
     """Removes the files of a folder that is not a step, as far as possible.
 
     Args:
-      folder: May be missing.
-      pauses: Seconds before each further attempt, where the folder is still there.
+      folder: The folder, which may be missing.
+      pauses: Seconds to wait before each further attempt, while the folder still exists.
     """
     if not in_bucket(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -256,7 +256,7 @@ def discard(folder: epath.Path, pauses: Sequence[float] = ()) -> None:
 
 
 def discard_unfinished(directory: epath.Path) -> None:
-    """Removes what killed runs left."""
+    """Removes unfinished and deleted steps that killed runs left."""
     if in_bucket(directory):
         whole = folders(directory)
         left = [x for step, x in _numbered(directory).items() if step not in whole]
@@ -267,15 +267,15 @@ def discard_unfinished(directory: epath.Path) -> None:
 
 
 def sweep(directory: epath.Path) -> None:
-    """Removes the files of removed steps."""
+    """Deletes the files of removed steps."""
     if not in_bucket(directory):
         discard(directory / DELETED)
 
 
 def kvstore(folder: epath.Path) -> dict[str, Any]:
-    """Tensorstore's key-value store of a folder, its path ending with a slash."""
+    """Returns tensorstore's key-value store spec of a folder; its path ends with a slash."""
     if in_bucket(folder):
         bucket, _, path = os.fspath(folder).removeprefix("gs://").partition("/")
         return {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
-    # Of an uncompressed chunk that is mapped into memory, only the part that is needed is read.
+    # With memory mapping, only the needed part of an uncompressed chunk is read.
     return {"driver": "file", "path": f"{folder}/", "file_io_mode": {"mode": "memmap"}}

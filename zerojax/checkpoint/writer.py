@@ -1,4 +1,4 @@
-"""The writer of a folder: steps through orbax, one at a time in the background; and its lock."""
+"""The writer of a folder, which saves steps through orbax in the background; and its lock."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _T = TypeVar("_T")
 
 
 class Writer:
-    """Writes steps to ``directory``, and removes those that ``retention`` does not keep.
+    """Writes steps to ``directory``, one at a time, and removes those that ``retention`` drops.
 
-    All processes write their arrays into one folder, ``STEP.orbax-checkpoint-tmp``. Once all have,
-    process 0 adds what is written once and gives the folder its name.
+    All processes write their arrays into one folder, ``STEP.orbax-checkpoint-tmp``. Once all have
+    done so, process 0 adds the files that exist once per step and gives the folder its final name.
 
-    Orbax's handler writes the arrays. Orbax's managers stay out of the way: in their barriers a
-    process that cannot write keeps the others for minutes.
+    Orbax's handler writes the arrays. Orbax's managers are not used, because a process that cannot
+    write blocks the other processes in the managers' barriers for minutes.
 
     Args:
-      directory: Of the steps.
+      directory: The folder of the steps.
       retention: The steps to keep.
-      name: Of what the processes say to each other, see :func:`agreed`.
+      name: The name of the exchanges between the processes, see :func:`agreed`.
     """
 
     def __init__(self, directory: epath.Path, retention: Retention, name: str) -> None:
@@ -59,7 +59,7 @@ class Writer:
         self._background = ThreadPoolExecutor(1, "zerojax-save")
         self._sweeper: threading.Thread | None = None
         self._piecewise = PiecewiseHandler()
-        # Trained floats hardly compress, and compression would take most of the time.
+        # Trained floats hardly compress, and compression would take most of the save's time.
         self._handler = ocp.PyTreeCheckpointHandler(
             use_compression=False,
             type_handler_registry=ocp.type_handlers.create_type_handler_registry(
@@ -73,26 +73,26 @@ class Writer:
             steps_folder.discard_unfinished(directory)
 
     def make(self, pending: PendingSave) -> None:
-        """Makes the folder of a step to come, in process 0, once the one before is settled."""
+        """Creates the folder of the next step, in process 0, after the previous step is settled."""
         if jax.process_index() == 0:
             folder = steps_folder.under_way(self._directory, pending.step)
-            steps_folder.discard(folder)  # of a save that another process refused
+            steps_folder.discard(folder)  # left by a save that another process refused
             (folder / saved.STATE).mkdir(parents=True)
 
     def discard(self, pending: PendingSave) -> None:
-        """Removes the folder that :meth:`make` has made."""
+        """Removes the folder that :meth:`make` created."""
         if jax.process_index() == 0:
             steps_folder.discard(steps_folder.under_way(self._directory, pending.step))
 
     def begin(self, pending: PendingSave) -> None:
-        """Begins to write a step into the folder that process 0 has made.
+        """Begins to write a step into the folder that process 0 created.
 
-        Returns when the arrays in memory are copied, and the arrays on a disk written.
+        Returns once the arrays in memory are copied and the arrays on a disk are written.
 
         Raises:
           CheckpointError: see :meth:`settle`.
         """
-        # A removal is slow: it runs beside the write.
+        # A removal is slow, so it runs concurrently with the write.
         self._sweeper = threading.Thread(target=self._sweep, daemon=True)
         self._sweeper.start()
         self._step = pending.step
@@ -116,7 +116,7 @@ class Writer:
             self.settle()
 
     def _finish(self, pending: PendingSave, writing: list[Any]) -> None:
-        """Waits for the arrays of all processes, and gives the step its name."""
+        """Waits for the arrays of all processes, then gives the step its final name."""
         name = f"{self._name}: the end of a save"
 
         def written() -> str:
@@ -127,7 +127,7 @@ class Writer:
             sums = summed(told(name, written, LONGEST))
             first(name, lambda: self._commit(pending, sums), LONGEST)
         except Exception:
-            with contextlib.suppress(CheckpointError):  # a process is gone
+            with contextlib.suppress(CheckpointError):  # raised if a process is gone
                 first(name, lambda: self._discard(pending), 30.0)
             raise
 
@@ -145,19 +145,19 @@ class Writer:
 
     def _discard(self, pending: PendingSave) -> None:
         if pending.step not in steps_folder.folders(self._directory):
-            # orbax ends at the first error, and writes that it has begun still create files.
+            # Orbax stops at the first error, but writes that it has begun still create files.
             folder = steps_folder.under_way(self._directory, pending.step)
             steps_folder.discard(folder, pauses=(0.01, 0.1, 1.0, 4.0))
 
     def settle(self, *, swept: bool = False) -> None:
-        """Returns when the step that was begun is complete, in all processes.
+        """Waits until the step that was begun is complete in all processes.
 
         Args:
           swept: Whether to wait for removals too.
 
         Raises:
           CheckpointError: the write failed in a process; nothing is left of the step, and the next
-            can begin.
+            step can begin.
         """
         saving, step = self._saving, self._step
         self._saving = self._step = None
@@ -176,17 +176,17 @@ class Writer:
     def _last_good(self) -> str:
         try:
             there = steps_folder.folders(self._directory)
-        except CheckpointError as error:  # for the same reason, maybe
+        except CheckpointError as error:  # perhaps for the same reason
             return str(error)
         return f"step {max(there)} is the last good one" if there else "there is none yet"
 
     def delete(self, step: int) -> None:
-        """Removes a step; for process 0."""
+        """Removes a step; only process 0 calls this method."""
         steps_folder.remove(self._directory, step)
         self._sweep()
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Stops the threads."""
         self._background.shutdown()
         self._handler.close()
 
@@ -196,7 +196,7 @@ class Writer:
 
 
 def _settle_last(kept: weakref.ref[Writer]) -> None:
-    """Waits for a save that the program has not waited for; says what went wrong."""
+    """Waits for a save that the program has not waited for; reports its error."""
     if writer := kept():
         try:
             writer.settle(swept=True)
@@ -205,7 +205,7 @@ def _settle_last(kept: weakref.ref[Writer]) -> None:
 
 
 def _completed(begin: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-    """The result of a coroutine, also where a loop of asyncio's runs already, as in a notebook."""
+    """Runs a coroutine to its result, even if an asyncio loop already runs, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -221,7 +221,7 @@ def _failed(error: Exception) -> Future[None]:
 
 
 def wait_for(writing: Iterable[Any]) -> None:
-    """Waits for all writes; then raises the first error."""
+    """Waits for all writes, then raises the first error, if any."""
     errors = []
     for each in writing:
         try:
@@ -244,11 +244,11 @@ class Lock:
         self._file = -1
 
     def take(self) -> bool:
-        """Whether this object holds the lock now; False where another one of this process does.
+        """Takes the lock; returns False if another object of this process holds it.
 
         Raises:
-          CheckpointError: another process holds the lock, or the lock that this object holds is not
-            the folder's any more.
+          CheckpointError: another process holds the lock, or the file that this object has locked
+            is no longer the folder's lock file.
         """
         if self._held:
             self._require_place()
@@ -272,7 +272,7 @@ class Lock:
         return True
 
     def _require_place(self) -> None:
-        """Checks that the folder still has the file that is locked."""
+        """Checks that the folder's lock file is still the file that this object has locked."""
         path = self._directory / LOCK
         try:
             if os.path.samestat(os.stat(path), os.fstat(self._file)):
@@ -287,7 +287,7 @@ class Lock:
         )
 
     def release(self) -> None:
-        """Lets the lock go."""
+        """Releases the lock."""
         if self._held:
             self._held()
             self._held = None

@@ -15,18 +15,18 @@ from zerojax.devices.rows import BatchRows
 from zerojax.step.sequence import check_tokens, tokens_entry
 
 Entry = tuple[str, ...] | str | None
-"""The axes that cut one dimension."""
+"""Mesh axes that shard one dimension."""
 
 
 class Division(NamedTuple):
-    """A batch in micro-batches of equal size, the last rows of which may be copies.
+    """A batch divided into micro-batches of equal size, and padded with copies of its last row.
 
     Attributes:
       rows: Rows of the batch.
       times: Number of micro-batches.
       each: Rows of one device in a micro-batch.
       devices: Number of devices that share the rows.
-      blocks: Blocks of rows, each of which has copies of its own last row; one a process.
+      blocks: Blocks of rows, one per process; each is padded with copies of its own last row.
     """
 
     rows: int
@@ -37,8 +37,8 @@ class Division(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, micro: int | None, devices: int, blocks: int = 1) -> Division | None:
-        """The fewest micro-batches of at most ``micro`` rows a device; None where the batch is one,
-        and its rows divide among the devices.
+        """Returns the division into the fewest micro-batches of at most ``micro`` rows per device;
+        None if the batch is a single micro-batch whose rows divide among the devices.
 
         Example:
           >>> Division.of(20, 1, 8)
@@ -60,22 +60,23 @@ class Division(NamedTuple):
         return self.times * self.part
 
     def places(self, blocks: int) -> np.ndarray:
-        """int [padded], the row in each place, of so many of the batch's blocks."""
+        """Returns the row at each place of ``blocks`` of the batch's blocks, int [padded * blocks /
+        self.blocks]."""
         rows, padded = self.rows // self.blocks, self.padded // self.blocks
         one = np.minimum(np.arange(padded), rows - 1)
         return np.add.outer(rows * np.arange(blocks), one).reshape(-1)
 
     def counts(self) -> np.ndarray:
-        """bool [padded], whether a place has a row of its own, and no copy."""
+        """Returns whether each place has an original row, not a copy, bool [padded]."""
         padded = self.padded // self.blocks
         return np.arange(self.padded) % padded < self.rows // self.blocks
 
     def filled(self, x: Any, blocks: int | None = None) -> Any:
-        """``[rows, ...]`` with copies, of all blocks or of so many."""
+        """Pads ``x`` [rows, ...] with copies, for all blocks or for ``blocks`` of them."""
         return x if self.padded == self.rows else x[self.places(blocks or self.blocks)]
 
     def without_copies(self, x: jax.Array) -> jax.Array:
-        """The way back, ``[padded, ...]`` as ``[rows, ...]``."""
+        """Removes the copies: [padded, ...] becomes [rows, ...]."""
         if self.padded == self.rows:
             return x
         x = x.reshape(self.blocks, -1, *x.shape[1:])[:, : self.rows // self.blocks]
@@ -83,7 +84,7 @@ class Division(NamedTuple):
 
 
 def rows_of(batch: Any) -> int | None:
-    """The leading dimension of all arrays of a batch; None where they have several.
+    """Returns the leading dimension of all arrays of a batch; None if arrays have different ones.
 
     Raises:
       ValueError: The batch has no rows.
@@ -98,7 +99,7 @@ def rows_of(batch: Any) -> int | None:
 
 
 class BatchPlacer:
-    """Lays batches over the devices.
+    """Placement of batches on the devices.
 
     Args:
       mesh: The devices.
@@ -118,32 +119,32 @@ class BatchPlacer:
         return self._of(*((self._axes if even else None,) if even or tokens else ()), *tokens)
 
     def _tokens(self, shape: tuple[int, ...]) -> tuple[Entry, ...]:
-        """The entry of the tokens of an array, if it has them.
+        """Returns the spec entry of an array's tokens, empty if the array has none.
 
         Raises:
-          ValueError: They do not divide among the devices.
+          ValueError: The tokens do not divide among the devices.
         """
         if entry := tokens_entry(shape, self._parts):
             check_tokens(f"the batch's array {shape}", shape[1], self._parts)
         return entry
 
     def blocks(self, batch: Any) -> int:
-        """Blocks of rows, where the batch has a process's own rows; else 1.
+        """Returns the number of row blocks if the batch has only this process's rows; else 1.
 
         Raises:
-          ValueError: Leaves with own rows have several numbers of them.
+          ValueError: Leaves with this process's rows have different numbers of rows.
         """
         return 1 if self._leaves.own_rows(batch) is None else self._leaves.blocks
 
     def shapes(self, batch: Any) -> Any:
-        """Shapes and dtypes of a batch with the rows of all processes."""
+        """Returns the shapes and dtypes of a batch with the rows of all processes."""
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(self._leaves.shape(x), jnp.result_type(x)), batch
         )
 
     def place(self, batch: Any, division: Division | None) -> Any:
-        """Puts a batch on the devices: one with a division filled up with copies of its last row,
-        of another one the arrays whose rows do not divide on every device."""
+        """Puts a batch on the devices. With a division, the batch is padded with copies of its last
+        row; without one, arrays whose rows do not divide are replicated on every device."""
 
         def filled(x: Any) -> jax.Array:
             if division is not None and np.ndim(x):
@@ -153,7 +154,7 @@ class BatchPlacer:
         return jax.tree.map(filled, batch)
 
     def abstract(self, batch: Any, division: Division | None) -> Any:
-        """Shapes, dtypes and shardings on the devices, of what :meth:`shapes` gives."""
+        """Returns the shapes, dtypes and shardings on the devices of a result of :meth:`shapes`."""
 
         def like(x: Any) -> jax.ShapeDtypeStruct:
             shape = tuple(np.shape(x))
@@ -166,7 +167,7 @@ class BatchPlacer:
         return lax.with_sharding_constraint(x, self._of(*entries))
 
     def micro_batches(self, x: jax.Array, division: Division) -> jax.Array:
-        """``[padded, ...]`` as ``[times, part, ...]``, each device with rows that it has."""
+        """Reshapes [padded, ...] to [times, part, ...]; each device keeps the rows that it has."""
         tokens = self._tokens(x.shape)
         x = x.reshape(division.devices, division.times, division.each, *x.shape[1:])
         x = jnp.swapaxes(self._constrained(x, self._axes, None, None, *tokens), 0, 1)
@@ -174,7 +175,8 @@ class BatchPlacer:
         return self._constrained(x, None, self._axes, *tokens)
 
     def rows(self, x: jax.Array, division: Division) -> jax.Array:
-        """The way back, ``[times, part, ...]`` as ``[rows, ...]``."""
+        """Reverses :meth:`micro_batches` and removes copies: [times, part, ...] becomes [rows,
+        ...]."""
         x = x.reshape(division.times, division.devices, division.each, *x.shape[2:])
         x = jnp.swapaxes(self._constrained(x, None, self._axes), 0, 1)
         x = self._constrained(x.reshape(division.padded, *x.shape[3:]), self._axes)

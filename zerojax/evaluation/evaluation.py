@@ -21,13 +21,13 @@ from zerojax.xla.lowered import LoweredProgram
 
 
 class Evaluation(Decorated[P, R]):
-    """An evaluated function, made by ``zero.evaluate``; called as the function itself.
+    """An evaluated function, the result of ``zero.evaluate``; called like the function itself.
 
     Args:
       arguments: The arguments of the function ``(state, batch, ...) -> anything`` with a flax
         ``TrainState``, or ``(model, batch, ...) -> anything`` with NNX objects, of which all but
         the parameters may change in place.
-      states: What the config makes of a state.
+      states: Shards and places states as the config asks.
     """
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,7 +58,7 @@ class Evaluation(Decorated[P, R]):
         return type(self)(arguments, self._states)
 
     def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
-        """The one program, called "evaluation", lowered; as ``programs`` of a step."""
+        """Yields the single program, called "evaluation", lowered; like ``programs`` of a step."""
         with automatic_context(self._states.mesh) as names:
             subject, call = self._opened(args, kwargs)
             program = self._program(subject, call.form, Explicit.of(names, call.batch))

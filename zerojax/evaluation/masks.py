@@ -1,4 +1,4 @@
-"""Rows that do not count, kept out of a reduction."""
+"""Masks that keep rows that do not count out of a reduction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Mask(NamedTuple):
 
     Attributes:
       primitive: The primitive that reduces.
-      kinds: How the operands depend on the rows.
+      kinds: The kinds of the operands.
       how: The reduction.
     """
 
@@ -26,7 +26,7 @@ class Mask(NamedTuple):
     how: Reduction
 
     def __call__(self, values: Sequence[Any], counts: Any) -> list[Any]:
-        """The operands of a part with neutral values in such rows.
+        """Returns the operands of a part with neutral values in rows that do not count.
 
         Args:
           values: The operands.

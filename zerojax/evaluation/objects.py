@@ -1,4 +1,4 @@
-"""The state of an evaluated function, a ``TrainState``, NNX objects or any pytree, taken apart."""
+"""The parts of an evaluated function's state: a ``TrainState``, NNX objects or any pytree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _refuse(*_: Any, **__: Any) -> Any:
 
 
 REFUSING = optax.GradientTransformationExtraArgs(_refuse, _refuse)
-"""The optimizer that the function sees."""
+"""The optimizer that the function sees; each use raises TypeError."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Subject:
       call: ``call(function, parts, batch, args, kwargs)`` runs the function on such arrays, and
         returns the results, and the leaves of ``parts.rest`` that the function changed in place, in
         order, with None for the others.
-      update: Gives the user's objects the changed leaves.
+      update: Writes the changed leaves to the user's objects.
     """
 
     opened: OpenedState
@@ -46,10 +46,11 @@ class Subject:
 
 
 def subject_of(objects: tuple[Any, ...], states: States) -> Subject:
-    """Takes the state of a call apart.
+    """Splits the state of a call into its parts.
 
     Raises:
-      TypeError: The call has neither a ``TrainState`` nor an NNX module.
+      TypeError: The NNX objects have no module, or a pytree has no arrays, or a leaf that is
+        neither an array nor hashable.
     """
     if not any(map(is_nnx, objects)):
         return _of_state(states.take_apart(objects))
@@ -94,8 +95,8 @@ def _of_objects(objects: tuple[Any, ...], opened: OpenedState) -> Subject:
 
 
 def open_model(objects: tuple[Any, ...]) -> OpenedState:
-    """Takes NNX objects without an optimizer apart: the first module is the model, and its
-    ``nnx.Param`` are the parameters.
+    """Splits NNX objects without an optimizer into their parts: the first module is the model, and
+    its ``nnx.Param`` are the parameters.
 
     Raises:
       TypeError: No object is a module.
@@ -145,7 +146,7 @@ def open_model(objects: tuple[Any, ...]) -> OpenedState:
     )
 
 
-_IDENTITY = optax.identity()  # one for all, as programs are remembered by their optimizer
+_IDENTITY = optax.identity()  # one for all, because programs are cached by their optimizer
 
 
 def _check_kept(before: Any, after: Any) -> None:

@@ -38,13 +38,13 @@ from zerojax.xla.lowered import BATCH, EVALUATION, LoweredProgram, named
 
 
 class Execution(NamedTuple):
-    """How an evaluated function runs on batches of one shape; part of the program.
+    """The choices for batches of one shape; a static argument of the program.
 
     Attributes:
       used: For each array of the state, whether the function reads it.
-      division: How the batch is divided; None where it runs as it is.
-      filled: How the batch is filled up: as it is divided, or so that each process's own rows
-        divide among its devices; None where neither is needed.
+      division: The division of the batch; None if the function runs on all rows at once.
+      filled: The division by which the batch is padded: ``division``, or one in which each
+        process's own rows divide among its devices; None if neither is needed.
     """
 
     used: tuple[bool, ...]
@@ -57,7 +57,7 @@ class _TracedFunction(NamedTuple):
 
     Attributes:
       closed: The jaxpr.
-      batch: For each argument, whether its first dimension is the rows.
+      batch: For each argument, whether its first dimension holds the rows.
       out: ``jax.tree.structure`` of the results.
     """
 
@@ -71,7 +71,7 @@ class EvaluationProgram:
 
     Args:
       function: The user's function, in the order of :class:`zerojax.step.call.Call`.
-      states: What the config makes of a state.
+      states: Shards and places states as the config asks.
       subject: A state of that kind.
       explicit: Axes and specs of the batch, for a function under explicit mesh axes; else None.
     """
@@ -127,7 +127,7 @@ class EvaluationProgram:
           The results, and the changed leaves of the rest of the state, see :class:`Subject`.
 
         Raises:
-          DiskStateError: A parameter on the disk is not what was written.
+          DiskStateError: A parameter's bytes on disk are not those that were written.
         """
         arrays, static = divide(args, kwargs)
         shapes, blocks = self._placer.shapes(batch), self._placer.blocks(batch)
@@ -143,7 +143,7 @@ class EvaluationProgram:
     def lowered(
         self, opened: OpenedState, batch: Any, args: Any, kwargs: Any
     ) -> Iterator[LoweredProgram]:
-        """The one program."""
+        """Yields the single program, lowered."""
         arrays, static = divide(args, kwargs)
         shapes, blocks = self._placer.shapes(batch), self._placer.blocks(batch)
         execution = self._execution(shapes, blocks, arrays, static)
@@ -166,7 +166,7 @@ class EvaluationProgram:
     def _execution(
         self, batch: Any, blocks: int, arrays: Sequence[Any], static: Static
     ) -> Execution:
-        """How the function runs on a batch of these shapes."""
+        """Returns the choices for a batch of these shapes, from the cache if they are known."""
         leaves, tree = jax.tree.flatten((batch, arrays))
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
         key = shapes, tree, static, blocks
@@ -212,7 +212,7 @@ class EvaluationProgram:
             parts = jax.tree.unflatten(self._tree, leaves)
             return self._call(self.function, parts, batch, args, kwargs)
 
-        # The function itself knows nothing of memories: it is traced as if all were on the device.
+        # The function does not see memory kinds: it is traced as if all arrays were on the device.
         given = self._shapes, batch, list(arrays)
         if self._explicit is None:
             closed, out = hijax.trace(body, *given)
@@ -228,7 +228,7 @@ class EvaluationProgram:
     def _by_rows(
         self, batch: Any, arrays: Sequence[Any], static: Static, division: Division
     ) -> tuple[ByRows, Any]:
-        """The function divided, and the structure of its results.
+        """Returns the divided function, and the structure of its results.
 
         Raises:
           Undivided: The function cannot be divided.
@@ -257,7 +257,7 @@ class EvaluationProgram:
             for x, leaf in zip(values, self._leaves, strict=True)
         ]
         given = [
-            # Division as at rest, else XLA gathers first and casts then.
+            # The sharding stays that of the state at rest, else XLA gathers first and casts then.
             constrainer(self._plan.sharding(leaf))(x.astype(leaf.dtype))
             if x is not None and i < cast_here
             else x
@@ -280,7 +280,7 @@ class EvaluationProgram:
     def _in_parts(
         self, state: list[Any], batch: Any, arrays: list[Any], static: Static, division: Division
     ) -> tuple[list[Any], Any]:
-        """Runs the micro-batches one after the other, and then what follows from all of them."""
+        """Runs the micro-batches one after another, and then once what depends on all of them."""
         by_rows, structure = self._by_rows(batch, arrays, static, division)
         leaves = jax.tree.leaves(batch)
         rows = [self._placer.micro_batches(x, division) for x in leaves if x.ndim]
@@ -307,7 +307,7 @@ class EvaluationProgram:
     def _inserted(
         self, function: Callable[..., Any], state: list[Any], others: list[Any], *more: Any
     ) -> Any:
-        """Runs ``function([*state, *others], *more)``, parameters gathered where they are used."""
+        """Runs ``function([*state, *others], *more)``; gathers parameters where they are used."""
         closed, out = jax.make_jaxpr(
             lambda state, others, *more: function([*state, *others], *more), return_shape=True
         )(self._shapes, others, *more)
@@ -316,12 +316,12 @@ class EvaluationProgram:
 
     def _run_on(self, closed: Any, args: list[Any]) -> list[Any]:
         outs = self._inserter(closed, args)
-        # A parameter on disk, or with padding in host memory, that the function returns as it is.
+        # A parameter on disk, or with padding in host memory, that the function returns unchanged.
         return [x.whole() if isinstance(x, Fetchable) else x for x in outs]
 
 
 def _like(batch: Any, rows: int | None = None) -> Any:
-    """The shapes and dtypes of a batch, with other leading dimensions where ``rows`` is given."""
+    """Returns the shapes and dtypes of a batch, with ``rows`` as leading dimension if given."""
 
     def shape(x: Any) -> tuple[int, ...]:
         return (rows, *jnp.shape(x)[1:]) if rows is not None and jnp.ndim(x) else jnp.shape(x)

@@ -1,9 +1,9 @@
-"""A function of a batch, some rows at a time, with the numbers of the whole batch.
+"""A function of a batch that runs on some rows at a time, with the results of the full batch.
 
-The function is analysed and split as a step under accumulation: what works row by row is run part
-by part, the reductions over rows that the parts make are combined, and what follows runs once, from
-the trace of the whole batch. A part may have any of the rows. A function in which rows meet in
-another way is not divided.
+The function is analysed and split like a step under accumulation: equations that work row by row
+run part by part, the reductions of the parts over their rows are combined, and the remaining
+equations run once, from the trace on the full batch. A part may have any of the rows. A function
+that combines rows in another way is not divided.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class ByRows:
 
     Args:
       whole: Closed jaxpr of the function on a batch of ``sizes.whole`` rows.
-      part: The same on ``sizes.traced`` rows.
-      sizes: Rows of the whole batch and of a part.
-      batch: For each argument, whether its first dimension is the rows.
+      part: Closed jaxpr of the function on ``sizes.traced`` rows.
+      sizes: Rows of the full batch and of a part.
+      batch: For each argument, whether its first dimension holds the rows.
       padded: Whether a part may have rows that do not count.
-      differentiated: Whether the function is differentiated afterwards: checkpoints and functions
-        with derivatives of their own are kept then.
-      noise: Whether random numbers may have the rows in their shape, and so be others than those
-        of the whole batch.
+      differentiated: Whether the function is differentiated afterwards; if so, checkpoints and
+        functions with custom derivatives are kept.
+      noise: Whether random numbers may have the rows in their shape, so that they differ from those
+        of the full batch.
 
     Attributes:
-      stacked: Positions of the results that have a part of the rows each; the others are numbers
-        of the whole batch.
+      stacked: Positions of the results that hold rows, computed part by part; the other results are
+        values of the full batch.
 
     Raises:
       Undivided: The function cannot be divided; the message says why.
@@ -91,15 +91,15 @@ class ByRows:
         self._masks = self._masked() if padded else {}
 
     def _check_assumptions(self, noise: bool) -> None:
-        """Raises Undivided where only shapes tell what an equation does with the rows."""
+        """Raises Undivided if only shapes show what an equation does with the rows."""
         for place in (*self._analysis.kernels, *(() if noise else self._analysis.drawn)):
             raise Undivided.at(place, TOGETHER)
 
     def _kind(self, v: Any) -> RowKind:
-        """The kind of a result.
+        """Returns the kind of a result.
 
         Raises:
-          Undivided: Parts do not make it.
+          Undivided: Parts cannot compute the result.
         """
         kind = FIXED if isinstance(v, core.Literal) else self._analysis.kind(v)
         if kind.problem is not None:
@@ -110,10 +110,10 @@ class ByRows:
         return kind
 
     def _masked(self) -> dict[Any, Mask]:
-        """By the result of an equation of a part, what keeps rows that do not count out of it.
+        """Maps the result of each reduction of a part to the mask for rows that do not count.
 
         Raises:
-          Undivided: Rows are reduced within a loop or a call, where they are not told apart.
+          Undivided: Rows are reduced within a loop or a call, where they cannot be masked.
         """
         numbers = (self._analysis.kind(x.variable) for x in self._split.crossing)
         paths = {path for x in numbers if x.node is not None for path in x.node.roots()}
@@ -131,7 +131,7 @@ class ByRows:
         return micro.outvars[0], Mask(whole.primitive, kinds, how)
 
     def zeros(self) -> list[Any]:
-        """The totals before the first part."""
+        """Returns the totals before the first part."""
         return [
             jnp.full(aval.shape, REDUCTIONS[x.how].neutral(aval.dtype), _wide(aval.dtype))
             for x in self._split.crossing
@@ -139,22 +139,22 @@ class ByRows:
         ]
 
     def add(self, totals: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """The totals of more parts together."""
+        """Combines the totals of some parts with those of others."""
         return [
             REDUCTIONS[x.how].of_two(a, b)
             for x, a, b in zip(self._split.crossing, totals, others, strict=True)
         ]
 
     def part(self, args: Sequence[Any], counts: Any) -> tuple[list[Any], list[Any]]:
-        """Runs the function on a part of the batch, as far as it goes by rows.
+        """Runs the function on a part of the batch, as far as it works row by row.
 
         Args:
           args: The function's arguments, with a part of the batch.
           counts: bool [rows of the part], whether a row is one of the batch's; None where all are.
 
         Returns:
-          The reductions of these rows, and the results that go by rows, each with the rows in
-          front.
+          The reductions over these rows, and the results that hold rows, each with the rows in its
+          first dimension.
         """
 
         def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
@@ -173,12 +173,13 @@ class ByRows:
         return x.reshape(rows, x.shape[0] // rows, *x.shape[1:])
 
     def finish(self, args: Sequence[Any], totals: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
-        """The function's results.
+        """Returns the function's results.
 
         Args:
           args: The function's arguments; the batch is not read and may be None.
           totals: The totals of all parts.
-          rows: The results that go by rows, of the whole batch, with the rows in front.
+          rows: The results that hold rows, for the full batch, with the rows in the first
+            dimension.
         """
         split = self._split
         crossing = [
@@ -194,5 +195,5 @@ class ByRows:
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype in which the results of parts are combined."""
+    """Returns the dtype in which the results of parts are combined."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

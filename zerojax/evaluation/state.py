@@ -1,4 +1,4 @@
-"""The arrays that an evaluation reads, each where the plan has it."""
+"""The arrays that an evaluation reads, each where the plan places it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from zerojax.train_state.state_parts import Parts
 
 
 class StateReader:
-    """Brings a state's arrays to where the program takes them.
+    """A reader that places a state's arrays where the program takes them.
 
-    Arrays that lie there are taken as they are. Others, such as those of a state that has not been
-    through zerojax, are placed, and remembered as long as they come again.
+    Arrays that are already there are used unchanged. Others, such as those of a state that has not
+    been through zerojax, are placed, and the placed array is reused for as long as the same one
+    comes again.
 
     Args:
-      states: What the config makes of a state.
+      states: Shards and places states as the config asks.
       plan: PartitionSpec and place of every leaf.
 
     Attributes:
-      copies: Compute parameters that lie beside the state, under offload; else None.
+      copies: Compute parameters that are stored beside the state, under offload; else None.
     """
 
     def __init__(self, states: States, plan: Plan) -> None:
@@ -36,15 +37,15 @@ class StateReader:
         self.copies = states.placer.copies(plan) if offloads(plan.config) else None
 
     def __call__(self, parts: Parts, used: Sequence[bool]) -> list[Any]:
-        """The arrays of a state at rest in order, of the parameters those to compute with; None for
-        arrays that are not used.
+        """Returns the arrays of a state at rest in order, with compute parameters in place of
+        masters where copies exist; None for arrays that are not used.
 
         Raises:
-          ValueError: The state lies on another mesh.
+          ValueError: The state is placed on another mesh.
         """
         n = len(self._plan.compute)
         copies = self.copies if any(used[:n]) else None
-        read = used if copies is None else (*[True] * n, *used[n:])  # a copy is made of all or none
+        read = used if copies is None else (*[True] * n, *used[n:])  # copies exist of all or none
         leaves = jax.tree.leaves(parts)
         placed = [stored(self._at(i, x)) if read[i] else None for i, x in enumerate(leaves)]
         if copies is not None:

@@ -1,4 +1,4 @@
-"""Why a function cannot be run some rows at a time, in the words of its user."""
+"""Reasons why a function cannot run on some rows at a time, in the words of its user."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _DOES = {
 
 
 class Undivided(Exception):
-    """A function cannot be run some rows at a time; the message says why."""
+    """A function cannot run on some rows at a time; the message says why."""
 
     @classmethod
     def at(cls, where: str, does: str) -> Undivided:
-        """For an equation that does so, "primitive at file:line"."""
+        """Returns the error for an equation, "primitive at file:line", and what it ``does``."""
         name, _, place = where.partition(" at ")
         return cls(f"its {name} {does}" + (f" ({place})" if place else ""))
 
     @classmethod
     def because(cls, problem: Problem, sizes: Sizes) -> Undivided:
-        """For a result with a problem, in a function of so many rows."""
+        """Returns the error for a result with a problem, in a function of ``sizes.whole`` rows."""
         if problem.shape is not None:
             return cls(f"it makes an array of shape {problem.shape} of {sizes.whole} rows")
         if problem.why == BRINGS:
@@ -36,7 +36,7 @@ class Undivided(Exception):
 
     @classmethod
     def uneven(cls, error: UnevenError) -> Undivided:
-        """For two programs that cannot be matched."""
+        """Returns the error for two programs that cannot be matched."""
         where = str(error)
-        named = " " not in where.partition(" at ")[0]  # as primitives are
+        named = " " not in where.partition(" at ")[0]  # like primitives
         return cls.at(where, DEPENDS) if named else cls(f"its program {DEPENDS} ({where})")

@@ -1,10 +1,10 @@
-"""Dataflow analyses: a fact for each value of a program, by one rule a primitive.
+"""Dataflow analyses: a fact for each value of a program, by one rule per primitive.
 
-An analysis says what is known of a value: whether it depends on an argument, say, or whether an
-equation needs it unsharded. A transfer rule takes the facts of an equation's operands to those of
-its results (forward), or of its results to those of its operands (backward). The engine does the
-rest: it joins the facts of several uses, enters calls, branches and loops, and repeats a loop until
-its facts no longer change.
+A fact states what is known of a value: whether the value depends on an argument, say, or whether
+an equation needs it unsharded. A transfer rule maps the facts of an equation's operands to those
+of its results (forward), or the facts of its results to those of its operands (backward). The
+engine does the rest: it joins the facts of several uses, enters calls, branches and loops, and
+repeats a loop until its facts no longer change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerojax.graph.regions import Region, regions
 
 F = TypeVar("F")
 Rule = Callable[[Any, Sequence[F]], Sequence[F]]
-"""From an equation, and the facts on one side of it, to those on the other."""
+"""Function from an equation and the facts on one side of it to the facts on the other side."""
 
 
 class Facts(NamedTuple, Generic[F]):
@@ -27,7 +27,7 @@ class Facts(NamedTuple, Generic[F]):
 
     Attributes:
       ends: The facts of the results (forward), or of the arguments (backward), in order.
-      of: By variable of the program, not of the programs inside its equations, the fact.
+      of: The fact of each variable of the program, without those of programs inside its equations.
     """
 
     ends: Sequence[F]
@@ -40,10 +40,10 @@ class Analysis(Generic[F]):
     Args:
       bottom: The fact of a value of which nothing is known, and of a literal.
       join: The least fact that holds where either of two does: commutative, associative and
-        idempotent. A fact climbs finitely often, so that loops come to a fixpoint.
-      unknown: The rule of every primitive that has none of its own and runs no region.
-      control: Forward, whether the results of a choice or a loop also have the facts of what
-        decides it.
+        idempotent. A fact can rise only finitely often, so that loops reach a fixpoint.
+      unknown: The rule of every primitive that has no other rule and runs no region.
+      control: Whether, forward, the results of a ``cond`` or a loop also have the facts of the
+        index or condition that decides what runs.
 
     Example:
       >>> import operator, jax
@@ -59,16 +59,16 @@ class Analysis(Generic[F]):
     ) -> None:
         self._bottom, self._join, self._unknown, self._control = bottom, join, unknown, control
         self._rules: dict[str, Rule[F]] = {}
-        # A layer that many equations run is analysed once for each set of facts that it is given.
+        # A layer that many equations run is analysed once for each set of facts of its arguments.
         self._forward_once = cached_by_jaxpr(lambda jaxpr, *given: self._forward(jaxpr, given))
         self._backward_once = cached_by_jaxpr(lambda jaxpr, *given: self._backward(jaxpr, given))
 
     def rule(self, *primitives: str) -> Callable[[Rule[F]], Rule[F]]:
         """Registers a transfer rule for primitives, by their names. For a primitive that runs
-        regions the rule stands in for them.
+        regions, the rule replaces the analysis of its regions.
 
         Raises:
-          ValueError: One of the primitives has a rule.
+          ValueError: One of the primitives already has a rule.
         """
 
         def register(rule: Rule[F]) -> Rule[F]:
@@ -80,11 +80,11 @@ class Analysis(Generic[F]):
         return register
 
     def forward(self, jaxpr: Any, given: Sequence[F]) -> Facts[F]:
-        """The facts of an open jaxpr, from those of its arguments."""
+        """Returns the facts of an open jaxpr, computed from those of its arguments."""
         return self._forward_once(jaxpr, *given)
 
     def backward(self, jaxpr: Any, needed: Sequence[F]) -> Facts[F]:
-        """The facts of an open jaxpr, from those of its results."""
+        """Returns the facts of an open jaxpr, computed from those of its results."""
         return self._backward_once(jaxpr, *needed)
 
     def _forward(self, jaxpr: Any, given: Sequence[F]) -> Facts[F]:
@@ -105,8 +105,8 @@ class Analysis(Generic[F]):
         return Facts([read(v) for v in jaxpr.outvars], env)
 
     def through(self, equation: Any, operands: Sequence[F]) -> Sequence[F]:
-        """From the facts of operands to those of results, by the programs inside: what a rule that
-        stands in for them may begin with."""
+        """Computes the facts of results from those of operands, through the programs inside. A rule
+        for a primitive that runs regions may start from these facts."""
         inside = regions(equation)
         results = [self._bottom] * len(equation.outvars)
         taken = {at for region in inside for at in region.operands}
@@ -156,7 +156,7 @@ class Analysis(Generic[F]):
     def _back_through(
         self, equation: Any, inside: Sequence[Region], results: Sequence[F]
     ) -> Sequence[F]:
-        """From the facts of results to those of operands, by the programs inside."""
+        """Computes the facts of operands from those of results, through the programs inside."""
         operands = [self._bottom] * len(equation.invars)
         for region in inside:
             needed = [self._bottom] if region.decides else list(results)

@@ -16,12 +16,13 @@ def cached_by_jaxpr(
 ) -> Callable[Concatenate[Any, P], R]:
     """Caches ``function(jaxpr, *question)`` by the identity of the jaxpr and by the question.
 
-    Programs call the same jaxpr at many places (a layer, a rematerialised block), and it is read
-    once for all of them. The result must not hold the jaxpr itself, or neither is ever freed.
+    Programs call the same jaxpr at many places (a layer, a rematerialised block); with the cache
+    the jaxpr is read once for all of them. The result must not hold the jaxpr itself, or neither is
+    ever freed.
 
     Args:
-      function: Its first argument is an open jaxpr, or another object that compares by identity;
-        the others are hashable and positional.
+      function: Function whose first argument is an open jaxpr, or another object that compares by
+        identity; its other arguments are hashable and positional.
     """
     known: weakref.WeakKeyDictionary[Any, dict[Any, R]] = weakref.WeakKeyDictionary()
 

@@ -1,4 +1,4 @@
-"""Which equation produces a value, and which equations use it."""
+"""A graph of values: the equation that produces a value, and the equations that use it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerojax.xla import jaxprs
 
 
 class Use(NamedTuple):
-    """An equation that takes a value, and the position among its operands."""
+    """An equation that takes a value, and the value's position among the operands."""
 
     equation: Any
     position: int
@@ -23,8 +23,8 @@ class Graph:
     """The equations of one program as a graph of values. Literals have no producer and no users.
 
     Args:
-      equations: In order.
-      results: What the program returns.
+      equations: The equations, in order.
+      results: The results of the program.
     """
 
     def __init__(self, equations: Sequence[Any], results: Sequence[Any]) -> None:
@@ -63,11 +63,12 @@ class Graph:
         return named
 
     def producer(self, atom: Any) -> Any:
-        """The equation that produces a value; None for an argument, a constant or a literal."""
+        """Returns the equation that produces a value; None for an argument, a constant or a
+        literal."""
         return None if isinstance(atom, core.Literal) else self._producers.get(atom)
 
     def is_zeros(self, atom: Any) -> bool:
-        """Whether an atom is a literal zero, or zeros computed from one by broadcasts and casts."""
+        """Returns whether an atom is a literal zero, or a broadcast or cast of one."""
         producer = self.producer(atom)
         if producer is None:
             return jaxprs.is_zero(atom)
@@ -75,36 +76,36 @@ class Graph:
         return moves and self.is_zeros(producer.invars[0])
 
     def users(self, v: Any) -> Sequence[Use]:
-        """The uses of a variable by equations, in order."""
+        """Returns the uses of a variable by equations, in order."""
         return self._users.get(v, ())
 
     def returned(self, v: Any) -> Sequence[int]:
-        """The positions of a variable among the results."""
+        """Returns the positions of a variable among the results."""
         return self._returned.get(v, ())
 
     def times_used(self, v: Any) -> int:
-        """The number of operands and results that a variable is."""
+        """Counts the uses of a variable, as an operand or as a result."""
         return len(self.users(v)) + len(self.returned(v))
 
     def place(self, equation: Any) -> int:
-        """The position of an equation among all."""
+        """Returns the position of an equation in the program."""
         return self._places[id(equation)]
 
     def without(self, equations: Sequence[Any]) -> list[Any]:
-        """All equations but these, in order."""
+        """Returns all other equations, in order."""
         left_out = {id(equation) for equation in equations}
         return [equation for equation in self._equations if id(equation) not in left_out]
 
     def not_producing(self, values: Collection[Any]) -> list[Any]:
-        """The equations that produce none of these values, in order."""
+        """Returns the equations that produce none of these values, in order."""
         return [each for each in self._equations if all(v not in values for v in each.outvars)]
 
     def named(self, *names: str) -> Sequence[Any]:
-        """The equations of primitives with these names; in order for one name."""
+        """Returns the equations of primitives with these names; in order for one name."""
         return [equation for name in names for equation in self._by_name.get(name, ())]
 
 
 @cached_by_jaxpr
 def graph_of(jaxpr: Any) -> Graph:
-    """The graph of an open jaxpr, made once."""
+    """Returns the graph of an open jaxpr, built once."""
     return Graph(jaxpr.eqns, jaxpr.outvars)

@@ -1,10 +1,11 @@
-"""A traced program as one list of operations: calls written out, loops with their runs.
+"""A traced program as one list of operations: calls inlined, loops with their iteration counts.
 
     program = Program(traced.jaxpr)
     program.operations[0].times, program.live()
 
-Every value has a number. Values that a loop, a choice or a while hands in and out are linked with
-those that they come from, so that a search for the origin or the use of a value sees one graph.
+Every value has a number. Values that enter or leave a scan, a cond or a while loop are linked to
+the values that they come from, so that a search for the origin or the use of a value sees one
+graph.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from zerojax.xla import jaxprs
 
 
 class Operation(NamedTuple):
-    """One equation that is not a call, a loop or a choice.
+    """One equation that is not a call, a loop or a cond.
 
     Attributes:
       eqn: The equation.
       operands: The numbers of its operands; None for literals.
       results: The numbers of its results.
       times: How often it runs in a step.
-      exact: False within a loop whose number of iterations is unknown; that loop counts once.
-      names: The names that it was traced in, those of calls around included.
+      exact: False inside a loop whose number of iterations is unknown; such a loop counts once.
+      names: The name stack of the equation, after those of enclosing calls.
     """
 
     eqn: Any
@@ -43,13 +44,13 @@ class Operation(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its primitive."""
+        """The name of the primitive."""
         return str(self.eqn.primitive.name)
 
     @property
     def by_element(self) -> bool:
-        """Whether it moves the elements of an array, or computes with each by itself."""
-        if self.name in GENERAL_SUMS:  # over dimensions of size 1
+        """True if the operation moves an array's elements, or computes with each separately."""
+        if self.name in GENERAL_SUMS:  # true only over dimensions of size 1
             return self.eqn.invars[0].aval.size == self.eqn.outvars[0].aval.size
         return self.name in ELEMENTWISE or self.name in MOVES_OR_ROUNDS
 
@@ -58,10 +59,13 @@ class Program:
     """A closed jaxpr as operations in order.
 
     Attributes:
-      operations: All of them.
-      arguments, results: The numbers of the program's own; None for a result that is a literal.
-      producers, users: By value, the positions of the operations that return it, or take it.
-      sources, targets: By value, the values that it comes from, or goes to, through loops.
+      operations: All operations.
+      arguments, results: The numbers of the program's arguments and results; None for a result that
+        is a literal.
+      producers, users: For each value, the position of the operation that returns it, and the
+        positions of those that take it.
+      sources, targets: For each value, the values that it comes from, and those that it becomes,
+        at the ends of loops and conds.
     """
 
     def __init__(self, closed: Any) -> None:
@@ -76,8 +80,8 @@ class Program:
         self.results = self._add(jaxpr, self.arguments, 1, True, "")
 
     def live(self) -> set[int]:
-        """Positions of the operations from which a result, or an effect, is computed. Of a barrier
-        each result needs its own operand alone, as in XLA."""
+        """Returns the positions of the operations from which a result or an effect is computed.
+        Each result of an ``optimization_barrier`` needs only its own operand, as in XLA."""
         alive = {i for i, op in enumerate(self.operations) if op.eqn.effects}
         start = [v for i in alive for v in self.operations[i].operands if v is not None]
         start += [v for v in self.results if v is not None]
@@ -85,7 +89,7 @@ class Program:
         return alive | {self.producers[v] for v in found if v in self.producers}
 
     def needed(self, at: int, result: int) -> list[int]:
-        """The operands of an operation that one of its results needs."""
+        """Returns the operands of an operation that one of its results needs."""
         op = self.operations[at]
         if op.name == "optimization_barrier":
             operand = op.operands[op.results.index(result)]
@@ -95,15 +99,15 @@ class Program:
     def reached(
         self, start: Sequence[int], through: Callable[[Operation], bool], *, forward: bool
     ) -> set[int]:
-        """The values that :meth:`search` finds."""
+        """Returns the values that :meth:`search` finds."""
         return {v for v, _ in self.search(start, through, forward=forward)}
 
     def search(
         self, start: Iterable[int], through: Callable[[Operation], bool], *, forward: bool
     ) -> Iterator[tuple[int, list[Operation]]]:
-        """From values to what is computed from them, or to what they are computed from, ``through``
-        operations of a kind: each value, nearest first, and the operations that end the search
-        there."""
+        """Searches for the values that are computed from ``start``, or those that ``start`` is
+        computed from, across the operations that ``through`` accepts. Yields each value, nearest
+        first, and the operations at which the search ends there."""
         links = self.targets if forward else self.sources
         left, found = deque(start), set[int]()
         while left:
@@ -165,7 +169,8 @@ class Program:
     def _enter(
         self, eqn: Any, operands: Sequence[int | None], times: int, exact: bool, names: str
     ) -> Sequence[int | None]:
-        """Appends the operations of the programs that an equation runs; its results."""
+        """Appends the operations of the programs that an equation runs, and returns the numbers of
+        its results."""
         inside = regions(eqn)
         if eqn.primitive in jaxprs.CALLS:
             return self._add(inside[0].jaxpr, operands, times, exact, names)
@@ -184,7 +189,7 @@ class Program:
             for result, argument in region.carries:
                 self._links([outs[result]], [given[argument]])
             self._links(outs, results)
-            self._links(carried, results[: len(carried)])  # of no iteration
+            self._links(carried, results[: len(carried)])  # a loop of no iterations
         if eqn.primitive is prims.cond_p:
             self._links([operands[0]] * len(results), results)
         return results

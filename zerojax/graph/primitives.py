@@ -1,29 +1,29 @@
-"""Families of primitives: what each does to the elements of its operands.
+"""Families of primitives, by their effect on the elements of their operands.
 
-Rules that treat primitives alike name a family from here, so that one search for the name of a
+Rules that treat primitives alike use a family of this module, so that one search for the name of a
 primitive finds all that zerojax knows of it.
 """
 
 COPIES = frozenset({"copy", "copy_p"})
 
 LABELS = COPIES | {"name", "sharding_constraint"}
-"""Annotate a value, or copy it."""
+"""Primitives that annotate a value, or copy it."""
 
 LINEAR = frozenset({"convert_element_type", "neg"})
-"""Of one operand, element by element, and additive: f(a) + f(b) = f(a + b)."""
+"""Primitives of one operand, element by element, and additive: f(a) + f(b) = f(a + b)."""
 
 ADDITIVE = frozenset({"neg", "reduce_sum", "cumsum", "real", "imag", "conj", "reduce_precision"})
-"""Of one operand, and additive: f(a) + f(b) = f(a + b)."""
+"""Primitives of one operand, and additive: f(a) + f(b) = f(a + b)."""
 
 ADDS = frozenset({"add", "add_any"})
 SUMS = ADDS | {"sub"}
-"""Add two operands, or subtract them."""
+"""Primitives that add two operands, or subtract them."""
 
 ADDITIVE_TOGETHER = SUMS | {"concatenate", "stack"}
-"""Of several operands, and additive in all of them together."""
+"""Primitives of several operands, and additive in all of them together."""
 
 SCALES = frozenset({"mul", "div", "select_n"})
-"""Scale each element, or choose it."""
+"""Primitives that scale each element, or select it."""
 
 COMPARISONS = frozenset({"clamp", "max", "min", "lt", "le", "gt", "ge"})
 
@@ -35,13 +35,13 @@ ELEMENTWISE = frozenset({
     "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan",
     "tanh", "xor",
 })  # fmt: skip
-"""Work element by element, on shards too."""
+"""Primitives that work element by element, on shards too."""
 
 DRAWS = frozenset({
     "random_bits", "random_gamma", "threefry2x32", "philox2x32", "philox4x32",
     "rng_bit_generator", "rng_uniform",
 })  # fmt: skip
-"""Draw random numbers."""
+"""Primitives that draw random numbers."""
 
 BY_ROW = ELEMENTWISE | LABELS | {
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
@@ -54,38 +54,38 @@ BY_ROW = ELEMENTWISE | LABELS | {
     "shift_right_logical", "sinh", "stage", "threefry2x32", "threefry4x32", "tie", "to_edtype",
     "with_memory_space_constraint", "xla_metadata_value", "zeta",
 }  # fmt: skip
-"""Compute a row of their result from that row of their operands."""
+"""Primitives that compute a row of their result from the same row of their operands."""
 
 REARRANGES = frozenset({"reshape", "split", "squeeze", "transpose"})
-"""Have each element of their operand once, at another place."""
+"""Primitives that return each element of their operand once, at another place."""
 
 RESHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
-"""Change the dimensions of an array, and none of its elements."""
+"""Primitives that change the dimensions of an array, and none of its elements."""
 
 SLICES = frozenset({"slice", "dynamic_slice"})
 READS = frozenset({"dynamic_slice", "gather"})
-"""Read a part of an array, at indices that are computed."""
+"""Primitives that read a part of an array, at computed indices."""
 
 MOVES = LABELS | RESHAPES | {
     "device_put", "expand_dims", "optimization_barrier", "pvary", "reshard", "rev", "slice",
     "split", "unstack",
 }  # fmt: skip
-"""Move elements, or leave them."""
+"""Primitives that move elements, or leave them unchanged."""
 
 MOVES_OR_ROUNDS = MOVES | SLICES | {
     "concatenate", "convert_element_type", "dynamic_update_slice", "pad",
 }  # fmt: skip
-"""Move, join or round elements."""
+"""Primitives that move, join or round elements."""
 
 ZERO_STAYS = LABELS | RESHAPES | LINEAR | ADDS | {
     "concatenate", "mul", "reduce_sum", "slice",
 }  # fmt: skip
-"""Return zeros for zeros."""
+"""Primitives that return zeros for zeros."""
 
 REDUCTIONS = frozenset(
     ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"]
 )
-"""Each device reduces its shard, and XLA combines the results."""
+"""Reductions: each device reduces its shard, and XLA combines the results."""
 
 GENERAL_SUMS = frozenset({"reduce", "reduce_sum"})
 
@@ -95,10 +95,10 @@ FACTORIZATIONS = frozenset({
     "cholesky", "eig", "eigh", "householder_product", "lu", "qr", "schur", "svd",
     "triangular_solve", "tridiagonal", "tridiagonal_solve",
 })  # fmt: skip
-"""Work on the last two dimensions, for each entry of those before."""
+"""Primitives that work on the last two dimensions, for each entry of those before."""
 
 CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"})
-"""Work along one dimension, which they keep."""
+"""Primitives that work along one dimension, which they keep."""
 
 WINDOWS = frozenset({
     "reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum",
@@ -107,10 +107,10 @@ WINDOWS = frozenset({
 
 SCATTER_ADDS = frozenset({"scatter-add", "scatter_add"})
 LOOKUPS = SCATTER_ADDS | {"gather"}
-"""Look up entries of an array, or add to them."""
+"""Primitives that look up entries of an array, or add to them."""
 
 OVERWRITES = frozenset({"scatter", "scatter-mul"})
-"""Write entries of an array, or scale them."""
+"""Primitives that write entries of an array, or scale them."""
 
 SCATTERS = SCATTER_ADDS | OVERWRITES | {
     "scatter-max", "scatter-min", "scatter-sub", "scatter_max", "scatter_min", "scatter_mul",
@@ -118,7 +118,7 @@ SCATTERS = SCATTER_ADDS | OVERWRITES | {
 }  # fmt: skip
 
 BRANCHES = frozenset({"cond", "while"})
-"""Run programs that the values of the step choose."""
+"""Primitives that run programs chosen by values of the step."""
 
 KERNELS = frozenset({
     "custom_partitioning", "ffi_call", "mosaic_gpu", "mosaic_gpu_call", "pallas_call",
@@ -126,19 +126,21 @@ KERNELS = frozenset({
     "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
     "dot_product_attention_fwd", "dot_product_attention_bwd", "scaled_matmul_wrapper",
 })  # fmt: skip
-"""Assumed to treat each row by itself, and to sum gradients over rows."""
+"""Kernels, which are assumed to treat each row separately, and to sum gradients over rows."""
 
 CALLBACKS = frozenset({"pure_callback", "io_callback"})
-"""Functions of Python, of which nothing is known."""
+"""Calls of Python functions, of which nothing is known."""
 
 NEVER_ON_LANES = DRAWS | {"conv_general_dilated"}
-"""The same noise on all lanes; and the gradient of a convolution becomes one of many groups."""
+"""Primitives that never run on lanes: draws would be the same on all lanes, and the gradient of a
+convolution would become a convolution of many groups."""
 
 NOT_ON_LANES = NEVER_ON_LANES | BRANCHES | {
     "custom_partitioning",
     "pallas_call",
-    "pure_callback",  # only as its vmap_method has it
+    "pure_callback",  # vmap runs it only as its vmap_method says
     "ragged_dot_general",
-    "shard_map",  # has the lanes' axes in use
+    "shard_map",  # may use the lanes' axes itself
 }  # fmt: skip
-"""Not run side by side: those, both branches, or slower."""
+"""Primitives that lanes do not run side by side: ``NEVER_ON_LANES``, branches (``jax.vmap`` would
+run both), and primitives that ``jax.vmap`` cannot batch or slows down."""

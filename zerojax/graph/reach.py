@@ -1,4 +1,4 @@
-"""Which values of a program depend on some of its arguments."""
+"""Analyses of which values of a program depend on some of its arguments."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def _any(eqn: Any, operands: Sequence[bool]) -> list[bool]:
 
 
 DEPENDS: Analysis[bool] = Analysis(False, operator.or_, _any)
-"""Forward, whether a value depends on the arguments. Results of a call or a loop differ."""
+"""Forward analysis of whether a value depends on the arguments. The results of a call or a loop are
+distinguished."""
 
 EQUATION_DEPENDS: Analysis[bool] = Analysis(False, operator.or_, _any)
-"""Forward, whether the equation that computes a value needs something that depends on the
-arguments, be it for another result."""
+"""Forward analysis of whether the equation that computes a value has an operand that depends on the
+arguments, even if only another result of the equation needs that operand."""
 EQUATION_DEPENDS.rule(
     "scan", "while", "cond", "shard_map", *(primitive.name for primitive in jaxprs.CALLS)
 )(_any)

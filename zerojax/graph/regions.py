@@ -24,7 +24,8 @@ class Region:
         the number of arguments where none is.
       stacked: The position of the first result that is one entry of the equation's result; the
         number of results where none is.
-      decides: The program only decides what runs: its result is none of the equation's results.
+      decides: True for the condition of a loop: the program only decides what runs, and its result
+        is not among the equation's results.
     """
 
     jaxpr: Any
@@ -35,27 +36,28 @@ class Region:
     decides: bool = False
 
     def is_entry(self, argument: int) -> bool:
-        """Whether an argument is one entry of its operand, without the first dimension."""
+        """Returns whether an argument is one entry of its operand, without the first dimension."""
         return self.entries is not None and argument >= self.entries
 
     def is_stacked(self, result: int) -> bool:
-        """Whether a result is one entry of the equation's result, which has one dimension more."""
+        """Returns whether a result is one entry of the equation's result, which has one dimension
+        more."""
         return self.stacked is not None and result >= self.stacked
 
     def argument(self, operand: int) -> Any:
-        """The variable inside that starts from an operand; None where the program does not take
-        this operand."""
+        """Returns the argument of the program that starts from an operand; None if the program does
+        not take this operand."""
         if operand not in self.operands:
             return None
         return self.jaxpr.invars[self.operands.index(operand)]
 
 
 def regions(equation: Any) -> tuple[Region, ...]:
-    """The programs of a call, a rematerialised block, a function with derivatives of its own, a
-    loop, a choice or a ``shard_map``; none for another equation.
+    """Returns the programs of a call, a rematerialised block, a function with custom derivatives, a
+    loop, a ``cond`` or a ``shard_map``; none for other equations.
 
     A ``while`` loop has two, the condition first. Programs whose arguments do not correspond to
-    operands one by one (the kernel of a ``pallas_call``, the function of a reduction) are no
+    operands one by one (the kernel of a ``pallas_call``, the function of a reduction) are not
     regions; :func:`zerojax.xla.jaxprs.inner` finds them.
     """
     primitive, n = equation.primitive, len(equation.invars)

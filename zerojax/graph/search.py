@@ -16,14 +16,14 @@ def everything(equation: Any) -> bool:
 
 
 def runs_regions(equation: Any) -> bool:
-    """Enters calls, loops and choices; not a ``shard_map``, nor a kernel."""
+    """Enters calls, loops and conds; not a ``shard_map``, nor a kernel."""
     return bool(regions(equation)) and equation.primitive.name != "shard_map"
 
 
 def equations(
     jaxpr: Any, enters: Callable[[Any], bool] = everything, _seen: set[int] | None = None
 ) -> Iterator[Any]:
-    """The equations of an open jaxpr and of the programs inside them, outer ones first.
+    """Yields the equations of an open jaxpr and of the programs inside them, outer ones first.
 
     A program that several equations run is visited once.
 
@@ -46,15 +46,15 @@ def contains(
     *question: Any,
     enters: Callable[[Any], bool] = everything,
 ) -> bool:
-    """Whether ``test(equation, *question)`` holds of an equation, or of one inside it.
+    """Returns whether ``test(equation, *question)`` holds for an equation, or for one inside it.
 
     Each program inside is searched once, whatever runs it.
 
     Args:
       equation: The equation.
-      test: A function of a module, so that answers can be kept.
-      question: Its further arguments, hashable.
-      enters: Whether the programs inside an equation are searched; a function of a module too.
+      test: A module-level function, so that answers can be cached.
+      question: Further arguments of ``test``, hashable.
+      enters: Whether the programs inside an equation are searched; also a module-level function.
     """
     if test(equation, *question):
         return True
@@ -67,5 +67,5 @@ def contains(
 def holds(
     jaxpr: Any, test: Callable[..., bool], enters: Callable[[Any], bool], *question: Any
 ) -> bool:
-    """Whether a program has an equation of which ``test`` holds, see :func:`contains`."""
+    """Returns whether ``test`` holds for an equation of a program, see :func:`contains`."""
     return any(contains(equation, test, *question, enters=enters) for equation in jaxpr.eqns)

@@ -8,7 +8,7 @@ import jax
 import optax
 
 Mask: TypeAlias = Any | Callable[[optax.Params], Any]
-"""optax's mask: a tree of booleans like the parameters or a prefix, or a function to one."""
+"""optax's mask: a tree of bools like the parameters or a prefix, or a function that returns one."""
 
 _WEIGHTS = {"kernel", "embedding"}
 _BIAS_OR_SCALE = {"bias", "biases", "scale", "gamma", "beta", "gain"}
@@ -17,16 +17,16 @@ _NORM = re.compile(r"norm(?!al(?!i))|(?:^|_)(?:ln|bn|gn)(?:_|\d|$)", re.IGNORECA
 
 
 def no_bias_and_norm(params: optax.Params) -> Any:
-    """A mask that decays everything but biases and the parameters of norms.
+    """Returns a mask that decays all parameters but biases and those of norms.
 
-    Names decide, since the number of dimensions says nothing: `nn.scan` stacks the biases of its
+    Names decide, since the number of dimensions is no guide: `nn.scan` stacks the biases of its
     layers to matrices. A leaf does not decay if the last word of its name is bias, scale, gain,
     gamma or beta, or if a module on its path is a norm (`LayerNorm_0`, `norm1`, `ln_f`, `bn2`,
-    ...). Leaves named kernel or embedding always decay. The boxes of flax and the variables of NNX
-    have no names of their own.
+    ...). Leaves named kernel or embedding always decay. flax's boxes and NNX's variables add no
+    names to the path.
 
     Args:
-      params: The parameters of linen or NNX, or any tree with names; `optax.MaskedNode` stays.
+      params: The parameters of linen or NNX, or any tree with names; `optax.MaskedNode` is kept.
 
     Returns:
       A tree of booleans like `params`.
@@ -41,7 +41,7 @@ def no_bias_and_norm(params: optax.Params) -> Any:
 
 
 def is_bias_or_norm(names: tuple[str, ...]) -> bool:
-    """Whether a parameter is a bias or a norm's; see :func:`no_bias_and_norm`.
+    """Returns whether a parameter is a bias or belongs to a norm; see :func:`no_bias_and_norm`.
 
     Example:
       >>> is_bias_or_norm(("attn", "out_bias")), is_bias_or_norm(("attn", "kernel"))
@@ -54,7 +54,7 @@ def is_bias_or_norm(names: tuple[str, ...]) -> bool:
 
 
 def names_on_path(path: Iterable[Any]) -> tuple[str, ...]:
-    """The names on a leaf's path, without the box around a flax parameter.
+    """Returns the names on a leaf's path, without the box around a flax parameter.
 
     Example:
       >>> (path, _), = jax.tree_util.tree_leaves_with_path({"h": [{"kernel": 1.0}]})

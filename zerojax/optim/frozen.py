@@ -1,4 +1,4 @@
-"""Gradients that an optimizer does not use: those of the parameters that it freezes."""
+"""Detection of gradients that an optimizer does not use: those of frozen parameters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zerojax.xla.unused import used_arguments
 
 
 class TracedUpdate:
-    """Traces an optimizer's update once, to find the gradients that it uses, and applies it.
+    """An optimizer's update, traced once to find the gradients that it uses.
 
     Neither updates nor moments depend on gradients that ``optax.partition`` or ``optax.masked``
-    gives to ``optax.set_to_zero``. A norm over all gradients uses all, and so do moments that are
-    kept of a frozen parameter.
+    passes to ``optax.set_to_zero``. A norm over all gradients uses all of them, and moments that
+    are kept for a frozen parameter use its gradient.
 
     Args:
-      update: The update as a function of the gradients alone.
+      update: The update as a function of only the gradients.
       grads: The gradients; their values do not matter.
 
     Attributes:
@@ -44,16 +44,16 @@ class TracedUpdate:
         self._update = update
         self._traced = jax.jit(update, inline=compat.INLINE)
         uses = used_arguments(self._traced.trace(grads).jaxpr)
-        self.uses = uses[len(uses) - len(jax.tree.leaves(grads)) :]  # behind what it captures
+        self.uses = uses[len(uses) - len(jax.tree.leaves(grads)) :]  # after captured values
 
     def __call__(self, grads: optax.Updates) -> Any:
-        """The results of the update for these gradients."""
+        """Returns the results of the update for these gradients."""
         staged = all(isinstance(g, DynamicJaxprTracer) for g in jax.tree.leaves(grads))
-        return (self._traced if staged else self._update)(grads)  # else it would be compiled
+        return (self._traced if staged else self._update)(grads)  # eager calls skip compilation
 
 
 def frozen_leaves(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> list[bool]:
-    """For each parameter, whether ``tx`` makes neither an update nor a state of its gradient.
+    """Returns, for each parameter, whether ``tx`` ignores its gradient in update and state.
 
     Args:
       tx: The optimizer.

@@ -1,4 +1,4 @@
-"""The loss scale of fp16 training: when the scale halves, and when it doubles.
+"""The loss scale of fp16 training, with the rules by which it halves and doubles.
 
 fp16 has no numbers between 0 and 6e-8, and gradients are often smaller. So the loss is multiplied
 by a scale before the backward pass, and the gradient is divided by the scale afterwards. With too
@@ -77,11 +77,11 @@ class LossScale:
 
     @classmethod
     def of(cls, config: ZeroConfig) -> Self:
-        """The loss scale that a config asks for."""
+        """Returns the loss scale that a config asks for."""
         return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})
 
     def init(self) -> LossScaleState:
-        """The state before the first step."""
+        """Returns the state before the first step."""
         return LossScaleState(
             scale=jnp.asarray(self.loss_scale or _FACTOR**self.initial_scale_power, jnp.float32),
             good=jnp.zeros((), jnp.int32),
@@ -90,7 +90,7 @@ class LossScale:
         )
 
     def next(self, state: LossScaleState, finite: jax.typing.ArrayLike) -> LossScaleState:
-        """The state after a step.
+        """Returns the state after a step.
 
         Args:
           state: The state before the step.

@@ -16,24 +16,24 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from zerojax.optim.decay import is_bias_or_norm, names_on_path
 
 Matrices: TypeAlias = Callable[[Any, Any], MuonDimensionNumbers | None]
-"""From a leaf's path and the leaf to its matrix axes; None gives the leaf to Adam."""
+"""A function from a leaf's path and the leaf to its matrix axes, or None to use Adam."""
 
-# Whole names of modules or leaves; names that contain "embed" count too.
+# Full names of modules or leaves; names that contain "embed" count too.
 _EMBEDDING_OR_HEAD = {"wte", "wpe", "lm_head", "head", "output_head", "logits", "classifier"}
 
 
 def last_two_axes(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
-    """The matrix axes of a leaf for Muon; None for a leaf that Adam updates.
+    """Returns the matrix axes of a leaf for Muon; None for a leaf that Adam updates.
 
-    Adam gets leaves of one dimension, biases and norms by name (also those that `nn.scan` has
+    Adam updates leaves of one dimension, biases and norms by name (even those that `nn.scan` has
     stacked), and the embeddings and the output head: a name on the path contains "embed", or is
     wte, wpe, lm_head, head, output_head, logits or classifier. Every other leaf is a stack of
     matrices [in, out] over its leading dimensions: [L, in, out] are L matrices.
 
-    DeepSpeed looks for "embed" and "lm_head" only, and so gives GPT-2's `wte` and `wpe` to Muon.
-    DeepSpeed flattens a convolution to one matrix; here each tap is a matrix. The kernels of flax's
-    `DenseGeneral` attention, [in, heads, d], look like stacks: write a function of your own for
-    them.
+    DeepSpeed looks only for "embed" and "lm_head", and so updates GPT-2's `wte` and `wpe` by Muon.
+    DeepSpeed flattens a convolution to one matrix; this function treats each tap as a matrix. The
+    kernels of flax's `DenseGeneral` attention, [in, heads, d], look like stacks: pass another
+    function for them.
 
     Example:
       >>> kernel, = jax.tree_util.tree_leaves_with_path({"mlp": {"kernel": jnp.ones((2, 3, 4))}})
@@ -55,7 +55,7 @@ def muon_or_adam(
     adam: optax.GradientTransformation,
     matrices: Matrices = last_two_axes,
 ) -> optax.GradientTransformationExtraArgs:
-    """One transformation for the matrices, and another for the other leaves.
+    """Combines one transformation for the matrices and another for the other leaves.
 
     Args:
       muon, adam: Complete update rules, with their learning rates.
@@ -96,11 +96,11 @@ def scale_by_orthogonal_momentum(
     X = 3.4445 X + (-4.775 A + 2.0315 A A) X, in the gradients' own dtype (DeepSpeed: bf16 or fp16,
     and with "gram" the same products in another order). torch's rows are flax's `out`.
 
-    NS is optax's, the momentum is not: `optax.contrib.scale_by_muon` corrects the bias of m and of
-    g by different factors, which changes the direction of the first few updates.
+    NS comes from optax, the momentum does not: `optax.contrib.scale_by_muon` corrects the bias of m
+    and of g by different factors, which changes the direction of the first few updates.
 
-    DeepSpeed's ZeRO makes gradients orthogonal before it measures and clips their norm, and before
-    it divides by the loss scale. Here that order is as for every optimizer: divide, clip, rule.
+    DeepSpeed's ZeRO orthogonalizes gradients before it measures and clips their norm, and before it
+    divides by the loss scale. zerojax keeps the order of every optimizer: divide, clip, apply rule.
 
     Args:
       momentum: The factor b, with Nesterov's look-ahead.
@@ -116,7 +116,7 @@ def scale_by_orthogonal_momentum(
     b = momentum
 
     axes = functools.partial(jax.tree_util.tree_map_with_path, matrices)
-    # Without momentum only the orthogonalisation is left, which optax does not export.
+    # optax does not export the orthogonalisation; a rule without momentum does nothing else.
     orthogonal = scale_by_muon(beta=0.0, eps=1e-7, nesterov=False, weight_dimension_numbers=axes)
 
     def scaled(u: jax.Array, numbers: MuonDimensionNumbers) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The optimizers that a DeepSpeed JSON names, on optax, with DeepSpeed's defaults."""
+"""The optimizers that a DeepSpeed JSON names, built on optax with DeepSpeed's defaults."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -33,43 +33,43 @@ def named_optimizer(
     *,
     weight_decay_mask: Mask | None = None,
 ) -> tuple[optax.GradientTransformation, Rate]:
-    """The optimizer that a config names, with its schedule.
+    """Returns the optimizer that a config names, with its schedule.
 
     With rate r, weight decay d, and the rule's direction u, so that p -= r u:
 
     - Adam, FusedAdam, CPUAdam, AdamW: u = mhat / (sqrt(vhat) + eps) + d p. With `adam_w_mode`
-      false the decay goes into the gradient, g + d p, instead (L2).
+      false the decay is added to the gradient instead, g + d p (L2).
     - Lion: u = sign(b1 m + (1 - b1) g) + d p, then m = b2 m + (1 - b2) g.
     - SGD: g + d p, with momentum m = mu m + g, and Nesterov's g + mu m.
     - Adagrad: g + d p over sqrt(sum of squares) + eps.
     - Lamb: u = m / (sqrt(v) + eps) + d p, times clamp(|p| / |u|, min_coeff, max_coeff), times
       sqrt(1 - b2^n) / (1 - b1^n) with `bias_correction`. As in DeepSpeed, the correction comes
-      last; `optax.lamb` corrects the moments, and clamps nothing.
-    - OneBitAdam: AdamW for `freeze_step` updates, with the v of then afterwards. ZeroOneAdam:
-      AdamW with a v that is updated ever more rarely. OneBitLamb: Lamb for `freeze_step` updates,
-      with the v and the trust ratios of then afterwards. See `zerojax.optim.one_bit`.
+      last; `optax.lamb` corrects the moments, and does not clamp.
+    - OneBitAdam: AdamW, with v frozen after `freeze_step` updates. ZeroOneAdam: AdamW with a v that
+      is updated at growing intervals. OneBitLamb: Lamb, with v and the trust ratios frozen after
+      `freeze_step` updates. See `zerojax.optim.one_bit`.
     - Muon: for matrices u = NS(m) sqrt(max(1, out / in)) + d p at the rate `muon_lr`, see
       `zerojax.optim.muon`; AdamW at the rate `adam_lr` for other parameters. Both rates default to
       `lr`, and without `lr` to 0.02 and 3e-4.
 
-    The rules of Adam, Lion and SGD are optax's, which differ from torch's and DeepSpeed's in
-    rounding alone: optax takes 1 - b2^n in float32, 1e-5 off (relative) at the first update.
-    Adagrad, Lamb and Muon are zerojax's own, since optax has other formulas.
+    The rules of Adam, Lion and SGD come from optax, and differ from torch's and DeepSpeed's only in
+    rounding: optax computes 1 - b2^n in float32, 1e-5 off (relative) at the first update. zerojax
+    has its own Adagrad, Lamb and Muon, since optax has other formulas.
 
     A OneCycle schedule with `cycle_momentum` moves the first beta of Adam, Lion and Lamb, by the
-    count of the rule's own state, and sets the second to 0.99. As in DeepSpeed, optimizers without
+    count in the rule's state, and sets the second to 0.99. As in DeepSpeed, optimizers without
     betas (SGD, Adagrad, Muon) keep their momentum, with a warning.
 
     Args:
       config: The type and its parameters; omitted ones have DeepSpeed's defaults.
-      scheduler: A schedule by name, or any function from the number of updates made to a rate, for
-        all parameters; without one the rate is the parameter `lr`.
-      weight_decay_mask: The parameters that decay, as optax's mask: a tree of booleans or a
-        function from the parameters to one. Replaces the parameter of the same name, which is
+      scheduler: A schedule by name, or any function from the number of completed updates to a rate,
+        for all parameters; without a schedule the rate is the parameter `lr`.
+      weight_decay_mask: The parameters that decay, as optax's mask: a tree of bools or a function
+        from the parameters to such a tree. Replaces the parameter of the same name, which is
         "all", or "no_bias_and_norm" for :func:`zerojax.optim.decay.no_bias_and_norm`.
 
     Returns:
-      The transformation, and its rate; with Muon the rate of the matrices.
+      The transformation, and its learning rate; for Muon the rate of the matrices.
 
     Raises:
       ConfigError: Nesterov's method without momentum.
@@ -115,10 +115,10 @@ class _Setting:
 
     Attributes:
       params: The parameters, with DeepSpeed's defaults.
-      given: The parameters of the config alone.
+      given: The parameters that the config sets.
       scheduler: The schedule of `named_optimizer`.
       betas: The betas; the first may be a schedule.
-      decay: The transformation that adds decayed weights; empty without weight decay.
+      decay: The transformation that adds decayed weights, in a list; empty without weight decay.
     """
 
     params: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""The global norm of a gradient, summed in an order that its placement does not change."""
+"""The global norm of a gradient, summed in an order that does not depend on its placement."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import jax
 import jax.numpy as jnp
 
 NORM = "zerojax-norm"
-"""The scope in which a norm is computed."""
+"""The named scope in which a norm is computed."""
 
 
 def square_sums(x: jax.Array) -> jax.Array:
-    """The sum of squares of each entry of ``x``, [n, ...], along the first dimension: [n].
+    """Returns the sum of squares of each entry of ``x``, [n, ...], along the first dimension: [n].
 
-    A stack of layers gives the same numbers as its layers one by one.
+    A stack of layers has the same numbers as its layers one by one.
     """
     squares = jnp.square(jnp.abs(x))
     return jnp.sum(squares, axis=tuple(range(1, x.ndim))) if x.ndim > 1 else squares
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """The L2 norm over all leaves of a tree: float32 []."""
+    """Returns the L2 norm over all leaves of a tree: float32 []."""
     return norm_of([square_sums(x) for x in jax.tree.leaves(tree)])
 
 
 def norm_of(sums: Sequence[jax.Array]) -> jax.Array:
-    """The L2 norm from the :func:`square_sums` of all leaves: float32 []."""
+    """Returns the L2 norm from the :func:`square_sums` of all leaves: float32 []."""
     with jax.named_scope(NORM):
         return jnp.sqrt(sum((jnp.sum(x) for x in sums), start=jnp.zeros((), jnp.float32)))

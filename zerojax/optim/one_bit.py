@@ -1,7 +1,7 @@
 """Optimizers whose devices send 1 bit an element: 1-bit Adam, 1-bit Lamb, 0/1 Adam.
 
-Here are their rules on the gradient that :mod:`zerojax.collectives.one_bit` makes: with it the
-momentum becomes what was sent. In any other program they run on whole gradients.
+The rules of this module expect the gradient from :mod:`zerojax.collectives.one_bit`, with which the
+new momentum equals the one that was sent. In any other program they run on ordinary gradients.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class OneBitAdamState(NamedTuple):
     """State of 1-bit Adam.
 
     Attributes:
-      count: int32 [], updates made.
-      mu, nu: The moments.
+      count: int32 [], the number of completed updates.
+      mu, nu: The first and second moments.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -34,10 +34,10 @@ class OneBitLambState(NamedTuple):
     """State of 1-bit Lamb.
 
     Attributes:
-      count, mu, nu: As of 1-bit Adam.
-      fresh: The second moment that goes on after the warm-up.
+      count, mu, nu: See :class:`OneBitAdamState`.
+      fresh: The second moment that is updated after the warm-up too.
       ratio: float32 [] each, the running average of the warm-up's trust ratio.
-      factor: float32 [] each, the last factor on that.
+      factor: float32 [] each, the last factor on ``ratio``.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -52,10 +52,10 @@ class ZeroOneAdamState(NamedTuple):
     """State of 0/1 Adam.
 
     Attributes:
-      count, mu, nu: As of 1-bit Adam.
-      squares: int32 [], updates of ``nu``.
-      interval: int32 [], updates from one of those to the next.
-      since: int32 [], updates of ``nu`` since the interval grew.
+      count, mu, nu: See :class:`OneBitAdamState`.
+      squares: int32 [], the number of updates of ``nu``.
+      interval: int32 [], the number of optimizer updates from one update of ``nu`` to the next.
+      since: int32 [], the number of updates of ``nu`` since the interval grew.
     """
 
     count: jax.Array  # type: ignore[assignment]
@@ -70,13 +70,13 @@ OneBitState: TypeAlias = OneBitAdamState | OneBitLambState | ZeroOneAdamState
 
 
 class Sending(NamedTuple):
-    """How the gradients of the next update are sent.
+    """The way in which the gradients of the next update are sent.
 
     Attributes:
-      plain: bool [], as they are.
-      beta: float32 [], the share of the old momentum in what is sent in 1 bit: 0 for the gradient
-        itself.
-      anew: bool [], errors start from zero.
+      plain: bool [], whether they are sent unquantized.
+      beta: float32 [], the weight of the old momentum in the value that is sent in 1 bit; 0 sends
+        the gradient itself.
+      anew: bool [], whether errors start from zero.
     """
 
     plain: jax.Array
@@ -85,7 +85,7 @@ class Sending(NamedTuple):
 
 
 def sending(state: OneBitState, given: Mapping[str, Any]) -> Sending:
-    """How gradients are sent with the parameters that the JSON has of the optimizer."""
+    """Returns how the next gradients are sent, from the optimizer's parameters in the JSON."""
     beta, never = jnp.float32(given["betas"][0]), jnp.zeros((), bool)
     if not isinstance(state, ZeroOneAdamState):
         return Sending(state.count < given["freeze_step"], beta, never)
@@ -96,7 +96,7 @@ def sending(state: OneBitState, given: Mapping[str, Any]) -> Sending:
 
 
 def one_bit_state(opt_state: Any) -> OneBitState | None:
-    """The state of one of these in an optimizer's; None where there is none."""
+    """Finds the state of a 1-bit optimizer within an optimizer's state; None if there is none."""
     kinds = OneBitAdamState, OneBitLambState, ZeroOneAdamState
 
     def is_one(x: Any) -> bool:
@@ -108,7 +108,7 @@ def one_bit_state(opt_state: Any) -> OneBitState | None:
 def scale_by_one_bit_adam(
     b1: float, b2: float, eps: float, freeze_step: int, *, bias_correction: bool
 ) -> optax.GradientTransformation:
-    r"""Adam's direction, with the variance of the first ``freeze_step`` updates from then on.
+    r"""Scales by Adam's direction, with the variance frozen after ``freeze_step`` updates.
 
     .. math::
 
@@ -146,8 +146,10 @@ def scale_by_zero_one_adam(
     *,
     bias_correction: bool,
 ) -> optax.GradientTransformation:
-    """Adam's direction, with a variance that is updated more and more rarely, and not at all after
-    ``var_freeze_step`` updates: after each ``var_update_scaler`` of them the interval doubles.
+    """Scales by Adam's direction, with a variance that is updated at growing intervals.
+
+    The interval doubles after each ``var_update_scaler`` updates of the variance. The variance is
+    frozen after ``var_freeze_step`` updates.
 
     Source: 0/1 Adam, arXiv:2202.06009, and DeepSpeed's ``ZeroOneAdam``, without local steps.
     """

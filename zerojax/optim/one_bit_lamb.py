@@ -1,4 +1,4 @@
-"""1-bit Lamb: Lamb whose variance and trust ratios are frozen after a warm-up."""
+"""1-bit Lamb: Lamb with variance and trust ratios that are frozen after a warm-up."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from zerojax.optim.one_bit import OneBitLambState
 def scale_by_one_bit_lamb(
     given: Mapping[str, Any], decay: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    r"""Lamb's direction for ``freeze_step`` updates, then that of the frozen statistics.
+    r"""Scales by Lamb's direction; freezes variance and trust ratios after ``freeze_step`` updates.
 
-    The direction is :math:`u = m / (\sqrt v + \epsilon) + d p`, times the trust ratio :math:`\rho =
-    \operatorname{clamp}(\lVert p \rVert / \lVert u \rVert)`, of which an average :math:`c` is kept
-    (``coeff_beta``). After the warm-up :math:`v` stays, and the direction is times :math:`c f`:
-    with the second moment :math:`v'` that goes on, :math:`f` is :math:`\max (\sqrt v + \epsilon) /
-    (\sqrt{v'} + \epsilon)`, the decay's share left out, within ``factor_min`` and ``factor_max``
-    and within ``factor_threshold`` of the last. With ``bias_correction`` all is times
-    :math:`\sqrt{1 - \beta_2^n} / (1 - \beta_1^n)`, as zerojax's Lamb has it and DeepSpeed's
-    ``OnebitLamb`` has not. Source: 1-bit LAMB, arXiv:2104.06069, and DeepSpeed's
-    ``onebit/lamb.py``, which sends all momenta as one with a scale for each; here each is sent by
-    itself.
+    The update is :math:`u = m / (\sqrt v + \epsilon) + d p`, times the trust ratio :math:`\rho =
+    \operatorname{clamp}(\lVert p \rVert / \lVert u \rVert)`, whose running average is :math:`c`
+    (``coeff_beta``). After the warm-up :math:`v` is frozen, and :math:`u` is multiplied by
+    :math:`c f` instead. With the second moment :math:`v'` that is still updated, :math:`f` is
+    :math:`\max (\sqrt v + \epsilon) / (\sqrt{v'} + \epsilon)`, weighted by the share of
+    :math:`u` without decay, within ``factor_min`` and ``factor_max`` and within
+    ``factor_threshold`` of the last :math:`f`. ``bias_correction`` multiplies by
+    :math:`\sqrt{1 - \beta_2^k} / (1 - \beta_1^n)` at the :math:`n`-th update, with :math:`k`
+    the smaller of :math:`n` and ``freeze_step``, as zerojax's Lamb does (:math:`k = n`) and
+    DeepSpeed's ``OnebitLamb`` does not. Source: 1-bit LAMB, arXiv:2104.06069, and DeepSpeed's
+    ``onebit/lamb.py``, which sends all momenta in one message with a scale for each; zerojax sends
+    each momentum separately.
 
     Args:
-      given: The parameters as the JSON names them.
-      decay: Adds decayed weights; :func:`optax.identity` without decay.
+      given: The parameters under their names in the JSON.
+      decay: The transformation that adds decayed weights; :func:`optax.identity` for none.
     """
     (b1, b2), eps = given["betas"], given["eps"]
     freeze_step, keep = given["freeze_step"], given["coeff_beta"]

@@ -19,11 +19,11 @@ class OnePass(NamedTuple):
     """An optimizer's update that writes parameters and moments in one pass over memory.
 
     Attributes:
-      wins: ``wins(mesh)`` is True where the devices of a mesh, present or not, should use it.
+      wins: ``wins(mesh)`` returns whether the devices of a mesh, existing or not, should use it.
       update: ``update(grads, state, params, shardings, scale=..., run=...)`` returns the updated
         parameters and the optimizer's state. ``shardings`` is a tree like the parameters, which
-        gradients and moments share; ``scale`` multiplies the gradients, and a false ``run``
-        changes nothing.
+        gradients and moments share; ``scale`` multiplies the gradients, and with a false
+        ``run`` nothing changes.
     """
 
     wins: Callable[[Mesh], bool]
@@ -52,19 +52,20 @@ def adam_in_one_pass(
     implementation: str | None,
     always: bool,
 ) -> WithOnePass:
-    """``tx`` with a one-pass update by :func:`pallas_kernels.fused_adamw`.
+    """Adds to ``tx`` a one-pass update by :func:`pallas_kernels.fused_adamw`.
 
     Args:
       tx: A chain of ``optax.scale_by_adam``, decayed weights and the learning rate, in the order
         of ``decoupled``.
       rate, betas, eps, weight_decay, mask, decoupled: The settings of ``tx``; see
         :func:`zerojax.optim.named.named_optimizer`. The first beta may be a schedule.
-      implementation: "mosaic_gpu" or "xla"; None for the one that measured faster.
-      always: Whether None takes the kernel wherever the kernel works in place, faster or not.
+      implementation: "mosaic_gpu" or "xla"; None for the implementation that measured faster.
+      always: Whether None takes the kernel on every device on which the kernel works in place,
+        faster or not.
     """
 
     def wins(mesh: Mesh) -> bool:
-        from pallas_kernels import dispatch  # seconds, which only this update needs
+        from pallas_kernels import dispatch  # imports for seconds; only needed here
 
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             if implementation is None and always:

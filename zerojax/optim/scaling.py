@@ -1,6 +1,6 @@
 """Update rules of DeepSpeed's optimizers for which optax has other formulas.
 
-Each is an optax transformation without a learning rate. Muon's rule is in `muon.py`.
+Each rule is an optax transformation without a learning rate. Muon's rule is in `muon.py`.
 """
 
 import math
@@ -12,16 +12,17 @@ import jax.numpy as jnp
 import optax
 
 Beta: TypeAlias = float | optax.Schedule
-"""A moment's decay: a constant, or a function of the number of updates made."""
+"""A moment's decay: a constant, or a function of the number of completed updates."""
 
 
 def with_beta(
     rule: Callable[[jax.typing.ArrayLike], optax.GradientTransformation], b1: Beta
 ) -> optax.GradientTransformation:
-    """A rule whose first beta may change from one update to the next.
+    """Builds a rule whose first beta may change from one update to the next.
 
-    The count is the one in the rule's own state, so that an update that is skipped with its state
-    does not count. `optax.inject_hyperparams` would add a second count, and the beta, to the state.
+    The schedule reads the count in the rule's state, so that a skipped update, which leaves the
+    state unchanged, does not count. `optax.inject_hyperparams` would add a second count, and the
+    beta, to the state.
 
     Args:
       rule: A function from the beta to a transformation whose state has a `count`.
@@ -58,7 +59,7 @@ class ScaleByRootSumState(NamedTuple):
 
 
 def scale_by_root_sum(eps: float = 1e-10) -> optax.GradientTransformation:
-    """Adagrad: s += g^2; u = g / (sqrt(s) + eps).
+    """Scales by Adagrad: s += g^2; u = g / (sqrt(s) + eps).
 
     `optax.scale_by_rss` has eps under the root and starts its sum at 0.1.
 
@@ -88,7 +89,7 @@ def scale_by_raw_adam(
     eps: float = 1e-8,
     eps_inside_sqrt: bool = False,
 ) -> optax.GradientTransformation:
-    """Adam's direction without bias correction: u = m / (sqrt(v) + eps).
+    """Scales by Adam's direction without bias correction: u = m / (sqrt(v) + eps).
 
     m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g^2; with `eps_inside_sqrt` the divisor is
     sqrt(v + eps). The state is `optax.ScaleByAdamState`.
@@ -122,7 +123,7 @@ def scale_by_raw_adam(
 def scale_by_clamped_trust_ratio(
     min_coeff: float = 0.01, max_coeff: float = 10.0
 ) -> optax.GradientTransformation:
-    """Lamb: u times clamp(|p| / |u|, min_coeff, max_coeff) for each leaf; u where a norm is 0.
+    """Multiplies each leaf u by Lamb's clamp(|p| / |u|, min_coeff, max_coeff); by 1 if a norm is 0.
 
     `optax.scale_by_trust_ratio` does not clamp.
 
@@ -156,7 +157,7 @@ def scale_by_clamped_trust_ratio(
 
 
 def scale_by_late_bias_correction(b1: Beta, b2: float) -> optax.GradientTransformation:
-    """u times sqrt(1 - b2^n) / (1 - b1^n) at the n-th update, n from 1.
+    """Multiplies u by sqrt(1 - b2^n) / (1 - b1^n) at the n-th update, n from 1.
 
     DeepSpeed's Lamb corrects the bias in the step, after the trust ratio and the weight decay.
 
@@ -168,7 +169,7 @@ def scale_by_late_bias_correction(b1: Beta, b2: float) -> optax.GradientTransfor
     """
 
     def weight(b: jax.typing.ArrayLike, n: jax.Array) -> jax.Array:
-        # 1 - b^n. For b near 1 it would cancel if float32 held b^n, or b itself.
+        # 1 - b^n. For b near 1 the difference would cancel if float32 held b^n, or b itself.
         if isinstance(b, float):
             return -jnp.expm1(n * (math.log(b) if b else -math.inf))
         return -jnp.expm1(n * jnp.log(b))

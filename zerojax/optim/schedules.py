@@ -1,7 +1,7 @@
-"""DeepSpeed's learning-rate schedules, as functions of the number of updates made.
+"""DeepSpeed's learning-rate schedules, as functions of the number of completed updates.
 
 DeepSpeed ticks its schedule after each update. So the update after `count` others runs at
-t = count - 1, and the first one at the schedule's start value (`runtime/lr_schedules.py`).
+t = count - 1, and the first update at the schedule's start value (`runtime/lr_schedules.py`).
 """
 
 import math
@@ -21,26 +21,26 @@ OfStep: TypeAlias = Callable[[jax.Array], jax.Array]
 """A number as a function of t = count - 1, an integer array."""
 
 SECOND_BETA = 0.99
-"""DeepSpeed's second beta, in the cycle of OneCycle and after it, where the first one cycles."""
+"""DeepSpeed's second beta during and after OneCycle's cycle, if the first beta cycles."""
 
 _MOST_STEPS = 2**30  # sums of two fit in the int32 counters
 
 
 def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> optax.Schedule:
-    """The learning rate of each update, equal to DeepSpeed's.
+    """Returns the schedule of the learning rate, equal to DeepSpeed's.
 
     With t = count - 1, w = max(2, warmup_num_steps) and T = total_num_steps:
 
     - WarmupLR: min + (max - min) g; g = ln(t + 1) / ln(w) ("log") or t / w ("linear") while
       t < w, then 1. `warmup_max_lr` null, the default, is `base_lr`.
-    - WarmupDecayLR: the same, then g = max(0, (T - t) / max(1, T - w)); `warmup_max_lr` is 1e-3
-      by default.
+    - WarmupDecayLR: as WarmupLR while t < w, then g = max(0, (T - t) / max(1, T - w));
+      `warmup_max_lr` is 1e-3 by default.
     - WarmupCosineLR: base_lr times r0 + (1 - r0) g while t < w, then
       c + (1 - c) (1 + cos(pi min(1, (t - w + 1) / max(1, T - w)))) / 2.
     - OneCycle: from min to max over `cycle_first_step_size` updates, back over
       `cycle_second_step_size`, then min / (1 + rate (t - both + 1) / decay_step_size).
-      :func:`zerojax.optim.schedules.momentum_schedule` has its momentum. The stair counts have no
-      effect, as in DeepSpeed.
+      :func:`zerojax.optim.schedules.momentum_schedule` returns its momentum. The stair counts have
+      no effect, as in DeepSpeed.
     - LRRangeTest: min (1 + rate i), i = (t + 1) / step_size, rounded down with staircase.
 
     The start value, at count 0, is the minimum, and 0 for WarmupCosineLR.
@@ -50,9 +50,9 @@ def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> 
       base_lr: The optimizer's learning rate.
 
     Returns:
-      An optax schedule: a function from the number of updates made (an int or an integer array;
-      skipped updates do not count) to the rate, in the default float dtype, within 1e-6 relative of
-      the formula in float32. The function may be jitted and vmapped.
+      An optax schedule: a function from the number of completed updates (an int or an integer
+      array; skipped updates do not count) to the rate, in the default float dtype, within 1e-6
+      relative of the formula in float32. The function may be jitted and vmapped.
 
     Raises:
       ConfigError: An unknown type or parameter, or a wrong value.
@@ -70,17 +70,17 @@ def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> 
 
 
 def momentum_schedule(scheduler: SchedulerConfig | Mapping[str, Any]) -> optax.Schedule | None:
-    """The first beta of each update, if the schedule sets one: OneCycle with `cycle_momentum`.
+    """Returns the schedule of the first beta, if there is one: OneCycle with `cycle_momentum`.
 
-    max - (max - min) h over the cycle, with h the height of the rate in its own cycle, then
-    max (1 + decay_mom_rate (t - both + 1) / decay_step_size); the minimum at count 0. DeepSpeed
-    sets the second beta to 0.99 with it.
+    The beta is max - (max - min) h over the cycle, with h the height of the rate in its cycle, then
+    max (1 + decay_mom_rate (t - both + 1) / decay_step_size); at count 0 it is the minimum.
+    DeepSpeed also sets the second beta to 0.99.
 
     Args:
       scheduler: A `SchedulerConfig`, or the JSON's object with `type` and `params`.
 
     Returns:
-      A function of the number of updates made, or None where the schedule sets no momentum.
+      A function of the number of completed updates, or None if the schedule sets no momentum.
 
     Raises:
       ConfigError: An unknown type or parameter, or a wrong value.
@@ -137,7 +137,7 @@ def _float(value: jax.typing.ArrayLike) -> jax.Array:
 
 
 def _warmup(params: Params) -> tuple[int, OfStep]:
-    """The steps w of the warm-up, and its g for 0 <= t < w."""
+    """Returns the steps w of the warm-up, and its g for 0 <= t < w."""
     w = max(2, params["warmup_num_steps"])
     if params["warmup_type"] == "log":
         # At t = -1 the rate is the start value, so that ln(0) is never needed.
@@ -191,9 +191,10 @@ def _lr_range_test(params: Params, base_lr: float) -> OfStep:
 
 
 def cycled_rate(params: Params) -> OfStep:
-    """OneCycle's rate: min + (max - min) h, then min / (1 + decay_lr_rate d); min at t = -1.
+    """Returns OneCycle's rate: min + (max - min) h, then min / (1 + decay_lr_rate d).
 
-    h is the height of the cycle, d the intervals after it.
+    At t = -1 the rate is min. h is the height of the cycle, d the number of decay intervals after
+    the cycle.
 
     Example:
       >>> rate = cycled_rate({"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 2,
@@ -212,10 +213,11 @@ def cycled_rate(params: Params) -> OfStep:
 
 
 def cycled_momentum(params: Params) -> OfStep:
-    """OneCycle's momentum: max - (max - min) h, then max (1 + decay_mom_rate d); min at t = -1.
+    """Returns OneCycle's momentum: max - (max - min) h, then max (1 + decay_mom_rate d).
 
-    As in DeepSpeed, the first update has the minimum and the second nearly the maximum, and with a
-    `decay_mom_rate` above 0 the momentum grows without bound, to 1 and beyond.
+    At t = -1 the momentum is min, as in DeepSpeed: the first update has the minimum, the second
+    nearly the maximum. As in DeepSpeed, too, with a `decay_mom_rate` above 0 the momentum grows
+    without bound, to 1 and beyond.
 
     Example:
       >>> momentum = cycled_momentum({"cycle_min_mom": 0.5, "cycle_max_mom": 1.0,
@@ -238,11 +240,11 @@ def cycled_momentum(params: Params) -> OfStep:
 class _Cycle(NamedTuple):
     """The shape of OneCycle, which rate and momentum share; DeepSpeed's `runtime/lr_schedules.py`.
 
-    With n = t + 1, F and S the sizes of the two halves and D the decay interval, in updates.
+    n is t + 1, F and S are the sizes of the two halves, and D is the decay interval, in updates.
 
     Attributes:
-      runs: Whether t lies in the cycle.
-      height: N / F for n <= F, then (F + S - n) / S until n = F + S.
+      runs: Whether t is within the cycle.
+      height: n / F for n <= F, then (F + S - n) / S until n = F + S.
       intervals: (n - F - S) / D after the cycle, 0 before.
     """
 

@@ -1,4 +1,4 @@
-"""The figures of the last step, read from the state."""
+"""The counters and figures of the last step, read from the state."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
 
 
 def telemetry(state: Any) -> dict[str, jax.Array]:
-    """The counters and figures of the last step.
+    """Returns the counters and figures of the last step.
 
     Args:
       state: A ``TrainState`` that zerojax placed, an ``nnx.Optimizer``, a tuple of NNX objects
         that contains one, or a pytree with the state of ``zero.optimizer()`` or ``zero.wrap()``. Or
-        the decorated step itself, whatever its state is: the figures of its last call.
+        the decorated step itself, with a state of any kind: the figures are those of its last call.
 
     Returns:
-      Arrays of shape []: ``loss_scale`` (of the next step; 1 without one), ``skipped_steps``,
-      ``grad_norm`` (of the last step: global L2, unscaled, before clipping, without parameters that
-      the optimizer freezes; inf if skipped; NaN if unknown. Where the step's optimizer is its own,
-      of the gradients as ``jax.grad`` returns them, before the step divides or clips them; unknown
-      where they are not certain to be the gradients, as of several updates of one parameter),
-      ``learning_rate`` (of the last step; NaN if unknown) and ``step`` (steps taken, skipped ones
-      included).
+      Arrays of shape []: ``loss_scale`` (of the next step; 1 without a loss scale),
+      ``skipped_steps``, ``grad_norm`` (of the last step: global L2, unscaled, before clipping,
+      without parameters that the optimizer freezes; inf if the step was skipped; NaN if unknown. If
+      the step brings its own optimizer: of the gradients as ``jax.grad`` returns them, before the
+      step divides or clips them; unknown if zerojax cannot be certain of the gradients, as with
+      several updates of one parameter), ``learning_rate`` (of the last step; NaN if unknown) and
+      ``step`` (all steps, including skipped ones).
 
     Raises:
       TypeError: The state has no zerojax optimizer state.
@@ -47,12 +47,12 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
 
 
 def is_known(rate: float) -> bool:
-    """Whether a learning rate, or a norm, is known, from either."""
+    """Returns whether a rate or a norm from :func:`telemetry` or :func:`report` is known."""
     return rate != UNKNOWN and not math.isnan(rate)
 
 
 def report(opt_state: ZeroOptState) -> dict[str, jax.Array]:
-    """The figures of :func:`telemetry` as the optimizer's state has them, ``UNKNOWN`` in place of
+    """Returns the figures of :func:`telemetry` as they are stored, with ``UNKNOWN`` in place of
     NaN."""
 
     def value(x: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Top-k: an update of the largest elements of the gradient, the others kept for later."""
+"""Top-k: updates from the largest elements of the gradient; error feedback keeps the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TopKState(NamedTuple):
     """State of :func:`top_k`.
 
     Attributes:
-      error: What was not passed on, in the form of the parameters.
+      error: The elements not yet passed on, in the form of the parameters.
     """
 
     error: Any
@@ -27,15 +27,16 @@ def top_k(fraction: float) -> optax.GradientTransformation:
 
     .. math:: h = g + e, \quad u = \operatorname{top}_k(h), \quad e \leftarrow h - u
 
-    Source: Stich et al., Sparsified SGD with Memory, arXiv:1809.07599. The gradient is that of the
-    whole batch, after it is reduced: less is updated, and no less is sent. Elements as large as
-    the k-th pass too. Put it in front of a rule: ``optax.chain(top_k(0.01), optax.sgd(0.1))``.
+    Source: Stich et al., Sparsified SGD with Memory, arXiv:1809.07599. The rule sees the reduced
+    gradient of the global batch: fewer elements are updated, but no fewer are sent. Elements as
+    large as the k-th pass too. Chain it before another rule: ``optax.chain(top_k(0.01),
+    optax.sgd(0.1))``.
 
     Args:
-      fraction: The share of each array's elements, above 0 and at most 1; one element at least.
+      fraction: The fraction of each array's elements, above 0 and at most 1; one element at least.
 
     Raises:
-      ValueError: Another fraction.
+      ValueError: The fraction is out of range.
 
     Example:
       >>> tx = top_k(0.5)

@@ -22,8 +22,8 @@ from zerojax.train_state.bound import BoundTransformation
 from zerojax.train_state.nnx_bound import NNXTransformation
 
 UNKNOWN = float(np.finfo(np.float32).min)
-"""The learning rate of an optimizer that tells none, and the norm of gradients that zerojax does
-not see. No NaN, on which ``jax_debug_nans`` stops."""
+"""The value of a learning rate that the optimizer does not report, and of the norm of gradients
+that zerojax does not see. Not NaN, at which ``jax_debug_nans`` stops."""
 
 
 class ZeroOptState(NamedTuple):
@@ -31,13 +31,14 @@ class ZeroOptState(NamedTuple):
 
     Attributes:
       inner: The state of the wrapped transformation.
-      steps: int32 [], steps taken, skipped ones included.
-      skipped: int32 [], steps that changed nothing, because a gradient was not finite.
+      steps: int32 [], the number of steps, including skipped ones.
+      skipped: int32 [], the number of steps that changed nothing, because a gradient was not
+        finite.
       grad_norm: float32 [], global L2 norm of the last gradient, unscaled, before clipping and
-        without frozen parameters; inf if the step was skipped, ``UNKNOWN`` where it is.
-      learning_rate: float32 [], the rate of the last step; ``UNKNOWN`` where it is.
+        without frozen parameters; inf if the step was skipped, ``UNKNOWN`` if unknown.
+      learning_rate: float32 [], the rate of the last step; ``UNKNOWN`` if unknown.
       loss_scale: The state of the loss scale; None without one.
-      error: What quantized gradients left out, in the form of the parameters, see
+      error: The quantization errors of gradients, in the form of the parameters, see
         :mod:`zerojax.plan.error_feedback`; None without error feedback.
     """
 
@@ -50,17 +51,17 @@ class ZeroOptState(NamedTuple):
     error: Any = None
 
     def with_inner(self, inner: Any) -> ZeroOptState:
-        """These numbers with another state of the wrapped transformation; None for none."""
+        """Replaces the state of the wrapped transformation; None removes it."""
         return self._replace(inner=inner)
 
 
 class ZeroTransformation(WithOnePass):
-    """A transformation that :func:`wrap` made; wrapping it again changes nothing."""
+    """A transformation from :func:`wrap`; wrapping it again changes nothing."""
 
 
 class CarriedState(abc.ABC):
-    """The state of a wrapped transformation within a decorated step, which brings the update that
-    the config asks for."""
+    """The state of a wrapped transformation within a decorated step, with the update that the
+    config asks for."""
 
     @abc.abstractmethod
     def updated(
@@ -89,25 +90,27 @@ def wrap(
     the state of ``tx``, its schedule included, and counts as skipped. One NaN or inf anywhere makes
     :math:`n` NaN or inf on every device.
 
-    A leaf is not used where ``tx`` makes no update and no state of it: that of a parameter under
-    ``optax.set_to_zero``, as if ``jax.lax.stop_gradient`` held the parameter still. (DeepSpeed
-    counts the parameters that require a gradient.) A norm within ``tx`` uses all that it reads.
+    ``tx`` does not use a leaf if neither an update nor a state depends on it: the gradient of a
+    parameter under ``optax.set_to_zero``, as if the parameter were under ``jax.lax.stop_gradient``.
+    (DeepSpeed counts the parameters that require a gradient.) A norm within ``tx`` uses every leaf
+    that it reads.
 
     Args:
       tx: Any optax transformation.
       gradient_clipping: The maximum global norm of a gradient; 0 turns clipping off.
       loss_scale: The rules of the loss scale; None for no scale. The gradients must come from a
-        loss multiplied by ``state.loss_scale.scale``: :func:`zerojax.value_and_grad` does that in a
-        decorated step, and in other programs with its argument ``loss_scale=``.
-      skip_nonfinite: Whether such steps are skipped without a loss scale too.
+        loss multiplied by ``state.loss_scale.scale``: :func:`zerojax.value_and_grad` multiplies in
+        a decorated step, and in other programs if its argument ``loss_scale=`` is set.
+      skip_nonfinite: Whether steps with a norm that is not finite are skipped without a loss scale
+        too.
       learning_rate: The rate of ``tx``, for telemetry; None reads the rate from the state of
         ``optax.inject_hyperparams``, if any.
 
     Raises:
-      ConfigError, TypeError: A wrong value.
+      ConfigError, TypeError: An argument is invalid.
 
     Example:
-      In any optax training loop. The loop itself casts float32 masters to the compute dtype, and
+      Any optax training loop works. The loop itself casts float32 masters to the compute dtype, and
       decides what to do at the smallest scale.
 
       >>> import jax, jax.numpy as jnp, optax, zerojax
@@ -158,7 +161,7 @@ def wrap(
             lambda g: inner_tx.update(g, state.inner, params, **extra), grads
         )
         used = inner_update.uses
-        # Gradients that have left the device come with their square sums.
+        # Gradients that have been offloaded come with their square sums.
         if square_sums is None:
             norm = global_norm([*compress(jax.tree.leaves(grads), used)])
         else:
@@ -221,13 +224,13 @@ def wrap(
 
 
 def unscaled(grad: jax.Array, loss_scale: LossScaleState | None) -> jax.Array:
-    """A gradient in float32 without the loss scale."""
+    """Casts a gradient to float32 and divides it by the loss scale."""
     grad = full_precision(grad)
     return grad if loss_scale is None else grad * (1 / loss_scale.scale).astype(grad.dtype)
 
 
 def find_zero_state(tree: Any) -> ZeroOptState | None:
-    """The first state of a wrapped transformation in a tree; None without one."""
+    """Finds the first state of a wrapped transformation in a tree; None if there is none."""
 
     def is_one(x: Any) -> bool:
         return isinstance(x, ZeroOptState)
@@ -236,7 +239,7 @@ def find_zero_state(tree: Any) -> ZeroOptState | None:
 
 
 def features(config: ZeroConfig) -> dict[str, Any]:
-    """The keywords of :func:`wrap` for a config."""
+    """Returns the keyword arguments of :func:`wrap` for a config."""
     return {
         "gradient_clipping": config.gradient_clipping,
         "loss_scale": LossScale.of(config) if config.fp16 else None,
@@ -250,7 +253,7 @@ def adopt(
     loss_scale: LossScale | None = None,
     grad_norm: float = 0.0,
 ) -> ZeroOptState:
-    """The wrapped state around an existing optimizer state."""
+    """Wraps an existing optimizer state in a new state of a wrapped transformation."""
     # Separate arrays: a state that is donated may contain a buffer only once.
     return ZeroOptState(
         inner=inner,
@@ -263,12 +266,12 @@ def adopt(
 
 
 def choose(condition: jax.Array, one: Any, other: Any) -> Any:
-    """One of two trees of the same structure; ``condition`` is bool []."""
+    """Selects one of two trees of the same structure by ``condition``, bool []."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
 
 
 def full_precision(x: jax.Array) -> jax.Array:
-    """A 16-bit float array in float32; any other array unchanged."""
+    """Casts a 16-bit float array to float32; returns any other array unchanged."""
     return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 

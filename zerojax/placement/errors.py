@@ -1,4 +1,4 @@
-"""The errors of quantized gradients in a state: those that it has, or zeros."""
+"""Error feedback in a state: its existing errors of quantized gradients, or zeros."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from zerojax.train_state.state_parts import Parts
 def with_errors(
     parts: Parts, own: Sequence[Any], mesh: Mesh, axis: str, config: ZeroConfig
 ) -> Parts:
-    """A state with the errors that the config has kept: its own where they fit, else zeros.
+    """Returns a state with the errors that the config asks for: its own if they fit, or zeros.
 
     Args:
-      parts: With a wrapped optimizer state.
+      parts: A state with a wrapped optimizer state.
       own, mesh, axis, config: See :func:`zerojax.plan.planning.make_plan`.
     """
     held = parts.opt_state.error
@@ -39,7 +39,7 @@ def with_errors(
     if held is not None:
         log.warning("%s: errors of other devices start from zero.", key_of(config))
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(parts))
-    # On the host, where zeros take no memory until each device gets its own.
+    # NumPy zeros take no memory until each device receives its shard.
     zeros = jnp.zeros if traced else np.zeros
     return _with(parts, jax.tree.map(lambda x: zeros(x.shape, x.dtype), wanted))
 

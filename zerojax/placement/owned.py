@@ -1,4 +1,4 @@
-"""The arrays that zerojax has made for a caller, which a step may take over."""
+"""The arrays that zerojax created for a caller, and that a step may therefore donate."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import jax
 
 
 class OwnedArrays:
-    """Arrays of states that carry no mark of zerojax, held by weak references."""
+    """Weak references to arrays of states that have no other mark of zerojax."""
 
     def __init__(self) -> None:
         self._arrays = weakref.WeakValueDictionary[int, Any]()
 
     def add(self, tree: Any) -> None:
-        """Notes the arrays of a state that a caller is given."""
+        """Records the arrays of a state that zerojax returns to a caller."""
         for x in jax.tree.leaves(tree):
             if isinstance(x, jax.Array):
                 self._arrays[id(x)] = x

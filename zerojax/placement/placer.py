@@ -1,4 +1,4 @@
-"""Puts arrays where the plan has them, in host memory and on disk too."""
+"""Placement of arrays as planned, including host memory and disk."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from zerojax.plan.stored import pad, shown
 from zerojax.train_state.state_parts import Parts
 
 SMALLEST, LARGEST = 2**26, 2**30
-"""Bytes of a state that one device makes at a time, where the state rests elsewhere: a sixteenth
-of the state within these bounds, or one leaf."""
+"""Bounds on the bytes of an offloaded state that one device creates at a time: a sixteenth of the
+state within these bounds, or one leaf."""
 
 
 class Placer:
     """Puts the arrays of states into device memory, host memory and files.
 
     Args:
-      config: Names the disks.
+      config: The config, which names the disks.
       mesh: The devices.
     """
 
@@ -58,8 +58,8 @@ class Placer:
 
     @property
     def copies_store(self) -> DiskStore:
-        """The disk for compute parameters: of its own where ``offload_param`` names another folder
-        than ``offload_optimizer``.
+        """The disk for compute parameters: another store than ``store`` if ``offload_param`` names
+        another folder than ``offload_optimizer``.
 
         Raises:
           DiskError: the disk cannot be used.
@@ -71,7 +71,7 @@ class Placer:
         return self._copies_store
 
     def reserve(self, plan: Plan) -> None:
-        """Checks that the disks have room for a state's leaves and compute parameters there.
+        """Checks that the disks have room for a state's leaves and compute parameters on disk.
 
         Raises:
           DiskError: a disk has less room, or cannot be used.
@@ -90,7 +90,8 @@ class Placer:
             copies_store.reserve(copies)
 
     def copies(self, plan: Plan) -> ComputeCopies:
-        """The compute parameters of states with that plan, shared by every step and evaluation."""
+        """Returns the compute parameters of states with this plan; all steps and evaluations share
+        them."""
         key = plan.leaves["params"], plan.compute
         copies = self._copies.get(key)
         if copies is None:
@@ -100,7 +101,7 @@ class Placer:
     def _copy_leaf(
         self, path: str, shape: Sequence[int], dtype: Any, sharding: NamedSharding
     ) -> DiskLeaf:
-        """A new leaf for a compute parameter, not yet written."""
+        """Creates a leaf on disk for a compute parameter, not yet written."""
         return self.disk_leaf(path, shape, dtype, sharding, self.copies_store)
 
     def disk_leaf(
@@ -111,7 +112,7 @@ class Placer:
         sharding: NamedSharding,
         store: DiskStore | None = None,
     ) -> DiskLeaf:
-        """A new leaf on the disk, not yet written."""
+        """Creates a leaf on the disk, not yet written."""
         at_rest = tuple(shape)
         placement = ArrayPlacement(at_rest, jnp.dtype(dtype), sharding.spec, DISK, at_rest)
         pieces = disk_pieces(placement, self._mesh, self._config.sub_group_size)
@@ -119,10 +120,10 @@ class Placer:
         return DiskLeaf(store or self.store, name, shape, dtype, sharding, pieces)
 
     def put(self, x: Any, sharding: NamedSharding, leaf: Leaf) -> Any:
-        """An array in the place and with the sharding that the plan has for it."""
+        """Puts an array into the place and the sharding of its leaf in the plan."""
         x = pad(x, leaf.padded)
         if jax.process_count() > 1 and getattr(x, "is_fully_addressable", True):
-            # device_put would compare the processes' arrays, and find that NaN is not NaN.
+            # device_put would compare the processes' arrays, and NaN does not equal NaN.
             is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
             values = x if is_key else np.asarray(x)
             x = jax.make_array_from_callback(x.shape, sharding, values.__getitem__)
@@ -137,13 +138,13 @@ class Placer:
     def born(
         self, make: Callable[..., Parts], args: Sequence[Any], plan: Plan, shapes: Parts
     ) -> Parts:
-        """Makes a state a few leaves at a time, so that no device holds much of it.
+        """Creates a state a few leaves at a time, so that no device holds much of it.
 
         Args:
-          make: Makes the state, under ``jit``.
-          args: Of ``make``.
+          make: Returns the state, under ``jit``.
+          args: The arguments of ``make``.
           plan: PartitionSpec, place and bytes of every leaf.
-          shapes: Of the results of ``make``.
+          shapes: The results of ``make`` as shapes.
 
         Raises:
           DiskError: a disk has less room, or cannot be used.
@@ -164,7 +165,7 @@ class Placer:
         return jax.tree.unflatten(jax.tree.structure(shapes), placed)
 
     def _bytes(self, leaf: Leaf) -> int:
-        """Bytes on this process's disk; an upper bound, as devices may hold the same shard."""
+        """Bounds the bytes on this process's disk from above: devices may hold the same shard."""
         local = jax.local_device_count() if self._mesh.devices.size > 1 else 1
         return min(leaf.bytes, leaf.bytes_per_device * local)
 
@@ -180,7 +181,7 @@ def _folder(section: OffloadOptimizer | OffloadParam) -> Path:
 
 
 def _batches(leaves: Sequence[Leaf]) -> list[range]:
-    """Numbers of leaves that are made together, in order."""
+    """Splits the leaves into ranges that are created together, in order."""
     sixteenth = sum(leaf.bytes_per_device for leaf in leaves) // 16
     most = min(LARGEST, max(SMALLEST, sixteenth))
     starts, size = [0], 0

@@ -1,4 +1,4 @@
-"""States with a copy for each device, as a ``pmap`` takes them."""
+"""Rejection of states with a copy for each device, as ``pmap`` takes them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from zerojax.xla import compat
 
 
 def check_one_copy(state: Any, cause: Exception | None = None) -> None:
-    """Refuses a state of which each device has an entry of the leading dimension.
+    """Rejects a state whose arrays have an entry for each device along the leading dimension.
 
     Args:
-      state: A state, or all arguments of a step of which the state is not known.
-      cause: The error of the step that was called with them.
+      state: A state, or all arguments of a step whose state is not known.
+      cause: The error that the step raised for these arguments.
 
     Raises:
-      ValueError: Such an array is there.
+      ValueError: The state has such an array.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if n := compat.entries_by_device(x):

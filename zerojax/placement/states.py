@@ -1,4 +1,4 @@
-"""A user's state: its optimizer wrapped, its leaves planned, its arrays born sharded or placed."""
+"""Sharding of a user's state: wraps its optimizer, plans its leaves, creates or places arrays."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla import compat, jaxprs
 
 LITTLE = 0.01
-"""The share of a device's bytes at rest that it may hold twice without a warning."""
+"""The fraction of a device's bytes at rest that may exceed its share without a warning."""
 _FSDP = "fsdp"
-"""What others call the shard axis."""
+"""The name of the shard axis in other libraries."""
 
 
 class States:
@@ -60,14 +60,14 @@ class States:
       config: The config.
       mesh: The devices.
       axis: The axis over which ZeRO shards.
-      specs: The user's own specs of the parameters, a tree (or prefix) of ``PartitionSpec``, or
-        a function from the parameters to one; None leaves them to the model's metadata.
+      specs: The user's specs of the parameters: a tree (or prefix) of ``PartitionSpec``, or a
+        function from the parameters to such a tree; None takes the model's metadata.
       params: A function from a state that is any pytree to its parameters; None recognizes them by
         the optimizer's moments.
 
     Attributes:
-      placer: Puts arrays where the plan has them.
-      owned: The arrays of other pytrees than ``TrainState`` and NNX objects that it has made.
+      placer: Puts arrays into the places of the plan.
+      owned: The arrays that zerojax created for states other than ``TrainState`` and NNX objects.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class States:
         self.placer = Placer(config, mesh)
 
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
-        """``tx`` with the config's features; the same result for the same ``tx``."""
+        """Wraps ``tx`` with the config's features; returns the same object for the same ``tx``."""
         if tx not in self._wrapped:
             if not self._wrapped:
                 self._warn_unused()
@@ -112,11 +112,11 @@ class States:
             )
 
     def open(self, objects: tuple[Any, ...]) -> OpenedState:
-        """Takes a ``(TrainState,)`` or NNX objects apart, and wraps the optimizer.
+        """Splits a state, one ``TrainState``, NNX objects or any pytree, and wraps the optimizer.
 
         Raises:
-          TypeError: The objects are something else.
-          ValueError: The state has no parameters, or its optimizer is wrapped otherwise.
+          TypeError: The objects are not a state.
+          ValueError: The state has no parameters, or its optimizer is wrapped differently.
         """
         opened = self.take_apart(objects)
         has_own = opened.any_pytree and find_zero_state(objects) is not None
@@ -136,7 +136,7 @@ class States:
 
         def prepare(parts: Parts) -> Parts:
             parts = jax.tree.map(_array, relabelled(parts, self.mesh))
-            if self.config.compute_dtype and opened.optimizer_in_step:  # its moments are full
+            if self.config.compute_dtype and opened.optimizer_in_step:  # has fp32 moments
                 parts = parts._replace(params=jax.tree.map(full_precision, parts.params))
             elif self.config.compute_dtype:
                 parts = _full_precision_masters(parts, opened.tx)
@@ -152,13 +152,13 @@ class States:
         parts = jax.eval_shape(prepare, opened.parts) if abstract else prepare(opened.parts)
         if has_own and not wrapped:  # the config's optimizer is in use
             self._wrapped.setdefault(opened.tx, wrap(opened.tx))
-        # The arrays of any pytree are taken over where they lie as planned.
+        # For any other pytree `placed` decides array by array what to copy.
         plain = not wrapped and not opened.any_pytree
         tx = opened.tx if wrapped else self.wrap(opened.tx)
         return dataclasses.replace(opened, parts=parts, tx=tx, plain=plain)
 
     def take_apart(self, objects: tuple[Any, ...]) -> OpenedState:
-        """The arrays of a state, its parameters known where the config needs them."""
+        """Splits a state into its arrays; finds its parameters if the config needs them."""
         keys = of_parameters(self.config)
         opened = take_apart(objects)
         if not opened.any_pytree or not keys or find_zero_state(objects) is None:
@@ -167,7 +167,7 @@ class States:
         return open_pytree(objects, parameters)
 
     def observed(self, opened: OpenedState) -> OpenedState:
-        """The state for an evaluation, which needs no wrapped optimizer."""
+        """Prepares a state for an evaluation, which needs no wrapped optimizer."""
         parts = jax.tree.map(_array, opened.parts)
         return dataclasses.replace(opened, parts=parts, specs=self._own_specs(opened))
 
@@ -182,11 +182,12 @@ class States:
             )
 
     def plan(self, opened: OpenedState) -> Plan:
-        """How a state lies over the devices; warns once of arrays beyond a device's share, and of
-        much extra state that is not sharded.
+        """Plans the sharding of a state; warns once of bytes beyond a device's share, and of large
+        extra state that is replicated.
 
         Raises:
-          ValueError: An axis of the mesh named "fsdp" is the user's own and cuts no parameter.
+          ValueError: The mesh has an axis "fsdp" that ZeRO does not use and that shards no
+            parameter.
         """
         asks = self.config.zero_quantized_nontrainable_weights
         frozen = (
@@ -231,8 +232,8 @@ class States:
         )
 
     def _spec_of(self, x: Any) -> PartitionSpec | None:
-        """The spec of an array on this mesh, without ZeRO's axis; None for another array."""
-        if isinstance(x, jax.core.Tracer):  # has none, and takes seconds to say so
+        """Returns the spec of an array on this mesh, without ZeRO's axis; None for other arrays."""
+        if isinstance(x, jax.core.Tracer):  # has none; raising that takes seconds
             return None
         sharding = getattr(x, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not _same_mesh(sharding.mesh, self.mesh):
@@ -240,7 +241,7 @@ class States:
         return PartitionSpec(*layout.without(tuple(sharding.spec), self.axis))
 
     def init(self, create: Callable[..., Any], *args: Any) -> Any:
-        """The state that ``create(*args)`` makes, with no device ever holding more than its
+        """Creates the state ``create(*args)`` sharded: no device ever stores more than its
         shards."""
         with automatic_context(self.mesh) as explicit:
             args = relabelled(args, self.mesh)
@@ -252,7 +253,7 @@ class States:
                 check_memories(self.config, self.mesh)
                 parts = self.placer.born(make, args, plan, shapes)
             else:
-                born = jax.jit(  # does not trace `make` again, a jitted function
+                born = jax.jit(  # does not trace `make` again, which is jitted
                     lambda *args: plan.at_rest(make(*args)), out_shardings=plan.shardings()
                 )
                 parts = plan.shown(born(*args))
@@ -262,7 +263,7 @@ class States:
             return made
 
     def _require_alike(self, make: jax.stages.Wrapped, args: Any) -> None:
-        """Refuses a state that is not the same in all processes."""
+        """Rejects a state that is not the same in all processes."""
         if calls := lockstep(self.mesh):
             calls.note("zero.init")
             require_same(self.config, self.mesh)
@@ -270,7 +271,7 @@ class States:
             require_same_program("zero.init", [make.lower(*args)])
 
     def abstract(self, create: Callable[..., Any], *args: Any) -> Any:
-        """What :meth:`init` returns, as ``jax.ShapeDtypeStruct`` with shardings."""
+        """Returns the result of :meth:`init` as ``jax.ShapeDtypeStruct`` with shardings."""
         with automatic_context(self.mesh) as explicit:
             make, opened = self._maker(create, explicit)
             shapes = jax.eval_shape(make, *relabelled(args, self.mesh))
@@ -280,7 +281,8 @@ class States:
     def _maker(
         self, create: Callable[..., Any], explicit: tuple[str, ...]
     ) -> tuple[jax.stages.Wrapped, list[OpenedState]]:
-        """The jitted function that makes a state, and from its trace all but the arrays."""
+        """Returns the jitted function that creates a state, and a list for the opened state without
+        arrays, which tracing the function fills."""
         if is_nnx(create) or not callable(create):
             raise TypeError(
                 f"zero.init and zero.abstract_state take a function that makes the state, and not "
@@ -292,7 +294,7 @@ class States:
         def make(*args: Any) -> Parts:
             made = create(*args)
             parts = self.open(made if type(made) is tuple else (made,))
-            # Without the arrays, which are the trace's own.
+            # Shapes in place of the tracers, which must not leave the trace.
             shapes = jax.tree.map(jaxprs.like, parts.parts)
             opened.append(dataclasses.replace(parts, parts=shapes))
             return jax.tree.map(jnp.asarray, parts.parts)
@@ -300,8 +302,8 @@ class States:
         def make_there(*args: Any) -> Parts:
             if explicit:
                 return evaluate(make, args, self.mesh, explicit)
-            # Without a mesh in the context, as under plain jit: linen would constrain what an
-            # initializer makes, a kernel that is not yet in its final shape too.
+            # No mesh is in the context, as under plain jit: with one, linen would constrain the
+            # result of an initializer, even of a kernel not yet in its final shape.
             try:
                 return make(*args)
             except ValueError as error:  # NNX demands one for annotated variables
@@ -313,13 +315,15 @@ class States:
         return jax.jit(make_there, inline=compat.INLINE), opened
 
     def placed(self, opened: OpenedState, plan: Plan) -> Parts:
-        """The state's arrays where the plan has them. Copies, unless the state comes from zerojax
-        and lies there already, so that the caller's own arrays live on: of a ``TrainState`` or NNX
-        objects all arrays, of another pytree each for itself. An array that stands in the state
-        twice is copied, for the step donates each.
+        """Places the arrays of a state as planned.
+
+        An array is copied, so that the caller's array survives, unless zerojax created it and it
+        is already placed: a ``TrainState`` or NNX objects are copied entirely or not at all, any
+        other pytree array by array. The second occurrence of an array is copied, because the step
+        donates each.
 
         Raises:
-          ValueError: The state lies on another mesh.
+          ValueError: The state is on another mesh.
         """
         parts, wanted = opened.parts, plan.shardings()
         leaves, shardings = jax.tree.leaves(parts), jax.tree.leaves(wanted)
@@ -337,7 +341,7 @@ class States:
         return jax.tree.unflatten(jax.tree.structure(parts), made)
 
     def _owned(self, kept: set[int], x: Any, sharding: NamedSharding, leaf: Leaf) -> Any:
-        """An array where the plan has it; a copy but for the first of those to be kept."""
+        """Places an array; copies it unless it is in ``kept``, from which it is removed."""
         if id(x) in kept:
             kept.remove(id(x))
             return x
@@ -346,7 +350,7 @@ class States:
         return self.placer.put(_copy(x), sharding, leaf)
 
     def check_mesh(self, parts: Any) -> None:
-        """Raises ValueError where an array of a state lies on another mesh."""
+        """Raises ValueError if an array of a state is on another mesh."""
         check_one_copy(parts)
         for path, x in jax.tree_util.tree_leaves_with_path(parts):
             sharding = getattr(x, "sharding", None)
@@ -362,11 +366,11 @@ class States:
 
 
 def _check_features(config: ZeroConfig, *, wrapped: bool) -> None:
-    """Refuses what works in the optimizer, for a state of any pytree without one that does it.
+    """Rejects, for a state that is any pytree, keys that need a wrapped optimizer if it has none.
 
     Args:
       config: The config.
-      wrapped: Whether the state has that of ``zero.optimizer()`` or ``zero.wrap()`` in it.
+      wrapped: Whether the state contains one of ``zero.optimizer()`` or ``zero.wrap()``.
     """
     if config.zero_quantized_nontrainable_weights:
         raise ValueError(
@@ -386,7 +390,7 @@ def _check_features(config: ZeroConfig, *, wrapped: bool) -> None:
 
 
 def of_parameters(config: ZeroConfig) -> list[str]:
-    """The keys of the config, in use, for which zerojax must know the parameters."""
+    """Returns the keys in use for which zerojax must know the parameters of a state."""
     asked = {
         "bf16 or fp16": config.compute_dtype is not None,
         "offload_optimizer": config.offload_optimizer is not None,
@@ -400,7 +404,7 @@ def of_parameters(config: ZeroConfig) -> list[str]:
 
 
 def is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
-    """Whether an array lies where the plan has it."""
+    """Returns whether an array already has the sharding, memory and place of its leaf."""
     if leaf.plain == isinstance(x, StoredArray):
         return False
     x = stored(x)
@@ -413,10 +417,10 @@ def is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
 
 
 def take_apart(objects: tuple[Any, ...]) -> OpenedState:
-    """Takes a ``(TrainState,)``, or NNX objects with an optimizer among them, apart.
+    """Splits a ``(TrainState,)``, NNX objects with an optimizer among them, or any pytree.
 
     Raises:
-      TypeError: The objects are something else.
+      TypeError: The objects are not a state.
     """
     if any(map(is_nnx, objects)):
         return open_objects(objects)
@@ -426,13 +430,13 @@ def take_apart(objects: tuple[Any, ...]) -> OpenedState:
 
 
 def _as_made(opened: OpenedState, parts: Parts) -> Any:
-    """The state as the user's function made it: one object, or a tuple of several."""
+    """Rebuilds the state in the form of the user's function: one object, or a tuple of several."""
     objects = opened.close(parts, opened.tx)
     return objects[0] if len(objects) == 1 else objects
 
 
 def abstract(parts: Parts, plan: Plan, *, at_rest: bool = False) -> Parts:
-    """Shapes and dtypes of a state, with the plan's shardings; ``at_rest``, with padding."""
+    """Returns the shapes and dtypes of a state with the plan's shardings; padded if ``at_rest``."""
     leaves, tree = jax.tree.flatten(parts)
     return jax.tree.unflatten(tree, [
         jax.ShapeDtypeStruct(
@@ -448,12 +452,12 @@ def _by_path(tree: Any, of: str = "") -> dict[str, Any]:
 
 
 def _array(x: Any) -> Any:
-    """A Python number as an array."""
+    """Converts a Python number to an array."""
     return jnp.asarray(x, jnp.result_type(x)) if isinstance(x, int | float | complex) else x
 
 
 def _copy(x: Any) -> Any:
-    # device_put alone may share memory with an array that lies on one of the devices.
+    # device_put without a copy may share memory with an array on one of the devices.
     x = x.whole() if isinstance(x, StoredArray) else x
     return x.copy() if isinstance(x, jax.Array) else np.asarray(x)
 
@@ -467,7 +471,7 @@ def _same_mesh(a: Any, b: Mesh) -> bool:
 
 
 def _full_precision_masters(parts: Parts, tx: optax.GradientTransformation) -> Parts:
-    """Masters in float32, whatever the model was made in, and the moments that belong to them."""
+    """Casts masters to float32, whatever dtype the model has, and their moments to match."""
     params = jax.tree.map(full_precision, parts.params)
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(parts.params), strict=True)
     if all(new is old for new, old in pairs):

@@ -1,8 +1,8 @@
 """The errors of quantized gradients that devices keep from update to update (LoCo, 1-bit Adam).
 
-Each device keeps what its own quantization left out, so that an error is of the whole gradient and
-differs from device to device. Where a gradient is sent twice, within a host and between hosts, the
-second quantization has an error as well, of what a device sums up within its host.
+Each device keeps the error of its own quantization, so that an error has the shape of the unsharded
+gradient and differs from device to device. If a gradient is sent twice, within a host and between
+hosts, the second quantization also has an error, in the sum that a device receives within its host.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ KEY = "zero_optimization.zeropp_loco_param"
 def errors_of(
     config: ZeroConfig, leaves: Sequence[Leaf], mesh: Mesh, axis: str
 ) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
-    """The errors of each parameter's gradient, one for each time that the gradient is sent; none
-    for a gradient that is not sent quantized.
+    """Returns the errors of each parameter's gradient, one for each time that the gradient is sent;
+    none for a gradient that is not sent quantized.
 
-    An error is float32, [devices, *shape] with the dimension in front that is cut.
+    An error of LoCo is float32 [devices, *shape], with the sharded dimension first in ``shape``.
 
     Raises:
-      ConfigError: The mesh has an axis over which the batch is not divided.
+      ConfigError: The mesh has an axis over which the batch is not split.
     """
     if (key := key_of(config)) is None:
         return [()] * len(leaves)
@@ -54,7 +54,7 @@ def errors_of(
 
 
 def key_of(config: ZeroConfig) -> str | None:
-    """The key that has errors kept; None where none has."""
+    """Returns the config key that asks for error feedback; None if none does."""
     if config.zeropp_loco_param is not None:
         return KEY
     if config.optimizer is None or config.optimizer.type not in ONE_BIT:
@@ -63,12 +63,14 @@ def key_of(config: ZeroConfig) -> str | None:
 
 
 def one_bit_errors(leaf: Leaf, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The errors of a momentum that is sent in 1 bit an element: of what each device sends,
-    [devices, size], and of the piece that each averages, [devices, size / devices]. ``size`` is
-    that of the parameter, up to whole bytes; a small parameter has none.
+    """Returns the errors of a momentum that is sent in 1 bit an element.
 
-    Of a sharded one (stage 1) there is also what was sent last, bits as uint8 [devices, size /
-    devices / 8] and scales [devices], the same on all devices.
+    They are float32 [devices, size], the error in what each device sends, and float32 [devices,
+    size / devices], the error in the shard that each device averages. ``size`` is that of the
+    parameter, padded so that shards are full bytes; a small parameter has no errors.
+
+    A sharded momentum (stage 1) also has the message that was sent last, the same on all devices:
+    bits as uint8 [devices, size / devices / 8], and scales as float32 [devices].
     """
     count, n = math.prod(leaf.shape), mesh.size
     if count <= SMALL or n == 1:
@@ -98,19 +100,19 @@ def _errors(
 
 
 def sends(spec: Spec, mesh: Mesh, axis: str) -> list[int]:
-    """The devices among which a gradient is exchanged, each time that it is sent quantized."""
+    """Returns the number of devices in each exchange in which a gradient is sent quantized."""
     parts = [layout.parts(name, mesh) for _, name in layout.parts_of(spec, axis)]
     n, close = axis_size(mesh, axis), near(mesh, axis)
     return [close, n // close] if len(parts) == 1 and 1 < close < n else parts
 
 
 def error_spec(mesh: Mesh, ndim: int) -> Spec:
-    """The spec of an error: each device has its own."""
+    """Returns the spec of an error: each device stores the error of its own gradient."""
     return layout.cutting((batch_axes(mesh), *(None,) * (ndim - 1)), mesh)
 
 
 def error_leaf(path: str, x: Any, mesh: Mesh) -> Leaf:
-    """How an error lies at rest, and what was sent last in 1 bit."""
+    """Builds the leaf of an error, or of the 1-bit message that was sent last."""
     whole = (None,) * len(x.shape)
     if x.dtype == jnp.uint8 or len(x.shape) == 1:
         return Leaf.of(path, x, whole, whole, "is what all devices were sent", mesh)
@@ -118,12 +120,12 @@ def error_leaf(path: str, x: Any, mesh: Mesh) -> Leaf:
 
 
 def notes(config: ZeroConfig, errors: Sequence[Leaf], gradients: Sequence[Leaf]) -> Iterator[str]:
-    """What error feedback costs, in a sentence.
+    """Yields a sentence on the memory cost of error feedback.
 
     Args:
-      config: What the plan is made for.
-      errors: The errors.
-      gradients: As they are accumulated.
+      config: The config of the plan.
+      errors: The leaves of the errors.
+      gradients: The leaves of the gradients, as they are accumulated.
     """
     if (key := key_of(config)) is None:
         return

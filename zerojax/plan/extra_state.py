@@ -1,9 +1,9 @@
 """State beside the parameters: an average, a frozen base, a second network and its moments.
 
-A copy of the parameters lies as they do. Of the rest, each array of more than ``SMALL`` elements
-is sharded by the rule for parameters: at stage 3 all, at stages 1 and 2 what an optimizer owns. Of
-a state of which zerojax knows nothing all is here, and sharded as parameters are, small arrays too.
-Statistics, counters and keys stay whole.
+A copy of the parameters is sharded like them. Other arrays of more than ``SMALL`` elements are
+sharded by the rule for parameters: all of them at stage 3, those of an optimizer at stages 1 and 2.
+Statistics, counters and PRNG keys are replicated. If zerojax does not know the parameters of a
+state, all of its arrays are extra state, and are sharded like parameters, small ones too.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ParameterForm(NamedTuple):
 
     Attributes:
       tree: ``jax.tree.structure`` of the parameters.
-      shapes: Of each, in order.
-      leaves: How each lies.
+      shapes: The shape of each, in order.
+      leaves: The leaf at rest of each, in order.
     """
 
     tree: Any
@@ -33,7 +33,7 @@ class ParameterForm(NamedTuple):
     leaves: tuple[Leaf, ...]
 
     def holds(self, value: Any) -> bool:
-        """Whether ``value`` is a copy of the parameters, of whatever dtypes."""
+        """Returns whether ``value`` is a copy of the parameters, of any dtypes."""
         same: bool = jax.tree.structure(value) == self.tree
         return same and tuple(tuple(x.shape) for x in jax.tree.leaves(value)) == self.shapes
 
@@ -43,9 +43,9 @@ class ExtraState:
 
     Args:
       params: The form of the parameters.
-      at_rest: The rule, ``(path, array, own spec) -> Leaf``.
+      at_rest: The rule, ``(path, array, user's spec) -> Leaf``.
       mesh: The devices.
-      stage: Of ZeRO.
+      stage: The ZeRO stage.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class ExtraState:
         self._mesh, self._stage = mesh, stage
 
     def leaves(self, rest: Mapping[str, Any]) -> dict[str, Any]:
-        """How each array lies, in the form of ``rest``."""
+        """Returns the leaf of each array, in the form of ``rest``."""
         return {name: self._below(name, value, _names(name)) for name, value in rest.items()}
 
     def _below(self, path: str, value: Any, of_optimizer: bool) -> Any:
-        """The leaves of one node of the state.
+        """Returns the leaves below one node of the state.
 
         Args:
-          path: Where the node stands.
+          path: The path of the node.
           of_optimizer: Whether it belongs to an optimizer.
         """
         if self._params.holds(value):
@@ -115,10 +115,10 @@ class ExtraState:
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Whether a node is the state of an optax transformation."""
+    """Returns whether a node is the state of an optax transformation."""
     return hasattr(value, "_fields") and type(value).__module__.partition(".")[0] == "optax"
 
 
 def _names(key: str) -> bool:
-    """Whether a field or a key is called after an optimizer's state."""
+    """Returns whether a field or a key is named after an optimizer's state."""
     return "opt_state" in key

@@ -1,14 +1,14 @@
-"""Partition specs as plain tuples, and what can be asked of them.
+"""Partition specs as plain tuples, and functions on them.
 
-A spec here has exactly one entry a dimension: None, an axis name, or a tuple of several, of which
-the first cuts into the largest pieces.
+A spec in this module has exactly one entry a dimension: None, an axis name, or a tuple of several
+names, of which the first is the outermost and splits the dimension into the largest slices.
 
-Where no dimension of an array divides by a whole axis, several may share the axis by its
-factors. A part of an axis is named as in Shardy: ``"data:(64)16"`` has size 16, and 64 lies before
-it in the axis, so that ``"data"`` of 1024 devices is ``"data:(1)64"`` and ``"data:(64)16"``.
+If an axis divides no dimension of an array, several dimensions may share the axis by its factors.
+A part of an axis is named as in Shardy: ``"data:(64)16"`` has size 16 after a part of size 64, so
+that ``"data"`` of 1024 devices is ``"data:(1)64"`` and ``"data:(64)16"``.
 
-Axes that ZeRO takes as one are named so: ``"data+seq"``. Their parts are of both together, and
-:func:`sharding` says the axes of the mesh in their place.
+Mesh axes that ZeRO treats as one are joined by name: ``"data+seq"``. A part of a joined axis may
+span both, and :func:`sharding` replaces the joined name by the axes of the mesh.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SubAxis(NamedTuple):
     """A part of a mesh axis.
 
     Attributes:
-      axis: The whole axis.
+      axis: The name of the full axis.
       before: The product of the sizes of the parts before this one.
       size: The size of this part.
     """
@@ -48,43 +48,43 @@ class SubAxis(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> SubAxis | None:
-        """The part that a name stands for; None for a whole axis."""
+        """Parses the name of a part; returns None for the name of a full axis."""
         match = re.fullmatch(r"(.*):\((\d+)\)(\d+)", name)
         return cls(match[1], int(match[2]), int(match[3])) if match else None
 
 
 def whole_axis(name: str) -> str:
-    """The axis that a name stands for, whole or in part."""
+    """Returns the axis that a name stands for, in full or in part."""
     part = SubAxis.of(name)
     return name if part is None else part.axis
 
 
 def before(name: str) -> int:
-    """How many pieces lie before a part in its axis; 0 for a whole axis."""
+    """Returns the product of the sizes before a part in its axis; 0 for a full axis."""
     part = SubAxis.of(name)
     return 0 if part is None else part.before
 
 
 def full(spec: PartitionSpec | Sequence[Any] | None, ndim: int) -> Spec:
-    """``spec`` with one entry for each of ``ndim`` dimensions."""
+    """Returns ``spec`` with one entry for each of ``ndim`` dimensions."""
     entries = tuple(_entry(axes(entry)) for entry in spec or ())
     return (*entries, *(None,) * (ndim - len(entries)))
 
 
 def axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that one entry of a spec names; none where it leaves them to XLA."""
+    """Returns the mesh axes that one entry of a spec names; none if the entry is left to XLA."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _entry(names: tuple[str, ...]) -> Any:
-    """The entry that names these axes."""
+    """Returns the entry that names these axes."""
     return names if len(names) > 1 else names[0] if names else None
 
 
 def without(spec: Sequence[Any], axis: str) -> Spec:
-    """``spec`` after an all-gather over ``axis``, or over the axes that it joins."""
+    """Returns ``spec`` after an all-gather over ``axis``, or over the axes that it joins."""
     gone = {axis, *joined_axes(axis)}
     return tuple(
         _entry(tuple(a for a in axes(entry) if whole_axis(a) not in gone)) for entry in spec
@@ -92,8 +92,8 @@ def without(spec: Sequence[Any], axis: str) -> Spec:
 
 
 def inside(spec: Sequence[Any], axis: str, least: int) -> Spec:
-    """``spec`` after an all-gather over the outer parts of ``axis``, those with fewer than
-    ``least`` pieces before them."""
+    """Returns ``spec`` after an all-gather over the outer parts of ``axis``: the parts after a
+    product of sizes below ``least``."""
 
     def stays(name: str) -> bool:
         part = SubAxis.of(name)
@@ -103,52 +103,52 @@ def inside(spec: Sequence[Any], axis: str, least: int) -> Spec:
 
 
 def only(spec: Sequence[Any], names: Collection[str]) -> Spec:
-    """``spec`` with these axes alone."""
+    """Returns ``spec`` with only these axes."""
     return tuple(_entry(tuple(a for a in axes(entry) if whole_axis(a) in names)) for entry in spec)
 
 
 def within(spec: Sequence[Any], dimension: int, axis: str) -> Spec:
-    """``spec`` with the pieces of one dimension sharded over ``axis``."""
+    """Returns ``spec`` with the slices of one dimension sharded further over ``axis``."""
     return tuple(
         _entry((*axes(entry), axis)) if d == dimension else entry for d, entry in enumerate(spec)
     )
 
 
 def cutting(spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> Spec:
-    """``spec`` with those axes alone that shard something, which one of size 1 does not."""
+    """Returns ``spec`` without the axes of size 1, which shard nothing."""
     return only(spec, [whole_axis(name) for name, size in mesh.shape.items() if size > 1])
 
 
 def dimensions(spec: Sequence[Any], axis: str) -> list[int]:
-    """The dimensions that ``axis`` shards, or parts of the axis."""
+    """Returns the dimensions that ``axis`` or parts of the axis shard."""
     return [d for d, entry in enumerate(spec) if axis in map(whole_axis, axes(entry))]
 
 
 def parts_of(spec: Sequence[Any], axis: str) -> list[tuple[int, str]]:
-    """The dimensions that ``axis`` or parts of the axis shard, by which, the innermost first."""
+    """Returns a pair (dimension, name) for ``axis`` or each part of the axis, innermost first."""
     named = [(d, a) for d, entry in enumerate(spec) for a in axes(entry) if whole_axis(a) == axis]
     return sorted(named, key=lambda pair: -before(pair[1]))
 
 
 def parts(entry: Any, mesh: Mesh | AbstractMesh) -> int:
-    """Into how many pieces one entry of a spec cuts its dimension."""
+    """Returns the number of slices into which one entry of a spec splits its dimension."""
     named = ((SubAxis.of(a), a) for a in axes(entry))
     return math.prod(axis_size(mesh, a) if part is None else part.size for part, a in named)
 
 
 def piece(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """The shape of one device's piece, of the largest where they differ."""
+    """Returns the shape of one device's shard; of the largest if shards differ."""
     return tuple(-(-n // parts(entry, mesh)) for n, entry in zip(shape, spec, strict=True))
 
 
 def padded(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """The shape with each dimension padded up to a multiple of its pieces."""
+    """Returns the shape with each dimension padded to a multiple of its number of slices."""
     pieces = piece(shape, spec, mesh)
     return tuple(n * parts(entry, mesh) for n, entry in zip(pieces, spec, strict=True))
 
 
 def separate(spec: Iterable[Any], mesh: Mesh | AbstractMesh) -> Spec:
-    """``spec`` with the axes of the mesh in place of those that join several.
+    """Replaces joined axes in ``spec`` by the axes of the mesh.
 
     Example:
       >>> mesh = AbstractMesh((4, 2), ("data", "seq"))
@@ -183,7 +183,7 @@ def _separate(name: str, mesh: Mesh | AbstractMesh) -> Iterator[str]:
 
 
 def separable(spec: Iterable[Any], mesh: Mesh | AbstractMesh) -> bool:
-    """Whether the parts in ``spec`` of an axis that joins several are made of parts of each."""
+    """Returns whether every part of a joined axis in ``spec`` consists of parts of its members."""
     for part in (SubAxis.of(a) for entry in spec for a in axes(entry)):
         if part is None:
             continue
@@ -197,8 +197,8 @@ def separable(spec: Iterable[Any], mesh: Mesh | AbstractMesh) -> bool:
 
 
 def joined(spec: Sequence[Any], axis: str, mesh: Mesh | AbstractMesh) -> Spec:
-    """``spec`` of an array with an axis that joins several in place of those, where an entry names
-    all of them that have more than one device."""
+    """Replaces mesh axes in ``spec`` by the joined ``axis``, in entries that end with all of its
+    members of more than one device."""
     members = tuple(name for name in joined_axes(axis) if mesh.shape[name] > 1)
     if len(joined_axes(axis)) == 1:
         return tuple(spec)
@@ -211,8 +211,8 @@ def joined(spec: Sequence[Any], axis: str, mesh: Mesh | AbstractMesh) -> Spec:
 
 
 def divided(mesh: AnyMesh, spec: Iterable[Any]) -> AnyMesh:
-    """``mesh`` with its axes divided as the parts in ``spec`` need; the mesh itself where ``spec``
-    names whole axes alone."""
+    """Returns ``mesh`` with its axes divided into the parts that ``spec`` names; the mesh itself if
+    ``spec`` names only full axes."""
     named = (SubAxis.of(a) for entry in spec for a in axes(entry))
     found = frozenset(part for part in named if part is not None and part.name not in mesh.shape)
     return _divided(mesh, found) if found else mesh
@@ -242,7 +242,7 @@ def _divided(mesh: AnyMesh, found: frozenset[SubAxis]) -> AnyMesh:
 
 
 def undivided(mesh: Mesh) -> Mesh:
-    """``mesh`` with the parts of its axes together again."""
+    """Returns ``mesh`` with the parts of its axes merged into full axes."""
     names = [*dict.fromkeys(map(whole_axis, mesh.axis_names))]
     if len(names) == len(mesh.axis_names):
         return mesh
@@ -253,13 +253,13 @@ def undivided(mesh: Mesh) -> Mesh:
 
 
 def is_divided(sharding: Sharding) -> bool:
-    """Whether the mesh of a sharding has parts of axes for axes."""
+    """Returns whether the mesh of a sharding is divided into parts of axes."""
     return isinstance(sharding, NamedSharding) and any(map(SubAxis.of, sharding.mesh.axis_names))
 
 
 def in_whole_axes(mesh: Mesh, spec: Iterable[Any], shape: Sequence[int]) -> NamedSharding:
-    """Where an array lies after an all-gather over what is not a whole axis, or divides its
-    dimension unevenly."""
+    """Returns the sharding of an array on the undivided mesh, after an all-gather over incomplete
+    axes and over axes that do not divide their dimension."""
     on = undivided(mesh)
     entries = [
         _dividing(size, _whole_axes(axes(entry), on), on)
@@ -269,7 +269,7 @@ def in_whole_axes(mesh: Mesh, spec: Iterable[Any], shape: Sequence[int]) -> Name
 
 
 def _whole_axes(names: Sequence[str], mesh: Mesh) -> list[str]:
-    """The axes of ``mesh`` all of whose parts are among ``names``."""
+    """Returns the axes of ``mesh`` of which ``names`` has all parts."""
     sizes: dict[str, int] = {}
     for name in names:
         part = SubAxis.of(name)
@@ -279,7 +279,7 @@ def _whole_axes(names: Sequence[str], mesh: Mesh) -> list[str]:
 
 
 def _dividing(size: int, names: Sequence[str], mesh: Mesh) -> Any:
-    """The entry of the axes, of these, that divide a dimension."""
+    """Returns the entry of those axes among ``names`` that divide a dimension."""
     kept: tuple[str, ...] = ()
     for name in names:
         if size % parts((*kept, name), mesh) == 0:
@@ -290,7 +290,7 @@ def _dividing(size: int, names: Sequence[str], mesh: Mesh) -> Any:
 def sharding(
     mesh: Mesh | AbstractMesh, spec: Iterable[Any], memory_kind: str | None = None
 ) -> NamedSharding:
-    """``spec`` on the devices of ``mesh``, whose axes are divided where ``spec`` names parts."""
+    """Returns ``spec`` as a sharding on ``mesh``, divided where ``spec`` names parts of axes."""
     spec = separate(spec, mesh)
     on: Any = divided(mesh, spec)
     return NamedSharding(on, PartitionSpec(*spec), memory_kind=memory_kind)

@@ -1,4 +1,4 @@
-"""How one array of a state lies at rest."""
+"""The placement at rest of one array of a state."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from zerojax.plan.places import DEVICE
 
 @dataclass(frozen=True)
 class Leaf:
-    """How one array lies at rest.
+    """The shape, sharding and place of one array at rest.
 
     Attributes:
-      path: where it stands in the state.
+      path: the array's path in the state.
       spec: its PartitionSpec at rest.
-      whole: the same without ZeRO: the user's own spec.
-      reason: why it is not sharded; empty where it is.
-      bytes: of the whole array; ``bytes_per_device`` of the largest piece.
-      place: where it lies, see :mod:`zerojax.plan.places`.
+      whole: its PartitionSpec without ZeRO: the user's spec.
+      reason: why ZeRO does not shard the array over all of the axis; empty if it does.
+      bytes: the bytes of the full array; ``bytes_per_device`` those of the largest shard.
+      place: its memory, see :mod:`zerojax.plan.places`.
       whole_over: devices that hold the same elements, for want of a dimension that divides.
-      padded: its shape at rest, where a dimension is padded with zeros to lie in equal pieces;
-        else ``shape``.
+      padded: its shape at rest, with dimensions padded with zeros to give equal shards; ``shape``
+        without padding.
     """
 
     path: str
@@ -44,7 +44,7 @@ class Leaf:
 
     @classmethod
     def of(cls, path: str, x: Any, spec: Spec, whole: Spec, reason: str, mesh: Mesh) -> Leaf:
-        """The leaf of an array, abstract or not, with this spec, on the device."""
+        """Builds the leaf of an array, abstract or concrete, with this spec, on the device."""
         named = not hasattr(x.dtype, "itemsize")  # a type, such as jnp.float32
         itemsize = jnp.dtype(x.dtype).itemsize if named else x.dtype.itemsize
         piece = layout.piece(x.shape, spec, mesh)
@@ -71,17 +71,17 @@ class Leaf:
 
     @property
     def even(self) -> bool:
-        """Whether the array lies at rest as it is, without zeros."""
+        """True if the array at rest has no padding."""
         return self.padded == self.shape
 
     @property
     def divided(self) -> bool:
-        """Whether parts of an axis shard the array, on a mesh of such parts."""
+        """True if parts of an axis shard the array, on a mesh divided into parts."""
         return any(layout.SubAxis.of(a) for entry in self.spec for a in layout.axes(entry))
 
     @property
     def plain(self) -> bool:
-        """Whether the array lies at rest as JAX shards one: without zeros, over whole axes."""
+        """True if JAX can shard the array as it is stored: without padding, over full axes."""
         return self.even and not self.divided
 
 

@@ -1,14 +1,14 @@
-"""Which parameters stay gathered over an update, at stage 3.
+"""The choice of the parameters that stay gathered for an entire update, at stage 3.
 
-A parameter that is gathered where it is used, and dropped, takes two gathers a micro-batch: for the
-forward and for the backward pass. One that stays gathered takes one an update, and its whole size
-on every device meanwhile.
+A parameter that is gathered at each use and then dropped takes two gathers a micro-batch, for the
+forward and for the backward pass. A parameter that stays gathered takes one gather an update, and
+its unsharded size on every device until the end of the update.
 
-``stage3_max_live_parameters`` says how many elements stay gathered. The largest parameters come
-first, each whole or not at all: a stack of layers is one. ``stage3_max_reuse_distance`` says how
-many elements of others may be used between two uses of one that stays. No more than all others lie
-there, each in a forward and a backward pass; which of them do is not known before the step is
-traced, so all count.
+``stage3_max_live_parameters`` limits the elements that stay gathered. The largest parameters are
+chosen first, each entirely or not at all: a stack of layers counts as one parameter.
+``stage3_max_reuse_distance`` limits the elements of other parameters that are used between two uses
+of a parameter that stays. At most all others are used in between, each in a forward and a backward
+pass. The step has not been traced yet, so the limit is compared with this maximum.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from zerojax.plan.table import size
 
 
 class Live:
-    """The parameters that stay gathered; none below stage 3, where all do, and under offload.
+    """The parameters that stay gathered; empty below stage 3, where all do, and under offload.
 
     Args:
-      config: Says how many stay, and how far apart two uses may be.
+      config: The limits on the number of elements and on the distance between two uses.
       compute: All parameters, as the step computes with them.
       mesh, axis: The devices, and the axis over which parameters are gathered.
 
     Attributes:
-      leaves: Those that stay, as each device holds them during an update.
+      leaves: The parameters that stay, as each device stores them during an update.
     """
 
     def __init__(self, config: ZeroConfig, compute: Sequence[Leaf], mesh: Mesh, axis: str) -> None:
@@ -63,20 +63,20 @@ class Live:
 
     @property
     def elements(self) -> int:
-        """Elements of all in all."""
+        """The number of elements that stay gathered."""
         return sum(map(_elements, self.leaves))
 
     @property
     def bytes(self) -> int:
-        """Bytes of each device."""
+        """The bytes that each device stores for them."""
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
     @property
     def saved(self) -> int:
-        """Bytes that each device receives less in an update.
+        """The bytes that each device no longer receives in an update, at most.
 
-        Two gathers a micro-batch become one an update. A table that is only looked up is gathered
-        once a micro-batch, so that for one the bytes are fewer.
+        Two gathers a micro-batch become one gather an update. A table that is only looked up would
+        be gathered once a micro-batch, and saves less.
         """
         devices = axis_size(self._mesh, self._axis)
         micro_batches = self._config.batch(batch_devices(self._mesh)).accumulation
@@ -84,7 +84,7 @@ class Live:
 
     @property
     def notes(self) -> list[str]:
-        """What stays gathered and why no more, in a sentence; none where nothing may stay."""
+        """A sentence on what stays gathered, or why nothing does; none if no parameter may stay."""
         most, farthest = self._asked
         if not most or not self._able:
             return []
@@ -110,7 +110,7 @@ class Live:
         return config.stage3_max_live_parameters, config.stage3_max_reuse_distance
 
     def _may_stay(self, leaf: Leaf) -> bool:
-        """Whether a parameter is gathered at each use; small ones are gathered once anyway."""
+        """Returns whether a parameter is gathered at each use; small ones are gathered once."""
         spec: Spec = layout.full(leaf.spec, len(leaf.shape))
         return leaf.sharded and leaf.place == DEVICE and not is_small(leaf.shape, spec, self._axis)
 

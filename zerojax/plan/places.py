@@ -1,17 +1,17 @@
-"""Where each part of the state lives: on the device, in the host's memory, or on disk.
+"""The place of each part of the state: the device, the host's memory, or a disk.
 
 ======================  ====================  ====================  ========================
                         moments               masters               compute parameters
 ======================  ====================  ====================  ========================
 no offload              device                device                device
 offload_optimizer       its device            its device            device
-offload_param (alone)   device                its device            its device
+offload_param (only)    device                its device            its device
 both                    offload_optimizer's   offload_optimizer's   offload_param's
 ======================  ====================  ====================  ========================
 
-Masters are the parameters at rest. Parameters of fewer elements than
-``stage3_param_persistence_threshold`` stay on the device for the step, as they stay whole. A
-parameter of one element stays on the device with all its parts.
+Masters are the parameters at rest. Compute parameters of fewer elements than
+``stage3_param_persistence_threshold``, which are replicated, stay on the device. A parameter of one
+element stays on the device with its moments and its compute copy.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PLACES = {"cpu": HOST, "nvme": DISK}
 
 
 class Places(NamedTuple):
-    """Where one parameter's parts live at rest: DEVICE, HOST or DISK each.
+    """The places of one parameter's parts at rest: DEVICE, HOST or DISK each.
 
     Attributes:
       master: the parameter itself, in full precision.
       moments: the optimizer state that belongs to it.
-      compute: what the step computes with.
+      compute: the parameter as the step computes with it.
     """
 
     master: str
@@ -44,11 +44,11 @@ class Places(NamedTuple):
 
 
 def choose_places(config: ZeroConfig, elements: Sequence[int]) -> list[Places]:
-    """Chooses the places of each parameter, given how many elements they have.
+    """Chooses the places of each parameter from the parameters' numbers of elements.
 
     With ``ratio`` below 1 the smallest parameters keep their optimizer state on the device, as
-    many as fit into the share that stays; with ``max_in_cpu`` the smallest compute parameters are
-    in host memory, and the others on disk.
+    many as fit into the share ``1 - ratio`` of all elements. With ``max_in_cpu`` the smallest
+    compute parameters are in host memory, and the others on disk.
     """
     optimizer, param = config.offload_optimizer, config.offload_param
     on_device: set[int] = set()
@@ -72,7 +72,7 @@ def choose_places(config: ZeroConfig, elements: Sequence[int]) -> list[Places]:
 
 
 def _fitting(elements: Sequence[int], room: float) -> set[int]:
-    """The smallest ones, as many as there is room for."""
+    """Picks the smallest parameters, as many as there is room for."""
     chosen = set()
     for i in sorted(range(len(elements)), key=lambda i: elements[i]):
         if elements[i] <= room:
@@ -82,20 +82,20 @@ def _fitting(elements: Sequence[int], room: float) -> set[int]:
 
 
 def offloads(config: ZeroConfig) -> bool:
-    """Whether anything of the state lives elsewhere than on the device."""
+    """Returns whether any part of the state is stored elsewhere than on the device."""
     return config.offload_optimizer is not None or config.offload_param is not None
 
 
 def reaches_host(config: ZeroConfig) -> bool:
-    """Whether a program of the step may have arrays in host memory."""
+    """Returns whether a program of the step may have arrays in host memory."""
     return offloads(config) or config.cpu_checkpointing
 
 
 def check_memories(config: ZeroConfig, mesh: Mesh) -> None:
-    """Refuses offload where the devices reach no pinned host memory.
+    """Rejects offload if the devices have no pinned host memory.
 
     Raises:
-      ValueError: names the platform and what it has.
+      ValueError: names the platform and the memories that it has.
     """
     asked = [
         name

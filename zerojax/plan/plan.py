@@ -1,18 +1,19 @@
-"""The plan: for every leaf, how it lies over the devices, and why.
+"""The plan: the sharding of every leaf of a state over the devices, with the reason.
 
-A stage is a table of specs, no more. Stage by stage, over the shard axis:
+A stage is nothing but a table of specs. By stage, over the shard axis:
 
 =====  ===================  =================  ============================================
 stage  masters and moments  gradients          compute parameters
 =====  ===================  =================  ============================================
-0      whole                whole              whole
-1      sharded              whole              gathered once a step
+0      replicated           replicated         replicated
+1      sharded              unsharded          gathered once a step
 2      sharded              sharded            gathered once a step
 3      sharded              sharded            gathered where used, again in the backward
 =====  ===================  =================  ============================================
 
-With partitions (hpZ) stage 3 gathers once a step between them, and where used within one. What
-stays gathered at stage 3 (:mod:`zerojax.plan.live`) is gathered once a step, as at stage 2.
+With partitions (hpZ) stage 3 gathers once a step between partitions, and at each use within a
+partition. Parameters that stay gathered at stage 3 (:mod:`zerojax.plan.live`) are gathered once a
+step, as at stage 2.
 """
 
 from __future__ import annotations
@@ -55,21 +56,21 @@ DTYPES: dict[str | None, Any] = {
     "bf16": jnp.bfloat16,
     "fp16": jnp.float16,
 }
-"""What the config calls dtypes."""
+"""Dtypes by their names in the config."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Specs of the whole state. ``str(plan)`` is a table.
+    """The specs of a complete state. ``str(plan)`` is a table.
 
     Attributes:
       mesh, axis: the devices, and the axis over which ZeRO shards.
-      config: what the plan was made for.
-      params, grads, opt_state, step, rest: trees of ``PartitionSpec`` at rest. ``grads`` is how
-        gradients are accumulated.
-      leaves: the same as a list for ``params``, ``opt_state`` and ``rest``, with reasons.
+      config: the config that the plan follows.
+      params, grads, opt_state, step, rest: trees of ``PartitionSpec`` at rest. ``grads`` has the
+        specs in which gradients are accumulated.
+      leaves: the leaves of ``params``, ``opt_state`` and ``rest`` as flat tuples, with reasons.
       compute: the parameters as the step computes with them, in the order of ``params``.
-      quantized: those of them that are gathered in blocks of few bits (qwZ).
+      quantized: the compute parameters that are gathered in low-bit blocks (qwZ).
     """
 
     mesh: Mesh
@@ -86,17 +87,17 @@ class Plan:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes that the state occupies at rest in the memory of the fullest device."""
+        """Bytes of the state at rest in the memory of the device that holds most."""
         return self.bytes_in(DEVICE)
 
     def all_leaves(self) -> list[Leaf]:
-        """One for each leaf of the state's parts, in order."""
+        """Returns the leaves of all parts of the state, in order."""
         step = Leaf("step", (), jnp.dtype(jnp.int32), self.step, self.step, "", 4, 4)
         leaves = self.leaves
         return [*leaves["params"], *leaves["opt_state"], step, *leaves["rest"]]
 
     def bytes_in(self, place: str) -> int:
-        """Bytes of the state at rest that one device has in ``place``."""
+        """Returns the bytes per device of the state at rest in ``place``."""
         return sum(
             leaf.bytes_per_device
             for group in self.leaves.values()
@@ -106,12 +107,12 @@ class Plan:
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether every array of the state lies at rest as JAX shards one."""
+        """True if JAX can shard every array of the state as it is stored at rest."""
         return all(leaf.plain for leaf in self.all_leaves())
 
     @property
     def lost(self) -> str:
-        """What each device holds beyond its share, in a sentence; empty where it is nothing."""
+        """A sentence on the bytes that each device holds beyond its share; empty for none."""
         whole = [leaf for leaf in self.all_leaves() if leaf.lost]
         if not whole:
             return ""
@@ -126,20 +127,20 @@ class Plan:
 
     @property
     def kept_whole(self) -> str:
-        """What each device holds of extra state that is not sharded, where that is much and there
-        are devices to share it, in a sentence; else empty."""
+        """A sentence on the extra state that every device replicates; empty if that state is small
+        or no devices could share it."""
         shared = self.config.stage > 0 and axis_size(self.mesh, self.axis) > 1
         return table.kept_whole(self.leaves["rest"]) if shared else ""
 
     @property
     def streamed(self) -> list[bool]:
-        """Of each leaf of the optimizer state, whether it is an array: under offload those are
-        updated in sub-groups, and numbers with the gradients."""
+        """True for each leaf of the optimizer state with dimensions: offload updates such arrays in
+        sub-groups, and scalars together with the gradients."""
         return [bool(leaf.shape) for leaf in self.leaves["opt_state"]]
 
     def shardings(self) -> Parts:
-        """Where everything lies as :class:`jax.sharding.NamedSharding`, in the form of the
-        state's parts. What lies on disk has that of its way to the device."""
+        """Returns the :class:`jax.sharding.NamedSharding` of every array, in the form of the
+        state's parts. A leaf on disk has the sharding in which it is sent to the device."""
 
         def placed(specs: Any, leaves: Sequence[Leaf]) -> Any:
             tree = jax.tree.structure(specs, is_leaf=_is_spec)
@@ -153,26 +154,26 @@ class Plan:
         )
 
     def at_rest(self, parts: Parts) -> Parts:
-        """A state with padding; under ``jit``."""
+        """Pads the arrays of a state to their shapes at rest; call under ``jit``."""
         return self.each(lambda x, leaf: pad(x, leaf.padded), parts, self.all_leaves())
 
     def without_padding(self, parts: Parts) -> Parts:
-        """The same without; under ``jit``."""
+        """Removes the padding from the arrays of a state; call under ``jit``."""
         return self.each(self.unpadded, parts, self.all_leaves())
 
     def unpadded(self, x: Any, leaf: Leaf) -> Any:
-        """One array without its padding, each device with its own piece; under ``jit``."""
+        """Removes the padding of one array, sharded as the leaf is; call under ``jit``."""
         if leaf.even:
             return x
         whole = x[tuple(map(slice, leaf.shape))]
         return lax.with_sharding_constraint(whole, self.sharding(leaf))
 
     def stored(self, parts: Parts) -> Parts:
-        """The arrays of a state at rest, given its leaves."""
+        """Replaces the leaves that the user sees by their arrays at rest."""
         return parts if self.plain else stored(parts)
 
     def shown(self, parts: Parts) -> Parts:
-        """The leaves of a state, given its arrays at rest."""
+        """Replaces arrays at rest by the leaves that the user sees."""
         return (
             parts
             if self.plain
@@ -180,8 +181,10 @@ class Plan:
         )
 
     def results(self, out: Any) -> Any:
-        """What a user's function returns beside the state; under ``jit``, which cannot tell how
-        those lie that follow from an array on a divided mesh."""
+        """Constrains the further results of a user's function; call under ``jit``.
+
+        ``jit`` cannot infer the sharding of a result computed from an array on a divided mesh.
+        """
         if not any(leaf.divided for leaf in self.all_leaves()):
             return out
         rows, n = batch_axes(self.mesh), batch_devices(self.mesh)
@@ -194,30 +197,30 @@ class Plan:
 
     @staticmethod
     def each(function: Callable[[Any, Leaf], Any], tree: Any, leaves: Sequence[Leaf]) -> Any:
-        """A tree of arrays, each replaced; ``leaves`` are those of the plan in the same order."""
+        """Maps ``function`` over the arrays of a tree and their leaves in the plan, in order."""
         arrays, structure = jax.tree.flatten(tree)
         return jax.tree.unflatten(structure, map(function, arrays, leaves))
 
     def sharding(self, leaf: Leaf) -> NamedSharding:
-        """Where one leaf of this plan lies."""
+        """Returns the sharding of one leaf of this plan, with its memory kind."""
         kind = PINNED if leaf.place == HOST else None
         return layout.sharding(self.lowering_mesh, leaf.spec, kind)
 
     def on_device(self, specs: Any) -> Any:
-        """A tree of specs as shardings in device memory."""
+        """Turns a tree of specs into shardings in device memory."""
         return jax.tree.map(
             lambda spec: layout.sharding(self.lowering_mesh, spec), specs, is_leaf=_is_spec
         )
 
     @property
     def lowering_mesh(self) -> Any:
-        """The mesh to lower for: without its devices where they are not there and something lies
-        in host memory, which jax forgets for such devices."""
+        """The mesh to lower for: abstract if its devices do not exist and arrays may be in host
+        memory, because JAX drops the memory kind for such devices."""
         virtual = reaches_host(self.config) and not are_there(self.mesh)
         return self.mesh.abstract_mesh if virtual else self.mesh
 
     def table(self) -> str:
-        """Every parameter with its spec, bytes per device and, where it is whole, the reason."""
+        """Lists every parameter with its spec, bytes per device and, if replicated, the reason."""
         n, config = axis_size(self.mesh, self.axis), self.config
         groups = self.mesh.shape.get(REPLICA)
         title = f"ZeRO stage {config.stage} over {n} devices (axis {self.axis!r})"
@@ -259,7 +262,7 @@ class Plan:
     __str__ = table
 
     def _far(self) -> list[str]:
-        """What hpZ leaves to be gathered over all devices at each use."""
+        """Notes the parameters that hpZ leaves to be gathered over all devices at each use."""
         size = self.config.zero_hpz_partition_size
         specs = [layout.full(leaf.spec, len(leaf.shape)) for leaf in self.compute]
         far = [
@@ -280,8 +283,8 @@ class Plan:
         ]
 
     def copies(self) -> tuple[Leaf, ...]:
-        """Compute parameters that stay from step to step beside the state, as they do where
-        something is offloaded."""
+        """Returns the compute parameters that are kept beside the state from step to step; there
+        are none without offload."""
         if not offloads(self.config):
             return ()
         pairs = zip(self.compute, self.leaves["params"], strict=True)
@@ -289,19 +292,19 @@ class Plan:
 
     @functools.cached_property
     def live(self) -> Live:
-        """Compute parameters that stay gathered over an update."""
+        """The compute parameters that stay gathered for an entire update."""
         return Live(self.config, self.compute, self.mesh, self.axis)
 
     @property
     def errors(self) -> list[Leaf]:
-        """The errors of quantized gradients, each device's own."""
+        """The quantization errors of gradients, which differ from device to device."""
         leaves = jax.tree.unflatten(
             jax.tree.structure(self.opt_state, is_leaf=_is_spec), self.leaves["opt_state"]
         )
         return jax.tree.leaves(getattr(leaves, "error", None))
 
     def secondary(self) -> tuple[Leaf, ...]:
-        """Compute parameters as the devices of one partition hold them during a step (hpZ)."""
+        """Returns the compute parameters as one partition stores them during a step (hpZ)."""
         return tuple(
             dataclasses.replace(
                 Leaf.of(leaf.path, leaf, spec, layout.full(leaf.whole, len(spec)), "", self.mesh),
@@ -312,11 +315,11 @@ class Plan:
         )
 
     def secondary_spec(self, leaf: Leaf) -> Spec | None:
-        """The spec of a parameter that is gathered from the other partitions; None where it has no
-        such secondary shard."""
+        """Returns the spec of a parameter's secondary shard (hpZ), which is gathered from the other
+        partitions; None without a secondary shard."""
         size, n = self.config.zero_hpz_partition_size, axis_size(self.mesh, self.axis)
         spec = layout.full(leaf.spec, len(leaf.shape))
-        if leaf.path in self.live.paths:  # is gathered from all others at once
+        if leaf.path in self.live.paths:  # is gathered from all other devices at once
             return None
         if not 1 < size < n or is_small(leaf.shape, spec, self.axis):
             return None
@@ -325,9 +328,9 @@ class Plan:
         return near if near != spec and alone == size else None
 
     def gradients(self) -> tuple[Leaf, ...]:
-        """How gradients lie while they are accumulated: float32, in the form of ``grads``.
+        """Returns the accumulated gradients, float32, in the form of ``grads``.
 
-        Those of parameters in host memory leave for there."""
+        The gradient of an offloaded parameter is sent to host memory."""
         specs = jax.tree.leaves(self.grads, is_leaf=_is_spec)
         return tuple(
             dataclasses.replace(

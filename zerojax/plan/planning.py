@@ -1,4 +1,4 @@
-"""The plan of a state, made leaf by leaf: parameters, the optimizer state of each, the rest."""
+"""Planning of a state leaf by leaf: parameters, their optimizer state, the other state."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ def make_plan(
 
     Args:
       parts: abstract or concrete arrays; only shapes and dtypes are read.
-      tx: the optimizer whose state ``parts.opt_state`` is. Which of its leaves belong to which
-        parameter comes from optax (``tree_map_params``), never from shapes. None where the step
-        alone has it: then copies of the parameters' tree are recognized.
+      tx: the optimizer of ``parts.opt_state``. optax (``tree_map_params``) maps its leaves to
+        parameters, never their shapes. None if only the step knows the optimizer: copies of the
+        parameters' tree are then recognized.
       own: the user's spec of each parameter leaf.
       mesh, axis, config: see :class:`Plan`.
-      frozen: whether the optimizer does not update a parameter, one a leaf; none if unknown.
+      frozen: whether the optimizer leaves a parameter unchanged, one bool a leaf; empty if
+        unknown.
     """
     at_rest = _rule(mesh, axis, config)
     params, places = _parameters(parts.params, own, at_rest, config)
@@ -53,7 +54,7 @@ def make_plan(
     form = ParameterForm(
         jax.tree.structure(parts.params), tuple(leaf.shape for leaf in params), tuple(params)
     )
-    # A state of which nothing is known has all its arrays here.
+    # A state with unknown parameters has all its arrays in ``rest``.
     stage = 3 if config.stage and not params else config.stage
     rest_tree = ExtraState(form, at_rest, mesh, stage).leaves(parts.rest)
 
@@ -87,14 +88,14 @@ def make_plan(
 def parameter_leaves(
     params: Any, own: Sequence[Any], mesh: Mesh, axis: str, config: ZeroConfig
 ) -> list[Leaf]:
-    """The parameters of a plan alone, see :func:`make_plan`."""
+    """Plans only the parameters; see :func:`make_plan`."""
     return _parameters(params, own, _rule(mesh, axis, config), config)[0]
 
 
 def _parameters(
     params: Any, own: Sequence[Any], at_rest: AtRest, config: ZeroConfig
 ) -> tuple[list[Leaf], Sequence[Any]]:
-    """The parameters' leaves, and the places of each parameter."""
+    """Plans the parameters: their leaves, and the places of each."""
     paths, _ = jax.tree_util.tree_flatten_with_path(params)
     places = choose_places(config, [math.prod(x.shape) for _, x in paths])
     leaves = [
@@ -107,9 +108,9 @@ def _parameters(
 
 
 def _rule(mesh: Mesh, axis: str, config: ZeroConfig) -> AtRest:
-    """How an array lies at rest, given its path and the user's own spec."""
+    """Builds the rule that turns a path, an array and the user's spec into a leaf at rest."""
     smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
-    parts_too = not offloads(config)  # sub-groups stream as rows of one mesh
+    parts_too = not offloads(config)  # offload streams sub-groups as rows on one mesh
 
     def at_rest(path: str, x: Any, own: Any) -> Leaf:
         whole = layout.full(own, len(x.shape))
@@ -134,7 +135,7 @@ def _rule(mesh: Mesh, axis: str, config: ZeroConfig) -> AtRest:
 
 
 def _computing(leaf: Leaf, place: str, config: ZeroConfig) -> Leaf:
-    """A parameter as the step computes with it."""
+    """Converts a parameter at rest into the leaf that the step computes with."""
     low = config.compute_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
     dtype = DTYPES[config.compute_dtype] if low else leaf.dtype
     itemsize = jnp.dtype(leaf.dtype).itemsize if low else 1
@@ -149,7 +150,7 @@ def _computing(leaf: Leaf, place: str, config: ZeroConfig) -> Leaf:
 
 
 def _shown_path(path: Any) -> str:
-    """The path of an array of a wrapped optimizer's state, as the user's state has it."""
+    """Turns an array's path in a wrapped optimizer's state into its path in the user's state."""
     of_optax = jax.tree_util.keystr(path[:1]) == ".inner"
     return f"opt_state{jax.tree_util.keystr(path[1 if of_optax else 0 :])}"
 
@@ -162,12 +163,12 @@ def _optimizer_leaves(
     mesh: Mesh,
     moments: Mapping[str, str],
 ) -> Any:
-    # The path of each leaf has to reach a function that optax maps over the tree.
+    # Pairs carry the path of each leaf into the function that optax maps over the tree.
     paths = jax.tree_util.tree_map_with_path(
         lambda path, x: (_shown_path(path), x), parts.opt_state
     )
     error = getattr(parts.opt_state, "error", None)
-    if error is not None:  # which no transformation knows of
+    if error is not None:  # no optax transformation knows this field
         errors = jax.tree.map(lambda x: error_leaf(x[0], x[1], mesh), paths.error, is_leaf=_is_pair)
         bare = parts._replace(opt_state=parts.opt_state._replace(error=None))
         leaves = _optimizer_leaves(bare, tx, params, at_rest, mesh, moments)
@@ -175,7 +176,7 @@ def _optimizer_leaves(
 
     def of_param(pair: Any, param: Leaf) -> Any:
         if not _is_pair(pair):
-            return pair  # optax.masked leaves a node without arrays for what it does not update
+            return pair  # optax.masked puts a node without arrays for parameters it skips
         path, x = pair
         if tuple(x.shape) == param.shape:
             spec, whole = (layout.full(s, len(x.shape)) for s in (param.spec, param.whole))
@@ -186,7 +187,7 @@ def _optimizer_leaves(
         return dataclasses.replace(leaf, place=moments[param.path])
 
     def anywhere(leaf: Leaf) -> Leaf:
-        """Without an owner to go by: an array goes where most moments do."""
+        """Puts an array of no known parameter into the place of most moments."""
         if not leaf.shape:
             return leaf
         named = list(moments.values())
@@ -223,7 +224,7 @@ def _optimizer_leaves(
             is_leaf=lambda x: _is_pair(x) or isinstance(x, optax.MaskedNode),
         )
     except (AttributeError, IndexError, TypeError, ValueError):
-        # Some transformations (adafactor, lbfgs) do not let optax see which leaf is whose.
+        # Some transformations (adafactor, lbfgs) hide from optax which parameter owns a leaf.
         return jax.tree.map(lambda p: anywhere(at_rest(*p, None)), paths, is_leaf=_is_pair)
 
 

@@ -1,4 +1,4 @@
-"""Which arrays are sent in blocks of a few bits, and the blocks (ZeRO++)."""
+"""The arrays that are sent in low-bit blocks, and the blocks (ZeRO++)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from zerojax.plan.table import size
 Format = Literal["int8", "int4", "float8_e4m3fn"]
 
 BLOCK = 256
-"""Elements of a block, at the least, where no size is given: the scale is 1.6% of int8 codes."""
+"""The fewest elements of a block without a set size: a scale is then 1.6% of its int8 codes."""
 
 
 class Quantization(NamedTuple):
-    """How an array is sent.
+    """The format in which an array is sent.
 
     Attributes:
-      format: Of the codes.
-      block_size: Elements of a block; None for about 256, as divides each array.
+      format: The dtype of the codes.
+      block_size: Elements of a block; None for about 256, a number that divides the array.
     """
 
     format: Format
@@ -37,7 +37,7 @@ class Quantization(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """How what is sharded is sent, where it is sent quantized; None for as it is."""
+    """The formats in which sharded arrays are sent; None for unquantized."""
 
     weights: Quantization | None = None
     gradients: Quantization | None = None
@@ -49,11 +49,11 @@ AS_THEY_ARE = Sent()
 def block_of(
     shape: Sequence[int], spec: Spec, mesh: Mesh, axis: str, how: Quantization | None
 ) -> tuple[int, ...] | None:
-    """The extent of a block in each dimension of an array; None where there is none.
+    """Returns the extent of a block in each dimension of an array; None if it has no blocks.
 
-    A block lies in one device's piece of the array, cut over all of ``axis`` even where ``spec``
-    names a part: what was gathered between partitions has the same blocks when it is gathered
-    within one.
+    A block is within one device's shard over all of ``axis``, even if ``spec`` names only a part of
+    the axis: a secondary shard, gathered between partitions, has the same blocks when it is
+    gathered within one partition.
     """
     if how is None or len(shape) < 2 or math.prod(shape) <= rule.SMALL:
         return None
@@ -64,7 +64,7 @@ def block_of(
 def block_of_piece(
     shape: Sequence[int], pieces: int, how: Quantization | None
 ) -> tuple[int, ...] | None:
-    """The same of one of ``pieces`` equal pieces of an array, cut along its first dimension."""
+    """Returns the block of an array in ``pieces`` equal slices along its first dimension."""
     if how is None or len(shape) < 2 or math.prod(shape) <= rule.SMALL or shape[0] % pieces:
         return None
     block = extents((shape[0] // pieces, *shape[1:]), how.block_size)
@@ -72,7 +72,7 @@ def block_of_piece(
 
 
 def _piece(size: int, entry: Any, mesh: Mesh, axis: str) -> int:
-    """The extent of a device's piece; 1 where the pieces are not equal."""
+    """Returns the extent of a device's shard; 1 if the shards are not equal."""
     names = layout.axes(entry)
     if any(layout.whole_axis(name) == axis for name in names):
         others = tuple(name for name in names if layout.whole_axis(name) != axis)
@@ -84,11 +84,11 @@ def _piece(size: int, entry: Any, mesh: Mesh, axis: str) -> int:
 
 
 def extents(piece: Sequence[int], block_size: int | None) -> tuple[int, ...] | None:
-    """The extent of a block in each dimension of one device's piece.
+    """Returns the extent of a block in each dimension of one device's shard.
 
-    A block takes the last dimension first. Without a size a block has at least 256 elements, and
-    fewer than twice as many where the dimensions divide so; None where none of ``block_size``
-    elements does.
+    A block fills the last dimension first. Without ``block_size`` a block has at least 256
+    elements, and fewer than twice as many if the dimensions have such divisors. With ``block_size``
+    a block has exactly that many elements; None if no such block divides the shard.
 
     Example:
       >>> extents((512, 4096), None), extents((4096, 172), None), extents((25, 1600), None)
@@ -108,28 +108,28 @@ def extents(piece: Sequence[int], block_size: int | None) -> tuple[int, ...] | N
 
 
 def _extent(size: int, least: int) -> int:
-    """A divisor of ``size``: the smallest of at least ``least`` elements, unless that is over twice
-    as much; the largest below ``least`` then."""
+    """Returns the smallest divisor of ``size`` from ``least`` to twice ``least``; if there is none,
+    the largest divisor below ``least``."""
     divisors = [k for k in range(1, min(size, 2 * least) + 1) if size % k == 0]
     return next((k for k in divisors if k >= least), divisors[-1])
 
 
 _NOT_QUANTIZED = re.compile(r"(embedding|scale|bias)\W*$")
-"""What flax calls tables, norms and biases, which are little or whose rows are looked up."""
+"""flax's names of tables, whose rows are looked up, and of norms and biases, which are small."""
 
 
 class QuantizedWeights:
     """The compute parameters that are gathered in blocks (qwZ).
 
     Args:
-      config: What the plan is made for.
+      config: The config of the plan.
       leaves: The compute parameters.
-      frozen: The paths of those that the optimizer does not update.
+      frozen: The paths of the parameters that the optimizer does not update.
       mesh, axis: The devices, and the axis over which ZeRO shards.
 
     Raises:
-      ConfigError: No block of ``zero_quantized_block_size`` elements divides one of them, or the
-        devices do not compute with the codes.
+      ConfigError: No block of ``zero_quantized_block_size`` elements divides a parameter, or the
+        devices do not support the format.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class QuantizedWeights:
 
     @property
     def notes(self) -> Iterator[str]:
-        """What is gathered quantized, and what is not, in a sentence."""
+        """A sentence on the parameters that are gathered quantized, and those that are not."""
         if self._how is None:
             return
         form, others = self._how.format, [x for x in self._sharded if x.path not in self.paths]
@@ -189,7 +189,7 @@ class QuantizedWeights:
 
 
 def sent(config: ZeroConfig) -> Sent:
-    """How a config has what is sharded sent."""
+    """Returns the formats in which a config sends sharded arrays."""
     if config.stage == 0:
         return AS_THEY_ARE
     block = config.zero_quantized_block_size
@@ -213,7 +213,7 @@ def _check_float8(device: Any) -> None:
 
 
 def _dividing(piece: Sequence[int], asked: int) -> int:
-    """The elements of a block that divides a piece, about as many as were asked for."""
+    """Returns a number of elements of a block that divides a shard, close to the one requested."""
     left = asked
     for n in reversed(piece):
         left //= math.gcd(n, left)

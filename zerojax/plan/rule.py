@@ -1,27 +1,28 @@
 """The rule by which ZeRO shards an array over the shard axis.
 
-1. The user's own spec stays. Where it names the shard axis, that is all.
-2. An array below the persistence threshold stays whole.
-3. Of the dimensions that the axis divides, the largest is sharded, and of those that the user's
-   spec leaves free before the others: one of these is sharded again, piece by piece.
-4. Where the axis divides no dimension, two dimensions share the axis by its factors, if all of the
-   axis divides them so: 1600 x 1600 over 1024 devices is 32 x 32 pieces.
-5. Else a dimension, or one of two, is padded with zeros at rest: 4096 over 24 devices is 24
-   pieces of 171. Of the ways to do so one is taken that wastes least memory, or hardly more than
-   least and pads the smaller dimension.
+1. The user's spec is kept. If it names the shard axis, the rule adds nothing.
+2. An array below the persistence threshold is replicated.
+3. The rule shards the largest dimension that the axis divides, preferably one that the user's spec
+   leaves free; otherwise it shards the slices of a dimension of the user's again.
+4. If the axis divides no dimension, two dimensions share the axis by its factors, provided that
+   the factors divide them: 1600 x 1600 over 1024 devices is 32 x 32 shards.
+5. Otherwise one dimension, or one of two, is padded with zeros at rest: 4096 over 24 devices is 24
+   shards of 171. The rule pads with the least waste of memory, or with hardly more if that pads a
+   smaller dimension.
 6. An array of at most 8192 elements (``SMALL``) is not padded: the largest part of the axis that
-   divides one or two dimensions shards them, and over the rest of the axis the array stays whole.
-   One below 1024 elements (``TINY``) stays whole over all of it.
+   divides one or two dimensions shards them, and the array is replicated over the rest of the axis.
+   An array below 1024 elements (``TINY``) is not split by factors: it is replicated over all of the
+   axis if the axis divides no dimension.
 
-Devices in partitions (hpZ) change the order of the pieces, and prefer cuts that allow the change:
-the devices of a partition hold next to each other what the n-th devices of all partitions hold
-together, so that gathering between partitions alone leaves a secondary shard.
+Partitions (hpZ) change the order of the shards, and the rule prefers cuts that allow the change:
+the n-th devices of all partitions together hold a contiguous slice, and the slices of the devices
+of one partition are adjacent. A gather between partitions only then yields a secondary shard.
 
-The first of three or more dimensions is the layers of a stack as a rule, of which a step takes one
-at a time. It is left alone where it is not the largest and another dimension can be sharded.
+The first of three or more dimensions usually counts the layers of a stack, of which a step takes
+one at a time. The rule does not shard it if it is not the largest and another can be sharded.
 
-Sizes are those of one device's piece under the user's spec. What stays whole, or partly so, has a
-reason, which the plan prints.
+Sizes are those of one device's shard under the user's spec. An array that is replicated, over all
+of the axis or over a part of it, has a reason, which the plan prints.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ TINY = 1024
 """Elements of the smallest array for which dimensions share an axis by its factors."""
 
 _NEAR = 1.02
-"""How many times its least memory an array may take, to be padded where that costs less time."""
+"""The memory, relative to the least, that an array may take if its padding then costs less time."""
 
 
 class ShardSpec(NamedTuple):
-    """Where an array is sharded.
+    """The sharding of an array by the rule.
 
     Attributes:
-      spec: One entry a dimension, the user's own axes among them. Where an entry's pieces do not
-        divide the dimension, the dimension is padded at rest.
-      reason: Why the array is not sharded over all of the shard axis; empty where it is.
+      spec: One entry a dimension, the user's axes included. If an entry does not divide its
+        dimension, the dimension is padded at rest.
+      reason: Why the array is not sharded over all of the shard axis; empty if it is.
       whole_over: Devices that hold the same elements, for want of a dimension that divides; 1
-        where that is not the reason.
+        for any other reason.
     """
 
     spec: Spec
@@ -65,13 +66,13 @@ class ShardSpec(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A way to shard an array: by dimension, into how many pieces. Those of several dimensions
+    """A way to shard an array: pairs of a dimension and its number of slices. Several dimensions
     share the axis, the first outermost."""
 
     pieces: tuple[tuple[int, int], ...]
 
     def share(self, piece: Sequence[int]) -> int:
-        """Elements of each device, of those in ``piece``."""
+        """Returns the most elements of a shard ``piece`` that the cut leaves on one device."""
         by = dict(self.pieces)
         return math.prod(-(-size // by.get(d, 1)) for d, size in enumerate(piece))
 
@@ -79,7 +80,7 @@ class Cut(NamedTuple):
         return all(piece[d] % n == 0 for d, n in self.pieces)
 
     def inner(self, partition: int) -> list[int]:
-        """Of each dimension's pieces, how many the devices of one partition tell apart."""
+        """Returns the number of slices of each cut dimension among the devices of a partition."""
         left, sizes = partition, []
         for _, k in reversed(self.pieces):
             sizes.append(math.gcd(k, left))
@@ -87,7 +88,7 @@ class Cut(NamedTuple):
         return sizes[::-1]
 
     def nests(self, piece: Sequence[int], partition: int) -> bool:
-        """Whether the pieces of a partition are whole pieces of the array, without padding."""
+        """Returns whether a partition's devices can hold equal secondary shards without padding."""
         inner = self.inner(partition)
         exact = [piece[d] % n == 0 for d, n in self.pieces]
         return math.prod(inner) == partition and all(
@@ -95,8 +96,8 @@ class Cut(NamedTuple):
         )
 
     def padded(self, piece: Sequence[int]) -> int:
-        """Elements of the dimensions that are padded. The activations that a gradient is made from
-        are copied for padding, rows of such a dimension."""
+        """Returns the summed extents of the padded dimensions. Padding copies the activations from
+        which a gradient is computed, rows of such a dimension."""
         return sum(piece[d] for d, n in self.pieces if piece[d] % n)
 
 
@@ -113,11 +114,11 @@ def shard_spec(
     """Applies the rule to one array.
 
     Args:
-      shape: Of the whole array.
+      shape: The global shape of the array.
       own: The user's spec, one entry a dimension, without axes of size 1, which shard nothing.
       mesh, axis: The devices, and the axis over which ZeRO shards.
-      smallest: Arrays with fewer elements stay whole.
-      parts: Whether the axis may be shared by its factors.
+      smallest: Arrays with fewer elements are replicated.
+      parts: Whether dimensions may share the axis by its factors.
       partition: Devices of one partition, the innermost of the axis; 1 for none.
 
     Example:
@@ -160,9 +161,9 @@ def shard_spec(
 
 
 def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
-    """Whether a parameter of this shape is gathered with others, once a step.
+    """Returns whether a parameter of this shape is gathered with others, once a step.
 
-    One that is sharded over a second axis, or along two dimensions, is not.
+    A parameter that is sharded over a second axis, or along two dimensions, is not.
     """
     named = [entry for entry in spec if entry is not None]
     alone = len(named) == 1 and all(layout.whole_axis(a) == axis for a in layout.axes(named[0]))
@@ -170,7 +171,7 @@ def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
 
 
 def _single(piece: Sequence[int], free: Sequence[int], n: int) -> Cut | None:
-    """The largest dimension that the whole axis divides."""
+    """Cuts the largest dimension that the full axis divides; None if there is none."""
     divisible = [d for d, size in enumerate(piece) if size and size % n == 0]
     divisible = [d for d in divisible if not _is_stack(piece, d)] or (
         divisible if math.prod(piece) <= SMALL else []
@@ -181,7 +182,7 @@ def _single(piece: Sequence[int], free: Sequence[int], n: int) -> Cut | None:
 
 @functools.cache
 def _exact(piece: tuple[int, ...], free: tuple[int, ...], n: int, parts: bool) -> Cut:
-    """The cut by factors that leaves each device the least."""
+    """Finds the cut without padding that leaves each device the fewest elements."""
     cuts = [cut for cut in _cuts(free, n, parts, partly=True) if cut.exact(piece)]
     return min([Cut(()), *cuts], key=lambda cut: (cut.share(piece), len(cut.pieces)))
 
@@ -190,7 +191,7 @@ def _exact(piece: tuple[int, ...], free: tuple[int, ...], n: int, parts: bool) -
 def _best(
     piece: tuple[int, ...], free: tuple[int, ...], n: int, parts: bool, partition: int
 ) -> Cut:
-    """The cut that leaves each device the least; of those as good as that, by far the simplest."""
+    """Finds the cut that pads least, then the simplest, within ``_NEAR`` of the least memory."""
     cuts = [*_cuts(free, n, parts, partly=False)]
     cuts = [cut for cut in cuts if not any(_is_stack(piece, d) for d, _ in cut.pieces)] or cuts
     if not cuts:
@@ -202,7 +203,7 @@ def _best(
 
 
 def _cuts(free: Sequence[int], n: int, parts: bool, partly: bool) -> Iterator[Cut]:
-    """The ways to shard one dimension, or two, over the axis; ``partly``, or over a part of it."""
+    """Yields cuts of one or two dimensions over the axis; if ``partly``, over parts of it too."""
     for into in _divisors(n) if parts and partly else [n]:
         for d in free if into > 1 else ():
             yield Cut(((d, into),))
@@ -213,12 +214,12 @@ def _cuts(free: Sequence[int], n: int, parts: bool, partly: bool) -> Iterator[Cu
 
 
 def _smallest(piece: Sequence[int], cut: Cut) -> int:
-    """The least extent of a device's piece along the dimensions that are cut."""
+    """Returns the smallest extent of a device's shard along the dimensions that are cut."""
     return min(piece[d] // k for d, k in cut.pieces)
 
 
 def _is_stack(piece: Sequence[int], d: int) -> bool:
-    """Whether a dimension is that of a stack's layers."""
+    """Returns whether a dimension counts the layers of a stack."""
     return d == 0 and len(piece) > 2 and piece[0] < max(piece)
 
 
@@ -228,9 +229,12 @@ def _divisors(n: int) -> list[int]:
 
 
 def _spec(own: Spec, cut: Cut, axis: str, n: int, partition: int) -> Spec:
-    """The user's spec with a cut. Parts of an axis are innermost where they are not all of it, so
-    that the devices that share an array are next to each other. The pieces that a partition tells
-    apart are the largest."""
+    """Adds a cut to the user's spec.
+
+    A cut over a part of the axis takes the innermost part, so that the devices that together hold
+    the array are neighbours. The split among the devices of a partition is outermost in its
+    dimension.
+    """
     spec, outer = own, n // math.prod(k for _, k in cut.pieces)
     inner = n // partition
     for (d, k), near in zip(cut.pieces, cut.inner(partition), strict=True):
@@ -243,7 +247,7 @@ def _spec(own: Spec, cut: Cut, axis: str, n: int, partition: int) -> Spec:
 
 
 def check_own_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> None:
-    """Refuses a spec of the user's that does not fit the array or the mesh.
+    """Rejects a spec of the user's that does not fit the array or the mesh.
 
     Raises:
       ValueError: names the leaf, the axis and the remedy.

@@ -1,10 +1,10 @@
-"""Arrays of a state that lie otherwise than JAX shards an array of their shape: in equal pieces on
-any number of devices, padded with zeros, or sharded along two dimensions by the factors of an axis.
+"""Arrays of a state that are stored as JAX cannot shard an array of their shape: padded with zeros
+to equal shards, or sharded along two dimensions by the factors of an axis.
 
-JAX shards an array into equal pieces alone: 4096 rows over 24 devices lie as 24 pieces of 171 rows,
-the last 8 rows zeros. And what lies on a mesh whose axes are divided into their factors does not
-mix with what lies on the mesh itself. A step computes on the array as it is, and so does everybody
-else: neither the padding nor the divided mesh is ever seen.
+JAX has only equal shards: 4096 rows over 24 devices are stored as 24 shards of 171 rows, of which
+the last 8 rows are zeros. JAX also does not combine arrays on a mesh whose axes are divided into
+factors with arrays on the undivided mesh. Steps and users compute with the array in its own shape:
+they see neither the padding nor the divided mesh.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from zerojax.xla import compat
 
 
 class StoredArray:
-    """A leaf of a state that NumPy and JAX take for an array of its shape.
+    """A leaf of a state that NumPy and JAX treat as an array of its shape.
 
-    A step and ``zero.evaluate`` read the pieces where they lie. Any other use gathers the array
-    along the dimensions that JAX cannot shard so, as ``sharding`` says. A copy by ``pickle`` is a
-    ``jax.Array``.
+    A step and ``zero.evaluate`` read the shards in place. Any other use gathers the array along the
+    dimensions that JAX cannot shard in this way, to the sharding ``sharding``. A copy by ``pickle``
+    is a ``jax.Array``.
 
     Args:
       stored: The array at rest: a ``jax.Array``, or another leaf of a state.
       shape: The shape without padding.
 
     Attributes:
-      addressable_shards: The pieces at rest, with padding.
+      addressable_shards: The shards at rest, with padding.
     """
 
     __hash__ = None  # type: ignore[assignment]  # == is element by element
@@ -49,9 +49,9 @@ class StoredArray:
 
     @property
     def sharding(self) -> jax.sharding.NamedSharding:
-        """The sharding of JAX's array: whole axes of the mesh, where these divide the shape.
+        """The sharding of the array that JAX receives: full axes of the mesh that divide the shape.
 
-        JAX reads this attribute of every argument, and refuses unequal shards; the sharding of the
+        JAX reads this attribute of every argument, and rejects unequal shards; the sharding of the
         shards at rest is ``stored.sharding``.
         """
         at_rest = self.stored.sharding
@@ -73,7 +73,7 @@ class StoredArray:
         return self
 
     def whole(self) -> jax.Array:
-        """The array in device memory, sharded as ``sharding``."""
+        """Returns the array without padding, in device memory, with the sharding ``sharding``."""
         at_rest = self.stored if isinstance(self.stored, jax.Array) else self.stored.load()
         at_rest = jax.device_put(at_rest, at_rest.sharding.with_memory_kind(DEVICE))
         return jax.jit(_cut, static_argnums=1, out_shardings=self.sharding)(at_rest, self.shape)
@@ -103,7 +103,7 @@ class StoredArray:
 
 
 def _cut(x: Any, shape: tuple[int, ...]) -> Any:
-    """The array of ``shape`` that stands at the front of a padded one."""
+    """Removes the padding from an array of ``shape``."""
     return x[tuple(map(slice, shape))]
 
 
@@ -127,20 +127,20 @@ serialization.register_serialization_state(
 
 
 def stored(tree: Any) -> Any:
-    """A tree with the arrays at rest in place of each :class:`StoredArray`."""
+    """Replaces each :class:`StoredArray` of a tree by its array at rest."""
     return jax.tree.map(lambda x: x.stored if isinstance(x, StoredArray) else x, tree)
 
 
 def shown(x: Any, shape: Sequence[int]) -> Any:
-    """The leaf of a state that ``x`` is at rest."""
-    if isinstance(x, jax.core.Tracer):  # in a program of the user's, which the step refuses
+    """Returns the leaf that the user sees for the array ``x`` at rest."""
+    if isinstance(x, jax.core.Tracer):  # in a program of the user's, which the step rejects
         return x
     plain = tuple(x.shape) == tuple(shape) and not layout.is_divided(x.sharding)
     return x if plain else StoredArray(x, shape)
 
 
 def pad(x: Any, shape: Sequence[int]) -> Any:
-    """An array with zeros at the ends of its dimensions, up to ``shape``."""
+    """Pads an array with zeros at the ends of its dimensions, up to ``shape``."""
     if tuple(x.shape) == tuple(shape):
         return x
     widths = [(0, m - n) for n, m in zip(x.shape, shape, strict=True)]

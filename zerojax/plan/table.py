@@ -1,4 +1,4 @@
-"""The plan as a table for people."""
+"""The plan as a readable table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from zerojax.plan import rule
 
 MUCH = 2**26
-"""Bytes of extra state that each device may hold whole without a word."""
+"""Bytes of replicated extra state up to which zerojax gives no warning."""
 
 GROUPS = {
     "params": "parameters",
@@ -31,7 +31,7 @@ WHY = "why whole"
 
 
 def size(n: float) -> str:
-    """Bytes for people, in powers of 1000: 1235152404 is "1.24 GB"."""
+    """Formats bytes in units of powers of 1000: 1235152404 is "1.24 GB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(n) < 1000:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
@@ -40,8 +40,7 @@ def size(n: float) -> str:
 
 
 def kept_whole(rest: Sequence[Any]) -> str:
-    """What each device holds of extra state that is not sharded, in a sentence; empty where that is
-    less than ``MUCH``, or no stage would shard it.
+    """Returns a sentence on the extra state that every device replicates; empty below ``MUCH``.
 
     Args:
       rest: The leaves of the extra state.
@@ -58,7 +57,7 @@ def kept_whole(rest: Sequence[Any]) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Rows of text as aligned columns; those numbered in ``right`` are flushed right."""
+    """Aligns rows of text in columns; the columns numbered in ``right`` are flushed right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     flushed = set(right)
     return [
@@ -75,13 +74,12 @@ def render(
     groups: Mapping[str, Sequence[Any]],
     notes: Sequence[str],
 ) -> str:
-    """A plan as text: every parameter and every large array beside them, then the totals, then what
-    changes the numbers.
+    """Renders a plan as text: every parameter and every other large array, the totals, the notes.
 
     Args:
       title: the first line.
       groups: the plan's leaves by group, see ``GROUPS``.
-      notes: further lines.
+      notes: further lines, on what changes the numbers.
     """
     there = {leaf.place for leaves in groups.values() for leaf in leaves}
     places = [place for place in PLACES if place in there]

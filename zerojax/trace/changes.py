@@ -1,8 +1,8 @@
-"""What an optimizer makes of a parameter, recognized where the step adds it.
+"""Updates of parameters that already exist, recognized where the step adds the update.
 
-An optax optimizer returns what is to be added to the parameters. Where the new parameters exist
-already, as after an update in one pass over memory, the sum would read and write them once more.
-So the new parameters stand in for the step's sum.
+An optax optimizer returns the updates to add to the parameters. If the new parameters already
+exist, as after an update in one pass over memory, the sum would read and write them once more. So
+the new parameters replace the step's sum.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from zerojax.xla import jaxprs
 
 
 def _copies(eqn: Any) -> bool:
-    """Whether the result is the operand, in whatever dtype."""
+    """Returns whether the result is the operand, in any dtype."""
     return eqn.primitive.name in LABELS or eqn.primitive.name == "convert_element_type"
 
 
 def origin(jaxpr: Any, v: Any) -> tuple[Any, Any]:
-    """The variable that ``v`` copies, past casts and labels, and the equation of the jaxpr that
-    produces it, or None."""
+    """Returns the variable that ``v`` copies, past casts and labels, and the equation of the jaxpr
+    that produces that variable, or None."""
     eqn = graph_of(jaxpr).producer(v)
     return origin(jaxpr, eqn.invars[0]) if eqn and _copies(eqn) else (v, eqn)
 
 
 @jax.jit
 def change(new: jax.Array, old: jax.Array, update: jax.Array) -> jax.Array:
-    """``update``, and the note that ``old + update`` is to be ``new``."""
-    # Not the argument itself, which jax would take out of the call.
+    """Returns ``update``, marked so that ``new`` can replace ``old + update``."""
+    # Not the argument itself, which jax would forward around the call.
     return marks.mark(update, marks.CHANGE)
 
 
 def find_sums(jaxpr: Any) -> dict[Any, Any]:
-    """For each variable that is such a sum, in whatever dtype, the variable that holds ``new``."""
+    """Maps each variable that is ``old + update`` of a :func:`change`, in any dtype, to the
+    variable that holds ``new``."""
     graph = graph_of(jaxpr)
     if not any(map(is_change, graph.named("jit"))):
         return {}
 
     def changed(one: Any, other: Any) -> Any:
-        """The new value, if ``other`` is a change of ``one``."""
+        """Returns the new value if ``other`` is a change of ``one``, else None."""
         _, eqn = origin(jaxpr, other)
         if eqn is None or not is_change(eqn):
             return None

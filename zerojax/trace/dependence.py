@@ -1,4 +1,4 @@
-"""What a step makes of the parameters it has just updated."""
+"""Checks of what a step computes from the parameters that it has just updated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _computed(eqn: Any, operands: Sequence[frozenset[int]]) -> list[frozenset[in
 _UNCHANGED: Analysis[frozenset[int]] = Analysis(
     frozenset(), frozenset.union, _computed, control=False
 )
-"""Forward, the position of the argument that a value is; empty for a value that is computed."""
+"""Forward analysis of the position of the argument that a value is; empty for a computed value."""
 _UNCHANGED.rule("scan", "while", "cond", "shard_map")(_computed)
 
 
@@ -33,17 +33,18 @@ def _(eqn: Any, operands: Sequence[frozenset[int]]) -> list[frozenset[int]]:
 
 
 def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
-    """Refuses a step that goes on with its new parameters, which an update that comes after the
-    step, sub-group by sub-group, has not made yet.
+    """Refuses a step that uses its new parameters: an update that comes after the step, sub-group
+    by sub-group, has not computed them yet.
 
     Args:
-      jaxpr: of the step, with :class:`zerojax.step.body.View` as the optimizer state in ``given``.
-      given, results: the step's state and batch; the shapes of its results.
-      name: of the step.
+      jaxpr: The jaxpr of the step, with :class:`zerojax.step.view.View` as the optimizer state in
+        ``given``.
+      given, results: The step's state and batch; the shapes of its results.
+      name: The name of the step.
 
     Raises:
-      NotImplementedError: names what depends on the new parameters, or what the step changes of its
-        optimizer's state, and the remedy.
+      NotImplementedError: The message names the results that depend on the new parameters, or the
+        optimizer state that the step changes, and the remedy.
     """
     numbered = jax.tree.unflatten(
         jax.tree.structure(given), list(range(len(jax.tree.leaves(given))))
@@ -74,25 +75,25 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
 
 
 def _named(prefix: str, lateness: Any) -> list[str]:
-    """Paths of the leaves of a tree that are late."""
+    """Returns the paths of the leaves of a tree that are late."""
     leaves = jax.tree_util.tree_leaves_with_path(lateness)
     return [f"{prefix}{jax.tree_util.keystr(path)}" for path, late in leaves if late]
 
 
 def depends_on(jaxpr: Any, start: Sequence[Any]) -> Sequence[bool]:
-    """For each result of a jaxpr, whether it depends on one of its arguments ``start``."""
+    """Returns, for each result of a jaxpr, whether it depends on one of the arguments ``start``."""
     return DEPENDS.forward(jaxpr, [v in start for v in jaxpr.invars]).ends
 
 
 def unchanged(jaxpr: Any) -> Sequence[int | None]:
-    """For each result of a jaxpr the position of the argument that it is, unchanged; None for a
-    result that an equation computes."""
+    """Returns, for each result of a jaxpr, the position of the argument that it is, unchanged; None
+    for a result that an equation computes."""
     facts = _UNCHANGED.forward(jaxpr, [frozenset({i}) for i in range(len(jaxpr.invars))]).ends
     return [next(iter(fact)) if len(fact) == 1 else None for fact in facts]
 
 
 def _is_sum(jaxpr: Any, out: Any, one: Any, other: Any) -> bool:
-    """Whether a result of a jaxpr is the sum of two of its arguments and nothing more."""
+    """Returns whether a result of a jaxpr is only the sum of two of its arguments."""
     v, eqn = origin(jaxpr, out)
     if eqn is None:
         return False

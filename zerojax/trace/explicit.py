@@ -1,10 +1,10 @@
-"""A step that is written for explicit mesh axes, traced as such and made automatic again.
+"""Conversion of a step that is written for explicit mesh axes to automatic axes.
 
-Under ``jax.set_mesh`` of a mesh with explicit axes every array's type has its sharding, and a step
-may ask for one (``out_sharding=``, ``jax.sharding.reshard``). zerojax places collectives through
-constraints, which take automatic axes alone. So the step is traced with explicit axes, by jax's own
-rules, and its jaxpr is written again without them: what it asked for over the axes of the batch
-becomes a constraint, the rest is left to XLA. None of that changes a number.
+Under ``jax.set_mesh`` of a mesh with explicit axes, every array's type has its sharding, and a step
+may request one (``out_sharding=``, ``jax.sharding.reshard``). zerojax places collectives through
+constraints, which take only automatic axes. So the step is traced with explicit axes, by jax's own
+rules, and its jaxpr is rewritten without them: a requested sharding over the axes of the batch
+becomes a constraint, the rest is left to XLA. The conversion changes no number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zerojax.trace import marks
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import hijax, jaxprs
 
-# The parameters in which an equation says how its result lies.
+# The parameters of an equation that request the sharding of its result.
 _ASKING = ("dst_sharding", "out_sharding", "sharding")
 
 
@@ -39,15 +39,16 @@ def make_jaxpr(
     mesh: Mesh,
     names: tuple[str, ...],
 ) -> tuple[Any, Any]:
-    """``jax.make_jaxpr(function, return_shape=True)(*args)`` with some axes of the mesh explicit.
+    """Calls ``jax.make_jaxpr(function, return_shape=True)(*args)`` with some axes of the mesh
+    explicit while ``function`` is traced; the jaxpr has automatic axes.
 
     Args:
-      function: of trees of arrays.
-      args: what it takes, arrays or abstract ones.
-      specs: a tree of ``PartitionSpec`` for each argument, or a prefix of one: what the types of
-        its arrays say.
-      mesh: with automatic axes.
-      names: of the axes that are explicit.
+      function: A function of trees of arrays.
+      args: Its arguments, arrays or abstract ones.
+      specs: For each argument a tree of ``PartitionSpec``, or a prefix of one: the shardings in the
+        types of its arrays.
+      mesh: The mesh, with automatic axes.
+      names: The names of the explicit axes.
     """
 
     def type_of(spec: PartitionSpec) -> PartitionSpec:
@@ -74,19 +75,20 @@ def make_jaxpr(
 def evaluate(
     function: Callable[..., Any], args: Sequence[Any], mesh: Mesh, names: tuple[str, ...]
 ) -> Any:
-    """``function(*args)`` with some axes of the mesh explicit within, of arrays that lie whole."""
+    """Returns ``function(*args)`` for replicated arrays, with some axes of the mesh explicit inside
+    ``function``."""
     closed, shape = make_jaxpr(function, args, [PartitionSpec()] * len(args), mesh, names)
     outs = core.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
 class Explicit(NamedTuple):
-    """What the types of a step's arrays say beside those of its state.
+    """The explicit axes of a step, and the shardings in the types of its batch.
 
     Attributes:
-      names: of the axes that are explicit.
-      batch: the spec of each leaf of the batch as it is passed in; an array without a sharding
-        lies whole, as under plain jit.
+      names: The names of the explicit axes.
+      batch: The spec of each leaf of the batch as it is passed in; an array without a sharding
+        is replicated, as under plain jit.
     """
 
     names: tuple[str, ...]
@@ -94,7 +96,7 @@ class Explicit(NamedTuple):
 
     @classmethod
     def of(cls, names: tuple[str, ...], batch: Any) -> Explicit | None:
-        """None where no axis is explicit."""
+        """Returns the axes and specs for a batch; None if no axis is explicit."""
 
         def spec(x: Any) -> PartitionSpec:
             sharding = getattr(x, "sharding", None)
@@ -105,18 +107,18 @@ class Explicit(NamedTuple):
 
 @dataclass(frozen=True)
 class Types:
-    """How the arrays of a step lie, as their types say it: as without ZeRO.
+    """The shardings in the types of a step's arrays: those without ZeRO.
 
     Attributes:
       plan: PartitionSpec and bytes of every leaf of the state.
-      explicit: of the other arrays.
+      explicit: The explicit axes, and the specs of the batch.
     """
 
     plan: Plan
     explicit: Explicit
 
     def trace(self, body: Callable[..., Any], parts: Parts, batch: Any) -> tuple[Any, Any]:
-        """The jaxpr of ``body(parts, batch)`` and the shapes that it returns."""
+        """Returns the jaxpr of ``body(parts, batch)``, and the shapes of its results."""
         names, rows = self.explicit
         specs = self._of_parts(parts), jax.tree.unflatten(jax.tree.structure(batch), rows)
         return make_jaxpr(body, (parts, batch), specs, self.plan.lowering_mesh, names)
@@ -144,14 +146,14 @@ class Types:
 
 
 def typed_whole(tree: Any) -> Any:
-    """Arrays from outside as arrays of explicit axes that lie whole."""
+    """Returns arrays from outside the trace as replicated arrays of explicit axes."""
     return jax.tree.map(
         lambda x: jax.sharding.reshard(x, PartitionSpec()) if isinstance(x, jax.Array) else x, tree
     )
 
 
 def automatic_update(tx: Any) -> Any:
-    """An optimizer for a step with explicit axes; ``tx`` itself sees automatic ones."""
+    """Returns an optimizer for a step with explicit axes; ``tx`` itself sees automatic axes."""
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         automatic = jax.sharding.auto_axes(
@@ -163,7 +165,7 @@ def automatic_update(tx: Any) -> Any:
 
 
 def _automatic(closed: Any, mesh: Mesh) -> Any:
-    """The same jaxpr without explicit axes; what calls open is written out."""
+    """Returns a jaxpr without explicit axes, with most calls inlined, see :func:`_opens`."""
     shapes = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
         for v in jaxprs.open_jaxpr(closed)[0].invars
@@ -180,7 +182,8 @@ def _automatic(closed: Any, mesh: Mesh) -> Any:
 
 
 def _opens(eqn: Any) -> bool:
-    """Not a checkpoint, nor a call that carries a note by its name."""
+    """Returns whether a call is inlined: not a checkpoint, nor a call of
+    :func:`zerojax.trace.changes.change`, which is found by its name."""
     return eqn.primitive is not prims.remat_p and not marks.holds(eqn, marks.CHANGE)
 
 
@@ -208,7 +211,8 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh) -> Sequence[Any]:
 
 
 def _placed(x: Any, asked: NamedSharding | None, mesh: Mesh) -> Any:
-    """``x`` as the step asked for it, where that says how the rows of a batch lie."""
+    """Constrains ``x`` to the requested sharding if that names an axis of the batch; otherwise
+    returns ``x`` unchanged."""
     rows = batch_axes(mesh)
     if asked is None or not any(axis in rows for e in asked.spec for axis in layout.axes(e)):
         return x
@@ -216,7 +220,7 @@ def _placed(x: Any, asked: NamedSharding | None, mesh: Mesh) -> Any:
 
 
 def _parameter(value: Any, mesh: Mesh) -> Any:
-    """A parameter of an equation without explicit axes."""
+    """Returns an equation's parameter without explicit axes."""
     if type(value) is tuple:
         return tuple(_parameter(x, mesh) for x in value)
     if jaxprs.is_jaxpr(value):
@@ -225,7 +229,7 @@ def _parameter(value: Any, mesh: Mesh) -> Any:
 
 
 def _constant(x: Any) -> Any:
-    """An array that the step brings along, without explicit axes in its type."""
+    """Converts an array that the step closes over to numpy if its type has explicit axes."""
     sharding = getattr(x, "sharding", None)
     concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     explicit = isinstance(sharding, NamedSharding) and explicit_axes(sharding.mesh)

@@ -1,4 +1,4 @@
-"""Drop-ins for ``jax.value_and_grad`` and ``jax.grad`` that know of the loss scale."""
+"""Drop-in replacements for ``jax.value_and_grad`` and ``jax.grad`` that apply the loss scale."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def value_and_grad(
     loss_scale: jax.typing.ArrayLike | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
-    """As ``jax.value_and_grad``, or ``nnx.value_and_grad`` where an argument is an NNX module.
+    """Replaces ``jax.value_and_grad``, or ``nnx.value_and_grad`` if an argument is an NNX module.
 
     In a step decorated with fp16 on, the loss is multiplied by the state's loss scale before the
     backward pass. The value is the loss itself; the gradient carries the scale, and the optimizer
-    takes it out again. So clipping, decay and noise belong into the optax chain, and the norm is
-    read from :func:`zerojax.telemetry`. Everywhere else it computes what jax's own does.
+    divides by it. So clipping, decay and noise belong in the optax chain, and the norm is read
+    from :func:`zerojax.telemetry`. Elsewhere, without ``loss_scale``, the results are jax's own.
 
     Args:
-      fun, argnums, has_aux: see ``jax.value_and_grad``.
-      loss_scale: scalar; the scale to use outside a decorated step, with an optimizer that
+      fun, argnums, has_aux: See ``jax.value_and_grad``.
+      loss_scale: Scalar; the scale to use outside a decorated step, with an optimizer that
         :func:`zerojax.wrap` gave a ``LossScale``: ``zerojax.telemetry(state)["loss_scale"]``.
-      **options: passed on.
+      **options: Further arguments of ``jax.value_and_grad``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -77,7 +77,7 @@ def grad(
     loss_scale: jax.typing.ArrayLike | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
-    """As ``jax.grad``; see :func:`value_and_grad`.
+    """Replaces ``jax.grad``; see :func:`value_and_grad`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -95,26 +95,26 @@ def grad(
 
 
 def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
-    r"""The mean of per-token losses, of which some count more than others, or not at all.
+    r"""Returns the weighted mean of per-token losses.
 
     .. math:: \ell = \sum_i w_i v_i \; / \sum_i w_i
 
-    in float32 at least, and 0 where all weights are. A value without weight may be inf or NaN,
-    which reaches neither the mean nor its gradient.
+    The mean is computed in float32 at least, and is 0 if all weights are 0. A value with weight 0
+    may be inf or NaN, which reaches neither the mean nor its gradient.
 
-    With accumulation in a decorated step this is the mean over the whole batch, whatever share of
+    With accumulation in a decorated step, the mean is over the global batch, whatever share of
     its tokens each micro-batch masks; so is ``jnp.sum(values * mask) / jnp.sum(mask)``. (A mean
-    of the micro-batches' means, as in DeepSpeed, is another loss.)
+    of the micro-batches' means, as in DeepSpeed, is a different loss.)
 
     Args:
       values: [...], of any shape.
-      weights: broadcast to the shape of ``values``; a mask will do.
+      weights: Weights that broadcast to the shape of ``values``, such as a mask.
 
     Returns:
       float [].
 
     Raises:
-      ValueError: the weights do not broadcast.
+      ValueError: The weights do not broadcast.
 
     Example:
       >>> import jax.numpy as jnp

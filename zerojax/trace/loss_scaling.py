@@ -1,4 +1,4 @@
-"""What stands in for the marks of a traced step."""
+"""Replacements for the marks of a traced step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from zerojax.xla import jaxprs
 def replacements(
     closed: Any, loss_scale: LossScaleState | None
 ) -> dict[str, Callable[[jax.Array], jax.Array]]:
-    """By the name of a mark: what stands in for it.
+    """Returns, by the name of a mark, the function that replaces the marked value.
 
     Args:
-      closed: the jaxpr of the step.
-      loss_scale: the state of the loss scale, None without one.
+      closed: The jaxpr of the step.
+      loss_scale: The state of the loss scale, None without one.
 
     Raises:
-      ValueError: a gradient is without the loss scale.
+      ValueError: A gradient reaches the optimizer without the loss scale, or not in proportion to
+        it, or a loss contains a scaled gradient.
     """
     if loss_scale is None:
         return {}

@@ -1,6 +1,6 @@
 """Marks: values of the user's step that zerojax finds again once the step has been traced.
 
-A mark is an identity with a name, as ``jax.ad_checkpoint.checkpoint_name`` makes, so that it costs
+A mark is a named identity, like that of ``jax.ad_checkpoint.checkpoint_name``, so that it costs
 nothing, means nothing outside a decorated step, and survives every transformation.
 """
 
@@ -24,20 +24,20 @@ from zerojax.graph.search import contains
 from zerojax.xla import jaxprs
 
 GRADIENT = "zerojax gradient"
-"""What reaches the optimizer."""
+"""A gradient that reaches the optimizer."""
 UNUSED = "zerojax unused gradient"
-"""What reaches the optimizer and is left there, where the update comes after the step."""
+"""A gradient that reaches the optimizer but is not used by an update after the step."""
 SEED = "zerojax loss scale"
-"""The number that the loss is multiplied with before the backward pass: 1, to be replaced."""
+"""The factor on the loss before the backward pass: 1, to be replaced by the loss scale."""
 LOSS = "zerojax loss"
-"""What is multiplied with it."""
+"""The loss that is multiplied by the factor."""
 CHANGE = "zerojax change"
 """The optimizer's output where the updated parameter already exists."""
 
 
 def mark(tree: Any, name: str) -> Any:
-    """The arrays of a tree, marked."""
-    # Under jax_remat3 checkpoint_name makes a primitive that does not outlast the trace.
+    """Marks the arrays of a tree."""
+    # Under jax_remat3 checkpoint_name binds a primitive that does not outlast the trace.
     return jax.tree.map(lambda x: prims.name_p.bind(x, name=name), tree)
 
 
@@ -46,25 +46,26 @@ def is_mark(eqn: Any, name: str) -> bool:
 
 
 def gradients(jaxpr: Any) -> list[Any]:
-    """The variables of a program that reach the optimizer, in order; none inside equations."""
+    """Returns the variables of a program that reach the optimizer, in order, without those inside
+    equations."""
     names = graph_of(jaxpr).named("name")
     return [eqn.outvars[0] for eqn in names if is_mark(eqn, GRADIENT)]
 
 
 def holds(eqn: Any, name: str) -> bool:
-    """Whether the equation is such a mark, or has one in it at any depth."""
+    """Returns whether an equation is a mark of this name, or contains one at any depth."""
     return contains(eqn, is_mark, name)
 
 
 def reach_optimizer(jaxpr: Any) -> bool:
-    """Whether gradients reach the state's optimizer, at any depth of an open jaxpr."""
+    """Returns whether gradients reach the state's optimizer, at any depth of an open jaxpr."""
     return any(holds(eqn, GRADIENT) for eqn in jaxpr.eqns)
 
 
 def count(jaxpr: Any, name: str) -> tuple[int, int, int]:
-    """How many such marks run once, how many stand in branches, and how many in loops.
+    """Counts the marks of this name that run once, those in branches, and those in loops.
 
-    The recomputation of a rematerialised block is left out: it repeats marks.
+    The recomputation of a rematerialised block is left out, because it repeats marks.
     """
     straight = branched = looped = 0
     for eqn in jaxpr.eqns:
@@ -83,20 +84,21 @@ def count(jaxpr: Any, name: str) -> tuple[int, int, int]:
 
 
 class MadeFrom(enum.IntFlag):
-    """What a value is made from."""
+    """The origins of a value."""
 
     INPUT = enum.auto()
-    """Something that the step is given, not constants alone."""
+    """An argument of the step, not only constants."""
     MARK = enum.auto()
     """The mark."""
     MIXED = enum.auto()
-    """The mark and something without it, so that it is not proportional to the mark."""
+    """The mark and something without it, so that the value is not proportional to the mark."""
 
 
 def made_from(jaxpr: Any, name: str) -> dict[str, list[MadeFrom]]:
-    """What each gradient that reaches the optimizer, and each loss, has of marks of this name.
+    """Returns the origins of each gradient that reaches the optimizer, and of each loss, with
+    respect to marks of this name.
 
-    Zeros, for a parameter without use, are left out. Loops are not entered.
+    Zeros, the gradients of unused parameters, are left out. Loops are not entered.
     """
     origins: dict[str, list[MadeFrom]] = {GRADIENT: [], LOSS: []}
 
@@ -122,13 +124,13 @@ def _together(parts: Iterable[MadeFrom]) -> MadeFrom:
 
 
 def _mixes(eqn: Any, ins: Sequence[MadeFrom]) -> bool:
-    """Whether it adds, or compares, what has the mark and what has not."""
+    """Returns whether an equation adds or compares values with and without the mark."""
     marked = [MadeFrom.MARK in way for way in ins]
     if not any(marked) or all(marked):
         return False
     if eqn.primitive.name in COMPARISONS:
         return True
-    # Zeros do no harm, and a constant that is no literal is zeros as a rule.
+    # Zeros do no harm, and a constant that is not a literal is zeros as a rule.
     return eqn.primitive.name in SUMS and any(
         MadeFrom.INPUT in way or (isinstance(v, core.Literal) and np.any(v.val))
         for v, way, yes in zip(eqn.invars, ins, marked, strict=True)

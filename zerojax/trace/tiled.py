@@ -19,28 +19,30 @@ from zerojax.xla.jaxprs import open_jaxpr
 
 
 def tiled(fn: Callable[..., Any], *, chunks: int, shards: int = 1) -> Callable[..., Any]:
-    """``fn`` of arrays [B, T, ...], run on ``chunks`` pieces of the sequence, one after another.
+    """Wraps ``fn`` of arrays [B, T, ...] to run on chunks of the sequence, one after another.
 
-    The backward pass computes each piece again, so that what ``fn`` makes on its way exists for
-    one piece at a time, in both passes. Results and gradients are those of ``fn``. In a decorated
-    step the weights that ``fn`` closes over are gathered once in each pass, and their gradients
-    scattered once, not once a piece. These gradients are summed over the pieces in the dtype of the
-    weights, as in any loop of JAX: in bfloat16 each piece rounds the sum once more. Where T is no
-    multiple of ``chunks``, the last piece is filled with copies of the last position, which are
-    dropped again.
+    The backward pass recomputes each chunk, so that the intermediate values of ``fn`` exist for one
+    chunk at a time, in both passes. Results and gradients are those of ``fn``. In a decorated step
+    the weights that ``fn`` closes over are gathered once in each pass, and their gradients
+    reduce-scattered once, not once per chunk. These gradients are summed over the chunks in the
+    dtype of the weights, as in any loop of JAX: in bfloat16 each chunk rounds the sum once more.
+    If T is not a multiple of ``chunks``, the last chunk is padded with copies of the last position,
+    which are dropped again.
 
     Args:
-      fn: A function of arrays, or of trees of them, [B, T, ...] that gives such arrays; what it
-        makes of a position must not depend on other positions. A linen module that is a part of
-        another one, or is bound, is such a function too.
-      chunks: Pieces, T at the most; of ``shards``, T / shards.
-      shards: Equal stretches in which the sequence lies on the devices: the size of the mesh's axis
-        "seq". Each piece has a part of every stretch, so that no device waits for another's.
+      fn: A function from arrays, or trees of arrays, [B, T, ...] to such arrays; its result at a
+        position must not depend on other positions. A linen module that is bound, or is part of
+        another module, is such a function too.
+      chunks: Number of chunks, at most T / shards.
+      shards: Equal stretches into which the sequence is sharded over the devices: the size of the
+        mesh's axis "seq". Each chunk has a part of every stretch, so that no device waits for
+        another.
 
     Raises:
-      ValueError: ``chunks`` is no positive int or exceeds T; an argument or a result has no
-        dimension T behind the first; ``fn`` draws random numbers (each piece would draw the same),
-        or is a module that changes its variables, or reads those of others.
+      ValueError: ``chunks`` is not a positive int or exceeds T / shards; T is not a multiple of
+        ``shards``; an argument or a result does not have T as its second dimension; ``fn`` draws
+        random numbers (each chunk would draw the same), or is a module that changes its variables,
+        or reads those of others.
 
     Example:
       >>> import jax.numpy as jnp
@@ -92,8 +94,8 @@ def _length(name: str, args: Any) -> int:
 
 
 def _stack(x: jax.Array, shards: int, count: int, size: int) -> jax.Array:
-    """[B, T, ...] as [count, B, shards * size, ...], the ends of stretches repeated to fill their
-    last piece."""
+    """Splits [B, T, ...] into [count, B, shards * size, ...]; the last position of each stretch is
+    repeated to fill the stretch's last chunk."""
     rest, stretch = x.shape[2:], x.shape[1] // shards
     x = x.reshape(x.shape[0], shards, stretch, *rest)
     if missing := count * size - stretch:
@@ -111,11 +113,11 @@ def _unstack(x: jax.Array, shards: int, stretch: int) -> jax.Array:
 
 
 def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, of a module a pure function that closes over its variables."""
+    """Returns ``fn``; for a bound module, a pure function that closes over its variables."""
     if not isinstance(fn, nn.Module) or fn.scope is None:
         return fn
     mutable = fn.scope.mutable or []
-    # What asks for keys (has_rng) finds those of the module in its place.
+    # Calls that ask for keys (has_rng) find those of the bound module.
     rngs = {key: LazyRng.as_jax_rng(rng) for key, rng in fn.scope.rngs.items()}
     module, variables = fn.unbind()
     read = {id(x) for x in jax.tree.leaves(variables)}

@@ -1,4 +1,4 @@
-"""Gradients that a step makes and its update does not use: those of frozen parameters."""
+"""Gradients that a step computes and its update does not use: those of frozen parameters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from zerojax.xla.unused import unused, without_unused
 
 
 def without_unused_gradients(closed: Any) -> Any:
-    """A traced step that makes no gradient which its update does not use.
+    """Removes the gradients from a traced step that its update does not use.
 
-    XLA would drop most of them by itself, but not those that a barrier of ours, or another
-    gradient in the same loop, stands beside. A step that uses all its gradients stays as it is.
+    XLA itself would remove most of them, but not those that share one of our barriers, or a loop,
+    with another gradient. A step that uses all its gradients is returned unchanged.
 
     Args:
       closed: The step's jaxpr and its constants.

@@ -1,7 +1,7 @@
-"""The gradients of a step whose optimizer has no marks, from its dataflow.
+"""The gradients of a step whose optimizer has no marks, found by the step's dataflow.
 
-Differentiation names the equations that it makes. What it returns, and what the new state follows
-from, are the gradients that the update consumes.
+Differentiation names the equations that it creates. Results of these equations from which the new
+state is computed are the gradients that the update consumes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from zerojax.xla import jaxprs
 
 
 def find_gradients(jaxpr: Any, state: Sequence[int]) -> list[Any]:
-    """The gradients from which a step computes its new state; none where that is not certain.
+    """Returns the gradients from which a step computes its new state; none if they are uncertain.
 
-    It is certain where each gradient is of one parameter, and all are of one update: an array of
-    the state follows, element by element, from one gradient at most, each gradient that the new
-    state depends on reaches a parameter, and no backward pass reads what is updated. So gradients
-    that the step adds up, an update in a loop, and gradients of single rows are not found.
+    They are certain if each gradient belongs to one parameter, and all belong to one update: each
+    array of the state is computed, element by element, from at most one gradient, each gradient
+    that the new state depends on reaches a parameter, and no backward pass reads updated values. So
+    gradients that the step adds up, an update in a loop, and gradients of single rows are not
+    found.
 
     Args:
       jaxpr: The step, an open jaxpr.
@@ -49,8 +50,8 @@ def find_gradients(jaxpr: Any, state: Sequence[int]) -> list[Any]:
 
 
 def origins(v: Any, variables: Collection[Any], graph: Graph) -> set[Any]:
-    """Those of some variables from which another one follows element by element, each of the same
-    shape; the last on each way."""
+    """Returns those of ``variables`` from which ``v`` is computed element by element, through
+    values of the same shape; on each path the one nearest to ``v``."""
     left, seen, found = [v], set[Any](), set[Any]()
     while left:
         v = left.pop()
@@ -65,7 +66,7 @@ def origins(v: Any, variables: Collection[Any], graph: Graph) -> set[Any]:
 
 
 def _operands(eqn: Any, v: Any) -> list[Any]:
-    """The operands of an equation from which a result follows element by element."""
+    """Returns the operands of an equation from which a result is computed element by element."""
     if eqn.primitive.name in ELEMENTWISE:
         return [x for x in eqn.invars if x.aval.shape == v.aval.shape]
     if eqn.primitive not in jaxprs.CALLS:
@@ -76,8 +77,8 @@ def _operands(eqn: Any, v: Any) -> list[Any]:
 
 
 def _from_backward(values: Collection[Any], graph: Graph) -> list[Any]:
-    """The results of the backward pass from which values are computed by equations that are no part
-    of one; none where such an equation has a backward pass inside."""
+    """Returns the results of the backward pass from which values are computed by equations outside
+    any backward pass; none if such an equation has a backward pass inside."""
     left, seen, found = [*values], set[Any](), list[Any]()
     while left:
         v = left.pop()
@@ -96,7 +97,7 @@ def _from_backward(values: Collection[Any], graph: Graph) -> list[Any]:
 
 
 def _go_on(gradients: Collection[Any], jaxpr: Any) -> bool:
-    """Whether a backward pass reads what an update has computed from gradients."""
+    """Returns whether a backward pass reads values that an update has computed from gradients."""
     updated = set[Any]()
     for eqn in jaxpr.eqns:
         if jaxprs.is_transposed(eqn):
@@ -108,7 +109,7 @@ def _go_on(gradients: Collection[Any], jaxpr: Any) -> bool:
 
 
 def _differentiated(jaxpr: Any, arguments: Collection[Any]) -> set[Any]:
-    """The arguments from which, element by element, values follow that are differentiated."""
+    """Returns the arguments from which differentiated values are computed element by element."""
     graph, found = graph_of(jaxpr), set[Any]()
     for eqn in filter(jaxprs.is_differentiated, jaxpr.eqns):
         for v in jaxprs.variables(eqn.invars):

@@ -1,4 +1,4 @@
-"""An optimizer as a training state holds it: optax's own state, and zerojax's numbers beside it."""
+"""An optimizer in a training state: optax's state in ``opt_state``, zerojax's numbers beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flax import serialization
 
 
 def has_inner(opt_state: Any) -> bool:
-    """Whether a state is that of a wrapped transformation."""
+    """Returns whether a value is the state of a wrapped transformation."""
     return hasattr(opt_state, "with_inner")
 
 
@@ -17,13 +17,13 @@ def has_inner(opt_state: Any) -> bool:
 class BoundTransformation:
     """The ``tx`` of a training state whose ``opt_state`` has optax's own structure.
 
-    A wrapped optimizer takes and returns one state around optax's. Here the numbers of that state
-    are arrays of the optimizer itself, a node of the pytree. A decorated step brings them up to
-    date; ``update`` by itself uses them, and returns optax's state alone.
+    A wrapped optimizer takes and returns one state around optax's. This class stores the numbers of
+    that state as arrays of the optimizer, which is a node of the pytree. A decorated step updates
+    the numbers; ``update`` by itself uses them, and returns only optax's state.
 
     Args:
       tx: The wrapped optimizer.
-      numbers: Its state, without optax's.
+      numbers: The wrapped optimizer's state without optax's.
 
     Example:
       >>> import jax.numpy as jnp, optax, zerojax
@@ -39,13 +39,13 @@ class BoundTransformation:
         self.tx, self.numbers = tx, numbers
 
     def init(self, params: Any) -> Any:
-        """The state of a new optimizer, as optax has it."""
+        """Returns optax's state of a new optimizer."""
         return self.tx.init(params).inner
 
     def update(
         self, grads: Any, opt_state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        """The update and the new state, as optax has it."""
+        """Returns the updates and optax's new state."""
         state = self.numbers.with_inner(opt_state)
         updates, after = self.tx.update(grads, state, params, **extra)
         return updates, after.inner
@@ -59,7 +59,7 @@ class BoundTransformation:
 
 
 def bind(tx: Any, opt_state: Any) -> tuple[BoundTransformation, Any]:
-    """The optimizer of a training state, and its ``opt_state`` as optax has it."""
+    """Returns the optimizer of a training state, and its ``opt_state`` in optax's structure."""
     return BoundTransformation(tx, opt_state.with_inner(None)), opt_state.inner
 
 

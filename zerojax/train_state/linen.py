@@ -1,4 +1,4 @@
-"""A flax ``TrainState`` taken apart."""
+"""A flax ``TrainState`` as a training state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from zerojax.train_state.bound import BoundTransformation, bind, has_inner
 from zerojax.train_state.state_parts import OpenedState, Parts
 
 _PLAIN = "_plain_kind"
-"""Where the subclass of a state that zerojax makes names the user's own class."""
+"""The attribute in which zerojax's subclass of a state stores the user's class."""
 _NAMED = ("params", "opt_state", "step")
 
 
 def open_state(state: Any) -> OpenedState:
-    """Takes a ``TrainState``, or a subclass with more fields, apart.
+    """Splits a ``TrainState``, or a subclass with more fields, into its parts.
 
     Raises:
       TypeError: The state lacks ``params``, ``tx``, ``opt_state`` or ``step``.
@@ -50,7 +50,7 @@ def open_state(state: Any) -> OpenedState:
 
     kind: type = getattr(type(state), _PLAIN, type(state))
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.init}
-    fields |= dict.fromkeys([*_NAMED, "tx", *carried])  # no array is kept
+    fields |= dict.fromkeys([*_NAMED, "tx", *carried])  # keeps no array alive
     empty = kind(**fields)
 
     def close(parts: Parts, tx: Any) -> tuple[Any]:
@@ -73,8 +73,8 @@ def open_state(state: Any) -> OpenedState:
 
 @functools.cache
 def _bound_kind(kind: type) -> type:
-    """The subclass of a user's ``TrainState`` that holds a :class:`BoundTransformation`: its ``tx``
-    is a node of the pytree."""
+    """Creates the subclass of a user's ``TrainState`` that holds a :class:`BoundTransformation`: in
+    it ``tx`` is a node of the pytree."""
     (field,) = (f for f in dataclasses.fields(kind) if f.name == "tx")
     node = flax.struct.field(
         pytree_node=True,
@@ -94,14 +94,14 @@ def _bound_kind(kind: type) -> type:
 
 
 def is_train_state(x: Any) -> bool:
-    """Whether an object is a flax ``TrainState``, or acts like one; several in one, as under
-    ``jax.vmap`` over seeds, are a pytree of which no more is known."""
+    """Returns whether an object is a flax ``TrainState``, or acts like one. Several states stacked
+    into one, as by ``jax.vmap`` over seeds, count as any other pytree."""
     acts = hasattr(x, "opt_state") and hasattr(x, "apply_gradients")
     return acts and not np.ndim(getattr(x, "step", 0))
 
 
 def own_specs(params: Any) -> tuple[Any, ...]:
-    """The user's PartitionSpec of each parameter from flax's boxes; None without a box."""
+    """Returns the user's PartitionSpec of each parameter, from its flax box; None without a box."""
     boxes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, meta.AxisMetadata))
     return tuple(_own_spec(x) for x in boxes)
 

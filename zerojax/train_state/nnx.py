@@ -1,4 +1,4 @@
-"""A model, its optimizer and further NNX objects taken apart, and brought up to date in place."""
+"""A model, its optimizer and further NNX objects as a training state, updated in place."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jax.sharding import PartitionSpec
 from zerojax.train_state.nnx_bound import bind, bound_to
 from zerojax.train_state.state_parts import OpenedState, Parts
 
-MODEL = "model"  # names what the model has beside its parameters, in Parts.rest
+MODEL = "model"  # the key in Parts.rest of the model's variables beside its parameters
 
 
 def is_nnx(x: Any) -> bool:
-    """Whether NNX updates an object in place: a module, optimizer, metrics, Rngs or Variable."""
+    """Returns whether NNX updates ``x`` in place: module, optimizer, metrics, Rngs or Variable."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def ordered(objects: Sequence[Any]) -> list[int]:
-    """The positions of the model, its optimizer, and the other objects in their order.
+    """Returns the positions of the model, its optimizer, and the other objects in their order.
 
     Raises:
       TypeError: The objects are not one optimizer and its model.
@@ -40,10 +40,10 @@ def ordered(objects: Sequence[Any]) -> list[int]:
     optimizer: Any = objects[optimizers[0]]
     others = [i for i in range(len(objects)) if i != optimizers[0]]
     able = [i for i in others if isinstance(objects[i], nnx.Module)]
-    if len(able) != 1:  # metrics and Rngs are no modules, most often
+    if len(able) != 1:  # metrics and Rngs are usually not modules
         able = [i for i in others if _parameters(objects[i], optimizer)]
     if len(able) > 1:
-        # More than one could be trained: the one that the optimizer's state is of.
+        # Several could be trained: choose the model that the optimizer's state fits.
         able = [i for i in able if _fits(objects[i], optimizer)] or able
     if not able:
         raise _untrainable([objects[i] for i in others], optimizer)
@@ -51,10 +51,11 @@ def ordered(objects: Sequence[Any]) -> list[int]:
 
 
 def open_objects(objects: tuple[Any, ...]) -> OpenedState:
-    """Takes a model, its optimizer and other objects apart, in any order.
+    """Splits a model, its optimizer and other objects, in any order, into their parts.
 
     ``Parts.rest`` has the model's variables beside its parameters as ``"model"``, and those of the
-    other objects as ``"2"``, ``"3"`` and so on. What two objects share belongs to the first.
+    other objects as ``"2"``, ``"3"`` and so on. A variable that two objects share belongs to the
+    first.
 
     Raises:
       TypeError: The objects are not one optimizer and its model.
@@ -62,7 +63,7 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
     order = ordered(objects)
     at = order[1]
     nodes = [order[0], *order[2:]]  # one graph, as they may share variables
-    optimizer, count = objects[at], len(objects)  # what is kept below must not keep them
+    optimizer, count = objects[at], len(objects)  # closures below must not keep objects alive
     of_optimizer = nnx.filterlib.to_predicate(optimizer.wrt)
 
     def trained(path: Any, x: Any) -> bool:
@@ -89,7 +90,7 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
     graph, states = opened(objects)
     if not jax.tree.leaves(states[0]):
         raise _untrainable([objects[i] for i in nodes], optimizer)
-    # The optimizer's own arrays are replaced below: keep their shapes, not their memory.
+    # `close` replaces the optimizer's arrays: keep their shapes, not their memory.
     optimizer_graph, optimizer_state = nnx.split(optimizer)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.as_pure(optimizer_state)
@@ -104,7 +105,7 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
     def write_back(objects: tuple[Any, ...], parts: Parts, tx: Any) -> None:
         nnx.update(tuple(objects[i] for i in nodes), *joined(parts))
         optimizer = objects[at]
-        # Not nnx.update, which passes over what it does not take for an array: one on disk.
+        # Not nnx.update, which skips a value that it does not recognize as an array: one on disk.
         old, variables = bound_to(optimizer)
         held = jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable))
         if old is not tx or len(held) != len(jax.tree.leaves(parts.opt_state)):
@@ -129,8 +130,8 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
 
 
 def graph_hash(graph: Any) -> int | None:
-    """A graph's hash; None where a module holds something without one beside its arrays (a config,
-    say), as it may under ``nnx.jit``."""
+    """Returns a graph's hash; None if a module has an unhashable attribute beside its arrays (a
+    config, say), which ``nnx.jit`` permits."""
     try:
         return hash(graph)
     except TypeError:
@@ -139,7 +140,7 @@ def graph_hash(graph: Any) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Graph:
-    """A graph as a key. With its hash: an attribute that was changed in place equals itself."""
+    """A graph as a key. Equality misses an attribute changed in place; the hash does not."""
 
     graph: Any
 
@@ -148,7 +149,7 @@ class _Graph:
 
 
 def from_cached_partial() -> bool:
-    """Whether this call comes from ``nnx.cached_partial``, whose cache has to be taken."""
+    """Consumes the cache of ``nnx.cached_partial``, as flax requires; returns if it was set."""
     with nnx.update_context("zerojax") as context:
         return context.static_cache is not None
 
@@ -157,7 +158,7 @@ Settings = dict[tuple[Any, ...], Any]
 
 
 def settings(objects: tuple[Any, ...]) -> Settings:
-    """The attributes that are plain values (``deterministic``, say) by path and name."""
+    """Returns the attributes that are plain values (``deterministic``, say) by path and name."""
     plain = bool | int | float | str | None
     return {
         (*path, name): value
@@ -169,26 +170,26 @@ def settings(objects: tuple[Any, ...]) -> Settings:
 
 
 def apply_settings(objects: tuple[Any, ...], changed: Settings) -> None:
-    """Gives the attributes other values, as a step under ``nnx.jit`` does to its arguments."""
+    """Sets attributes to new values, as a step under ``nnx.jit`` does to its arguments."""
     nodes = dict(nnx.iter_graph(objects)) if changed else {}
     for (*path, name), value in changed.items():
         setattr(nodes[tuple(path)], name, value)
 
 
 def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:
-    """Gives an optimizer another transformation and its state."""
+    """Replaces an optimizer's transformation and state."""
     bind(optimizer, tx, parts.opt_state)
     optimizer.step.set_value(parts.step)
 
 
 def _of(state: Any, i: int) -> Any:
-    """The variables of one object of several; a Variable alone is an array."""
+    """Returns the variables of one of several objects; a bare Variable is an array."""
     found = state.raw_mapping.get(i, {})
     return nnx.State(found) if isinstance(found, dict) else found
 
 
 def _parameters(x: Any, optimizer: Any) -> list[Any]:
-    """The variables of an object that the optimizer would train; a Variable alone is no model."""
+    """Returns the variables that the optimizer would train; a bare Variable is not a model."""
     return [] if isinstance(x, nnx.Variable) else jax.tree.leaves(nnx.state(x, optimizer.wrt))
 
 
@@ -200,7 +201,7 @@ def _untrainable(objects: Sequence[Any], optimizer: Any) -> TypeError:
 
 
 def _fits(model: Any, optimizer: Any) -> bool:
-    """Whether the optimizer's state belongs to this model."""
+    """Returns whether the optimizer's state has the shapes for this model."""
     made = jax.eval_shape(optimizer.tx.init, nnx.as_pure(nnx.state(model, optimizer.wrt)))
     held = nnx.as_pure(optimizer.opt_state)
     return [x.shape for x in jax.tree.leaves(made)] == [x.shape for x in jax.tree.leaves(held)]

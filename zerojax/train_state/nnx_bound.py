@@ -11,12 +11,13 @@ from zerojax.train_state.bound import has_inner
 
 
 class NNXTransformation(nnx.Pytree):
-    """The ``tx`` of an ``nnx.Optimizer``, as :class:`zerojax.train_state.bound.BoundTransformation`
-    is that of a ``TrainState``; the numbers beside optax's state are variables.
+    """The ``tx`` of an ``nnx.Optimizer``; the numbers beside optax's state are NNX variables.
+
+    :class:`zerojax.train_state.bound.BoundTransformation` is its counterpart for a ``TrainState``.
 
     Args:
       tx: The wrapped optimizer.
-      numbers: Its state, without optax's.
+      numbers: The wrapped optimizer's state without optax's.
     """
 
     def __init__(self, tx: Any, numbers: Any) -> None:
@@ -24,21 +25,21 @@ class NNXTransformation(nnx.Pytree):
         self.numbers = nnx.data(jax.tree.map(nnx.OptState, numbers))
 
     def init(self, params: Any) -> Any:
-        """The state of a new optimizer, as optax has it."""
+        """Returns optax's state of a new optimizer."""
         return self.tx.init(params).inner
 
     def update(
         self, grads: Any, opt_state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        """The update and the new state, as optax has it."""
+        """Returns the updates and optax's new state."""
         state = nnx.as_pure(self.numbers).with_inner(opt_state)
         updates, after = self.tx.update(grads, state, params, **extra)
         return updates, after.inner
 
 
 def bound_to(optimizer: Any) -> tuple[Any, Any]:
-    """An optimizer's transformation, the wrapped one where zerojax wrapped it, and the tree of the
-    variables of that transformation's state."""
+    """Returns an optimizer's transformation, the one from ``wrap`` if zerojax wrapped it, and the
+    tree of variables of that transformation's state."""
     tx = optimizer.tx
     if isinstance(tx, NNXTransformation):
         return tx.tx, tx.numbers.with_inner(optimizer.opt_state)
@@ -46,7 +47,7 @@ def bound_to(optimizer: Any) -> tuple[Any, Any]:
 
 
 def bind(optimizer: Any, tx: Any, opt_state: Any) -> None:
-    """Gives an optimizer another transformation and that transformation's state."""
+    """Replaces an optimizer's transformation and state."""
     optimizer.tx = nnx.static(tx)
     if has_inner(opt_state):
         optimizer.tx = nnx.data(NNXTransformation(tx, opt_state.with_inner(None)))

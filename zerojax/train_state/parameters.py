@@ -1,4 +1,4 @@
-"""The parameters and the optimizer of a state that is any pytree."""
+"""The search for the parameters and the optimizer in a state that is any pytree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Select = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class _At:
-    """Stands for a leaf of the state.
+    """A placeholder for a leaf of the state.
 
     Attributes:
       i: The leaf's position.
@@ -31,15 +31,15 @@ def find_parameters(objects: tuple[Any, ...], keys: str, select: Select | None) 
     """Finds the parameters of a state.
 
     Args:
-      objects: The state, with one state of a wrapped optimizer in it.
+      objects: The state, which contains one state of a wrapped optimizer.
       keys: The keys of the config that need the parameters, for messages.
-      select: The user's function from the state to its parameters, which sees None in place of
-        leaves that are no arrays; None takes the one part of the state that has the form of the
-        optimizer's moments.
+      select: The user's function from the state to its parameters, which receives None in place of
+        leaves that are not arrays. If None, the parameters are the only part of the state that has
+        the form of the optimizer's moments.
 
     Raises:
-      ValueError: There is no such optimizer state, or more than one; or the parameters cannot be
-        found, or are not of this state.
+      ValueError: The state has no optimizer state, or more than one; or the parameters cannot be
+        found, or do not belong to this state.
     """
     leaves, tree = jax.tree.flatten(objects, is_leaf=has_inner)
     optimizers = [i for i, x in enumerate(leaves) if has_inner(x)]
@@ -70,7 +70,7 @@ def find_parameters(objects: tuple[Any, ...], keys: str, select: Select | None) 
 
 
 def _like_moments(state: Any, leaves: Sequence[Any], moments: Any, keys: str) -> Any:
-    """The one part of the state that has the form of the optimizer's largest moments."""
+    """Finds the only part of the state that has the form of the optimizer's largest moments."""
 
     def shapes(node: Any) -> Any:
         found, tree = jax.tree.flatten(node)
@@ -99,7 +99,7 @@ def _like_moments(state: Any, leaves: Sequence[Any], moments: Any, keys: str) ->
 
 
 def _nodes(path: tuple[Any, ...], node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """All nodes of a tree with their paths, a node before those below it."""
+    """Yields all nodes of a tree with their paths, in pre-order."""
     yield path, node
     if jax.tree_util.all_leaves([node]):
         return

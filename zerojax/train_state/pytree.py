@@ -17,7 +17,7 @@ from zerojax.train_state.state_parts import OpenedState, Parts
 
 _ONE = "state"
 _NOTHING = optax.identity()
-"""The optimizer of a state whose updates are the step's own."""
+"""The optimizer of a state that the step updates itself."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,18 @@ class Parameters:
 
 
 def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) -> OpenedState:
-    """Takes arguments of a step that are its state apart. Leaves that are no arrays, such as a
-    module's functions, are part of the program, and beside functions Python numbers are too.
+    """Splits the arguments of a step that are its state into parts.
+
+    Leaves that are not arrays, such as a module's functions, are part of the program; in an
+    argument with such leaves Python numbers are too.
 
     Args:
       objects: The arguments.
-      parameters: Which arrays are the parameters, and where the optimizer's state is. None puts
-        all arrays into ``Parts.rest``: which of them are parameters shows in the step alone.
+      parameters: The positions of the parameters and of the optimizer's state. None puts all arrays
+        into ``Parts.rest``: only the step knows which of them are parameters.
 
     Raises:
-      TypeError: The objects have no arrays, or a leaf that is none and not hashable.
+      TypeError: The objects have no arrays, or a leaf that is neither an array nor hashable.
     """
     nodes, structure = jax.tree.flatten(objects, is_leaf=has_inner if parameters else None)
     tree: Any = structure
@@ -97,7 +99,7 @@ def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) 
         close=close,
         key=(tree, *others.values(), *known),
         specs=() if parameters is None else own_specs(parts.params),
-        # A step that adds updates in full precision to parameters in half returns wider ones.
+        # A step that adds fp32 updates to 16-bit parameters returns wider parameters.
         matches=lambda state: [of_form(x, dtypes=parameters is None) for x in state],
         any_pytree=True,
         knows_parameters=parameters is not None,
@@ -105,33 +107,33 @@ def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) 
 
 
 def of_form(like: Any, *, dtypes: bool = True) -> Callable[[Any], bool]:
-    """Whether a value has the tree, the shapes and, if asked for, the dtypes of another."""
+    """Returns a test for values with the tree, shapes and, if ``dtypes``, dtypes of ``like``."""
     form = form_of(like, dtypes=dtypes)
     return lambda x: bool(form_of(x, dtypes=dtypes) == form)
 
 
 def are_given(leaves: Sequence[Any], tree: Any) -> list[bool]:
-    """For each leaf of several arguments, whether it is an array for the step, or an optimizer's
-    state in the place of a leaf."""
+    """Returns, for each leaf of several arguments, whether it is an array for the step; an
+    optimizer's state that takes the place of a leaf counts as one."""
     plain = jax.tree.unflatten(tree, [np.zeros(()) if has_inner(x) else x for x in leaves])
     return [given for x in plain for given in are_arrays(x)]
 
 
 def are_arrays(tree: Any) -> list[bool]:
-    """For each leaf of an argument, whether it is an array for the step. Beside functions, as in a
-    module that is a pytree, a Python number is a setting of the program."""
+    """Returns, for each leaf of an argument, whether it is an array for the step. Beside functions,
+    as in a module that is a pytree, a Python number is a setting of the program."""
     leaves = jax.tree.leaves(tree)
     settings = (int, float, complex) if not all(map(is_array, leaves)) else ()
     return [is_array(x) and not isinstance(x, settings) for x in leaves]
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf of a state is an array or a number."""
+    """Returns whether a leaf of a state is an array or a number."""
     return hasattr(x, "shape") or isinstance(x, int | float | complex)
 
 
 def form_of(value: Any, *, dtypes: bool = True) -> tuple[Any, list[Any]]:
-    """The tree, shapes and, if asked for, dtypes of a value, to be compared."""
+    """Returns the tree, shapes and, if ``dtypes``, dtypes of a value, for comparison."""
     leaves, tree = jax.tree.flatten(value)
     return tree, [_shape(x) if dtypes or not is_array(x) else np.shape(x) for x in leaves]
 

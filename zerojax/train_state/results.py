@@ -1,4 +1,4 @@
-"""A state's objects among the results of a step."""
+"""The objects of a state among the results of a step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import jax
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Passed:
-    """Stands in the results of a function for an object of the state: for an NNX object that was
-    passed to it, or for the new state.
+    """A placeholder in a function's results for an object of the state: an NNX object that was
+    passed to the function, or the new state.
 
     Attributes:
       position: The object's position among the objects of the call.
@@ -30,9 +30,9 @@ def take_out(results: Any, matches: Sequence[Callable[[Any], bool]]) -> tuple[di
       matches: For each object of the state, whether a node of the results is its new value.
 
     Returns:
-      By position of an object its new value, and the results with a :class:`Passed` in its place.
-      Each object is found once, the outermost and first node that matches, in tuples, lists and
-      dicts.
+      The new value of each object by its position, and the results with a :class:`Passed` in its
+      place. The search descends into tuples, lists and dicts, and takes for each object the first,
+      outermost node that matches.
 
     Example:
       >>> found, rest = take_out(({"w": 1.0}, 2.0), [lambda x: isinstance(x, dict)])
@@ -46,7 +46,7 @@ def take_out(results: Any, matches: Sequence[Callable[[Any], bool]]) -> tuple[di
             if i not in found and is_new(node):
                 found[i] = node
                 return Passed(i)
-        if not isinstance(node, tuple | list | dict):  # a class may look at its fields
+        if not isinstance(node, tuple | list | dict):  # unflattening a class may inspect its fields
             return node
         children, tree = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
         return jax.tree.unflatten(tree, [below(child) for child in children])
@@ -55,7 +55,7 @@ def take_out(results: Any, matches: Sequence[Callable[[Any], bool]]) -> tuple[di
 
 
 def put_back(results: Any, objects: Sequence[Any]) -> Any:
-    """The results with the objects in their places."""
+    """Replaces each :class:`Passed` in the results by its object."""
     return jax.tree.map(
         lambda x: objects[x.position] if isinstance(x, Passed) else x,
         results,
@@ -64,7 +64,7 @@ def put_back(results: Any, objects: Sequence[Any]) -> Any:
 
 
 def beside(results: Any) -> Any:
-    """The results beside the state: the rest of a tuple, of a pair the other one."""
+    """Returns the results beside the state: the rest of a tuple, or the other element of a pair."""
     if isinstance(results, Passed):
         return ()
     if type(results) is not tuple:
@@ -74,7 +74,7 @@ def beside(results: Any) -> Any:
 
 
 def summary(results: Any) -> str:
-    """A few words on what a step returns.
+    """Describes the results of a step in a few words.
 
     Example:
       >>> summary(({"w": 1.0}, jax.numpy.zeros(())))

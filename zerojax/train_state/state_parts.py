@@ -1,4 +1,4 @@
-"""A training state taken apart: the form that the rest of zerojax works on."""
+"""A training state split into parts: the form that the rest of zerojax works on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Parts(NamedTuple):
     Attributes:
       params: The parameters that the optimizer updates.
       opt_state: The optimizer's state.
-      step: int [], the user's own step counter.
-      rest: Everything else that a step hands to the next (batch statistics, PRNG keys, an average
+      step: int [], the user's step counter.
+      rest: All other arrays that a step passes to the next (batch statistics, PRNG keys, an average
         of the parameters), by name.
     """
 
@@ -28,25 +28,25 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenedState:
-    """A state taken apart, and the way back.
+    """A state split into parts, with the functions to rebuild it.
 
     Attributes:
       parts: The state's arrays.
       tx: The state's optimizer.
-      split: ``split(*objects)`` has the arrays of another state of the same kind, for the price of
-        reading its fields.
-      close: ``close(parts, tx)`` has the objects of a state of this kind with these arrays and
-        that optimizer.
-      key: Differs between kinds of state; hashable.
-      specs: The PartitionSpec that the user's model gives each leaf of ``parts.params``, in
-        order; None or empty where the model gives none.
-      write_back: ``write_back(objects, parts, tx)`` brings the user's own objects up to date, as
-        NNX does; None for a state that is returned.
-      plain: The state has not been through zerojax yet, so that its arrays are the caller's.
-      matches: ``matches(objects)`` has, for each of a state's objects, whether a node of a step's
-        results is its new value; nothing for objects that are updated in place.
-      any_pytree: The state is neither a ``TrainState`` nor NNX objects. Arrays that the caller puts
-        into it belong to the caller.
+      split: ``split(*objects)`` returns the arrays of another state of the same kind, at the cost
+        of reading its fields.
+      close: ``close(parts, tx)`` returns the objects of a state of this kind with these arrays and
+        this optimizer.
+      key: A hashable value that differs between kinds of state.
+      specs: The PartitionSpec that the user's model sets for each leaf of ``parts.params``, in
+        order; None or empty if the model sets none.
+      write_back: ``write_back(objects, parts, tx)`` updates the user's objects in place, as NNX
+        does; None for a state that is returned.
+      plain: Whether the state has not been through zerojax yet, so that the caller owns its arrays.
+      matches: ``matches(objects)`` returns, for each object of a state, a test whether a node of a
+        step's results is its new value; an empty sequence for objects that are updated in place.
+      any_pytree: Whether the state is neither a ``TrainState`` nor NNX objects. The caller owns the
+        arrays that it puts into such a state.
       knows_parameters: Whether the parameters are known; if not, all arrays are in ``parts.rest``,
         and the step updates them itself.
     """
@@ -65,5 +65,5 @@ class OpenedState:
 
     @property
     def optimizer_in_step(self) -> bool:
-        """Whether the step alone has the optimizer that updates ``parts.params``."""
+        """True if only the step has the optimizer that updates ``parts.params``."""
         return self.any_pytree and self.knows_parameters

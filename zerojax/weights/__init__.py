@@ -1,4 +1,4 @@
-"""Weights of any model: loaded from safetensors files and saved to them, by names given as data."""
+"""Weights of any model: loaded from and saved to safetensors files, with tensor names as data."""
 
 from zerojax.weights.in_memory import rearranged as rearranged
 from zerojax.weights.loader import load as load

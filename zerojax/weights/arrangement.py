@@ -1,7 +1,7 @@
-"""Which elements of which tensors make up a parameter, by an arrangement in einops' notation.
+"""Arrangements in einops' notation, which map elements of tensors to elements of a parameter.
 
-``"o i -> i o"`` reads: the tensor's axes, an arrow, the parameter's axes. Axes in parentheses share
-a dimension, the first outermost; ``...`` stands for the rest, in its order.
+``"o i -> i o"`` lists the tensor's axes, an arrow, and the parameter's axes. Axes in parentheses
+share a dimension, the first outermost; ``...`` stands for the remaining dimensions in order.
 
 >>> kernel = Arrangement.parse("(head d) i -> i head d")
 >>> (link,) = kernel.links("q_proj.weight", {}, (8, 2, 3), {}, {})
@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Bounds = tuple[tuple[int, int], ...]
-"""Of each dimension the first index, and the one after the last."""
+"""The first index of each dimension, and the index after the last."""
 
 Parts = Mapping[str, Sequence[str] | Mapping[str, int]]
-"""The values of axes that are named, in their order; with the size of each where they differ."""
+"""The values of named axes, in order; a mapping to the length of each value if lengths differ."""
 
 _ELLIPSIS = "..."
 _AXIS = r"[A-Za-z_]\w*"
@@ -40,9 +40,9 @@ class Axis(NamedTuple):
 
     Attributes:
       size: Its length.
-      stride: From one index to the next in the tensor, in elements.
-      dimension: Of the parameter.
-      step: From one index to the next in that dimension.
+      stride: The distance from one index to the next in the tensor, in elements.
+      dimension: The parameter's dimension that contains the axis.
+      step: The distance from one index to the next in that dimension.
     """
 
     size: int
@@ -52,13 +52,13 @@ class Axis(NamedTuple):
 
 
 class Box(NamedTuple):
-    """Elements of a tensor, and where they stand in a parameter.
+    """Elements of a tensor, and their places in a parameter.
 
     Attributes:
-      shape: Of the elements, in the tensor's order.
-      offset, strides: In the tensor, in elements.
+      shape: The shape of the elements, in the tensor's order of axes.
+      offset, strides: Their offset and strides in the tensor, in elements.
       start: The index of the first element in the parameter.
-      dimensions, steps: Of each axis, the parameter's dimension and the step in it.
+      dimensions, steps: The parameter's dimension of each axis, and the step in that dimension.
     """
 
     shape: tuple[int, ...]
@@ -69,7 +69,12 @@ class Box(NamedTuple):
     steps: tuple[int, ...]
 
     def view(self, piece: np.ndarray, bounds: Bounds) -> np.ndarray:
-        """The elements in a piece of the parameter, in the tensor's order; shares memory."""
+        """Returns a view of the elements, in the tensor's order of axes.
+
+        Args:
+          piece: The slice of the parameter within ``bounds``; the view shares its memory.
+          bounds: The bounds of ``piece`` in the parameter.
+        """
         begins = (at - low for at, (low, _) in zip(self.start, bounds, strict=True))
         corner: Any = (*(slice(i, None) for i in begins), ...)
         moves = (
@@ -79,14 +84,14 @@ class Box(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A tensor, or a part of one, that is a parameter, or a part of one.
+    """A link between a tensor, or a slice of it, and a parameter, or a slice of it.
 
     Attributes:
-      tensor: Its name.
-      tensor_shape: The shape of the whole tensor.
-      base: The offset of the part in the tensor, in elements.
-      start: The index of the part in the parameter.
-      axes: Of the part, in the tensor's order.
+      tensor: The tensor's name.
+      tensor_shape: The shape of the full tensor.
+      base: The offset of the slice in the tensor, in elements.
+      start: The index at which the slice begins in the parameter.
+      axes: The axes of the slice, in the tensor's order.
     """
 
     tensor: str
@@ -97,11 +102,11 @@ class Link(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements of the part."""
+        """The number of elements in the slice."""
         return math.prod(axis.size for axis in self.axes)
 
     def boxes(self, bounds: Bounds) -> Iterator[Box]:
-        """What of the part lies within bounds of the parameter."""
+        """Yields the boxes of the slice that are within ``bounds`` of the parameter."""
         ranges = []
         for dimension, (low, high) in enumerate(bounds):
             numbers = [i for i, axis in enumerate(self.axes) if axis.dimension == dimension]
@@ -127,8 +132,8 @@ class Link(NamedTuple):
 
 
 def _within(low: int, high: int, axes: Sequence[Axis]) -> Iterator[tuple[range, ...]]:
-    """The indices of axes that share a dimension, the outermost first, at which their sum of steps
-    lies in [low, high), as few boxes."""
+    """Yields the indices of axes that share a dimension, outermost first, at which their sum of
+    steps is in [low, high), as a minimal number of boxes."""
     if not axes:
         if low <= 0 < high:
             yield ()
@@ -148,17 +153,17 @@ def _within(low: int, high: int, axes: Sequence[Axis]) -> Iterator[tuple[range, 
 
 
 class Arrangement(NamedTuple):
-    """A tensor's dimensions and a parameter's, each made of named axes."""
+    """The dimensions of a tensor and of a parameter, each a tuple of named axes."""
 
     tensor: tuple[tuple[str, ...], ...]
     parameter: tuple[tuple[str, ...], ...]
 
     @classmethod
     def parse(cls, text: str) -> Arrangement:
-        """An arrangement as it is written.
+        """Parses an arrangement such as ``"o i -> i o"``.
 
         Raises:
-          ValueError: The text is none.
+          ValueError: The text is not an arrangement.
         """
         sides = text.split("->")
         if len(sides) != 2:
@@ -176,22 +181,22 @@ class Arrangement(NamedTuple):
         parts: Parts,
         sizes: Mapping[str, int],
     ) -> list[Link]:
-        """The tensors of a parameter, one for each value of the axes that stand in their name.
+        """Returns links to the tensors of a parameter, one for each value of the axes in ``name``.
 
         Args:
           name: The tensors' name; ``{axis}`` in it stands for the value of that axis.
-          given: The values of axes that the parameter's path has.
+          given: The values of axes that come from the parameter's path.
           shape: The parameter's shape.
-          parts: The values of axes; those of others in a name are 0, 1, 2 ...
+          parts: The values of axes; other axes in a name have the values 0, 1, 2 ...
           sizes: The lengths of axes that no shape shows.
 
         Raises:
-          ValueError: The arrangement does not fit the shape, or axes are of unknown length.
+          ValueError: The arrangement does not fit the shape, or the length of an axis is unknown.
         """
         return _Links(self._spelled(len(shape)), name, given, tuple(shape), parts, sizes).all()
 
     def _spelled(self, dimensions: int) -> Arrangement:
-        """With axes for the ``...``."""
+        """Replaces ``...`` by numbered axes."""
         count = dimensions - (len(self.parameter) - 1)
         rest = tuple((f"{_ELLIPSIS}{i}",) for i in range(count))
 
@@ -280,7 +285,7 @@ class _Links:
         ]
 
     def _link(self, at: dict[str, int]) -> Link:
-        """The link at these indices of the axes in the name."""
+        """Builds the link at the indices ``at`` of the axes in the name."""
         values = {axis: self._value(axis, i) for axis, i in at.items()}
         at = at | {axis: self._index(axis) for axis in self.chosen}
         sizes = self._inferred(self.sizes, at)
@@ -317,7 +322,7 @@ class _Links:
         return int(value)
 
     def _inferred(self, known: Mapping[str, int], at: Mapping[str, int]) -> dict[str, int]:
-        """The lengths of the parameter's axes, by its shape."""
+        """Infers the lengths of the parameter's axes from its shape."""
         sizes = dict(known)
         for axes, n in zip(self.parameter, self.shape, strict=True):
             if axes and axes[0] in self.sections:
@@ -339,7 +344,7 @@ class _Links:
     def _laid(
         self, dimensions: Sequence[Sequence[str]], sizes: Mapping[str, int], at: Mapping[str, int]
     ) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, tuple[int, int]]]:
-        """A shape, the index at which the part begins, and each axis's dimension and step."""
+        """Returns a shape, the slice's first index in it, and each axis's dimension and step."""
         shape, start, steps = [], [], {}
         for d, axes in enumerate(dimensions):
             step, begin = 1, 0

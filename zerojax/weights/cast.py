@@ -1,4 +1,4 @@
-"""Floats in another dtype."""
+"""Casts of floats with a range check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def cast(block: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """An array in another dtype of floats; the array itself where it has that one.
+    """Casts an array to another float dtype; returns the array itself if it has that dtype.
 
     Raises:
       ValueError: A finite number is beyond the dtype's range.

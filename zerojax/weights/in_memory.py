@@ -1,4 +1,4 @@
-"""Tensors in host memory in place of files, such as a state dict of torch as NumPy arrays."""
+"""Tensors in host memory instead of files, such as a state dict of torch as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerojax.weights.tree import open_tree
 
 
 class HostTensor(NamedTuple):
-    """An array with what a tensor of a file has."""
+    """An array with the interface of a tensor in a file."""
 
     name: str
     file: str
@@ -36,7 +36,7 @@ class HostTensor(NamedTuple):
     def read(
         self, out: np.ndarray, offset: int = 0, strides: Sequence[int] | None = None
     ) -> np.ndarray:
-        """As of a tensor in a file."""
+        """Fills ``out``, as :meth:`zerojax.weights.reader.FileTensor.read` does."""
         strides = contiguous(out.shape) if strides is None else strides
         if out.size:
             flat = np.ascontiguousarray(self.array).reshape(-1)
@@ -51,16 +51,17 @@ def rearranged(
     like: Any,
     names: Names | Mapping[str, str | Tensor | None] | None = None,
 ) -> Any:
-    """Parameters made of arrays in host memory, as NumPy arrays in the arrays' dtypes.
+    """Builds parameters from arrays in host memory, as NumPy arrays of the same dtypes.
 
     Args:
       tensors: Arrays by name.
-      like: The parameters' shapes, and whether they are of floats, as for ``load``.
+      like: A tree with the parameters' shapes and dtypes, as for ``load``; only whether a dtype is
+        a float matters.
       names: The arrays' names by parameter, as for ``load``.
 
     Raises:
-      ValueError: The names do not fit the parameters, or an array is missing, in no parameter, or
-        of another shape or kind.
+      ValueError: The names do not fit the parameters, or an array is missing, not used by any
+        parameter, or of another shape or kind.
 
     Example:
       >>> like = {"up": {"kernel": np.zeros((2, 3))}}

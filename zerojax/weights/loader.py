@@ -1,4 +1,4 @@
-"""Parameters from safetensors files, each device's piece by itself."""
+"""``load``: parameters from safetensors files, read shard by shard."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from zerojax.weights.reader import open_tensors
 from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import Path
 
-_ROWS = 1024  # of a tied tensor, compared at a time
+_ROWS = 1024  # rows of a tied tensor that are compared at a time
 
 
 class Source(Protocol):
-    """A tensor that parameters are made of; see :class:`zerojax.weights.reader.FileTensor`."""
+    """A tensor to read parameters from; see :class:`zerojax.weights.reader.FileTensor`."""
 
     @property
     def name(self) -> str: ...
@@ -51,26 +51,27 @@ def load(
     like: Any,
     names: Names | Mapping[str, str | Tensor | None] | None = None,
 ) -> Any:
-    """Parameters from a folder of safetensors files.
+    """Loads parameters from a folder of safetensors files.
 
-    Each device's piece is read by itself and once by a process, and the host holds one piece at a
-    time. Everything is checked before a tensor is read.
+    Each process reads each distinct shard of its devices once, and the host holds one shard at a
+    time. Names, shapes and dtypes are checked before any parameter is read.
 
     Args:
-      folder: With ``model.safetensors``, or with ``model.safetensors.index.json`` and its files;
-        or one file.
+      folder: A folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and its
+        files; or one file.
       like: The parameters' shapes, dtypes and shardings: a tree of arrays or
         ``jax.ShapeDtypeStruct``, an ``nnx.State`` or an ``nnx.Module``, such as ``.params`` of
-        ``zero.init`` or ``zero.abstract_state``. Without a sharding an array lies on JAX's default
-        device. A cast of floats is logged.
-      names: The tensors' names by parameter; by default the parameters' keys, dots between.
+        ``zero.init`` or ``zero.abstract_state``. An array without a sharding is placed on JAX's
+        default device. A cast of floats is logged.
+      names: The tensors' names by parameter; by default the parameters' keys joined with dots.
 
     Returns:
-      A tree like ``like``; for a module another one, with the random streams of ``like``.
+      A tree like ``like``; if ``like`` is a module, a new module with the random streams of
+      ``like``.
 
     Raises:
-      ValueError: The names do not fit the parameters; a tensor is missing or in no parameter, or
-        of another shape or dtype; a file is damaged.
+      ValueError: The names do not fit the parameters; a tensor is missing, not used by any
+        parameter, or of another shape or dtype; a file is damaged.
       FileNotFoundError: A file does not exist.
 
     Example:
@@ -107,18 +108,18 @@ def fit(
     tensors: Mapping[str, AnySource],
     dtypes: Mapping[str, np.dtype],
 ) -> dict[str, AnySource]:
-    """The tensors that parameters are made of, by name, after a check of all of them.
+    """Checks the tensors found against the parameters; returns the needed tensors by name.
 
     Args:
       source: The file or folder, for messages.
       names: The names.
-      linked: The parameters.
+      linked: The parameters and their links to tensors.
       tensors: The tensors found.
-      dtypes: Of the parameters.
+      dtypes: The parameters' dtypes.
 
     Raises:
-      ValueError: Tensors are missing, in no parameter, of a wrong shape or dtype, or a copy differs
-        from what it is a copy of.
+      ValueError: Tensors are missing, not used by any parameter, or of a wrong shape or dtype; or a
+        copy differs from its original.
     """
     problems = []
     found: dict[str, AnySource] = {}
@@ -181,7 +182,7 @@ def _is_float(dtype: np.dtype) -> bool:
 
 
 def _check_copy(copy: Source, tensor: Source) -> None:
-    """Refuse a copy of other numbers: the model would compute something else."""
+    """Raises ValueError if a copy has other values: the model would compute different results."""
     same = copy.shape == tensor.shape and copy.stored == tensor.stored
     rows = tensor.shape[0] if tensor.shape else 1
     width = int(np.prod(tensor.shape[1:]))
@@ -218,7 +219,7 @@ def _dtype(leaf: Any) -> np.dtype:
 
 
 def _array(leaf: Any, dtype: np.dtype, links: Sequence[Link], sources: Mapping[str, Source]) -> Any:
-    """A parameter, each of its pieces read for the devices that hold it."""
+    """Builds a parameter; reads each distinct shard for the devices that store it."""
     shape, sharding = tuple(leaf.shape), getattr(stored(leaf), "sharding", None)
     assert sharding is None or isinstance(sharding, Sharding)
 

@@ -1,4 +1,4 @@
-"""The names that a model's parameters have as tensors elsewhere, as data.
+"""Tensor names of a model's parameters in another library, as data.
 
 >>> names = Names({
 ...     "embed/embedding": "model.embed_tokens.weight",
@@ -28,21 +28,21 @@ _KINDS = {None: r"[^/.]+", "int": r"\d+", "path": r".+"}
 
 @dataclass(frozen=True)
 class Tensor:
-    """The tensor of a parameter, or several that make it up.
+    """The tensor of a parameter, or several tensors that together form the parameter.
 
     Attributes:
-      name: The tensor's; ``{layer}`` in it stands for what the pattern of the path has there, or
-        for each index of the axis ``layer`` of the parameter.
-      arrangement: The tensor's axes, ``->`` and the parameter's, as einops writes them:
+      name: The tensor's name; ``{layer}`` in it stands for the text that the path's pattern matched
+        there, or for each index of the parameter's axis ``layer``.
+      arrangement: The tensor's axes, ``->`` and the parameter's axes, in einops' notation:
         ``"o i -> i o"`` transposes, ``"(head d) i -> i head d"`` gives heads a dimension,
         ``"o i -> layer i o"`` stacks the tensors of all layers,
         ``"i (part o) -> i o"`` with ``part`` in the path takes one part of a fused tensor, and
         ``"o i -> i (part o)"`` with ``{part}`` in the name fuses several tensors.
-      parts: The values of such an axis, in their order: ``{"part": ["query", "key", "value"]}``;
-        with the length of each where they differ, ``{"part": {"q": 4096, "k": 1024}}``. Without
-        them they are 0, 1, 2 ...
+      parts: The values of such an axis, in order: ``{"part": ["query", "key", "value"]}``; if their
+        lengths differ, with the length of each: ``{"part": {"q": 4096, "k": 1024}}``. The default
+        values are 0, 1, 2 ...
       sizes: Lengths of axes that the parameter's shape does not show.
-      tied: Another parameter is made of the same elements. ``save`` compares the two.
+      tied: Whether another parameter uses the same elements; ``save`` compares the two.
     """
 
     name: str
@@ -57,14 +57,15 @@ class Names:
     """The tensors of all parameters of a model.
 
     Attributes:
-      tensors: By parameter, its keys with ``/`` between. In a pattern ``{module}`` stands for any
-        text without ``/`` and ``.``, ``{layer:int}`` for a number and ``{module:path}`` for any
-        text; in the tensor's name each ``/`` of what stood there becomes a dot. The first pattern
-        that fits counts. A name alone is a tensor like the parameter, None no tensor:
-        ``load`` leaves that parameter as it is, and ``save`` leaves it out.
-      prefix: What may precede a tensor's name in a file or may be missing there: ``"model."``.
-      ignored: Patterns of tensors in a file that are of no parameter.
-      tied: Tensors that may be in a file as copies of others: ``{"lm_head.weight": "wte.weight"}``.
+      tensors: Tensors by parameter path, its keys joined with ``/``, or by a pattern of paths. In a
+        pattern, ``{module}`` matches any text without ``/`` and ``.``, ``{layer:int}`` a number and
+        ``{module:path}`` any text; in the tensor's name, each ``/`` of the matched text becomes a
+        dot. The first matching pattern applies. A plain string names a tensor of the parameter's
+        shape. None means that the parameter has no tensor: ``load`` leaves the parameter unchanged,
+        and ``save`` omits it.
+      prefix: An optional prefix of tensor names in a file, such as ``"model."``.
+      ignored: Patterns of tensors in a file that belong to no parameter.
+      tied: Tensors that a file may hold as copies of others: ``{"lm_head.weight": "wte.weight"}``.
     """
 
     tensors: Mapping[str, str | Tensor | None]
@@ -74,23 +75,23 @@ class Names:
 
     @classmethod
     def of(cls, names: Names | Mapping[str, str | Tensor | None] | None) -> Names:
-        """Names from a mapping alone; without one each tensor has its path, dots between."""
+        """Converts a mapping to names; for None, each tensor's name is its path with dots."""
         if names is None:
             return cls({"{path:path}": "{path}"})
         return names if isinstance(names, Names) else cls(names)
 
     def is_ignored(self, tensor: str) -> bool:
-        """Whether a tensor of a file, without the prefix, is of no parameter."""
+        """Returns whether a tensor name, without the prefix, matches a pattern of ``ignored``."""
         return any(pattern_of(each).fullmatch(tensor) for each in self.ignored)
 
 
 class Linked(NamedTuple):
-    """Parameters and the tensors they are made of.
+    """Parameters and the tensors that they consist of.
 
     Attributes:
-      links: By parameter; without those that have no tensors.
+      links: Links to tensors, by parameter; parameters without tensors are left out.
       tensors: Shapes of the tensors, by name.
-      tied: Parameters whose tensors other parameters are made of.
+      tied: Parameters with ``tied=True``, which use the tensors of other parameters.
     """
 
     links: dict[str, tuple[Link, ...]]
@@ -101,11 +102,11 @@ class Linked(NamedTuple):
 def link(
     names: Names | Mapping[str, str | Tensor | None] | None, shapes: Mapping[str, Sequence[int]]
 ) -> Linked:
-    """The tensors of parameters, whose shapes are given by path.
+    """Links parameters, passed as shapes by path, to their tensors.
 
     Raises:
-      ValueError: A parameter has no name, the map names an unknown one, an arrangement does not fit
-        a shape, or elements of a tensor are in no parameter, or in several.
+      ValueError: A parameter has no name, the map names an unknown parameter, an arrangement does
+        not fit a shape, or elements of a tensor are in no parameter, or in several.
     """
     names = Names.of(names)
     for pattern in (*names.tensors, *names.ignored):
@@ -153,7 +154,7 @@ def link(
 
 
 def refuse(what: str, problems: Sequence[str], remedy: str) -> None:
-    """Raises ValueError with the first few problems, where any exist."""
+    """Raises ValueError with the first ``SHOWN`` problems, if any exist."""
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         raise ValueError("\n  ".join([f"{what}:", *problems[:SHOWN], *more]) + f"\n{remedy}")
@@ -161,7 +162,7 @@ def refuse(what: str, problems: Sequence[str], remedy: str) -> None:
 
 @functools.cache
 def pattern_of(text: str) -> re.Pattern[str]:
-    """The regular expression of a pattern with ``{name}``, ``{name:int}`` and ``{name:path}``.
+    """Compiles a pattern with ``{name}``, ``{name:int}`` and ``{name:path}`` to a regex.
 
     Raises:
       ValueError: Another word follows the colon.
@@ -178,7 +179,7 @@ def pattern_of(text: str) -> re.Pattern[str]:
 
 
 def _rule(names: Names, path: str) -> tuple[Tensor | None, dict[str, str]]:
-    """The first rule that fits, and what its pattern has in the path. LookupError without one."""
+    """Returns the first matching rule and the texts it matched; LookupError if none matches."""
     for pattern, tensor in names.tensors.items():
         if match := pattern_of(pattern).fullmatch(path):
             given = {name: text.replace("/", ".") for name, text in match.groupdict().items()}

@@ -1,4 +1,4 @@
-"""Sharded arrays, made on their devices and copied to the host piece by piece.
+"""Sharded arrays, created on their devices and copied to the host shard by shard.
 
 >>> from jax.sharding import SingleDeviceSharding
 >>> rows = np.arange(6.0, dtype=np.float32).reshape(3, 2)
@@ -29,14 +29,14 @@ _ALIGNED = 64
 def from_pieces(
     shape: tuple[int, ...], sharding: Sharding | None, read: Callable[[Bounds], np.ndarray]
 ) -> jax.Array:
-    """An array whose pieces are read one after the other, each for the devices that hold it.
+    """Creates an array from shards that are read one after the other, each once for its devices.
 
-    `jax.make_array_from_callback` would keep the pieces of all devices on the host at once.
+    ``jax.make_array_from_callback`` would keep the shards of all devices on the host at once.
 
     Args:
-      shape: The shape of the whole array.
+      shape: The shape of the global array.
       sharding: The sharding of the array; None for JAX's default device.
-      read: Returns the piece within such bounds.
+      read: Returns the shard within the bounds it is passed.
     """
     if sharding is None:
         return jnp.asarray(read(tuple((0, n) for n in shape)))
@@ -51,12 +51,12 @@ def from_pieces(
 
 def _put(piece: np.ndarray, devices: list[jax.Device], memory_kind: str | None) -> list[jax.Array]:
     places = [SingleDeviceSharding(device, memory_kind=memory_kind) for device in devices]
-    # The copies keep this piece: wait for them, so that the host holds one piece at a time.
+    # The copies keep a reference to the shard: wait, so that the host holds one shard at a time.
     return jax.block_until_ready([jax.device_put(piece, place) for place in places])
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A piece of zeros that a CPU device takes over without a copy, as it begins at 64 bytes."""
+    """Returns zeros aligned to 64 bytes, which a CPU device takes over without a copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.zeros(size + _ALIGNED, np.uint8)
     begin = -memory.ctypes.data % _ALIGNED
@@ -64,13 +64,14 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def to_host(array: Any) -> Iterator[tuple[Bounds, np.ndarray]]:
-    """The distinct pieces of an array, one after the other, in host memory of their own.
+    """Yields the bounds and values of an array's distinct shards on this process, one at a time.
 
-    ``np.asarray(array)`` is not used: JAX keeps its result for as long as the array lives, so that
-    a model saved tensor by tensor would pile up on the host.
+    Shards of a JAX array are copied to host memory without ``np.asarray(array)``: JAX caches that
+    result for as long as the array lives, so a model saved tensor by tensor would accumulate on
+    the host.
 
     Args:
-      array: Of NumPy or JAX, or an array at rest, whose padding is left out.
+      array: A NumPy or JAX array, or an array at rest, whose padding is left out.
     """
     shape = tuple(array.shape)
     at_rest = stored(array)
@@ -90,7 +91,7 @@ def to_host(array: Any) -> Iterator[tuple[Bounds, np.ndarray]]:
 
 
 def clipped(bounds: Bounds, shape: tuple[int, ...]) -> Bounds:
-    """Bounds in a padded array as bounds in the array itself."""
+    """Clips bounds in a padded array to the array without padding."""
     ends = ((min(start, n), min(stop, n)) for (start, stop), n in zip(bounds, shape, strict=True))
     return tuple(ends)
 

@@ -1,14 +1,14 @@
-"""The tensors of safetensors files, of which any elements are read by themselves.
+"""Random access to the elements of tensors in safetensors files.
 
 Example::
 
-    with open_tensors("gpt2") as tensors:                # a folder or a file; headers alone
+    with open_tensors("gpt2") as tensors:                # a folder or a file; reads only headers
         tensors["wte.weight"].shape                      # (50257, 768)
         tensors["wte.weight"].read(np.empty((8, 768), np.float32))
 
-A file is read, not mapped, so that the process holds no more of it than what was asked for. The
-format: https://huggingface.co/docs/safetensors; several files with an index that says which tensor
-is where: https://huggingface.co/docs/transformers/big_models.
+Files are read, not memory-mapped, so that the process holds only the requested elements. The
+format: https://huggingface.co/docs/safetensors; several files with an index that maps tensors to
+files: https://huggingface.co/docs/transformers/big_models.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class FileTensor(NamedTuple):
 
     Attributes:
       name: Its name.
-      file: The file, and ``opened`` the number under which it is open.
+      file, opened: The file's path and its open file descriptor.
       shape: The tensor's shape.
-      stored: Its dtype in safetensors' words, "F32".
-      begin: The byte of the file at which the tensor begins.
+      stored: The safetensors name of its dtype, such as "F32".
+      begin: The byte offset in the file at which the tensor begins.
     """
 
     name: str
@@ -56,22 +56,25 @@ class FileTensor(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype | None:
-        """NumPy's dtype; None where it has none."""
+        """The NumPy dtype; None if NumPy has no such dtype."""
         return jnp.dtype(_NUMPY[self.stored]) if self.stored in _NUMPY else None
 
     def read(
         self, out: np.ndarray, offset: int = 0, strides: Sequence[int] | None = None
     ) -> np.ndarray:
-        """Fills an array, and casts to its dtype.
+        """Fills ``out`` with elements of the tensor, cast to the dtype of ``out``.
 
         Args:
-          out: What is filled, of any strides.
-          offset: That of the first element in the tensor.
-          strides: Those of ``out``'s dimensions in the tensor, in elements; by default the
-            elements follow each other.
+          out: The array to fill, with any strides.
+          offset: The offset of the first element in the tensor, in elements.
+          strides: The strides of ``out``'s dimensions in the tensor, in elements; by default the
+            elements are contiguous.
+
+        Returns:
+          ``out``.
 
         Raises:
-          ValueError: The file became shorter, or a number is beyond the range of ``out``'s dtype.
+          ValueError: The file became shorter, or a value is beyond the range of ``out``'s dtype.
         """
         dtype = self.dtype
         assert dtype is not None, self.stored
@@ -100,14 +103,14 @@ class FileTensor(NamedTuple):
 
 @contextlib.contextmanager
 def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
-    """The tensors of a file or a folder by name. They can be read while the context is open.
+    """Opens the tensors of a file or folder, by name; they are readable while the context is open.
 
-    A folder has `model.safetensors`, or `model.safetensors.index.json` and the files it names.
+    A folder has ``model.safetensors``, or ``model.safetensors.index.json`` and the files it names.
 
     Raises:
       FileNotFoundError: The path, or a file that the index names, does not exist.
-      ValueError: A file is cut short or no safetensors, the index names a file outside of the
-        folder, or the index and its files disagree.
+      ValueError: A file is truncated or not in the safetensors format, the index names a file
+        outside of the folder, or the index and its files disagree.
     """
     path = pathlib.Path(path)
     with contextlib.ExitStack() as stack:
@@ -135,7 +138,7 @@ def _open_indexed(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str
 
 
 def _files_of(folder: pathlib.Path) -> dict[str, set[str]]:
-    """The tensors that the index places in each file."""
+    """Returns the tensors that the index assigns to each file."""
     index = folder / INDEX
     if not index.is_file():
         raise FileNotFoundError(
@@ -156,11 +159,11 @@ def _files_of(folder: pathlib.Path) -> dict[str, set[str]]:
 
 
 def _in_folder(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """A file that the index names; the folder may link to it, as in Hugging Face's cache.
+    """Returns the path of a file that the index names; a link, as in Hugging Face's cache, is fine.
 
     Raises:
-      FileNotFoundError: It is not in the folder.
-      ValueError: The name leads out of the folder, or no file can have it.
+      FileNotFoundError: The file is not in the folder.
+      ValueError: The name leads out of the folder, or is not a valid file name.
     """
     path, index = pathlib.PurePath(name), folder / INDEX
     if not path.name or path.is_absolute() or ".." in path.parts:
@@ -204,8 +207,8 @@ def _open_file(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Fil
 
 
 class _Entry(NamedTuple):
-    """A tensor in a header: shape, dtype in safetensors' words, first byte and the one after the
-    last, counted from the end of the header."""
+    """A tensor in a header: its shape, the safetensors name of its dtype, its first byte and the
+    byte after its last, counted from the end of the header."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -214,12 +217,12 @@ class _Entry(NamedTuple):
 
     @classmethod
     def of(cls, name: str, about: Any) -> _Entry:
-        """An entry as the header has it.
+        """Parses an entry of the header.
 
         Raises:
-          ValueError: It is not one.
+          ValueError: The entry is invalid.
         """
-        name.encode()  # half a character of UTF-16 cannot be printed
+        name.encode()  # a lone surrogate of UTF-16 cannot be printed
         keys = ("shape", "dtype", "data_offsets")
         if not isinstance(about, dict) or not all(key in about for key in keys):
             raise ValueError(f"{_named(name)} has no {', '.join(keys)}")
@@ -235,12 +238,12 @@ class _Entry(NamedTuple):
 
 
 def _sizes(values: Any) -> bool:
-    """Whether it is a list of whole numbers that a file may have."""
+    """Returns whether ``values`` is a list of ints in the range of sizes and offsets."""
     return isinstance(values, list) and all(type(n) is int and 0 <= n < 2**63 for n in values)
 
 
 def _check(entries: dict[str, _Entry], size: int) -> None:
-    """Refuse tensors that do not fill the file's data, one after the other."""
+    """Raises ValueError if the tensors do not fill the file's data without gaps or overlaps."""
     places = sorted((each.begin, each.end, name) for name, each in entries.items())
     bounds = [0, *(end for _, end, _ in places)]
     for (at, end, name), (last, _) in zip(places, itertools.pairwise(bounds), strict=True):
@@ -255,10 +258,10 @@ def _check(entries: dict[str, _Entry], size: int) -> None:
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """A JSON object.
+    """Reads a JSON object.
 
     Raises:
-      ValueError: The file holds something else, or has a name twice.
+      ValueError: The file is not a JSON object, or an object in it has a name twice.
     """
     try:
         return _parsed(file.read_text(encoding="utf-8"))
@@ -274,7 +277,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, whose names differ."""
+    """Builds a JSON object; refuses duplicate names."""
     values = dict(pairs)
     if len(values) < len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
@@ -283,5 +286,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _named(name: str) -> str:
-    """A name as it is, where a line of text can have it."""
+    """Returns a name for messages: unchanged if printable and short, else quoted and shortened."""
     return name if name.isprintable() and 0 < len(name) <= 80 else shown(name)

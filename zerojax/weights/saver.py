@@ -1,4 +1,4 @@
-"""Parameters as safetensors files."""
+"""``save``: parameters as safetensors files."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def save(
 ) -> None:
     """Writes parameters as a folder that :func:`load` and transformers read.
 
-    ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index where all is more
-    than ``max_shard_size`` bytes. The host holds one device's piece of one array at a time. The
-    files take their names at the end: an error before leaves the folder as it was.
+    The folder has ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index if
+    the total exceeds ``max_shard_size`` bytes. The host holds one device's shard of one array at a
+    time. The files get their names at the end, so an earlier error leaves the folder unchanged.
 
     Args:
-      folder: Made where it does not exist.
+      folder: The folder to write, created if it does not exist.
       params: A tree of arrays, an ``nnx.State`` or an ``nnx.Module``, on any devices of this
-        process. An array of NNX's random streams is left out.
+        process. The arrays of NNX's random streams are left out.
       names: The tensors' names, as for :func:`load`.
       config: The model's ``config.json``, which transformers needs: its content, or a file or
-        folder to copy the file from, from a folder with its ``generation_config.json``.
-      texts: Other files of the folder, by name.
-      dtype: Of the float tensors; None for that of the arrays.
-      max_shard_size: The largest size of a file in bytes. A larger tensor has a file of its own.
+        folder to copy the file from. From a folder, ``generation_config.json`` is copied too.
+      texts: The contents of other files in the folder, by name.
+      dtype: The dtype of the float tensors; None keeps the arrays' dtypes.
+      max_shard_size: The largest size of a file in bytes. A larger tensor gets a separate file.
 
     Raises:
-      ValueError: The names do not fit the parameters, an array lies on devices of other processes,
-        or tied parameters differ.
+      ValueError: The names do not fit the parameters, an array is stored on devices of other
+        processes, or tied parameters differ.
       FileNotFoundError: ``config`` does not exist.
       ImportError: safetensors is not installed; the message names the extra.
     """
@@ -78,7 +78,7 @@ def save(
 
 
 def saved_dtype(path: str, dtype: Any, floats: Any = None) -> np.dtype:
-    """The dtype of a parameter in a file: ``floats``, if it is of floats and that is not None.
+    """Returns a parameter's dtype in a file: ``floats`` if passed and the parameter is a float.
 
     Raises:
       ValueError: safetensors has no such dtype.
@@ -90,10 +90,10 @@ def saved_dtype(path: str, dtype: Any, floats: Any = None) -> np.dtype:
 
 
 def specs(linked: Linked, dtypes: Mapping[str, np.dtype]) -> list[TensorSpec]:
-    """The tensors to write.
+    """Returns the specs of the tensors to write.
 
     Raises:
-      ValueError: Parameters of one tensor have several dtypes.
+      ValueError: The parameters of one tensor have different dtypes.
     """
     found: dict[str, np.dtype] = {}
     for path, links in linked.links.items():
@@ -114,7 +114,7 @@ def write(
     dtype: np.dtype,
     path: str,
 ) -> None:
-    """Writes a piece of a parameter, which stands within these bounds, to its tensors."""
+    """Writes the slice ``piece`` of a parameter, which is within ``bounds``, to its tensors."""
     piece = cast(piece, dtype, path)
     for part in links:
         for box in part.boxes(bounds):
@@ -122,10 +122,11 @@ def write(
 
 
 def config_files(config: Mapping[str, Any] | Path) -> dict[str, str]:
-    """The files of a model's config, by name: of a folder its ``generation_config.json``, too.
+    """Returns the contents of a model's config files, by file name.
 
     Args:
-      config: The content of ``config.json``, or a file or folder with it.
+      config: The content of ``config.json``, or a file or folder with this content. From a folder,
+        ``generation_config.json`` is read too.
 
     Raises:
       FileNotFoundError: The file does not exist.
@@ -143,19 +144,19 @@ def config_files(config: Mapping[str, Any] | Path) -> dict[str, str]:
 
 
 def json_text(values: Mapping[str, Any]) -> str:
-    """The text of a file such as ``config.json``."""
+    """Returns the text of a file such as ``config.json``."""
     return json.dumps(values, indent=2) + "\n"
 
 
 def check_tied(linked: Linked, parameter: Callable[[str], Any]) -> None:
-    """Refuse parameters that are one tensor and differ.
+    """Checks that tied parameters, which share a tensor, are equal.
 
     Args:
-      linked: The parameters' tensors.
-      parameter: The array of a parameter.
+      linked: The parameters and their links to tensors.
+      parameter: Returns the array of a parameter.
 
     Raises:
-      ValueError: Two differ.
+      ValueError: Two parameters of one tensor differ.
     """
     for path in sorted(linked.tied & linked.links.keys()):
         for part in linked.links[path]:
@@ -175,7 +176,7 @@ def check_tied(linked: Linked, parameter: Callable[[str], Any]) -> None:
 
 
 def _whole(links: Sequence[tuple[str, Link]], parameter: Callable[[str], Any]) -> np.ndarray:
-    """A tensor from parameters, the later in place of the earlier."""
+    """Assembles a full tensor from parameters; later links overwrite earlier ones."""
     part = links[0][1]
     tensor = np.empty(part.tensor_shape, parameter(links[0][0]).dtype)
     flat = tensor.reshape(-1)

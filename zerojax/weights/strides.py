@@ -1,4 +1,4 @@
-"""Boxes of elements that lie strided in a file: in bands of bounded size, as contiguous runs.
+"""Strided boxes of elements in a file, split into bands of bounded size and contiguous runs.
 
 >>> runs((2, 3), (8, 1))                     # two rows of three, in a tensor of eight columns
 (3, array([0, 8]))
@@ -17,12 +17,12 @@ BAND_BYTES = 2**18  # stays in a core's cache while it is transposed
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of an array in C order, in elements."""
+    """Returns the strides of an array in C order, in elements."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def runs(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, np.ndarray]:
-    """The length of the contiguous runs of a box, and their offsets, in elements and C order."""
+    """Returns the length and the offsets of a box's contiguous runs, in elements and C order."""
     length, axis = 1, len(shape)
     while axis and (shape[axis - 1] == 1 or strides[axis - 1] == length):
         length *= shape[axis - 1]
@@ -36,7 +36,7 @@ def runs(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, np.ndarray]
 def bands(
     shape: Sequence[int], itemsize: int, limit: int = BAND_BYTES
 ) -> Iterator[tuple[slice, ...]]:
-    """Indices that cut a box along its leading dimensions into boxes of at most ``limit`` bytes."""
+    """Yields indices that split a box along leading dimensions into boxes of <= ``limit`` bytes."""
     if not shape or math.prod(shape) * itemsize <= limit:
         yield ()
         return
@@ -47,5 +47,5 @@ def bands(
 
 
 def start(band: Sequence[slice], strides: Sequence[int]) -> int:
-    """The offset of a band's first element."""
+    """Returns the offset of a band's first element."""
     return sum(each.start * stride for each, stride in zip(band, strides, strict=False))

@@ -1,4 +1,4 @@
-"""The arrays of a model by path: linen's parameters, NNX's states and modules, any other pytree."""
+"""A model's arrays by path: linen parameters, NNX states and modules, or any other pytree."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax.tree_util import GetAttrKey, keystr
 
 
 class Opened(NamedTuple):
-    """A model taken apart.
+    """A model split into its arrays.
 
     Attributes:
-      leaves: Its arrays by path, keys with ``/`` between, without those of random streams.
-      close: The model with other arrays in place of those whose paths are given.
+      leaves: Its arrays by path (keys joined with ``/``), without those of random streams.
+      close: Returns the model with the passed arrays, by path, in place of its own.
     """
 
     leaves: dict[str, Any]
@@ -23,10 +23,10 @@ class Opened(NamedTuple):
 
 
 def open_tree(tree: Any) -> Opened:
-    """Takes a pytree or an NNX module apart.
+    """Splits a pytree or an NNX module into its arrays.
 
     Raises:
-      TypeError: A leaf is no array and no description of one.
+      TypeError: A leaf is neither an array nor a ``jax.ShapeDtypeStruct`` or the like.
       ValueError: The tree has no arrays.
     """
     if isinstance(tree, nnx.Module):

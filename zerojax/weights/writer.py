@@ -1,8 +1,8 @@
-"""Tensors written to safetensors files block by block, in any order.
+"""A writer of safetensors files that accepts blocks of tensors in any order.
 
 The format: https://huggingface.co/docs/safetensors; several files with an index of their tensors:
-https://huggingface.co/docs/transformers/big_models. The library itself needs every tensor of a
-file in memory at once, so that it only checks the files that are written here.
+https://huggingface.co/docs/transformers/big_models. The safetensors library needs every tensor of
+a file in memory at once to write it, so it only checks the files that this module writes.
 
 >>> with tempfile.TemporaryDirectory() as folder:
 ...     tensor = TensorSpec("wte.weight", (2, 3), np.dtype("float32"))
@@ -43,7 +43,7 @@ DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""The dtypes of tensors: NumPy's name and the format's."""
+"""The dtypes of tensors: safetensors' names by NumPy's names."""
 
 _FILES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX))
 
@@ -51,7 +51,7 @@ Path = str | os.PathLike[str]
 
 
 class TensorSpec(NamedTuple):
-    """A tensor that is to be written."""
+    """A tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,10 +63,10 @@ class TensorSpec(NamedTuple):
 
 
 class Put(Protocol):
-    """Writes elements of a tensor.
+    """A function that writes a block of a tensor.
 
-    ``offset`` is that of the first, ``strides`` are those of the block's dimensions in the tensor,
-    both in elements; by default the elements follow each other.
+    ``offset`` is the offset of the first element in the tensor, and ``strides`` are the strides of
+    the block's dimensions in the tensor, both in elements; by default the elements are contiguous.
     """
 
     def __call__(
@@ -84,18 +84,19 @@ def writing(
 ) -> Iterator[Put]:
     """Writes tensors as ``model.safetensors``, or as several files and an index.
 
-    The context's value takes the tensors' blocks and keeps none of them. Files have temporary names
-    and are moved in place at the end, so that an error leaves the folder as before. Then files of
-    an earlier save, which a reader might take for these tensors, are removed.
+    The context's value is a :class:`Put`, which does not keep the blocks that it writes. Files have
+    temporary names and are moved into place at the end, so that an error leaves the folder
+    unchanged. Then files of an earlier save, which a reader might mistake for these tensors, are
+    removed.
 
     Args:
-      folder: Made where it does not exist.
+      folder: The folder to write, created if it does not exist.
       tensors: All tensors; files hold them in the order of their names, ``h.2`` before ``h.10``.
-      max_bytes: The largest size of a file. A larger tensor has a file of its own.
-      texts: Other files of the folder, by name.
+      max_bytes: The largest size of a file. A larger tensor gets a separate file.
+      texts: The contents of other files in the folder, by name.
 
     Raises:
-      ValueError: ``max_bytes`` is no size, or at the end a tensor was not written whole.
+      ValueError: ``max_bytes`` is not a positive int, or a tensor is incomplete at the end.
       ImportError: safetensors is not installed; the message names the extra.
       OSError: the files cannot be written.
     """
@@ -124,7 +125,7 @@ def writing(
         files.finish()
         for name in names:
             with library.safe_open(new / name, framework="numpy"):
-                pass  # the library has checked header and size
+                pass  # opening a file checks its header and size
         for name, text in texts.items():
             (new / name).write_text(text, encoding="utf-8")
         for name in [*names, *texts]:
@@ -135,7 +136,7 @@ def writing(
 
 
 class _Place(NamedTuple):
-    """A tensor's file, and its offset there in bytes."""
+    """A tensor's file, and its offset in that file in bytes."""
 
     file: pathlib.Path
     offset: int
@@ -143,14 +144,14 @@ class _Place(NamedTuple):
 
 
 class _Files:
-    """Files of their final size, with headers, to be filled."""
+    """Files with headers, preallocated at their final size."""
 
     def __init__(self, groups: Mapping[pathlib.Path, Sequence[TensorSpec]]) -> None:
         self._groups = groups
         self._places: dict[str, _Place] = {}
         self._missing: dict[str, int] = {}
         for path, group in groups.items():
-            # Wide elements first, so that each starts at a multiple of its size.
+            # Wide dtypes first, so that each tensor starts at a multiple of its item size.
             group = sorted(group, key=lambda tensor: -tensor.dtype.itemsize)
             ends = [0, *itertools.accumulate(tensor.nbytes for tensor in group)]
             header = _header(group, ends)
@@ -164,7 +165,7 @@ class _Files:
     def put(
         self, name: str, block: np.ndarray, offset: int = 0, strides: Sequence[int] | None = None
     ) -> None:
-        """Writes elements; see :class:`Put`."""
+        """Writes a block; see :class:`Put`."""
         path, begin, (_, shape, dtype) = self._places[name]
         assert block.dtype == dtype, (name, block.dtype, dtype)
         if not block.size:
@@ -183,7 +184,7 @@ class _Files:
         self._missing[name] -= block.nbytes
 
     def finish(self) -> None:
-        """Checks that every tensor is whole, and syncs the files to the disk."""
+        """Checks that every tensor is complete, and syncs the files to the disk."""
         if missing := {name: n for name, n in self._missing.items() if n}:
             name, n = next(iter(missing.items()))
             raise ValueError(f"{name}: {n} bytes were not written ({len(missing)} such tensors)")
@@ -200,7 +201,7 @@ def _write(file: int, data: memoryview, at: int) -> None:
 
 @contextlib.contextmanager
 def _made_folder(folder: pathlib.Path) -> Iterator[None]:
-    """Makes a folder and its parents; an error within the context removes the new ones."""
+    """Creates a folder and its parents; an error within the context removes the new ones."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -213,7 +214,7 @@ def _made_folder(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _header(tensors: Sequence[TensorSpec], ends: Sequence[int]) -> bytes:
-    # transformers refuses a file without a format.
+    # transformers refuses a file without "format" in its metadata.
     about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for tensor, offsets in zip(tensors, itertools.pairwise(ends), strict=True):
         about[tensor.name] = {
@@ -245,10 +246,10 @@ def _in_order(tensor: TensorSpec) -> list[tuple[int, str]]:
 
 
 def import_safetensors() -> Any:
-    """The safetensors package.
+    """Returns the safetensors package.
 
     Raises:
-      ImportError: it is not installed; the message names the extra.
+      ImportError: safetensors is not installed; the message names the extra.
     """
     try:
         import safetensors.numpy

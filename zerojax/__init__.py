@@ -50,7 +50,7 @@ if _TYPE_CHECKING:
     from zerojax.tuning.fit import fit as fit
     from zerojax.tuning.workload import Workload as Workload
 
-# Loaded when first used: `zerojax launch` starts without JAX, and holds no device.
+# Loaded on first use, so that `zerojax launch` starts without JAX and holds no device.
 _MODULES = {
     "ConfigError": "config",
     "DiskError": "offload.disk.folder",
@@ -104,5 +104,5 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    """The API and nothing else; the rooms of the package are no part of the API."""
+    """Lists only the public API; the subpackages are not part of it."""
     return [*__all__, "__version__"]

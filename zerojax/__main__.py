@@ -1,4 +1,4 @@
-"""The console command ``zerojax``, and ``python -m zerojax``: one subcommand a file in ``cli``."""
+"""The console command ``zerojax`` and ``python -m zerojax``; subcommands are files of ``cli``."""
 
 import os
 import sys
@@ -13,13 +13,13 @@ from zerojax.distributed.failure import leave
 from zerojax.distributed.launched import launched
 
 _IN_EACH_PROCESS = (["report"], ["launch"])
-"""The subcommands for which every process of a launch is needed; others run in the first alone."""
+"""The subcommands that every process of a launch runs; only process 0 runs the others."""
 
 COMMANDS = ("estimate", "explain", "export", "fit", "inspect", "launch", "plan", "report")
 
 
 class Commands(TyperGroup):
-    """The subcommands, each imported when it is called: ``launch`` starts without JAX."""
+    """The subcommands, each imported on its first use, so that ``launch`` starts without JAX."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*COMMANDS]
@@ -56,13 +56,13 @@ def about(
 
 
 def main() -> None:
-    """Run the command in ``sys.argv``. Help and errors name the program as it was called."""
+    """Runs the command in ``sys.argv``. Help and errors name the program as it was called."""
     open_standard_streams()
     given = dict(os.environ)
     set_environment()
     me = launched(given)
     if me is not None and sys.argv[1:2] not in _IN_EACH_PROCESS:
-        leave("joined", me.index)  # the others are not needed
+        leave("joined", me.index)  # process 0 runs the command
         if me.index:
             return
     app(obj=given)
@@ -71,7 +71,7 @@ def main() -> None:
 def open_standard_streams() -> None:
     """Opens ``/dev/null`` for each standard stream that the caller closed, as with ``2>&-``.
 
-    The next file that is opened would be taken for the stream otherwise.
+    Otherwise the next opened file would take the number of the stream.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -83,12 +83,13 @@ def open_standard_streams() -> None:
 
 
 def set_environment() -> None:
-    """Set the variables that JAX and XLA read once, when they start.
+    """Sets the environment variables that JAX and XLA read only once, when they start.
 
-    They have no other switch. This process is the user's command, so that nothing else of theirs
-    runs in it; the library sets no variable. What ``launch`` starts has the environment as given.
+    These settings have no other switch. This process runs only the command and no other code of
+    the user; the library itself sets no variable. Processes that ``launch`` starts get the original
+    environment.
     """
-    # `report` takes a few MB of a GPU, not three quarters of it: another program may be running.
+    # `report` needs a few MB of a GPU, not three quarters: another program may be using it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # XLA warns on stderr of programs that do not fit, which `plan` and `fit` compile on purpose.
     # jax itself sets 1 when it is imported.

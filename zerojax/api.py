@@ -39,9 +39,9 @@ from zerojax.step.step import Step
 
 
 class Zero:
-    """ZeRO for a train step, as a config asks, over the devices of a mesh.
+    """ZeRO over the devices of a mesh, configured for train steps.
 
-    Made by :func:`zero`. Calling it decorates a step.
+    Created by :func:`zero`. Calling the object decorates a step.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Zero:
         self.mesh = automatic(mesh)
         axis = zero_axis(self.mesh)
         check_groups(self.mesh, config.mics_shard_size, config.words("mics_shard_size"))
-        config.batch(batch_devices(self.mesh))  # a triangle that does not multiply out fails here
+        config.batch(batch_devices(self.mesh))  # raises if the sizes are inconsistent
         config.check_partition(axis_size(self.mesh, axis))
         if config.partition_activations and self.mesh.size > batch_devices(self.mesh):
             raise ConfigError(
@@ -81,28 +81,29 @@ class Zero:
     ) -> Step[P, R]:
         """Decorates a step: ``(state, batch, ...) -> (state, anything)`` with a flax
         ``TrainState``; ``(model, optimizer, batch, ...) -> anything`` with any number of NNX
-        objects in any order; or a step of any other pytrees that comes back among its results,
-        such as ``(params, opt_state, batch) -> (params, opt_state, loss)``.
+        objects in any order; or a step that takes its state as any other pytrees and returns them
+        among its results, such as ``(params, opt_state, batch) -> (params, opt_state, loss)``.
 
         Args:
-          train_step: The step. A ``jax.jit`` or ``nnx.jit`` around the step is taken off, and its
-            static arguments stay static; any other wrapper runs as it is.
+          train_step: The step. A ``jax.jit`` or ``nnx.jit`` around the step is removed, and its
+            static arguments stay static; any other wrapper is kept.
           static_argnums, static_argnames: The arguments that are part of the program, as for
             ``jax.jit``.
-          batch_argnums: The arguments that are the batch, checked, laid out and divided together:
-            ``(1, 2)`` for ``(state, x, y)``. The first argument after the state by default.
-          state_argnums: The arguments that are the state, where they cannot be found: by default
-            those that come back among the results.
+          batch_argnums: The arguments that form the batch, which is checked, sharded and split
+            into micro-batches as one: ``(1, 2)`` for ``(state, x, y)``. The first argument after
+            the state by default.
+          state_argnums: The arguments that are the state, if zerojax cannot find them; by default
+            the arguments that the step returns among its results.
           batch_axis: The dimension of the batch's arrays that has the rows: 1 for a step that scans
-            over updates, whose batch is ``[steps, rows, ...]``. Arrays without that dimension are
-            further arguments of the step; numbers may stay.
+            over updates, whose batch is ``[steps, rows, ...]``. Pass arrays without that dimension
+            as further arguments of the step; scalars may stay in the batch.
 
         Returns:
           The decorated step, with the signature of ``train_step``.
 
         Raises:
-          ValueError: The step has no such arguments, or its jit has an option that zerojax cannot
-            follow.
+          ValueError: The step has no such arguments, or its jit has an option that zerojax does
+            not support.
         """
         arguments = Arguments(
             train_step,
@@ -123,25 +124,25 @@ class Zero:
         static_argnames: str | Iterable[str] | None = None,
         batch_argnums: int | Sequence[int] | None = None,
     ) -> Evaluation[P, R]:
-        """A function without updates, computed as a step computes: also ``@zero.evaluate``.
+        """Decorates a function without updates; also used as ``@zero.evaluate``.
 
-        Parameters are gathered, cast and streamed as in a step at the same stage, so that what can
-        be trained can be evaluated. The state is neither changed nor used up.
+        Parameters are gathered, cast and streamed as in a step at the same stage, so that any
+        model that can be trained can be evaluated. The state is neither changed nor donated.
 
-        A batch may have any number of rows. One of more rows than a micro-batch of the config has
-        on all devices is run in micro-batches, and rows that do not divide among the devices are
-        filled up with copies that do not count. The results are those of ``jax.jit`` on the whole
-        batch: what has a row for each of the batch comes back whole and in order; sums, products,
-        maxima and minima over rows are combined, and what follows from them (means, ratios,
-        metrics) is computed once. A function whose rows meet in another way (batch statistics,
-        noise in the batch's shape) runs on the whole batch at once, which a warning says.
+        A batch may have any number of rows. A batch with more rows than a micro-batch of the config
+        has on all devices runs in micro-batches, and rows that do not divide among the devices are
+        padded with copies that do not count. The results equal those of ``jax.jit`` on the global
+        batch: results with one entry per row are returned complete and in order; sums, products,
+        maxima and minima over rows are combined, and values computed from them (means, ratios,
+        metrics) are computed once. A function that combines rows in another way (batch statistics,
+        noise in the batch's shape) runs on the global batch at once, with a warning.
 
         Args:
           function: ``(state, batch, ...) -> anything`` with a flax ``TrainState``, or ``(model,
-            batch, ...) -> anything`` with NNX: the model alone, or an optimizer, metrics and other
-            NNX objects with it, in any order. All but parameters may change in place, as under
-            ``nnx.jit``.
-          static_argnums, static_argnames, batch_argnums: As for a step.
+            batch, ...) -> anything`` with NNX: only the model, or also an optimizer, metrics and
+            other NNX objects, in any order. Everything except parameters may change in place, as
+            under ``nnx.jit``.
+          static_argnums, static_argnames, batch_argnums: The same as for a step.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, optax, zerojax
@@ -163,9 +164,9 @@ class Zero:
     def _other(
         self, config: ZeroConfig, function: Any, objects: Any, batch: Any, args: Any, kwargs: Any
     ) -> tuple[Plan, Callable[[], Any]]:
-        """Plan and programs of a step under another config on the same devices."""
+        """Returns the plan and the programs of a step under another config on these devices."""
         other = Zero(config, self.mesh, self.states.specs, self._donate, params=self.states.params)
-        if len(objects) == 1:  # memory is short: no copies of a state are to be made
+        if len(objects) == 1:  # memory is short: do not copy a state
             objects = jax.eval_shape(lambda state: state, objects)
         n = len(objects)
         step = other(
@@ -177,7 +178,7 @@ class Zero:
         return other.plan(*objects), lambda: step.programs(*objects, batch, *args, **kwargs)
 
     def init(self, create_state: Callable[..., Any], *args: Any) -> Any:
-        """Makes a state whose arrays are sharded from the start.
+        """Creates a state whose arrays are sharded from the start.
 
         Args:
           create_state: ``create_state(*args)`` returns a ``TrainState``; a tuple of an
@@ -186,36 +187,36 @@ class Zero:
           *args: Usually a PRNG key.
 
         Returns:
-          The state, on the mesh as planned, with its optimizer wrapped as the config asks.
+          The state, placed on the mesh as planned, with its optimizer wrapped for the config.
         """
         return self.states.init(create_state, *args)
 
     def abstract_state(self, create_state: Callable[..., Any], *args: Any) -> Any:
-        """The state that :meth:`init` returns, as ``jax.ShapeDtypeStruct`` with shardings: for
+        """Returns the state of :meth:`init` as ``jax.ShapeDtypeStruct`` with shardings, for
         ``train_step.lower`` and for orbax to restore into. Touches no device."""
         return self.states.abstract(create_state, *args)
 
     def plan(self, *state: Any) -> Plan:
-        """How a state lies over the devices, and why.
+        """Returns the sharding of a state over the devices, with the reasons.
 
         Args:
-          *state: A ``TrainState``, NNX objects as :meth:`init` makes them (or their tuple), or
-            another pytree, abstract or not.
+          *state: A ``TrainState``, NNX objects as :meth:`init` returns them (or their tuple), or
+            another pytree; concrete or abstract.
 
         Returns:
-          Trees of ``PartitionSpec`` as ``params``, ``grads``, ``opt_state``; ``str()`` of the plan
-          is a table with bytes per device and reasons.
+          A plan with trees of ``PartitionSpec`` as ``params``, ``grads``, ``opt_state``; its
+          ``str()`` is a table with bytes per device and reasons.
         """
         objects = state[0] if len(state) == 1 and type(state[0]) is tuple else state
         return self.states.plan(self.states.open(tuple(objects)))
 
     def optimizer(self, *, weight_decay_mask: Any = None) -> ZeroTransformation:
-        """The config's optimizer with schedule, clipping and loss scale, for optax.
+        """Returns the config's optimizer with schedule, clipping and loss scale, for optax.
 
         Args:
-          weight_decay_mask: The parameters that decay, as for optax: a tree of bools in the form
-            of the parameters, or a function from the parameters to one. None leaves the choice to
-            the config.
+          weight_decay_mask: The parameters to which weight decay applies, as for optax: a tree of
+            bools with the structure of the parameters, or a function from the parameters to such a
+            tree. None leaves the choice to the config.
 
         Raises:
           ConfigError: The config names no optimizer.
@@ -232,13 +233,13 @@ class Zero:
         return wrap(tx, learning_rate=learning_rate, **features(config))
 
     def wrap(self, tx: optax.GradientTransformation) -> ZeroTransformation:
-        """The config's clipping and telemetry around the user's own optax transformation."""
+        """Wraps the user's optax transformation with the config's clipping and telemetry."""
         return self.states.wrap(tx)
 
     @property
     def sequence(self) -> SequenceAxis | None:
-        """The mesh's axis "seq", over which rows are cut along their tokens, for models that attend
-        over all of them; None where the mesh has none.
+        """The mesh's axis "seq", which shards rows along their tokens, for models that attend over
+        all tokens; None if the mesh has no such axis.
 
         Example:
           >>> import jax.numpy as jnp, zerojax
@@ -259,24 +260,24 @@ class Zero:
         whole: Collection[int] = (),
         cut: Mapping[str, int] | None = None,
     ) -> Callable[..., Any]:
-        """``function`` run by each device on its own rows of a batch.
+        """Returns ``function`` such that each device runs it on its own rows of a batch.
 
-        A decorated step is written for the whole batch, and XLA shares the work out. A function
-        that XLA cannot divide, such as a kernel of ``pallas_kernels``, goes through this method;
+        A decorated step is written for the global batch, and XLA partitions the work. Use this
+        method for a function that XLA cannot partition, such as a kernel of ``pallas_kernels``;
         the step may differentiate the result. Gradients of ``whole`` arguments are summed over the
         devices.
 
         Args:
-          function: A function of arrays (or trees of them) [rows of the batch, ...] that gives
+          function: A function of arrays (or trees of them) [rows of the batch, ...] that returns
             such arrays; a row's results must not depend on other rows.
-          whole: Positions of the arguments that every device has whole: weights, scalars.
-          cut: Axes of the mesh beside those of the batch, and the dimension that each cuts, of all
-            results and of the other arguments that have it: ``{"model": 2}`` for the heads of
-            attention [B, T, H, d] under tensor parallelism.
+          whole: Positions of the arguments that are replicated: weights, scalars.
+          cut: Mesh axes other than those of the batch, and the dimension that each axis shards, in
+            all results and in those sharded arguments that have the dimension: ``{"model": 2}`` for
+            the heads of attention [B, T, H, d] under tensor parallelism.
 
         Raises:
-          ValueError: On a call, a first dimension, or one of ``cut``, does not divide among the
-            devices; ``cut`` names no axis of the mesh, or one of the batch.
+          ValueError: On a call, a first dimension, or a dimension of ``cut``, does not divide among
+            the devices; ``cut`` names an axis that the mesh lacks, or one of the batch.
 
         Example:
           >>> import jax.numpy as jnp, pallas_kernels, zerojax
@@ -303,35 +304,35 @@ def zero(
     """Reads a config and returns the decorator of a train step.
 
     Args:
-      config: A DeepSpeed JSON (or HJSON) as a path or a dict, with DeepSpeed's defaults; the YAML
-        of ``accelerate config``, likewise; or a :class:`ZeroConfig`.
-      mesh: The devices; by default all devices on one "data" axis, in replica groups where the
-        config has ``mics_shard_size``. ZeRO shards over "data", together with "seq" where the mesh
-        has that axis, which cuts rows along their tokens, and the batch is spread over
-        "replica" too; other axes are the user's.
-      specs: The user's own ``PartitionSpec`` for parameters, as a tree or a prefix of one, or a
-        function from the parameters to one, where the model does not carry them itself (flax
-        partitioning metadata, logical or not), or in place of those: ``PartitionSpec()`` leaves
-        all parameters to ZeRO.
+      config: A DeepSpeed JSON (or HJSON) or the YAML of ``accelerate config``, as a path or a dict,
+        with DeepSpeed's defaults; or a :class:`ZeroConfig`.
+      mesh: The devices; by default all devices on one "data" axis, in replica groups if the config
+        has ``mics_shard_size``. ZeRO shards over "data", or over "data" and "seq" together if the
+        mesh has the axis "seq", which shards rows along their tokens. The batch is also sharded
+        over "replica"; other axes are the user's.
+      specs: The user's ``PartitionSpec`` for parameters, as a tree or a prefix of a tree, or a
+        function from the parameters to either, if the model does not carry specs itself (flax
+        partitioning metadata, logical or not), or to replace the model's specs:
+        ``PartitionSpec()`` leaves all parameters to ZeRO.
       params: A function from the state to its parameters, a subtree, for a state that is neither a
         ``TrainState`` nor NNX objects: ``lambda state: state[0]`` for the arguments ``(params,
-        opt_state)`` of a step. Half precision, offload and ZeRO++ ask for it where no single part
-        of the state has the form of the optimizer's moments.
-      donate: Reuse the memory of the state passed to the step, which is then gone, as with
-        ``jax.jit(donate_argnums=0)``.
+        opt_state)`` of a step. Half precision, offload and ZeRO++ require the function if no single
+        part of the state has the structure of the optimizer's moments.
+      donate: Whether to reuse the memory of the state passed to the step, which invalidates that
+        state, as with ``jax.jit(donate_argnums=0)``.
       auto: Values for each "auto" of the config that only the program knows, by dotted key:
         ``{"scheduler.params.total_num_steps": 300}``.
-      check_finite: Skip updates whose gradient is not finite at any precision, beside ``config``
-        or in place of it: parameters and optimizer state stay as they are, and
-        ``telemetry(state)["skipped_steps"]`` counts the step. As ``fp16`` always does, and
+      check_finite: Whether to skip updates whose gradient is not finite, at any precision, with
+        ``config`` or with keywords: parameters and optimizer state stay unchanged, and
+        ``telemetry(state)["skipped_steps"]`` counts the step. ``fp16`` always checks, and so does
         ``bf16`` in a DeepSpeed JSON unless ``check_grad_overflow`` is false; DeepSpeed has no
         such key for fp32. None leaves the choice to the config, where the check is off by default.
-      check_memory: Compile a step before it runs for the first time, and raise
-        :class:`zerojax.OutOfMemoryError` where it needs more memory than the devices have free,
-        with settings that fit. False runs the step and leaves that error to XLA. On devices that
-        do not say how much is free (CPUs) nothing is checked.
-      **keywords: The fields of :class:`ZeroConfig` in place of ``config``; nothing happens that
-        they do not ask for.
+      check_memory: Whether to compile a step before its first run, and to raise
+        :class:`zerojax.OutOfMemoryError`, with settings that fit, if the step needs more memory
+        than the devices have free. False runs the step and leaves that error to XLA. On devices
+        that do not report their free memory (CPUs) nothing is checked.
+      **keywords: The fields of :class:`ZeroConfig` in place of ``config``; features without a
+        field stay off.
 
     Raises:
       ConfigError: Names the key, its value and the remedy.
@@ -369,7 +370,7 @@ def zero(
     if devices is None:
         groups, words = resolved.mics_shard_size, resolved.words("mics_shard_size")
         devices = in_groups(all_devices(), groups, words)
-    if devices.devices.flat[0].addressable_memories():  # devices that are not there are one's own
+    if devices.devices.flat[0].addressable_memories():  # a topology has no other process
         require_joined()
     made = Zero(resolved, devices, specs, donate, check_memory, params)
     if resolved.dump_state and log.is_first():

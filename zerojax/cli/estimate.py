@@ -36,9 +36,9 @@ def estimate(
         float, typer.Option(help="What host memory is multiplied with for buffers.")
     ] = 1.5,
 ) -> None:
-    """Memory of parameters, gradients and optimizer state by DeepSpeed's formulas.
+    """Prints the memory of parameters, gradients and optimizer state by DeepSpeed's formulas.
 
-    Activations, logits and gathered parameters are not in them.
+    The formulas do not count activations, logits and gathered parameters.
     """
     try:
         if (params is None) == (model is None) or (model and largest_layer is not None):
@@ -63,7 +63,7 @@ def estimate(
 
 
 def counted(model: str, seq: int) -> tuple[int, int]:
-    """How many parameters a model has, and its largest layer; blocks unstacked where it can.
+    """Counts a model's parameters and its largest layer's; blocks are unstacked where possible.
 
     Raises:
       ModelError: The model is unknown, or cannot be imported or called.

@@ -1,4 +1,4 @@
-"""`zerojax explain CONFIG`: what becomes of every key of a DeepSpeed config, or of Accelerate's."""
+"""`zerojax explain CONFIG`: the effect of every key of a DeepSpeed or Accelerate config."""
 
 import json
 import math
@@ -53,10 +53,10 @@ def explain(
 ) -> None:
     """Shows for every key of CONFIG whether it is honoured, left to XLA or refused, and why.
 
-    Beside the keys given, the defaults that change numbers are listed.
+    Besides the keys of CONFIG, the table lists the defaults that change numbers.
 
-    Exits with 0 where zerojax.zero(CONFIG) (or, with autotuning enabled, zerojax fit) would take
-    the config, with 2 where it would not, and with 1 where the file cannot be read.
+    Exits with 0 if zerojax.zero(CONFIG) (or, with autotuning enabled, zerojax fit) would accept
+    the config, with 2 if it would not, and with 1 if the file cannot be read.
     """
     try:
         found = explained(config, auto=stand_ins(auto or []), devices=devices, every=every)
@@ -72,7 +72,7 @@ def explain(
 
 
 def to_json(source: str, found: Explanation) -> dict[str, Any]:
-    """The same as the table, for programs; `given` is left out of rows whose key is not given.
+    """Returns the table as JSON values; rows of keys that CONFIG does not have lack `given`.
 
     Example:
       >>> from zerojax.config.explain import Row
@@ -88,7 +88,7 @@ def to_json(source: str, found: Explanation) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The same, with words for numbers that JSON does not have, such as a 1e999 that was read."""
+    """Replaces numbers that JSON lacks by strings, such as the infinity that 1e999 reads as."""
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     if isinstance(value, dict):
@@ -97,7 +97,7 @@ def _finite(value: Any) -> Any:
 
 
 def show(source: str, found: Explanation) -> None:
-    """Print the table, a count of what became of the keys, and the problems."""
+    """Prints the table, the number of keys by their effect, and the problems."""
     console = terminal.console()
     console.print(_table(found.rows, grouped=sys.stdout.isatty()))
     counts = Counter(row.became for row in found.rows)
@@ -111,7 +111,7 @@ def show(source: str, found: Explanation) -> None:
 
 
 def _table(rows: Sequence[Row], grouped: bool) -> Table:
-    """The rows; grouped, a section's name stands once above its keys, which keeps lines short."""
+    """Builds the table; if grouped, a section's name is a row above its keys: lines stay short."""
     table = terminal.table("key", "given", "resolved")
     table.add_column("became", no_wrap=True)
     table.add_column("why")
@@ -130,7 +130,7 @@ def _table(rows: Sequence[Row], grouped: bool) -> Table:
 
 
 def stand_ins(given: list[str]) -> dict[str, Any] | None:
-    """KEY=VALUE pairs as a mapping; a value that is not JSON is a string.
+    """Parses KEY=VALUE pairs into a mapping; a value that is not JSON is a string.
 
     Example:
       >>> stand_ins(["a.b=300", "c=linear"])

@@ -41,9 +41,9 @@ def export(
 ) -> None:
     """Writes the parameters in CHECKPOINT to OUT, as safetensors.
 
-    Every array is checked against the checkpoint's record on the way. No GPU is touched.
+    Checks every array against the checkpoint's record. Uses no GPU.
 
-    Exits with 1, and leaves OUT as it was, where something is wrong.
+    Exits with 1, and leaves OUT unchanged, if something is wrong.
     """
     jax.config.update("jax_platforms", "cpu")  # a GPU may be busy training
     from zerojax.checkpoint import CheckpointError  # orbax takes a second to import

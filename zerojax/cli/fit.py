@@ -1,4 +1,4 @@
-"""`zerojax fit`: the settings that train fastest, by prediction."""
+"""`zerojax fit`: the settings that are predicted to train fastest."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ def fit(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
 ) -> None:
-    """Searches stage, micro-batch, accumulation, remat, offload and what stays gathered.
+    """Searches stage, micro-batch, accumulation, remat, offload and parameters that stay gathered.
 
-    The fastest is the one with the most tokens a second. DeepSpeed's section "autotuning" of the
-    config, where it is enabled, bounds the search and may ask for the shortest step instead.
+    The fastest choice has the most tokens a second. DeepSpeed's section "autotuning" of the config,
+    if enabled, bounds the search and may ask for the shortest step instead.
 
-    Every choice in the ranking was compiled and fits. ~/.cache/zerojax remembers what was compiled
-    before for the same step and devices. --devices here are those of this machine; with --xla the
-    fastest choice is run on them.
+    Every choice in the ranking was compiled and fits. ~/.cache/zerojax keeps results of earlier
+    compiles for the same step and devices. "--devices here" means the devices of this machine; with
+    --xla the fastest choice is run on them.
 
-    Exits with 0, with 3 where nothing fits, and with 2 for bad input.
+    Exits with 0, with 3 if nothing fits, and with 2 for bad input.
     """
     if out is not None and (out.is_dir() or not os.access(out.resolve().parent, os.W_OK)):
         typer.echo(f"--out {out}: no file can be written there", err=True)
@@ -132,7 +132,7 @@ def fit(
 
 
 def _best(ranking: Sequence[Trial]) -> list[Trial]:
-    """The first of each mode, whatever its micro-batch."""
+    """Returns the first trial of each mode, whatever its micro-batch."""
     first: dict[Choice, Trial] = {}
     for each in ranking:
         mode = dataclasses.replace(each.choice, micro=1, accumulation=1)
@@ -180,6 +180,6 @@ def _show(trials: Sequence[Trial], title: str) -> None:
 
 
 def _short(name: str, value: bool | int | str) -> str:
-    """An option of XLA in a narrow column."""
+    """Shortens an option of XLA for a narrow column."""
     shown = str(value).removeprefix("WHILE_LOOP_UNROLLING_")
     return f"{name.removeprefix('xla_gpu_').removeprefix('enable_')} {shown}"

@@ -1,4 +1,4 @@
-"""`zerojax inspect CHECKPOINT`: what a checkpoint holds and whether it is whole."""
+"""`zerojax inspect CHECKPOINT`: the contents of a checkpoint, and a check for damage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STYLES: dict[Status, str] = {
 }
 
 SHOWN = 20
-"""Problems of a step that are printed."""
+"""The most problems of a step that are printed."""
 
 
 def inspect(
@@ -40,9 +40,9 @@ def inspect(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
 ) -> None:
-    """Says what the steps of CHECKPOINT hold, and reads every array to see that it is whole.
+    """Lists the contents of the steps of CHECKPOINT, and reads every array to check it for damage.
 
-    Exits with 0 where no step is damaged, with 1 where one is, and with 2 where there is none.
+    Exits with 0 if no step is damaged, with 1 if a step is, and with 2 if there is no step.
     """
     jax.config.update("jax_platforms", "cpu")  # a GPU may be busy training
     from zerojax.checkpoint import CheckpointError  # orbax takes a second to import
@@ -69,7 +69,7 @@ def inspect(
 
 
 def to_json(found: Inspection, *, leaves: bool = False) -> dict[str, Any]:
-    """The same as the tables, of every step, for programs."""
+    """Returns the contents of the tables as JSON values, for every step."""
     whole = found.newest_whole
     return {
         "checkpoint": found.checkpoint,
@@ -107,12 +107,12 @@ def _json(step: InspectedStep, leaves: bool) -> dict[str, Any]:
 
 
 def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> None:
-    """Prints the steps, more of the last one that holds arrays, and what is damaged.
+    """Prints the steps, details of the last step that holds arrays, and the damage.
 
     Args:
-      found: what there is.
-      leaves: list the arrays of the last step.
-      alone: other steps were not looked at.
+      found: the inspection's results.
+      leaves: Whether to list the arrays of the last step.
+      alone: Whether only one step was inspected.
     """
     console = terminal.console()
     console.print(_table(found))
@@ -208,5 +208,5 @@ def _leaves(step: InspectedStep) -> Table:
 
 
 def _entry(entry: Any) -> str:
-    """One dimension of a spec, as Python writes it."""
+    """Formats one dimension of a spec as Python code."""
     return repr(tuple(entry) if isinstance(entry, list) else entry)

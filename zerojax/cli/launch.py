@@ -22,7 +22,7 @@ from zerojax.launch.hosts import Host, read_hostfile, select
 from zerojax.launch.job import Job, Node, by_hand, checked_script, free_port, node_command
 from zerojax.launch.kubernetes import Kind
 
-# What follows the script is the script's.
+# All arguments after the script belong to the script.
 SETTINGS = {"allow_interspersed_args": False}
 
 
@@ -83,10 +83,11 @@ def launch(
 ) -> None:
     """Runs SCRIPT in several processes, which join by zerojax.init_distributed().
 
-    Options of the launch stand before SCRIPT; all that follows is its own.
+    Options of the launch come before SCRIPT; all arguments after SCRIPT belong to SCRIPT.
 
-    Exits with the status of the process that failed first (128 + N: ended by signal N), 75 when all
-    were preempted and saved, 76 when a watchdog ended them, 2 when nothing can be started.
+    Exits with the status of the process that failed first (128 + N: ended by signal N), with 75 if
+    all processes were preempted and saved, with 76 if a watchdog ended them, and with 2 if nothing
+    can be started.
     """
     environ: Mapping[str, str] = context.obj or os.environ
     try:
@@ -171,7 +172,7 @@ def _many(
     must: bool,
     dry_run: bool,
 ) -> int:
-    """Start a job on several hosts, or print how; the exit status."""
+    """Starts a job on several hosts, or prints the commands; returns the exit status."""
 
     def nodes() -> list[Node]:
         address = _address(coordinator) if coordinator else f"{hosts[0].name}:{free_port()}"
@@ -206,7 +207,7 @@ def _counts(
     node_rank: int | None,
     gpus_here: Callable[[], list[Gpu]],
 ) -> tuple[int, ...]:
-    """How many processes each machine runs."""
+    """Returns the number of processes of each machine."""
     if given is not None and not re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", given):
         raise UsageError(f"--nproc-per-node: expected 8, or 8,4 for two machines, got {given!r}")
     each = tuple(map(int, given.split(","))) if given else ()
@@ -239,7 +240,7 @@ def _node(
     here: list[Gpu],
     environ: Mapping[str, str],
 ) -> Node:
-    """This machine's part."""
+    """Returns this machine's part of the job."""
     if len(counts) > 1 and coordinator is None:
         raise UsageError("--node-rank needs --coordinator HOST:PORT, the same on all machines")
     address = None if coordinator is None else _address(coordinator)

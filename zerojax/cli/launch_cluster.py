@@ -1,4 +1,4 @@
-"""`zerojax launch` where Slurm, Kubernetes or Ray places the processes."""
+"""`zerojax launch` if Slurm, Kubernetes or Ray places the processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Cluster(NamedTuple):
 
     Attributes:
       slurm: sbatch's options; None: not Slurm.
-      image: Of the pods; None: not Kubernetes.
-      kind: What restarts the pods.
+      image: Image of the pods; None: not Kubernetes.
+      kind: The Kubernetes object that restarts the pods.
       ray: Whether Ray Train starts the processes.
     """
 
@@ -27,10 +27,10 @@ class Cluster(NamedTuple):
     ray: bool
 
     def chosen(self) -> str | None:
-        """The option that was given.
+        """Returns the option that was given, or None.
 
         Raises:
-          UsageError: Several were.
+          UsageError: Several options were given.
         """
         given = {
             "--slurm": self.slurm is not None,
@@ -51,7 +51,7 @@ def start(
     environ: Mapping[str, str],
     dry_run: bool,
 ) -> int:
-    """Hand a job to the cluster, or print what the cluster would get; the exit status."""
+    """Submits a job to the cluster, or prints the submission; returns the exit status."""
     if nproc_per_node is None or not re.fullmatch("[1-9][0-9]{0,5}", nproc_per_node):
         raise UsageError(
             f"{cluster.chosen()} needs --nproc-per-node N: how many processes, and GPUs, each "

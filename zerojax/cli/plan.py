@@ -1,4 +1,4 @@
-"""`zerojax plan`: memory, traffic and time of a step, before there are devices."""
+"""`zerojax plan`: memory, traffic and time of a step, without its devices."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
 ) -> None:
-    """Shows what a training step needs of each device: memory by kind, traffic, predicted time.
+    """Shows the needs of a training step on each device: memory by kind, traffic, predicted time.
 
-    The step is compiled for devices that need not exist; nothing runs. Where the step does not fit,
+    The step is compiled for devices that need not exist; nothing runs. If the step does not fit,
     other settings are compiled, until three are found that fit.
 
-    Exits with 0 where the step fits, with 3 where it does not, and with 2 for bad input.
+    Exits with 0 if the step fits, with 3 if it does not, and with 2 for bad input.
     """
     compile_only(devices)
     with spinner() as progress:

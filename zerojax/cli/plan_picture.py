@@ -1,4 +1,4 @@
-"""The picture of `zerojax plan`: memory by kind, a bar a stage."""
+"""The picture of `zerojax plan`: memory by kind, with one bar per stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLOURS = (
 
 
 def check(path: Path) -> None:
-    """Refuse a path to which no picture can be written.
+    """Refuses a path to which no picture can be written.
 
     Raises:
       ValueError: The suffix is unknown, or the folder does not exist.
@@ -36,7 +36,7 @@ def check(path: Path) -> None:
 
 
 def by_stage(given: Choice) -> Iterator[tuple[str, Choice]]:
-    """The same batch at each stage, with as much of the offload as the stage allows.
+    """Yields the same batch at each stage, with as much of the offload as the stage allows.
 
     Example:
       >>> given = Choice(stage=3, micro=1, offload="optimizer and parameters")
@@ -52,7 +52,7 @@ def by_stage(given: Choice) -> Iterator[tuple[str, Choice]]:
 
 
 def draw(path: Path, title: str, stages: Mapping[str, Forecast]) -> None:
-    """Write the picture.
+    """Writes the picture.
 
     Args:
       path: A path that ends in ".png" or ".svg".

@@ -17,7 +17,7 @@ from zerojax.plan.table import size
 
 _BAR = 30
 NEAR = 0.95
-"""The share of the memory above which XLA recomputes, from which on a plan warns."""
+"""A plan warns above this share of the memory at which XLA starts to recompute."""
 
 ATTENTION = {
     None: "",
@@ -28,7 +28,7 @@ ATTENTION = {
 
 
 def show(planned: Planned) -> None:
-    """Print what a step needs, and the settings with which it fits, where they were looked for."""
+    """Prints the needs of a step and, if searched for, the settings with which it fits."""
     console = terminal.console()
     forecast = planned.forecast
     for line in _title(planned):
@@ -51,7 +51,7 @@ def show(planned: Planned) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that reads best.
+    """Formats seconds in a suitable unit.
 
     Example:
       >>> duration(0.0123), duration(2e-6), duration(83.25)
@@ -79,14 +79,14 @@ def _title(planned: Planned) -> Iterator[str]:
 
 
 def _axes(forecast: Forecast) -> str:
-    """The axes of a mesh that has several."""
+    """Formats the axes of a mesh with several axes; "" for one axis."""
     sizes = forecast.plan.mesh.shape
     written = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
     return f" ({written})" if len(sizes) > 1 else ""
 
 
 def _memory(planned: Planned, mark: str) -> Table:
-    """Memory by kind, with bars to the scale of the device's memory, or of the step's if larger."""
+    """Builds the table of memory by kind; the larger of device memory and peak scales the bars."""
     forecast = planned.forecast
     peak, memory = forecast.peak, forecast.rates.memory
     width = _BAR / max(memory, peak.bytes)
@@ -146,7 +146,7 @@ def _about_memory(planned: Planned) -> Iterator[str]:
 
 
 def _about_recomputing(forecast: Forecast) -> Iterator[str]:
-    """That XLA computes values again to save memory, or is about to."""
+    """Warns that XLA recomputes values to save memory, or nearly does."""
     most, again = forecast.recomputes_above, sum(each.again for each in forecast.programs)
     if most is None:
         return
@@ -206,7 +206,7 @@ def _about_time(planned: Planned) -> Iterator[str]:
 
 
 def _gathered(planned: Planned) -> Table:
-    """What an "auto" was chosen from."""
+    """Builds the table of the options for an "auto"."""
     table = terminal.table(f'{LIVE} "auto"', ">held", ">total", ">step", "")
     for each in planned.gathered:
         table.add_row(

@@ -1,4 +1,4 @@
-"""What `zerojax plan` has found, and the same as JSON."""
+"""The results of `zerojax plan`, and their JSON form."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.trials import Trial
 
 PREALLOCATED = 0.75
-"""The share of a GPU's memory that JAX takes when it starts, unless told otherwise."""
+"""The share of a GPU's memory that JAX preallocates by default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The forecast of a step, and the question.
+    """The forecast of a step, and the request for it.
 
     Attributes:
       model: The model's name, as given.
@@ -26,11 +26,11 @@ class Planned:
       seq: Tokens in a row.
       choice: The settings that the config chooses.
       forecast: The forecast of these settings.
-      remedies: Choices that fit; None where none were looked for.
+      remedies: Choices that fit; None if none were searched for.
       stages: Forecasts of the same batch by stage and offload; empty without a picture.
-      attention: The implementation that is planned with; None for a model that has its own.
-      gathered: What may stay gathered for an "auto", the fastest first, which is the choice; empty
-        where the config leaves nothing open, or nothing may stay.
+      attention: The implementation in the plan; None for a model that has its own.
+      gathered: The options that an "auto" for what stays gathered was chosen from; the first is the
+        fastest, and the choice. Empty if the config leaves nothing open, or nothing may stay.
     """
 
     model: str
@@ -50,13 +50,13 @@ class Planned:
 
     @property
     def reserve(self) -> int:
-        """Bytes of a device's memory that no step gets."""
+        """Bytes of a device's memory that no step may use."""
         rates = self.forecast.rates
         return rates.memory - rates.room
 
     @property
     def fraction(self) -> float | None:
-        """XLA_PYTHON_CLIENT_MEM_FRACTION for the step; None where JAX's default will do."""
+        """XLA_PYTHON_CLIENT_MEM_FRACTION for the step; None if JAX's default suffices."""
         forecast = self.forecast
         share = forecast.peak.bytes / forecast.rates.memory
         gpu = forecast.rates.kind in device_kinds()["gpu"]
@@ -66,10 +66,10 @@ class Planned:
 
 
 def to_json(planned: Planned) -> dict[str, Any]:
-    """Every figure of the tables, for programs: bytes and seconds, of each device.
+    """Returns every figure of the tables as JSON values, in bytes and seconds, of each device.
 
-    `step` is null where not every program was compiled, `tokens_per_second` in it where the batch
-    has no tokens, and `remedies` where none were looked for. `weighed` has what an "auto" was
+    `step` is null if not every program was compiled, `tokens_per_second` in it if the batch has no
+    tokens, and `remedies` if none were searched for. `weighed` has the options that an "auto" was
     chosen from, the fastest first.
     """
     forecast, choice, live = planned.forecast, planned.choice, planned.forecast.plan.live

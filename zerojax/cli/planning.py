@@ -1,4 +1,4 @@
-"""What `plan` and `fit`, which compile for devices that need not exist, have in common."""
+"""Options and functions of `plan` and `fit`, which compile for devices that need not exist."""
 
 import functools
 from collections.abc import Callable
@@ -53,19 +53,19 @@ Auto = Annotated[
 
 
 def compile_only(devices: str) -> None:
-    """Set up JAX before its first use, unless the devices exist: no search for GPUs, no cache of
-    compiled programs."""
+    """Configures JAX, before its first use, for absent devices: no search for GPUs, no cache of
+    compiled programs. Does nothing if the devices exist."""
     if devices == HERE:
         return
-    jax.config.update("jax_platforms", "cpu")  # the compiler's plugin would look for GPUs
-    jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back what is not run
+    jax.config.update("jax_platforms", "cpu")  # the compiler's plugin would search for GPUs
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back such programs
 
 
 def with_attention(function: Callable[..., Any], model: str, asked: str | None) -> Any:
-    """A model's function, with the attention that ``--attention`` asks for.
+    """Returns a model's function with the attention that ``--attention`` asks for.
 
     Raises:
-      ValueError: The model takes no ``attention``, or there is none of that name.
+      ValueError: The model takes no ``attention``, or no attention has that name.
     """
     if asked is None:
         return function

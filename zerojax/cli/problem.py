@@ -1,4 +1,4 @@
-"""The message of a command for an error in its input, the user's own code included."""
+"""The message of a command for an error in its input, or in the user's code."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _TRITON = "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false"
 
 
 def explained(error: Exception, doing: str = "") -> str | None:
-    """The message for an error: its type, its text, and the user's last line that led to it.
+    """Returns the message for an error: its type, its text, and the user's last line before it.
 
     Args:
       error: The error as caught.
-      doing: What failed, for errors that do not say so.
+      doing: The action that failed, for errors that do not state it.
 
     Returns:
-      None where neither the input nor code of the user's is known to have caused the error.
+      The message; None if neither the input nor the user's code is known to have caused the error.
 
     Example:
       >>> explained(TypeError("an int is no flax model"), "model 'a:b' cannot be planned")
@@ -47,7 +47,7 @@ def explained(error: Exception, doing: str = "") -> str | None:
 
 
 def last_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame outside of Python, JAX, Flax, optax and zerojax."""
+    """Returns the innermost frame outside of Python, JAX, Flax, optax, numpy and zerojax."""
     libraries = [_folder(name) for name in _LIBRARIES]
     python = Path(sysconfig.get_path("stdlib"))
 
@@ -62,7 +62,7 @@ def last_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def _place(frame: traceback.FrameSummary) -> str:
-    """The frame as Python shows it."""
+    """Formats a frame as Python does."""
     where = f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}'
     return f"{where}\n    {frame.line}" if frame.line else where
 

@@ -1,4 +1,4 @@
-"""`zerojax report`: this machine, and what works on it."""
+"""`zerojax report`: this machine, and the features that work on it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def report(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
 ) -> None:
-    """Shows devices, versions and extras, and what of zerojax works with them.
+    """Shows devices, versions and extras, and the features of zerojax that work with them.
 
-    Tried are a step of a tiny model at each stage and with each offload, and a compile for absent
-    devices. This takes seconds, and leaves a GPU's memory to other programs.
+    The report tries a step of a tiny model at each stage and with each offload, and a compile for
+    absent devices. This takes seconds, and leaves a GPU's memory to other programs.
 
-    As one of several processes this one joins the others, and the first of them prints.
+    If started as one of several processes, the report joins the others, and process 0 prints.
 
-    Exits with 0 unless JAX finds no devices, then with 1.
+    Exits with 0, or with 1 if JAX finds no devices.
     """
     from zerojax.doctor.report import report as reported  # imports the kernels
 
@@ -49,12 +49,12 @@ def report(
 
 
 def to_json(found: Report) -> dict[str, Any]:
-    """The same as the tables, for programs; null where a figure is unknown."""
+    """Returns the contents of the tables as JSON values; null for an unknown figure."""
     return dataclasses.asdict(found)
 
 
 def show(found: Report) -> None:
-    """Print tables of devices, versions, settings, extras and what works."""
+    """Prints tables of devices, versions, settings, extras and checks."""
     console = terminal.console()
     if found.problem is None:
         heads = ("device", "platform", "how many", "says")

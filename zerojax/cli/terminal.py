@@ -1,4 +1,4 @@
-"""Where the commands print: tables on stdout, and signs of work in progress on stderr."""
+"""Output of the commands: tables on stdout, progress on stderr."""
 
 import sys
 
@@ -21,12 +21,12 @@ _PIPED = 10_000
 
 
 def console() -> Console:
-    """The console on stdout. Where stdout is no terminal, no cell is cut or wrapped."""
+    """Returns a console on stdout. If stdout is not a terminal, no cell is cut or wrapped."""
     return Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
 
 
 def table(*heads: str) -> Table:
-    """A table with such columns; a head that begins with ">" makes a column flushed right."""
+    """Creates a table with these columns; a head that begins with ">" aligns its column right."""
     made = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for head in heads:
         name = head.removeprefix(">")
@@ -35,20 +35,20 @@ def table(*heads: str) -> Table:
 
 
 def bytes_bar() -> Progress:
-    """A bar of bytes on the terminal behind stderr, gone at the end; nothing elsewhere."""
+    """Creates a bar of bytes on stderr, removed at the end; no output unless on a terminal."""
     return _progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     )
 
 
 def spinner() -> Progress:
-    """The same for work of unknown length: what is done, and for how long."""
+    """Creates a progress line for work of unknown length, with its description and elapsed time."""
     named = TextColumn("{task.description}", markup=False)
     return _progress(SpinnerColumn(), named, TimeElapsedColumn())
 
 
 def steps_bar() -> Progress:
-    """The same for a known number of steps."""
+    """Creates a progress bar for a known number of steps."""
     named = TextColumn("{task.description}", markup=False)
     return _progress(SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), named)
 

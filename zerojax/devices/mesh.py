@@ -1,4 +1,4 @@
-"""The devices that exist, as the mesh that every spec refers to."""
+"""Meshes of the existing devices, to which every spec refers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AND = "+"
 _MICS = "zero_optimization.mics_shard_size"
 
 _LIKE_REPLICA = re.compile(r"replica|^dcn|^(dp|ddp|hsdp|mics)$", re.IGNORECASE)
-"""Names that others give the axis between replica groups."""
+"""Names that other libraries give the axis between replica groups."""
 
 
 def mesh(
@@ -33,19 +33,19 @@ def mesh(
     *,
     replicas: int | Literal["hosts"] | None = None,
 ) -> Mesh:
-    """A mesh over the devices that exist.
+    """Creates a mesh over the devices that exist.
 
     Args:
-      devices: how many of them; all by default.
-      axes: axis names and sizes, multiplying to ``devices``, or the same as text,
+      devices: number of devices; all by default.
+      axes: axis names and sizes, whose product is ``devices``, or the same as text,
         ``"data=4,model=2"``; one "data" axis by default.
       replicas: in place of ``axes``, the number of replica groups, on the axis "replica" outside
-        of "data": a group is of neighbouring devices. "hosts" makes every host a group, and every
-        slice of TPUs.
+        of "data": a group consists of neighbouring devices. "hosts" uses each host, or each slice
+        of TPUs, as a group.
 
     Raises:
-      ValueError: more devices than there are, axes that do not multiply out, replicas that do not
-        divide the devices, or replicas beside axes.
+      ValueError: more devices than exist, axes that do not multiply out, replicas that do not
+        divide the devices, or both replicas and axes.
 
     Example:
       >>> import zerojax
@@ -69,7 +69,7 @@ def mesh(
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """Axis names and sizes, outermost first, of a text.
+    """Parses axis names and sizes, outermost first.
 
     Raises:
       ValueError: The text has another form.
@@ -89,7 +89,7 @@ def parse_axes(text: str) -> dict[str, int]:
 
 
 def laid_out(given: Mesh, axes: Mapping[str, int] | str) -> Mesh:
-    """The devices of a mesh, in their order, on other axes.
+    """Arranges the devices of a mesh, in their order, on other axes.
 
     Raises:
       ValueError: The axes do not multiply out to the devices.
@@ -101,11 +101,11 @@ def laid_out(given: Mesh, axes: Mapping[str, int] | str) -> Mesh:
 def axis_sizes(
     devices: int, axes: Mapping[str, int] | str | None, replicas: int | str | None, hosts: int
 ) -> dict[str, int]:
-    """The axes of a mesh over ``devices`` on so many ``hosts``, by name, outermost first; the
-    others as for :func:`mesh`.
+    """Returns the axis sizes by name, outermost first, of a mesh over ``devices`` on this number of
+    ``hosts``; for the other arguments see :func:`mesh`.
 
     Raises:
-      ValueError: the sizes do not multiply to ``devices``, or axes and replicas are given.
+      ValueError: the sizes do not multiply to ``devices``, or both axes and replicas are passed.
     """
     if replicas is not None:
         replicas = hosts if replicas == "hosts" else replicas
@@ -140,12 +140,12 @@ def axis_sizes(
 
 
 def in_groups(given: Mesh, size: int, words: str = "") -> Mesh:
-    """``given`` with its shard axis divided into replica groups of ``size`` neighbours, where it
-    has none yet; -1 and 0 leave it as it is.
+    """Divides the shard axis of ``given`` into replica groups of ``size`` neighbours, if the mesh
+    has no replica groups yet; -1 and 0 leave the mesh unchanged.
 
     Args:
       size: ``mics_shard_size`` of the config.
-      words: the key and the value that said so, for a message.
+      words: the config's key and value, for a message.
 
     Raises:
       ConfigError: the groups do not divide the devices.
@@ -171,7 +171,7 @@ def in_groups(given: Mesh, size: int, words: str = "") -> Mesh:
 
 
 def check_groups(given: Mesh, size: int, words: str = "") -> None:
-    """Refuses a mesh whose shard groups are not of ``size``; the arguments of :func:`in_groups`.
+    """Refuses a mesh whose shard groups do not have ``size``; arguments as for :func:`in_groups`.
 
     Raises:
       ConfigError: with both sizes.
@@ -186,9 +186,9 @@ def check_groups(given: Mesh, size: int, words: str = "") -> None:
 
 
 def automatic(given: Mesh) -> Mesh:
-    """``given`` with every axis left to XLA, whatever axis types it was made with.
+    """Returns ``given`` with automatic axes only, whatever its axis types are.
 
-    zerojax places collectives through constraints, which explicit axes do not take.
+    zerojax places collectives through sharding constraints, which explicit axes do not accept.
     """
     return Mesh(
         given.devices, given.axis_names, axis_types=(AxisType.Auto,) * len(given.axis_names)
@@ -196,16 +196,16 @@ def automatic(given: Mesh) -> Mesh:
 
 
 def explicit_axes(given: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The axes of a mesh that are explicit."""
+    """Returns the names of a mesh's explicit axes."""
     pairs = zip(given.axis_names, given.axis_types, strict=True)
     return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
 
 
 def explicit_around(given: Mesh) -> tuple[str, ...]:
-    """The axes that are explicit under ``jax.set_mesh``, whose mesh is to be this one.
+    """Returns the axes that are explicit under ``jax.set_mesh``, whose mesh must be ``given``.
 
     Raises:
-      ValueError: it is another one.
+      ValueError: ``jax.set_mesh`` has set a mesh of other axes or sizes.
     """
     there = jax.sharding.get_abstract_mesh()
     explicit = explicit_axes(there)
@@ -220,8 +220,8 @@ def explicit_around(given: Mesh) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def automatic_context(given: Mesh) -> Iterator[tuple[str, ...]]:
-    """:func:`explicit_around`; within, those axes are automatic, and ``jax.jit`` compiles: under
-    ``jax.disable_jit`` no array would get its sharding."""
+    """Yields the axes of :func:`explicit_around`. In this context these axes are automatic, and
+    ``jax.jit`` compiles: under ``jax.disable_jit`` no array would get its sharding."""
     explicit = explicit_around(given)
     config: Any = jax.config
     compiled = jax.disable_jit(False) if config.jax_disable_jit else contextlib.nullcontext()
@@ -230,7 +230,7 @@ def automatic_context(given: Mesh) -> Iterator[tuple[str, ...]]:
 
 
 def relabelled(tree: Any, given: Mesh) -> Any:
-    """Arrays that lie on the mesh's devices under explicit axes, or others, as lying on it."""
+    """Moves arrays on the same devices, but with other axis types, to the mesh ``given``."""
 
     def moved(x: Any) -> Any:
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
@@ -251,8 +251,8 @@ def relabelled(tree: Any, given: Mesh) -> Any:
 
 
 def shard_axis(given: Mesh | AbstractMesh) -> str:
-    """The axis over which ZeRO shards: "data", or the only one there is, by any other name than
-    "replica".
+    """Returns the axis over which ZeRO shards: "data", or the only axis of the mesh, unless that is
+    "replica" or "seq".
 
     Raises:
       ValueError: no axis has that name, or one of several seems to be a replica axis by another
@@ -291,30 +291,30 @@ def shard_axis(given: Mesh | AbstractMesh) -> str:
 
 
 def zero_axis(given: Mesh | AbstractMesh) -> str:
-    """The axis over which ZeRO shards, as specs here name one: :func:`shard_axis`, or with "seq"
-    beside that axis both as one, "data+seq", the tokens innermost."""
+    """Returns the axis over which ZeRO shards, as zerojax's specs name it: :func:`shard_axis`, or
+    "data+seq" for that axis joined with "seq", the tokens innermost."""
     axis = shard_axis(given)
     return f"{axis}{_AND}{SEQUENCE}" if sequence_size(given) > 1 else axis
 
 
 def joined_axes(axis: str) -> tuple[str, ...]:
-    """The axes of the mesh that an axis of :func:`zero_axis` stands for, outermost first."""
+    """Returns the mesh axes behind an axis of :func:`zero_axis`, outermost first."""
     alone = axis.removesuffix(f"{_AND}{SEQUENCE}")
     return (axis,) if alone == axis else (alone, SEQUENCE)
 
 
 def axis_size(given: Mesh | AbstractMesh, axis: str) -> int:
-    """The devices along an axis, as :func:`zero_axis` names one."""
+    """Returns the number of devices along an axis of :func:`zero_axis`."""
     return math.prod(given.shape[name] for name in joined_axes(axis))
 
 
 def sequence_size(given: Mesh | AbstractMesh) -> int:
-    """The devices that share the tokens of a row: those along "seq", or 1."""
+    """Returns the number of devices that share the tokens of a row: the size of "seq", or 1."""
     return given.shape.get(SEQUENCE, 1)
 
 
 def nearest_multiples(size: int, n: int) -> str:
-    """The multiples of ``n`` around a ``size`` that ``n`` does not divide, for a message.
+    """Names the multiples of ``n`` around a ``size`` that ``n`` does not divide, for a message.
 
     >>> nearest_multiples(10, 4), nearest_multiples(3, 4)
     ('8 or 12', '4')
@@ -324,22 +324,22 @@ def nearest_multiples(size: int, n: int) -> str:
 
 
 def batch_axes(given: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The axes that share the rows of a batch, in the mesh's order: the shard axis, and "replica"
-    where the mesh has one."""
+    """Returns the axes that shard the rows of a batch, in the mesh's order: the shard axis, and
+    "replica" if the mesh has that axis."""
     axis = shard_axis(given)
     return tuple(name for name in given.axis_names if name in (REPLICA, axis))
 
 
 def batch_devices(given: Mesh | AbstractMesh) -> int:
-    """The number of devices that share the rows of a batch."""
+    """Returns the number of devices that share the rows of a batch."""
     return math.prod(given.shape[name] for name in batch_axes(given))
 
 
 def same_devices(a: Mesh, b: Mesh) -> bool:
-    """Whether two meshes lay the same devices out under the same axis names."""
+    """Returns whether two meshes have the same device array and axis names."""
     return a.axis_names == b.axis_names and np.array_equal(a.devices, b.devices)
 
 
 def are_there(given: Mesh) -> bool:
-    """Whether the mesh's devices exist, and are not only compiled for."""
+    """Returns whether the mesh's devices exist, unlike those of a topology."""
     return bool(given.devices.flat[0].addressable_memories())

@@ -21,17 +21,17 @@ _BITS = {"g": 1e9, "t": 1e12}
 
 
 def nodes_of(mesh: Mesh) -> tuple[int, ...]:
-    """The node of each device of a mesh, in the order of the program's device numbers.
+    """Returns the node of each device of a mesh, in the order of the program's device numbers.
 
-    A node is what the fast links join: a host's GPUs (or several hosts', where NVLink joins those),
-    a slice of TPUs.
+    A node is a group of devices that fast links join: a host's GPUs (or those of several hosts that
+    NVLink joins), a slice of TPUs.
     """
     return tuple(map(_node, mesh.devices.flat))
 
 
 @functools.cache
 def near(mesh: Mesh, axis: str) -> int:
-    """Neighbouring devices along an axis that are in one node; 1 where the number differs."""
+    """Returns how many neighbouring devices on an axis share a node; 1 if that number varies."""
     nodes = np.reshape(nodes_of(mesh), mesh.devices.shape)
     lines = np.moveaxis(nodes, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
     count = int(np.sum(lines[0] == lines[0, 0]))
@@ -47,10 +47,10 @@ def _node(device: Any) -> int:
 
 
 def network_speed(text: str) -> float:
-    """Bytes a second, each way, that a device's share of its host's network cards carries.
+    """Returns bytes per second, each way, of a device's share of its host's network cards.
 
     Args:
-      text: Gigabits a second for each device (``"400gb"``) or for a host of eight devices
+      text: Gigabits per second for each device (``"400gb"``) or for a host of eight devices
         (``"3.2tb/host"``), or a network of ``device_kinds.json`` (``"ib-ndr"``).
 
     Raises:

@@ -1,7 +1,7 @@
-"""How fast each kind of device multiplies, reads, and sends: the figures of the roofline.
+"""Speeds of each kind of device in arithmetic, memory and communication: the roofline's figures.
 
-The peaks stand in ``device_kinds.json`` with their sources, and beside them the share of each
-that programs reach.
+``device_kinds.json`` has the peaks with their sources, and the share of each peak that programs
+reach.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from zerojax.devices.network import network_speed
 from zerojax.devices.topology import device_kinds, lookup
 
 RESERVE = 3 * 10**9 // 2
-"""Bytes of a device's memory that no step gets: the driver's context, NCCL, the allocator."""
+"""Bytes of a device's memory that no step can use: the driver's context, NCCL, the allocator."""
 
 
 class Sent(NamedTuple):
-    """What a device sends in one collective, by the link that the bytes cross.
+    """The bytes that a device sends in one collective, by the link that they cross.
 
     Attributes:
-      inside: bytes to devices of its own node.
+      inside: bytes to devices of the same node.
       between: bytes to other nodes.
-      inside_steps, between_steps: steps, one after another, in which the collective crosses each.
-      group: how many devices take part.
+      inside_steps, between_steps: number of successive steps over each kind of link.
+      group: number of devices that take part.
     """
 
     inside: float
@@ -38,12 +38,12 @@ class Sent(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """Seconds of a collective beside those of its bytes.
+    """Seconds of a collective in addition to the transfer of its bytes.
 
     Attributes:
-      start: once.
-      doubling: for each doubling of the group.
-      inside, between: for each step inside a node, and between nodes.
+      start: seconds once per collective.
+      doubling: seconds for each doubling of the group.
+      inside, between: seconds for each step inside a node, and between nodes.
     """
 
     start: float
@@ -58,21 +58,21 @@ class Latency(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a device reaches. Bytes and floating-point operations a second.
+    """The speeds of a device, in bytes and floating-point operations per second.
 
     Attributes:
-      kind: as :func:`zerojax.topology` names it.
+      kind: name of the kind in :func:`zerojax.topology`.
       memory: bytes of device memory.
       matrix: peak of matrix products by dtype, as HLO names it: "bf16", "f16", "f32".
-      matrix_share, memory_share, link_share, host_share: what of the peaks programs reach.
-      bandwidth: of device memory, peak.
-      link: each way between devices of a node, peak, for each device.
+      matrix_share, memory_share, link_share, host_share: share of each peak that programs reach.
+      bandwidth: peak of device memory.
+      link: peak each way between devices of a node, for each device.
       link_name: "NVLink", "PCIe" or "ICI".
-      network: each way out of a node, peak, for each device.
-      host: each way between a device and host memory, peak.
+      network: peak each way out of a node, for each device.
+      host: peak each way between a device and host memory.
       disk: each way between host memory and disk, for a host's devices together.
       launch: seconds that a kernel costs beyond its work.
-      latency: of a collective.
+      latency: latency of a collective.
     """
 
     kind: str
@@ -93,21 +93,21 @@ class Rates:
 
     @property
     def room(self) -> int:
-        """Bytes of a device that a step may take."""
+        """Bytes of device memory that a step may use."""
         return self.memory - RESERVE
 
     def compute_seconds(self, flops: Mapping[str, int], moved: int) -> float:
-        """``max(sum flops / matrix rate, bytes / memory rate)`` + the launch."""
+        """Returns ``max(sum flops / matrix rate, bytes / memory rate)`` + the launch."""
         slowest = min(self.matrix.values())
         busy = sum(n / self.matrix.get(dtype, slowest) for dtype, n in flops.items())
         wait = moved / (self.bandwidth * self.memory_share)
         return max(busy / self.matrix_share, wait) + self.launch
 
     def collective_seconds(self, sent: Sent) -> float:
-        """``max((inside + between) / link, between / network)`` + latency.
+        """Returns ``max((inside + between) / link, between / network)`` + latency.
 
-        All that a device sends passes its link, and what leaves the node also the device's share of
-        the network cards, which other groups share at the same time.
+        All bytes that a device sends pass its link, and bytes that leave the node also pass the
+        device's share of the network cards, which other groups use at the same time.
         """
         if sent.group < 2:
             return 0.0
@@ -115,7 +115,7 @@ class Rates:
         return passed / self.link_share + self.latency.seconds(sent)
 
     def over(self, network: str | None) -> Rates:
-        """The rates with another network, as :func:`network_speed` knows it; None changes nothing.
+        """Returns the rates with another network, see :func:`network_speed`; None changes nothing.
 
         Raises:
           ValueError: The network is unknown.
@@ -125,12 +125,12 @@ class Rates:
         )
 
     def host_seconds(self, moved: float) -> float:
-        """Of a copy between device and pinned host memory."""
+        """Returns the seconds of a copy of ``moved`` bytes from or to pinned host memory."""
         return moved / (self.host * self.host_share)
 
 
 def rates(kind: str) -> Rates:
-    """The rates of a kind of device.
+    """Returns the rates of a kind of device.
 
     Raises:
       ValueError: the kind is unknown.
@@ -158,16 +158,16 @@ def rates(kind: str) -> Rates:
 
 
 def kind_of(device: jax.Device) -> str | None:
-    """The kind of a device, there or not, by the name that it has; None for others and CPUs."""
+    """Returns the kind of a device, existing or absent, by its name; None for CPUs and others."""
     kinds = {**device_kinds()["gpu"], **device_kinds()["tpu"]}
     named = (kind for kind, figures in kinds.items() if figures["name"] == device.device_kind)
     return next(named, None)
 
 
 def rates_of(device: jax.Device, room: int) -> Rates:
-    """The rates of a device that exists, of which a step may take ``room`` bytes.
+    """Returns the rates of an existing device, of which a step may use ``room`` bytes.
 
-    One that is in no list counts as an A100: the order of two times may be right, the times are
-    not.
+    A device that is not in the list counts as an A100: the order of two times may be right, the
+    times are not.
     """
     return dataclasses.replace(rates(kind_of(device) or "a100"), memory=room + RESERVE)

@@ -1,4 +1,4 @@
-"""The rows of a batch that a process has, and the way from there to arrays of all processes."""
+"""The rows of a batch that a process has, and their assembly into global arrays."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zerojax.devices.mesh import mesh as all_devices
 
 
 class RowBlocks(NamedTuple):
-    """How the rows of a batch lie over the processes: in equal blocks, one after the other.
+    """The distribution of a batch's rows over the processes, in equal consecutive blocks.
 
     Attributes:
-      number: Of blocks: one a process, fewer where processes share their rows, as those that
-        cut a model between them; 1 in a single process.
-      own: Which of them is this process's, from 0 on.
+      number: Number of blocks: one per process, or fewer if processes share their rows, as
+        processes that shard one model do; 1 in a single process.
+      own: Index of this process's block, from 0.
     """
 
     number: int
@@ -27,8 +27,8 @@ class RowBlocks(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh) -> RowBlocks | None:
-        """None where some process's rows are no such block, as on a mesh in which the devices of
-        two processes alternate."""
+        """Returns the blocks; None if some process's rows are not such a block, as on a mesh in
+        which the devices of two processes alternate."""
         if jax.process_count() == 1 or isinstance(mesh, AbstractMesh):
             return cls(1, 0)
         rows = batch_devices(mesh)
@@ -46,16 +46,17 @@ class RowBlocks(NamedTuple):
 
 
 def process_rows(n: int, mesh: Mesh | None = None) -> slice:
-    """The rows of a global batch that this process feeds: ``batch[zerojax.process_rows(n)]``.
+    """Returns the rows of a global batch that this process feeds:
+    ``batch[zerojax.process_rows(n)]``.
 
     Args:
       n: Number of rows of the global batch.
-      mesh: That of ``zerojax.zero(..., mesh=mesh)``; by default all devices on one "data" axis.
-        Where processes cut a model between them, all of those have the same rows.
+      mesh: The mesh of ``zerojax.zero(..., mesh=mesh)``; by default all devices on one "data" axis.
+        Processes that shard one model between them have the same rows.
 
     Raises:
-      ValueError: The rows do not divide among the processes, or the mesh gives a process no
-        stretch of neighbouring rows.
+      ValueError: The rows do not divide among the processes, or the rows of a process on this mesh
+        are not consecutive.
 
     Example:
       >>> import zerojax
@@ -84,12 +85,12 @@ _NO_BLOCKS = (
 class BatchRows:
     """The leaves of batches on a mesh, whether a process passes its own rows or global arrays.
 
-    In several processes a leaf that is no global ``jax.Array`` holds the process's own rows, and
-    scalars are the same in every process. Nothing is compared between the processes.
+    With several processes, a leaf that is not a global ``jax.Array`` holds the process's own rows,
+    and scalars must be equal in all processes. This class compares nothing between processes.
 
     Args:
       mesh: The mesh.
-      axis: The dimension of a leaf that has the rows; a leaf without it has none.
+      axis: The dimension of a leaf that has the rows; a leaf without this dimension has no rows.
 
     Attributes:
       blocks: Blocks of rows, see :class:`RowBlocks`.
@@ -102,23 +103,23 @@ class BatchRows:
         self.blocks = 1 if self._known is None else self._known.number
 
     def own(self, x: Any) -> bool:
-        """Whether a leaf holds the process's own rows, and not those of all processes."""
+        """Returns whether a leaf holds only the process's own rows."""
         if not self._several or np.ndim(x) <= self._axis or isinstance(x, jax.ShapeDtypeStruct):
             return False
         return not isinstance(x, jax.Array) or x.is_fully_addressable
 
     def shape(self, x: Any) -> tuple[int, ...]:
-        """The shape of a leaf with the rows of all processes."""
+        """Returns the global shape of a leaf, with the rows of all processes."""
         shape: tuple[int, ...] = np.shape(x)
         return _times(shape, self.blocks, self._axis) if self.own(x) else shape
 
     def told(self, batch: Any) -> str:
-        """The numbers of rows of the leaves that hold own rows, in words."""
+        """Returns, as text, the numbers of rows of the leaves that hold own rows."""
         rows = {np.shape(x)[self._axis] for x in jax.tree.leaves(batch) if self.own(x)}
         return " and ".join(map(str, sorted(rows)))
 
     def own_rows(self, batch: Any) -> int | None:
-        """Rows of the leaves that hold the process's own; None where there are none.
+        """Returns the number of rows of the leaves that hold own rows; None if no leaf does.
 
         Raises:
           ValueError: Those leaves have several numbers of rows, or the mesh has no blocks.
@@ -141,18 +142,19 @@ class BatchRows:
         return np.shape(leaves[0])[self._axis] if leaves else None
 
     def put(self, x: Any, sharding: NamedSharding, axis: int | None = None) -> jax.Array:
-        """A leaf where ``sharding`` has it; the array itself if it lies there already.
+        """Places a leaf by ``sharding``; returns the array itself if it is placed so already.
 
         Args:
-          x: The leaf; own rows in dimension ``axis``, by default in that of all leaves.
-          sharding: Cuts that dimension, where the rows are the process's own.
+          x: The leaf, with own rows in dimension ``axis``, by default in the axis of all leaves.
+          sharding: The target sharding, which shards that dimension if the rows are the process's
+            own.
         """
         if self.own(x):
             x = x if isinstance(x, jax.Array) else np.asarray(x)
             shape = _times(np.shape(x), self.blocks, self._axis if axis is None else axis)
             return jax.make_array_from_process_local_data(sharding, x, shape)
         if self._several and not isinstance(x, jax.Array):
-            return jnp.asarray(x)  # a scalar, which jit takes as it is; device_put would compare
+            return jnp.asarray(x)  # a scalar for jit; device_put would compare it
         if self._several and x.is_fully_addressable:
             return jax.make_array_from_process_local_data(sharding, x, x.shape)
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
@@ -161,7 +163,7 @@ class BatchRows:
 
 
 def dimension(axis: int) -> str:
-    """The dimension of a batch's arrays that has the rows, in words."""
+    """Describes the dimension of a batch's arrays that has the rows."""
     return f"dimension {axis}" if axis else "leading dimension"
 
 

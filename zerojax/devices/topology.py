@@ -1,11 +1,11 @@
-"""Meshes of devices that are not there, to compile for them on any machine.
+"""Meshes of absent devices, to compile for them on any machine.
 
     mesh = zerojax.topology("h100", devices=8)
     lowered = zerojax.zero(config, mesh=mesh)(train_step).lower(state, batch)
     lowered.compile().memory_analysis()
 
-Nothing can be placed on such a mesh or run on it: it is for ``lower().compile()``, whose memory,
-collectives and time are then those of the named device. The figures of each device are in
+Nothing can be placed or run on such a mesh. It is for ``lower().compile()``, which then has the
+memory, collectives and time of the named device. The figures of each device are in
 ``device_kinds.json``.
 """
 
@@ -30,7 +30,7 @@ from zerojax.devices.mesh import axis_sizes
 GPUS_PER_HOST = 8
 TPUS_PER_HOST = 4
 
-# What XLA's GPU compiler asks of a device (GpuTargetConfigProto), in protobuf's text format.
+# The device description of XLA's GPU compiler (GpuTargetConfigProto), in protobuf's text format.
 _GPU_TARGET = Template("""
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: $threads_per_core
@@ -62,21 +62,21 @@ def topology(
     axes: Mapping[str, int] | str | None = None,
     replicas: int | Literal["hosts"] | None = None,
 ) -> Mesh:
-    """Return a mesh of ``devices`` devices of the kind ``name``, none of which need be here.
+    """Returns a mesh of ``devices`` devices of the kind ``name``, none of which need to exist.
 
-    Two meshes of as many devices of one kind have the same devices.
+    Two meshes of equally many devices of one kind have the same devices.
 
     Args:
       name: ``"h100"``, ``"h200"``, ``"a100"`` (80 GB), ``"a100-40gb"``, ``"b200"``,
         ``"titan-rtx"``, ``"rtx-3090"``, ``"rtx-4090"``, ``"v5e"``, ``"v5p"`` or ``"v6e"``.
-      devices: how many. GPUs stand 8 to a host, so above 8 it is a multiple of 8; TPU chips
-        stand 4 to a host, so it is a multiple of 4.
+      devices: number of devices. A host has 8 GPUs, so a number above 8 must be a multiple of 8; a
+        host has 4 TPU chips, so the number must be a multiple of 4.
       axes: sizes by axis name, outermost first, or the same as text (``"data=4,model=2"``); their
         product is ``devices``. By default one ``"data"`` axis over all devices.
-      replicas: as for :func:`zerojax.mesh`: replica groups in place of ``axes``.
+      replicas: replica groups in place of ``axes``, as for :func:`zerojax.mesh`.
 
     Raises:
-      ValueError: the kind is unknown, the number does not fill whole hosts, or the axes or
+      ValueError: the kind is unknown, the number does not fill complete hosts, or the axes or
         replicas do not multiply out to it.
       ImportError: the compiler's wheels are not installed.
       RuntimeError: the CUDA plugin is installed, but JAX could not load it in this process.
@@ -103,13 +103,13 @@ def topology(
 
 @functools.cache
 def device_kinds() -> dict[str, Any]:
-    """The figures of every known device, as ``device_kinds.json`` has them."""
+    """Returns the figures of every known device, from ``device_kinds.json``."""
     figures = resources.files("zerojax.devices").joinpath("device_kinds.json")
     return json.loads(figures.read_text())
 
 
 def lookup(name: str) -> tuple[str, dict[str, Any]]:
-    """A kind's own name, where ``name`` may be another one, and its figures.
+    """Returns the canonical name of a kind, for which ``name`` may be an alias, and its figures.
 
     Raises:
       ValueError: the kind is unknown.
@@ -149,9 +149,9 @@ def _gpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.D
 
 @functools.cache
 def _described(**description: str) -> Sequence[jax.Device]:
-    """The devices of a topology, which are the same for the same description.
+    """Returns the devices of a topology, the same objects for the same description.
 
-    JAX makes new ones each time, and refuses arrays and specs that lie on others.
+    JAX creates new devices on each call, and refuses to mix arrays and specs of different devices.
     """
     return topologies.get_topology_desc(**description).devices
 
@@ -197,7 +197,7 @@ def _tpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.D
 
 @contextlib.contextmanager
 def _libtpu_unlocked() -> Iterator[None]:
-    """The variable that lets several processes load libtpu, set for the load alone.
+    """Sets the variable that lets several processes load libtpu, only during the load.
 
     libtpu reads the variable from the process's environment, and otherwise locks the machine for
     one process; a compile holds no chip and needs no lock.
@@ -213,13 +213,13 @@ def _libtpu_unlocked() -> Iterator[None]:
 
 
 def torus(kind: str, devices: int) -> tuple[int, ...]:
-    """The sides of the torus in which so many TPU chips are compiled for; of GPUs none."""
+    """Returns the sides of the torus of this many TPU chips; () for GPUs."""
     figures = lookup(kind)[1]
     return _torus(devices, figures["torus_rank"]) if "torus_rank" in figures else ()
 
 
 def _torus(chips: int, rank: int) -> tuple[int, ...]:
-    """Split ``chips`` into ``rank`` sides, nearly equal, the first two even as a host needs."""
+    """Splits ``chips`` into ``rank`` nearly equal sides, the first two even, as hosts are 2x2."""
     hosts, sides = chips // TPUS_PER_HOST, [2, 2, 1][:rank]
     for factor in sorted(_prime_factors(hosts), reverse=True):
         sides[sides.index(min(sides))] *= factor

@@ -1,1 +1,1 @@
-"""Processes that are one job: found, joined, compared, watched, and stopped together."""
+"""The processes of one job: detected, joined, compared, watched, and stopped together."""

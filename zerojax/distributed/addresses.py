@@ -1,4 +1,4 @@
-"""Where process 0 listens, and whether this process can reach that place."""
+"""The address at which process 0 listens, and checks that this process can reach it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from zerojax.distributed.launched import Launched
 
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""As gRPC looks for them; capital letters mean nothing to it."""
+"""Proxy variables in gRPC's order of preference; gRPC ignores names in capital letters."""
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port``; an IPv6 address stands in brackets."""
+    """Splits ``host:port``; an IPv6 address is in brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def where_to_listen(me: Launched) -> str:
-    """Where process 0 listens: at a loopback address where no other host is to come."""
+    """Returns the address at which process 0 listens: a loopback address for a job on one host."""
     host, port = split(me.coordinator)
     chosen = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     if chosen is None and is_loopback(host) and (host == "localhost" or me.local_count == me.count):
@@ -32,12 +32,12 @@ def where_to_listen(me: Launched) -> str:
 
 
 def unreachable(me: Launched, seconds: float = 20.0) -> str:
-    """Why this process cannot reach process 0; "" for no known reason.
+    """Returns why this process cannot reach process 0; "" if no reason is known.
 
     Args:
       me: This process among the others.
-      seconds: How long process 0 may take until it listens, where a name of another host means
-        this machine here: two nodes of Slurm may share one.
+      seconds: Seconds that process 0 may take until it listens, if the name of another host means
+        this machine: two Slurm nodes may share a machine.
     """
     (host, port), here = split(me.coordinator), socket.gethostname()
     if not me.several_hosts or not is_loopback(host):
@@ -69,7 +69,7 @@ def _is_address(host: str) -> bool:
 
 
 def proxied(me: Launched, environ: Mapping[str, str]) -> str:
-    """The variable that would send gRPC through a proxy; "" for none."""
+    """Returns the variable that would send gRPC through a proxy; "" for none."""
     spared = environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
     host = split(me.coordinator)[0]
     if any(host.endswith(end.strip()) for end in spared.split(",") if end.strip()):
@@ -78,9 +78,9 @@ def proxied(me: Launched, environ: Mapping[str, str]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name resolves to addresses of the machine itself alone."""
+    """Returns whether a name resolves only to loopback addresses of the machine itself."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
-        return False  # it may be known later, as Kubernetes' names are
+        return False  # the name may resolve later, as Kubernetes' names do
     return all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found)

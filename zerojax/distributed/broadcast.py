@@ -1,4 +1,4 @@
-"""A word from any process to all of them, at any moment."""
+"""A message from any process to all processes, at any moment."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import jax
 from zerojax.xla import compat
 
 _CLOSED = "closed"
-_PATIENCE = 600_000  # ms; a wait that took so long begins again
+_PATIENCE = 600_000  # ms; a wait that took as long is started again
 
 
 class Broadcast:
-    """One word that any process sends and a thread of each hears, whatever their main threads do.
+    """One message from any process to a thread of every process, whatever the main threads do.
 
     Args:
-      name: Of the broadcast; every process makes those of one name in the same order.
-      heard: Called with the word, in a thread of its own, in all processes.
+      name: Name of the broadcast; every process creates broadcasts of one name in the same order.
+      heard: Called with the message, in a separate thread, in all processes.
 
     Raises:
       RuntimeError: ``jax.distributed`` is not initialized.
@@ -38,14 +38,14 @@ class Broadcast:
         atexit.register(self.close)
 
     def send(self, word: str) -> None:
-        """Sends the word; only the first of all processes does. From a signal handler too."""
+        """Sends the message unless another process was first; signal handlers may call it."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator is gone
             if self._client.key_value_increment(f"{self._key}sent", 1) == 1:
                 for process in range(jax.process_count()):
                     self._tell(process, f" {word}")
 
     def wait(self, key: str) -> str:
-        """The word under a key of this broadcast, once a process sets it.
+        """Waits until a process sets a key of this broadcast, and returns the message.
 
         Raises:
           JaxRuntimeError: The coordinator is gone.
@@ -59,12 +59,12 @@ class Broadcast:
                     raise
 
     def set(self, key: str, word: str) -> None:
-        """Sets the word under a key of this broadcast; the first word stays."""
+        """Sets the message under a key of this broadcast; a key keeps its first message."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(self._key + key, word)
 
     def words(self, folder: str) -> list[str]:
-        """The words under all keys that begin so, which end in "/".
+        """Returns the messages under all keys that begin with ``folder``, which ends in "/".
 
         Raises:
           JaxRuntimeError: The coordinator is gone.
@@ -72,9 +72,9 @@ class Broadcast:
         return [word for _, word in self._client.key_value_dir_get(self._key + folder)]
 
     def close(self) -> None:
-        """Hears no more."""
+        """Stops listening."""
         atexit.unregister(self.close)
-        if self._thread.is_alive():  # not in a process that was forked
+        if self._thread.is_alive():  # a forked process does not have the thread
             self._tell(jax.process_index(), _CLOSED)
             self._thread.join(5)
 

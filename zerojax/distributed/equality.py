@@ -1,4 +1,4 @@
-"""What all processes must pass or build alike, compared once: a program, and values."""
+"""Comparison of a program or of values that must be equal in all processes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _LONGEST = 200  # characters of a line
 def require_same_program(name: str, programs: Iterable[jax.stages.Lowered]) -> None:
     """Refuses programs that differ between the processes, before they are compiled.
 
-    A learning rate or a branch of Python that depends on the process gives each process a program
-    of its own, whose collectives meet all the same.
+    A learning rate or a Python branch that depends on the process gives each process a different
+    program, and the collectives of different programs would still pair up.
 
     Args:
-      name: Of the function, for messages.
-      programs: Of the function, lowered.
+      name: Name of the function, for messages.
+      programs: The lowered programs of the function.
 
     Raises:
-      LaunchError: In all processes, with the first line that differs.
+      LaunchError: Programs differ; raised in all processes, with the first line that differs.
     """
     lines = [line for program in programs for line in program.as_text().splitlines()]
     sums = [*accumulate(lines, lambda s, line: zlib.crc32(line.encode(), s), initial=0)]
@@ -40,7 +40,7 @@ def require_same_program(name: str, programs: Iterable[jax.stages.Lowered]) -> N
     if len({*exchange(what, digest, _PATIENCE)}) == 1:
         return
     low, high = 0, min(map(int, exchange(what, str(len(lines)), _PATIENCE)))
-    while low < high:  # the lines before low are the same
+    while low < high:  # the lines before low are equal
         middle = (low + high + 1) // 2
         same = len({*exchange(what, str(sums[middle]), _PATIENCE)}) == 1
         low, high = (middle, high) if same else (low, middle - 1)
@@ -57,11 +57,11 @@ def require_same_values(name: str, values: Mapping[str, Any]) -> None:
     """Refuses arrays and numbers that differ between the processes.
 
     Args:
-      name: Of what they belong to, for messages.
-      values: By name; those that are no host's and no process's own array are left out.
+      name: Name of the values' owner, for messages.
+      values: Values by name; only numbers, host arrays and fully addressable arrays are compared.
 
     Raises:
-      LaunchError: In all processes, with the names of those that differ.
+      LaunchError: Values differ; raised in all processes, with a name that differs.
     """
     mine = {key: _digest(x) for key, x in values.items() if _is_own(x)}
     told = [*map(json.loads, exchange(f"the values of {name}", json.dumps(mine), _PATIENCE))]
@@ -83,7 +83,7 @@ def _is_own(x: Any) -> bool:
 
 
 def _digest(x: Any) -> str:
-    """An array in words; equal arrays have equal words."""
+    """Describes an array by its values or a checksum; equal arrays have equal descriptions."""
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     x = np.asarray(x)
@@ -93,6 +93,6 @@ def _digest(x: Any) -> str:
 
 
 def _lines(told: list[str]) -> str:
-    """What the processes said, each value once."""
+    """Lists each value once, with its processes."""
     each = by_value(dict(enumerate(told)))
     return "\n".join(f"  {who}: {value}" for value, who in each.items())

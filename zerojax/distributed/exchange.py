@@ -1,4 +1,4 @@
-"""Words that the processes of a job tell each other, beside the devices and their collectives."""
+"""Strings that the processes of a job exchange without devices and their collectives."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zerojax.xla import compat
 
 
 class ProcessesMissing(TimeoutError):
-    """Not all processes came.
+    """Error for an exchange to which not all processes came.
 
     Attributes:
-      missing: Their numbers.
+      missing: Indices of the processes that did not come.
     """
 
     def __init__(self, what: str, missing: list[int], seconds: float) -> None:
@@ -24,7 +24,7 @@ class ProcessesMissing(TimeoutError):
 
 
 def named(processes: Iterable[int]) -> str:
-    """Processes, eight at most.
+    """Formats the indices of processes, eight at most.
 
     Example:
       >>> named([3, 1])
@@ -36,18 +36,18 @@ def named(processes: Iterable[int]) -> str:
 
 
 def exchange(name: str, mine: str, seconds: float = 60.0) -> list[str]:
-    """Every process's word, in the order of the processes; waits for all of them.
+    """Returns every process's string, in the order of the processes; waits for all of them.
 
-    The words go through the coordinator of ``jax.distributed``, whatever the devices do. All
-    processes call it equally often with the same name.
+    The strings pass through the coordinator of ``jax.distributed``, whatever the devices do. All
+    processes call this function equally often with the same name.
 
     Args:
-      name: Of this exchange, in words that fit an error ("the hash of the config").
-      mine: This process's word, a few kB at most.
-      seconds: How long to wait for the others.
+      name: Name of this exchange, in words that fit an error ("the hash of the config").
+      mine: This process's string, a few kB at most.
+      seconds: Seconds to wait for the other processes.
 
     Raises:
-      ProcessesMissing: Some did not come; the message has their numbers.
+      ProcessesMissing: Some processes did not come; the message has their indices.
 
     Example:
       >>> exchange("the name of the host", "n1")  # the only process
@@ -66,11 +66,11 @@ def exchange(name: str, mine: str, seconds: float = 60.0) -> list[str]:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if left > 0:
                 words[process] = client.blocking_key_value_get(key, left)
-            else:  # a word that came may not be lost to the time of asking
+            else:  # past the deadline, still take a string that is there
                 words[process] = client.key_value_try_get(key)
     if missing := [n for n in range(jax.process_count()) if n not in words]:
         raise ProcessesMissing(name, missing, seconds)
-    if turn > 1:  # whoever has come this far has read the words of the turn before
+    if turn > 1:  # every process that is in this turn has read the strings of the last turn
         client.key_value_delete(f"{_key(name, me)}{turn - 1}")
     return [*words.values()]
 

@@ -1,4 +1,4 @@
-"""What a process of several leaves for its launcher, and how an exception ends it."""
+"""Files that a process of several leaves for its launcher, and its exit on an exception."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from pathlib import Path
 from types import TracebackType
 
 _LAST_WORDS = 1.0
-"""Seconds that the other processes have to print an error of all."""
+"""Seconds that the other processes have to print an error that all raise."""
 _INTERRUPTED = 130
-"""Exit status of what Ctrl-C ended, as shells have it."""
+"""Exit status after Ctrl-C, as in shells."""
 
 
 def leave(name: str, index: int, text: str = "") -> None:
-    """Writes a file into the folder of the launch, if a launcher made one."""
+    """Writes a file into the folder of the launch, if a launcher created one."""
     folder = os.environ.get("ZEROJAX_RUN_DIR")
     if folder:
         file = Path(folder) / f"{name}.{index}"
         try:
             file.write_text(text)
         except OSError as error:
-            file.unlink(missing_ok=True)  # the launcher has stderr; half a traceback helps nobody
+            file.unlink(missing_ok=True)  # no half traceback: the launcher has stderr
             print(f"zerojax: cannot write {name}.{index}: {error}", file=sys.stderr)
 
 
 def end_at_once(index: int) -> None:
-    """Has an exception that nobody catches end this process without JAX's shutdown.
+    """Sets an exception hook that ends this process without JAX's shutdown.
 
-    The shutdown waits 300 s for processes that wait for this one in a collective. The traceback is
-    printed as before, and left as ``error.INDEX``, with the time in the first line. The status is
-    that of a ``SystemExit``, which Python itself does not pass to the hook, otherwise 1.
+    The shutdown waits 300 s for processes that wait for this process in a collective. The hook
+    prints the traceback as before, and leaves it as ``error.INDEX``, with the time in the first
+    line. The exit status is 130 after Ctrl-C, the code of a ``SystemExit`` (which Python itself
+    does not pass to the hook), and 1 otherwise.
     """
     before = sys.excepthook
 
@@ -48,7 +49,7 @@ def end_at_once(index: int) -> None:
             before(kind, error, trace)
             sys.stdout.flush()
             sys.stderr.flush()
-            if index == 0:  # the coordinator takes the others with it, in the midst of their words
+            if index == 0:  # the coordinator ends the others, which may still be printing
                 time.sleep(_LAST_WORDS)
         finally:
             os._exit(status)
@@ -57,5 +58,5 @@ def end_at_once(index: int) -> None:
 
 
 def ends_at_once() -> bool:
-    """Whether :func:`end_at_once` is in force."""
+    """Returns whether the hook of :func:`end_at_once` is set."""
     return sys.excepthook.__module__ == __name__

@@ -1,4 +1,4 @@
-"""The GPUs of a process among those of its host, before JAX is used."""
+"""A process's share of its host's GPUs, determined before JAX is used."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def on_cpu() -> bool:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
-    """The UUIDs of the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in its order; None
-    where the driver's tool does not answer."""
+    """Returns the UUIDs of the GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; None if
+    nvidia-smi does not answer."""
     query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
@@ -36,22 +36,22 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
     for name in map(str.strip, wanted.split(",")):
         found = [g for n, g in enumerate(there) if name == str(n) or (name and g.startswith(name))]
         if not found and not name.startswith("MIG-"):
-            break  # as CUDA does: what follows an unknown one is hidden too
+            break  # like CUDA, hide all that follow an unknown GPU
         seen.append(found[0] if found else name)
     return seen
 
 
 def local_devices(here: list[Record]) -> list[list[int] | None]:
-    """For each process of a host the GPUs that are its own, as positions among those that are
-    visible; None for all.
+    """Returns for each process of a host the positions of its GPUs among the visible GPUs; None for
+    all of them.
 
-    Processes that see the same GPUs share them out evenly, in their order.
+    Processes that see the same GPUs divide them evenly, in order.
 
     Args:
       here: The records of the host's processes, in their order.
 
     Raises:
-      ValueError: Too few, or none for some.
+      ValueError: The GPUs are too few, cannot be divided evenly or overlap, or a process sees none.
 
     Example:
       >>> local_devices([{"gpus": ["a", "b"]}, {"gpus": ["a", "b"]}])

@@ -1,4 +1,4 @@
-"""``zerojax.init_distributed``: the processes that were launched together become one job of JAX."""
+"""``zerojax.init_distributed``: joins processes that were launched together into one JAX job."""
 
 from __future__ import annotations
 
@@ -41,25 +41,26 @@ def init_distributed(
     timeout: float = 300.0,
     heartbeat: float = 30.0,
 ) -> None:
-    """Joins the processes that were launched together, each of which calls this function first.
+    """Joins processes that were launched together; each calls this function before any other.
 
-    The function finds out from the environment how the process was launched: by ``python -m
-    zerojax launch``, srun, mpirun, torchrun, Kubernetes or Ray. In a process of its own it does
-    nothing, and neither does a second call. Before and after JAX joins the processes, their
-    versions, configs and devices are compared; what does not fit is the same error in all.
+    The function detects from the environment how the process was launched: by ``python -m
+    zerojax launch``, srun, mpirun, torchrun, Kubernetes or Ray. In a single process the function
+    does nothing, and neither does a second call. Before and after JAX joins the processes, their
+    versions, configs and devices are compared; a mismatch raises the same error in all processes.
 
-    JAX's backends are started: options of JAX (``jax.config``) are set before. An exception that
-    ends one of several processes ends that process at once, with status 1, and does not wait for
-    the others; a process whose script has ended waits for the scripts of the others.
+    The function starts JAX's backends: set options of JAX (``jax.config``) before. An exception
+    that ends one of several processes ends that process at once, with status 1, and does not wait
+    for the others; a process whose script has ended waits for the scripts of the others.
 
     Args:
-      config: The config of :func:`zerojax.zero`, where the program knows it this early: all
-        processes must have the same.
+      config: The config of :func:`zerojax.zero`, if the program knows it this early; it must be the
+        same in all processes.
       timeout: Seconds to wait for the other processes.
-      heartbeat: Seconds of silence after which JAX takes a process for dead and ends the others.
+      heartbeat: Seconds of silence after which JAX considers a process dead and ends the others.
 
     Raises:
-      LaunchError: What is missing or does not fit, with the processes and the remedy.
+      LaunchError: Something is missing or does not fit; the message names the processes and the
+        remedy.
 
     Example:
       >>> import zerojax
@@ -73,7 +74,7 @@ def init_distributed(
         leave("joined", 0)
         return
     end_at_once(me.index)
-    faulthandler.enable()  # JAX aborts processes that miss another one
+    faulthandler.enable()  # JAX aborts processes whose peers are missing
     if compat.backends_are_initialized():
         raise LaunchError(
             f"this is process {me.index} of {me.count}, and JAX is in use already: call "
@@ -89,15 +90,15 @@ def init_distributed(
     here = by_host(records)[mine["host"]]
     if jax.config.jax_cpu_collectives_implementation is None:  # type: ignore[attr-defined]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX's handler of SIGTERM only notes it; outside of ``Preemption`` it is to end a process.
+    # JAX's SIGTERM handler only records the signal; without ``Preemption`` it must end a process.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         me.coordinator,
         me.count,
         me.index,
         local_device_ids=local_devices([records[n] for n in here])[here.index(me.index)],
-        cluster_detection_method="deactivate",  # which would take one GPU a process anyhow
-        initialization_timeout=60,  # all were there just now
+        cluster_detection_method="deactivate",  # detection would take one GPU a process
+        initialization_timeout=60,  # all processes have just answered
         heartbeat_timeout_seconds=round(heartbeat),
         coordinator_bind_address=bind,
     )
@@ -118,22 +119,22 @@ def _refuse(problems: list[str]) -> None:
 
 
 def _refuse_in_all(problems: list[str]) -> None:
-    """The same once JAX has joined the processes: none ends before all have read the words."""
+    """Raises once JAX has joined the processes: no process ends before all know the problems."""
     if problems:
         exchange("an error of all processes", "")
         _refuse(problems)
 
 
 def require_joined() -> None:
-    """Refuses to run as one of several processes that know nothing of each other.
+    """Refuses to run as one of several processes that JAX has not joined.
 
     Raises:
-      LaunchError: The environment is that of several processes, and JAX has not joined them.
+      LaunchError: A launcher started several processes, and JAX has not joined them.
     """
     if jax.distributed.is_initialized():
         return
     me = None
-    with suppress(LaunchError):  # half an environment: perhaps of something else
+    with suppress(LaunchError):  # an incomplete environment may be for another program
         me = launched(os.environ)
     if me is not None:
         raise LaunchError(
@@ -143,10 +144,10 @@ def require_joined() -> None:
 
 
 def require_same(config: ZeroConfig, mesh: Mesh) -> None:
-    """Refuses configs that differ between the processes of a mesh of all of them.
+    """Refuses configs that differ between processes, if the mesh spans all processes.
 
     Raises:
-      LaunchError: In all processes, with those that differ.
+      LaunchError: Configs differ; raised in all processes, with the fields that differ.
     """
     if len({device.process_index for device in mesh.devices.flat}) == jax.process_count() > 1:
         told = exchange("the config", json.dumps(settings(config)), 300.0)

@@ -1,4 +1,4 @@
-"""Who launched this process, and as which of how many: read off the environment."""
+"""This process's launcher, its index and the number of processes, from the environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 class LaunchError(RuntimeError):
-    """Processes that were not launched as one job, or that do not fit together."""
+    """Error for processes that were not launched as one job, or that do not fit together."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Launched:
     Attributes:
       coordinator: ``host:port``, where process 0 listens.
       count: The number of processes.
-      index: Of this process, from 0.
-      local_count: The number of processes on this host; None where the launcher does not say.
-      local_index: Of this process among them, from 0; None likewise.
+      index: Index of this process, from 0.
+      local_count: The number of processes on this host; None if the launcher does not state it.
+      local_index: Index of this process on its host, from 0; None if not stated.
       by: The launcher.
-      token: A secret of the run, of ``zerojax launch`` or of the user; "" for none.
+      token: A secret of the run, from ``zerojax launch`` or from the user; "" for none.
     """
 
     coordinator: str
@@ -35,13 +35,13 @@ class Launched:
 
     @property
     def several_hosts(self) -> bool:
-        """Whether processes run on other hosts too, as far as the launcher says."""
+        """True if processes run on other hosts too, as far as the launcher states."""
         return self.local_count is not None and self.local_count < self.count
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables of a launcher, of which ``index`` tells its processes."""
+    """The environment variables of a launcher; ``index`` marks the processes that it starts."""
 
     by: str
     index: str
@@ -50,7 +50,7 @@ class _Launcher:
     local_count: str = ""
 
 
-# Those that run inside another come first: torchrun under srun, mpirun in a Slurm allocation.
+# Launchers that run inside another come first: torchrun under srun, mpirun in a Slurm allocation.
 _LAUNCHERS = (
     _Launcher(
         "zerojax launch",
@@ -75,17 +75,18 @@ _STEP = "SLURM_STEP_NODELIST"
 
 
 def launched(environ: Mapping[str, str]) -> Launched | None:
-    """This process as its launcher describes it; None where no launcher speaks, or of one process.
+    """Returns this process as its launcher describes it; None without launcher, or for one process.
 
-    Known are ``zerojax launch``, srun, Open MPI 4 and 5, torchrun and what sets its variables,
-    Kubeflow Trainer, and indexed Jobs of Kubernetes with ``ZEROJAX_NUM_PROCESSES`` and
-    ``ZEROJAX_COORDINATOR``. The latter overrides the coordinator of the others too.
+    The known launchers are ``zerojax launch``, srun, Open MPI 4 and 5, torchrun and programs that
+    set its variables, Kubeflow Trainer, and indexed Jobs of Kubernetes with
+    ``ZEROJAX_NUM_PROCESSES`` and ``ZEROJAX_COORDINATOR``. ``ZEROJAX_COORDINATOR`` overrides the
+    coordinator of the other launchers too.
 
     Args:
-      environ: ``os.environ``, or what stands for it.
+      environ: ``os.environ``, or a substitute.
 
     Raises:
-      LaunchError: A variable is missing or makes no sense; the message names it, with the remedy.
+      LaunchError: A variable is missing or invalid; the message names it, with the remedy.
 
     Example:
       >>> torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
@@ -94,7 +95,7 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
 by='torchrun')
     """
     for launcher in _LAUNCHERS:
-        # A batch script of Slurm has a number too; only srun sets the list of the step's nodes.
+        # A Slurm batch script has an index too; only srun sets the list of the step's nodes.
         if launcher.index in environ and (launcher.by != "srun" or _STEP in environ):
             break
     else:
@@ -133,7 +134,7 @@ by='torchrun')
 
 
 def _check_alone(environ: Mapping[str, str]) -> None:
-    """Raises where a number of processes is set, but not which of them this is."""
+    """Raises if a number of processes is set, but not the index of this process."""
     for launcher in _LAUNCHERS[:3]:
         if environ.get(launcher.count, "1") != "1":
             raise LaunchError(
@@ -156,18 +157,18 @@ def _number(environ: Mapping[str, str], launcher: _Launcher, name: str, least: i
 
 
 def _whole(text: str) -> int | None:
-    """A whole number as launchers write it, of at most nine digits; None for anything else."""
+    """Parses an integer of at most nine digits, as launchers write it; None for anything else."""
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def _coordinator(environ: Mapping[str, str], launcher: _Launcher, local: bool) -> str:
-    """``host:port``, the same in all processes; ``local`` where all are on this host."""
+    """Returns ``host:port``, equal in all processes; ``local`` if all are on this host."""
     for name in ("ZEROJAX_COORDINATOR", "JAX_COORDINATOR_ADDRESS"):
         if name in environ:
             return _address(name, environ[name])
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         port = environ["MASTER_PORT"]
-        # torchrun's agent listens at the port itself then.
+        # The agent of torchrun itself then listens at the port.
         if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (own := _whole(port)):
             port = str(own + (1 if own < 65535 else -1))
         return _address("MASTER_ADDR:MASTER_PORT", f"{environ['MASTER_ADDR']}:{port}")
@@ -182,19 +183,19 @@ def _coordinator(environ: Mapping[str, str], launcher: _Launcher, local: bool) -
 
 
 def _first_of(environ: Mapping[str, str], launcher: _Launcher) -> tuple[str, str]:
-    """The host of process 0, and a number of the job, as srun and mpirun tell them.
+    """Returns the host of process 0 and a number of the job, as srun and mpirun state them.
 
-    The port follows from the job's number, so that jobs side by side have different ones.
+    The port is computed from the job's number, so that concurrent jobs have different ports.
     """
     job = environ.get("SLURM_JOB_ID", "")
     if launcher.by == "srun" and _whole(job) is not None:
         return first_host(environ[_STEP]), job
-    # Open MPI 4: "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", the host of mpirun.
+    # Open MPI 4, the host of mpirun: "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911".
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     if four := re.match(r"([0-9]{1,10})\.\d+;tcp6?://(\[[^\],]+|[^,:]+)", uri):
         host = f"{four[2]}]" if four[2].startswith("[") else four[2]
-        return host, str(int(four[1]) >> 12)  # a job's lower bits are those of its parts
-    # Open MPI 5: "prterun-HOST-PID@JOB", of mpirun.
+        return host, str(int(four[1]) >> 12)  # the lower bits number the job's parts
+    # Open MPI 5, host and pid of mpirun: "prterun-HOST-PID@JOB".
     if five := re.fullmatch(
         r"prte(?:run)?-(.+)-([0-9]{1,9})@\d+", environ.get("PMIX_NAMESPACE", "")
     ):
@@ -214,7 +215,7 @@ def _address(name: str, text: str) -> str:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's list.
+    """Returns the first host of Slurm's list.
 
     Example:
       >>> first_host("node[007-015,020],other"), first_host("gpu-1,gpu-2")
@@ -225,7 +226,7 @@ def first_host(nodes: str) -> str:
 
 
 def _tasks_of_node(environ: Mapping[str, str]) -> int | None:
-    """The step's tasks on this node, of "2(x3),1" and the node's number."""
+    """Returns the step's tasks on this node, from a list such as "2(x3),1" and the node's index."""
     node = _whole(environ.get("SLURM_NODEID", "0"))
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""The end of a process whose script has ended, in the midst of others."""
+"""The exit of a process whose script has ended before the scripts of other processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _QUIET = 5.0  # s
 
 
 class UntilAllHaveLeft(threading.Thread):
-    """A thread that goes on until the scripts of all processes have ended.
+    """A thread that runs until the scripts of all processes have ended.
 
     Attributes:
-      over: Set then, soon after which ``run`` returns: a thread that the interpreter ends within
-        jaxlib aborts the process.
+      over: Set when all scripts have ended; ``run`` must return soon after, as a thread that the
+        interpreter ends inside jaxlib aborts the process.
     """
 
     def __init__(self, name: str) -> None:
@@ -31,9 +31,9 @@ class UntilAllHaveLeft(threading.Thread):
 
 
 def leave_together() -> None:
-    """Has this process, once its script has ended, wait for the scripts of the others.
+    """Registers a wait, at the end of this process's script, for the scripts of the others.
 
-    In JAX's own shutdown nobody learns who is waited for, and after 300 s all abort.
+    JAX's shutdown does not print which processes it waits for, and after 300 s all abort.
     """
     atexit.unregister(_leave)
     atexit.register(_leave)  # before JAX's shutdown, which was registered earlier
@@ -51,7 +51,7 @@ def _leave() -> None:
 def _wait() -> None:
     me = jax.process_index()
     with contextlib.suppress(RuntimeError):  # the coordinator is gone, a step has failed
-        for x in jax.live_arrays():  # of steps that the others run as well
+        for x in jax.live_arrays():  # from steps that the others run as well
             x.block_until_ready()
         compat.coordination().key_value_set(f"{_KEY}{me}", "")
         begun, said = time.monotonic(), False
@@ -64,6 +64,6 @@ def _wait() -> None:
 
 
 def _left() -> set[int]:
-    """The processes whose scripts have ended."""
+    """Returns the processes whose scripts have ended."""
     there = compat.coordination().key_value_dir_get(_KEY)
     return {int(key.rpartition("/")[2]) for key, _ in there}

@@ -1,4 +1,4 @@
-"""What the processes call, in order: the same in all of them, or an error that names the call."""
+"""A check that all processes call zerojax in the same order; its error names the call."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ _END = "the end of the program"
 class Lockstep(threading.Thread):
     """Compares the calls of all processes with those of process 0, every few seconds.
 
-    A process that alone evaluates, saves, or makes a further step waits for the others for ever, or
-    its collectives meet those of another call. Nothing waits here: process 0 publishes its last
-    calls, the others look. Where calls differ, the process that sees so ends with an error.
+    If one process evaluates, saves or steps by itself, it waits for the others for ever, or its
+    collectives pair up with those of another call. The check never waits: process 0 publishes
+    its last calls, and the others read them. A process that finds a difference ends with an error.
 
     Args:
-      silent: Seconds after which a process says where two stand that are not at the same call.
+      silent: Seconds after which a process reports that two processes are at different calls, and
+        at which lines.
     """
 
     def __init__(self, silent: float = 60.0) -> None:
@@ -44,16 +45,16 @@ class Lockstep(threading.Thread):
         self._count, self._sum = 0, 0
         self._calls: deque[tuple[int, str]] = deque(maxlen=_KEPT)  # checksum of all so far, name
         self._published = ""
-        self._still: tuple[Any, float] = None, 0.0  # what stands still, and since when
+        self._still: tuple[Any, float] = None, 0.0  # unchanged state, since when
 
     def note(self, call: str) -> None:
-        """Notes a call that all processes make, before it waits for any of them."""
+        """Records a call that all processes must execute, before the call waits for any of them."""
         with self._lock:
             self._count, self._sum = self._count + 1, zlib.crc32(call.encode(), self._sum)
             self._calls.append((self._sum, call))
 
     def run(self) -> None:
-        """The thread."""
+        """Runs the thread."""
         while not self._over.wait(_TICK):
             if not jax.distributed.is_initialized():
                 return
@@ -69,7 +70,7 @@ class Lockstep(threading.Thread):
                 self.compare(int(key.rpartition("/")[2]), word)
 
     def told(self) -> str:
-        """The number of calls so far, the last of them, and where the main thread is: as JSON."""
+        """Returns the number of calls, the last of them, and the main thread's line, as JSON."""
         with self._lock:
             return json.dumps([self._count, [*self._calls][-_PUBLISHED:], _place()])
 
@@ -80,7 +81,7 @@ class Lockstep(threading.Thread):
             compat.coordination().key_value_set(f"{folder}{self._me}", word, True)
 
     def compare(self, process: int, told: str) -> None:
-        """Ends this process where another has made other calls."""
+        """Ends this process if another process has executed other calls."""
         count, theirs, place = json.loads(told)
         with self._lock:
             mine, number = [*self._calls], self._count
@@ -103,12 +104,12 @@ class Lockstep(threading.Thread):
         os._exit(1)  # the main thread may wait for the others in a program that they do not run
 
     def _say_who_waits(self, process: int, count: int, place: str, number: int) -> None:
-        """Says once where two processes stand, if not at the same call for long."""
+        """Prints once where two processes are that have been at different calls for long."""
         now, here = time.monotonic(), (process, count, place, number)
         if self._still[0] is None or (self._still[0][0] == process and self._still[0] != here):
             self._still = here, now
         elif self._still[0][0] != process or (number > count and self._me > 1):
-            return  # one of many that see the same
+            return  # one of the processes that see this reports it
         elif count != number and 0 < now - self._still[1] > self._silent:
             self._still = here, float("inf")
             print(
@@ -120,7 +121,7 @@ class Lockstep(threading.Thread):
             )
 
     def end(self) -> None:
-        """The end of the program: whoever comes last compares."""
+        """Publishes and compares at the program's end; the last process to end compares all."""
         self._over.set()
         self.join(_TICK)
         if jax.distributed.is_initialized():
@@ -131,13 +132,13 @@ class Lockstep(threading.Thread):
 
 
 def lockstep(mesh: Mesh | AbstractMesh) -> Lockstep | None:
-    """This process's only one, started by the first call; None where the mesh's devices are not
-    those of several processes, and of all."""
+    """Returns this process's only Lockstep, started by the first call; None unless the mesh has
+    devices of all processes, and these are several."""
     if jax.process_count() == 1 or isinstance(mesh, AbstractMesh):
         return None
     if len({device.process_index for device in mesh.devices.flat}) < jax.process_count():
         return None
-    for thread in threading.enumerate():  # Python knows the threads, zerojax keeps no globals
+    for thread in threading.enumerate():  # Python lists the threads; zerojax keeps no globals
         if isinstance(thread, Lockstep):
             return thread
     started = Lockstep()
@@ -148,7 +149,7 @@ def lockstep(mesh: Mesh | AbstractMesh) -> Lockstep | None:
 
 
 def _place() -> str:
-    """The line of the user's program at which the main thread is."""
+    """Returns the line of the user's program at which the main thread is."""
     not_the_users = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__), "<")
     for frame in compat.frames(threading.main_thread().ident):
         file = frame.f_code.co_filename

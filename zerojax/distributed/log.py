@@ -1,4 +1,4 @@
-"""What the processes of a job say once."""
+"""Log messages that the processes of a job print once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from zerojax.xla import compat
 
 
 def is_first() -> bool:
-    """Whether this is the process that speaks for all; starts no backend of JAX."""
+    """Returns whether this is process 0, which logs for all; starts no backend of JAX."""
     return compat.process_number() == 0
 
 
 def warning(text: str, *values: object) -> None:
-    """Logs what every process finds, in the first."""
+    """Logs, only in process 0, a warning that holds in every process."""
     if is_first():
         logging.getLogger("zerojax").warning(text, *values, stacklevel=2)

@@ -1,7 +1,7 @@
-"""What is checked before JAX joins the processes, and once their devices are known.
+"""Checks before JAX joins the processes, and once their devices are known.
 
-Each process describes itself in a record; every process compares all records and comes to the
-same error.
+Each process describes itself in a record; every process compares all records and raises the same
+error.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from zerojax.distributed.launched import Launched
 from zerojax.distributed.roll_call import Record, by_host, by_value, listed
 
 _OWN = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb")
-"""What a program may set in process 0 alone."""
+"""Config fields that a program may set only in process 0."""
 _UNEQUAL_MEMORY = 0.05
-"""The share by which the memories of devices may differ."""
+"""The relative difference that the memories of devices may have."""
 
 
 def describe(me: Launched, config: ZeroConfig | None, environ: Mapping[str, str]) -> Record:
-    """This process's record, before JAX is used."""
+    """Returns this process's record, before JAX is used."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -46,7 +46,7 @@ def describe(me: Launched, config: ZeroConfig | None, environ: Mapping[str, str]
 
 
 def settings(config: ZeroConfig) -> dict[str, str]:
-    """The fields that all processes must have alike, in words."""
+    """Returns the fields that must be equal in all processes, as strings."""
     fields = (f.name for f in dataclasses.fields(config) if f.compare and f.name not in _OWN)
     return {name: str(_plain(getattr(config, name))) for name in fields}
 
@@ -68,7 +68,7 @@ def _version(package: str) -> str:
 
 
 def _quota() -> float | None:
-    """CPUs that the control group allows; None for no limit."""
+    """Returns the CPUs that the control group allows; None for no limit."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return int(quota) / int(period)
@@ -76,7 +76,7 @@ def _quota() -> float | None:
 
 
 def differences(records: list[Record], coordinator: str) -> list[str]:
-    """What keeps processes from being one job, before JAX is used."""
+    """Lists the problems that keep processes from being one job, before JAX is used."""
     problems = [
         each
         for name in records[0]["versions"]
@@ -86,7 +86,7 @@ def differences(records: list[Record], coordinator: str) -> list[str]:
             f"install the same {name} for all processes",
         )
     ]
-    if problems:  # another version's records may have other parts
+    if problems:  # the records of other versions may have other keys
         return problems
     if by_proxy := {r["index"]: r["proxy"] for r in records if r["proxy"]}:
         problems.append(
@@ -111,7 +111,7 @@ def differences(records: list[Record], coordinator: str) -> list[str]:
 
 
 def unequal_settings(each: list[dict[str, str]]) -> list[str]:
-    """The settings that differ, between the processes whose config is known."""
+    """Lists the settings that differ between the processes with a known config."""
     known = {n: settings for n, settings in enumerate(each) if settings}
     names = next(iter(known.values()), {})
     return [
@@ -126,7 +126,7 @@ def unequal_settings(each: list[dict[str, str]]) -> list[str]:
 
 
 def cpu_warnings(records: list[Record]) -> list[str]:
-    """Hosts whose processes have so few CPUs that they hinder each other."""
+    """Lists the hosts whose processes have so few CPUs that they slow each other down."""
     found = []
     for host, numbers in by_host(records).items():
         here = [records[n] for n in numbers]
@@ -147,7 +147,7 @@ def cpu_warnings(records: list[Record]) -> list[str]:
 
 
 def devices_here(devices: Iterable[jax.Device]) -> Record:
-    """The record of a process's devices."""
+    """Returns the record of a process's devices."""
     group = [*devices]
     memory = []
     for device in group:
@@ -162,7 +162,7 @@ def devices_here(devices: Iterable[jax.Device]) -> Record:
 
 
 def unequal_devices(records: list[Record]) -> list[str]:
-    """What keeps devices of several processes from one mesh."""
+    """Lists the problems that keep devices of several processes from one mesh."""
     problems = _unequal(
         "the kind of device",
         {n: r["kind"] for n, r in enumerate(records)},
@@ -184,7 +184,7 @@ def unequal_devices(records: list[Record]) -> list[str]:
 
 
 def _unequal(what: str, values: Mapping[int, Any], remedy: str) -> list[str]:
-    """An error where values differ, with the processes of each."""
+    """Returns an error if values differ, with the processes of each value."""
     groups = by_value(values)
     if len(groups) < 2:
         return []

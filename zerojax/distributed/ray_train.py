@@ -1,4 +1,4 @@
-"""What Ray Train tells the function of a worker, in which no variable is set."""
+"""Launch variables of a Ray Train worker, whose environment has none."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 
 def ray_train_variables() -> dict[str, str]:
-    """The worker as `zerojax launch` would describe it; {} outside of Ray Train's workers.
+    """Returns the variables that `zerojax launch` would set; {} outside of Ray Train's workers.
 
-    All workers call this function equally often: worker 0 tells the others where it listens.
+    All workers call this function equally often: worker 0 broadcasts the address of the
+    coordinator.
     """
     train: Any = sys.modules.get("ray.train")
     if train is None:

@@ -1,7 +1,7 @@
-"""The roll call: before JAX joins the processes, each tells process 0 what it is.
+"""The roll call: before JAX joins the processes, each process sends its record to process 0.
 
-JAX aborts a process whose peers are late, in C++ and without their names. Here the coordinator's
-port is a plain socket's first, and JAX takes the port over once all have come.
+JAX aborts a process whose peers are late, in C++ and without their names. In the roll call a plain
+socket holds the coordinator's port first, and JAX takes over the port once all processes have come.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ _Value = TypeVar("_Value")
 
 _GREETING = b"zerojax roll call 1\n"
 _LONGEST = 1 << 20
-"""Bytes of a record at most."""
+"""The most bytes of a record."""
 _PATIENCE = 10.0
-"""Seconds after which process 0 says for whom it waits."""
+"""Seconds after which process 0 prints for which processes it waits."""
 _RETURN = 30.0
-"""Seconds that process 0 may take to come back, once it has been there."""
+"""Seconds that process 0 may take to listen again, once it has answered."""
 _GRACE = 10.0
 """Seconds that an answer may take."""
 
 
 def call_roll(me: Launched, mine: Record, bind: str, seconds: float) -> list[Record]:
-    """The records of all processes, in their order.
+    """Returns the records of all processes, in their order.
 
     Args:
       me: This process among the others.
-      mine: Its record, of what JSON holds, with "host" and "pid".
-      bind: ``address:port`` at which process 0 listens; ``[::]`` is all of its host.
-      seconds: How long to wait for the others.
+      mine: The record of this process, of JSON values, with "host" and "pid".
+      bind: ``address:port`` at which process 0 listens; ``[::]`` means all addresses of its host.
+      seconds: Seconds to wait for the other processes.
 
     Raises:
-      LaunchError: In every process that came: some are missing, came twice, or have left.
+      LaunchError: Processes are missing, came twice, or have left; raised in every process that
+        came.
     """
     mine = {"index": me.index, "count": me.count, **mine}
     if me.index:
@@ -59,7 +60,7 @@ def call_roll(me: Launched, mine: Record, bind: str, seconds: float) -> list[Rec
 
 
 class _Roll:
-    """Who has come, as process 0 knows."""
+    """The processes that have come, as process 0 knows."""
 
     def __init__(self, me: Launched, mine: Record, bind: str) -> None:
         self.me, self.present = me, {0: mine}
@@ -70,7 +71,7 @@ class _Roll:
         self._waiting.register(self._listener, selectors.EVENT_READ)
 
     def gather(self, seconds: float) -> str:
-        """Waits for all; returns what is wrong, "" for nothing."""
+        """Waits for all processes; returns the problem, or "" for none."""
         begun, told = time.monotonic(), False
         while len(self.present) < self.me.count:
             waited = time.monotonic() - begun
@@ -87,7 +88,7 @@ class _Roll:
         return ""
 
     def _admit(self) -> None:
-        with contextlib.suppress(OSError):  # some come and go
+        with contextlib.suppress(OSError):  # the connection may be closed already
             guest, _ = self._listener.accept()
             self._heard[guest] = bytearray()
             guest.setblocking(False)
@@ -157,10 +158,10 @@ class _Roll:
         )
 
     def tell(self, reply: Record) -> None:
-        """Tells all that came, and what is wrong also those that have not said who they are."""
+        """Replies to all processes that came; connections without a record receive problems too."""
         for guest in self._heard if reply["problem"] else self._speakers:
             self._send(guest, reply)
-        for guest in self._speakers:  # whoever closes first holds the port for a minute
+        for guest in self._speakers:  # the side that closes first holds the port for a minute
             with contextlib.suppress(OSError):
                 guest.settimeout(1)
                 guest.recv(1)
@@ -195,10 +196,10 @@ def _listen(me: Launched, bind: str) -> socket.socket:
 
 
 def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
-    """The same in the other processes, which try until process 0 is there."""
+    """Calls the roll in the other processes, which try until process 0 listens."""
     until, reason, was_there = time.monotonic() + seconds, "", False
     while (left := until - time.monotonic()) > 0:
-        reply, within = None, max(1.0, min(left, _GRACE))  # the last attempt has a second as well
+        reply, within = None, max(1.0, min(left, _GRACE))  # the last attempt has at least a second
         try:
             with (
                 socket.create_connection(split(me.coordinator), within) as connection,
@@ -208,7 +209,7 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
                 if stream.readline(len(_GREETING)) == _GREETING:
                     stream.write(json.dumps(mine).encode() + b"\n")
                     stream.flush()
-                    connection.settimeout(seconds + _GRACE)  # of process 0, which came later
+                    connection.settimeout(seconds + _GRACE)  # process 0 may have come later
                     was_there = True
                     reply = _parsed(stream.readline(), {"problem", "records"})
                     until = min(until, time.monotonic() + _RETURN)
@@ -233,7 +234,7 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
 
 
 def by_host(records: Iterable[Record]) -> dict[str, list[int]]:
-    """The numbers of the processes of each host."""
+    """Returns the indices of the processes of each host."""
     hosts: dict[str, list[int]] = {}
     for record in sorted(records, key=lambda record: record["index"]):
         hosts.setdefault(record["host"], []).append(record["index"])
@@ -241,14 +242,14 @@ def by_host(records: Iterable[Record]) -> dict[str, list[int]]:
 
 
 def listed(numbers: Iterable[int], noun: str = "") -> str:
-    """Numbers of processes for an error, the first eight: "processes 0, 3"."""
+    """Formats indices for an error, the first eight, with a noun: "processes 0, 3"."""
     numbers = [*numbers]
     plural = noun and noun + ("es " if len(numbers) > 1 else " ")
     return plural + ", ".join(map(str, numbers[:8])) + ", ..." * bool(numbers[8:])
 
 
 def by_value(values: Mapping[int, _Value]) -> dict[_Value, str]:
-    """The processes of each value, as ``listed`` names them.
+    """Returns the processes of each value, as ``listed`` formats them.
 
     Example:
       >>> by_value({0: "a", 1: "b", 2: "a"})
@@ -265,7 +266,7 @@ def _named(record: Record) -> str:
 
 
 def _fits(record: Record, mine: Record) -> bool:
-    """Whether a record is one of this version's, or of another version of zerojax or JAX."""
+    """Returns whether a record is from zerojax, in this or another version of zerojax or JAX."""
     index, count = record["index"], record["count"]
     typed = {"index": int, "count": int, "host": str, "pid": int}
     if record.get("versions") == mine.get("versions"):
@@ -278,7 +279,7 @@ def _fits(record: Record, mine: Record) -> bool:
 
 
 def _parsed(line: bytes, keys: set[str]) -> Record | None:
-    """A line of JSON, an object with these keys; None for anything else."""
+    """Parses a line of JSON, an object with these keys; None for anything else."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
         if isinstance(record, dict) and keys <= record.keys():

@@ -1,4 +1,4 @@
-"""Row counts that must be the same in all processes, compared only when one of them changes."""
+"""Row counts that must be equal in all processes, compared only when a count changes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from zerojax.distributed.leaving import UntilAllHaveLeft
 from zerojax.xla import compat
 
 _GRACE = 5.0  # s in which the main thread may raise itself
-_LOOK = 1.0  # s between looks for questions of others
+_LOOK = 1.0  # s between checks for questions of others
 
 
 class RowAgreement:
-    """The rows that each process passes to one function, call by call.
+    """The row counts that each process passes to one function, call by call.
 
     With unequal rows the processes would run different programs, and wait for each other for ever.
-    A process whose rows change asks the others for theirs at that call, and waits. Where theirs
-    change alike, all ask and go on. A process whose rows do not change sends nothing; a thread of
-    its own sees the question and tells the rows, and as the program may have started, which never
-    ends without the others, the thread ends the process if no further call raises.
+    A process whose rows change asks the others for their rows at that call, and waits. If all rows
+    change equally, all processes ask and go on. A process whose rows do not change sends nothing;
+    its background thread sees the question and replies. The main thread may then already run a
+    program that never ends without the others, so on a mismatch the background thread ends the
+    process if no further call raises.
 
     Args:
-      name: Of the function, for messages. Functions are called first in the same order everywhere.
-      seconds: How long to wait for a process that has not come to the call.
+      name: Name of the function, for messages. All processes must make the first calls of their
+        functions in the same order.
+      seconds: Seconds to wait for a process that has not come to the call.
     """
 
     def __init__(self, name: str, seconds: float = 600.0) -> None:
@@ -44,10 +46,10 @@ class RowAgreement:
         """Begins a call.
 
         Args:
-          rows: What this process passes, in words.
+          rows: The rows that this process passes, as text.
 
         Raises:
-          ValueError: Another process passes other rows; the message has the numbers of all.
+          ValueError: Another process passes other rows; the message has the rows of all processes.
           ProcessesMissing: A process did not come to the call.
         """
         if jax.process_count() == 1:
@@ -77,7 +79,7 @@ class RowAgreement:
         _Listener(self._listen).start()
 
     def _compare(self, call: int, rows: str, before: str) -> ValueError | None:
-        """What is wrong, once all processes have told where their rows changed."""
+        """Returns the mismatch, if any, once all have sent the call at which their rows changed."""
         name = f"rows of {self._name} ({self._place})"
         words = [x.split(":") for x in exchange(name, f"{call}:{rows}:{before}", self._seconds)]
         first = min(int(at) for at, _, _ in words)
@@ -85,7 +87,7 @@ class RowAgreement:
         if len({*told}) == 1:
             return None
         with contextlib.suppress(ProcessesMissing, jax.errors.JaxRuntimeError):
-            exchange(f"{name}, read", "", _GRACE)  # the coordinator stays until all have read
+            exchange(f"{name}, read", "", _GRACE)  # keeps the coordinator alive until all have read
         counts = ", ".join(
             f"{each or 'none'} in process{'es' * bool(of[1:])} {_some(of)}"
             for each in dict.fromkeys(told)
@@ -98,7 +100,7 @@ class RowAgreement:
         )
 
     def _listen(self, over: threading.Event) -> None:
-        """Tells this process's rows where the others' have changed and they have not."""
+        """Sends this process's unchanged rows when another process's rows have changed."""
         client = compat.coordination()
         with contextlib.suppress(ProcessesMissing, jax.errors.JaxRuntimeError):
             while not over.wait(_LOOK):
@@ -106,7 +108,7 @@ class RowAgreement:
                 with self._lock:
                     call = questions.get(f"{self._place}/asked/{self._turns + 1}")
                     if call is None or int(call) > self._calls:
-                        continue  # the main thread asks itself, or comes to the call
+                        continue  # the main thread asks too, or has yet to reach the call
                     self._turns += 1
                     rows = self._rows
                 if problem := self._compare(int(call), rows, rows):
@@ -123,14 +125,14 @@ class RowAgreement:
 
 
 class _Listener(UntilAllHaveLeft):
-    """Answers also after the end of the script, which others may not have reached."""
+    """Thread that answers also after the script's end, which others may not have reached."""
 
     def __init__(self, listen: Callable[[threading.Event], None]) -> None:
         super().__init__("zerojax rows")
         self._listen = listen
 
     def run(self) -> None:
-        """The thread."""
+        """Runs the thread."""
         self._listen(self.over)
 
 

@@ -1,4 +1,4 @@
-"""Signs of life that the processes of a job give each other, and what each does."""
+"""Signs of life that the processes of a job send each other, with their activity."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Sign(NamedTuple):
     """A sign of life of a process.
 
     Attributes:
-      word: Differs from sign to sign; after the space what the process does in place of steps.
-      seen: When the sign was new here, in s of ``time.monotonic``.
+      word: Differs from sign to sign; after the space the process's activity in place of steps.
+      seen: Time at which this process first saw the sign, in s of ``time.monotonic``.
     """
 
     word: str
@@ -29,10 +29,10 @@ class Sign(NamedTuple):
 
 
 class Signs:
-    """The signs of all processes, through the coordinator.
+    """The signs of all processes, sent through the coordinator.
 
-    Their ages are measured here, as clocks of hosts differ. A coordinator that does not answer
-    shows as a process 0 without a sign.
+    Each process measures the ages of signs by its own clock, as clocks of hosts differ. A
+    coordinator that does not answer shows as a process 0 without a sign.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class Signs:
         self._since = 0.0
 
     def give(self, busy: str, seconds: float) -> None:
-        """Gives a sign of this process.
+        """Sends a sign of this process.
 
         Args:
-          busy: What the process does in place of steps; empty for nothing.
-          seconds: How long the coordinator may take.
+          busy: The process's activity in place of steps; empty for none.
+          seconds: Seconds that the coordinator may take.
         """
         self._given += 1
         word = f"{self._given} {busy}"
@@ -56,7 +56,7 @@ class Signs:
         self._signs[self._me] = Sign(word, time.monotonic())
 
     def look(self, seconds: float) -> None:
-        """Looks for new signs of the others, which are compared with those of earlier looks."""
+        """Reads the signs of the others, and compares them with those of earlier calls."""
         self._since = self._since or time.monotonic()
         if self._count == 1:
             return
@@ -67,27 +67,27 @@ class Signs:
                 self._signs[process] = Sign(word, time.monotonic())
 
     def look_away(self) -> None:
-        """Forgets the signs that were seen, until the next look."""
+        """Forgets all signs, until the next :meth:`look`."""
         self._signs, self._since = {}, 0.0
 
     @property
     def watched(self) -> float:
-        """For how long the signs were looked at, in s."""
+        """Seconds since the first :meth:`look`; 0 if there was none."""
         return time.monotonic() - self._since if self._since else 0.0
 
     def missing(self, seconds: float) -> list[int]:
-        """The processes that gave no new sign for so long."""
+        """Returns the processes without a new sign for more than ``seconds``."""
         now = time.monotonic()
         late = Sign("", -seconds)
         return [i for i in range(self._count) if now - self._signs.get(i, late).seen > seconds]
 
     def busy(self) -> set[str]:
-        """What the processes do in place of steps."""
+        """Returns the activities of the processes in place of steps."""
         return {sign.word.partition(" ")[2] for sign in self._signs.values()} - {""}
 
 
 def within(seconds: float, ask: Callable[[], Any]) -> Any:
-    """What the coordinator answers; None where the question fails or takes longer."""
+    """Returns the coordinator's answer; None if ``ask`` fails or takes longer than ``seconds``."""
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def run() -> None:

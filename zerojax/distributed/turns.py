@@ -10,14 +10,14 @@ from zerojax.distributed.broadcast import Broadcast
 
 
 class AgreedTurn:
-    """One process asks at any moment, and all processes learn so at the same turn.
+    """Agreement on a turn: any process asks at any moment, and all learn of it at the same turn.
 
-    A turn is a call of :meth:`reached`, of which every process makes the same number. The chosen
-    turn is the first that no process has begun when it hears of the question; until all have told
-    where they are, :meth:`reached` waits.
+    A turn is a call of :meth:`reached`, which every process calls equally often. The chosen turn is
+    the first that no process has begun when the question reaches it. Until all processes have sent
+    the number of their turns, :meth:`reached` waits.
 
     Args:
-      name: Of the question; every process makes its agreements of one name in the same order.
+      name: Name of the question; every process creates agreements of one name in the same order.
 
     Raises:
       RuntimeError: ``jax.distributed`` is not initialized.
@@ -30,17 +30,17 @@ class AgreedTurn:
         self._question = Broadcast(name, self._choose)
 
     def ask(self) -> None:
-        """Asks all processes; from a signal handler too."""
+        """Asks all processes; signal handlers may call it."""
         self._question.send("")
 
     def reached(self) -> bool:
-        """Begins a turn, and tells whether it is the chosen one or a later one."""
+        """Begins a turn; returns whether the turn is the chosen one or later."""
         with self._choosing:
             self._turns += 1
             return self._chosen is not None and self._turns >= self._chosen
 
     def close(self) -> None:
-        """Makes no further turns; the others need not wait for this process."""
+        """Ends this process's turns, so that the others need not wait for this process."""
         self._tell()
         self._question.close()
 

@@ -1,4 +1,4 @@
-"""The end of a job that stands still, with the stacks of all threads of its processes."""
+"""A watchdog that ends a stalled job and writes the stacks of all threads of its processes."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _DEBUGGER = "a debugger"
 
 
 class Watchdog(threading.Thread):
-    """Ends this process with status 76, and the others of its job, when no step ends any more.
+    """Thread that ends all processes of the job, with status 76, when no step ends any more.
 
     A step (or an evaluation) has ended when the devices have its results; the main thread may be
     blocked in a collective. While all processes give signs of life and one compiles, saves,
     restores or is debugged, the watchdog waits: for an hour at most, but for ever for a debugger.
     Before the end each process writes the stacks of all its threads to stderr and to
-    ``ZEROJAX_RUN_DIR/stacks.INDEX``. A stopped process can do neither; the others name it.
+    ``ZEROJAX_RUN_DIR/stacks.INDEX``. A stopped process can do neither; the others print its index.
 
     Args:
       seconds: The longest time without the end of a step, once the first has begun. None: 30 steps
         of median duration, five minutes at least, and half an hour before their pace is known.
-      folder: Of ``stacks.INDEX``; None writes to stderr alone.
+      folder: Folder of ``stacks.INDEX``; None writes only to stderr.
     """
 
     def __init__(self, seconds: float | None, folder: Path | None) -> None:
@@ -68,13 +68,13 @@ class Watchdog(threading.Thread):
             self._begun, self._last = True, time.monotonic()
 
     def ran(self, results: Any) -> None:
-        """Takes a step's results, ready or not. A step without a scalar counts as ended."""
+        """Records a step's results, ready or not. A step without a scalar counts as ended."""
         leaves = jax.tree.leaves(results)
         self._results.append(next((x for x in leaves if _is_scalar(x)), None))
 
     @contextlib.contextmanager
     def paused(self, what: str) -> Iterator[None]:
-        """A block that may take its time, such as "a save"."""
+        """Marks a block in which no step is expected, such as "a save"."""
         self._pauses.append(what)
         try:
             yield
@@ -83,7 +83,7 @@ class Watchdog(threading.Thread):
             self._last = time.monotonic()
 
     def stop(self) -> None:
-        """Watches no longer."""
+        """Stops the watchdog."""
         atexit.unregister(self.stop)
         self._over.set()
         if threading.current_thread() is not self:
@@ -97,13 +97,13 @@ class Watchdog(threading.Thread):
         return self._over.is_set()
 
     def run(self) -> None:
-        """The thread."""
+        """Runs the thread."""
         atexit.register(self.stop)
         while not self._over.wait(min(_TICK, (self._seconds or self.limit()) / 8)):
             if self._count > 1 and not jax.distributed.is_initialized():
-                self.stop()  # the job is over, and this process goes on alone
+                self.stop()  # the job is over, and only this process runs on
                 return
-            # Ends a process in which no thread of Python runs, as one keeps the interpreter's lock.
+            # Ends a process in which no Python thread runs, as one keeps the interpreter lock.
             faulthandler.dump_traceback_later(1.5 * self.limit() + 5, exit=True, file=2)
             self._look()
 
@@ -125,7 +125,7 @@ class Watchdog(threading.Thread):
             self._end(_cause(self._me, silence, limit, missing, self._count), missing)
 
     def limit(self) -> float:
-        """The longest time without the end of a step, in s."""
+        """Returns the longest time without the end of a step, in s."""
         if self._begun and self._seconds is not None:
             return self._seconds
         if not self._begun or len(self._paces) < 3:
@@ -143,7 +143,7 @@ class Watchdog(threading.Thread):
             self._last, self._added = now, 0.0
 
     def _busy(self) -> str:
-        """What this process does in place of steps; empty for nothing."""
+        """Returns the process's activity in place of steps; empty for none."""
         frames = [*compat.frames()]
         if {"debugpy", "pydevd"} & sys.modules.keys() or any(x.f_trace for x in frames):
             return _DEBUGGER
@@ -156,11 +156,11 @@ class Watchdog(threading.Thread):
         self._end(cause, [*map(int, missing.split())])
 
     def _end(self, cause: str, missing: list[int]) -> None:
-        """Tells the others, writes the stacks, and ends the process."""
+        """Alerts the other processes, writes the stacks, and ends this process."""
         if self.stopped or not self._ending.acquire(blocking=False):
             return
         until = time.monotonic() + _GRACE
-        alarm = None if 0 in missing else self._alarm  # without the coordinator nobody hears
+        alarm = None if 0 in missing else self._alarm  # an alarm needs the coordinator
         if alarm:
             word = f"{' '.join(map(str, missing))};{cause}"
             within(_GRACE / 3, lambda: alarm.send(word))
@@ -189,10 +189,10 @@ class Watchdog(threading.Thread):
 
 
 def watchdog() -> Watchdog | None:
-    """This process's watchdog, started by the first call; None where it is off.
+    """Returns this process's watchdog, which the first call starts; None if the watchdog is off.
 
-    It is on in every process of several, and wherever ``ZEROJAX_WATCHDOG`` is a number of seconds;
-    ``ZEROJAX_WATCHDOG=off`` leaves it out.
+    The watchdog is on if there are several processes, or if ``ZEROJAX_WATCHDOG`` is a number of
+    seconds; ``ZEROJAX_WATCHDOG=off`` turns it off.
 
     Raises:
       ValueError: ``ZEROJAX_WATCHDOG`` is neither a number above 0 nor "off".
@@ -201,7 +201,7 @@ def watchdog() -> Watchdog | None:
     several = jax.distributed.is_initialized() and jax.process_count() > 1
     if text == "off" or not (text or several):
         return None
-    for thread in threading.enumerate():  # Python knows the threads, zerojax keeps no globals
+    for thread in threading.enumerate():  # Python lists the threads; zerojax keeps no globals
         if isinstance(thread, Watchdog) and not thread.stopped:
             return thread
     try:
@@ -218,9 +218,9 @@ def watchdog() -> Watchdog | None:
 
 @contextlib.contextmanager
 def paused(what: str) -> Iterator[None]:
-    """A block in which the watchdog expects no step, such as "an export"; for an hour at most.
+    """Marks a block in which the watchdog expects no step, such as "an export"; an hour at most.
 
-    One process that pauses is enough; saves, restores and compiles are known without.
+    A pause in one process is enough; saves, restores and compiles need no pause.
 
     Example:
       >>> with paused("an upload"):

@@ -1,1 +1,1 @@
-"""Processes of a job, placed on machines and supervised; nothing here imports JAX."""
+"""Processes of a job, placed on machines and supervised; no module here imports JAX."""

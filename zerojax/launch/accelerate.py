@@ -1,4 +1,4 @@
-"""Accelerate's YAML: what of it a launch takes, and what has no effect."""
+"""Accelerate's YAML: the settings that a launch uses, and those without effect."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Given(NamedTuple):
 
     Attributes:
       nproc_per_node: Processes on each machine; None: one a GPU.
-      num_nodes: How many machines.
-      node_rank: This machine's number; None where the file names one machine or a hostfile.
-      coordinator: HOST:PORT; None likewise.
-      hostfile: DeepSpeed's.
-      environ: What the environment gets unless it is set.
-      ignored: What the file says and has no effect, in words.
+      num_nodes: Number of machines; None if the file names one machine or a hostfile.
+      node_rank: Index of this machine; None if the file names one machine or a hostfile.
+      coordinator: HOST:PORT; None if the file names one machine or a hostfile.
+      hostfile: Path of DeepSpeed's hostfile; None for one machine, or if the file names none.
+      environ: Environment variables, for those that are not set.
+      ignored: Messages that name the settings without effect.
     """
 
     nproc_per_node: str | None
@@ -36,7 +36,7 @@ class Given(NamedTuple):
 
 
 def read(path: Path) -> Given:
-    """The settings of a file that ``accelerate config`` wrote, YAML or JSON.
+    """Reads a file that ``accelerate config`` wrote, YAML or JSON.
 
     Raises:
       UsageError: The file cannot be read, has unknown keys, or describes machines that
@@ -66,7 +66,7 @@ def read(path: Path) -> Given:
 def _machines(where: str, values: dict[str, Any], kind: str, ignored: list[str]) -> Given:
     nodes = values.get("num_machines", 1)
     count = 1 if kind == "NO" else values.get("num_processes", -1)
-    if count == -1:  # Accelerate's word for "not said"
+    if count == -1:  # Accelerate's value for "not set"
         count = None
     if count is not None and (count < 1 or count % nodes):
         raise UsageError(f"{where}: num_processes {count} on num_machines {nodes}")
@@ -92,7 +92,7 @@ def _machines(where: str, values: dict[str, Any], kind: str, ignored: list[str])
 
 
 def _ignored(path: Path, values: dict[str, Any]) -> list[str]:
-    """What the launch does not follow: settings of the training, and those without effect."""
+    """Lists settings that a launch does not use: of the training, and those without effect."""
     training: dict[str, None] = {}
     unused: dict[str, None] = {}
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""What a process leaves behind: no process outlives the launcher, however the launcher ends."""
+"""Cleanup of descendants: no process outlives the launcher, however the launcher ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerojax.launch.error import UsageError
 from zerojax.launch.failure import say
 
 PARENT_DIED = signal.SIGUSR2
-STOP = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # mpirun passes on the last, unchanged
+STOP = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # mpirun forwards SIGUSR1 unchanged
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -24,19 +24,19 @@ _PATIENCE = 10.0
 
 
 def die_with(parent: int, number: int) -> None:
-    """Have the kernel send this process a signal when ``parent``, which forked it, ends."""
+    """Asks the kernel to send this process a signal when ``parent``, which forked it, ends."""
     _LIBC.prctl(_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parent ends."""
+    """Sets this process as the parent of all descendants whose parent ends."""
     _LIBC.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[int]:
-    """Ids of the living processes that descend from this one."""
+    """Returns the ids of the living descendants of this process."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -46,13 +46,13 @@ def descendants() -> list[int]:
         if state != "Z":
             children.setdefault(int(parent), []).append(int(stat.parent.name))
     found = list(children.get(os.getpid(), []))
-    for pid in found:  # grows
+    for pid in found:  # the list grows during the loop
         found += children.get(pid, [])
     return found
 
 
 def kill_descendants() -> None:
-    """SIGKILL for all descendants, until none is left."""
+    """Sends SIGKILL to all descendants, until none is left or 10 s have passed."""
     until = time.monotonic() + _PATIENCE
     while (left := descendants()) and time.monotonic() < until:
         for pid in left:
@@ -63,13 +63,13 @@ def kill_descendants() -> None:
 
 
 def send(pid: int, number: int) -> None:
-    """A signal for a process that may have ended."""
+    """Sends a signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def reap() -> list[tuple[int, int]]:
-    """Ids and exit codes (-N: ended by signal N) of the children that ended, adopted ones too."""
+    """Returns ids and exit codes (-N: signal N) of the children that ended, adopted ones too."""
     ended = []
     while True:
         try:
@@ -83,21 +83,21 @@ def reap() -> list[tuple[int, int]]:
 
 
 def shell_status(code: int) -> int:
-    """An exit code as a shell reports it: 128 + N for a process ended by signal N."""
+    """Converts an exit code to a shell's status: 128 + N for a process ended by signal N."""
     return 128 - code if code < 0 else code
 
 
 def guarded(work: Callable[[], int], *, parent: int | None = None) -> int:
-    """The status of ``work``, done in a child process whose descendants end with this process.
+    """Runs ``work`` in a child process whose descendants end with this process; returns the status.
 
-    Two processes watch each other: this one passes signals on, and kills what is left if the child
-    is killed; the child, in a session of its own, learns of this one's death by ``PARENT_DIED``.
-    ``work`` is called with the signals blocked, and waits for them. A ``UsageError`` is its message
-    and status 2.
+    Two processes watch each other: this process forwards signals, and kills the remaining
+    descendants if the child is killed; the child, in a separate session, receives ``PARENT_DIED``
+    when this process dies. ``work`` is called with the signals blocked, and waits for them. A
+    ``UsageError`` ends in its message and status 2.
 
     Args:
-      work: What to do; it returns an exit status.
-      parent: End all when this process is no longer the parent; None: never look.
+      work: The function to run; it returns an exit status.
+      parent: End all when the process with this id is no longer the parent; None: never check.
     """
     asking = {*STOP, signal.SIGINT}
     ignored = {each for each in asking if signal.getsignal(each) is signal.SIG_IGN}  # nohup
@@ -125,11 +125,11 @@ def guarded(work: Callable[[], int], *, parent: int | None = None) -> int:
     while True:
         got = signal.sigtimedwait(signals, 1.0)
         if parent is not None and os.getppid() != parent:
-            os._exit(128 + signal.SIGKILL)  # the child sees that
+            os._exit(128 + signal.SIGKILL)  # the child then receives PARENT_DIED
         for pid, code in reap():
             if pid == child:
                 kill_descendants()
                 return shell_status(code)
-        # After SIGSTOP and SIGCONT Python returns a signal that did not come.
+        # After SIGSTOP and SIGCONT Python returns a signal that was never sent.
         if got is not None and got.si_signo in signals - {signal.SIGCHLD, PARENT_DIED}:
             send(child, got.si_signo)

@@ -19,8 +19,8 @@ class Gpu(NamedTuple):
     """A GPU.
 
     Attributes:
-      name: As ``CUDA_VISIBLE_DEVICES`` has it: a number, or an identifier.
-      bus: Its address on the PCI bus as sysfs writes it; "" where unknown.
+      name: Name in ``CUDA_VISIBLE_DEVICES``: a number, or an identifier.
+      bus: Address on the PCI bus as sysfs writes it; "" if unknown.
     """
 
     name: str
@@ -31,8 +31,8 @@ class Binding(NamedTuple):
     """The CPUs of a process.
 
     Attributes:
-      cpus: Their numbers; None: those of the launcher.
-      says: Where they are, or why none are chosen.
+      cpus: Numbers of the CPUs; None: the CPUs of the launcher.
+      says: Message with the CPUs' NUMA node, or with the reason why none are chosen.
     """
 
     cpus: frozenset[int] | None
@@ -40,7 +40,7 @@ class Binding(NamedTuple):
 
 
 def gpus(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[Gpu]:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order; none under JAX_PLATFORMS=cpu.
+    """Returns the GPUs of ``CUDA_VISIBLE_DEVICES``, in its order; none under JAX_PLATFORMS=cpu.
 
     Raises:
       UsageError: ``CUDA_VISIBLE_DEVICES`` names a number that no GPU has.
@@ -73,7 +73,7 @@ def _many(count: int) -> str:
 
 
 def _from_driver() -> list[tuple[str, str]]:
-    """Identifier and bus address of every GPU, in the order of the bus."""
+    """Returns identifier and bus address of every GPU, in the order of the bus."""
     try:
         told = subprocess.run(_QUERY, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -87,7 +87,7 @@ def _from_proc(proc: Path) -> list[tuple[str, str]]:
 
 
 def binding(gpu: Gpu | None, sys: Path = Path("/sys")) -> Binding:
-    """The CPUs of the NUMA node that a GPU is attached to."""
+    """Returns the CPUs of the NUMA node to which a GPU is attached."""
     if gpu is None:
         return Binding(None, "CPUs not bound: the process has no GPU of its own")
     if not gpu.bus:
@@ -106,7 +106,7 @@ def binding(gpu: Gpu | None, sys: Path = Path("/sys")) -> Binding:
 
 
 def numbers(ranges: str) -> set[int]:
-    """The numbers in a list of ranges.
+    """Returns the numbers in a list of ranges.
 
     Example:
       >>> sorted(numbers("0-2,8"))

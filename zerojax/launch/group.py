@@ -1,4 +1,4 @@
-"""Processes that live and die together."""
+"""Processes that start and end together."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ PREEMPTED = 75
 STALLED = 76
 _ENDING_SECONDS = 3.0  # from SIGTERM to SIGKILL after a failure, or from Ctrl-C
 _LAGGING_SECONDS = 15.0  # for mpirun to end once a machine has failed
-_READER_SECONDS = 5.0  # for who reads the output, once somebody asks the launcher to end
+_READER_SECONDS = 5.0  # for the reader of the output, once the launcher is asked to end
 
 
 class Process(NamedTuple):
     """One process to start.
 
     Attributes:
-      name: In messages: "process 2".
-      prefix: What its lines begin with on the terminal: "[2] ".
+      name: Name in messages: "process 2".
+      prefix: Prefix of the process's lines on the terminal: "[2] ".
       command: Program and arguments.
-      environ: Its whole environment.
-      cpus: The CPUs that it may use; None: those of the launcher.
-      stdin: Whether it has the launcher's standard input.
-      log: A file for its output.
-      joined: A file that exists before the process ends with status 0, or something is wrong.
-      error: A file that has the time and the traceback of the exception that ended the process.
-      relays: Whether it passes on the output, and the failures, of other launchers.
+      environ: Complete environment of the process.
+      cpus: The CPUs that the process may use; None: the CPUs of the launcher.
+      stdin: Whether the process has the launcher's standard input.
+      log: File for the process's output.
+      joined: File that must exist when the process ends with status 0; otherwise the end is a
+        failure.
+      error: File with the time and the traceback of the exception that ended the process.
+      relays: Whether the process forwards the output, and the failures, of other launchers.
     """
 
     name: str
@@ -52,10 +53,10 @@ class Process(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a group ended.
+    """The end of a group.
 
     Attributes:
-      status: The exit status of the whole.
+      status: The exit status of the group.
       why: The reason, in words; "" for status 0.
       again: Whether another attempt may help.
       failure: The first failure, if any.
@@ -85,10 +86,10 @@ class Group:
     def __init__(
         self, processes: list[Process], grace: float, stop: signal.Signals = signal.SIGTERM
     ) -> None:
-        """Takes what to start, and how to stop.
+        """Stores the processes to start, and the manner of stopping them.
 
         Args:
-          processes: What to start.
+          processes: The processes to start.
           grace: Seconds from the signal ``stop`` to SIGKILL when the launcher is asked to stop.
           stop: The signal by which the processes are asked to save and end.
         """
@@ -103,7 +104,7 @@ class Group:
         self._stderr: dict[int, Source] = {}
 
     def run(self) -> Outcome:
-        """Start, and wait until nothing of them is left."""
+        """Starts the processes, and waits until no descendant is left."""
         with contextlib.ExitStack() as stack:
             try:
                 self._start_all(stack)
@@ -116,7 +117,7 @@ class Group:
         return self._outcome()
 
     def _start_all(self, stack: contextlib.ExitStack) -> None:
-        """Raises UsageError where this machine lacks what a process takes, open files say."""
+        """Raises UsageError if this machine lacks a resource for a process, such as open files."""
         for process in self._processes:
             try:
                 self._start(process, stack)
@@ -162,15 +163,16 @@ class Group:
 
     def _wait(self) -> None:
         signals = {*descent.STOP, signal.SIGINT, signal.SIGCHLD, descent.PARENT_DIED}
-        if self._kill_at is None and self._reported():  # a machine that is cut off ends nothing
+        # mpirun does not end by itself if a machine is cut off.
+        if self._kill_at is None and self._reported():
             self._kill_at = time.monotonic() + _LAGGING_SECONDS
         left = 1.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
         got = signal.sigtimedwait(signals, left)
-        # After SIGSTOP and SIGCONT Python returns a signal that did not come.
+        # After SIGSTOP and SIGCONT Python returns a signal that was never sent.
         if got is not None and got.si_signo in signals:
             self._take(signal.Signals(got.si_signo))
         ours = [(pid, code) for pid, code in descent.reap() if pid in self._running]
-        for pid, code in sorted(ours, key=lambda each: each[1]):  # a kill explains what follows it
+        for pid, code in sorted(ours, key=lambda each: each[1]):  # a kill explains later failures
             self._note(Ended(self._running.pop(pid), code, pid, time.time()))
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             descent.kill_descendants()  # reaps
@@ -181,7 +183,7 @@ class Group:
             self._running.clear()
 
     def _pass_on_the_rest(self) -> None:
-        """Wait until the output is written, however slowly somebody reads, unless asked to end."""
+        """Waits until the output is written, however slow its reader, unless asked to end."""
         self._relay.finish()
         signals = {*descent.STOP, signal.SIGINT, descent.PARENT_DIED}
         while self._relay.is_alive() and self._asked != descent.PARENT_DIED:
@@ -192,7 +194,7 @@ class Group:
         self._relay.join()
 
     def _take(self, got: signal.Signals) -> None:
-        """A signal that came."""
+        """Handles a signal."""
         now = time.monotonic()
         if got == descent.PARENT_DIED or (got == signal.SIGINT and self._asked is not None):
             self._asked, self._kill_at = self._asked or got, now
@@ -204,7 +206,7 @@ class Group:
                 self._kill_at = now + (_ENDING_SECONDS if ctrl_c else self._grace)
 
     def _note(self, ended: Ended) -> None:
-        """A process that ended by itself, or when asked."""
+        """Handles a process that ended by itself, or when asked."""
         self._ended.append(ended)
         now = time.monotonic()
         if self._failed is not None or self._asked == signal.SIGINT:
@@ -247,7 +249,7 @@ class Group:
         return Outcome(status, why, status != 0 and self._asked is None)
 
     def _first_failure(self) -> Failure | None:
-        """The earliest failure that is known here or was reported by other launchers."""
+        """Returns the earliest failure that other launchers reported; if none did, the group's."""
         if told := self._reported():
             return min(told, key=lambda each: each.at)
         if self._late:
@@ -256,7 +258,7 @@ class Group:
         if self._failed is None:
             return None
         known = [self._failed]
-        if self._failed.code != -signal.SIGKILL:  # else it explains the exceptions
+        if self._failed.code != -signal.SIGKILL:  # a kill explains the exceptions
             known += [each for each in self._ended if each.code > 0 and _error(each)[1]]
         return min(map(self._failure, known), key=lambda each: each.at)
 
@@ -280,7 +282,7 @@ class Group:
 
 
 def _error(ended: Ended) -> tuple[float, str]:
-    """Time and traceback of the exception that ended a process; 0.0 and "" where unknown."""
+    """Returns time and traceback of the exception that ended a process; 0.0 and "" if unknown."""
     if ended.process.error is None or not ended.process.error.exists():
         return 0.0, ""
     first, _, text = ended.process.error.read_text(errors="replace").partition("\n")

@@ -16,8 +16,8 @@ class Host(NamedTuple):
     """A machine.
 
     Attributes:
-      name: As the network knows it.
-      slots: Which of its GPUs, one process each.
+      name: Name in the network.
+      slots: Indices of the GPUs to use, one process each.
     """
 
     name: str
@@ -25,15 +25,15 @@ class Host(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether the host is this machine."""
+        """True if the host is this machine."""
         return self.name in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file with lines ``worker-0 slots=8``; # begins a comment.
+    """Reads the hosts of a file with lines ``worker-0 slots=8``; # begins a comment.
 
     Raises:
-      UsageError: With file and line.
+      UsageError: The file cannot be read, or a line is wrong; names the file and the line.
     """
     try:
         lines = path.read_text().splitlines()
@@ -58,12 +58,13 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def select(hosts: list[Host], include: str | None, exclude: str | None) -> list[Host]:
-    """The hosts that are left, in the hostfile's order.
+    """Returns the selected hosts, in the hostfile's order.
 
     Args:
-      hosts: Those of the hostfile.
-      include: As ``worker-0@worker-1:0,2``: all slots of the one, two of the other.
-      exclude: The same, for what is left out.
+      hosts: The hosts of the hostfile.
+      include: Hosts and slots to keep: ``worker-0@worker-1:0,2`` keeps all slots of worker-0 and
+        two of worker-1.
+      exclude: Hosts and slots to leave out, in the same format.
 
     Raises:
       UsageError: Both are given, a name or slot is unknown, or nothing is left.

@@ -1,4 +1,4 @@
-"""What is launched, however its processes are placed."""
+"""The job to launch, and the commands that start it on other machines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from zerojax.launch.error import UsageError
 
-# Set for launchers that another launcher has started, one on each machine.
+# Set for the launchers, one on each machine, that another launcher has started.
 PART = "ZEROJAX_LAUNCH_PART"
 
-# A secret that the processes of a run share: nobody else joins them.
+# A secret that the processes of a run share, so that no other process joins them.
 TOKEN = "ZEROJAX_TOKEN"
 
-# What the user may have set for JAX, and what a host reached by ssh does not inherit.
+# Variables that users set for JAX, and that a host reached by ssh does not inherit.
 _PASSED_ON = (
     *("JAX_", "XLA_", "TF_CPP_", "NCCL_", "CUDA_DEVICE_ORDER", "PYTHON", "LD_LIBRARY_PATH"),
     PART,
@@ -28,14 +28,14 @@ _PASSED_ON = (
 
 
 class Job(NamedTuple):
-    """A script in several processes.
+    """A script to run in several processes.
 
     Attributes:
       script: ``train.py --lr 3``, or ``-m module --lr 3``.
       grace: Seconds from SIGTERM to SIGKILL.
-      max_restarts: How often a group that failed is started again.
+      max_restarts: The most times that a failed group is started again.
       watchdog: Seconds without a step until a process ends the group, or "off"; None: the default.
-      log_dir: Where the output of each process is kept; None: nowhere.
+      log_dir: Folder for the output of each process; None: the output is not kept.
     """
 
     script: tuple[str, ...]
@@ -54,10 +54,10 @@ class Node(NamedTuple):
     """The part of a job that one machine runs.
 
     Attributes:
-      rank: The machine's number.
-      counts: How many processes each machine runs.
-      coordinator: ``HOST:PORT`` of the first machine; None: any free port of this one.
-      gpus: Names for ``CUDA_VISIBLE_DEVICES``; None: those that the machine has.
+      rank: Index of the machine.
+      counts: Number of processes on each machine.
+      coordinator: ``HOST:PORT`` of the first machine; None: any free port of this machine.
+      gpus: Names for ``CUDA_VISIBLE_DEVICES``; None: the GPUs that the machine has.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class Node(NamedTuple):
 
 
 def checked_script(script: tuple[str, ...]) -> tuple[str, ...]:
-    """The script as given.
+    """Returns the script unchanged, after a check.
 
     Raises:
       UsageError: The file or module does not exist.
@@ -82,7 +82,7 @@ def checked_script(script: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def node_command(job: Job, node: Node, environ: Mapping[str, str]) -> list[str]:
-    """The command that starts one machine's part of a job there, in the same folder."""
+    """Returns the command that starts one machine's part of a job on it, in the same folder."""
     passed = passed_on(environ)
     if node.gpus is not None:
         passed["CUDA_VISIBLE_DEVICES"] = ",".join(node.gpus)
@@ -92,12 +92,12 @@ def node_command(job: Job, node: Node, environ: Mapping[str, str]) -> list[str]:
 
 
 def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
-    """What processes on other machines get of this environment."""
+    """Returns the variables that processes on other machines receive from this environment."""
     return {name: environ[name] for name in sorted(environ) if name.startswith(_PASSED_ON)}
 
 
 def supervisor_options(job: Job, rank: str, counts: tuple[int, ...], coordinator: str) -> list[str]:
-    """The options of the launcher that starts one machine's part of a job."""
+    """Returns the options of the launcher that starts one machine's part of a job."""
     options = ["--num-nodes", str(len(counts)), "--node-rank", rank]
     options += ["--nproc-per-node", ",".join(map(str, counts))]
     options += ["--coordinator", coordinator, "--grace", f"{job.grace:g}"]
@@ -109,17 +109,17 @@ def supervisor_options(job: Job, rank: str, counts: tuple[int, ...], coordinator
 
 
 def with_token(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment, with a token of the run unless the user has given one."""
+    """Returns the environment, with a token of the run unless the user has set a token."""
     return {TOKEN: secrets.token_hex(16), **environ}
 
 
 def by_hand(command: list[str]) -> str:
-    """A command of ``node_command`` to type in another machine's shell."""
+    """Formats a command of ``node_command`` for the shell of another machine."""
     return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(command)}"
 
 
 def free_port() -> int:
-    """A port that nobody listens on here, below those that systems give to outgoing connections."""
+    """Returns a free port of this machine, below the range for outgoing connections."""
     for port in random.sample(range(20000, 32000), 100):
         with socket.socket() as tried:
             try:

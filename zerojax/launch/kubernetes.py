@@ -17,7 +17,7 @@ from zerojax.launch.job import Job, passed_on, supervisor_options
 from zerojax.launch.local import defaults
 
 _PORT = 8476
-_SLACK_SECONDS = 30  # the kubelet's, after the launcher's own grace
+_SLACK_SECONDS = 30  # for the kubelet, after the launcher's grace
 _WORKERS = "workers"
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _POD = "$(POD_INDEX)"
@@ -25,7 +25,7 @@ _DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
 
 
 class Kind(StrEnum):
-    """What restarts the pods: a JobSet all together; an indexed Job each by itself."""
+    """The object that restarts pods: a JobSet all pods together; an indexed Job each separately."""
 
     JOBSET = "jobset"
     JOB = "job"
@@ -34,18 +34,19 @@ class Kind(StrEnum):
 def manifest(
     job: Job, kind: Kind, image: str, pods: int, processes: int, environ: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """The objects of a training job.
+    """Returns the objects of a training job.
 
     In each pod ``zerojax launch`` supervises the pod's processes. A pod that is preempted has
-    ``job.grace`` seconds to save; status 75 starts all again, and is not counted as a failure.
+    ``job.grace`` seconds to save; status 75 restarts all pods, and is not counted as a failure.
 
     Args:
-      job: What to start; the script's path is that in the image.
+      job: The job to start; the script's path is its path in the image.
       kind: JobSet (whose controller the cluster must have), or a plain indexed Job.
       image: The container's image; it has Python and zerojax.
-      pods: One for each machine.
-      processes: In each pod, and as many GPUs; CPU processes under ``JAX_PLATFORMS=cpu``.
-      environ: What JAX is told.
+      pods: Number of pods, one for each machine.
+      processes: Number of processes in each pod, and as many GPUs; CPU processes under
+        ``JAX_PLATFORMS=cpu``.
+      environ: Environment whose variables for JAX the pods receive.
 
     Raises:
       UsageError: There is no image.
@@ -93,7 +94,7 @@ def manifest(
 
 
 def as_yaml(objects: list[dict[str, Any]]) -> str:
-    """What ``kubectl apply -f -`` reads."""
+    """Formats the objects for ``kubectl apply -f -``."""
     return str(yaml.safe_dump_all(objects, sort_keys=False))
 
 
@@ -139,7 +140,7 @@ def _pod(
 
 
 def _literal(word: str) -> str:
-    """A word in which Kubernetes replaces no ``$(NAME)``."""
+    """Escapes a word, so that Kubernetes replaces no ``$(NAME)`` in it."""
     return word.replace("$", "$$")
 
 
@@ -148,7 +149,7 @@ def _object(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[st
 
 
 def _name(job: Job) -> str:
-    """The script's name as a DNS label, short enough for what is put behind."""
+    """Returns the script's name as a DNS label, short enough for the suffixes of pods."""
     stem = job.script[1].rpartition(".")[2] if job.script[0] == "-m" else Path(job.script[0]).stem
     label = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40].strip("-")
     return label if label[:1].isalpha() else f"train-{label}".strip("-")

@@ -1,4 +1,4 @@
-"""One machine's processes: what each is told, and attempts until they succeed."""
+"""One machine's processes: the environment of each, and attempts until they succeed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from zerojax.launch.gpus import Binding, Gpu, binding
 from zerojax.launch.group import STALLED, Group, Outcome, Process
 from zerojax.launch.job import PART, Job, Node, free_port, with_token
 
-_CPU_PROCESSES = 32  # a CPU; more are a slip of the pen, which would take the machine down
+_CPU_PROCESSES = 32  # per CPU; more are a typing error, which would overload the machine
 
 
 class Place(NamedTuple):
-    """Where a process runs.
+    """The GPU and the CPUs of a process.
 
     Attributes:
-      process: Its number among all processes of the job.
-      gpu: Its own GPU; None: it has none, or all.
-      binding: Its CPUs.
+      process: Index among all processes of the job.
+      gpu: The only GPU of the process; None: it has no GPU, or all.
+      binding: CPUs of the process.
     """
 
     process: int
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 def places(node: Node, gpus: list[Gpu]) -> list[Place]:
-    """The places of a machine's processes, one GPU each; without GPUs they are CPU processes.
+    """Returns the places of a machine's processes, one GPU each; CPU processes without GPUs.
 
     Raises:
       UsageError: There are more processes than GPUs, or far more than CPUs.
@@ -56,7 +56,7 @@ def places(node: Node, gpus: list[Gpu]) -> list[Place]:
 
 
 def settings(job: Job, node: Node, place: Place, run_dir: Path, on_gpus: bool) -> dict[str, str]:
-    """What the environment of a process has besides the launcher's own."""
+    """Returns the variables of a process that are added to the launcher's environment."""
     first = sum(node.counts[: node.rank])
     added = {
         "ZEROJAX_COORDINATOR": str(node.coordinator),
@@ -71,15 +71,15 @@ def settings(job: Job, node: Node, place: Place, run_dir: Path, on_gpus: bool) -
     if node.gpus is not None:
         added["CUDA_VISIBLE_DEVICES"] = ",".join(node.gpus)
     if on_gpus:
-        added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # that of nvidia-smi
+        added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi
         if place.gpu is not None:
             added["CUDA_VISIBLE_DEVICES"] = place.gpu.name
     return added
 
 
 def defaults(environ: Mapping[str, str], on_gpus: bool) -> dict[str, str]:
-    """What a process finds in its environment unless the user has set something else."""
-    found = {"PYTHONUNBUFFERED": "1"}  # lines come as they are printed
+    """Returns the default variables of a process, without those that the user has set."""
+    found = {"PYTHONUNBUFFERED": "1"}  # lines arrive when they are printed
     if not on_gpus:
         found["JAX_PLATFORMS"] = "cpu"
         if "xla_force_host_platform_device_count" not in environ.get("XLA_FLAGS", ""):
@@ -95,14 +95,14 @@ def processes(
     run_dir: Path,
     logs: Path | None,
 ) -> list[Process]:
-    """The processes of one attempt on this machine.
+    """Returns the processes of one attempt on this machine.
 
     Args:
-      job, node: What is started, and the machine's part of it.
-      gpus: Of this machine.
-      environ: The launcher's.
-      run_dir: A new folder of this attempt alone, in which processes leave their marks.
-      logs: The folder of their output; None: it is kept nowhere.
+      job, node: The job to start, and the machine's part of it.
+      gpus: GPUs of this machine.
+      environ: The launcher's environment.
+      run_dir: A new folder, only for this attempt, in which processes leave their files.
+      logs: Folder for the output of processes; None: the output is not kept.
     """
     made = []
     for place in places(node, gpus):
@@ -125,7 +125,7 @@ def processes(
 
 
 def show(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> None:
-    """Print what would be started here."""
+    """Prints the processes that would be started on this machine."""
     node = node._replace(coordinator=node.coordinator or "127.0.0.1:PORT")
     for place in places(node, gpus):
         added = settings(job, node, place, Path("RUN_DIR"), bool(gpus))
@@ -137,7 +137,7 @@ def show(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> N
 
 
 def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> int:
-    """Start this machine's processes, again where allowed, and wait; the exit status."""
+    """Starts this machine's processes, restarts them if allowed, and returns the exit status."""
     for says in sorted(
         {x.binding.says for x in places(node, gpus) if x.gpu and not x.binding.cpus}
     ):
@@ -148,7 +148,7 @@ def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> in
         environ = with_token(environ)
 
     def attempt() -> Outcome:
-        # Attempts on several machines have one folder, made by who starts them.
+        # The launcher that starts several machines creates one folder for each attempt.
         logs = job.log_dir and job.log_dir.absolute()
         if logs is not None and len(node.counts) == 1:
             logs = new_attempt(logs)
@@ -173,10 +173,10 @@ def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> in
 
 
 def new_attempt(folder: Path) -> Path:
-    """Makes a folder ``attempt-N`` that no launch has used.
+    """Creates a folder ``attempt-N`` that no launch has used.
 
     Raises:
-      UsageError: None can be made.
+      UsageError: The folder cannot be created.
     """
     number = 1
     while True:
@@ -199,11 +199,11 @@ def _keep(files: list[Path], folder: Path) -> None:
 
 
 def attempts(attempt: Callable[[], Outcome], max_restarts: int) -> int:
-    """The exit status of the first attempt that succeeds, or of the last.
+    """Returns the exit status of the first attempt that succeeds, or of the last.
 
     Args:
-      attempt: Starts all, and waits.
-      max_restarts: How many may follow the first.
+      attempt: Starts all processes, and waits.
+      max_restarts: The most attempts that may follow the first.
     """
     for number in range(1, max_restarts + 2):
         outcome = attempt()
@@ -214,10 +214,10 @@ def attempts(attempt: Callable[[], Outcome], max_restarts: int) -> int:
 
 
 def is_part(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher of several machines has started this one."""
+    """Returns whether a launcher of several machines has started this launcher."""
     return PART in environ
 
 
 def parent_to_watch(environ: Mapping[str, str]) -> int | None:
-    """The id of mpirun's daemon on this machine, where mpirun started this launcher."""
+    """Returns the id of mpirun's daemon on this machine if mpirun started this launcher."""
     return os.getppid() if is_part(environ) else None

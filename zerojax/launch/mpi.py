@@ -1,4 +1,4 @@
-"""Several machines by Open MPI's ``mpirun``: one supervisor on each, which ends with the others."""
+"""Several machines through Open MPI's ``mpirun``: one supervisor on each; all end together."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from zerojax.launch.hosts import Host
 from zerojax.launch.job import PART, TOKEN, Job, Node, node_command, with_token
 from zerojax.launch.local import attempts, new_attempt
 
-# What mpirun needs after the supervisors' own grace has passed.
+# Seconds that mpirun needs after the supervisors' grace has passed.
 _SLACK_SECONDS = 5.0
 
-# Seconds after which mpirun's daemons end that a network cut off; by default 480.
+# Seconds that define when mpirun's daemons end if the network cuts them off; by default 480.
 _KEEPALIVE = {"time": "10", "intvl": "5", "probes": "4"}
 
 
 def installed() -> str | None:
-    """Where mpirun is."""
+    """Returns the path of mpirun, or None."""
     return shutil.which("mpirun")
 
 
 def mpirun_command(hosts: list[Host], commands: list[list[str]], *options: str) -> list[str]:
-    """One program of one process on each host, with mpirun's ``options`` for each.
+    """Returns mpirun's command for one process on each host, with ``options`` for each.
 
     Without ``--bind-to none`` Open MPI ties a supervisor, and all that it starts, to one core.
     """
@@ -53,13 +53,13 @@ def mpirun_command(hosts: list[Host], commands: list[list[str]], *options: str) 
 def run(
     job: Job, hosts: list[Host], nodes: Callable[[], list[Node]], environ: Mapping[str, str]
 ) -> int:
-    """Start a job on several machines, again where allowed, and wait; the exit status.
+    """Starts a job on several machines, restarts it if allowed, and returns the exit status.
 
     Args:
-      job: What to start.
-      hosts: Where.
-      nodes: Makes their parts, with a fresh port each time.
-      environ: The environment of mpirun, and what is passed on of it.
+      job: The job to start.
+      hosts: The machines.
+      nodes: Returns the machines' parts, with a fresh port at each call.
+      environ: The environment of mpirun, some of whose variables the machines receive.
     """
 
     def attempt() -> Outcome:
@@ -69,7 +69,7 @@ def run(
         commands = [node_command(part, node, told) for node in nodes()]
         command = mpirun_command(hosts, commands, "-x", TOKEN)
         process = Process("mpirun", "", command, with_token(environ), stdin=True, relays=True)
-        # mpirun answers SIGTERM by killing, and passes SIGUSR1 on.
+        # mpirun kills on SIGTERM, but forwards SIGUSR1.
         outcome = Group([process], job.grace + _SLACK_SECONDS, stop=signal.SIGUSR1).run()
         if outcome.failure is not None:
             outcome.failure.show()

@@ -1,4 +1,4 @@
-"""Ray Train: workers that Ray places, each of which runs the script in a process."""
+"""Ray Train: workers that Ray places; each runs the script in a process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from zerojax.launch.local import defaults
 
 
 class Ended(Exception):
-    """A script that did not end with status 0.
+    """Error for a script that did not end with status 0.
 
     Attributes:
-      status: Its exit status, as a shell reports it.
+      status: Exit status of the script, as a shell reports it.
     """
 
     def __init__(self, process: int, status: int) -> None:
@@ -33,25 +33,25 @@ class Ended(Exception):
 
 
 def run(job: Job, workers: int, environ: Mapping[str, str]) -> int:
-    """Run a job by Ray Train's JaxTrainer; the exit status.
+    """Runs a job by Ray Train's JaxTrainer; returns the exit status.
 
-    Ray restarts all workers after a failure, ``job.max_restarts`` times. Its backend for JAX is
-    told to do nothing: the script joins by ``zerojax.init_distributed``, in a process of its own,
-    because Ray calls training functions in a thread, where Python takes no signals.
+    Ray restarts all workers after a failure, ``job.max_restarts`` times. Ray's backend for JAX is
+    configured to do nothing: the script joins by ``zerojax.init_distributed``, in a separate
+    process, because Ray calls training functions in a thread, where Python takes no signals.
 
     Args:
-      job: What to start, in this folder, which all machines share.
-      workers: How many, with a GPU each; CPU workers under ``JAX_PLATFORMS=cpu``.
-      environ: That of the workers too, where Ray starts here.
+      job: The job to start, in this folder, which all machines share.
+      workers: Number of workers, with a GPU each; CPU workers under ``JAX_PLATFORMS=cpu``.
+      environ: Environment of the launcher, and of the workers if Ray starts on this machine.
 
     Raises:
       UsageError: Ray is not installed.
     """
     given = dict(environ)
-    os.environ.clear()  # workers of a Ray that starts here inherit this environment
+    os.environ.clear()  # if Ray starts here, its workers inherit this environment
     os.environ.update(given)
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # which takes processes' equal lines for one
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # keep equal lines of several processes
     try:
         from ray import train
         from ray.train.v2.api.exceptions import TrainingFailedError
@@ -72,7 +72,7 @@ def run(job: Job, workers: int, environ: Mapping[str, str]) -> int:
             "folder": str(Path.cwd()),
             "logs": str(job.log_dir.absolute()) if job.log_dir else None,
         },
-        jax_config=JaxConfig(),  # neither GPUs nor TPUs: the backend leaves JAX alone
+        jax_config=JaxConfig(),  # without GPUs or TPUs the backend does not set up JAX
         scaling_config=train.ScalingConfig(num_workers=workers, use_gpu=on_gpus),
         run_config=train.RunConfig(
             failure_config=train.FailureConfig(max_failures=job.max_restarts)
@@ -97,7 +97,7 @@ def _status(error: BaseException | None) -> int | None:
 
 
 def _worker(config: dict[str, Any]) -> None:
-    """Run the script as the process that this worker stands for."""
+    """Runs the script in a process with this worker's index."""
     from ray import train
 
     me = train.get_context().get_world_rank()

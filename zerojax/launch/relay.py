@@ -1,4 +1,4 @@
-"""The output of several processes on one terminal, in whole lines that say whose they are."""
+"""The output of several processes on one terminal, in full lines with the process's prefix."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import IO
 
 from zerojax.launch.failure import Failure, reported
 
-# Gloo logs each connection, and no switch stops that; its threads mix the words of their lines.
-# Possessive (`++`), so that no line takes more than one pass.
+# Gloo logs each connection, which no option turns off; its threads mix the words of their lines.
+# The pattern is possessive (`++`), so that no line takes more than one pass.
 _GLOO = re.compile(
     rb"(?:\[Gloo\] Rank | is connected to | peer ranks\. "
     rb"|Expected number of connected peer ranks is : |\d|\s)++"
 )
 _LONGEST = 1 << 16
-_QUIET = 1.0  # seconds; a process may be held up within a line
+_QUIET = 1.0  # seconds; a process may pause within a line
 _LOOK = 100  # milliseconds
 _TAIL = 1 << 14
 
@@ -29,10 +29,10 @@ class Source:
     """One pipe of a process.
 
     Attributes:
-      prefix: What each line begins with on the terminal.
+      prefix: Prefix of each line on the terminal.
       to: The descriptor to write to: 1 or 2.
-      log: A file that has the same lines without prefix.
-      failures: Those that other launchers reported by lines of their own; None: nobody does.
+      log: File for the same lines without prefix.
+      failures: Failures that other launchers reported on this pipe; None: no launcher uses it.
       rest: A line that has not ended.
       tail: The last bytes.
     """
@@ -48,10 +48,10 @@ class Source:
         self.rest, self.tail = bytearray(), b""
 
     def lines(self, data: bytes) -> list[bytes]:
-        """The lines that ended, and what is too long to wait for its end.
+        """Adds data; returns the lines that ended, and a line too long to wait for its end.
 
-        A line ends with a newline, or as a progress bar's do with a carriage return. Each byte is
-        looked at once, however many calls a line takes.
+        A line ends with a newline or, like a progress bar's, with a carriage return. Each byte is
+        read once, however many calls a line takes.
         """
         self.tail = (self.tail + data)[-_TAIL:]
         if self.rest.endswith(b"\r"):  # a newline may follow
@@ -70,7 +70,7 @@ class Source:
         return ended
 
     def take(self) -> bytes:
-        """The line that has not ended, which begins anew."""
+        """Returns and clears the line that has not ended."""
         rest = bytes(self.rest)
         self.rest.clear()
         return rest
@@ -79,7 +79,7 @@ class Source:
 class Relay(threading.Thread):
     """A thread that writes the output of processes: to their logs first, then to the terminal.
 
-    A terminal that nobody reads holds the processes up, as it would one that writes to it itself.
+    If the terminal's reader stops, the processes block, as they would if they wrote to it directly.
     """
 
     def __init__(self) -> None:
@@ -87,28 +87,28 @@ class Relay(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._last, self._finish = os.pipe()
         self._selector.register(self._last, selectors.EVENT_READ)
-        self._open: Source | None = None  # whose line has no end yet
+        self._open: Source | None = None  # the source of an unfinished line
         self._at_start = True
         self._deaf: set[int] = set()
         self._until = math.inf
 
     def pipe(self, source: Source) -> int:
-        """A descriptor that a process writes to; before the thread starts."""
+        """Returns a descriptor for a process to write to; call it before the thread starts."""
         read, write = os.pipe()
         self._selector.register(read, selectors.EVENT_READ, source)
         return write
 
     def finish(self) -> None:
-        """Have the thread end once everything that has been written to the pipes is passed on.
+        """Ends the thread once it has forwarded all bytes that were written to the pipes.
 
-        A pipe that a process of somebody else's holds open is not waited for.
+        The thread does not wait for the end of a pipe that an unrelated process holds open.
         """
         os.close(self._finish)
 
     def hurry(self, seconds: float) -> None:
-        """From so many seconds on write to the logs alone, unless the terminal takes all at once.
+        """Abandons, after ``seconds``, a terminal whose reader is not ready at once.
 
-        Logs are written to their end.
+        Logs are still written completely.
         """
         self._until = time.monotonic() + seconds
 
@@ -118,7 +118,7 @@ class Relay(threading.Thread):
             sources = [key.data for key in self._selector.get_map().values() if key.data]
             waiting = any(source.rest for source in sources)
             ready = self._selector.select(0 if finishing else _QUIET if waiting else None)
-            if not ready:  # a prompt, a progress bar; or there will be no more
+            if not ready:  # a prompt or a progress bar, or the end of all output
                 for source in sources:
                     self._flush(source)
                 if finishing:
@@ -138,7 +138,7 @@ class Relay(threading.Thread):
         self.close()
 
     def close(self) -> None:
-        """Closes the pipes, of a thread that has not started."""
+        """Closes the pipes; callers call it only if the thread has not started."""
         for key in [*self._selector.get_map().values()]:
             self._close(key.fd)
         self._selector.close()
@@ -172,12 +172,12 @@ class Relay(threading.Thread):
         self._open, self._at_start = None, True
 
     def _say(self, to: int, data: bytes) -> None:
-        """Writes to the terminal, or to who reads in its place, as soon as they take it."""
+        """Writes to the terminal, or to its replacement, as soon as the reader is ready."""
         ready = select.poll()
         ready.register(to, select.POLLOUT)
         while data and to not in self._deaf:
             if ready.poll(_LOOK):
-                self._put(to, data[: select.PIPE_BUF])  # which a ready pipe takes without waiting
+                self._put(to, data[: select.PIPE_BUF])  # a ready pipe takes it without blocking
                 data = data[select.PIPE_BUF :]
             elif time.monotonic() >= self._until:
                 self._lose(to, "its reader does not read")
@@ -186,7 +186,7 @@ class Relay(threading.Thread):
         while data and to not in self._deaf:
             try:
                 data = data[os.write(to, data) :]
-            except OSError as error:  # nobody reads, or a disk is full: the processes go on
+            except OSError as error:  # no reader, or a full disk: the processes go on
                 self._lose(to, str(error))
 
     def _lose(self, to: int, why: str) -> None:

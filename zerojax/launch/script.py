@@ -1,6 +1,6 @@
-"""``python -m zerojax.launch.script train.py ...``: runs a script, whose exit status Python loses.
+"""``python -m zerojax.launch.script train.py ...``: runs a script and keeps its exit status.
 
-Python tells nobody of the status in ``SystemExit`` before its own end, in which JAX waits for the
+Python does not report the status in ``SystemExit`` before its shutdown, in which JAX waits for the
 other processes.
 """
 
@@ -14,8 +14,8 @@ _OURS = {__file__, runpy.__file__, "<frozen runpy>"}
 def run(words: list[str]) -> None:
     """Runs ``train.py ...`` or ``-m module ...`` as python does.
 
-    What ends one of several processes goes to ``sys.excepthook``: an exception, and ``SystemExit``
-    with another status than 0 and ``PREEMPTED``, with which all leave together.
+    If one of several processes ends by an exception, ``sys.excepthook`` is called, also for a
+    ``SystemExit`` with another status than 0 and ``PREEMPTED``, with which all leave together.
     """
     try:
         if words[0] == "-m":
@@ -27,7 +27,7 @@ def run(words: list[str]) -> None:
                 sys.path[0] = str(Path(words[0]).resolve().parent)
             runpy.run_path(words[0], run_name="__main__")
     except BaseException as error:
-        from zerojax.distributed.failure import ends_at_once  # the script starts without them
+        from zerojax.distributed.failure import ends_at_once  # not loaded before the script
         from zerojax.launch.group import PREEMPTED
 
         together = isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED)

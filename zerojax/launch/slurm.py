@@ -1,4 +1,4 @@
-"""Slurm: a batch script whose ``srun`` starts the processes, and which queues itself again."""
+"""Slurm: a batch script whose ``srun`` starts the processes, and which requeues itself."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from zerojax.launch.error import UsageError
 from zerojax.launch.job import TOKEN, Job, passed_on
 from zerojax.launch.local import defaults
 
-# A TERM for srun kills the tasks; scancel's reaches them alone, and they save. --kill-on-bad-exit
-# would kill those that leave after the first of them with 75; --wait lets them leave.
+# A SIGTERM to srun kills the tasks; scancel sends SIGTERM only to the tasks, and they save. After
+# the first task has left with 75, --kill-on-bad-exit would kill the others; --wait lets them leave.
 _BODY = """\
 attempt() {{
     srun --kill-on-bad-exit=0 --wait=5 {output} {command} &
@@ -50,22 +50,22 @@ exit $status
 
 
 def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mapping[str, str]) -> str:
-    """What ``sbatch`` reads.
+    """Returns the batch script for ``sbatch``.
 
     Slurm sends SIGTERM to the batch shell ``job.grace`` seconds before the time limit. The shell
     passes the signal to all tasks; when they have saved and ended with status 75, the job is queued
     again. Other failures start the tasks again in the same allocation, ``job.max_restarts`` times.
 
     Args:
-      job: What to start.
-      nodes: How many nodes.
-      tasks: Processes on each, and as many GPUs; CPU processes under ``JAX_PLATFORMS=cpu``.
-      options: More of sbatch's options, as ``--partition=gpu --time=4:00:00``; they come last and
-        win.
-      environ: What JAX is told.
+      job: The job to start.
+      nodes: Number of nodes.
+      tasks: Processes on each node, and as many GPUs; CPU processes under ``JAX_PLATFORMS=cpu``.
+      options: Further options of sbatch, as ``--partition=gpu --time=4:00:00``; they come last and
+        override the others.
+      environ: Environment whose variables for JAX the tasks receive.
 
     Raises:
-      UsageError: The options cannot be read, or would not stay in their line of the script.
+      UsageError: The options cannot be parsed, or would not stay in their line of the script.
     """
     try:
         more = shlex.split(options)
@@ -101,7 +101,7 @@ def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mappin
     secret = "$(od -An -N16 -tx8 /dev/urandom | tr -d ' \\n')"
     parts.append(f"export {TOKEN}=${{{TOKEN}:-{secret}}}")
     parts += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
-    # Since Slurm 22.05 srun does not take sbatch's --cpus-per-task.
+    # Since Slurm 22.05 srun does not inherit sbatch's --cpus-per-task.
     cpus = "SLURM_CPUS_PER_TASK"
     parts.append(f'[ -z "${cpus}" ] || export SRUN_CPUS_PER_TASK=${cpus}')
     body = _BODY.format(
@@ -115,14 +115,14 @@ def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mappin
 
 
 def submit(script: str, environ: Mapping[str, str]) -> int:
-    """Hand a batch script to ``sbatch``, which says the job's number; its exit status.
+    """Submits a batch script by ``sbatch``, which prints the job's number; returns its exit status.
 
     Args:
-      script: What ``batch_script`` returns.
-      environ: The environment, of which sbatch gives the job what the cluster lets it.
+      script: A script from ``batch_script``.
+      environ: The environment, of which sbatch passes to the job what the cluster allows.
 
     Raises:
-      UsageError: No sbatch exists here.
+      UsageError: sbatch is not installed on this machine.
     """
     if shutil.which("sbatch", path=environ.get("PATH")) is None:
         raise UsageError(

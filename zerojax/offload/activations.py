@@ -1,8 +1,8 @@
-"""Activations on the host until the backward pass: by config, or by name in the user's blocks.
+"""Activations kept on the host until the backward pass: by config, or by name in a block.
 
 With ``activation_checkpointing.cpu_checkpointing`` the residuals of rematerialised blocks in a scan
-go to the host, see :mod:`zerojax.collectives.residuals`. :func:`remat_policy` chooses the residuals
-of any block, and can send them to the host.
+are sent to the host, see :mod:`zerojax.collectives.residuals`. :func:`remat_policy` chooses the
+residuals of any block, and can send them to the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zerojax.config import ZeroConfig
 from zerojax.plan.places import PINNED
 
 SMALLEST = 2**16
-"""The fewest elements per device of a residual that goes to the host: in bf16 they take two
+"""The fewest elements per device of a residual that is sent to the host: in bf16 they take two
 microseconds at 55 GB/s, about as long as the start of a copy."""
 
 _PLAIN = {
@@ -30,23 +30,23 @@ _NAMED = ("names", "offload")
 
 
 def smallest_away(config: ZeroConfig) -> int | None:
-    """The fewest elements per device of a residual that goes to the host; None where none goes."""
+    """Returns the fewest elements per device of an offloaded residual; None without offload."""
     return SMALLEST if config.cpu_checkpointing else None
 
 
 def remat_policy(policy: str) -> Callable[..., Any]:
-    """A policy of ``jax.checkpoint``, by name: the residuals that a rematerialised block keeps.
+    """Returns a ``jax.checkpoint`` policy by name: the residuals that a rematerialised block keeps.
 
     Args:
       policy: One of
 
-        - ``"nothing"``: the block's inputs alone,
+        - ``"nothing"``: only the block's inputs,
         - ``"everything"``: all that the backward pass needs,
         - ``"dots"``: the inputs, and results of matrix products,
-        - ``"dots_no_batch"``: the same for products without batch dimensions, so without attention
-          scores,
+        - ``"dots_no_batch"``: the inputs, and results of matrix products without batch dimensions,
+          so without attention scores,
         - ``"names:a,b"``: arrays that ``jax.ad_checkpoint.checkpoint_name`` calls ``a`` or ``b``,
-        - ``"offload:a,b"``: the same, in host memory until the backward pass.
+        - ``"offload:a,b"``: the same arrays, but in host memory until the backward pass.
 
     Raises:
       ValueError: no such policy exists, or no name follows the colon.

@@ -1,4 +1,4 @@
-"""The compute parameters, where those at rest lie elsewhere or have another dtype."""
+"""Compute parameters, where the parameters at rest have another place, sharding or dtype."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from zerojax.plan.plan import Leaf, Plan
 
 
 class ComputeCopies:
-    """Copies in the compute dtype, or on the device, of parameters that rest elsewhere.
+    """Copies, in the compute dtype or on the device, of parameters that rest elsewhere.
 
-    Each update writes the copies too, so that the next step need not fetch the masters. They are
-    no part of the state: for a state from elsewhere they are made from its masters.
+    Each update writes the copies too, so that the next step need not fetch the masters. The copies
+    are not part of the state: for a state other than the last update's, such as a restored one,
+    they are computed from its masters.
 
     Args:
       plan: PartitionSpec and bytes of every leaf.
-      disk_leaf: Makes a leaf on the disk, see :class:`zerojax.placement.placer.Placer`.
+      disk_leaf: Creates a leaf on the disk, see :class:`zerojax.placement.placer.Placer`.
 
     Attributes:
-      at: Numbers of the parameters that have a copy.
-      placements: Of each copy.
+      at: Indices of the parameters that have a copy.
+      placements: The placement of each copy.
     """
 
     def __init__(self, plan: Plan, disk_leaf: Callable[..., DiskLeaf]) -> None:
@@ -46,17 +47,17 @@ class ComputeCopies:
         self._copies: list[Any] = []
 
     def cast(self, *params: Any) -> list[Any]:
-        """The copies of those parameters that have one."""
+        """Casts the masters at ``at`` to the compute dtypes."""
         return [p.astype(leaf.dtype) for p, leaf in zip(params, self._leaves, strict=True)]
 
     def of(self, params: Sequence[Any]) -> list[Any]:
-        """The compute parameters of ``params``, in their order."""
+        """Returns the compute parameters of ``params``, in their order."""
         masters = [params[i] for i in self.at]
         known = len(self._masters) == len(masters) and all(
             ref() is x for ref, x in zip(self._masters, masters, strict=True)
         )
         if not known:
-            self._copies = []  # before new ones are made
+            self._copies = []  # frees the old copies before new ones exist
             rests = [x.leaf if isinstance(x, DiskArray) else x for x in masters]
             arrays = [*rests, *self._empty()]
             self._update.run(arrays, ())
@@ -68,24 +69,24 @@ class ComputeCopies:
         return compute
 
     def keep(self, params: Sequence[Any], copies: Sequence[Any]) -> None:
-        """Remembers ``copies`` as those of ``params``."""
+        """Keeps ``copies`` as the copies of ``params``."""
         self._masters = [weakref.ref(params[i]) for i in self.at]
         self._copies = list(copies)
 
     def take(self) -> list[Any]:
-        """The copies, to be overwritten by the caller."""
+        """Hands the copies over to the caller, who overwrites them."""
         copies, self._copies, self._masters = self._copies, [], []
         return copies
 
     def abstract(self) -> list[Any]:
-        """All compute parameters, as ``jax.ShapeDtypeStruct``."""
+        """Returns all compute parameters as ``jax.ShapeDtypeStruct``."""
         return [
             jax.ShapeDtypeStruct(leaf.padded, leaf.dtype, sharding=self._plan.sharding(leaf))
             for leaf in self._plan.compute
         ]
 
     def _empty(self) -> list[Any]:
-        """Arrays for the copies, their values not yet written."""
+        """Allocates arrays for the copies; their values are not yet written."""
         in_memory = [leaf for leaf in self._leaves if leaf.place != DISK]
         zeros = jax.jit(
             lambda: [jnp.zeros(leaf.padded, leaf.dtype) for leaf in in_memory],
@@ -102,7 +103,7 @@ class ComputeCopies:
 
 
 def placement_of(leaf: Leaf) -> ArrayPlacement:
-    """A leaf of the plan as :class:`zerojax.offload.update.Update` takes it."""
+    """Converts a leaf of the plan to what :class:`zerojax.offload.update.Update` takes."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     dtype = leaf.dtype if is_key else jnp.dtype(leaf.dtype)
     return ArrayPlacement(leaf.shape, dtype, leaf.spec, leaf.place, leaf.padded)

@@ -1,4 +1,4 @@
-"""A state brought to the devices, for computations outside a step."""
+"""A state copied to the devices, for computations outside a step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zerojax.plan.stored import StoredArray
 
 
 def on_device(tree: Any) -> Any:
-    """The arrays of a tree in device memory, sharded as before.
+    """Returns the arrays of a tree in device memory, with unchanged sharding.
 
-    Arrays in host memory are copied, arrays on disk are read, arrays on the device are returned as
-    they are. Each device must have room for its share. A step and ``zero.evaluate`` take a state
-    as it lies and need no such copy.
+    Arrays in host memory are copied, arrays on disk are read, arrays on the device are returned
+    unchanged. Each device must have room for its shards. A step and ``zero.evaluate`` take an
+    offloaded state directly and need no such copy.
 
     Args:
       tree: Arrays of a state, such as ``state.params`` or ``nnx.state(model)``.

@@ -12,17 +12,17 @@ from zerojax.offload.separate import Cluster
 from zerojax.plan import layout
 
 LARGEST = 2**25
-"""The most elements of a sub-group: its state passes through the device, 12 bytes an element under
-Adam, and DeepSpeed's default of 1e9 elements would not fit."""
+"""The most elements of a sub-group, whatever the config: its state passes through the device at 12
+bytes an element under Adam, and DeepSpeed's default of 1e9 elements would not fit."""
 
 
 class ArrayPlacement(NamedTuple):
-    """Where an array of the update lies.
+    """The place and sharding of an array of the update.
 
     Attributes:
-      shape, dtype, spec: Of the whole array.
+      shape, dtype, spec: Global shape, dtype and PartitionSpec of the array.
       place: One of :mod:`zerojax.plan.places`.
-      padded: Its shape there, with zeros at the ends of its dimensions; ``shape`` without.
+      padded: Shape at rest, with zeros at the ends of its dimensions; ``shape`` if not padded.
     """
 
     shape: tuple[int, ...]
@@ -32,20 +32,20 @@ class ArrayPlacement(NamedTuple):
     padded: tuple[int, ...]
 
     def local(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shape of one device's shard."""
+        """Returns the shape of one device's shard."""
         return layout.piece(self.padded, layout.full(self.spec, len(self.shape)), mesh)
 
     def rows(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shape of one device's shard as rows: all dimensions but the last merged into one."""
+        """Returns the shape of one device's shard as rows: all dimensions but the last merged."""
         local = self.local(mesh)
         return local if len(local) < 2 else (math.prod(local[:-1]), local[-1])
 
     def row_size(self, mesh: Mesh) -> int:
-        """The elements of such a row."""
+        """Returns the number of elements in a row of :meth:`rows`."""
         return math.prod(self.rows(mesh)[1:])
 
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes over which the array is sharded."""
+        """Returns the mesh axes over which the array is sharded."""
         return tuple(a for entry in self.spec for a in layout.axes(entry))
 
 
@@ -61,7 +61,7 @@ Group = tuple[GroupRows, ...]
 
 
 def goes_whole(group: Group) -> bool:
-    """Whether a cluster passes through the device as a whole, not by rows."""
+    """Returns whether the group is one cluster that passes through the device unsplit."""
     return any(part.rows is None for part in group)
 
 
@@ -70,12 +70,12 @@ def groups(
 ) -> list[Group]:
     """Packs clusters into sub-groups, similar ones next to each other.
 
-    A sub-group passes through the device in two halves, and three halves are on the device at a
-    time: one coming, one in work, one going. A group here is such a half.
+    A sub-group passes through the device in two halves. Three halves are on the device at a time:
+    one is coming in, one is being updated, one is going out. Each returned group is such a half.
 
     Args:
       clusters: The clusters of the update.
-      placements: Of each argument of the update.
+      placements: The placement of each argument of the update.
       mesh: The devices.
       largest: The most elements of a sub-group, on each device.
     """
@@ -109,14 +109,14 @@ def _split(
 
 
 def disk_pieces(placement: ArrayPlacement, mesh: Mesh, largest: int) -> list[range]:
-    """The pieces of an array's flat shards on a disk, in elements."""
+    """Returns the element ranges of the chunks into which flat shards are split on a disk."""
     width = placement.row_size(mesh)
     rows = _row_ranges(placement, mesh, _half(largest))
     return [range(r.start * width, r.stop * width) for r in rows]
 
 
 def _row_ranges(placement: ArrayPlacement, mesh: Mesh, half: int) -> Iterator[range]:
-    """The rows of an array's shards that are updated together."""
+    """Yields the row ranges of an array's shards that are updated together."""
     n = placement.rows(mesh)[0]
     rows = _even(n, max(1, half // placement.row_size(mesh)))
     for start in range(0, n, rows):
@@ -128,7 +128,7 @@ def _half(largest: int) -> int:
 
 
 def _even(rows: int, most: int) -> int:
-    """Rows of a piece: pieces are equal where that takes less than twice as many."""
+    """Returns the rows of a range; all ranges are equal if that takes less than twice as many."""
     if rows <= most:
         return rows
     fewest = -(-rows // most)

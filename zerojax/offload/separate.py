@@ -1,11 +1,11 @@
-"""An optimizer's update taken apart, so that a few leaves can be updated at a time.
+"""An optimizer's update split into clusters, so that a few leaves can be updated at a time.
 
-The update of the whole state is traced once. Scalars that depend on gradients and scalars alone
+The update of the full state is traced once. Scalars that depend only on gradients and scalars
 (a norm, a schedule, a bias correction) are the *prelude*, computed once a step. The rest falls into
-*clusters*: leaves that go into each other's results, as a rule one parameter with its gradient
-and its moments. Where a cluster's arithmetic is element by element, any rows of the cluster can be
-updated alone; otherwise (a trust ratio, an orthogonalisation) the cluster is updated whole. The
-optimizer's own equations are run, so that the numbers are its own.
+*clusters*: leaves that enter each other's results, as a rule one parameter with its gradient and
+its moments. If a cluster's arithmetic is elementwise, any of its rows can be updated separately;
+otherwise (a trust ratio, an orthogonalisation) the cluster is updated unsplit. The clusters run the
+optimizer's own traced equations, so that the numbers equal the optimizer's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cluster:
     Attributes:
       inputs: Positions among the update's arguments.
       outputs: Positions among the update's results.
-      elementwise: Any rows can be updated alone; all arrays then have one shape.
+      elementwise: Whether any rows can be updated separately; if so, all arrays have one shape.
       key: Equal for clusters that run the same program on the same shapes.
     """
 
@@ -45,7 +45,7 @@ class Prelude(NamedTuple):
     """Results of the prelude.
 
     Attributes:
-      scalars: Arrays [] that the clusters need.
+      scalars: Arrays of shape [] that the clusters need.
       shared: The update's results at the positions :attr:`Separated.shared`.
     """
 
@@ -54,7 +54,7 @@ class Prelude(NamedTuple):
 
 
 class _Connected(NamedTuple):
-    """Arguments and results (positions) that equations connect, and the prelude's scalars there."""
+    """Positions of connected arguments and results, the equations, and their prelude scalars."""
 
     inputs: set[int]
     outputs: set[int]
@@ -63,12 +63,12 @@ class _Connected(NamedTuple):
 
 
 class Separated:
-    """``update(*leaves) -> results`` taken apart.
+    """``update(*leaves) -> results`` split into a prelude and clusters.
 
     Args:
       update: A function of flat arguments, with flat results.
-      arguments: Their shapes and dtypes.
-      own: For each argument, whether it is one of many that should not be needed at once
+      arguments: Shapes and dtypes of the flat arguments.
+      own: For each argument, whether it is one of the many that should not all be needed at once
         (parameters and moments are, gradients and scalars are not).
 
     Attributes:
@@ -110,11 +110,11 @@ class Separated:
         return not isinstance(v, core.Literal) and (v in self._heavy or v.aval.ndim > 0)
 
     def _is_scalar(self, v: Any) -> bool:
-        """Whether a variable belongs to the prelude: one number, of no parameter and no moment."""
+        """Returns whether ``v`` is a prelude scalar, independent of parameters and moments."""
         return v not in self._heavy and v.aval.ndim == 0
 
     def _connected(self, i: int) -> _Connected:
-        """The arguments, equations and scalars that a result is made from."""
+        """Returns the arguments, equations and scalars from which a result is computed."""
         eqns, ends = self._made_from([self._jaxpr.outvars[i]], self._is_scalar)
         scalars = {x: None for x in ends if self._is_scalar(x)}
         inputs = {self._at[x] for x in ends if x in self._at and x not in scalars}
@@ -123,7 +123,7 @@ class Separated:
     def _made_from(
         self, targets: Sequence[Any], known: Callable[[Any], bool]
     ) -> tuple[list[Any], list[Any]]:
-        """The equations that make variables of known ones, and the variables they begin with."""
+        """Returns the equations that compute targets from known variables, and their inputs."""
         eqns: dict[int, Any] = {}
         ends: dict[Any, None] = {}
         todo, seen = list(targets), set()
@@ -153,7 +153,7 @@ class Separated:
         values = [self._jaxpr.invars[i].aval for i in ins]
         numbers = [v.aval for v in self.scalars]
         traced = jax.make_jaxpr(lambda s, *a: self.run(outs, ins, a, s))(numbers, *values)
-        # The text of a jaxpr does not tell the values of its constants.
+        # The text of a jaxpr lacks the values of its constants; with arrays the key must be unique.
         used = {v for e in eqns for v in jaxprs.variables(e.invars)} & constants
         own = f" for {outs}" if any(v.aval.ndim for v in used) else ""
         return Cluster(ins, outs, elementwise, str(traced) + own)
@@ -162,7 +162,7 @@ class Separated:
         """Runs the prelude.
 
         Args:
-          arguments: The update's; parameters and moments are not read and may be None.
+          arguments: The update's arguments; parameters and moments are not read and may be None.
         """
         env = dict(zip(self._jaxpr.invars, arguments, strict=True))
         targets = [*self.scalars, *(self._jaxpr.outvars[i] for i in self.shared)]
@@ -177,13 +177,13 @@ class Separated:
         scalars: Sequence[Any],
         shape: tuple[int, ...] | None = None,
     ) -> list[Any]:
-        """The results of a cluster, or of rows of it.
+        """Returns the results of a cluster, or of rows of it.
 
         Args:
-          outputs, inputs: The cluster's.
-          values: The arguments; rows of one ``shape`` where ``shape`` is given.
-          scalars: The prelude's.
-          shape: Of the rows; None for a whole cluster.
+          outputs, inputs: The cluster's outputs and inputs.
+          values: The arguments; rows of one ``shape`` if ``shape`` is given.
+          scalars: The prelude's scalars.
+          shape: Shape of the rows; None for a complete cluster.
         """
         env = dict(zip(self.scalars, scalars, strict=True))
         env |= {self._jaxpr.invars[i]: x for i, x in zip(inputs, values, strict=True)}
@@ -205,7 +205,7 @@ class Separated:
 
 
 def _by_element(eqn: Any, shape: tuple[int, ...], constants: set[Any]) -> bool:
-    """Whether rows of the result need no more than the same rows of the operands."""
+    """Returns whether rows of the result need only the same rows of the operands."""
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
     if any(v in constants and v.aval.ndim for v in jaxprs.variables(eqn.invars)):
         return False

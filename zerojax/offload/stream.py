@@ -1,7 +1,7 @@
 """The programs that take sub-groups through the device.
 
 One program brings the next sub-group in from host memory, updates the present one, and sends its
-results back. XLA copies on streams of their own, so that the copies overlap the update. Three
+results back. XLA runs the copies on separate streams, so that they overlap the update. Three
 halves of a sub-group (:mod:`zerojax.offload.groups`) are in device memory at a time, whatever the
 size of the model.
 """
@@ -31,14 +31,14 @@ _ARGUMENTS = WRITTEN, READ, LOADED, "starts", "next_starts", "scalars"
 
 
 class GroupArrays(NamedTuple):
-    """Numbers of the arrays that one program takes, in the order of their use.
+    """Indices of the arrays that one program takes, in the order of their use.
 
     Attributes:
-      written: Replaced by the update, and donated.
-      read: Only read.
-      loaded: Arrays of the present group that came in before, piece by piece.
+      written: Arrays that the update replaces; they are donated.
+      read: Arrays that are only read.
+      loaded: Arrays of the present group that were brought in before the program runs.
       coming: Arrays of the next group that the program brings in.
-      going: Arrays of the present group that lie on disk, whose results are returned.
+      going: Arrays of the present group that are stored on disk; their new values are returned.
     """
 
     written: tuple[int, ...]
@@ -49,7 +49,7 @@ class GroupArrays(NamedTuple):
 
 
 class GroupResults(NamedTuple):
-    """The results of one program, lists in the order of :class:`GroupArrays`."""
+    """Results of one program: lists in the order of :class:`GroupArrays`."""
 
     written: list[Any]
     coming: list[Any]
@@ -57,15 +57,15 @@ class GroupResults(NamedTuple):
 
 
 class GroupPrograms:
-    """Makes and keeps the programs of one update.
+    """The programs of one update, each built once.
 
     Args:
       separated: The update.
-      placements: Of each array: the arguments of the update, then further results.
-      target: For each result of the update, the number of the array that it replaces.
+      placements: The placement of each array: the arguments of the update, then further results.
+      target: For each result of the update, the index of the array that it replaces.
       mesh: The devices to lower for.
-      options: The compiler's.
-      on_host: Compute the update on the host.
+      options: Compiler options.
+      on_host: Whether to compute the update on the host.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GroupPrograms:
         self._programs: dict[Any, Callable[..., GroupResults]] = {}
 
     def numbers(self, group: Group, coming: Group) -> GroupArrays:
-        """The arrays of the program that updates ``group`` and brings ``coming`` in."""
+        """Returns the arrays of the program that updates ``group`` and brings ``coming`` in."""
         outputs = [i for p in group for i in self.targets(p)]
         written = tuple(i for i in outputs if not self.on_disk(i))
         here = [
@@ -109,32 +109,33 @@ class GroupPrograms:
         return self._placements[i].place == place
 
     def _streams(self, i: int) -> bool:
-        """Whether an array comes in ahead of the update that needs it."""
+        """Returns whether an array is brought in before the update that needs it."""
         return self.on_disk(i) or (self._is(i, HOST) and not self._on_host)
 
     def on_disk(self, i: int) -> bool:
-        """Whether an array lies on disk."""
+        """Returns whether an array is stored on disk."""
         return self._is(i, DISK)
 
     def loaded(self, part: GroupRows) -> list[int]:
-        """The arrays of which the program takes rows that came in before it runs."""
+        """Returns the arrays that are brought in, by rows or unsplit, before the program runs."""
         if part.rows is None:
             return [*filter(self.on_disk, part.cluster.inputs)]
         return self.streamed(part)
 
     def targets(self, part: GroupRows) -> list[int]:
-        """The arrays that the results of a cluster replace."""
+        """Returns the arrays that the results of a cluster replace."""
         return [self._target[o] for o in part.cluster.outputs]
 
     def streamed(self, part: GroupRows) -> list[int]:
-        """The arrays of which rows come in ahead of the update."""
+        """Returns the arrays of which rows are brought in before the update."""
         return [] if part.rows is None else [i for i in part.cluster.inputs if self._streams(i)]
 
     def get(self, group: Group, coming: Group) -> Callable[..., GroupResults]:
-        """``program(written, read, loaded, starts, next_starts, scalars)``.
+        """Returns ``program(written, read, loaded, starts, next_starts, scalars)``.
 
-        The first three are lists in the order of :meth:`numbers`; the others int32 [parts] of
-        ``group`` and of ``coming``, and the prelude's scalars.
+        The first three arguments are lists in the order of :meth:`numbers`, ``starts`` and
+        ``next_starts`` are the first rows of each part of ``group`` and of ``coming``, int32
+        [parts], and ``scalars`` are the prelude's.
         """
         key = self._signature(group), self._signature(coming), self._shared(group, coming)
         if key not in self._programs:
@@ -154,7 +155,7 @@ class GroupPrograms:
         )
 
     def _shared(self, group: Group, coming: Group) -> Any:
-        """Which arrays of the next group are which of the present one; -1 for neither."""
+        """Returns each coming array's position in ``written`` and in ``read``; -1 where absent."""
         numbers = self.numbers(group, coming)
         return tuple(
             tuple(present.index(i) if i in present else -1 for i in numbers.coming)
@@ -162,17 +163,17 @@ class GroupPrograms:
         )
 
     def _sharding(self, i: int) -> NamedSharding:
-        """The sharding of an array in its memory."""
+        """Returns the sharding of an array, including its memory kind."""
         placement = self._placements[i]
         kind = PINNED if placement.place == HOST else None
         return NamedSharding(self._mesh, placement.spec, memory_kind=kind)
 
     def row_size(self, i: int) -> int:
-        """Elements of a row of an array, on each device."""
+        """Returns the elements of a row of an array, on each device."""
         return self._placements[i].row_size(self._mesh)
 
     def _rows_spec(self, i: int) -> PartitionSpec:
-        """The spec of rows of an array: every device's rows under one another."""
+        """Returns the spec of an array's rows, stacked over the devices in the first dimension."""
         axes = self._placements[i].axes()
         return PartitionSpec(axes) if axes else PartitionSpec()
 
@@ -183,7 +184,7 @@ class GroupPrograms:
         return NamedSharding(self._mesh, self._rows_spec(i))
 
     def abstract(self, i: int, rows: int | None = None) -> jax.ShapeDtypeStruct:
-        """An array in its memory; or so many rows of each shard, of all devices, on the device."""
+        """Returns an abstract array in its memory, or ``rows`` of each shard on the device."""
         x = self._placements[i]
         if rows is None:
             return jax.ShapeDtypeStruct(x.padded, x.dtype, sharding=self._sharding(i))
@@ -218,7 +219,7 @@ class GroupPrograms:
                     if self.on_disk(i):
                         gone[i] = new
                         continue
-                    # The next rows leave the array first; otherwise XLA copies it to keep both.
+                    # Read the next rows before this write; otherwise XLA copies the array.
                     at = starts[k] + (_after(came[i]) if i in came else 0)
                     new = sent(new) if self._is(i, HOST) else fetched(new)
                     arrays[i] = lax.dynamic_update_slice_in_dim(arrays[i], new, at, 0)
@@ -267,13 +268,13 @@ class GroupPrograms:
         return self._jitted(run, numbers, self._sharding)
 
     def _unpadded(self, i: int, x: jax.Array) -> jax.Array:
-        """An array on the device without its padding, each device with its own piece."""
+        """Strips the padding of an array on the device; each device keeps its shard."""
         shape = self._placements[i].shape
         return x if x.shape == shape else self._on_device(i, x[tuple(map(slice, shape))])
 
     def _padded(self, i: int, x: jax.Array) -> jax.Array:
-        """A result with its padding; in pieces before it leaves, as host memory is no place for
-        collectives."""
+        """Pads a result, and shards it before it leaves the device: collectives cannot run in host
+        memory."""
         return self._on_device(i, pad(x, self._placements[i].padded))
 
     def _on_device(self, i: int, x: jax.Array) -> jax.Array:
@@ -285,7 +286,7 @@ class GroupPrograms:
         numbers: GroupArrays,
         going: Callable[[int], NamedSharding],
     ) -> Callable[..., GroupResults]:
-        """The program of a function whose results to the disk have the shardings of ``going``."""
+        """Jits a function; its results for the disk have the shardings that ``going`` returns."""
         return jax.jit(
             named(function, *_ARGUMENTS),
             donate_argnums=(0,),
@@ -303,5 +304,5 @@ def _rows(x: Any, start: Any, rows: int | None) -> Any:
 
 
 def _after(came: Any) -> Any:
-    """Int32 [], 0, that depends on ``came``."""
+    """Returns zero, int32 [], that depends on ``came``."""
     return impossible(came[(0,) * came.ndim]).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The update of a state that does not fit the device: sub-group by sub-group, through it."""
+"""Update of a state that does not fit the device: it streams through by sub-groups."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from zerojax.xla.compiler import streaming
 
 
 class GroupUpdate:
-    """Updates one sub-group and brings the next one in: a program and its arrays.
+    """A program that updates one sub-group and brings the next one in, with its arrays.
 
     Args:
-      programs: Makes the program.
-      group: The sub-group to update; empty where only ``coming`` comes in.
-      coming: The next sub-group; empty where none comes in.
+      programs: Builds the program.
+      group: The sub-group to update; empty if the program only brings ``coming`` in.
+      coming: The next sub-group; empty if the program brings none in.
     """
 
     def __init__(self, programs: GroupPrograms, group: Group, coming: Group) -> None:
@@ -34,7 +34,7 @@ class GroupUpdate:
     def __call__(
         self, arrays: Sequence[Any], loaded: Sequence[Any], scalars: Sequence[Any]
     ) -> GroupResults:
-        """Runs the program; ``loaded`` came in before, ``scalars`` are the prelude's."""
+        """Runs the program; ``loaded`` was brought in before, ``scalars`` are the prelude's."""
         written = [arrays[i] for i in self.numbers.written]
         read = [arrays[i] for i in self.numbers.read]
         return self.program(written, read, loaded, *self._starts, list(scalars))
@@ -44,10 +44,11 @@ class Turn(NamedTuple):
     """One sub-group's turn.
 
     Attributes:
-      load: Brings the sub-group in from host memory; None where the turn before did.
-      update: Updates the sub-group, and brings the next one in.
+      load: Program that brings the sub-group in from host memory; None if the previous turn did, or
+        if nothing is to be brought in.
+      update: Program that updates the sub-group, and brings the next one in.
       after: The next sub-group.
-      done: Numbers of the arrays that no later turn needs.
+      done: Indices of the arrays that no later turn needs.
     """
 
     load: GroupUpdate | None
@@ -57,7 +58,7 @@ class Turn(NamedTuple):
 
 
 class TracedUpdate(NamedTuple):
-    """A program of the update, traced for abstract arguments, and how often it runs."""
+    """A program of the update, traced for abstract arguments, with its number of runs."""
 
     name: str
     traced: Any
@@ -65,15 +66,15 @@ class TracedUpdate(NamedTuple):
 
 
 class Update:
-    """A function of many arrays that replaces some of them, made a few at a time.
+    """A function that replaces some of many arrays, run for a few arrays at a time.
 
     Args:
-      function: Of flat arguments, with flat results.
-      placements: Of each argument, and then of the arrays that are only written.
-      own: For each argument, whether it belongs to the many that are not needed at once.
-      target: For each result, the number of the array that it replaces.
+      function: A function of flat arguments, with flat results.
+      placements: The placement of each argument, and then of the arrays that are only written.
+      own: For each argument, whether it is one of the many that are not all needed at once.
+      target: For each result, the index of the array that it replaces.
       plan: PartitionSpec and bytes of every leaf; names the mesh to lower for.
-      on_host: Compute on the host.
+      on_host: Whether to compute on the host.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Update:
 
     def _turns(self, groups: Sequence[Group]) -> Iterator[Turn]:
         last = {id(p.cluster): p for group in groups for p in group}
-        came = False  # with the turn before
+        came = False  # whether the previous turn brings the group in
         for group, after in zip(groups, [*groups, ()][1:], strict=True):
             load = None if came or goes_whole(group) else GroupUpdate(self.programs, (), group)
             came = not (goes_whole(group) or goes_whole(after))
@@ -113,12 +114,12 @@ class Update:
             )
 
     def run(self, arrays: list[Any], scalars: Sequence[Any]) -> None:
-        """Replaces the targets among ``arrays``, which are donated.
+        """Replaces the targets in the list ``arrays``; replaced arrays are donated.
 
         Args:
-          arrays: As ``placements`` describes them; those on disk as
+          arrays: The arrays that ``placements`` describes; arrays on disk as
             :class:`zerojax.offload.disk.array.DiskLeaf`.
-          scalars: The prelude's.
+          scalars: The prelude's scalars.
 
         Raises:
           DiskStateError: bytes on the disk are not those that were written.
@@ -143,7 +144,7 @@ class Update:
                 arrays[i] = None
 
     def traced(self) -> Iterator[TracedUpdate]:
-        """Every program of the update, each once."""
+        """Traces every program of the update, each once."""
         calls = [call for turn in self.turns for call in (turn.load, turn.update) if call]
         scalars = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.separated.scalars]
         by_program: dict[int, list[GroupUpdate]] = {}
@@ -168,12 +169,12 @@ class Update:
 
 
 class _Reads:
-    """A sub-group's arrays on disk, on their way into host memory.
+    """Reads under way that bring a sub-group's arrays from the disk into host memory.
 
     Args:
-      programs: Know which of the arrays lie on disk.
+      programs: Programs of the update, which know which arrays are stored on disk.
       group: The sub-group.
-      arrays: Of the update.
+      arrays: Arrays of the update.
     """
 
     def __init__(self, programs: GroupPrograms, group: Group, arrays: Sequence[Any]) -> None:
@@ -187,7 +188,7 @@ class _Reads:
         self._leaves: dict[int, DiskLeaf] = {i: arrays[i] for i in self._reads}
 
     def merged(self, came: Sequence[Any]) -> list[Any]:
-        """All that the program takes: ``came`` from host memory, and the arrays from the disk."""
+        """Merges ``came``, from host memory, with the arrays from disk in the program's order."""
         host = iter(came)
         return [self._put(i, p) if i in self._reads else next(host) for p, i in self._wanted]
 
@@ -224,7 +225,7 @@ def _write(
 
 
 def _pieces(programs: GroupPrograms, i: int, leaf: DiskLeaf, part: GroupRows) -> list[int]:
-    """Numbers of the pieces on disk that a part of the group is."""
+    """Returns the indices of the chunks on disk that hold a part of the group."""
     if part.rows is None:
         return list(range(len(leaf.pieces)))
     return [[piece.start for piece in leaf.pieces].index(part.start * programs.row_size(i))]
@@ -235,5 +236,5 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _starts(group: Group) -> np.ndarray:
-    """Int32 [parts]: the first row of each."""
+    """Returns the first row of each part, int32 [parts]."""
     return np.array([p.start for p in group], np.int32)

@@ -1,13 +1,13 @@
-"""A step from its decorator to its compiled programs. In the order of reading:
+"""A step from its decorator to its compiled programs. In reading order:
 
-- ``step``: the decorated call; ``decorated`` is what it shares with an evaluated function.
-- ``arguments``, ``call``, ``jitted``: which argument is the state, the batch, static, or more.
-- ``batch``: where the batch goes. ``last``: whether the state is the one that the last step left.
-- ``program``: what a step is compiled from, and the protocol of the two compiled steps.
-- ``resident``: the state lies on the devices; one program.
+- ``step``: the decorated call; ``decorated``: the base class shared with an evaluated function.
+- ``arguments``, ``call``, ``jitted``: the roles of the arguments (state, batch, static, further).
+- ``batch``: the placement of the batch. ``last``: recognition of the state that a step returned.
+- ``program``: the settings of a step, and the protocol of the two compiled steps.
+- ``resident``: the state is stored on the devices; one program.
 - ``body``, ``view``: the user's function, and the optimizer that it sees.
-- ``entering``, ``evaluate_body``: the arrays of the state; the function, compiled for shards.
-- ``offloaded``, ``gradient_program``, ``optimizer_update``: the state lies elsewhere; several
+- ``entering``, ``evaluate_body``: the arrays of the state; the function, emitted for shards.
+- ``offloaded``, ``gradient_program``, ``optimizer_update``: the state is stored elsewhere; several
   programs.
 - ``per_device``: a kernel within a step.
 """

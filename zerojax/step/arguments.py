@@ -1,11 +1,11 @@
-"""The arguments of a decorated function: which are the state, the batch, constants, or more.
+"""The roles of a decorated function's arguments: state, batch, constants, further arguments.
 
     arguments = Arguments(function, static_argnums=3)
     call = arguments.sort(args, kwargs)
     function = arguments.rearranged(call.form)
     function(*call.objects, call.batch, *call.args, **call.kwargs)  # is function(*args, **kwargs)
 
-All the rest of zerojax calls a function in this one order, whatever order its author chose.
+The rest of zerojax calls every function in this order, whatever order its author chose.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from zerojax.train_state.pytree import form_of
 
 
 class Arguments:
-    """The arguments of a function by their role.
+    """The arguments of a function by their roles.
 
     Args:
-      function: ``(state, batch, ...)`` with a ``TrainState`` or other pytrees, or NNX objects, a
-        batch and more in any order; under ``jax.jit`` or ``nnx.jit`` or not.
+      function: ``(state, batch, ...)`` with a ``TrainState`` or other pytrees, or a function of NNX
+        objects, a batch and more in any order; with or without ``jax.jit`` or ``nnx.jit``.
       static_argnums, static_argnames: Arguments that are part of the program, as for ``jax.jit``.
-      batch_argnums: The arguments that are the batch, where that is not the first one after the
-        state: a position, or several whose tuple is the batch.
-      state_argnums: The arguments that are the state, where they cannot be found.
+      batch_argnums: The arguments that are the batch, if it is not the first argument after the
+        state: a position, or several, whose tuple is the batch.
+      state_argnums: The arguments that are the state, if they cannot be found.
       returns_state: Whether the function returns the new state.
       batch_axis: The dimension of the batch's arrays that has the rows.
 
     Attributes:
       function: The function without its jit.
       name: The function's name for messages.
-      batch_axis: As given.
+      batch_axis: The argument of this name.
 
     Raises:
-      ValueError: The function has no such arguments, or a jit with options that zerojax cannot
-        follow.
-      TypeError: The positions or names are of another type.
+      ValueError: The function has no such arguments, or a jit with options that zerojax does not
+        support.
+      TypeError: The positions or names have a wrong type.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Arguments:
         self.name = name_of(self.function)
         try:
             self._parameters = list(inspect.signature(self.function).parameters.values())
-        except (TypeError, ValueError):  # a builtin: it has none
+        except (TypeError, ValueError):  # a builtin without a signature
             self._parameters = []
         nums = self._positions("static_argnums", static_argnums)
         names = self._names(static_argnames)
@@ -89,7 +89,7 @@ class Arguments:
 
         Raises:
           TypeError: The call has no state or no batch.
-          ValueError: The function's own jit donates something else than the state.
+          ValueError: The function's own jit donates an argument other than the state.
         """
         given: dict[Slot, Any] = dict(enumerate(args))
         given.update(self._in_order(kwargs))
@@ -131,7 +131,7 @@ class Arguments:
         )
 
     def bound(self, instance: Any) -> Arguments:
-        """The arguments of the method of an instance, where the function is that method's."""
+        """Returns the arguments of the function as a bound method of ``instance``."""
         made = copy.copy(self)
         made.function = types.MethodType(self.function, instance)
         first, made._parameters = self._parameters[:1], self._parameters[1:]
@@ -144,11 +144,11 @@ class Arguments:
         return made
 
     def rearranged(self, form: Form) -> Rearranged:
-        """The function in the order of :class:`Call`."""
+        """Returns the function, called in the order of :class:`Call`."""
         return Rearranged(self.function, self.name, form)
 
     def _objects(self, given: dict[Slot, Any], free: list[Slot]) -> list[Slot]:
-        """The arguments that are the state."""
+        """Returns the arguments that are the state."""
         if objects := [slot for slot in free if is_nnx(given[slot])]:
             return objects
         if self._state:
@@ -165,15 +165,15 @@ class Arguments:
         return self._find(given, free)
 
     def _is_copy(self, slot: Slot, given: Mapping[Slot, Any]) -> bool:
-        """Whether an argument is a container like one of those that are named as the state, such as
-        a target network: the step reads it, and it is no batch."""
+        """Returns whether an argument has the tree, shapes and dtypes of an argument named as the
+        state, such as a target network: the step reads it, and it is not a batch."""
         x = given[slot]
         if not self._state or jax.tree_util.all_leaves([x]):
             return False
         return form_of(x) in [form_of(given[other]) for other in self._named(self._state, given)]
 
     def _find(self, given: dict[Slot, Any], free: list[Slot]) -> list[Slot]:
-        """The arguments that come back."""
+        """Returns the arguments that come back among the results."""
         batch = self._named(self._batch, given)
         tree, shapes = form_of([given[slot] for slot in free])
         key = tuple(free), tree, tuple(shapes)
@@ -181,7 +181,7 @@ class Arguments:
             try:
                 with without_pmap(self.name):
                     found = find_state(self.function, given, free, batch)
-            except (TypeError, ValueError) as error:  # of shapes with one dimension more, say
+            except (TypeError, ValueError) as error:  # of shapes with an extra dimension, say
                 check_one_copy(self._by_name(free, given), error)
                 raise
             check_one_copy(self._by_name(found.slots, given))
@@ -209,7 +209,7 @@ class Arguments:
         return [*found.slots]
 
     def _slots_of_batch(self, given: dict[Slot, Any], left: list[Slot]) -> list[Slot]:
-        if not self._batch:  # the first argument that is no random key, where there is another
+        if not self._batch:  # the first argument that is not a random key, if there is one
             rows = [slot for slot in left if may_be_batch(given[slot])]
             return next(([slot] for slot in rows if not is_key(given[slot])), left[:1])
         slots = self._named(self._batch, given)
@@ -222,7 +222,7 @@ class Arguments:
         return slots
 
     def _named(self, positions: Sequence[int], given: Mapping[Slot, Any]) -> list[Slot]:
-        """The slots of a call at these positions of the signature."""
+        """Returns the slots of a call at these positions of the signature."""
         names = self._positional()
         return [n if n in given or n >= len(names) else names[n] for n in positions]
 
@@ -238,7 +238,7 @@ class Arguments:
         return Constant(value)
 
     def _in_order(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keywords in the order of the function's parameters, unknown ones last."""
+        """Sorts keywords in the order of the function's parameters, unknown ones last."""
         known = [p.name for p in self._parameters if p.name in kwargs]
         return {name: kwargs[name] for name in known} | kwargs
 
@@ -250,7 +250,7 @@ class Arguments:
         return not self._parameters or any(p.kind is kind for p in self._parameters)
 
     def _positions(self, option: str, given: int | Sequence[int] | None) -> tuple[int, ...]:
-        """``given`` as positions from 0 on."""
+        """Converts ``given`` to positions, counted from 0."""
         if given is None:
             return ()
         try:
@@ -279,7 +279,7 @@ class Arguments:
         return names
 
     def _both(self, slots: Iterable[Slot]) -> frozenset[Slot]:
-        """The slots by position and by name, as far as the signature tells both."""
+        """Returns the slots by position and by name, as far as the signature shows both."""
         names = self._positional()
         found: set[Slot] = set(slots)
         for slot in slots:
@@ -301,7 +301,7 @@ class Arguments:
 
 
 def _dimension(axis: Any) -> int:
-    """``batch_axis`` as given, checked."""
+    """Checks and returns ``batch_axis``."""
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise TypeError(f"batch_axis: an int, not {axis!r}.")
     if axis < 0:

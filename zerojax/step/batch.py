@@ -1,4 +1,4 @@
-"""The batch of a step: checked, divided into micro-batches, and laid over the devices."""
+"""The batch of a step: checked, split into micro-batches, and sharded over the devices."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _NO_BATCH = (
 
 
 class BatchLayout:
-    """Where a batch goes.
+    """The placement of a batch on the devices.
 
-    The leading dimension of every leaf, or another one, is the global batch, of which a process may
-    pass its own rows, see :class:`BatchRows`. With accumulation it is divided into micro-batches of
-    consecutive rows, ``[B, ...] -> [k, B / k, ...]``, and each of those is sharded over the
-    data-parallel devices; in several processes a micro-batch has consecutive rows of each process.
-    Without accumulation leaves may have leading dimensions of their own (nodes and edges of
-    graphs): those that divide among the devices are sharded, the others lie whole on each device.
+    The leading dimension of every leaf, or another dimension, is the global batch, of which a
+    process may pass only its own rows, see :class:`BatchRows`. With accumulation the global batch
+    is split into micro-batches of consecutive rows, ``[B, ...] -> [k, B / k, ...]``, and each
+    micro-batch is sharded over the data-parallel devices; with several processes, a micro-batch has
+    consecutive rows of each process. Without accumulation, leaves may differ in their leading
+    dimensions (nodes and edges of graphs): dimensions that divide among the devices are sharded,
+    the other leaves are replicated.
 
     Args:
       mesh: The devices.
@@ -39,10 +40,10 @@ class BatchLayout:
       axis: The dimension of rows; 0 under accumulation.
 
     Attributes:
-      sizes, axis: As given.
-      accumulation: Micro-batches in a step.
-      world: Devices that share the rows.
-      leaves: The rows that a process has.
+      sizes, axis: The arguments of these names.
+      accumulation: Number of micro-batches in a step.
+      world: Number of devices that share the rows.
+      leaves: The rows of each leaf that a process has.
     """
 
     def __init__(self, mesh: Mesh, sizes: BatchSizes, axis: int = 0) -> None:
@@ -51,7 +52,7 @@ class BatchLayout:
         self._mesh, self._parts = mesh, sequence_size(mesh)
         axes = batch_axes(mesh)
         self._rows = (None, axes) if sizes.accumulation > 1 else (*[None] * axis, axes)
-        # Once for each kind of array: a batch is placed in every step.
+        # Cached by kind of array, because every step places a batch.
         self._sharded = functools.cache(self._sharded_by)
         self._deal = functools.cache(lambda to: jax.jit(self._dealt, out_shardings=to))
 
@@ -61,7 +62,7 @@ class BatchLayout:
         return jax.tree.map(self._place, batch)
 
     def abstract(self, batch: Any) -> Any:
-        """Shapes, dtypes and shardings of a batch on the devices."""
+        """Returns the shapes, dtypes and shardings of a batch on the devices."""
         self.check(batch)
 
         def on_devices(x: Any) -> jax.ShapeDtypeStruct:
@@ -72,7 +73,7 @@ class BatchLayout:
         return jax.tree.map(on_devices, batch)
 
     def check(self, batch: Any) -> None:
-        """Raises ValueError where the batch does not fit the devices or the config."""
+        """Raises ValueError if the batch does not fit the devices or the config."""
         self._check_dimensions(batch)
         if self._parts > 1:
             self._check_tokens(batch)
@@ -110,7 +111,7 @@ class BatchLayout:
             )
 
     def _check_dimensions(self, batch: Any) -> None:
-        """Refuses arrays without the dimension of rows; numbers have none."""
+        """Refuses arrays without the dimension of rows; scalars are allowed."""
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
             if 0 < np.ndim(x) <= self.axis:
                 raise ValueError(
@@ -120,7 +121,7 @@ class BatchLayout:
                 )
 
     def _stacked(self, batch: Any, rows: int, *, exact: bool = False) -> str:
-        """Advice where the next dimension of all arrays has a number of rows that would do."""
+        """Returns advice if the next dimension of all arrays has a suitable number of rows."""
         shapes = [self.leaves.shape(x) for x in jax.tree.leaves(batch) if np.ndim(x)]
         if self.axis or len({shape[:2] for shape in shapes}) > 1:
             return ""
@@ -148,7 +149,7 @@ class BatchLayout:
                 check_tokens(name.replace("  ", " "), shape[self.axis + 1], self._parts)
 
     def check_more(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> None:
-        """Checks a step's further arguments, which every micro-batch gets whole.
+        """Checks a step's further arguments, which every micro-batch receives in full.
 
         Raises:
           ValueError: An argument has as many rows as the batch.
@@ -167,7 +168,7 @@ class BatchLayout:
                 )
 
     def rows(self, batch: Any) -> int:
-        """The rows of a checked batch; the first leaf's where there are several numbers."""
+        """Returns the number of rows of a checked batch, or of its first leaf if leaves differ."""
         return next(self.leaves.shape(x)[self.axis] for x in jax.tree.leaves(batch) if np.ndim(x))
 
     def _explain(self, batch: Any) -> None:
@@ -207,7 +208,7 @@ class BatchLayout:
         return self._sharded(divides, tokens_entry(shape[self.axis :], self._parts))
 
     def _sharded_by(self, rows: bool, tokens: tuple[str, ...]) -> NamedSharding:
-        """By rows or not, and by tokens."""
+        """Returns the sharding by rows, if ``rows``, and by tokens."""
         whole = (None,) * len(self._rows) if tokens else ()
         return NamedSharding(self._mesh, PartitionSpec(*(self._rows if rows else whole), *tokens))
 
@@ -216,7 +217,7 @@ class BatchLayout:
         return (k, shape[0] // k, *shape[1:]) if shape and k > 1 else tuple(shape)
 
     def _dealt(self, x: Any) -> Any:
-        """Rows [B, ...] as [k, B / k, ...], consecutive rows of each process in a micro-batch."""
+        """Reshapes [B, ...] to [k, B / k, ...], micro-batches of consecutive rows per process."""
         k, blocks, n = self.accumulation, self.leaves.blocks, x.shape[0]
         x = x.reshape(blocks, k, n // (blocks * k), *x.shape[1:])
         return x.swapaxes(0, 1).reshape(k, n // k, *x.shape[3:])

@@ -1,4 +1,4 @@
-"""The user's step, run on a state taken apart."""
+"""The user's step, run on the parts of a state."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from zerojax.xla import hijax
 
 
 class Body:
-    """The user's function on a state taken apart.
+    """The user's function as a function of a state's parts.
 
     Args:
       function: The user's step.
-      opened: The state, for the way to put one together again.
-      once: Why the step may update no more than once, with the remedy; empty where it may.
-      needs_tx: The keys of the config that work in the state's own optimizer.
+      opened: The state, for its functions that split a state and rebuild one.
+      once: The reason why the step may update only once, with the remedy; empty if it may update
+        more often.
+      needs_tx: The keys of the config that take effect in the state's own optimizer.
       types: The types of its arrays, for a step under explicit mesh axes; else None.
     """
 
@@ -50,13 +51,13 @@ class Body:
         self._matches, self._in_place = opened.matches, opened.write_back is not None
         self._any_pytree, self._knows_parameters = opened.any_pytree, opened.knows_parameters
         self._optimizer_in_step = opened.optimizer_in_step
-        self._sizes: list[int] = []  # of the trees that the last trace gave the optimizer
+        self._sizes: list[int] = []  # gradients per update in the last trace
 
     def __call__(
         self, parts: Parts, tx: Any, batch: Any, args: Any, kwargs: Any
     ) -> tuple[Parts, Any]:
-        """The state after the step, and the step's results, each object of the state among them a
-        :class:`zerojax.train_state.results.Passed`.
+        """Returns the state after the step, and the step's results, in which each object of the
+        state is replaced by a :class:`zerojax.train_state.results.Passed`.
 
         Args:
           parts: The state; ``parts.opt_state`` is a :class:`zerojax.step.view.View`.
@@ -64,7 +65,7 @@ class Body:
           batch, args, kwargs: The other arguments of the step.
 
         Raises:
-          TypeError: The step returns something else, or changes the structure of the state.
+          TypeError: The step does not return its new state, or changes the state's structure.
           ValueError: The step does not update its model.
         """
         if self.types is not None:
@@ -123,7 +124,7 @@ class Body:
         return made, out
 
     def _one_optimizer(self, tx: Any) -> Callable[..., Any]:
-        """The update for a :class:`WrappedView`: that of ``tx``, for one wrapped optimizer."""
+        """Returns the update by ``tx`` for a :class:`WrappedView`, for one wrapped optimizer."""
         called: list[Any] = []
 
         def update(own: Any, grads: Any, view: Any, params: Any, **extra: Any) -> Any:
@@ -139,7 +140,7 @@ class Body:
         return update
 
     def trace(self, run: Callable[..., Any], parts: Parts, batch: Any) -> tuple[Any, Any]:
-        """The jaxpr of ``run(parts, batch)``, which calls this body, and the shapes of its
+        """Returns the jaxpr of ``run(parts, batch)``, which calls this body, and the shapes of its
         results."""
         if self.types is not None:
             return self.types.trace(run, parts, batch)
@@ -151,7 +152,7 @@ class Body:
     ) -> TypeError:
         both = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, View | ZeroOptState))
         if self._optimizer_in_step and any(isinstance(x, ZeroOptState) for x in both):
-            return TypeError(STARTS_AGAIN)  # under offload the state that it was given lacks arrays
+            return TypeError(STARTS_AGAIN)  # under offload, the state in the step lacks arrays
         kinds = [type(_without_views(x)).__name__ for i, x in enumerate(state) if i not in found]
         return TypeError(
             f"{self.name} returned {summary(returned)}, without the new state ({', '.join(kinds)}) "
@@ -161,17 +162,17 @@ class Body:
         )
 
     def check(self, jaxpr: Any, start: Parts, made: Parts) -> None:
-        """Looks at the state that the traced step makes, and for its updates.
+        """Checks the state that the traced step returns, and the step's updates.
 
         Args:
           jaxpr: The traced step.
-          start: The state that it begins with, for the places of its arrays.
-          made: The shapes of the state that it makes.
+          start: The state before the step, for the number and the paths of its arrays.
+          made: The shapes of the state after the step.
 
         Raises:
           TypeError: The step changes the shape of an array.
-          ValueError: The step updates never, or more often than it may, or by an optimizer of its
-            own where the config's features work in the state's.
+          ValueError: The step never updates, or updates more often than it may, or updates by an
+            optimizer of its own although features of the config work in the state's optimizer.
         """
         if other := _other_shapes(start, made):
             raise TypeError(
@@ -203,7 +204,7 @@ class Body:
 
 
 def _without_views(tree: Any) -> Any:
-    """A tree with the optimizer's state in place of each view of it."""
+    """Replaces each view in a tree by the optimizer state that it holds."""
     return jax.tree.map(
         lambda x: x.opt if isinstance(x, View) else x, tree, is_leaf=lambda x: isinstance(x, View)
     )
@@ -214,15 +215,15 @@ def _of_any_view(match: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _view(opt_state: Any, before: Any) -> Any:
-    """The view of a wrapped optimizer's state that a step returned: one that it made new, by
-    ``tx.init``, is in the view that the step began with."""
+    """Returns the view of a wrapped optimizer's state that a step returned. A new state from
+    ``tx.init`` is put into the view that the step began with."""
     if isinstance(opt_state, WrappedView):
         return opt_state.view()
     return dataclasses.replace(before, opt=opt_state) if isinstance(before, View) else opt_state
 
 
 def _updates_itself(jaxpr: Any, start: Parts) -> bool:
-    """Whether a step makes new parameters, and a new state of its optimizer where that has any."""
+    """Returns whether a step computes new parameters, and a new optimizer state if there is one."""
     n = len(jax.tree.leaves(start.params))
     m = n + len(jax.tree.leaves(start.opt_state.inner))
 
@@ -235,7 +236,7 @@ def _updates_itself(jaxpr: Any, start: Parts) -> bool:
 
 
 def _with_own_update(made: Parts, before: Parts) -> Parts:
-    """A state after a step, counted where the step updated without the state's own optimizer."""
+    """Counts the step in a new state if the step updated without the state's own optimizer."""
     view, old = made.opt_state, before.opt_state
     if not isinstance(old, View):
         return made
@@ -248,7 +249,7 @@ def _with_own_update(made: Parts, before: Parts) -> Parts:
 
 
 def _counted(own: ZeroOptState, objects: Any) -> ZeroOptState:
-    """zerojax's own numbers after a step of any pytree, with those of a wrapped optimizer in it."""
+    """Counts a step of any pytree, and copies the numbers of a wrapped optimizer in its state."""
     own = own._replace(steps=own.steps + 1)
     if (found := find_zero_state(objects)) is None:
         return own
@@ -258,7 +259,7 @@ def _counted(own: ZeroOptState, objects: Any) -> ZeroOptState:
 
 
 def _other_shapes(before: Parts, after: Parts) -> str:
-    """The first array whose shape differs between two states of the same structure."""
+    """Describes the first array whose shape differs between two states of the same structure."""
     pairs = zip(_by_path(before).items(), jax.tree.leaves(_named(after)), strict=True)
     for (path, old), new in pairs:
         if np.shape(old) != np.shape(new):
@@ -267,7 +268,7 @@ def _other_shapes(before: Parts, after: Parts) -> str:
 
 
 def _named(parts: Parts) -> dict[str, Any]:
-    """A state by the names of its fields."""
+    """Returns the fields of a state by name."""
     state = {**parts._asdict(), **parts.rest}
     del state["rest"]
     return state
@@ -279,7 +280,7 @@ def _by_path(parts: Parts) -> dict[str, Any]:
 
 
 def _change(before: Parts, after: Parts) -> str:
-    """The paths at which two states differ, a few of them."""
+    """Describes the paths at which two states differ, at most three of each kind."""
 
     def some(names: list[str], what: str) -> list[str]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -1,6 +1,6 @@
-"""A call of a decorated function, its arguments sorted, and the way back to the author's order.
+"""A call of a decorated function with sorted arguments, and the way back to the author's order.
 
-Of the further arguments arrays are traced; everything else is part of the program.
+Arrays among the further arguments are traced; everything else is part of the program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zerojax.train_state.results import Passed
 
 
 class Constant:
-    """A static argument in one piece; two are equal where their values are."""
+    """A static argument as one leaf, compared by type and value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -36,12 +36,13 @@ class Constant:
 
 
 class Form(NamedTuple):
-    """Where each argument of a call stands; hashable.
+    """The position of each argument of a call; hashable.
 
     Attributes:
       objects: Slots of the state's objects, in order.
       batch: Slots of the batch.
-      several: The batch is the tuple of the arguments at ``batch``; else the one argument there.
+      several: Whether the batch is the tuple of the arguments at ``batch``, and not the single
+        argument there.
       positions: Number of arguments that are passed by position.
       batch_axis: The dimension of the batch's arrays that has the rows.
     """
@@ -58,9 +59,9 @@ class Call(NamedTuple):
 
     Attributes:
       objects: The state: one ``TrainState``, or all NNX objects in the order of the call.
-      batch: One argument, or a tuple of those that ``batch_argnums`` names.
-      args, kwargs: All others, in order; static ones each in a :class:`Constant`.
-      form: Where the arguments stood.
+      batch: One argument, or a tuple of the arguments that ``batch_argnums`` names.
+      args, kwargs: All other arguments, in order, each static argument in a :class:`Constant`.
+      form: The positions of the arguments.
     """
 
     objects: tuple[Any, ...]
@@ -73,14 +74,14 @@ class Call(NamedTuple):
 class Rearranged:
     """A function called as ``(*objects, batch, *args, **kwargs)``, see :class:`Call`.
 
-    NNX objects of the call that it returns come out as :class:`Passed`.
+    Results that are NNX objects of the call are replaced by :class:`Passed`.
 
     Attributes:
       changed: Attributes of NNX objects that the function sets, as ``model.train()`` does, by the
         static arguments with which the function was traced.
 
     Raises:
-      NameError: The function takes a mean over an axis that ``pmap`` would name.
+      NameError: The function uses an axis name that only ``pmap`` would define.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, form: Form) -> None:
@@ -107,7 +108,7 @@ class Rearranged:
         return out
 
     def bring_up_to_date(self, call: Call) -> None:
-        """Gives the NNX objects of a call the attributes that the function has set."""
+        """Sets the attributes that the function has set on the NNX objects of a call."""
         if any(self.changed.values()):
             static = divide(call.args, call.kwargs)[1]
             apply_settings(call.objects, self.changed[static])
@@ -115,10 +116,10 @@ class Rearranged:
 
 @contextlib.contextmanager
 def without_pmap(name: str) -> Iterator[None]:
-    """Says what to write where a function names an axis that only a ``pmap`` has.
+    """Adds a remedy to the error of a function that names an axis that only a ``pmap`` has.
 
     Args:
-      name: The function's.
+      name: The function's name.
     """
     try:
         yield
@@ -144,7 +145,7 @@ class Static(NamedTuple):
 
 
 class _Array:
-    """Stands in the place of an array."""
+    """The placeholder of an array."""
 
     def __repr__(self) -> str:
         return "array"
@@ -154,10 +155,10 @@ _ARRAY = _Array()
 
 
 def divide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Static]:
-    """Further arguments as their arrays and numbers, and the rest: bools, strings, configs.
+    """Divides further arguments into arrays and numbers, and the rest: bools, strings, configs.
 
     Raises:
-      TypeError: Something of the rest is not hashable.
+      TypeError: A value of the rest is not hashable.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     arrays, values = [], []
@@ -180,14 +181,14 @@ def divide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], St
 
 
 def join(arrays: list[Any], static: Static) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The further arguments of a call, from what :func:`divide` made of them."""
+    """Rebuilds the further arguments of a call from the results of :func:`divide`."""
     left = iter(arrays)
     leaves = [next(left) if x is _ARRAY else x for x in static.values]
     return jax.tree.unflatten(static.tree, leaves)
 
 
 def is_key(x: Any) -> bool:
-    """Whether an argument is one random key, typed or as ``jax.random.PRNGKey`` makes it."""
+    """Returns whether an argument is one random key, typed or from ``jax.random.PRNGKey``."""
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     if shape is None or dtype is None:
         return False
@@ -196,7 +197,7 @@ def is_key(x: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
-    """Whether the step traces an argument: an array, abstract or not, or a number."""
+    """Returns whether the step traces an argument: an array, abstract or not, or a number."""
     if isinstance(x, bool | str | type):
         return False
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):

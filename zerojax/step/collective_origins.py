@@ -1,4 +1,4 @@
-"""Which array of the state a collective sends, and which line of the user's program causes it."""
+"""The array of the state that a collective sends, and the user's line that causes it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zerojax.xla import jaxprs
 
 
 class Origins:
-    """Finds the arrays and the lines of collectives.
+    """The arrays and the source lines of collectives.
 
     Args:
       program: The operations of a step.
-      traced: The same, with the paths of its arguments and results.
+      traced: The traced step, with the paths of its arguments and results.
     """
 
     def __init__(self, program: Program, traced: TracedProgram) -> None:
@@ -32,7 +32,7 @@ class Origins:
         }
 
     def row(self, op: Operation, decision: decisions.Decision) -> CollectiveRow:
-        """The row of a decision that an operation follows."""
+        """Returns the table row of a decision that an operation implements."""
         paths = self._destinations(op) if decision.of_gradient else self._origins(op)
         place = self._line(op, decision)
         if decision.where == decisions.UPDATE and not decision.shape:
@@ -51,18 +51,18 @@ class Origins:
         )
 
     def _origins(self, op: Operation) -> list[str]:
-        """The leaves of the state that an array is moved or computed from element by element."""
+        """Returns the leaves of the state from which an array is moved, or computed elementwise."""
         start = [v for v in op.operands if v is not None]
         found = self._program.reached(start, _is_same, forward=False)
         return [path for v, path in self._arguments.items() if v in found]
 
     def _destinations(self, op: Operation) -> list[str]:
-        """The leaf of the state that follows from a gradient; parameters come first."""
+        """Returns the leaf of the state that a gradient goes into; parameters come first."""
         found = self._program.reached(op.results, _is_same, forward=True)
         return [path for v, path in self._results.items() if v in found][:1]
 
     def _line(self, op: Operation, decision: decisions.Decision) -> str | None:
-        """The line that uses an array first, or that a gradient comes from."""
+        """Returns the line that uses an array first, or that a gradient comes from."""
         own, forward = _line_of(op.eqn), not decision.of_gradient
         calls = filter(None, (_line_of(call) for call in reversed(decision.calls)))
         if forward and op.name not in MOVES_OR_ROUNDS:
@@ -74,8 +74,8 @@ class Origins:
         return next(found, None) or next(calls, own)
 
     def _nearest(self, op: Operation, own: str | None, *, forward: bool) -> Iterator[Operation]:
-        """The operations behind moves of an array, or before element-wise work and the sums that
-        come from the line ``own``, nearest first."""
+        """Yields the operations after moves of an array, or before elementwise operations and the
+        sums that come from the line ``own``, nearest first."""
 
         def passes(other: Operation) -> bool:
             name = other.name

@@ -1,4 +1,4 @@
-"""The collectives of a step as rows, and as a table for people."""
+"""The collectives of a step, as rows and as a text table."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from zerojax.plan.table import columns, size
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """One collective that zerojax decides on.
+    """One collective that zerojax requests.
 
     Attributes:
       kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all".
-      arrays: The paths of the parameter that is sent, or whose gradient is sent; several for values
-        that are computed from several; none for other values.
-      shape: Of the array that is sent: gathered, or before it is scattered.
-      dtype: Its dtype.
+      arrays: The paths of the parameters that are sent, or whose gradients are sent; several for
+        values that are computed from several parameters; none for other values.
+      shape: Shape of the array that is sent: after a gather, or before a scatter.
+      dtype: Dtype of that array.
       bytes: Bytes that each device sends in one run, over a ring: (n - 1) / n of the array for n
         devices, twice that for an all-reduce.
-      times: Runs in a step, those of the loops around it; each branch of a choice counts.
-      exact: False in a loop whose number of iterations is unknown, which counts once.
+      times: Runs in a step, including the iterations of the loops around the collective; each
+        branch of a conditional counts.
+      exact: False in a loop with an unknown number of iterations; such a loop counts once.
       where: "entry", "before the loop", "use", "loop", "loop, prefetched", "loop, deferred",
         "after the loop", "produced" or "update".
       reason: The reason for the place.
-      line: The line of the program that uses the array, or whose gradient it is, as "model.py:7";
-        empty where unknown.
+      line: The line of the program that uses the array, or that its gradient comes from, as
+        "model.py:7"; empty if unknown.
     """
 
     kind: str
@@ -42,7 +43,7 @@ class CollectiveRow:
 
     @property
     def array(self) -> str:
-        """The paths, with commas between."""
+        """The paths, joined by commas."""
         return ", ".join(self.arrays)
 
     @property
@@ -57,22 +58,22 @@ class CollectivesTable:
 
     Attributes:
       name: The name of the step.
-      rows: One for each collective.
+      rows: One row for each collective.
     """
 
     name: str
     rows: tuple[CollectiveRow, ...]
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes that each device sends in a step, by kind of collective."""
+        """Returns the bytes that each device sends in a step, by kind of collective."""
         sums: dict[str, int] = {}
         for row in self.rows:
             sums[row.kind] = sums.get(row.kind, 0) + row.bytes_a_step
         return sums
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The rows as text, below their heads; those that differ in the array alone, as in layers
-        that are written out, together."""
+        """Returns the rows as text, after a header. Rows that differ only in the array, as in
+        unrolled layers, are merged."""
         return [HEADS, *map(_cells, _together(self.rows))]
 
     def __str__(self) -> str:
@@ -90,7 +91,7 @@ RIGHT = (4, 5)
 
 
 def _together(rows: Iterable[CollectiveRow]) -> Iterator[CollectiveRow]:
-    """Rows that differ in the array alone as one, which runs as often as they do together."""
+    """Merges rows that differ only in the array into one row, with the sum of their runs."""
     alike: dict[CollectiveRow, list[CollectiveRow]] = {}
     for row in rows:
         alike.setdefault(dataclasses.replace(row, arrays=()), []).append(row)
@@ -115,6 +116,6 @@ def _cells(row: CollectiveRow) -> tuple[str, ...]:
 
 
 def _arrays(paths: tuple[str, ...]) -> str:
-    """The first of several paths, and how many more."""
+    """Returns the first of several paths, and the number of the others."""
     more = len(paths) - 1
     return f"{paths[0]} and {more} more" if more > 0 else "".join(paths)

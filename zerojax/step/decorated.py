@@ -1,4 +1,4 @@
-"""What a decorated step and an evaluated function have in common: they stand for a function."""
+"""The common base of a decorated step and an evaluated function: both stand in for a function."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ R = TypeVar("R")
 
 
 class Decorated(abc.ABC, Generic[P, R]):
-    """A function that is called as its author wrote it, and compiled by zerojax.
+    """A function that keeps its author's signature and is compiled by zerojax.
 
     Args:
-      arguments: The function, and what its arguments are.
-      states: What the config makes of a state.
+      arguments: The function, and the roles of its arguments.
+      states: Turns a user's states into sharded states.
     """
 
     def __init__(self, arguments: Arguments, states: States) -> None:
@@ -52,16 +52,16 @@ class Decorated(abc.ABC, Generic[P, R]):
 
     @abc.abstractmethod
     def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
-        """Every program that a call runs, lowered for abstract or concrete arguments."""
+        """Lowers every program that a call runs, for abstract or concrete arguments."""
 
     @abc.abstractmethod
     def _with(self, arguments: Arguments) -> Self:
-        """The same for another function."""
+        """Returns an object like this one for another function."""
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function for abstract (or concrete) arguments, as ``jax.jit(f).lower`` does.
 
-        Works for a mesh of devices that are not there (:func:`zerojax.topology`).
+        Works for a mesh of absent devices (:func:`zerojax.topology`).
         """
         return next(self.programs(*args, **kwargs)).lowered
 
@@ -78,7 +78,7 @@ class Decorated(abc.ABC, Generic[P, R]):
         return lockstep(self._states.mesh)
 
     def _agree(self, call: Call) -> None:
-        """Refuses another call, or a batch of other rows, than those of the other processes."""
+        """Compares the call, and the batch's number of rows, with those of the other processes."""
         if self._lockstep:
             numbers = [repr(x) for x in _beside_rows(call).values() if isinstance(x, _NUMBERS)]
             self._lockstep.note(f"{self._arguments.name}({', '.join(['...', *numbers])})")
@@ -88,7 +88,7 @@ class Decorated(abc.ABC, Generic[P, R]):
     def _compare(
         self, program: Any, call: Call, lowered: Callable[[], Iterator[LoweredProgram]]
     ) -> None:
-        """Refuses a program that is not the same in all processes, before its first run."""
+        """Refuses a program that differs between processes, before its first run."""
         if self._lockstep and program not in self._compared:
             self._compared.add(program)
             require_same(self._states.config, self._states.mesh)
@@ -96,7 +96,7 @@ class Decorated(abc.ABC, Generic[P, R]):
             require_same_program(self._arguments.name, (each.lowered for each in lowered()))
 
     def _relabelled(self, call: Call) -> Call:
-        """A call under explicit mesh axes, with its arrays as they are on the step's own mesh."""
+        """Moves the arrays of a call under explicit mesh axes to the step's own mesh."""
         arrays = {"batch": call.batch, "args": call.args, "kwargs": call.kwargs}
         return call._replace(**relabelled(arrays, self._states.mesh))
 
@@ -107,7 +107,7 @@ class Decorated(abc.ABC, Generic[P, R]):
         explicit: Explicit | None,
         make: Callable[[Rearranged], Any],
     ) -> Any:
-        """The program for states like this one, made when it is first asked for."""
+        """Returns the program for states like this one, created on the first request."""
         leaves, tree = jax.tree.flatten(opened.parts)
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
         key = opened.key, opened.tx, tree, shapes, opened.specs, form, explicit
@@ -120,8 +120,8 @@ class Decorated(abc.ABC, Generic[P, R]):
         self._attribute = name
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """The function of an instance, where it is defined in a class. What it reads of ``self``
-        is part of the program, unless ``self`` is the state."""
+        """Binds the function to an instance, if it is defined in a class. Values that it reads
+        from ``self`` are part of the program, unless ``self`` is the state."""
         if instance is None:
             return self
         if is_nnx(instance) or not jax.tree_util.all_leaves([instance]):  # such as a TrainState
@@ -131,7 +131,7 @@ class Decorated(abc.ABC, Generic[P, R]):
                 f"{self._attribute} is a step in {type(instance).__name__}, whose instances have "
                 "__slots__ alone: decorate the bound method of an instance instead."
             )
-        kept = vars(instance).get(self._attribute)  # Python looks here first, but for odd names
+        kept = vars(instance).get(self._attribute)  # Python looks here first, except for odd names
         if not isinstance(kept, type(self)):
             kept = vars(instance)[self._attribute] = self._with(self._arguments.bound(instance))
         return kept
@@ -141,7 +141,7 @@ _NUMBERS = (bool, int, float, complex, str, np.generic)
 
 
 def _beside_rows(call: Call) -> dict[str, Any]:
-    """What is to be the same in every process: numbers of the batch, and further arguments."""
+    """Returns the values that all processes must share: scalars of the batch, further arguments."""
     keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
     numbers = {f"batch{keystr(path)}": x for path, x in leaves(call.batch) if not np.ndim(x)}
     return numbers | {

@@ -1,4 +1,4 @@
-"""The collectives that a traced program asks XLA for, from the ledger of their emission."""
+"""The collectives that a traced program requests from XLA, found through the ledger."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Decisions = tuple[Decision, ...]
 
 
 def collectives_of(name: str, traced: TracedProgram, ledger: Ledger) -> CollectivesTable:
-    """The collectives of a step.
+    """Returns the collectives of a step.
 
     Args:
-      name: Of the step.
-      traced: Its program, traced while ``ledger`` was asked.
-      ledger: Has the decisions.
+      name: The step's name.
+      traced: The step's program, traced while ``ledger`` recorded.
+      ledger: The recorded decisions.
     """
     program = Program(traced.jaxpr)
     origins = Origins(program, traced)
@@ -38,11 +38,11 @@ def collectives_of(name: str, traced: TracedProgram, ledger: Ledger) -> Collecti
 
 
 class Emitted:
-    """The operations of a program that follow decisions.
+    """The operations of a program that implement decisions.
 
     Args:
       program: The operations.
-      ledger: Has the decisions.
+      ledger: The recorded decisions.
       batch: The values of which each device has its own rows.
     """
 
@@ -77,7 +77,7 @@ class Emitted:
                 self._followed[at] = ledger.of_optimizer(op.eqn.outvars[0].aval, spec)
 
     def collectives(self) -> Iterator[tuple[Operation, Decision]]:
-        """The operations that XLA sends something for, and what they follow, in order."""
+        """Yields the operations for which XLA sends data, with their decisions, in order."""
         dropped, numbers = self._merged(), set[tuple[int, int]]()
         for at, found in self._followed.items():
             op = self._program.operations[at]
@@ -86,11 +86,11 @@ class Emitted:
             if op.name in LOOKUPS and found and op.operands[1] is not None:
                 key = op.operands[1], op.times
                 found = found[1:] if key in numbers else found
-                numbers.add(key)  # of rows, gathered once
+                numbers.add(key)  # row numbers are gathered once
             yield from ((op, each) for each in found)
 
     def norms(self) -> Iterator[tuple[Operation, Decision]]:
-        """The operations that return the norm of gradients of which each device has shards."""
+        """Yields the operations that return the norm of sharded gradients."""
         if all(
             each.kind != decisions.SCATTER for found in self._followed.values() for each in found
         ):
@@ -100,11 +100,11 @@ class Emitted:
                 yield op, self._ledger.of_norm()
 
     def _by_other_rows(self, op: Operation) -> bool:
-        """Whether an operation reads or adds rows by numbers that are the same on all devices."""
+        """Returns whether an operation reads or adds rows by indices equal on all devices."""
         return op.name in LOOKUPS and op.operands[1] not in self._by_rows
 
     def _of_optimizer(self, op: Operation) -> Any:
-        """The spec of a gradient that is constrained where the optimizer takes it; else None."""
+        """Returns the spec to which the optimizer's input constrains a gradient; else None."""
         if op.name != "sharding_constraint" or op.operands[0] is None:
             return None
         producer = self._program.producers.get(op.operands[0])
@@ -114,9 +114,9 @@ class Emitted:
         return wanted.spec_of(op.eqn) if marked else None
 
     def _partial(self, at: int) -> bool:
-        """Whether each device has a part of the sum that an operation takes. Otherwise each has all
-        of it: what is moved, or computed element by element, from parameters, constants and
-        gradients that are reduced already."""
+        """Returns whether each device has a partial sum as operand of an operation. Otherwise each
+        device has the full value: moved, or computed element by element, from parameters, constants
+        and gradients that are already reduced."""
         left = [v for v in self._program.operations[at].operands if v is not None]
         found: set[int] = set()
         while left:
@@ -140,7 +140,7 @@ class Emitted:
         return False
 
     def _adds_exchanged(self, op: Operation) -> bool:
-        """Whether an operation adds up what the devices have exchanged: a reduction of codes."""
+        """Returns whether an operation sums exchanged values, such as quantized codes."""
         if op.name != "reduce_sum":
             return False
         start = [v for v in op.operands if v is not None]
@@ -149,8 +149,8 @@ class Emitted:
         return any(found and found[0].kind == decisions.EXCHANGE for found in producers)
 
     def _merged(self) -> set[int]:
-        """Positions of the reductions whose result is added to that of a like reduction, and to
-        nothing else: XLA adds up first then, and reduces once."""
+        """Returns the positions of the reductions whose result is only added to the result of an
+        equal reduction: XLA then adds first, and reduces once."""
         users, reduced = self._program.users, dict[int, tuple[int, Decisions]]()
         merged: set[int] = set()
         for at in self._alive:
@@ -172,7 +172,7 @@ class Emitted:
 
 
 def _all_reduced(found: Decisions) -> Decisions:
-    """What a lookup follows whose rows are the same on all devices: their sum alone."""
+    """Returns the decisions of a lookup whose rows are equal on all devices: only an all-reduce."""
     return tuple(
         dataclasses.replace(each, kind=decisions.REDUCE)
         for each in found

@@ -1,4 +1,4 @@
-"""The entry of a state's arrays into a step, as shards."""
+"""The conversion of a state's arrays into shards at the start of a step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from zerojax.plan.plan import Leaf, Plan
 
 
 class Entered(NamedTuple):
-    """Arrays as the body takes them.
+    """Arrays in the form that the body takes.
 
     Attributes:
-      values: A :class:`Shard` for each that is sharded or stored off the device.
-      kept: For each how it is gathered once a step, as far as the plan says.
+      values: The arrays; a :class:`Shard` for each that is sharded or stored off the device.
+      kept: The way in which each array is gathered once a step, as far as the plan decides.
     """
 
     values: list[Any]
@@ -39,19 +39,19 @@ def enter(
     by_partition: bool = True,
     field: str = "params",
 ) -> Entered:
-    """Returns a field of the state as the inserter takes it, each array from where the plan has it.
+    """Returns a field of the state in the form that the inserter takes, each array from its place.
 
-    Secondary shards (hpZ) are gathered here; what else is gathered once a step,
-    :func:`zerojax.collectives.kept.gather` gathers.
+    This function gathers secondary shards (hpZ); :func:`zerojax.collectives.kept.gather` gathers
+    the other arrays that are gathered once a step.
 
     Args:
       inserter: Runs the body.
       plan: PartitionSpec and place of every leaf.
       leaves: The arrays' leaves in the plan.
-      values: The arrays. None for one that lies on disk, and for one that the body does not use.
+      values: The arrays; None for an array on disk, and for one that the body does not use.
       reader: Reads arrays from the disk, by their position in ``leaves``.
-      by_partition: Whether they have secondary shards (hpZ).
-      field: The field's name. Its small arrays are gathered together.
+      by_partition: Whether the arrays have secondary shards (hpZ).
+      field: The field's name. The small arrays of a field are gathered together.
     """
     entered: list[Any] = []
     quantized = plan.quantized.paths
@@ -72,16 +72,16 @@ def enter(
             spec = secondary
         how = Gathering(host=away, quantized=few)
         entered.append(Shard(x, spec, gathering=how) if cut else x)
-    stay = plan.live.paths if not inserter.share else ()  # where one gather serves all uses anyway
+    stay = plan.live.paths if not inserter.share else ()  # with `share` one gather serves all uses
     live = [i for i, leaf in enumerate(leaves) if leaf.path in stay]
     return Entered(entered, kept.by_plan(entered, inserter, live, field))
 
 
 def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, Any]) -> Entered:
-    """Returns the state beside the parameters, in its order.
+    """Returns the state other than parameters, optimizer state and step, in its order.
 
-    Small arrays are gathered field by field: those of a field of which the step needs shards alone,
-    such as an average of the parameters, are not gathered.
+    Small arrays are gathered field by field: a field of which the step needs only shards, such as
+    an average of the parameters, is not gathered.
     """
     entered = Entered([], [])
     for name, values in sorted(rest.items()):

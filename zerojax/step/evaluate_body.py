@@ -1,4 +1,4 @@
-"""Compiles the user's step: traces and checks it, decides what is gathered, emits it on shards."""
+"""The user's step on shards: traces and checks the step, decides on gathers, and emits it."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def evaluate_body(
     replace: Mapping[str, Any] | None = None,
     host: Host | None = None,
 ) -> tuple[Parts, Any]:
-    """The state and the results that the user's step makes.
+    """Returns the state and the results that the user's step computes.
 
-    The step is traced on the whole batch, as if all its arrays lay on the device, and checked.
-    Then the trace is run on ``params``, each gathered where the stage has it, micro-batch by
-    micro-batch under accumulation.
+    The step is traced on the global batch, as if all its arrays were stored on the device, and
+    checked. Then the trace is run on ``params``, each gathered where the stage requires it,
+    micro-batch by micro-batch under accumulation.
 
     Args:
       setting: The step.
@@ -65,11 +65,12 @@ def evaluate_body(
       params: The compute parameters, from :func:`zerojax.step.entering.enter`.
       batch: Leaves [rows, ...], under accumulation [k, rows, ...].
       arrays, further: The step's further arguments, see :class:`StepSetting`.
-      replace, host: For the inserter, in a step without accumulation.
+      replace, host: Arguments of the inserter, in a step without accumulation.
 
     Raises:
-      ValueError: The step updates never or too often, or would compute other numbers.
-      NotImplementedError: The step goes on with parameters that are updated later.
+      ValueError: The step never updates, or too often, or would compute other numbers than under
+        plain jit.
+      NotImplementedError: The step continues with parameters that are updated later.
     """
     config, body, k = setting.config, setting.body, setting.layout.accumulation
     batch = _in_compute_dtype(setting, batch)
@@ -83,7 +84,7 @@ def evaluate_body(
         )
         return WithShards.of(closed, shards), shapes
 
-    # Trace the step on the whole batch, and refuse it where plain jit has other numbers.
+    # Trace the step on the global batch, and refuse it if plain jit would have other numbers.
     closed, shapes = trace(batch if k == 1 else rows_together(batch))
     jaxpr = jaxprs.open_jaxpr(closed)[0]
     body.check(jaxpr, start, shapes[0])
@@ -95,7 +96,7 @@ def evaluate_body(
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
     closed = without_unused_gradients(closed)
 
-    # Decide how the parameters are gathered that are kept.
+    # Decide how the parameters that stay gathered are gathered.
     by_micro_batch = k > 1 or feedback is not None
     if by_micro_batch and k == 1:
         batch = jax.tree.map(lambda x: x[None] if x.ndim else x, batch)
@@ -106,7 +107,7 @@ def evaluate_body(
     choices = [*params.kept, *(None for _ in others), *rest.kept, *(None for _ in rows)]
     fill = setting.inserter.overlap and not by_micro_batch
     choices = kept.decide(closed, given, choices, setting.inserter, fill=fill)
-    # Gradients that leave for host memory do so where they are produced.
+    # Gradients that go to host memory are sent where they are produced.
     want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
 
     # Emit the step with its collectives.
@@ -120,7 +121,7 @@ def evaluate_body(
         outs = setting.inserter(closed, given, replace, want, host, count)
     _warn_of_unquantized(setting)
     leaves, structure = jax.tree.flatten(shapes)
-    # A result may be a number of the step's own, which no equation makes.
+    # A result may be a Python number, which no equation computes.
     outs = [
         jnp.asarray(x, like.dtype) if isinstance(x, _NUMBERS) else x
         for x, like in zip(outs, leaves, strict=True)
@@ -130,7 +131,7 @@ def evaluate_body(
 
 
 def _in_compute_dtype(setting: StepSetting, batch: Any) -> Any:
-    """The batch, its floating leaves cast to the compute dtype where the config says so."""
+    """Casts the batch's floating leaves to the compute dtype if the config asks for it."""
     low = DTYPES[setting.config.compute_dtype]
     return batch if low is None or not setting.config.auto_cast else cast(batch, low)
 
@@ -144,7 +145,7 @@ def _micro_batches(
     want: Sequence[Any],
     feedback: Reducer | None,
 ) -> MicroBatches:
-    """The step cut into what runs for each micro-batch and what runs once."""
+    """Splits the step into a part that runs for each micro-batch and a part that runs once."""
     config, inserter, k = setting.config, setting.inserter, setting.layout.accumulation
 
     def trace_used(batch: Any) -> tuple[Any, Any]:
@@ -171,7 +172,7 @@ def _micro_batches(
 
 
 def _warn_of_unquantized(setting: StepSetting) -> None:
-    """Names the gradients that are sent in their own dtype where others are sent quantized."""
+    """Warns of the gradients that are sent in their own dtype while others are sent quantized."""
     if setting.inserter.as_they_are:
         names = ", ".join(
             f"{name} {shape}" for name, shape in dict.fromkeys(setting.inserter.as_they_are)
@@ -186,7 +187,7 @@ def _warn_of_unquantized(setting: StepSetting) -> None:
 
 
 def _error_feedback(setting: StepSetting, start: Parts) -> Reducer | None:
-    """The errors that a step's gradients, or momenta, are sent with; None where it has none."""
+    """Returns the error feedback of a step's gradients, or momenta; None if it has none."""
     config, opt = setting.config, start.opt_state.opt
     loco = config.zeropp_loco_param
     if not jax.tree.leaves(opt.error):
@@ -205,7 +206,7 @@ def _error_feedback(setting: StepSetting, start: Parts) -> Reducer | None:
 
 
 def _with_errors(made: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any]:
-    """What a step makes, with the errors that its gradients have left."""
+    """Adds the new errors of the sent gradients to the results of a step."""
     parts, out = made
     view = parts.opt_state
     error = jax.tree.unflatten(jax.tree.structure(parts.params), feedback.after)
@@ -214,10 +215,10 @@ def _with_errors(made: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any
 
 
 def was_done(setting: StepSetting, before: ZeroOptState, after: ZeroOptState) -> jax.Array | None:
-    """bool [], whether the update was made; None where no step is skipped."""
+    """Returns bool [], whether the update was applied; None if no step is ever skipped."""
     return after.skipped == before.skipped if setting.config.skips_overflow else None
 
 
 def unless_skipped(done: jax.Array | None, after: Any, before: Any) -> Any:
-    """``after`` of a step that was done, ``before`` of one that was skipped."""
+    """Returns ``after`` if the step was done, ``before`` if it was skipped."""
     return after if done is None else choose(done, after, before)

@@ -1,4 +1,4 @@
-"""The sharding of new state that no optimizer of ours computes."""
+"""The sharding of new state that no wrapped optimizer computes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from zerojax.xla import jaxprs
 
 
 def wanted_specs(plan: Plan, jaxpr: Any, results: tuple[Parts, Any]) -> list[Spec | None]:
-    """For each result of a step the spec of what it is computed from; None for most.
+    """Returns, for each result of a step, the spec of the gradient behind it; None for most.
 
-    A second network's moments are sharded, and so should its gradients be where they are produced.
-    Gradients that stay unsharded are reduced there too: activations need not wait for them. An
-    average of the new parameters follows from them element by element, and needs nothing. Neither
-    does a state whose optimizer marks its gradients.
+    The moments of a second network are sharded, and its gradients should be sharded where they are
+    produced. Gradients that stay unsharded are reduced there too, so that activations need not wait
+    for them. An average of the new parameters is computed from these element by element, and needs
+    no spec. A state whose optimizer marks its gradients needs none either.
 
     Args:
       plan: PartitionSpec of every leaf.
-      jaxpr: Of the step.
-      results: The shapes of its results.
+      jaxpr: The step's jaxpr.
+      results: The shapes of the step's results.
     """
     numbers = jax.tree.unflatten(jax.tree.structure(results), range(len(jaxpr.outvars)))[0]
     leaves = [*zip(jax.tree.leaves(numbers.rest), plan.leaves["rest"], strict=True)]

@@ -14,11 +14,11 @@ from zerojax.train_state.state_parts import OpenedState
 
 
 def find_optimizer(step: Rearranged, opened: OpenedState, call: Call) -> ZeroTransformation:
-    """Traces a step as far as its first update, and returns the optimizer that it calls.
+    """Traces a step up to its first update, and returns the optimizer that the update calls.
 
     Args:
       step: The step.
-      opened: Its state, with the state of a wrapped optimizer in it.
+      opened: The step's state, which contains the state of a wrapped optimizer.
       call: The other arguments.
 
     Raises:
@@ -43,7 +43,7 @@ def find_optimizer(step: Rearranged, opened: OpenedState, call: Call) -> ZeroTra
 
 
 class _Found(BaseException):
-    """Ends the trace; no program catches it."""
+    """Ends the trace; user code does not catch a BaseException."""
 
     def __init__(self, tx: ZeroTransformation) -> None:
         self.tx = tx

@@ -1,4 +1,4 @@
-"""The arguments of a step that are its state: those that come back."""
+"""The arguments of a step that are its state: the arguments that the step returns."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class FoundState(NamedTuple):
 
     Attributes:
       slots: The arguments, in order.
-      alike: Arguments of which fewer come back than have their form, so that none is known to be
-        the state.
-      bare: Single arrays that come back beside containers: of the state, or of the batch, with a
-        result of their form by chance.
-      returned: A few words on what the step returns.
+      alike: Arguments of equal form (tree, shapes, dtypes) of which only some come back, so that
+        it is not known which of them are the state.
+      bare: Single arrays that come back beside containers: they belong to the state, or to the
+        batch if a result has their form by chance.
+      returned: A short description of the step's results.
     """
 
     slots: Sequence[Slot]
@@ -44,14 +44,14 @@ def find_state(
 ) -> FoundState:
     """Finds the arguments whose tree, shapes and dtypes come back among a function's results.
 
-    Containers of arrays count wherever they stand. Single arrays count where no container comes
-    back, or where the batch is named; numbers and random keys do not.
+    Containers of arrays count at any position. Single arrays count if no container comes back, or
+    if the batch is named; numbers and random keys do not count.
 
     Args:
       function: The step.
       given: Its arguments by position and name.
-      free: Those that may be the state.
-      batch: Those that are the batch, where it is named.
+      free: The arguments that may be the state.
+      batch: The arguments that are the batch, if it is named.
     """
     results = _shapes_of_results(function, given, free)
     candidates = [slot for slot in free if slot not in batch and _may_be_state(given[slot])]
@@ -107,7 +107,7 @@ def _shapes_of_results(
 
 
 def computed(x: Any) -> Any:
-    """What a trace computes with: the shape alone of an array in host memory."""
+    """Returns the input of a trace: for an array in host memory only its shape and dtype."""
     kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
     return jaxprs.like(x) if kind == PINNED else x
 
@@ -123,7 +123,8 @@ def _is_bare(x: Any) -> bool:
 
 
 def may_be_batch(x: Any) -> bool:
-    """Whether an argument has an array that is no scalar. An optimizer's state is no batch, also
-    where the first update adds to it, so that it does not come back as given."""
+    """Returns whether an argument has an array that is not a scalar. An optimizer's state is never
+    the batch, even if it does not come back in its old form, because the first update extends it.
+    """
     leaves = jax.tree.leaves(x, is_leaf=is_optimizer_state)
     return any(is_array(leaf) and np.ndim(leaf) for leaf in leaves)

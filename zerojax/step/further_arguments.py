@@ -1,9 +1,9 @@
-"""Further arguments of a step that lie as parameters do: a teacher, or a copy to compare with.
+"""Further arguments of a step that are sharded like parameters: a teacher, or a copy to compare.
 
-They are gathered where the step uses them, as its parameters are. Rows of data are sharded along
-their first dimension, as many parameters are; so an argument counts as parameters where it is a
-copy of the step's own, or a tree of arrays that all lie as the rule shards parameters, some of them
-along another dimension than the first.
+They are gathered where the step uses them, like the step's parameters. Rows of data are sharded
+along their first dimension, and so are many parameters. Therefore an argument counts as parameters
+if it is a copy of the step's parameters, or a tree of arrays that are all sharded by the rule for
+parameters, some of them along another dimension than the first.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class FurtherArguments(NamedTuple):
     """Further arguments without their arrays; hashable, so that a jit can key on them.
 
     Attributes:
-      static: What they are beside the arrays.
-      specs: Of each array that lies as a parameter does the spec; None for the others.
+      static: The arguments except for the arrays.
+      specs: The spec of each array that is sharded like a parameter; None for the others.
     """
 
     static: Static
@@ -39,11 +39,11 @@ class FurtherArguments(NamedTuple):
 
 
 class Lying(NamedTuple):
-    """How an array of an argument lies.
+    """Shape and sharding of one array of an argument.
 
     Attributes:
-      shape: Of the whole array.
-      spec: Of its sharding, where that is over the plan's axis; else None.
+      shape: Shape of the global array.
+      spec: Spec of the array's sharding if it is over the plan's axis; else None.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Lying(NamedTuple):
 
 
 class ArgumentReader:
-    """Tells which further arguments of a step lie as parameters do.
+    """A detector of the further arguments of a step that are sharded like parameters.
 
     Args:
       plan: PartitionSpec of every leaf.
@@ -64,13 +64,13 @@ class ArgumentReader:
             Lying(leaf.shape, layout.full(leaf.spec, len(leaf.shape)))
             for leaf in plan.leaves["params"]
         )
-        # Asked for every array of every step.
+        # Cached, because every step asks for every array.
         self._by_rule, self._spec = functools.cache(self._rule), functools.cache(self._spec_of)
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], FurtherArguments]:
-        """The arrays of further arguments, and what is left of them."""
+        """Returns the arrays of further arguments, and the arguments without their arrays."""
         arrays, static = divide(args, kwargs)
         specs: list[Spec | None] = []
         for argument in (*args, *(x for _, x in sorted(kwargs.items()))):
@@ -100,13 +100,13 @@ class ArgumentReader:
         return spec if layout.dimensions(spec, self._plan.axis) else None
 
     def _is_copy(self, tree: Any, arrays: Sequence[Lying]) -> bool:
-        """Whether an argument is a copy of the parameters, each whole or as the plan has it."""
+        """Returns whether an argument is a copy of the parameters, each unsharded or as planned."""
         return tree == self._form and all(
             x in (own, own._replace(spec=None)) for x, own in zip(arrays, self._own, strict=True)
         )
 
     def _rule(self, sharded: tuple[Lying, ...]) -> bool:
-        """Whether arrays lie as the rule shards parameters, and not as rows of data may."""
+        """Returns whether arrays are sharded by the rule for parameters, unlike rows of data."""
         plan = self._plan
         apart = any(0 not in layout.dimensions(x.spec or (), plan.axis) for x in sharded)
         return apart and all(
@@ -118,7 +118,7 @@ class ArgumentReader:
 def enter_arguments(
     inserter: Inserter, arrays: Sequence[Any], specs: Sequence[Spec | None]
 ) -> dict[int, Shard]:
-    """By ``id`` of an array that lies as a parameter does: its shard."""
+    """Returns the shards of the arrays that are sharded like parameters, by ``id`` of the array."""
     chosen = [(x, spec) for x, spec in zip(arrays, specs, strict=True) if spec is not None]
     shards = [Shard(x, spec) for x, spec in chosen]
     shards = kept.gather(shards, kept.by_plan(shards, inserter), inserter)
@@ -126,7 +126,7 @@ def enter_arguments(
 
 
 class WithShards(NamedTuple):
-    """A traced step whose constants are shards, as far as they are such arguments.
+    """A traced step, with shards as the constants that are sharded like parameters.
 
     Attributes:
       jaxpr: The open jaxpr.
@@ -138,12 +138,12 @@ class WithShards(NamedTuple):
 
     @classmethod
     def of(cls, closed: Any, shards: dict[int, Shard]) -> WithShards:
-        """The step as it was traced on the arrays themselves."""
+        """Replaces arrays by their shards in a step that was traced on the arrays."""
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         return cls(jaxpr, tuple(shards.get(id(x), x) for x in consts))
 
     def replace(self, *, jaxpr: Any) -> WithShards:
-        """Another open jaxpr with the same constants, as a closed jaxpr has it."""
+        """Returns another open jaxpr with the same constants, like the method of a closed jaxpr."""
         return self._replace(jaxpr=jaxpr)
 
 

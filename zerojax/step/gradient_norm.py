@@ -1,4 +1,4 @@
-"""The norm of the gradients where the state's own optimizer does not compute it."""
+"""The norm of the gradients, if the state's own optimizer does not compute it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from zerojax.xla import jaxprs
 
 
 def with_gradient_norm(closed: Any, results: tuple[Parts, Any]) -> Any:
-    """A traced step that also computes the norm of its gradients, as ``ZeroOptState.grad_norm`` of
-    its new state, where its update does not and the dataflow says which values are gradients.
+    """Returns a traced step that also computes the norm of its gradients, ``grad_norm`` of the new
+    ``ZeroOptState``, if its update does not and the dataflow shows which values are gradients.
 
     Args:
       closed: The step's jaxpr, from the state and the batch to ``results``.
-      results: The shapes of its results.
+      results: The shapes of the step's results.
     """
     jaxpr = jaxprs.open_jaxpr(closed)[0]
     at = jax.tree.unflatten(jax.tree.structure(results), range(len(jaxpr.outvars)))[0]
@@ -47,6 +47,6 @@ def with_gradient_norm(closed: Any, results: tuple[Parts, Any]) -> Any:
 
 
 def _is_constant(jaxpr: Any, at: int) -> bool:
-    """Whether a result is an argument, or computed from nothing."""
+    """Returns whether a result is an argument, or computed from no variable."""
     eqn = graph_of(jaxpr).producer(jaxpr.outvars[at])
     return eqn is None or not jaxprs.variables(eqn.invars)

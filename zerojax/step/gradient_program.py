@@ -1,4 +1,4 @@
-"""The program that makes the gradients of a step, and what is left of the step beside them."""
+"""The program that computes the gradients of a step, and all other results but the update."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from zerojax.xla.lowered import BATCH, GRADIENTS, STATE, LoweredProgram, named
 
 
 class GradientResult(NamedTuple):
-    """What the program makes.
+    """The results of the program.
 
     Attributes:
-      grads: The gradients in the order of the parameters, None where the update does not use one;
-        those of parameters that wait in host memory for the step leave for host memory, too.
+      grads: The gradients in the order of the parameters, None if the update does not use one; the
+        gradients of parameters that are stored in host memory are sent to host memory, too.
       scalars, shared: See :meth:`OptimizerUpdate.prelude`.
-      rest, step, out: Of the user's step.
-      done: bool [], the gradients are finite, so that the update is to be made; None where every
-        update is made.
+      rest, step, out: Results of the user's step.
+      done: bool [], whether the gradients are finite, so that the update is to run; None if every
+        update runs.
       signals: See :class:`StepSetting`.
     """
 
@@ -61,7 +61,7 @@ class GradientProgram:
 
     The program takes :class:`Parts` whose parameters are the compute parameters, a list with None
     for those on disk, which the program reads itself; and whose optimizer state is a list of its
-    numbers, with None for its arrays.
+    leaves, with None for the streamed arrays.
 
     Args:
       setting: The step.
@@ -87,10 +87,10 @@ class GradientProgram:
         """Runs the program.
 
         Args:
-          parts: The state; its parameters as the step computes with them.
+          parts: The state, with the compute parameters as its parameters.
 
         Raises:
-          DiskStateError: A parameter on the disk is not what was written.
+          DiskStateError: A parameter on the disk differs from the data that was written.
         """
         self._reader.use(parts.params)
         given = self._setting.divide(args, kwargs)
@@ -100,7 +100,7 @@ class GradientProgram:
         return result
 
     def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:
-        """The program, traced for abstract or concrete arguments."""
+        """Traces the program for abstract or concrete arguments."""
         leaves = self._setting.plan.compute
         taken = [leaf.path for leaf in leaves if leaf.place != DISK]
         used = [leaf.path for leaf, uses in zip(leaves, self._update.uses, strict=True) if uses]
@@ -113,12 +113,12 @@ class GradientProgram:
 
     @seldom_collected()
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> LoweredProgram:
-        """The program, lowered for abstract or concrete arguments."""
+        """Lowers the program for abstract or concrete arguments."""
         traced = self._traced(parts, batch, args, kwargs)
         return LoweredProgram(GRADIENTS, compat.lower_for(traced, self._setting.plan.mesh))
 
     def _taken(self, parts: Parts) -> Parts:
-        """What the program takes of a state."""
+        """Returns the part of a state that the program takes."""
         return parts._replace(
             params=beside_disk(parts.params, self._setting.plan.compute),
             opt_state=self._update.numbers(parts.opt_state),
@@ -131,14 +131,14 @@ class GradientProgram:
         setting, plan = self._setting, self._setting.plan
         rest = plan.each(plan.unpadded, parts.rest, plan.leaves["rest"])
         opt: Any = jax.tree.unflatten(setting.structure.opt_state, parts.opt_state)
-        # Before the micro-batches, not in each of them.
+        # Unpadded once, not in each micro-batch.
         params = [
             x if x is None or leaf.place != DEVICE else plan.unpadded(x, leaf)
             for x, leaf in zip(parts.params, plan.compute, strict=True)
         ]
         entered = enter(setting.inserter, plan, plan.compute, params, self._reader)
         start = Parts(
-            # The body knows nothing of memories.
+            # The body has no memory kinds, only shapes.
             params=self._params(jax.ShapeDtypeStruct, [leaf.dtype for leaf in plan.compute]),
             opt_state=View(
                 opt=opt,
@@ -191,21 +191,21 @@ class GradientProgram:
         )
 
     def _params(self, make: Any, dtypes: Sequence[Any]) -> Any:
-        """A tree like the parameters, of ``make(shape, dtype)``."""
+        """Returns a tree like the parameters, of ``make(shape, dtype)``."""
         leaves = zip(self._setting.plan.compute, dtypes, strict=True)
         made = [make(leaf.shape, dtype) for leaf, dtype in leaves]
         return jax.tree.unflatten(self._setting.structure.params, made)
 
 
 class _Leaving:
-    """Sends each gradient where it is to lie, as soon as the body has made it.
+    """Sends each gradient to its place as soon as the body has computed it.
 
     Args:
       setting: The step.
       opt: The optimizer state, for its loss scale.
 
     Attributes:
-      square_sums: Those of the gradients that have been sent, in the order of the parameters.
+      square_sums: Square sums of the gradients sent so far, in the order of the parameters.
     """
 
     def __init__(self, setting: StepSetting, opt: Any) -> None:
@@ -216,7 +216,7 @@ class _Leaving:
         return square_sums(unscaled(gradient, self._opt.loss_scale))
 
     def host(self) -> Host | None:
-        """How gradients leave from within a loop; None where no parameter is offloaded."""
+        """Returns how loops send gradients to the host; None if no parameter is offloaded."""
         config = self._setting.config
         if config.offload_param is None:
             return None
@@ -229,7 +229,7 @@ class _Leaving:
         if on_host(gradient):
             self.square_sums.append(gradient.sums)
             return gradient
-        gradient = plain(gradient)  # one that is made element by element from its parameter
+        gradient = plain(gradient)  # it may be computed elementwise from its parameter
         spec = layout.full(leaf.spec, gradient.ndim)
         gradient = self._setting.inserter.constrain(gradient, spec)
         self.square_sums.append(self._sums(gradient))

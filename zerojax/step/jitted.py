@@ -1,6 +1,6 @@
 """A function under ``jax.jit`` or ``nnx.jit``: the function without its jit, and the jit's options.
 
-Any other wrapper is part of what the author wrote, and runs as it is.
+Any other wrapper is part of the author's function, and is kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Jitted(NamedTuple):
 
     Attributes:
       function: The function as its author wrote it.
-      static, donated: The arguments that its ``jit`` was told of; none without a ``jit``.
+      static, donated: The static and the donated arguments of the ``jit``; none without a ``jit``.
     """
 
     function: Callable[..., Any]
@@ -41,7 +41,7 @@ class Jitted(NamedTuple):
 
 
 def open_jit(function: Callable[..., Any]) -> Jitted:
-    """Takes ``jax.jit`` and ``nnx.jit`` off a function, its other wrappers stay on.
+    """Removes ``jax.jit`` and ``nnx.jit`` from a function and keeps its other wrappers.
 
     Raises:
       ValueError: The jit has an option that a decorated step cannot have.
@@ -82,16 +82,16 @@ def _check_no_pmap(function: Any) -> None:
 
 
 def without_self(slots: Iterable[Slot]) -> tuple[Slot, ...]:
-    """The arguments of a bound method: positions count from the one after ``self``."""
+    """Returns the slots for a bound method, whose positions count from the one after ``self``."""
     return tuple(s - 1 if isinstance(s, int) and s > 0 else s for s in slots if s != 0)
 
 
 def name_of(function: Any) -> str:
-    """A function's name for messages."""
+    """Returns a function's name for messages."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", "the step")
 
 
 def _nothing() -> None:
-    """Stands for any function: its jit shows the class of all such."""
+    """Does nothing; the class of its jit is the class of every function under that jit."""

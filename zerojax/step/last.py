@@ -1,5 +1,5 @@
-"""The state as the last step left it. A step that goes on from there has nothing to check or move:
-the host only reads the state's fields."""
+"""The recognition of the state that the last step left. A step that continues from this state has
+nothing to check or move: the host only reads the state's fields."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from zerojax.train_state.state_parts import Parts
 
 
 class Recognized(NamedTuple):
-    """A state where the last step left it.
+    """A state that the last step left.
 
     Attributes:
       parts: The state's arrays.
-      write_back: Gives NNX objects the arrays after the step; None for a state that is returned.
+      write_back: Writes the arrays after the step into the NNX objects; None for a state that is
+        returned.
     """
 
     parts: Parts
@@ -34,8 +35,8 @@ class LastArrays:
 
     Args:
       objects: The arguments.
-      split: Takes such arguments apart.
-      own: The parts that zerojax has beside them, by name.
+      split: Splits such arguments into :class:`Parts`.
+      own: The parts that zerojax keeps itself, by name.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class LastArrays:
         self._own, self._split = own, split
 
     def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
-        """The state, if ``objects`` have the arrays of the last step; else None."""
+        """Returns the state if ``objects`` have the arrays of the last step; else None."""
         leaves, tree = jax.tree.flatten(objects)
         if tree != self._tree:
             return None
@@ -57,7 +58,7 @@ class LastArrays:
 
 
 def _references(leaves: list[Any]) -> list[Callable[[], Any]]:
-    """Weak references, by one Python call for all leaves; a Python number has none and is kept."""
+    """Returns a weak reference to each leaf; a Python number cannot have one and is kept."""
     made: list[Callable[[], Any]] = []
     for x in leaves:
         try:
@@ -70,25 +71,25 @@ def _references(leaves: list[Any]) -> list[Callable[[], Any]]:
 class LastObjects:
     """NNX objects as a step left them; neither objects nor arrays are kept alive.
 
-    One walk over the objects tells whether they have changed: the graph (types, attributes,
-    variables and their metadata), and in each variable the array of the last step.
+    One walk over the objects detects changes: of the graph (types, attributes, variables and their
+    metadata), and of the array of the last step in each variable.
 
     Args:
-      graph: The objects' graph, as ``nnx.graph.flatten`` makes it.
+      graph: The objects' graph, from ``nnx.graph.flatten``.
       places: For each leaf of the parts, the position of its variable in that walk.
       parts: The arrays in the variables.
     """
 
     def __init__(self, graph: Any, places: list[int], parts: Parts) -> None:
-        # With its hash: an attribute that was changed in place still equals itself.
+        # With the hash, because an attribute that was changed in place still equals itself.
         self._graph, self._places = (graph_hash(graph), graph), places
         self._tree: Any = jax.tree.structure(parts)
         self._arrays = [weakref.ref(x) for x in jax.tree.leaves(parts)]
 
     @classmethod
     def of(cls, objects: tuple[Any, ...], parts: Parts) -> LastObjects | None:
-        """None unless the objects have one variable for each array of the parts, and no other, and
-        a graph with a hash."""
+        """Returns the record of the objects; None unless they have exactly one variable for each
+        array of the parts, and a graph with a hash."""
         graph, flat = nnx.graph.flatten(objects)
         if graph_hash(graph) is None or not all(isinstance(x, nnx.Variable) for x in flat.leaves):
             return None
@@ -98,7 +99,7 @@ class LastObjects:
         return cls(graph, places, parts) if whole else None
 
     def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
-        """The objects' arrays; None where the objects are others, or have changed."""
+        """Returns the objects' arrays; None if the objects are different, or have changed."""
         graph, flat = nnx.graph.flatten(objects)
         if (graph_hash(graph), graph) != self._graph:
             return None

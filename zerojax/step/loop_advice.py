@@ -1,5 +1,5 @@
 """Advice on loops of a step: updates along the batch's first dimension, and gradients that the step
-itself adds up over micro-batches."""
+itself accumulates over micro-batches."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class _Origin(enum.Enum):
 
 
 Fact = frozenset[Any]
-"""Whether a value is state or batch, element by element, and the loops from which it is computed,
-as (advice, line)."""
+"""The facts about a value: its origin in state or batch, element by element, and the loops from
+which it is computed, as (advice, line)."""
 
 
 def _loops(eqn: Any, operands: Sequence[Fact]) -> list[Fact]:
@@ -83,7 +83,7 @@ def _(eqn: Any, operands: Sequence[Fact]) -> list[Fact]:
 
 
 def _adds_gradient(jaxpr: Any, result: Any, start: Any) -> bool:
-    """Whether a result of a program is one of its arguments plus a gradient."""
+    """Returns whether a result of a program is one of its arguments plus a gradient."""
     graph = graph_of(jaxpr)
     eqn = graph.producer(result)
     if eqn is None or start not in eqn.invars or not start.aval.ndim:
@@ -102,10 +102,10 @@ def advise(name: str, jaxpr: Any, rows: int, *, by_row: bool) -> None:
     """Logs advice on the loops of a step.
 
     Args:
-      name: The step's.
+      name: The step's name.
       jaxpr: The traced step, open; the arrays of its batch are its last arguments.
-      rows: How many those are.
-      by_row: Whether their first dimension is sharded as rows.
+      rows: The number of these arrays.
+      by_row: Whether the first dimension of these arrays is sharded as rows.
     """
     n = len(jaxpr.invars) - rows
     state, batch = frozenset({_Origin.STATE}), frozenset({_Origin.ROWS} if by_row else ())

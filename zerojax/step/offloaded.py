@@ -1,4 +1,4 @@
-"""A step whose state lies partly in host memory or on disk: several programs in turn.
+"""A step whose state is stored partly in host memory or on disk: several programs in turn.
 
 1. The gradients (:mod:`zerojax.step.gradient_program`): the user's step with an optimizer that
    only collects them.
@@ -57,7 +57,7 @@ class OffloadedStep:
                 params, opt_state = jax.tree.map(jnp.copy, (params, opt_state))
             params, opt_state = self.update.run(made.grads, params, opt_state, made.scalars)
         if setting.donate and parts.step is not made.step:
-            parts.step.delete()  # stands for the whole state, which is used up
+            parts.step.delete()  # marks the entire state as donated
         after = Parts(
             jax.tree.unflatten(setting.structure.params, params),
             jax.tree.unflatten(setting.structure.opt_state, opt_state),
@@ -67,17 +67,17 @@ class OffloadedStep:
         return StepResult(setting.plan.shown(after), made.out, made.signals)
 
     def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:
-        """The program of the gradients, traced."""
+        """Traces the program of the gradients."""
         return self._gradients.traced(self._given(parts), batch, args, kwargs)
 
     def _given(self, parts: Parts) -> Parts:
-        """What the program of the gradients is given of a state, abstract."""
+        """Returns the abstract input of the program of the gradients."""
         parts = abstract(parts, self.setting.plan, at_rest=True)
         opt_state = jax.tree.leaves(parts.opt_state)
         return parts._replace(params=self._copies.abstract(), opt_state=opt_state)
 
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
-        """First the program of the gradients, then those of the update."""
+        """Lowers first the program of the gradients, then the programs of the update."""
         plan = self.setting.plan
         yield self._gradients.lowered(self._given(parts), batch, args, kwargs)
         for name, traced, times in self.update.by_groups.traced():

@@ -1,4 +1,4 @@
-"""The optimizer's update of a state that lies partly in host memory or on disk."""
+"""The optimizer's update of a state that is stored partly in host memory or on disk."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from zerojax.step.program import StepSetting
 
 
 class UpdateArrays(NamedTuple):
-    """The arrays of an update, or something of each of them; lists in the order of their leaves.
+    """The arrays of an update, or one item per array; lists in the order of the leaves.
 
     Attributes:
-      grads: Gradients, one a parameter.
+      grads: Gradients, one per parameter.
       params: The parameters at rest.
       opt_state: The optimizer state.
-      square_sums: Of each gradient, see :func:`zerojax.optim.norm.square_sums`.
-      copies: Compute parameters that lie beside the state, which the update only writes.
+      square_sums: Square sums of each gradient, see :func:`zerojax.optim.norm.square_sums`.
+      copies: Compute parameters that are stored beside the state, which the update only writes.
     """
 
     grads: Sequence[Any]
@@ -43,11 +43,11 @@ class UpdateArrays(NamedTuple):
     copies: Sequence[Any] = ()
 
     def flat(self) -> list[Any]:
-        """All in one list."""
+        """Returns all items in one list."""
         return [x for part in self for x in part]
 
     def like(self, flat: Sequence[Any]) -> UpdateArrays:
-        """Another flat list in this form; it may end before the copies."""
+        """Splits another flat list like these fields; the list may end before the copies."""
         left = iter(flat)
         return UpdateArrays(*([*itertools.islice(left, len(part))] for part in self))
 
@@ -55,17 +55,17 @@ class UpdateArrays(NamedTuple):
 class OptimizerUpdate:
     """The update, sub-group by sub-group (:mod:`zerojax.offload.update`).
 
-    What depends on gradients and numbers alone (a norm, a schedule) is the prelude, which the
-    program that makes the gradients runs; see :class:`zerojax.offload.separate.Separated`.
+    Values that depend only on gradients and scalars (a norm, a schedule) form the prelude, which
+    the program of the gradients runs; see :class:`zerojax.offload.separate.Separated`.
 
     Args:
       setting: The step.
-      copies: Compute parameters that lie beside the state.
+      copies: Compute parameters that are stored beside the state.
 
     Attributes:
       by_groups: The update as a function of flat arrays.
-      grad_dtypes: In which gradients are to come, one a parameter.
-      uses: Whether the update is made of a parameter's gradient, one a parameter.
+      grad_dtypes: Dtypes of the gradients that the update takes, one per parameter.
+      uses: Whether the update uses a parameter's gradient, one per parameter.
     """
 
     def __init__(self, setting: StepSetting, copies: ComputeCopies) -> None:
@@ -123,7 +123,7 @@ class OptimizerUpdate:
         return accumulator(param, DTYPES[config.grad_accum_dtype])
 
     def _takes_all(self) -> bool:
-        """Whether the optimizer takes gradients in the tree of all parameters."""
+        """Returns whether the optimizer takes gradients in the tree of all parameters."""
         params, opt_state = (
             jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
             for tree, leaves in (
@@ -138,7 +138,7 @@ class OptimizerUpdate:
         return jax.tree.structure(updates) == self._setting.structure.params
 
     def _function(self, *flat: Any) -> list[Any]:
-        """The update of the whole state."""
+        """Computes the update of the entire state."""
         given, trees = self._placements.like(flat), self._setting.structure
         grads, params = (jax.tree.unflatten(trees.params, x) for x in (given.grads, given.params))
         opt_state = jax.tree.unflatten(trees.opt_state, given.opt_state)
@@ -150,7 +150,7 @@ class OptimizerUpdate:
         return [*new, *jax.tree.leaves(after), *copied]
 
     def numbers(self, opt_state: Sequence[Any]) -> list[Any]:
-        """Of the leaves of an optimizer state, None in place of the arrays that are streamed."""
+        """Returns the leaves of an optimizer state, with None for the arrays that are streamed."""
         return [
             None if heavy else x
             for x, heavy in zip(opt_state, self._setting.plan.streamed, strict=True)
@@ -159,21 +159,21 @@ class OptimizerUpdate:
     def prelude(
         self, grads: Sequence[Any], numbers: Sequence[Any], square_sums: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Runs the prelude: the scalars that the sub-groups need, and new numbers of the optimizer
-        state, for :meth:`with_shared`. Gradients come without padding, those in host memory maybe
-        as :class:`zerojax.collectives.host.Unpadded`."""
+        """Runs the prelude. Returns the scalars that the sub-groups need, and new scalars of the
+        optimizer state, for :meth:`with_shared`. Gradients come without padding; in host memory
+        they may be :class:`zerojax.collectives.host.Unpadded`."""
         separated, placements = self.by_groups.separated, self._placements
         here = [
             (fetched(g) if x.place == HOST else g) if i in separated.read_by_prelude else None
             for i, (g, x) in enumerate(zip(grads, placements.grads, strict=True))
         ]
-        # The step may have given its optimizer gradients of another dtype.
+        # The step may have passed gradients of another dtype to its optimizer.
         sums = [s.astype(x.dtype) for s, x in zip(square_sums, placements.square_sums, strict=True)]
         given = UpdateArrays(here, [None] * len(grads), numbers, sums)
         return separated.prelude(given.flat())
 
     def with_shared(self, opt_state: Sequence[Any], shared: Sequence[Any]) -> list[Any]:
-        """The leaves of an optimizer state with the new numbers that the prelude made."""
+        """Returns the leaves of an optimizer state with the new scalars of the prelude."""
         new = dict(zip(self._shared, shared, strict=True))
         return [new.get(i, x) for i, x in enumerate(opt_state)]
 
@@ -184,14 +184,14 @@ class OptimizerUpdate:
         opt_state: Sequence[Any],
         scalars: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """The parameters and the optimizer state after the update, whose memory is reused.
+        """Returns the parameters and the optimizer state after the update, and reuses their memory.
 
         Args:
-          grads: The gradients; the list is emptied, so that each goes as soon as it is used.
-          scalars: Made by the prelude.
+          grads: The gradients; the list is emptied, so that each is freed as soon as it is used.
+          scalars: The scalars of the prelude.
         """
         given = UpdateArrays(grads, params, opt_state, [None] * len(grads), self._copies.take())
-        # What the update replaces: an array itself, or its place on the disk.
+        # The update replaces arrays in memory, and leaves on the disk.
         arrays = [x.leaf if isinstance(x, DiskArray) else x for x in given.flat()]
         del given
         grads.clear()
@@ -209,7 +209,7 @@ class OptimizerUpdate:
 
 
 def _square_sums(leaf: Leaf, dtype: Any) -> jax.ShapeDtypeStruct:
-    """The square sums of a parameter's gradient."""
+    """Returns the shape and dtype of the square sums of a parameter's gradient."""
     sums: jax.ShapeDtypeStruct = jax.eval_shape(
         lambda g: square_sums(full_precision(g)), jax.ShapeDtypeStruct(leaf.shape, dtype)
     )

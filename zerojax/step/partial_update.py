@@ -1,7 +1,7 @@
-"""Updates of a part of the parameters, and gradients in another form than the parameters.
+"""Updates of some of the parameters, and gradients in another tree than the parameters.
 
 Flax's FP8 layers keep their scales beside the trained parameters, and ``optax.lookahead`` keeps two
-copies, of which the gradients are those of one.
+copies of the parameters, only one of which has gradients.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ WHOLE_UPDATES = (
 
 
 def to_shards(plan: Plan) -> Constrain:
-    """A function that constrains a tree of gradients to the shards of its parameters.
+    """Returns a function that constrains a tree of gradients to the shards of its parameters.
 
-    A gradient belongs to the first parameter of its shape whose path ends with that of the
-    gradient; one that belongs to none (those of single examples, say) is left to XLA.
+    A gradient belongs to the first parameter of its shape whose path ends with the gradient's path;
+    a gradient without such a parameter (that of a single example, say) is left to XLA.
     """
     paths = jax.tree_util.tree_leaves_with_path(plan.shardings().params)
     leaves = [
@@ -49,13 +49,13 @@ def to_shards(plan: Plan) -> Constrain:
 
 
 def of_parts(tx: Any, name: str, params: Any, sizes: list[int]) -> Any:
-    """``tx``, an optimizer of views, for parts of the parameters too.
+    """Extends ``tx``, an optimizer of views, to updates of a subtree of the parameters.
 
     Args:
       tx: See :mod:`zerojax.step.view`.
-      name: Of the step.
+      name: The step's name.
       params: The parameters that the step sees.
-      sizes: The number of gradients of each update is added here.
+      sizes: A list to which each update appends its number of gradients.
     """
     whole: Any = jax.tree.structure(params)
 
@@ -82,7 +82,7 @@ def of_parts(tx: Any, name: str, params: Any, sizes: list[int]) -> Any:
 
 
 class _Part:
-    """The one subtree of the parameters that has a form."""
+    """The only subtree of the parameters that has a given structure."""
 
     def __init__(self, name: str, params: Any, form: Any) -> None:
         self._form = form
@@ -102,11 +102,11 @@ class _Part:
         return bool(jax.tree.structure(x) == self._form)
 
     def of(self, tree: Any) -> Any:
-        """The part of a tree in the form of the parameters."""
+        """Returns the subtree of a tree that has the structure of the parameters."""
         return self._tree.flatten_up_to(tree)[self._at]
 
     def put(self, part: Any, tree: Any) -> Any:
-        """The tree with another part."""
+        """Returns the tree with another subtree."""
         nodes = self._tree.flatten_up_to(tree)
         nodes[self._at] = part
         return jax.tree.unflatten(self._tree, nodes)

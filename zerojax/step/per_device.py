@@ -1,4 +1,4 @@
-"""A function of rows, run by each device on its own rows: how a decorated step calls kernels."""
+"""A function of rows that each device runs on its own rows, as for kernels in a decorated step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerojax.devices.mesh import SEQUENCE, are_there, batch_axes, batch_devices
 def per_device(
     function: Callable[..., Any], mesh: Mesh, whole: Collection[int], cut: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """See :meth:`zerojax.api.Zero.per_device`."""
+    """Implements :meth:`zerojax.api.Zero.per_device`."""
     name = getattr(function, "__name__", "the function")
     n, axes = batch_devices(mesh), batch_axes(mesh)
     for axis in cut:
@@ -78,7 +78,7 @@ def per_device(
 
 
 def _spec(rank: int, axes: tuple[str, ...], cut: Mapping[str, int]) -> PartitionSpec:
-    """Rows over the axes of the batch, further dimensions as ``cut`` has them."""
+    """Returns a spec: rows over the axes of the batch, further dimensions according to ``cut``."""
     dimensions: list[Any] = [axes] + [None] * (rank - 1)
     for axis, at in cut.items():
         if at < rank:
@@ -87,6 +87,6 @@ def _spec(rank: int, axes: tuple[str, ...], cut: Mapping[str, int]) -> Partition
 
 
 def _traced_for(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-    """Kernels that ask the default device for its kind are told that of an absent device."""
+    """Sets an absent device as default, because kernels ask the default device for its kind."""
     there = are_there(mesh)
     return contextlib.nullcontext() if there else jax.default_device(mesh.devices.flat[0])

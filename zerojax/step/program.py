@@ -1,4 +1,4 @@
-"""What a step is compiled from, and what the decorated call needs of the compiled step."""
+"""The settings that a step is compiled from, and the protocol of a compiled step."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ from zerojax.xla.lowered import LoweredProgram
 
 
 class StepSetting:
-    """One step for one kind of state, before the step is compiled.
+    """The settings of one step for one kind of state, before the step is compiled.
 
     Args:
       function: The user's step, in the order of :class:`zerojax.step.call.Call`.
-      states: What the config makes of a state.
-      opened: A state of that kind, of which no array is kept.
+      states: Turns a user's states into sharded states.
+      opened: A state of that kind; its arrays are not kept.
       explicit: Axes and specs of the batch, for a step under explicit mesh axes; else None.
-      donate: Reuse the memory of the state that the step is given.
-      signals: Makes what the host looks at after a step, of the optimizer state and the results.
+      donate: Whether to reuse the memory of the state that is passed to the step.
+      signals: A function from the optimizer state and the results to the values that the host reads
+        after a step.
 
     Attributes:
       plan: PartitionSpec and bytes of every leaf of the state.
-      layout: Where the batch goes.
-      body: The user's step on a state taken apart.
-      inserter: Makes parameters whole where the body uses them.
+      layout: The placement of the batch.
+      body: The user's step on the parts of a state.
+      inserter: Gathers parameters where the body uses them.
       divide: Divides further arguments into arrays and the rest.
       tx, split, close, write_back, any_pytree, knows_parameters: See :class:`OpenedState`.
       structure: ``jax.tree.structure`` of each of a state's parts.
@@ -82,8 +83,8 @@ class StepSetting:
 
 
 class StepResult(NamedTuple):
-    """What a step makes: the state after the step, taken apart, and what else the user's step
-    returns; ``signals`` as :class:`StepSetting` makes them."""
+    """The results of a step: the parts of the state after the step, the other results of the user's
+    step, and the ``signals`` of :class:`StepSetting`."""
 
     parts: Parts
     out: Any
@@ -108,25 +109,25 @@ class StepProgram(Protocol):
     """A compiled step: resident, in one program, or offloaded, in several.
 
     Attributes:
-      setting: What the step was compiled from.
-      fits: The step is known to fit the devices' memory.
+      setting: The settings that the step was compiled from.
+      fits: Whether the step is known to fit the devices' memory.
     """
 
     setting: StepSetting
     fits: bool
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
-        """Runs the step on a state and a batch that lie as planned."""
+        """Runs the step on a state and a batch that are placed as planned."""
 
     def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:
-        """The program that runs the user's step, traced for abstract or concrete arguments."""
+        """Traces the program that runs the user's step, for abstract or concrete arguments."""
 
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
-        """All programs of the step, each once, for abstract or concrete arguments."""
+        """Lowers all programs of the step, each once, for abstract or concrete arguments."""
 
 
 def _check_batch_axis(config: ZeroConfig, accumulation: int, batch_axis: int) -> None:
-    """Refuses rows behind another dimension where the step runs micro-batch by micro-batch."""
+    """Refuses rows in a later dimension if the step runs micro-batch by micro-batch."""
     key = "gradient_accumulation_steps" if accumulation > 1 else key_of(config)
     if batch_axis and key:
         value, remedy = (f" = {accumulation}", "set it to 1") if accumulation > 1 else ("", "")
@@ -139,7 +140,7 @@ def _check_batch_axis(config: ZeroConfig, accumulation: int, batch_axis: int) ->
 
 
 def _once(config: ZeroConfig, accumulation: int) -> str:
-    """Why a step may update only once, with the remedy; empty where it may more often."""
+    """Returns why a step may update only once, with the remedy; empty if it may more often."""
     if offloads(config):
         return "streamed to where the optimizer state lies: update once, or train without offload"
     if key := key_of(config):

@@ -1,4 +1,4 @@
-"""A warning of products by groups of rows that XLA runs whole on every device."""
+"""A warning of ragged products that XLA runs on all rows on every device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from zerojax.xla import jaxprs
 
 
 def warn_of_ragged_products(name: str, jaxpr: Any, devices: int) -> None:
-    """Warns of the ``jax.lax.ragged_dot`` of a step whose groups are of the global batch.
+    """Warns of each ``jax.lax.ragged_dot`` of a step whose groups extend over the global batch.
 
-    Where a group begins depends on the rows of all devices, so XLA's partitioner gathers the rows
-    and each device multiplies them all. Under ``zero.per_device`` the groups are of one device.
+    The beginning of a group depends on the rows of all devices, so XLA's partitioner gathers the
+    rows, and each device multiplies all of them. Under ``zero.per_device`` the groups have the rows
+    of one device only.
 
     Args:
-      name: The step's.
-      jaxpr: The step's, open.
-      devices: How many share the batch.
+      name: The step's name.
+      jaxpr: The step's jaxpr, open.
+      devices: The number of devices that share the batch.
     """
     places = {
         line(jaxprs.source(eqn).traceback): None
@@ -41,12 +42,12 @@ def warn_of_ragged_products(name: str, jaxpr: Any, devices: int) -> None:
 
 
 def _of_all_rows(eqn: Any) -> bool:
-    """Whether what is inside an equation sees the rows of all devices: not in a ``shard_map``."""
+    """Returns whether an equation's regions see the rows of all devices: not in a ``shard_map``."""
     return eqn.primitive.name != "shard_map"
 
 
 def _batches(product: Any) -> Any:
-    """The dimensions of batches of a product: rows that are sorted each by itself stay on their
-    device."""
+    """Returns the batch dimensions of a product. With them, each batch entry is sorted separately,
+    and its rows stay on their device."""
     numbers = jaxprs.param(product, "ragged_dot_dimension_numbers").dot_dimension_numbers
     return numbers[1][0]

@@ -1,4 +1,4 @@
-"""A step whose state lies on the devices: one program."""
+"""A step whose state is stored on the devices: one program."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ResidentStep:
         return result._replace(parts=plan.shown(result.parts))
 
     def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:
-        """The one program, traced."""
+        """Traces the one program."""
         paths = [leaf.path for leaf in self.setting.plan.all_leaves()]
         return TracedProgram(self._traced(parts, batch, args, kwargs).jaxpr, paths, paths)
 
@@ -99,7 +99,7 @@ class ResidentStep:
         return self._jitted.trace(parts, batch, *setting.divide(args, kwargs))
 
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
-        """The one program."""
+        """Lowers the one program."""
         setting = self.setting
         reaches = reaches_host(setting.config)
         with seldom_collected():

@@ -1,9 +1,9 @@
-"""Rows cut along their tokens: sequence parallelism as DeepSpeed-Ulysses has it.
+"""Rows sharded along their tokens: sequence parallelism as in DeepSpeed-Ulysses.
 
-On a mesh with the axis "seq" the devices along that axis share the tokens of a row. What a model
-makes of a position stays on the position's device. Attention needs all positions, and treats each
-head alone: so queries, keys and values change places, from a part of the tokens with all heads to
-all tokens with a part of the heads, and the results go back, an all-to-all each.
+On a mesh with the axis "seq" the devices along that axis share the tokens of a row. The values that
+a model computes for a position stay on the position's device. Attention needs all positions, but
+treats each head independently: an all-to-all each moves queries, keys and values from some tokens
+of all heads to all tokens of some heads, and another moves the results back.
 
 Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv:2309.14509).
 """
@@ -43,16 +43,16 @@ class SequenceAxis(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Mesh) -> SequenceAxis | None:
-        """None where a row lies whole on a device."""
+        """Returns the axis; None if each device has all tokens of its rows."""
         return cls(mesh) if sequence_size(mesh) > 1 else None
 
     @property
     def size(self) -> int:
-        """The devices that share the tokens of a row."""
+        """The number of devices that share the tokens of a row."""
         return sequence_size(self.mesh)
 
     def tokens(self, x: jax.Array) -> jax.Array:
-        """An array [B, T, ...] with each device's tokens on itself.
+        """Shards an array [B, T, ...] along its tokens.
 
         Raises:
           ValueError: T does not divide among the devices.
@@ -61,7 +61,7 @@ class SequenceAxis(NamedTuple):
         return self._constrained(x, self._rows(x), SEQUENCE, *[_FREE] * (x.ndim - 2))
 
     def positions(self, x: jax.Array) -> jax.Array:
-        """An array [T, ...] that all rows share, likewise.
+        """Shards an array [T, ...] that all rows share along its tokens.
 
         Raises:
           ValueError: T does not divide among the devices.
@@ -72,13 +72,14 @@ class SequenceAxis(NamedTuple):
     def attention(
         self, function: Callable[..., jax.Array], *, cut: Mapping[str, int] | None = None
     ) -> Callable[..., jax.Array]:
-        """``function`` of q [B, T, H, d], k and v [B, T, G, d], each device with its heads of all
-        tokens. Heads of keys and values that are fewer than the devices are repeated.
+        """Returns ``function`` of q [B, T, H, d], k and v [B, T, G, d] such that each device runs
+        it on some heads with all tokens. Heads of keys and values that do not divide among the
+        devices are repeated.
 
         Args:
-          function: What a head makes must not depend on other heads but those of its group: head h
-            of q reads number h // (H / G) of k and v.
-          cut: Other axes of the mesh that cut heads already: ``{"model": 2}``, as for
+          function: An attention. The result of a head must depend only on the heads of its group:
+            head h of q reads head h // (H / G) of k and v.
+          cut: Other mesh axes that already shard the heads: ``{"model": 2}``, as for
             :meth:`zerojax.Zero.per_device`.
 
         Raises:
@@ -113,7 +114,7 @@ class SequenceAxis(NamedTuple):
         return across
 
     def _rows(self, x: jax.Array) -> Any:
-        """The axes of the rows, where the rows divide among them."""
+        """Returns the axes of the rows if the rows divide among them; else leaves them to XLA."""
         return batch_axes(self.mesh) if x.shape[0] % batch_devices(self.mesh) == 0 else _FREE
 
     def _constrained(self, x: jax.Array, *entries: Any) -> jax.Array:
@@ -131,12 +132,12 @@ class SequenceAxis(NamedTuple):
 
 
 def tokens_entry(shape: Sequence[int], size: int) -> tuple[str, ...]:
-    """The entry of a spec that cuts the tokens of a batch's array: ("seq",), or () where the array
-    has none.
+    """Returns the spec entry that shards the tokens of a batch's array: ("seq",), or () if the
+    array has no tokens.
 
     Args:
-      shape: Of the array, [rows, tokens, ...].
-      size: The devices along "seq".
+      shape: Shape of the array, [rows, tokens, ...].
+      size: Number of devices along "seq".
     """
     return (SEQUENCE,) if size > 1 and len(shape) > 1 and shape[1] > 1 else ()
 
@@ -146,11 +147,11 @@ def check_tokens(what: str, tokens: int, size: int) -> None:
 
     Args:
       what: The array, for a message.
-      tokens: Of a row.
-      size: The devices along "seq".
+      tokens: Number of tokens of a row.
+      size: Number of devices along "seq".
 
     Raises:
-      ValueError: With the axis and what to do.
+      ValueError: The tokens do not divide; the message has the axis and a remedy.
     """
     if tokens % size:
         fits = nearest_multiples(tokens, size)

@@ -1,4 +1,4 @@
-"""The decorated call: what happens in a step, from top to bottom."""
+"""The decorated call: the course of a step, from its arguments to its results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from zerojax.xla.lowered import LoweredProgram
 
 
 class LastStep(NamedTuple):
-    """The last step: what it left, how it was called, and the program that ran."""
+    """The record of the last step: its state, the form of its call, and its program."""
 
     left: LastObjects | LastArrays
     form: Form
@@ -46,19 +46,20 @@ class LastStep(NamedTuple):
 
 
 class Step(Decorated[P, R]):
-    """A decorated step, made by ``@zero``; called as the function that it decorates.
+    """A decorated step, created by ``@zero`` and called like the function that it decorates.
 
     Args:
-      arguments: The arguments of the function, whose results have the new state among them: a
-        flax ``TrainState`` or other pytrees; or ``(model, optimizer, batch, ...) -> anything`` with
-        NNX objects in any order, updated in place.
-      states: What the config makes of a state.
-      donate: Reuse the memory of the state that is passed in.
-      guard: Looks whether a step fits, before it runs for the first time; None leaves that out.
+      arguments: The arguments of the function, which returns the new state among its results (a
+        flax ``TrainState`` or other pytrees), or is ``(model, optimizer, batch, ...) -> anything``
+        with NNX objects in any order, updated in place.
+      states: Turns a user's states into sharded states.
+      donate: Whether to reuse the memory of the state that is passed in.
+      guard: Checks that a step fits the devices' memory, before its first run; None skips the
+        check.
 
     Attributes:
-      zero_state: zerojax's own numbers after the last step, without the optimizer's state, for
-        :func:`zerojax.telemetry`; None before the first one.
+      zero_state: zerojax's counters and telemetry after the last step, without the optimizer's
+        state, for :func:`zerojax.telemetry`; None before the first step.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Step(Decorated[P, R]):
         return put_back(out, objects)  # type: ignore[no-any-return]
 
     def _run(self, call: Call, explicit: Explicit | None) -> tuple[tuple[Any, ...], Any]:
-        """The state's objects after the step, and the results, without those objects."""
+        """Returns the state's objects after the step, and the results without these objects."""
         program, parts, recognized = self._begin(call, explicit)
         layout, watch = program.setting.layout, self._after_step
         _check_concrete(self._arguments.name, parts.step)
@@ -129,12 +130,12 @@ class Step(Decorated[P, R]):
     def _begin(
         self, call: Call, explicit: Explicit | None
     ) -> tuple[StepProgram, Parts, Recognized | None]:
-        """The program for a call, and the state where the program takes it; at once where the last
-        step left it."""
+        """Returns the program for a call, and the state, placed for the program. Skips all checks
+        if the state is the one that the last step left."""
         cached, last = from_cached_partial(), self._last
         if last is not None and (last.form, last.explicit) == (call.form, explicit):
             recognized = last.left.recognize(call.objects)
-            if recognized is not None:  # nothing else to check
+            if recognized is not None:  # nothing left to check
                 return last.program, recognized.parts, recognized
         _check_concrete(self._arguments.name, call.objects)
         opened = self._states.open(call.objects)
@@ -151,8 +152,8 @@ class Step(Decorated[P, R]):
     def _finish(
         self, call: Call, program: StepProgram, recognized: Recognized | None, result: StepResult
     ) -> tuple[tuple[Any, ...], LastObjects | LastArrays | None]:
-        """The state's objects after the step, those of NNX brought up to date; and what the next
-        step may recognize, None where that is known."""
+        """Returns the state's objects after the step, NNX objects updated in place; and the record
+        by which the next step recognizes them, None if there is no new record."""
         setting, parts = program.setting, result.parts
         if setting.write_back is None:
             objects = setting.close(parts, setting.tx)
@@ -190,7 +191,7 @@ class Step(Decorated[P, R]):
     ) -> None:
         like = _shapes(program, call, batch)
         batch_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(batch))
-        jax.block_until_ready(parts)  # what made them has let go of its memory
+        jax.block_until_ready(parts)  # the program that computed them has freed its memory
         guard.check(
             lambda: program.lowered(parts, like, call.args, call.kwargs),
             program.setting.plan,
@@ -206,31 +207,32 @@ class Step(Decorated[P, R]):
         return type(self)(arguments, self._states, self._donate, self._guard)
 
     def close(self) -> None:
-        """Writes the logs that are left, as the end of the program does, and looks whether the
-        last steps were finite. Steps may follow."""
+        """Writes the remaining logs, as the end of the program does, and checks whether the last
+        steps were finite. Steps may follow."""
         self._after_step.close()
 
     def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
-        """Every program of the step, lowered; :meth:`lower` gives the first.
+        """Lowers every program of the step; :meth:`lower` returns the first.
 
-        A step is one program, called "step", unless something is offloaded. Then "gradients" runs
-        the body, and each of the others takes sub-groups of the state through the device.
+        A step is one program, named "step", unless something is offloaded. Under offload,
+        "gradients" runs the body, and each of the others streams sub-groups of the state through
+        the device.
         """
         with self._checked(args, kwargs, self._program) as (program, parts, call):
             yield from program.lowered(parts, call.batch, call.args, call.kwargs)
 
     def collectives(self, *args: Any, **kwargs: Any) -> CollectivesTable:
-        """The collectives that zerojax decides on for a step, without a compile.
+        """Returns the collectives that zerojax requests for a step, without compiling the step.
 
         Args:
           *args, **kwargs: The step's arguments, abstract or concrete, as for :meth:`lower`.
 
         Returns:
           A row for each all-gather, reduce-scatter, all-reduce and all-to-all: the array, its shape
-          and dtype, bytes that a device sends, times a step, where, why, and the line of your
-          program that causes it. ``str()`` of it is a table. Sums over the rows of the batch
-          that the step asks for itself (the loss, metrics, batch statistics) are not listed; nor
-          is the update of a state that is offloaded.
+          and dtype, the bytes that a device sends, the runs per step, the place, the reason, and
+          the line of your program that causes the collective. ``str()`` gives a text table. Sums
+          over the rows of the batch that the step itself computes (the loss, metrics, batch
+          statistics) are not listed; nor is the update of an offloaded state.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax, zerojax
@@ -256,7 +258,7 @@ class Step(Decorated[P, R]):
         return collectives_of(self._arguments.name, traced, inserter.ledger)
 
     def _fresh(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
-        """A program that no call shares, as its ledger is read."""
+        """Creates a program that no call shares, because its ledger is read."""
         return self._make(opened, call, explicit, self._arguments.rearranged(call.form))
 
     @contextlib.contextmanager
@@ -266,8 +268,8 @@ class Step(Decorated[P, R]):
         kwargs: dict[str, Any],
         make: Callable[[OpenedState, Call, Explicit | None], StepProgram],
     ) -> Iterator[tuple[StepProgram, Parts, Call]]:
-        """The program for these arguments, which it takes, abstract or concrete; the state's parts;
-        and the arguments in order."""
+        """Yields the program for these arguments, abstract or concrete; the state's parts; and the
+        sorted arguments."""
         call = self._arguments.sort(args, kwargs)
         with automatic_context(self._states.mesh) as names:
             explicit = Explicit.of(names, call.batch)
@@ -279,7 +281,7 @@ class Step(Decorated[P, R]):
 
 
 def _check_there(arrays: Iterable[Any]) -> None:
-    """Refuses arrays whose memory a step has taken over."""
+    """Refuses arrays whose memory an earlier step has taken over."""
     if any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted")):
         raise ValueError(
             "this state, or a part of it, was passed to an earlier step, which took over its "
@@ -289,8 +291,8 @@ def _check_there(arrays: Iterable[Any]) -> None:
 
 
 def _apart(parts: Parts, given: Any) -> Any:
-    """Further arguments, copied where they are arrays of the state, whose memory the step takes
-    over."""
+    """Copies the further arguments that are arrays of the state, because the step takes over the
+    state's memory."""
     if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(given)):
         return given
     held = {id(x) for x in jax.tree.leaves(parts)}
@@ -298,7 +300,7 @@ def _apart(parts: Parts, given: Any) -> Any:
 
 
 def _shapes(program: StepProgram, call: Call, batch: Any) -> Any:
-    """Shapes of a call's batch, of all processes, with the dtypes that it has on the devices."""
+    """Returns the global shapes of a call's batch, with its dtypes on the devices."""
     shape = program.setting.layout.leaves.shape
     return jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(shape(x), y.dtype), call.batch, batch)
 

@@ -1,9 +1,9 @@
 """The optimizer that the user's step sees.
 
 The ``opt_state`` of the state in the user's step is a :class:`View`, and its ``tx`` takes and
-returns views. What happens in ``apply_gradients`` thus travels through the user's code as plain
-values, whatever that code does with the state. A state that is any pytree has no ``tx``: there a
-:class:`WrappedView` stands for the state of the wrapped optimizer that the step closes over.
+returns views. The effects of ``apply_gradients`` thus pass through the user's code as plain
+values, whatever that code does with the state. A state that is any pytree has no ``tx``: in its
+place, a :class:`WrappedView` replaces the state of the wrapped optimizer that the step closes over.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from zerojax.trace.marks import GRADIENT, UNUSED, mark
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The ``opt_state`` that the user's step carries: read and written as optax's own state, it
-    holds what belongs to it beside.
+    """The ``opt_state`` in the user's step: it is read and written like optax's own state, and
+    carries zerojax's values too.
 
     Attributes:
       opt: The wrapped optimizer's state.
-      masters: The full-precision parameters, where the step computes with a copy; else None.
-      compute: The compute parameters after the last update; None where the step makes them, by
+      masters: The full-precision parameters, if the step computes with a copy; else None.
+      compute: The compute parameters after the last update; None if the step computes them, by
         adding the update.
-      grads: The gradient that the optimizer was given, where the update comes after the step;
-        else None.
-      updates: Zeros that stand for the update there; else None.
+      grads: The gradient that the optimizer received, if the update comes after the step; else
+        None.
+      updates: Zeros in place of the update, if the update comes after the step; else None.
     """
 
     opt: Any
@@ -46,11 +46,11 @@ class View:
 
     @property
     def inner(self) -> Any:
-        """The optimizer's state as optax has it."""
+        """The optimizer's state in optax's form."""
         return self.opt.inner
 
     def around(self, inner: Any) -> View:
-        """This view with another state of optax."""
+        """Returns this view with another optax state."""
         return dataclasses.replace(self, opt=self.opt.with_inner(inner))
 
     def __getattr__(self, name: str) -> Any:
@@ -74,18 +74,18 @@ class View:
         return self.around(self.inner._replace(**fields))
 
     def _shown(self) -> Any:
-        """The state that this view is read and written as."""
+        """Returns the state behind all reads and writes of this view."""
         return self.opt.inner
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WrappedView(View, CarriedState):
-    """The state of a wrapped optimizer in a state that is any pytree: read and written as the
-    ``ZeroOptState`` that it is.
+    """The state of a wrapped optimizer in a state that is any pytree: read and written like a
+    ``ZeroOptState``.
 
     Attributes:
-      update: ``(tx, grads, view, params, **extra) -> (updates, view)``, the update of a view where
+      update: ``(tx, grads, view, params, **extra) -> (updates, view)``, the update of a view when
         the step calls ``tx``.
     """
 
@@ -93,11 +93,11 @@ class WrappedView(View, CarriedState):
 
     @classmethod
     def of(cls, view: View, update: Callable[..., Any]) -> WrappedView:
-        """A view with another way of updating."""
+        """Returns a view with this update function."""
         return cls(**vars(view) | {"update": update})
 
     def view(self) -> View:
-        """Without the update."""
+        """Returns the view without the update function."""
         return View(**{f.name: getattr(self, f.name) for f in dataclasses.fields(View)})
 
     def updated(
@@ -122,7 +122,7 @@ Advance = Callable[..., tuple[Any, View]]
 
 
 def advancing(tx: ZeroTransformation, one_pass: Callable[..., Any] | None) -> Advance:
-    """The update of a view: ``(grads, view, params, **extra) -> (updates, view)``.
+    """Returns the update of a view: ``(grads, view, params, **extra) -> (updates, view)``.
 
     Args:
       tx: The wrapped transformation.
@@ -153,17 +153,17 @@ def advancing(tx: ZeroTransformation, one_pass: Callable[..., Any] | None) -> Ad
 
 
 def added(param: jax.Array, update: jax.Array) -> jax.Array:
-    """A parameter and its update, added up in the update's dtype."""
+    """Adds an update to a parameter in the update's dtype, and casts the sum back."""
     return (param.astype(update.dtype) + update).astype(param.dtype)
 
 
 def updating(
     init: Callable[[Any], View], advance: Advance, to_shards: Constrain
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that updates at once.
+    """Returns an optimizer that updates immediately.
 
     Args:
-      init: Makes a new state of the optimizer.
+      init: Creates a new state of the optimizer.
       advance: The update, see :func:`advancing`.
       to_shards: Constrains a gradient tree to its shards.
     """
@@ -183,7 +183,7 @@ def updating(
 
 
 def beginning(tx: Any, view: View) -> Any:
-    """``tx``, an optimizer of views, whose ``init`` makes a view as the step was given."""
+    """Returns ``tx``, an optimizer of views, with an ``init`` that creates a view like ``view``."""
 
     def init(params: Any) -> View:
         return view.around(tx.init(params).inner)
@@ -192,13 +192,13 @@ def beginning(tx: Any, view: View) -> Any:
 
 
 def collecting(to_shards: Constrain, uses: Sequence[bool]) -> Any:
-    """An optimizer that only keeps the gradient, in ``View.grads``, in the dtype that it finds
-    there. It returns ``View.updates``.
+    """Returns an optimizer that only stores the gradient in ``View.grads``, in the dtype of the
+    value stored there before, and returns ``View.updates``.
 
     Args:
       to_shards: Constrains a gradient tree to its shards.
-      uses: Whether the update is made of a parameter's gradient, one a parameter. Zeros stand for
-        the others.
+      uses: Whether the update uses a parameter's gradient, one per parameter. Zeros replace the
+        unused gradients.
     """
 
     def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
@@ -229,19 +229,19 @@ def as_gradients(tree: Any) -> Any:
 
 
 def params_after(view: View, returned: Any, given: Any, before: Any, done: jax.Array | None) -> Any:
-    """The parameters to keep.
+    """Returns the parameters to keep.
 
-    Where the step returned what ``apply_gradients`` made, these are the masters, and where it
-    returned what it was given, the masters of before. Where the step changed a parameter otherwise
-    (clipped a weight, say), they are the step's own value, and the one of before if the step was
-    skipped; the update itself holds the masters then.
+    Where the step returned the result of ``apply_gradients``, these are the new masters, and where
+    it returned its input, the masters before the step. Where the step changed a parameter in
+    another way (clipped a weight, say), the result is the step's own value, or the old value if the
+    step was skipped. The update itself keeps the masters of a skipped step.
 
     Args:
       view: The view after the update.
       returned: Parameters that the step returned.
-      given: Parameters that the step was given.
-      before: Masters that the step began with.
-      done: bool [], False for a skipped step; None where no step is skipped.
+      given: Parameters that were passed to the step.
+      before: Masters before the step.
+      done: bool [], False for a skipped step; None if no step is ever skipped.
     """
 
     def held(x: jax.Array, old: jax.Array) -> jax.Array:
@@ -261,12 +261,12 @@ def params_after(view: View, returned: Any, given: Any, before: Any, done: jax.A
 
 
 def cast(tree: Any, dtype: Any) -> Any:
-    """A tree whose floating leaves have another dtype."""
+    """Casts the floating leaves of a tree to a dtype."""
     return jax.tree.map(
         lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
     )
 
 
 def constrainer(shardings: Any) -> Constrain:
-    """A function that constrains a tree to ``shardings``, a tree of the same form."""
+    """Returns a function that constrains a tree to ``shardings``, a tree of the same structure."""
     return lambda tree: jax.tree.map(lax.with_sharding_constraint, tree, shardings)

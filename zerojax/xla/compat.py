@@ -36,26 +36,26 @@ warn_if_untested(jax.__version__)
 
 
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
-"""For ``jax.jit``: the equations of the function are copied to where it is called."""
+"""Option of ``jax.jit`` that copies the equations of the function to its call site."""
 
 ALL_REDUCE_KERNELS_FAIL = 64 if jax.version.__version_info__ >= (0, 12) else math.inf
-"""The smallest number of GPUs for which XLA's all-reduce kernels end the process that compiles."""
+"""The smallest number of GPUs for which XLA's all-reduce kernels end the compiling process."""
 
 
 def computed_on_host(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays in host memory, computed there; its results stay there."""
-    # jax 0.11 gave the older name, a context manager until then, to this function.
+    """Returns ``fun`` of arrays in host memory, computed on the host; its results stay there."""
+    # In jax 0.11 the older name, a context manager until then, became this function.
     make: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
     host = jax.memory.Space.Host
     return make(fun, compute_type="device_host", out_memory_spaces=host)
 
 
 class LoweredFor(jax.stages.Lowered):
-    """A lowered program, and the devices that it is to be compiled for.
+    """A lowered program, and the devices for which it is compiled.
 
-    A program with arrays in host memory is traced for an abstract mesh where its devices are not
-    there, as jax forgets the memory kinds of such devices. The compiler of those devices can only
-    be named through what jax keeps to itself.
+    A program with arrays in host memory is traced for an abstract mesh if its devices are absent,
+    because jax forgets the memory kinds of absent devices. Only private attributes of jax can
+    select the compiler of these devices.
     """
 
     def __init__(self, lowered: jax.stages.Lowered, devices: Sequence[jax.Device]) -> None:
@@ -69,7 +69,7 @@ class LoweredFor(jax.stages.Lowered):
 
 
 def lower_for(traced: Any, mesh: Mesh) -> jax.stages.Lowered:
-    """Lowers a traced program for the devices of a mesh, which need not be there."""
+    """Lowers a traced program for the devices of a mesh, which may be absent."""
     devices = list(mesh.devices.flat)
     if devices[0].addressable_memories():
         return traced.lower()
@@ -78,17 +78,17 @@ def lower_for(traced: Any, mesh: Mesh) -> jax.stages.Lowered:
 
 
 def compiler_options(lowered: jax.stages.Lowered) -> dict[str, Any]:
-    """The options of XLA that a program will be compiled with, of which its text has none."""
+    """Returns the XLA options of a lowered program, which its text does not show."""
     lowering: Any = lowered._lowering
     return dict(lowering._compiler_options_kvs)
 
 
 class JitOptions(NamedTuple):
-    """What ``jax.jit`` was told beside the function.
+    """The arguments of ``jax.jit`` other than the function.
 
     Attributes:
-      static, donated: positions and names, as far as the function's signature tells both.
-      given: options that say where or how it is compiled, by name.
+      static, donated: positions and names, as far as the function's signature shows both.
+      given: names of the options passed that decide where or how the function is compiled.
     """
 
     static: tuple[int | str, ...]
@@ -97,10 +97,10 @@ class JitOptions(NamedTuple):
 
 
 def jit_options(jitted: Any) -> JitOptions:
-    """The options of a function that ``jax.jit`` made, which jax keeps to itself.
+    """Returns the options of a function that ``jax.jit`` returned, which jax does not export.
 
     Raises:
-      AttributeError: this version of jax keeps them elsewhere.
+      AttributeError: this version of jax stores the options elsewhere.
     """
     info = jitted._jit_info
 
@@ -122,13 +122,13 @@ def jit_options(jitted: Any) -> JitOptions:
 
 
 def take_for_array(kind: type, whole: Callable[[Any], jax.Array]) -> None:
-    """Has jax take instances of a class for arrays, as arguments of ``jit`` and of every operation.
+    """Registers a class whose instances jax accepts as arrays, in ``jit`` and every operation.
 
-    JAX has a protocol for that, ``__jax_array__``, but not for arguments of ``jit``.
+    JAX's protocol for this purpose, ``__jax_array__``, does not cover arguments of ``jit``.
 
     Args:
       kind: The class, whose instances have ``shape``, ``dtype`` and ``sharding``.
-      whole: The array that an instance stands for, sharded as its ``sharding``.
+      whole: Function from an instance to the array that it stands for, sharded by ``sharding``.
     """
     core.pytype_aval_mappings[kind] = lambda x: core.ShapedArray(x.shape, x.dtype)
     dtypes.register_canonicalize_value_handler(kind, whole)
@@ -141,9 +141,9 @@ def take_for_array(kind: type, whole: Callable[[Any], jax.Array]) -> None:
 
 
 def coordination() -> Any:
-    """The client of the service through which ``jax.distributed`` coordinates the processes.
+    """Returns the client of the service through which ``jax.distributed`` coordinates processes.
 
-    JAX offers its keys and values to multi-host utilities of its own alone.
+    JAX exports the service's keys and values only through its own multi-host utilities.
 
     Raises:
       RuntimeError: ``jax.distributed`` is not initialized.
@@ -155,16 +155,16 @@ def coordination() -> Any:
 
 
 def backends_are_initialized() -> bool:
-    """Whether JAX has looked for devices, after which processes cannot be joined any more.
+    """Returns whether JAX has looked for devices, after which processes cannot be joined any more.
 
-    Every public question for devices looks for them.
+    Every public function that answers this question would itself look for devices.
     """
     return xla_bridge.backends_are_initialized()
 
 
 def frames(thread: int | None = None) -> Iterator[FrameType]:
-    """The frames of all threads, or of one, the innermost first; Python has no other name for
-    them."""
+    """Yields the frames of all threads, or of one, the innermost first; Python has no public name
+    for them."""
     for number, innermost in sys._current_frames().items():
         frame: FrameType | None = innermost if thread in (None, number) else None
         while frame is not None:
@@ -173,9 +173,9 @@ def frames(thread: int | None = None) -> Iterator[FrameType]:
 
 
 def before_the_end(act: Callable[[], None]) -> None:
-    """Calls a function when the program has ended, and executors still take work.
+    """Registers a function to call at the end of the program, while executors still accept work.
 
-    They refuse it before the functions of ``atexit`` are called.
+    Executors already refuse work when the functions of ``atexit`` are called.
     """
     threading._register_atexit(act)  # type: ignore[attr-defined]
 
@@ -184,21 +184,21 @@ _COMPILES = {module.__file__ for module in (partial_eval, mlir, compiler)}
 
 
 def compiles(frame: FrameType) -> bool:
-    """Whether a frame is one of tracing, lowering or compiling, which jax announces to nobody."""
+    """Returns whether a frame traces, lowers or compiles, which jax does not announce publicly."""
     return frame.f_code.co_filename in _COMPILES
 
 
 def process_number() -> int:
-    """The number of this process; 0 unless ``jax.distributed`` is initialized.
+    """Returns the number of this process; 0 unless ``jax.distributed`` is initialized.
 
-    ``jax.process_index()`` says the same, but starts the backends.
+    ``jax.process_index()`` returns the same number, but starts the backends.
     """
     return int(distributed.global_state.process_id)
 
 
 def entries_by_device(x: Any) -> int:
-    """The devices of which each has one entry of an array's leading dimension, as ``jax.pmap`` and
-    ``jax.device_put_replicated`` place arrays; 0 for an array placed otherwise."""
+    """Returns the number of devices if each has one entry of an array's leading dimension, as
+    ``jax.pmap`` and ``jax.device_put_replicated`` place arrays; 0 for an array placed otherwise."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return 0

@@ -11,11 +11,11 @@ _CONTAINERS = 100_000
 
 @contextlib.contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Looks for garbage once in 100,000 new containers, not in each 700 as Python's default is.
+    """Collects garbage once per 100,000 new containers, not once per 700 as Python's default does.
 
-    A trace makes millions of containers and keeps most of them. Looking through them again and
-    again takes a quarter of the time to trace a large step, and what 100,000 hold is little. A
-    collector that the program has turned off, or made rarer still, stays so.
+    A trace creates millions of containers and keeps most of them. Scanning them repeatedly takes a
+    quarter of the time to trace a large step, and 100,000 containers hold little memory. A
+    collector that the program has turned off, or set to run even less often, is left unchanged.
     """
     youngest, *older = gc.get_threshold()
     if not 0 < youngest < _CONTAINERS:

@@ -3,8 +3,8 @@
 Rematerialized blocks under ``jax_remat3``, functions with derivatives of their own under
 ``jax_custom_vjp3`` and ``jax_custom_jvp3``, and primitives that users derive from
 ``jax.experimental.hijax`` hold a Python object in place of a jaxpr, which no rule can read.
-``jax.jit`` replaces each by what ``Primitive.to_lojax`` computes; JAX exports no way to do so
-before that.
+``jax.jit`` replaces each with the computation of ``Primitive.to_lojax``; JAX exports no way to do
+so earlier.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from zerojax.xla import jaxprs
 
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """The closed jaxpr of ``function(*args)``, and the shapes that the function returns.
+    """Returns the closed jaxpr of ``function(*args)``, and the shapes that the function returns.
 
-    In the jaxpr, hijax is replaced by calls of what it runs, at any depth. Custom derivatives are
-    lost: the jaxpr must not be differentiated.
+    In the jaxpr, hijax is replaced by calls of the jaxprs that it runs, at any depth. Custom
+    derivatives are lost: the jaxpr must not be differentiated.
 
     Raises:
       NotImplementedError: An operand or a result is not an array.
@@ -40,7 +40,7 @@ class _Opener:
         self._opened: dict[int, tuple[Any, Any]] = {}  # by identity; holds both, as ids are reused
 
     def __call__(self, jaxpr: Any) -> Any:
-        """The jaxpr, open or closed, without hijax; the jaxpr itself if it has none."""
+        """Returns the jaxpr, open or closed, without hijax; the jaxpr itself if it has none."""
         if not jaxpr.is_high:
             return jaxpr
         if id(jaxpr) not in self._opened:

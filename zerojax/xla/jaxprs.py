@@ -1,8 +1,8 @@
-"""Reading jaxprs, and running them equation by equation.
+"""Functions that read jaxprs, and run them equation by equation.
 
-``jax.extend.core`` exports jaxprs and their equations, but promises nothing of what stands in
-them: the names of an equation's parameters, its context, the line of source that it comes from.
-All of that is read here, and ``tests/xla/test_jaxprs.py`` checks it on every tested version of jax.
+``jax.extend.core`` exports jaxprs and their equations, but guarantees nothing about their contents:
+the names of an equation's parameters, its context, the line of source that it comes from. Only this
+module reads them, and ``tests/xla/test_jaxprs.py`` checks it on every tested version of jax.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REQUIRED = object()
 
 
 def param(eqn: Any, name: str, default: Any = _REQUIRED) -> Any:
-    """A parameter of an equation; ``default``, if given, where its primitive has none.
+    """Returns a parameter of an equation; ``default``, if given, if its primitive has none.
 
     The rules of this package know primitives by their parameters, whose names jax may change.
 
@@ -52,39 +52,40 @@ def param(eqn: Any, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A jaxpr and its constants: 0.10 knows closed and open ones, 0.11 and newer one class."""
+    """Returns the open jaxpr and the constants of a jaxpr. jax 0.10 has separate classes for open
+    and closed jaxprs, 0.11 and newer have one class."""
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    """Returns whether a parameter of an equation is a jaxpr, open or closed."""
     return isinstance(value, _JAXPRS)
 
 
 def with_body(jaxpr: Any, body: Any) -> Any:
-    """A jaxpr, open or closed, with another open one in its place and the same constants."""
+    """Replaces the open jaxpr of a jaxpr, open or closed, and keeps the constants."""
     return jaxpr.replace(jaxpr=body) if open_jaxpr(jaxpr)[0] is not jaxpr else body
 
 
 def shaped_like(jaxpr: Any, closed: Any) -> Any:
-    """A closed jaxpr, open where ``jaxpr`` is: 0.10 has parameters of both kinds."""
+    """Returns ``closed``, opened if ``jaxpr`` is open: jax 0.10 has parameters of both kinds."""
     return closed if hasattr(jaxpr, "jaxpr") else open_jaxpr(closed)[0]
 
 
 def called(eqn: Any) -> Any:
-    """The jaxpr that a call runs, open or closed."""
+    """Returns the jaxpr that a call runs, open or closed."""
     return param(eqn, CALLS[eqn.primitive])
 
 
 def bodies(eqn: Any) -> list[Any]:
-    """The open jaxprs of a call, or the branches of a choice; none for other equations."""
+    """Returns the open jaxprs of a call, or of the branches of a cond; [] for other equations."""
     programs = [called(eqn)] if eqn.primitive in CALLS else []
     programs = list(param(eqn, "branches")) if eqn.primitive is prims.cond_p else programs
     return [open_jaxpr(jaxpr)[0] for jaxpr in programs]
 
 
 def programs(eqn: Any) -> tuple[str, ...]:
-    """The parameters of a loop, a choice or a call that hold what it runs."""
+    """Returns the names of the parameters that hold the jaxprs of a loop, conditional or call."""
     if eqn.primitive is prims.scan_p:
         return ("jaxpr",)
     if eqn.primitive is prims.while_p:
@@ -95,7 +96,7 @@ def programs(eqn: Any) -> tuple[str, ...]:
 
 
 def inner(eqn: Any) -> Iterator[Any]:
-    """The open jaxprs in an equation's parameters."""
+    """Yields the open jaxprs in an equation's parameters."""
     for value in eqn.params.values():
         for x in value if isinstance(value, tuple | list) else (value,):
             if is_jaxpr(x):
@@ -103,11 +104,11 @@ def inner(eqn: Any) -> Iterator[Any]:
 
 
 class ScanCounts(NamedTuple):
-    """The operands of a scan, in their order; what it scans over comes last.
+    """The numbers of a scan's operands, in their order; the scanned operands come last.
 
     Attributes:
-      consts: operands that each iteration reads whole.
-      carry: operands, and leading results, that iterations pass on.
+      consts: number of operands that each iteration reads in full.
+      carry: number of operands, and of leading results, that iterations pass on.
     """
 
     consts: int
@@ -115,7 +116,7 @@ class ScanCounts(NamedTuple):
 
 
 def scan_counts(eqn: Any) -> ScanCounts:
-    """Numbers of constants and carried values of a scan: parameters in 0.10, newer a tree."""
+    """Returns the numbers of a scan's constants and carries: parameters in 0.10, a tree later."""
     if "num_consts" in eqn.params:
         return ScanCounts(param(eqn, "num_consts"), param(eqn, "num_carry"))
     consts, carry, _ = param(eqn, "ft_in").unpack()
@@ -126,8 +127,8 @@ class WhileParts(NamedTuple):
     """A while loop, whose operands are the constants of ``cond``, those of ``body``, the carry.
 
     Attributes:
-      cond, body: jaxprs, of their constants and the carry.
-      cond_consts, body_consts: how many constants they have.
+      cond, body: jaxprs of their constants and the carry.
+      cond_consts, body_consts: numbers of their constants.
     """
 
     cond: Any
@@ -137,48 +138,48 @@ class WhileParts(NamedTuple):
 
 
 def while_parts(eqn: Any) -> WhileParts:
-    """The parts of a while loop."""
+    """Returns the parts of a while loop."""
     names = "cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"
     return WhileParts(*(param(eqn, name) for name in names))
 
 
 def runs_backward(eqn: Any) -> bool:
-    """Whether it is a rematerialised block that runs again for the backward pass."""
+    """Returns whether ``eqn`` is a rematerialised block that runs again for the backward pass."""
     return eqn.primitive is prims.remat_p and bool(param(eqn, "differentiated"))
 
 
 def is_recomputed(eqn: Any) -> bool:
-    """Whether it computes again, for the backward pass, what a rematerialised block computed, as
-    its name stack tells. Under ``jax_remat3`` no block stands around such equations."""
+    """Returns whether ``eqn``, by its name stack, recomputes a value of a rematerialised block for
+    the backward pass. Under ``jax_remat3`` no block encloses such equations."""
     return "rematted_computation" in str(source(eqn).name_stack)
 
 
 def is_transposed(eqn: Any) -> bool:
-    """Whether differentiation made it for the backward pass, as its name stack tells."""
+    """Returns whether differentiation, by the name stack, derived ``eqn`` for the backward pass."""
     return "transpose(" in str(source(eqn).name_stack)
 
 
 def is_differentiated(eqn: Any) -> bool:
-    """Whether differentiation made it, for the forward or the backward pass."""
+    """Returns whether differentiation derived ``eqn``, for the forward or the backward pass."""
     return "jvp(" in str(source(eqn).name_stack)
 
 
 def is_batched(eqn: Any) -> bool:
-    """Whether ``jax.vmap`` made it, as its name stack tells."""
+    """Returns whether ``eqn``, by its name stack, comes from ``jax.vmap``."""
     return "vmap(" in str(source(eqn).name_stack)
 
 
 def source(eqn: Any) -> Any:
-    """Where an equation comes from: a stack of names and a traceback, with its frames."""
+    """Returns the origin of an equation: a name stack and a traceback, with its frames."""
     return eqn.source_info
 
 
 def bound_at(traceback: Any) -> tuple[Any, ...]:
-    """The place in the program that binds an equation: code and instruction of each frame, the
-    innermost first, without the frames of jax and of Python's library; empty if unknown.
+    """Returns the place that binds an equation: code and instruction of each frame, the innermost
+    first, without the frames of jax and of Python's library; empty if unknown.
 
-    An equation and what differentiation makes of it have the same place. Equations of the backward
-    function of a ``jax.custom_vjp`` have that of the call.
+    An equation and the equations that differentiation derives from it have the same place.
+    Equations of the backward function of a ``jax.custom_vjp`` have the place of the call.
     """
     frames = () if traceback is None else zip(*traceback.raw_frames(), strict=True)
     return tuple((code, at) for code, at in frames if not _is_library(code.co_filename))
@@ -189,8 +190,8 @@ def _is_library(file: str) -> bool:
 
 
 def source_within(call: Any, inside: Any, *, own_line: bool) -> Any:
-    """The source of an equation in a call, once the call is opened: with the call's names in front,
-    and the call's line unless it keeps its own."""
+    """Returns the source of an equation of a call after the call is inlined: the call's names come
+    first, and the line is the call's unless ``own_line``."""
     return inside.replace(
         name_stack=call.name_stack + inside.name_stack,
         traceback=inside.traceback if own_line else call.traceback,
@@ -198,12 +199,12 @@ def source_within(call: Any, inside: Any, *, own_line: bool) -> Any:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The atoms that are no literals, in order."""
+    """Returns the atoms that are not literals, in order."""
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
 def is_zero(atom: Any) -> bool:
-    """Whether an atom is a literal zero."""
+    """Returns whether an atom is a literal zero."""
     if not isinstance(atom, core.Literal):
         return False
     aval: Any = atom.aval
@@ -211,14 +212,14 @@ def is_zero(atom: Any) -> bool:
 
 
 def read(atom: Any, env: Mapping[Any, Any]) -> Any:
-    """The value of a literal, or that of a variable in ``env``."""
+    """Returns the value of a literal, or of a variable in ``env``."""
     return atom.val if isinstance(atom, core.Literal) else env[atom]
 
 
 def bind(eqn: Any, values: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]:
-    """Runs an equation on other operands, and with other parameters if given; its results.
+    """Runs an equation on other operands, and with other parameters if given; returns its results.
 
-    Primitives with functions among their parameters take them otherwise than equations hold them.
+    Primitives take functions among their parameters in another form than equations hold them.
     """
     primitive = eqn.primitive
     out = primitive.bind(
@@ -228,20 +229,20 @@ def bind(eqn: Any, values: Sequence[Any], params: Mapping[str, Any] | None = Non
 
 
 def context(eqn: Any) -> contextlib.AbstractContextManager[Any]:
-    """What held where the equation was traced: its mesh, its compute type, its metadata."""
+    """Returns the context in which ``eqn`` was traced: its mesh, compute type and metadata."""
     return eqn.ctx.manager
 
 
 @contextlib.contextmanager
 def traced_where(eqn: Any) -> Iterator[None]:
-    """Equations traced within come from the line that this one comes from, in its context."""
+    """Traces equations in the context of ``eqn``, as if they came from its line."""
     names = source_info_util.current_name_stack() + source(eqn).name_stack
     with source_info_util.user_context(source(eqn).traceback, name_stack=names), context(eqn):
         yield
 
 
 def pruned(eqn: Any, used: Sequence[bool]) -> Any:
-    """The equation, in a form that computes only the used results; None if nothing needs it.
+    """Returns ``eqn`` in a form that computes only the used results; None if nothing needs it.
 
     Args:
       used: whether each result is used; an effect keeps an equation that has no used result.
@@ -255,7 +256,7 @@ def pruned(eqn: Any, used: Sequence[bool]) -> Any:
 
 
 def bind_in_context(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Runs an equation on other operands, as it was traced."""
+    """Runs an equation on other operands, in the context in which it was traced."""
     with context(eqn):
         return bind(eqn, values)
 
@@ -266,13 +267,13 @@ def evaluate(
     run: Callable[[Any, list[Any]], Sequence[Any]] = bind_in_context,
     opens: Callable[[Any], bool] = lambda eqn: eqn.primitive in CALLS,
 ) -> list[Any]:
-    """Runs a jaxpr equation by equation; traced again, its calls leave no trace.
+    """Runs a jaxpr equation by equation; if this is traced, the opened calls are inlined.
 
     Args:
       closed: a jaxpr and its constants.
-      args: one for each of its arguments.
-      run: from an equation and its operands to its results.
-      opens: whether a call (jit, remat, custom derivatives) is entered; others are run.
+      args: one value for each of its arguments.
+      run: function from an equation and its operands to its results.
+      opens: whether a call (jit, remat, custom derivatives) is inlined; other calls go to ``run``.
     """
     jaxpr, consts = open_jaxpr(closed)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -287,12 +288,12 @@ def evaluate(
 
 
 def like(aval: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
-    """The abstract value of a variable to trace with; of another shape, if given."""
+    """Returns the abstract value of a variable for tracing; with another shape, if given."""
     weak = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
 
 
 def without_calls(closed: Any, opens: Callable[[Any], bool] = lambda eqn: True) -> Any:
-    """The closed jaxpr of the same function with the calls that `opens` names written out."""
+    """Returns the closed jaxpr of the same function with the calls that `opens` selects inlined."""
     shapes = [like(v.aval) for v in open_jaxpr(closed)[0].invars]
     return jax.make_jaxpr(lambda *args: evaluate(closed, args, opens=opens))(*shapes)

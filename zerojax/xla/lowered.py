@@ -1,8 +1,8 @@
-"""The programs of a step, lowered, and the names by which other rooms know what is in them.
+"""The lowered programs of a step, and the names by which other packages know their contents.
 
-XLA keeps the names of a program's arguments, so that a forecast can tell the parameters from the
-batch. Those names stand here, once: a program's arguments are called so by :func:`named`, whatever
-the parameters of its Python function are called.
+XLA keeps the names of a program's arguments, so that a forecast can distinguish the parameters from
+the batch. Only this module defines these names: :func:`named` gives them to a program's arguments,
+whatever the parameters of its Python function are called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 STEP, GRADIENTS, EVALUATION = "step", "gradients", "evaluation"
-"""Names of programs: a step's only one, the first of several, and that of ``zero.evaluate``."""
+"""Names of programs: a step's only program, the first of several, and ``zero.evaluate``'s."""
 
 STATE, BATCH = "parts", "batch"
 """Arguments of a program that runs the user's function: the state, a
@@ -23,17 +23,17 @@ STATE, BATCH = "parts", "batch"
 
 WRITTEN, READ, LOADED = "written", "read", "loaded"
 """Arguments of a program that updates sub-groups: arrays that the update replaces, arrays that the
-update reads, and rows of the state that came to the device before."""
+update reads, and rows of the state that were loaded onto the device before."""
 
 
 class LoweredProgram(NamedTuple):
     """One compiled unit of a step.
 
     Attributes:
-      name: :data:`STEP` where a step is one program; under offload :data:`GRADIENTS`, then
+      name: :data:`STEP` if a step is one program; under offload :data:`GRADIENTS`, then
         "update 1", "update 2", ...; :data:`EVALUATION` for an evaluated function.
-      lowered: to be compiled for the devices of the step.
-      times: runs in one step.
+      lowered: lowered program, to be compiled for the devices of the step.
+      times: number of runs in one step.
     """
 
     name: str
@@ -42,7 +42,7 @@ class LoweredProgram(NamedTuple):
 
 
 def named(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """A function whose positional arguments have these names in the compiled program.
+    """Returns a function whose positional arguments have these names in the compiled program.
 
     Args:
       function: The function for ``jax.jit``, which takes as many arguments as there are names.

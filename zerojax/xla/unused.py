@@ -1,4 +1,4 @@
-"""What the results of a jaxpr are not made from."""
+"""The arguments and equations of a jaxpr that its results do not need."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from zerojax.xla import jaxprs
 
 
 def used_arguments(closed: Any) -> list[bool]:
-    """For each argument of a jaxpr, whether a result or an effect may be made from it.
+    """Returns, for each argument of a jaxpr, whether a result or an effect may depend on it.
 
-    Calls, loops and choices are looked into.
+    The analysis enters calls, loops and conditionals.
     """
     return list(partial_eval.dce_jaxpr(jaxprs.open_jaxpr(closed)[0], True)[1])
 
 
 def unused(jaxpr: Any) -> list[Any]:
-    """The equations of an open jaxpr from which no result and no effect is computed, last first.
+    """Returns the equations of an open jaxpr that no result and no effect depends on, last first.
 
-    Calls, loops and choices are taken for one equation, which uses all of its operands.
+    A call, loop or conditional counts as one equation, which uses all of its operands.
     """
     needed, found = {*jaxprs.variables(jaxpr.outvars)}, []
     for eqn in reversed(jaxpr.eqns):
@@ -33,11 +33,11 @@ def unused(jaxpr: Any) -> list[Any]:
 
 
 def without_unused(jaxpr: Any, whole: Callable[[Any], bool]) -> Any:
-    """An open jaxpr that makes nothing, in calls and loops neither, that no result is made from.
+    """Removes all values, also in calls and loops, that no result or effect of a jaxpr depends on.
 
     Args:
-      jaxpr: Keeps its arguments and results.
-      whole: Whether an equation keeps all its operands, if any result of it is used.
+      jaxpr: The open jaxpr, which keeps its arguments and results.
+      whole: Whether an equation keeps all its operands, if any of its results is used.
     """
     needed, kept = {*jaxprs.variables(jaxpr.outvars)}, []
     for eqn in reversed(jaxpr.eqns):

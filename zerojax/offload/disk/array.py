@@ -1,4 +1,4 @@
-"""Arrays of a training state on a disk: the place of one, and a handle to its present value."""
+"""Arrays of a training state on a disk: an array's storage, and a handle to its current value."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from zerojax.offload.disk.store import RESTORE, Data, DiskStateError, DiskStore
 
 
 class DiskLeaf:
-    """An array's place on a disk: each distinct shard of this process, flat in C order, in pieces.
+    """Array storage on a disk: each distinct shard of this process, flat in C order, in chunks.
 
     Args:
       store: The disk.
-      name: For messages; unique in the store.
-      shape, dtype, sharding: Of the whole array.
-      pieces: The elements of each piece of a flat shard, one after the other; the same for every
-        shard.
+      name: Name for keys and messages; unique in the store.
+      shape, dtype, sharding: Global shape, dtype and sharding of the array.
+      pieces: Consecutive element ranges of the chunks of a flat shard; every shard has the same
+        ranges.
 
     Attributes:
       shards: The distinct shards of this process.
-      generation: The number of complete updates.
-      half: Whether pieces were written since the last complete update.
+      generation: Number of complete updates.
+      half: True if chunks were written since the last complete update.
 
     Raises:
       ValueError: ``pieces`` are not the elements of a shard.
@@ -64,7 +64,7 @@ class DiskLeaf:
         self.generation, self.half = 0, False
         self._torn = False
         keys = [self._key(i, k) for i in range(len(self.shards)) for k in range(len(self.pieces))]
-        # At exit the store is removed as a whole.
+        # At exit the entire store is removed.
         weakref.finalize(self, store.forget, keys).atexit = False
         size = math.prod(sharding.shard_shape(self.shape))
         ends = [0, *(piece.stop for piece in self.pieces)]
@@ -72,7 +72,7 @@ class DiskLeaf:
             raise ValueError(f"{name}: {self.pieces} are not a shard of {size} elements")
 
     def fill(self, array: jax.Array) -> None:
-        """Writes a whole array of the same shape, dtype and sharding, piece by piece.
+        """Writes a complete array of the leaf's shape, dtype and sharding, chunk by chunk.
 
         Raises:
           ValueError: the array has another shape, dtype or sharding.
@@ -90,7 +90,7 @@ class DiskLeaf:
         self._torn = False
 
     def read(self, k: int) -> StoredPiece:
-        """Starts to read piece ``k`` of every shard.
+        """Starts to read chunk ``k`` of every shard.
 
         Raises:
           DiskStateError: the leaf is torn, or an earlier write failed.
@@ -99,22 +99,22 @@ class DiskLeaf:
         return StoredPiece(self.shards, reads, self.dtype)
 
     def read_shard(self, i: int, k: int) -> Future[np.ndarray]:
-        """Starts to read piece ``k`` of shard ``i``; uint8 [bytes]."""
+        """Starts to read chunk ``k`` of shard ``i``, uint8 [bytes]."""
         if self._torn:
             raise DiskStateError(self.interrupted)
         return self.store.read(self._key(i, k))
 
     def write(self, k: int, piece: jax.Array | Mapping[jax.Device, Data]) -> None:
-        """Starts to write piece ``k``; no handle can be read until :meth:`advance`.
+        """Starts to write chunk ``k``; no handle can be read until :meth:`advance`.
 
         Args:
-          k: The number of the piece.
-          piece: Each device's part, by device or as the shards of a JAX array of any shape; one
-            device of those with the same shard is enough.
+          k: Index of the chunk.
+          piece: The chunk of each device's shard, by device or as the shards of a JAX array of any
+            shape; of the devices with the same shard, one is enough.
 
         Raises:
           DiskStateError: an earlier write failed.
-          ValueError: the piece has another size.
+          ValueError: the chunk has another size.
         """
         if isinstance(piece, jax.Array):
             piece = {shard.device: shard.data for shard in piece.addressable_shards}
@@ -130,20 +130,20 @@ class DiskLeaf:
             self.store.write(self._key(i, k), data)
 
     def advance(self) -> DiskArray:
-        """The handle to the pieces written since the last one; older handles are deleted."""
+        """Completes an update and returns a handle to the new value; deletes older handles."""
         self.generation, self.half = self.generation + 1, False
         return DiskArray(self)
 
     @property
     def interrupted(self) -> str:
-        """The message for an array that is half updated."""
+        """Error message for an array that is half updated."""
         return (
             f"{self.name} in {self.store.path} is half updated, as a step was interrupted. To go "
             f"on, {RESTORE}"
         )
 
     def torn(self) -> None:
-        """Notes that a step was interrupted: nothing can be read until :meth:`fill`."""
+        """Records that a step was interrupted: nothing can be read until :meth:`fill`."""
         self._torn = True
 
     def _key(self, shard: int, k: int) -> str:
@@ -151,7 +151,7 @@ class DiskLeaf:
 
 
 class DiskArray:
-    """The value of a :class:`DiskLeaf` after an update; a leaf of a state, as a ``jax.Array`` is.
+    """Handle to a :class:`DiskLeaf`'s value after an update; a leaf of a state like ``jax.Array``.
 
     Each use reads the disk. The next update deletes the handle.
     """
@@ -180,7 +180,7 @@ class DiskArray:
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def read_slice(self, index: tuple[slice, ...]) -> np.ndarray:
-        """The elements at an index of the whole array; only their pieces are read, two at a time.
+        """Reads the elements at a global index, from only the chunks that hold them, two at a time.
 
         Raises:
           DiskStateError: the bytes are not those that were written.
@@ -212,13 +212,13 @@ class DiskArray:
         return out
 
     def load(self) -> jax.Array:
-        """The array on devices, sharded as on the disk."""
+        """Reads the array onto the devices, with unchanged sharding."""
         return jax.make_array_from_callback(
             self.shape, self.sharding, lambda index: self.read_slice(index or ()), dtype=self.dtype
         )
 
     def _boxes(self, i: int, k: int) -> list[Index]:
-        """The boxes of the whole array that piece ``k`` of shard ``i`` consists of, in order."""
+        """Returns the global boxes that chunk ``k`` of shard ``i`` covers, in order."""
         shape, piece = self.sharding.shard_shape(self.shape), self.leaf.pieces[k]
         parts = boxes(shape, piece.start, piece.stop)
         return [moved(box, self.leaf.shards[i].box) for box in parts]

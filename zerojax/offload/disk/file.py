@@ -1,7 +1,7 @@
-"""A file that one array fills, written over in place, and a checksum of its bytes.
+"""A file that holds one array and is overwritten in place, and a checksum of its bytes.
 
-Tensorstore is not used here: tensorstore writes a new file each time and renames it, and reads into
-a buffer that it then copies, which takes several times the processor time of the disk's own work.
+Tensorstore is not used: it writes a new file each time and renames the file, and reads into a
+buffer that it then copies, which takes several times the processor time of the disk's own work.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _PAGE = 4096
 
 _WORDS = 64
 _BLOCK = 2**18
-"""Bytes whose checksum is computed at once: they stay in the cache."""
+"""Bytes per step of the checksum: few enough to stay in the processor's cache."""
 
-# Odd weights: the product of a changed word has changed.
+# The weights are odd, thus invertible modulo 2^64: if a word changes, so does its product.
 _WEIGHTS = np.random.default_rng(0).integers(0, 2**64, _WORDS, np.uint64) | np.uint64(1)
 
 
 def write(path: Path, data: np.ndarray) -> None:
-    """Makes uint8 [bytes] the file's contents, which the operating system has on return."""
+    """Replaces the file's contents by uint8 [bytes]; on return the operating system has them."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         done = 0
@@ -37,7 +37,7 @@ def write(path: Path, data: np.ndarray) -> None:
 
 
 def read(path: Path, nbytes: int) -> np.ndarray:
-    """The file's contents, uint8 [bytes], past the page cache where the file system allows it.
+    """Reads a file as uint8 [bytes], past the page cache if the file system allows it.
 
     Raises:
       OSError: the file does not exist, or has another size.
@@ -59,10 +59,10 @@ def read(path: Path, nbytes: int) -> np.ndarray:
 
 
 def checksum(data: np.ndarray) -> int:
-    r"""CRC-32 of :math:`\sum_i k_i w_i \bmod 2^{64}` of each 64 words of uint8 [bytes].
+    r"""Returns the CRC-32 of :math:`\sum_i k_i w_i \bmod 2^{64}` of each 64 words of uint8 [bytes].
 
-    The checksum is as fast as memory. The sum differs where one of its 64 words does; where more
-    words differ, the sum does for all but :math:`2^{-64}` of random changes.
+    The checksum is as fast as memory. A change of one of the 64 words always changes their sum; a
+    random change of more words changes the sum except with probability :math:`2^{-64}`.
     """
     total = 0
     for start in range(0, data.size, _BLOCK):
@@ -85,7 +85,7 @@ def _open(path: Path) -> int:
 
 
 def _pages(nbytes: int) -> np.ndarray:
-    """Whole pages for so many bytes, as ``O_DIRECT`` needs them."""
+    """Allocates at least ``nbytes``, page-aligned and in full pages, as ``O_DIRECT`` needs."""
     size = -(-nbytes // _PAGE) * _PAGE
     data = np.empty(size + _PAGE, np.uint8)
     start = -data.ctypes.data % _PAGE

@@ -1,4 +1,4 @@
-"""A folder for one run's scratch files, which the next run removes if this one could not."""
+"""A folder for one run's scratch files, which the next run removes if this run could not."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _LOCK = ".zerojax-swap"
 
 
 class DiskError(RuntimeError):
-    """The disk cannot be used; the message says which path, why and what to do."""
+    """Error for a disk that cannot be used; the message states the path, reason and remedy."""
 
 
 class Folder:
-    """``PARENT/zerojax-*``, locked while this object or its process lives.
+    """The folder ``PARENT/zerojax-*``, locked while this object or its process lives.
 
-    Folders that dead runs left beside it are removed.
+    Folders of dead runs in the same parent are removed.
 
     Attributes:
-      path: Of the folder.
+      path: Path of the folder.
 
     Raises:
-      DiskError: the parent does not exist, is no folder, or cannot be written.
+      DiskError: the parent does not exist, is not a folder, or cannot be written.
     """
 
     def __init__(self, parent: str | os.PathLike[str]) -> None:
@@ -47,7 +47,7 @@ class Folder:
 
     @property
     def free(self) -> int:
-        """Bytes that are free on the disk."""
+        """Free bytes on the disk."""
         return shutil.disk_usage(self.path).free
 
     def remove(self) -> None:
@@ -67,14 +67,14 @@ class Folder:
 
 
 class _Claimed(NamedTuple):
-    """A folder, and the descriptor of its locked file."""
+    """A claimed folder, and the descriptor of its locked file."""
 
     path: pathlib.Path
     lock: int
 
 
 def _claim(parent: pathlib.Path) -> _Claimed | None:
-    """A fresh folder; None where another run's sweep was faster than the lock."""
+    """Creates a folder; returns None if another run's sweep was faster than the lock."""
     path = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     try:
         lock = _locked(path / _LOCK, os.O_RDWR | os.O_CREAT)
@@ -88,7 +88,7 @@ def _claim(parent: pathlib.Path) -> _Claimed | None:
 
 
 def _locked(lock: pathlib.Path, flags: int) -> int | None:
-    """The descriptor of the locked file; None where someone else has locked it."""
+    """Locks a file and returns its descriptor; None if the file is already locked."""
     file = os.open(lock, flags, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,7 +99,7 @@ def _locked(lock: pathlib.Path, flags: int) -> int | None:
 
 
 def _remove(folder: pathlib.Path, lock: int, owner: int) -> None:
-    if os.getpid() == owner:  # and not a fork of the process
+    if os.getpid() == owner:  # a fork of the process must not remove the folder
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 

@@ -1,7 +1,7 @@
 """Parameters that a compiled program reads from the disk while it runs. Experimental.
 
-Each read is a callback within the program, and the device waits for it; a thread reads ahead. The
-numbers are tested on CPU devices, and no GPU has run such a program yet.
+Each read is a callback in the program, for which the device waits; threads prefetch. The numbers
+are tested on CPU devices, and no GPU has run such a program yet.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from zerojax.plan.places import DISK
 from zerojax.plan.plan import Leaf
 
 _WHOLE = -1
-"""In place of an entry: the whole parameter."""
+"""Value in place of an entry: the entire parameter."""
 
 
 class _Read(NamedTuple):
-    """The shard of a parameter, or of one entry of a stack, that a device of the mesh asks for.
+    """A device's request for its shard of a parameter, or of one entry of a stack.
 
     Attributes:
-      number: Of the parameter.
-      position: Of the device in the mesh, in C order.
-      entry: Of the first dimension, or ``_WHOLE``.
+      number: Index of the parameter.
+      position: Index of the device in the mesh, in C order.
+      entry: Index in the first dimension, or ``_WHOLE``.
     """
 
     number: int
@@ -42,14 +42,13 @@ class _Read(NamedTuple):
 
 
 class ParamReader:
-    """Serves a program's reads, and reads the next entry of a stack ahead, in either direction.
+    """Server of a program's reads, which prefetches the next entry of a stack in either direction.
 
     Args:
-      config: Its ``buffer_count`` is the most reads under way; None where no parameter is
-        offloaded.
+      config: Its ``buffer_count`` is the most reads under way; None if no parameter is offloaded.
 
     Attributes:
-      arrays: The parameters of the present run, by number.
+      arrays: The parameters of the present run, by index.
     """
 
     def __init__(self, config: OffloadParam | None) -> None:
@@ -63,7 +62,7 @@ class ParamReader:
         self._failed: Exception | None = None
 
     def use(self, values: Sequence[Any]) -> None:
-        """Sets the arrays of the next run, those of ``values`` that lie on disk."""
+        """Sets the arrays of the next run: the arrays of ``values`` that are stored on disk."""
         with self._lock:
             self.arrays = {i: x for i, x in enumerate(values) if isinstance(x, DiskArray)}
             self._ahead.clear()
@@ -82,10 +81,10 @@ class ParamReader:
             raise self._failed
 
     def read(self, number: int, position: Any, entry: Any) -> np.ndarray:
-        """A shard, see :class:`_Read`.
+        """Returns a shard, see :class:`_Read`, or zeros if the read fails.
 
-        Zeros where it cannot be read: an error here would leave the other devices waiting for
-        this one for ever. :meth:`check` raises the error.
+        An error in the callback would leave the other devices waiting for this device for ever.
+        :meth:`check` raises the error instead.
         """
         wanted = _Read(number, int(position), int(entry))
         with self._lock:
@@ -116,7 +115,7 @@ class ParamReader:
 
 
 def beside_disk(values: Sequence[Any], leaves: Sequence[Leaf]) -> list[Any]:
-    """What a program is given of ``values``: None for those that their leaves have on disk."""
+    """Returns ``values`` as a program takes them: None in place of each leaf on disk."""
     return [None if leaf.place == DISK else x for x, leaf in zip(values, leaves, strict=True)]
 
 
@@ -124,10 +123,10 @@ class DiskParam:
     """A parameter on disk in a traced program: a :class:`zerojax.collectives.host.Fetchable`.
 
     Args:
-      reader: Reads it.
-      number: Of the parameter, for ``reader``.
-      shape, dtype: Of the whole array.
-      sharding: On the devices.
+      reader: Reads the parameter.
+      number: Index of the parameter, for ``reader``.
+      shape, dtype: Global shape and dtype.
+      sharding: Sharding on the devices.
     """
 
     def __init__(
@@ -143,11 +142,11 @@ class DiskParam:
         self._sharding = sharding
 
     def whole(self) -> jax.Array:
-        """The parameter on the device."""
+        """Reads the entire parameter onto the devices, sharded."""
         return self._brought(_WHOLE, self.shape, self._sharding.spec)
 
     def entry(self, index: Any) -> jax.Array:
-        """One entry of the first dimension, on the device."""
+        """Reads one entry of the first dimension onto the devices, sharded."""
         return self._brought(index, self.shape[1:], PartitionSpec(*self._sharding.spec[1:]))
 
     def _brought(self, entry: Any, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:

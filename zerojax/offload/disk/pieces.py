@@ -1,4 +1,4 @@
-"""Parts of arrays: boxes of indices, the shards that a process stores, pieces under way."""
+"""Slices of arrays: boxes of indices, the shards that a process stores, chunks being read."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Index = tuple[slice, ...]
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Index]:
-    """The boxes that elements ``start:stop`` of a flattened array (C order) consist of, in order.
+    """Yields the boxes that cover elements ``start:stop`` of a flattened array (C order), in order.
 
-    Each is contiguous in the flattened array.
+    Each box is contiguous in the flattened array.
 
     Example:
       >>> [*boxes((2, 3), 1, 6)]
@@ -50,17 +50,17 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Index]:
 
 
 def whole(shape: Sequence[int]) -> Index:
-    """The box of all indices."""
+    """Returns the box of all indices."""
     return tuple(slice(0, n) for n in shape)
 
 
 def shape_of(box: Index) -> tuple[int, ...]:
-    """The number of indices of each dimension."""
+    """Returns the number of indices in each dimension."""
     return tuple(s.stop - s.start for s in box)
 
 
 def meet(one: Index, other: Index) -> Index | None:
-    """The intersection of two boxes; None where it is empty."""
+    """Returns the intersection of two boxes; None if the intersection is empty."""
     both = tuple(
         slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)
     )
@@ -68,7 +68,7 @@ def meet(one: Index, other: Index) -> Index | None:
 
 
 def moved(box: Index, by: Index, sign: int = 1) -> Index:
-    """The box as seen from the whole of which ``by`` is a part; with -1 the other way round."""
+    """Translates a box from the coordinates of ``by`` to the global array's; reverse for -1."""
     return tuple(
         slice(s.start + sign * b.start, s.stop + sign * b.start)
         for s, b in zip(box, by, strict=True)
@@ -76,7 +76,7 @@ def moved(box: Index, by: Index, sign: int = 1) -> Index:
 
 
 def grid(shape: Sequence[int], size: Sequence[int]) -> Iterator[Index]:
-    """The boxes of ``size`` that an array consists of, in C order; the last ones may be smaller.
+    """Yields the boxes of ``size`` that tile an array, in C order; the last ones may be smaller.
 
     Example:
       >>> [*grid((3,), (2,))]
@@ -90,12 +90,12 @@ def grid(shape: Sequence[int], size: Sequence[int]) -> Iterator[Index]:
 
 
 class StoredShard(NamedTuple):
-    """A part of an array.
+    """A distinct shard of an array on devices of this process.
 
     Attributes:
-      box: Its indices.
-      devices: Those of this process that have it.
-      owner: The lowest process that has it.
+      box: Indices of the shard in the global array.
+      devices: The devices of this process that hold the shard.
+      owner: The lowest process that holds the shard.
     """
 
     box: Index
@@ -104,7 +104,7 @@ class StoredShard(NamedTuple):
 
 
 def stored_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[StoredShard, ...]:
-    """The distinct shards of this process, in the order of their indices."""
+    """Returns the distinct shards of this process, in the order of their indices."""
     holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         assert index is not None
@@ -120,14 +120,14 @@ def stored_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Stor
 
 
 class StoredPiece(NamedTuple):
-    """A piece of every shard, on its way from the disk."""
+    """A chunk of every shard, being read from the disk."""
 
     shards: Sequence[StoredShard]
     reads: Sequence[Future[np.ndarray]]
     dtype: np.dtype
 
     def result(self) -> dict[jax.Device, np.ndarray]:
-        """The piece, flat, for every device of this process; devices with one shard share it.
+        """Waits for the chunk, flat, for every device of this process; devices may share an array.
 
         Raises:
           DiskStateError: the bytes are not those that were written.
@@ -141,7 +141,7 @@ class StoredPiece(NamedTuple):
 
 
 def results(begin: Iterable[Callable[[], Future[Any]]], n: int) -> Iterator[Any]:
-    """The results of futures that ``begin`` starts, in order; ``n`` are under way or in memory."""
+    """Starts futures and yields their results in order; at most ``n`` run or are in memory."""
     under_way: deque[Future[Any]] = deque()
     for start in begin:
         if len(under_way) == n:
@@ -152,9 +152,9 @@ def results(begin: Iterable[Callable[[], Future[Any]]], n: int) -> Iterator[Any]
 
 
 def flat_piece(x: jax.Array, piece: range) -> Data:
-    """A piece of a flattened shard.
+    """Returns a chunk of a flattened shard.
 
-    An accelerator slices the piece itself, as the host would have to fetch the whole shard.
+    An accelerator slices the chunk itself, as the host would have to fetch the complete shard.
     """
     (device,) = x.devices()
     if device.platform == "cpu" or x.sharding.memory_kind != device.default_memory().kind:

@@ -1,7 +1,7 @@
-"""Swap space of one run on a disk: blocks of bytes by key, written behind and read ahead.
+"""Swap space of one run on a disk: blocks of bytes by key, written and read in the background.
 
-A store is no checkpoint: nothing is synced, the checksums lie in memory, and the next run removes
-the files that a killed one leaves behind.
+A store is not a checkpoint: nothing is synced, the checksums are kept in memory, and the next run
+removes the files that a killed run leaves on the disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RESTORE = "restore the last checkpoint (Checkpointer.restore)"
 
 
 class DiskStateError(DiskError):
-    """A state on the disk is lost, damaged or half updated: only a checkpoint brings it back."""
+    """Error for a state on disk that is lost, damaged or half updated: restore a checkpoint."""
 
 
 class Data(Protocol):
@@ -49,7 +49,7 @@ class _Block:
 
 
 class DiskStore:
-    """Blocks of bytes in a folder of its own under ``nvme_path``.
+    """Blocks of bytes in a new folder under ``nvme_path``.
 
     Args:
       nvme_path: A folder on the disk; runs may share it.
@@ -59,7 +59,7 @@ class DiskStore:
       path: The folder of this store.
 
     Raises:
-      DiskError: ``nvme_path`` does not exist, is no folder, or cannot be written.
+      DiskError: ``nvme_path`` does not exist, is not a folder, or cannot be written.
 
     Example:
       >>> import numpy as np, tempfile
@@ -92,7 +92,7 @@ class DiskStore:
         self.close()
 
     def reserve(self, nbytes: int) -> None:
-        """Checks that the disk has room for so many more bytes.
+        """Checks that the disk has room for ``nbytes`` more bytes.
 
         Raises:
           DiskError: the disk has less room.
@@ -106,7 +106,7 @@ class DiskStore:
             )
 
     def write(self, key: str, data: Data) -> Future[None]:
-        """Writes a block in the background, over the key's earlier one.
+        """Writes a block in the background, over the key's earlier block.
 
         Waits while ``buffer_count`` blocks are being written. The data is not copied and must not
         change until the write is done; data on a device is fetched in the background.
@@ -134,10 +134,10 @@ class DiskStore:
         return future
 
     def read(self, key: str) -> Future[np.ndarray]:
-        """A block, uint8 [bytes], read after the key's last write.
+        """Starts to read a block, uint8 [bytes], after the key's last write.
 
         ``buffer_count`` blocks are read at a time, others wait in turn. The future raises
-        DiskStateError where the bytes are not those that were written.
+        DiskStateError if the bytes are not those that were written.
 
         Raises:
           DiskStateError: an earlier write failed.
@@ -152,7 +152,7 @@ class DiskStore:
         return future
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Has blocks removed at the next :meth:`write`, :meth:`reserve` or :meth:`wait`.
+        """Queues blocks for removal at the next :meth:`write`, :meth:`reserve` or :meth:`wait`.
 
         Takes no lock: finalizers call this method at any moment, also while their thread holds a
         lock of the store or of its threads.
@@ -160,7 +160,7 @@ class DiskStore:
         self._forgotten.put(keys)
 
     def wait(self) -> None:
-        """Returns when every write is with the operating system.
+        """Waits until the operating system has every write.
 
         Raises:
           DiskStateError: a write failed.
@@ -206,11 +206,11 @@ class DiskStore:
             self._writing.discard(future)
 
     def _was_read(self, block: _Block, future: Future[np.ndarray]) -> None:
-        with self._alone:  # the caller alone keeps what was read
+        with self._alone:  # only the caller keeps the bytes
             block.reads.discard(future)
 
     def _write(self, key: str, block: _Block, data: Data, before: list[Future[Any]]) -> None:
-        # Submitted earlier, so that none of them waits for this write.
+        # These futures were submitted earlier, so that none of them waits for this write.
         wait(before)
         try:
             flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)

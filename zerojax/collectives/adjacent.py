@@ -1,8 +1,8 @@
-"""Products next to each other that one gather serves, and whose gradients one sum reduces.
+"""Adjacent products that share one gather, and whose gradients share one reduction.
 
-What differentiates a product has two products for it: of a product with a matrix, one with each
-tangent. A matrix would be gathered for either at stage 3, and a gradient reduced of either, because
-no whole one may wait for a use that comes later. Here the other use comes at once.
+Differentiation turns a product into two: a product with a matrix into one with each tangent. At
+stage 3 each of the two would gather the matrix, and each would reduce a gradient, because no
+unsharded array may wait for a later use. But here the other use follows at once.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
 NEAR = 16
-"""The most equations between uses that are next to each other."""
+"""The most equations between adjacent uses."""
 
 _PASSES = LINEAR | {"add_any"}
 
 Wholes = dict[int, tuple[Shard, jax.Array]]
-"""By ``id``, a shard and the same whole."""
+"""By ``id`` of a shard, the shard and its unsharded array."""
 
 
 def uses(jaxpr: Any) -> dict[int, Wholes]:
-    """For each product, by ``id`` of its equation, that uses an operand as another one does nearby:
-    where they share gathers. None of them waits for the other's result, as the backward pass does
-    for the forward pass."""
+    """Returns the gathers that adjacent products with a common operand share, by ``id`` of their
+    equations. Neither product needs the other's result, unlike those of the backward pass, which
+    need the forward pass."""
     graph = graph_of(jaxpr)
     firsts: dict[Any, tuple[int, Any]] = {}
     shared: dict[int, Wholes] = {}
@@ -52,17 +52,17 @@ def uses(jaxpr: Any) -> dict[int, Wholes]:
 
 
 def _produced_after(graph: Graph, at: int, operands: Sequence[Any]) -> bool:
-    """Whether an equation after the one at a place produces an operand."""
+    """Returns whether an equation after place ``at`` produces one of the operands."""
     made = [eqn for v in operands if (eqn := graph.producer(v)) is not None]
     return any(graph.place(eqn) > at for eqn in made)
 
 
 class Sums(NamedTuple):
-    """Gradients that are added up whole, and reduced then.
+    """Gradients that are added up unreduced, and then reduced once.
 
     Attributes:
       reduced: The sums.
-      added: What they are made from, back to products, and is not reduced.
+      added: The values from which they are computed, back to products, which are not reduced.
     """
 
     reduced: set[Any]
@@ -70,14 +70,16 @@ class Sums(NamedTuple):
 
 
 def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh, *, of_layer: bool = False) -> Sums:
-    """Sums of products next to each other. Of those farther apart all, if together they have no
-    more elements than the largest gradient, or are ``of_layer``; they wait whole for each other.
+    """Finds sums of adjacent products. Sums of products farther from each other are included if
+    together they have no more elements than the largest gradient, or if ``of_layer``: their terms
+    stay unsharded until the last term exists.
 
     Args:
       jaxpr: An open jaxpr.
       wants: See :func:`zerojax.collectives.wanted.trace_back`.
-      mesh: Of all specs. A gradient that is padded for its spec is so where it is made.
-      of_layer: The jaxpr is one layer's, in a loop over layers.
+      mesh: The mesh of all specs. A gradient that its spec pads is padded where it is computed, so
+        that it is left out here.
+      of_layer: Whether the jaxpr is one layer, in a loop over layers.
     """
     graph = graph_of(jaxpr)
     candidates = [eqn for eqn in graph.named("add_any") if eqn.outvars[0] in wants]
@@ -99,9 +101,10 @@ def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh, *, of_layer: bool = 
 
 
 def _terms(eqn: Any, graph: Graph) -> Any:
-    """The variables from which a sum is made, back to products; None where one of them is made
-    otherwise, or used besides, or where the products add up different numbers of rows: one may not
-    be of the batch, and XLA does not reduce-scatter a sum of which only a part is to be reduced."""
+    """Returns the variables from which a sum is computed, back to products. None if one of them is
+    computed otherwise, or has another use, or if the products add up different numbers of rows: one
+    of them may not be a sum over the batch, and XLA does not reduce-scatter a sum that needs
+    reduction only in part."""
     terms: set[Any] = set()
     rows: set[int] = set()
     left = jaxprs.variables(eqn.invars)

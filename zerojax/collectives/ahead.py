@@ -1,9 +1,9 @@
-"""What a loop has ready one iteration ahead: entries from host memory, and parameters whole.
+"""Prefetch of a loop's operands by one iteration: from host memory, and by all-gathers.
 
-A loop over layers takes its parameters as slices of stacks. An all-gather in the iteration that
-uses its result would be waited for. So each iteration carries the parameters of its own layer
-whole, and gathers those of the next layer while it computes. One layer more is held; and one more
-is gathered, since the last iteration gathers its own again, which nobody uses.
+A loop over layers takes its parameters as slices of stacks. An iteration would wait for an
+all-gather whose result it uses. So each iteration receives the unsharded parameters of its layer,
+and gathers those of the next layer while it computes. This holds one more layer, and gathers one
+more, since the last iteration gathers its own layer again; that result is unused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from zerojax.plan import layout
 from zerojax.xla import jaxprs
 
 LEAST = 16
-"""The fewest iterations of a loop that gathers ahead: with fewer, one gather more is too many."""
+"""The fewest iterations of a loop that gathers ahead: in a shorter loop the additional gather costs
+too much."""
 
 
 class Ahead:
@@ -32,10 +33,9 @@ class Ahead:
 
     Args:
       eqn: The scan.
-      xs: What it reads, stacked along the first dimension, see
-        :class:`zerojax.collectives.entries.Entries`. A :class:`Shard` or :class:`HostStack` in host
-        memory is fetched ahead.
-      dtypes: By position, the dtype of what is gathered ahead, see :func:`decide`.
+      xs: The stacks, along the first dimension, see :class:`zerojax.collectives.entries.Entries`. A
+        :class:`Shard` or :class:`HostStack` in host memory is prefetched.
+      dtypes: By position, the dtypes of the stacks that are gathered ahead, see :func:`decide`.
       gatherer: Gathers parameters.
     """
 
@@ -47,15 +47,15 @@ class Ahead:
         self._holds = residuals.holds_block(eqn)
 
     def order(self) -> jax.Array | None:
-        """int [length], for each iteration the one that comes after it; its own for the last.
-        None where nothing is read ahead."""
+        """Returns an int [length] array: for each iteration the index of the next one; for the last
+        its own. None if nothing is read ahead."""
         if not any(map(on_host, self._xs)) and not self._dtypes:
             return None
         step = -1 if self._reverse else 1
         return jnp.clip(jnp.arange(self._length) + step, 0, self._length - 1)
 
     def read(self, index: Any) -> list[jax.Array]:
-        """The entries at ``index``, on the device or whole, of the stacks that are read ahead."""
+        """Fetches or gathers the entries at ``index`` of the stacks that are read ahead."""
         fetched = [self._fetched(x, index) for x in self._xs if on_host(x)]
         gathered = (self._gathered(self._xs[i], d, index) for i, d in self._dtypes.items())
         return [*fetched, *gathered]
@@ -72,21 +72,21 @@ class Ahead:
         return self._gatherer.whole(shard.astype(dtype), x.spec[1:], quantized=quantized)
 
     def first(self) -> list[jax.Array]:
-        """What the first iteration needs."""
+        """Reads the entries that the first iteration needs."""
         with self._gatherer.ledger.place(decisions.BEFORE_LOOP, "the first iteration's layer"):
             return self.read(self._length - 1 if self._reverse else 0)
 
     def rest(self) -> list[Any]:
-        """What the loop itself reads: the stacks that are on the device."""
+        """Returns the stacks that the loop itself slices: those on the devices."""
         return [x.value if isinstance(x, Shard) else x for x in self._xs if not on_host(x)]
 
     def merged(self, come: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        """One iteration's entries of all stacks as they lie, in the order of ``xs``."""
+        """Returns one iteration's entries of all stacks, sharded, in the order of ``xs``."""
         came, here = iter(come), iter(rest)
         return [next(came) if on_host(x) else next(here) for x in self._xs]
 
     def wholes(self, come: Sequence[jax.Array]) -> list[jax.Array | None]:
-        """Those of them that were gathered ahead; None for the others."""
+        """Returns, for each stack, the unsharded entry that was gathered ahead; None for others."""
         wholes: list[jax.Array | None] = [None] * len(self._xs)
         for i, whole in self._whole(come):
             # Otherwise XLA may carry the shard and gather in the iteration that uses the result.
@@ -95,18 +95,21 @@ class Ahead:
         return wholes
 
     def _whole(self, come: Sequence[jax.Array]) -> Iterable[tuple[int, jax.Array]]:
-        """What was gathered among what was read ahead, with its position."""
+        """Returns the gathered arrays among those read ahead, with the positions of their
+        stacks."""
         return zip(self._dtypes, come[len(come) - len(self._dtypes) :], strict=True)
 
     def hold(self, carry: list[Any], coming: Sequence[jax.Array]) -> list[Any]:
-        """The carried values of an iteration, whose cotangents wait for what was read ahead where a
-        rematerialised block runs again. XLA hides the gather behind the block's forward pass then;
-        otherwise it would come after all reduce-scatters, with nothing left to hide it."""
+        """Returns the carried values of an iteration. If a rematerialised block runs again in the
+        loop, the largest of them, the cotangents, wait for the gathered arrays: XLA then overlaps
+        the gather with the block's forward pass. Otherwise the gather would come after all
+        reduce-scatters, with nothing left to overlap."""
         last = self.last(coming) if self._holds else None
         return carry if last is None else order.hold_largest(carry, last)
 
     def last(self, coming: Sequence[jax.Array]) -> jax.Array | None:
-        """The last array gathered of what was read ahead, if it lies whole on every device."""
+        """Returns the last gathered array that is unsharded on every device; None if there is
+        none."""
         axis, gathered = self._gatherer.axis, self._whole(coming)
         whole = [x for i, x in gathered if not any(layout.without(self._xs[i].spec, axis))]
         return whole[-1] if whole else None
@@ -115,15 +118,15 @@ class Ahead:
 def decide(
     eqn: Any, xs: Sequence[Any], gatherer: Gatherer, *, gathers: bool
 ) -> dict[int, jnp.dtype]:
-    """The stacks whose layers a scan gathers one iteration ahead, by position: the dtype in which
-    it does.
+    """Returns, by position, the dtypes of the stacks whose layers a scan gathers one iteration
+    ahead.
 
     Args:
       eqn: The scan.
-      xs: What it reads, see :class:`Ahead`.
+      xs: The stacks that it reads, see :class:`Ahead`.
       gatherer: Gathers parameters.
-      gathers: Whether all parameters on the devices are gathered ahead; otherwise those that the
-        loop gathers and stacks, see :mod:`zerojax.collectives.filled`.
+      gathers: Whether all parameters on the devices are gathered ahead; otherwise only those that
+        the loop gathers and stacks, see :mod:`zerojax.collectives.filled`.
     """
     uses = Uses(gatherer.mesh, gatherer.axis, surely=True)
     dtypes = {
@@ -135,22 +138,22 @@ def decide(
 
 
 def _is_shard(x: Any, axis: str) -> bool:
-    """Whether it is a parameter on the devices, of which nothing is gathered yet."""
+    """Returns whether a value is a sharded parameter on the devices, without a rounded copy."""
     sharded = isinstance(x, Shard) and is_sharded(x.spec, axis)
     return sharded and not x.gathering.host and not x.is_rounded
 
 
 def gathered_dtype(eqn: Any, i: int, x: Shard, uses: Uses) -> jnp.dtype | None:
-    """The dtype in which a scan gathers the layers of ``x``, stack ``i`` of those that it reads,
-    ahead; None where it does not. ``uses`` are sure ones."""
+    """Returns the dtype in which a scan gathers ahead the layers of ``x``, stack ``i`` of those it
+    reads; None if it does not. ``uses`` has ``surely`` set."""
     if jaxprs.param(eqn, "length") < LEAST:
         return None
     body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
     needed = uses.dtypes(body, body.invars[sum(jaxprs.scan_counts(eqn)) + i], x.spec[1:])
-    # The narrowest of several; its own where it is widened before.
+    # The narrowest of several; the dtype of the stack if the body widens it before use.
     return min(*needed, x.value.dtype, key=_bytes) if needed else None
 
 
 def _bytes(dtype: jnp.dtype) -> tuple[int, str]:
-    """Of an element; by name where they are as many."""
+    """Returns the bytes of an element, and the name, which orders dtypes of equal size."""
     return dtype.itemsize, dtype.name

@@ -1,9 +1,9 @@
-"""What a loop reduces one iteration behind: the gradients of its layers.
+"""Reduction of a loop's gradients one iteration later.
 
-A loop over layers makes each layer's gradients at the end of an iteration, and a reduce-scatter
-there would be waited for. So each device carries its own part of every sum into the next iteration,
-and the parts are reduced while that one computes. One layer of gradients more is held; and one more
-is reduced, since the first iteration has nothing to reduce yet.
+A loop over layers computes each layer's gradients at the end of an iteration, where the loop would
+wait for a reduce-scatter. So each device carries its partial sums into the next iteration, which
+reduces them while it computes. This holds one more layer of gradients, and reduces one more, since
+the first iteration has nothing to reduce yet.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from zerojax.xla import jaxprs
 
 
 class Behind:
-    """The stacks of gradients that a loop makes, some of them one iteration behind.
+    """The stacks of gradients that a loop computes, some of them reduced one iteration later.
 
     Args:
       eqn: The scan.
-      want: For each stack that it makes, the spec of an entry's shard; None for no gradient.
+      want: For each stack that it computes, the spec of an entry's shard; None if it is not a
+        gradient.
       behind: By position of a stack, the sum that is reduced one iteration later, see
         :func:`decide`.
       gatherer: Reduces gradients.
@@ -48,21 +49,22 @@ class Behind:
         self._reverse = jaxprs.param(eqn, "reverse")
         self._stacks = eqn.outvars[len(eqn.outvars) - len(want) :]
         self._want, self._behind = want, behind
-        self._made: set[int] = set()  # those that were made so
+        self._made: set[int] = set()  # positions whose partial sums are deferred
 
     @property
     def row_sums(self) -> dict[Any, RowSum]:
-        """By variable, what makes the partial sums."""
+        """By variable, the sum that produces the partial sums."""
         return {each.eqn.outvars[0]: each for each in self._behind.values()}
 
     def order(self) -> tuple[jax.Array, jax.Array] | None:
-        """int [length] each, for each iteration the one that came before it, its own for the first,
-        and its own. None where nothing is reduced behind."""
+        """Returns two int [length] arrays: for each iteration the index of the previous one (for
+        the first its own), and its own index. None if no reduction is deferred."""
         own, step = jnp.arange(self._length), 1 if self._reverse else -1
         return (jnp.clip(own + step, 0, self._length - 1), own) if self._behind else None
 
     def first(self) -> list[tuple[jax.Array, jax.Array]]:
-        """What the first iteration is given: partial sums of zero, and empty stacks of shards."""
+        """Returns the state that the first iteration receives: partial sums of zero, and stacks of
+        shards filled with zeros."""
         found = []
         for i, row_sum in self._behind.items():
             aval = self._stacks[i].aval
@@ -75,8 +77,8 @@ class Behind:
     def hold(
         self, given: list[tuple[jax.Array, jax.Array]], whole: jax.Array | None
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """What an iteration is given, the smallest parts not before ``whole``: XLA reduces all of a
-        layer's together."""
+        """Delays the smallest of the pending partial sums until ``whole``, a gathered array,
+        exists. XLA combines one layer's reductions, so that all of them wait."""
         if whole is None or not given:
             return given
         at = min(range(len(given)), key=lambda i: given[i][0].size)
@@ -87,7 +89,7 @@ class Behind:
         ]
 
     def reduced(self, given: Sequence[tuple[jax.Array, jax.Array]]) -> list[ReducedGradient]:
-        """The gradients of the iteration before."""
+        """Reduces the partial sums of the previous iteration to gradients."""
         return [
             ReducedGradient(
                 total(PartialSum(parts, p, p.links), self._gatherer), self._want[i] or ()
@@ -102,8 +104,8 @@ class Behind:
         outs: Sequence[Any],
         at: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[list[tuple[jax.Array, jax.Array]], list[Any]]:
-        """What an iteration passes on; and its results ``outs``, of which the stacks' come last,
-        without what is behind."""
+        """Returns the state that an iteration passes to the next one, and its results ``outs``, the
+        last of which belong to the stacks, with None for each deferred gradient."""
         passed, left, first = [], list(outs), len(outs) - len(self._stacks)
         for i, (parts, stack), before in zip(self._behind, given, reduced, strict=True):
             assert at is not None
@@ -116,7 +118,7 @@ class Behind:
         return passed, [total(x, self._gatherer) if isinstance(x, PartialSum) else x for x in left]
 
     def finished(self, given: Sequence[tuple[jax.Array, jax.Array]]) -> dict[int, jax.Array]:
-        """The stacks, by position, once the last iteration's parts are reduced."""
+        """Reduces the last iteration's partial sums; returns the complete stacks by position."""
         last = 0 if self._reverse else self._length - 1
         reduced = self.reduced(given)
         return {
@@ -128,13 +130,14 @@ class Behind:
 def decide(
     eqn: Any, want: Sequence[Spec | None], gatherer: Gatherer, rows: int | None
 ) -> dict[int, RowSum]:
-    """The stacks of gradients that a scan reduces one iteration later, by position: the sum.
+    """Returns, by position of a stack, the sum of each gradient that a scan reduces one iteration
+    later.
 
     Args:
       eqn: The scan.
       want: See :class:`Behind`.
       gatherer: Reduces gradients.
-      rows: Of a batch; None where nothing is to be reduced later.
+      rows: The number of rows of a batch; None if no reduction is to be deferred.
     """
     if rows is None or not gatherer.alone or jaxprs.param(eqn, "length") < LEAST:
         return {}
@@ -160,8 +163,8 @@ def _row_sum(
     rows: int,
     after: tuple[Any, ...] = (),
 ) -> RowSum | None:
-    """The sum over rows that produces ``v``, perhaps in calls, and is used for nothing else; None
-    where none does, or where not every device could reduce a piece of its rows."""
+    """Returns the sum over rows that produces ``v``, perhaps within calls, and has no other use;
+    None if there is no such sum, or if not every device could reduce a shard of it."""
     graph = graph_of(jaxpr)
     while spec is not None and graph.times_used(v) == 1 and (eqn := graph.producer(v)) is not None:
         if eqn.primitive in jaxprs.CALLS:

@@ -1,8 +1,8 @@
 """Convolutions with a group for each row of the batch, run by each device on its own rows.
 
 The gradient of a convolution for each row, by ``jax.vmap`` of ``jax.grad``, is one convolution
-whose groups are the rows. Where devices share the groups, XLA's partitioner computes other numbers
-for it, or builds a program that its own verifier refuses.
+whose groups are the rows. If the groups are sharded over devices, XLA's partitioner computes wrong
+numbers for it, or builds a program that XLA's verifier rejects.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from zerojax.xla import jaxprs
 
 
 def has_rows_for_groups(eqn: Any, rows: int | None, devices: int) -> bool:
-    """Whether an equation is such a convolution, or a call, a loop or a choice with one in it.
+    """Returns whether an equation is, or contains, a convolution with a group for each row.
 
-    Groups are taken for rows where the devices can share them and no other dimension, and where
-    ``jax.vmap`` made the convolution: at worst that moves rows for nothing.
+    Groups are taken for rows if the devices can share the groups and no other dimension, or if
+    ``jax.vmap`` produced the convolution: at worst this moves rows unnecessarily.
 
     Args:
-      eqn: The equation.
-      rows: Of the batch; None where unknown.
-      devices: How many share the batch.
+      eqn: The equation; a call, a loop or a choice may contain the convolution.
+      rows: The number of rows of the batch; None if unknown.
+      devices: The number of devices that share the batch.
     """
     return devices > 1 and contains(eqn, _is_one, rows, devices, enters=runs_regions)
 
 
 def _is_one(eqn: Any, rows: int | None, n: int) -> bool:
-    """Whether an equation is such a convolution, for ``n`` devices."""
+    """Returns whether an equation is such a convolution, for ``n`` devices."""
     if eqn.primitive is not prims.conv_general_dilated_p:
         return False
     name, groups = _groups(eqn)
@@ -49,7 +49,7 @@ def _is_one(eqn: Any, rows: int | None, n: int) -> bool:
 
 
 def on_own_rows(eqn: Any, values: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
-    """The result of such a convolution; its operands may be sharded or not."""
+    """Runs such a convolution on each device's own rows; operands may be sharded or not."""
     axes, n = batch_axes(mesh), batch_devices(mesh)
     lhs, rhs, out = jaxprs.param(eqn, "dimension_numbers")
     name, groups = _groups(eqn)
@@ -71,7 +71,7 @@ def on_own_rows(eqn: Any, values: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
 
 
 def _groups(eqn: Any) -> tuple[str, int]:
-    """The parameter that counts the groups, and their number."""
+    """Returns the name of the parameter that counts the groups, and their number."""
     name = "feature_group_count"
     if jaxprs.param(eqn, name) == 1:
         name = "batch_group_count"

@@ -17,11 +17,12 @@ from zerojax.xla import jaxprs
 
 
 def follow(eqn: Any, values: Sequence[Any], axis: str) -> Gathered | None:
-    """The unsharded copy of the result of an equation on shards and numbers; None where unknown.
+    """Returns the unsharded copy of the result of an equation on shards and scalars; None if it is
+    unknown.
 
-    A cast, or a change of layout, of what has been gathered is done once more on the whole; so is
-    all work on small parameters. Other work is not: what it makes is gathered, and its operands
-    need not be.
+    A cast or a change of layout of a gathered shard is repeated on its unsharded copy; so is every
+    equation on small parameters. Other equations are not repeated: their results are gathered, and
+    their operands need not be.
     """
     shard, name = values[0], eqn.primitive.name
     rounded = shard.gathered if isinstance(shard, Shard) and shard.is_rounded else None

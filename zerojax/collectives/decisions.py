@@ -1,4 +1,4 @@
-"""One collective that zerojax decides on: what is sent, where in the program, and why."""
+"""Collectives that zerojax decides on: the array sent, the place in the program, the reason."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Decision:
 
     Attributes:
       kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all".
-      shape: The array that is sent: gathered, or before it is scattered.
-      dtype: Its dtype, by name.
+      shape: The shape of the array that is sent: after an all-gather, before a reduce-scatter.
+      dtype: The name of its dtype.
       payload: Bytes of that array that one group of devices sends together, padding included.
-      devices: How many devices form a group.
-      where: The place in the program, as :data:`ENTRY`.
+      devices: The number of devices in a group.
+      where: The place in the program, such as :data:`ENTRY`.
       reason: The reason for the place.
       partly: Whether the result is still a partial sum, which a later collective completes.
-      calls: The equations of the calls around, the innermost last.
+      calls: The equations of the enclosing calls, innermost last.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Decision:
 
     @property
     def of_gradient(self) -> bool:
-        """Whether a gradient is sent; otherwise a parameter, or what is computed from it."""
+        """True if a gradient is sent; otherwise a parameter, or a value computed from one."""
         if self.where == LOOP:
             return self.kind != GATHER
         return self.where in (PRODUCED, DEFERRED, AFTER_LOOP, UPDATE)
@@ -63,19 +63,19 @@ class Decision:
 
 
 def group(cut: Sequence[Any], less: Sequence[Any], mesh: Mesh | AbstractMesh) -> int:
-    """The number of devices whose shards by ``cut`` together form one shard by ``less``."""
+    """Returns the number of devices whose shards by ``cut`` form one shard by ``less``."""
     return _shards(cut, mesh) // _shards(less, mesh)
 
 
 def summed_over(mesh: Mesh | AbstractMesh) -> int:
-    """The number of devices that have different rows, or tokens."""
+    """Returns the number of devices that have different rows or tokens."""
     return batch_devices(mesh) * sequence_size(mesh)
 
 
 def payload(
     shape: Sequence[int], dtype: Any, cut: Sequence[Any], less: Sequence[Any], mesh: Any
 ) -> int:
-    """Bytes of the shards by ``cut`` that make up what one device holds by ``less``."""
+    """Returns the bytes of the shards by ``cut`` that form one device's shard by ``less``."""
     shard = math.prod(layout.piece(shape, cut, mesh))
     return shard * group(cut, less, mesh) * jnp.dtype(dtype).itemsize
 

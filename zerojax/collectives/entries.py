@@ -14,8 +14,8 @@ from zerojax.plan.layout import Spec
 
 
 class _Form(NamedTuple):
-    """A stacked shard: the spec of an entry, the widening casts to be done after the loop, and the
-    array that is the stack gathered, if one is known, and as a loop reads it."""
+    """A stacked shard: the spec of an entry, the widening casts to run after the loop, the gathered
+    stack if it is known, also in the layout that a loop reads, and whether it is quantized."""
 
     spec: Spec
     dtypes: tuple[Any, ...]
@@ -24,19 +24,20 @@ class _Form(NamedTuple):
 
 
 class Entries:
-    """The stacks that a loop reads and makes, some of them shards.
+    """The stacks that a loop reads and computes, some of them shards.
 
-    A stack that was widened is read as what was cast, and widened entry by entry. A result that is
-    a widened shard is stacked likewise, and one that is an entry gathered in advance is not stacked
-    a second time.
+    A stack that was widened is read in its narrow dtype, and widened entry by entry. A result that
+    is a widened shard is stacked in its narrow dtype, too. If the unsharded copy of a result is an
+    entry of a stack gathered in advance, the copy is not stacked a second time.
 
     Args:
-      xs: what the loop reads, stacked along the first dimension.
+      xs: the stacks that the loop reads, along the first dimension.
       axis: the axis over which ZeRO shards.
 
     Attributes:
-      read: what the loop reads in place of ``xs``.
-      rounded: for each of them the stack gathered rounded, or None; to be read as well.
+      read: the stacks that the loop reads in place of ``xs``.
+      rounded: for each stack its copy gathered in a narrower dtype, which the loop reads as well,
+        or None.
     """
 
     def __init__(self, xs: Sequence[Any], axis: str) -> None:
@@ -44,14 +45,15 @@ class Entries:
         self.read = [narrowest(x) for x in xs]
         self.rounded = [_as_read(x) for x in xs]
         self._whole: list[tuple[Any, Any]] = []
-        self._brief = False  # whether an iteration has something whole that dies with it
+        self._brief = False  # whether an iteration has gathered arrays that are freed at its end
         self._forms: dict[int, _Form] = {}
 
     def operands(
         self, entries: Sequence[Any], rounded: Sequence[Any], ahead: Sequence[Any]
     ) -> list[Any]:
-        """One iteration's operands, of its entries of ``read`` and ``rounded``, and those that were
-        gathered ahead, see :class:`zerojax.collectives.ahead.Ahead`; None for the others."""
+        """Returns one iteration's operands, from its entries of ``read`` and ``rounded``, and from
+        the entries that were gathered ahead, see :class:`zerojax.collectives.ahead.Ahead`, with
+        None for the others."""
         self._whole = list(zip(rounded, self._xs, strict=True))
         self._brief = any(x is not None for x in ahead)
         known = [a if r is None else r for r, a in zip(rounded, ahead, strict=True)]
@@ -64,7 +66,8 @@ class Entries:
         return shard if is_sharded(x.spec, self._axis) else shard.value
 
     def stack(self, i: int, y: Any) -> Any:
-        """What the loop stacks of its result ``i``; nothing where the stack exists."""
+        """Returns the array that the loop stacks for its result ``i``: for a shard its narrowest
+        form, or the unsharded copy if it is not an entry of a gathered stack, nor freed."""
         if not isinstance(y, Shard):
             return y
         gathered = None
@@ -77,7 +80,7 @@ class Entries:
         return plain(narrowest(y))
 
     def stacked(self, i: int, y: jax.Array) -> Any:
-        """The stack of result ``i``, given what the loop has made."""
+        """Returns the stack of result ``i``, from the array that the loop has stacked."""
         if i not in self._forms:
             return y
         form = self._forms[i]
@@ -86,7 +89,8 @@ class Entries:
 
 
 def _as_read(x: Any) -> jax.Array | MovedStack | None:
-    """A stack gathered rounded, in the form that a loop reads."""
+    """Returns the copy of a stack that was gathered in a narrower dtype, in the layout that a loop
+    reads; None if there is none."""
     if not isinstance(x, Shard) or x.gathered is None or not x.is_rounded:
         return None
     return x.gathered.array if x.gathered.stack is None else x.gathered.stack

@@ -1,4 +1,4 @@
-"""Error feedback: what a device's quantization leaves out of its gradient is sent with the next."""
+"""Error feedback: a device adds the error of quantizing its gradient to its next gradient."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class ErrorFeedback:
     .. math:: e \leftarrow \beta e + (1 - \beta) (g + e - Q(g + e))
 
     which is zero again every ``reset_T`` updates. Source: LoCo, arXiv:2407.04480, and DeepSpeed's
-    ``loco_swizzle_quant`` and ``loco_quantized_reduction``; there errors are fed back in each
-    micro-batch and kept in 8 bits, here once an update and in float32.
+    ``loco_swizzle_quant`` and ``loco_quantized_reduction``. DeepSpeed feeds errors back in each
+    micro-batch and keeps them in 8 bits; zerojax does so once an update and in float32.
 
     Args:
       loco: Beta and the period.
       gatherer: Reduces gradients.
       errors: By parameter, see :mod:`zerojax.plan.error_feedback`.
-      updates: int [], the updates made so far.
-      scale: float32 [], the loss scale, with which gradients come and errors are not kept; None
+      updates: int [], the number of updates so far.
+      scale: float32 [], the loss scale of the gradients, which errors are stored without; None
         without one.
 
     Attributes:
-      key: What asks for it.
-      after: The errors after the update; those of a gradient that is not sent stay as they are.
+      key: The config key that asks for error feedback.
+      after: The errors after the update; unchanged for a gradient that is not sent.
     """
 
     key = KEY
@@ -60,8 +60,8 @@ class ErrorFeedback:
         self._errors, self.after = list(errors), list(errors)
 
     def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
-        """The sum over the devices of their parts [devices, *shape] of a parameter's gradient, cut
-        as ``spec`` says, float32."""
+        """Returns the sum of the devices' partial sums [devices, *shape] of a parameter's gradient,
+        sharded by ``spec``, float32."""
         (at,) = layout.dimensions(spec, self._gatherer.axis)
         value = pinned(jnp.moveaxis(parts.astype(jnp.float32), 1 + at, 1), self._gatherer)
         before, after = iter(self._errors[parameter]), []
@@ -79,7 +79,7 @@ class ErrorFeedback:
         return total
 
     def _lost(self, x: jax.Array, lies: Sequence[Any], block: Sequence[int]) -> jax.Array:
-        """What quantization leaves out of ``x``, without the loss scale."""
+        """Returns the error of quantizing ``x``, without the loss scale."""
         assert self._gatherer.sent.gradients is not None
         form = self._gatherer.sent.gradients.format
         widths = [*(1 for _ in range(x.ndim - len(block))), *block]
@@ -87,14 +87,15 @@ class ErrorFeedback:
         return self._gatherer.constrain(x - sent, lies) / self._scale
 
     def _as_sent(self, error: jax.Array, shape: Sequence[int], lies: Sequence[Any]) -> jax.Array:
-        """An error as the gradient lies that is sent."""
+        """Returns an error in the shape and spec of the gradient that is sent."""
         order = self._devices_first(lies)
         x = error.reshape([shape[d] for d in order])
         x = self._gatherer.constrain(x, [lies[d] for d in order])
         return self._gatherer.constrain(x.transpose([order.index(d) for d in range(x.ndim)]), lies)
 
     def _at_rest(self, x: jax.Array, lies: Sequence[Any], ndim: int) -> jax.Array:
-        """The reverse: [devices, ...] of ``ndim`` dimensions."""
+        """Returns an error in the form in which it is stored: [devices, ...], with ``ndim``
+        dimensions; the reverse of :meth:`_as_sent`."""
         order = self._devices_first(lies)
         x = lax.reshape(x, [x.shape[d] for d in order], order)
         x = self._gatherer.constrain(x, [lies[d] for d in order])
@@ -102,7 +103,7 @@ class ErrorFeedback:
         return pinned(x.reshape(self._gatherer.mesh.size, -1, *rest), self._gatherer)
 
     def _devices_first(self, lies: Sequence[Any]) -> list[int]:
-        """The dimensions, those that devices share in front, in the order of the devices."""
+        """Returns the dimensions, with the sharded ones first, in the order of the devices."""
         axes = batch_axes(self._gatherer.mesh)
         named = [d for d, name in enumerate(lies) if name is not None]
         named.sort(key=lambda d: (axes.index(layout.whole_axis(lies[d])), layout.before(lies[d])))

@@ -1,9 +1,10 @@
-"""Stacks of layers that stay gathered, made whole by the first loop over them.
+"""Stacks of layers that the first loop over them gathers, and that stay gathered.
 
-Parameters that stay gathered could be gathered before the step begins (stages 1 and 2, and at stage
-3 those of ``stage3_max_live_parameters``), with nothing to hide that. A stack of layers that the
-forward loop reads layer by layer is gathered by that loop instead, one layer ahead, see
-:mod:`zerojax.collectives.ahead`; what it gathers is stacked for the backward loop.
+Parameters that stay gathered (at stages 1 and 2, and at stage 3 those of
+``stage3_max_live_parameters``) could be gathered before the step begins, where nothing hides the
+gathers. A stack of layers that the forward loop reads layer by layer is gathered by that loop
+instead, one layer ahead, see :mod:`zerojax.collectives.ahead`; the loop stacks the gathered layers
+for the backward loop.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from zerojax.collectives.shard import FilledStack, Shard
 
 
 class Filling:
-    """The stacks that a loop fills.
+    """The stacks that a loop gathers and stacks.
 
     Args:
-      xs: What it reads.
-      dimensions: By position of a stack that it fills, the dimension along which it is sharded.
-      ahead: What it gathers ahead.
-      reverse: Whether it starts with the last layer.
+      xs: The stacks that the loop reads.
+      dimensions: By position of a stack that the loop gathers, the dimension along which the stack
+        is sharded.
+      ahead: The stacks that the loop reads ahead.
+      reverse: Whether the loop starts with the last layer.
     """
 
     def __init__(
@@ -36,8 +38,8 @@ class Filling:
         self._dimensions, self._xs = dimensions, xs
 
     def layers(self, coming: Sequence[jax.Array]) -> list[jax.Array]:
-        """What an iteration stacks, of what it has gathered for the next one: as the collective
-        leaves it."""
+        """Returns the layers that an iteration stacks: those that it has gathered for the next
+        iteration, in the layout of the collective."""
         if not self._dimensions:
             return []
         wholes = self._ahead.wholes(coming)
@@ -47,8 +49,9 @@ class Filling:
     def filled(
         self, first: Sequence[jax.Array], stacks: Sequence[jax.Array]
     ) -> list[tuple[Shard, Shard]]:
-        """Each shard, and the same gathered, of what the first iteration was given and what all of
-        them have stacked. The last one has gathered its own layer again, for nobody."""
+        """Returns each shard with its gathered version, from the layers that the first iteration
+        received, and those that all iterations have stacked. The last iteration re-gathers its own
+        layer; that result is unused."""
         ahead, last = (-1, 0) if self._reverse else (1, -1)
         pairs = []
         for (i, d), layer, stack in zip(

@@ -1,4 +1,4 @@
-"""How a shard becomes whole where it is used, and a gradient a shard where it is made."""
+"""All-gathers of shards where they are used, and reductions of gradients to shards."""
 
 from __future__ import annotations
 
@@ -25,39 +25,40 @@ from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import AS_THEY_ARE, Sent, block_of
 from zerojax.trace import marks
 
-# By the name of a mark: what stands in for it, given its value.
+# By the name of a mark, the function that replaces the mark: from its operand to its result.
 Replacements = Mapping[str, Callable[[jax.Array], jax.Array]]
 
 
 @dataclass
 class Scope:
-    """The stretch of program in which one gather of a parameter may serve several uses.
+    """The part of a program within which one gather of a parameter may serve several uses.
 
-    One iteration of a loop or one rematerialised block: the gather dies with it. The body
-    itself is no such stretch at stage 3: there each use gathers anew, held apart from the
-    earlier ones by a barrier, so that no gathered parameter lives on to the backward pass.
+    One iteration of a loop or one rematerialised block: the gathered parameter is freed at its end.
+    The body of the step does not share gathers at stage 3: each use gathers anew, separated from
+    the earlier uses by a barrier, so that no gathered parameter is kept for the backward pass.
 
     Attributes:
-      share: one gather serves all uses in here.
-      replace: what stands in for marks.
-      host: how gradients leave for host memory; None where they stay.
-      gathered: by ``id`` of a shard, the shard and the parameter whole.
-      filled: by ``id`` of a shard that a loop has filled, the shard and the same gathered.
-      seen: by ``id``, the shards that were gathered here and not kept.
-      token: an array that the last gather was made for; the next one of the same shard waits for
-        it.
+      share: whether one gather serves all uses in the scope.
+      replace: the functions that replace marks.
+      host: how gradients are sent to host memory; None if they stay on the devices.
+      gathered: by ``id`` of a shard, the shard and the unsharded parameter.
+      filled: by ``id`` of a shard that a loop has gathered, the shard and its gathered version.
+      seen: by ``id``, the shards that were gathered in the scope and not kept.
+      token: an array operand of the last use that gathered; the next gather of the same shard waits
+        for the array.
       reduced: the gradients of each block of the backward pass, in order.
-      used_whole: by ``id``, the shards that something else than lookups uses whole in here.
-      rows: what was last looked up in a gathered table; the next such table waits for it.
-      adjacent: the gathers that an equation shares with those next to it, and so do the equations
-        of a function that it calls; None where none does.
-      window: what holds gathers back in a body; None where they are free.
-      cotangent: of the last block of the backward pass that was held back.
-      batch_rows: of the batch; None where unknown.
-      behind: whether loops in here reduce gradients one iteration behind.
-      row_sums: by variable, the sums in here that are not added up over the devices yet.
-      of_layer: whether this is one layer's stretch, in a loop over layers.
-      of_step: whether this is one of several updates, an iteration or a branch.
+      used_whole: by ``id``, the shards that a use other than a lookup needs unsharded.
+      rows: the rows last looked up in a gathered table; the gather of the next such table waits for
+        them.
+      adjacent: the gathers that an equation, and the equations of a function that it calls, share
+        with adjacent equations; None if the equation shares no gather.
+      window: delays gathers in a body without loops; None if gathers are not delayed.
+      cotangent: the cotangent of the last block of the backward pass that was held back.
+      batch_rows: the number of rows of the batch; None if unknown.
+      behind: whether loops in the scope reduce gradients one iteration later.
+      row_sums: by variable, the sums in the scope that are not yet added up over the devices.
+      of_layer: whether the scope is one layer, in a loop over layers.
+      of_step: whether the scope is one of several updates, an iteration or a branch.
     """
 
     share: bool
@@ -80,7 +81,7 @@ class Scope:
     of_step: bool = False
 
     def as_filled(self, value: Any) -> Any:
-        """``value``, gathered if a loop in here has filled it."""
+        """Returns the gathered version of ``value`` if a loop in the scope has gathered it."""
         return self.filled.get(id(value), (value, value))[1]
 
     def inner(
@@ -91,7 +92,7 @@ class Scope:
         of_step: bool = False,
         share: bool = True,
     ) -> Scope:
-        """That of a loop's iteration or a block, with partial sums of its own."""
+        """Returns the scope of a loop's iteration or of a block, with its own partial sums."""
         return Scope(
             share=share,
             replace=self.replace,
@@ -107,19 +108,19 @@ class Scope:
 
 
 class Gatherer:
-    """Gathers parameters and scatters gradients, over one axis of a mesh.
+    """Gathers of parameters and reductions of gradients over one axis of a mesh.
 
     Args:
       mesh: the mesh of all specs.
       axis: the axis over which ZeRO shards.
       keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers where
         used, drops, and gathers again (stage 3).
-      sent: How parameters and gradients are sent.
+      sent: The formats in which parameters and gradients are sent.
 
     Attributes:
-      as_they_are: Large gradients that are not sent quantized where others are: what makes them,
-        and their shape.
-      ledger: Notes the collectives.
+      as_they_are: Large gradients that are sent unquantized although gradients are to be quantized:
+        the primitive that produces each, and its shape.
+      ledger: Records the collectives.
     """
 
     def __init__(self, mesh: Mesh, axis: str, *, keep: bool, sent: Sent = AS_THEY_ARE) -> None:
@@ -130,53 +131,55 @@ class Gatherer:
         self.ledger = Ledger(mesh)
 
     def on_lanes(self, axes: Sequence[str]) -> Self:
-        """The same for a program that runs on lanes, see :mod:`zerojax.accumulation.lanes`: along
-        their ``axes`` nothing is placed, and no groups are summed."""
+        """Returns a gatherer for a program that runs on lanes, see
+        :mod:`zerojax.accumulation.lanes`: it constrains nothing along their ``axes``, and sums over
+        no replica groups."""
         apart = copy.copy(self)
         apart.replicas, apart._apart = 1, frozenset(axes)
         apart.ledger = self.ledger.on_lanes(axes)
         return apart
 
     def deferring_reductions(self) -> Self:
-        """The same for a loop over micro-batches, behind which XLA moves the reductions: the ledger
-        notes none."""
+        """Returns a gatherer for a loop over micro-batches, after which XLA moves the reductions:
+        its ledger records no reduction."""
         other = copy.copy(self)
         other.ledger = self.ledger.without_reductions()
         return other
 
     @property
     def apart(self) -> bool:
-        """Whether the shard axis has lanes along it: parameters alone are sharded over the axis,
-        not what each lane makes."""
+        """True if lanes run along the shard axis: only parameters are sharded over the axis then,
+        not the values that each lane computes."""
         return self.axis in self._apart
 
     @property
     def alone(self) -> bool:
-        """Whether each device has rows, or tokens, of its own to sum over: not where some share a
-        model's dimension, nor on lanes."""
+        """True if each of several devices sums over its own rows or tokens: not if devices share a
+        dimension of the model, and not on lanes."""
         sharing = batch_devices(self.mesh) * sequence_size(self.mesh)
         return sharing == self.mesh.size > 1 and not self._apart
 
     @property
     def near(self) -> int:
-        """The devices of the axis in one host, which gradients that are sent quantized are summed
-        over first; 1 where that is not the same everywhere."""
+        """The number of devices along the axis in one host, over which quantized gradients are
+        summed first; 1 if the number differs between hosts."""
         return near(self.mesh, self.axis)
 
     def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
-        """``value``, sharded as a spec says."""
+        """Constrains ``value`` to a spec; on lanes, returns ``value`` unchanged if the spec names
+        an axis of the lanes."""
         if not self._apart.isdisjoint(name for entry in spec for name in layout.axes(entry)):
             return value
         return self.placed(value, spec)
 
     def placed(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
-        """The same on lanes too, for a parameter or what is made of parameters alone: one for all
-        lanes, which may lie along their axes."""
+        """Constrains ``value`` to a spec, on lanes too: for a parameter, or a value computed from
+        parameters only, which all lanes have in common and their axes may shard."""
         return lax.with_sharding_constraint(value, layout.sharding(self.mesh, spec))
 
     def by_rows(self, value: Any, at: int = 0) -> Any:
-        """An array with the rows of its dimension ``at`` each on their device; another value, or
-        one whose rows do not divide among the devices, unchanged."""
+        """Shards the rows of an array, along dimension ``at``, over the batch axes. Returns other
+        values, and arrays whose rows do not divide among the devices, unchanged."""
         array = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.number)
         if self._apart or not array or value.ndim <= at:
             return value
@@ -188,13 +191,13 @@ class Gatherer:
         return lax.with_sharding_constraint(value, sharding)
 
     def whole(self, value: jax.Array, spec: Sequence[Any], *, quantized: bool = False) -> jax.Array:
-        """All-gathers a shard, whose own spec is pinned first. Otherwise XLA may move the cast that
-        made it behind the gather and send twice the bytes. Codes and scales of one that is
-        ``quantized`` XLA gathers together."""
+        """All-gathers a shard over the shard axis, after a constraint to its current spec:
+        otherwise XLA may move the cast that produced the shard past the gather and send twice the
+        bytes. If ``quantized``, gathers codes and scales, whose gathers XLA combines."""
         if quantized and (block := self._block(value, spec)) is not None:
             return self._as_codes(value, spec, block, lambda x: self.whole(x, spec))
         pinned = self.placed(value, spec)
-        # XLA would gather over the innermost part first, and send all of that between hosts then.
+        # Outermost part first: XLA starts with the innermost, and sends that result between hosts.
         parts = layout.parts_of(spec, self.axis)[-2::-1]
         nearer = [layout.inside(spec, self.axis, layout.before(part)) for _, part in parts]
         for less in (*nearer, layout.without(spec, self.axis)):
@@ -204,7 +207,7 @@ class Gatherer:
         return pinned
 
     def _block(self, value: jax.Array, spec: Sequence[Any]) -> tuple[int, ...] | None:
-        """The extent of a quantized block; None for a value that has none."""
+        """Returns the extent of a quantized block in each dimension; None without blocks."""
         return block_of(value.shape, tuple(spec), self.mesh, self.axis, self.sent.weights)
 
     def _as_codes(
@@ -214,7 +217,7 @@ class Gatherer:
         block: Sequence[int],
         gather: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        """What is gathered of a value as codes and scales."""
+        """Quantizes a value, applies ``gather`` to codes and scales, and dequantizes the result."""
         assert self.sent.weights is not None
         form = self.sent.weights.format
         codes, scales = map(gather, quantize(self.placed(value, spec), block, form))
@@ -223,8 +226,8 @@ class Gatherer:
     def secondary(
         self, value: jax.Array, spec: Sequence[Any], partly: Spec, *, quantized: bool = False
     ) -> jax.Array:
-        """All-gathers a shard between partitions, to be gathered within one later: a barrier keeps
-        XLA from gathering at once."""
+        """All-gathers a shard between partitions; a later gather within a partition completes it. A
+        barrier keeps XLA from gathering over both at once."""
         if quantized and (block := self._block(value, spec)) is not None:
             return self._as_codes(value, spec, block, lambda x: self.secondary(x, spec, partly))
         pinned = self.placed(value, spec)
@@ -233,9 +236,9 @@ class Gatherer:
         return self.placed(lax.optimization_barrier(pinned), partly)
 
     def gather(self, shard: Shard, scope: Scope, rest: Sequence[Any]) -> jax.Array:
-        """One parameter whole, for a use beside the operands ``rest``.
+        """Returns one parameter unsharded, for a use beside the operands ``rest``.
 
-        A scope that shares gathers has one of each parameter."""
+        In a scope that shares gathers, each parameter is gathered once."""
         shard = scope.as_filled(shard)
         if shard.whole is not None:
             return shard.whole
@@ -264,32 +267,34 @@ class Gatherer:
         return whole
 
     def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:
-        """Makes a gradient its shard: the sum over the devices becomes a reduce-scatter, and
+        """Reduces a gradient to its shard: the sum over the devices becomes a reduce-scatter, and
         between replica groups an all-reduce of the shards.
 
-        Without groups through the whole gradient: otherwise XLA shards what the gradient is made
-        from as well, and gathers every device's activations or cotangents for it. With groups
-        straight: otherwise XLA all-reduces the whole gradient over all of them. A vector, which is
-        little, is the sum of an activation, not a product: XLA would move that.
+        Without replica groups the full gradient is constrained first: otherwise XLA shards the
+        operands of the gradient as well, and gathers every device's activations or cotangents. With
+        groups the gradient is constrained to its shard directly: otherwise XLA all-reduces the full
+        gradient over all groups. A vector, which is small, always takes the first path: it is the
+        sum of an activation, not a product, and XLA would move the activation.
         """
         if self.replicas > 1 and len(spec) > 1:
             return self.scatter_parts(gradient, spec)
         return self.scatter_whole(gradient, spec)
 
     def scatter_whole(self, gradient: jax.Array, spec: Spec) -> jax.Array:
-        """The same through the whole gradient, unless parts of the axis share the gradient. A mesh
-        of parts is another one to XLA, which shards nothing else by it."""
+        """Constrains the full gradient, and then reduces it to its shard. If several parts of the
+        axis shard the gradient the first constraint is left out: XLA takes a mesh of parts for
+        another mesh, and shards no operand by it."""
         if len(layout.parts_of(spec, self.axis)) < 2:
             gradient = self.constrain(gradient, layout.without(spec, self.axis))
         return self.scatter_parts(gradient, spec)
 
     def scatter_parts(self, gradient: jax.Array, spec: Spec) -> jax.Array:
-        """The same straight, over one part of the axis more at a time: XLA all-reduces the whole
-        gradient to cut two at once. The inner parts come first, so that least is sent between
-        hosts."""
+        """Reduce-scatters a gradient over one part of the axis at a time, without a constraint of
+        the full gradient: XLA would all-reduce the full gradient to split it over two parts at
+        once. Inner parts come first, so that the fewest bytes are sent between hosts."""
         shard, parts = layout.without(spec, self.axis), layout.parts_of(spec, self.axis)
         uneven = layout.padded(gradient.shape, spec, self.mesh) != gradient.shape
-        if not parts or uneven:  # XLA cuts the sum then
+        if not parts or uneven:  # XLA all-reduces and slices the sum
             with self.ledger.reduces(gradient, shard, shard):
                 for dimension, name in parts:
                     shard = layout.within(shard, dimension, name)
@@ -304,8 +309,8 @@ class Gatherer:
         return gradient
 
     def scatter_table(self, gradient: jax.Array, spec: Spec) -> jax.Array:
-        """The same for the gradient of a lookup, which XLA sums over all devices at once: it is
-        reduce-scattered in their order, and pieces change places then."""
+        """Reduces the gradient of a lookup to its shard. XLA sums it over all devices at once, so
+        it is reduce-scattered in the order of the devices, and the devices then exchange shards."""
         parts = layout.parts_of(spec, self.axis)
         if len(parts) > 1 and len({d for d, _ in parts}) == 1:
             whole = layout.without(spec, self.axis)
@@ -319,18 +324,20 @@ class Gatherer:
         return self.scatter(gradient, spec)
 
     def on_device(self, v: Shard, scope: Scope) -> Any:
-        """Brings a parameter from host memory to the device: as a shard, or whole."""
+        """Brings a parameter from host memory to the device: as a shard, or unsharded if its spec
+        is without the shard axis."""
         if layout.without(v.spec, self.axis) == v.spec:
             return self.gather(v, scope, ())
         return v.with_value(self.constrain(fetched(v.value), v.spec))
 
     def all_whole(self, values: Sequence[Any], scope: Scope) -> list[Any]:
-        """Operands of one equation, the shards among them gathered."""
+        """Returns the operands of one equation, with the shards among them gathered."""
         return [self.gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
 
     def all_known(self, values: Sequence[Any], scope: Scope) -> list[Any]:
-        """The same for the shards that were gathered in advance; at stages 1 and 2 for all but
-        those that were gathered rounded, and those that a loop gathers."""
+        """Returns operands with unsharded arrays in place of the shards that were gathered in
+        advance; at stages 1 and 2 in place of all shards except those that were gathered in a
+        narrower dtype, and those that a loop gathers."""
         if self.keep:
             return [
                 self.gather(v, scope, values)
@@ -342,15 +349,15 @@ class Gatherer:
 
 
 def is_sharded(spec: Spec, axis: str) -> bool:
-    """Whether a spec names the shard axis."""
+    """Returns whether a spec names the shard axis."""
     return layout.without(spec, axis) != spec
 
 
 def is_whole(value: Any) -> bool:
-    """Whether ``value`` is a shard that was gathered in advance."""
+    """Returns whether ``value`` is a shard that was gathered in advance, in its own dtype."""
     return isinstance(value, Shard) and value.whole is not None
 
 
 def plain(value: Any) -> Any:
-    """The array of a shard, as it lies."""
+    """Returns the sharded array of a shard; other values unchanged."""
     return value.value if isinstance(value, Shard) else value

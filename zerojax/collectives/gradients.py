@@ -1,4 +1,4 @@
-"""Equations that make gradients, and the sum of each gradient into its shard."""
+"""Equations that compute gradients, and the reduction of each gradient to its shard."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def bind_summed(
     gatherer: Gatherer,
     rows: int | None,
 ) -> list[jax.Array]:
-    """The results of an equation; gradients summed over the devices, as their specs say.
+    """Runs an equation, and reduces the results that are gradients over the devices to ``specs``.
 
-    ``rows`` are those of the batch; None where unknown.
+    ``rows`` is the number of rows of the batch; None if unknown.
     """
     if gatherer.sent.gradients is not None and len(specs) == 1 and specs[0] is not None:
         made = _bind_quantized(eqn, values, specs[0], gatherer, rows)
@@ -40,7 +40,7 @@ def bind_summed(
             return [made]
     place = gatherer.scatter
     if eqn.primitive is prims.scatter_add_p:
-        # The gradient of a lookup with fewer rows than its table: gathering those moves less.
+        # The gradient of a lookup of fewer rows than the table has: gathering the rows moves less.
         place = gatherer.scatter_parts if _few_rows(eqn) else gatherer.scatter_table
     if len(specs) == 1 and (spec := specs[0]) is not None:
         groups, shape = gatherer.replicas, eqn.outvars[0].aval.shape
@@ -64,7 +64,8 @@ def bind_summed(
 def _sent_instead(
     eqn: Any, values: Sequence[jax.Array], specs: Sequence[Spec | None], gatherer: Gatherer
 ) -> contextlib.ExitStack[bool | None]:
-    """Notes what XLA sends for an equation in the place of a reduce-scatter of its result."""
+    """Records the collectives that XLA emits for an equation instead of a reduce-scatter of its
+    result; returns their contexts."""
     ledger, spec = gatherer.ledger, specs[0] if len(specs) == 1 else None
     stack = contextlib.ExitStack()
     if not ledger.asked or spec is None or not is_sharded(spec, gatherer.axis):
@@ -89,15 +90,15 @@ def _sent_instead(
 def _bind_quantized(
     eqn: Any, values: Sequence[jax.Array], spec: Spec, gatherer: Gatherer, rows: int | None
 ) -> jax.Array | None:
-    """The result of an equation, summed quantized over the devices; None where each device's own
-    part cannot be told, or is not sent quantized."""
+    """Returns the result of an equation, summed over the devices in quantized form; None if the
+    device's partial sums are unknown, or are not sent quantized."""
     shape, devices = eqn.outvars[0].aval.shape, gatherer.mesh.size
     if not is_quantized(shape, spec, gatherer):
         return None
     if (row_sum := row_sum_of(eqn, rows, spec, gatherer)) is not None:
         return partial_sums.total(row_sum.partial(values, gatherer), gatherer)
     if eqn.primitive is prims.scatter_add_p and _few_rows(eqn):
-        return None  # the rows are sent, which is less
+        return None  # sending the rows moves fewer bytes
     if gatherer.alone and can_split(eqn, devices):
         return values[0] + reduction.of_all(by_group(eqn, values, devices), spec, gatherer)
     gatherer.as_they_are.append((eqn.primitive.name, shape))
@@ -105,11 +106,12 @@ def _bind_quantized(
 
 
 def at_one_index(eqn: Any) -> bool:
-    """Whether an equation is a scatter at one index, or a jitted function with one in it.
+    """Returns whether an equation is a scatter at one index, or a jitted function that contains
+    one.
 
-    What it changes has to stand behind a barrier. Otherwise XLA merges the slice that cuts a
-    gradient and the slice of its one row, without clamping: on CPU devices without that row another
-    row is wrong, and GPUs all-reduce the whole gradient.
+    The array that it changes needs a barrier. Otherwise XLA merges the slice that shards a gradient
+    with the slice of its one row, without clamping: on CPU devices without that row another row is
+    wrong, and GPUs all-reduce the full gradient.
     """
     return contains(eqn, _scatters_once, enters=_is_jitted)
 
@@ -129,8 +131,8 @@ def _few_rows(eqn: Any) -> bool:
 
 
 def can_split(eqn: Any, groups: int) -> bool:
-    """Whether an equation adds into a table what was looked up for tokens, [rows, positions], of
-    which the rows divide among the groups. A table of positions is looked up without rows."""
+    """Returns whether an equation is the gradient of a lookup for tokens [rows, positions], whose
+    rows divide among the groups. A lookup in a table of positions has no rows."""
     if eqn.primitive is not prims.scatter_add_p:
         return False
     indices = eqn.invars[1].aval
@@ -139,9 +141,10 @@ def can_split(eqn: Any, groups: int) -> bool:
 
 
 def by_group(eqn: Any, values: Sequence[jax.Array], groups: int) -> jax.Array:
-    """What each replica group adds to a table: [groups, *table].
+    """Returns the sum that each of ``groups`` adds to a table: [groups, *table].
 
-    XLA's partitioner sums a scatter over all devices at once, a product within a group first.
+    XLA's partitioner sums a scatter over all devices at once, but a product within each group
+    first.
     """
     table, indices, updates = values
     numbers = jaxprs.param(eqn, "dimension_numbers")

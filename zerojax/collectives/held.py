@@ -1,4 +1,4 @@
-"""Which constants a loop needs unsharded in every iteration, to be gathered before it."""
+"""The constants that every iteration of a loop needs unsharded, to be gathered before the loop."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
 MOST = 1_000_000_000
-"""The most elements of parameters that one loop holds unsharded, and of their gradients; as in
-DeepSpeed's default for stage3_max_live_parameters."""
+"""The most elements of parameters, and of their gradients, that one loop holds unsharded:
+DeepSpeed's default of ``stage3_max_live_parameters``."""
 
 SAME_ELEMENTS = LABELS | LINEAR | {"transpose"}
 
 
 def decide(jaxpr: Any, consts: Sequence[Any], mesh: Mesh) -> set[int]:
-    """The positions of a loop's constants that are gathered before it: those that each iteration
-    needs unsharded; none where they are too many to hold.
+    """Returns the positions of a loop's constants that are gathered before the loop: those that
+    each iteration needs unsharded; none if they exceed :data:`MOST` elements.
 
     Args:
       jaxpr: The loop's body, or its condition.
       consts: The constants, the body's first operands, some of them a :class:`Shard`.
-      mesh: Of their specs.
+      mesh: The mesh of their specs.
     """
     specs = [c.spec if isinstance(c, Shard) and not c.is_rounded else None for c in consts]
     if all(spec is None for spec in specs):
@@ -48,19 +48,19 @@ def decide(jaxpr: Any, consts: Sequence[Any], mesh: Mesh) -> set[int]:
 
 
 class _Needs(NamedTuple):
-    """Whether a loop needs all of a constant at once: not only layers of it, which a loop within,
-    or the loop itself, takes one by one."""
+    """The search for uses that need all of a constant at once, and not only layers, which the loop
+    or an inner loop takes one by one."""
 
     mesh: Mesh
 
     def unsharded(self, jaxpr: Any, v: Any, spec: Spec, varies: Mapping[Any, bool]) -> bool:
-        """Whether an open jaxpr does so; ``varies``: the variables that differ from iteration to
-        iteration."""
+        """Returns whether an open jaxpr needs all of ``v`` at once. ``varies`` is True for the
+        variables that differ between iterations."""
         users = graph_of(jaxpr).users(v)
         return any(self._by(jaxpr, *use, spec, varies) for use in users)
 
     def _by(self, jaxpr: Any, eqn: Any, i: int, spec: Spec, varies: Mapping[Any, bool]) -> bool:
-        """Whether the equation needs all of its operand ``i`` at once."""
+        """Returns whether an equation needs all of its operand ``i`` at once."""
         if eqn.primitive.name in SAME_ELEMENTS:
             moved = propagate.forward(eqn, spec, self.mesh)
             return self.unsharded(jaxpr, eqn.outvars[0], spec if moved is None else moved, varies)

@@ -1,9 +1,9 @@
-"""Parameters that come in from host memory where they are used, gradients that leave for it.
+"""Transfers of parameters from host memory, where they are used, and of gradients to it.
 
-In a loop over layers a layer's parameters come in one iteration ahead, while the layer before is
-at work, forward and backward (:mod:`zerojax.collectives.ahead`). A layer's gradients leave in the
-iteration that makes them. What a rematerialised block there keeps
-(:mod:`zerojax.collectives.residuals`) does both.
+In a loop over layers, forward and backward, a layer's parameters are fetched one iteration ahead,
+while the previous layer runs (:mod:`zerojax.collectives.ahead`). A layer's gradients are sent to
+the host in the iteration that computes them. The residuals of a rematerialised block in a loop
+(:mod:`zerojax.collectives.residuals`) move in both directions.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from zerojax.collectives.shard import HostStack, Shard
 
 
 def on_host(v: Any) -> bool:
-    """Whether a value of the body lies in host memory."""
+    """Returns whether a value of the body is in host memory."""
     return isinstance(v, HostStack) or (isinstance(v, Shard) and v.gathering.host)
 
 
 def sent(x: jax.Array) -> jax.Array:
-    """An array on its way to host memory."""
+    """Sends an array to host memory."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
 @runtime_checkable
 class Fetchable(Protocol):
-    """A parameter that lies in no memory of the program's, but can be brought to the device."""
+    """A parameter outside the program's memory that can be brought to the device."""
 
     def whole(self) -> jax.Array: ...
 
@@ -39,12 +39,12 @@ class Fetchable(Protocol):
 
 
 def fetched(x: Any) -> jax.Array:
-    """An array in host memory, or a :class:`Fetchable`, brought to the device."""
+    """Brings an array in host memory, or a :class:`Fetchable`, to the device."""
     return x.whole() if isinstance(x, Fetchable) else jax.device_put(x, jax.memory.Space.Device)
 
 
 def entry(x: Any, index: Any) -> jax.Array:
-    """One entry of a stack there, brought to the device."""
+    """Brings one entry of a stack in host memory, or of a :class:`Fetchable`, to the device."""
     if isinstance(x, Fetchable):
         return x.entry(index)
     return fetched(lax.dynamic_index_in_dim(x, index, keepdims=False))
@@ -52,11 +52,11 @@ def entry(x: Any, index: Any) -> jax.Array:
 
 @dataclass(frozen=True)
 class Unpadded:
-    """An array with padding, in host memory or a :class:`Fetchable`, as one without.
+    """A view without padding of an array in host memory or a :class:`Fetchable`.
 
     Attributes:
-      stored: The array.
-      shape: Without padding.
+      stored: The array, with padding.
+      shape: The shape without padding.
     """
 
     stored: Any
@@ -70,26 +70,26 @@ class Unpadded:
 
 
 def unpadded(stored: Any, shape: tuple[int, ...]) -> Any:
-    """An array in host memory, or a :class:`Fetchable`, without the padding that it may have."""
+    """Returns an array in host memory, or a :class:`Fetchable`, without its padding, if any."""
     return stored if tuple(stored.shape) == shape else Unpadded(stored, shape)
 
 
 @dataclass(frozen=True)
 class Host:
-    """How gradients leave.
+    """The way in which gradients are sent to host memory.
 
     Attributes:
-      smallest: arrays with fewer elements stay.
-      sums: the square sums of a gradient's rows, without the loss scale.
+      smallest: the fewest elements of an array that is sent.
+      sums: function that computes the square sums of a gradient's rows, without the loss scale.
     """
 
     smallest: int
     sums: Callable[[jax.Array], jax.Array]
 
     def takes(self, x: jax.Array, times: int = 1) -> bool:
-        """Whether ``times`` such arrays are enough to leave."""
+        """Returns whether ``times`` such arrays together are large enough to be sent."""
         return x.size * times >= self.smallest
 
     def send(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """One row of a gradient on its way to the host, and its square sum."""
+        """Sends one row of a gradient to the host; returns it and its square sum."""
         return sent(x), jnp.sum(self.sums(x[None]))

@@ -1,14 +1,14 @@
-"""Where a sharded parameter becomes whole: inserted after the user's step has been traced.
+"""Insertion of collectives into the user's step, after the step has been traced.
 
-The body is traced to a jaxpr, in which differentiation has already happened, and run again
-equation by equation. A parameter enters as its shard. Equations that work element by element
-or only change its layout run on the shard; the first equation that needs the whole parameter
-(a matrix product, a lookup of many rows, a convolution) gets an all-gather in front. Loops and
+The body is traced to a jaxpr, in which differentiation has already happened, and evaluated equation
+by equation. A parameter enters as its shard. Equations that work element by element or only change
+the layout run on the shard; an all-gather is inserted before the first equation that needs the
+unsharded parameter (a matrix product, a lookup of many rows, a convolution). Loops and
 rematerialised blocks are entered, so that a stacked parameter is gathered one layer at a time.
 
-Everything inserted is an identity (a sharding constraint, an optimization barrier), so the
-numbers cannot change, whatever the body does. And because the backward pass stands in the same
-jaxpr, a parameter is gathered again there without any rule for differentiation.
+Everything inserted is an identity (a sharding constraint, an optimization barrier), so the numbers
+cannot change, whatever the body does. Because the same jaxpr contains the backward pass, a
+parameter is gathered again in the backward pass without any differentiation rule.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ class Inserter(Scans):
       axis: the axis over which ZeRO shards.
       keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers
         where used, drops, and gathers again (stage 3).
-      share: at stage 3 one gather of a parameter serves all its uses in the body, for a body with
-        no backward pass.
-      away: what rematerialised blocks in a loop keep waits in host memory for the backward pass,
-        if a block's has at least so many elements a device; None keeps all on the device.
-      overlap: loops gather one iteration ahead, and a body without loops no further than a window.
-      sent: how parameters and gradients are sent.
+      share: whether at stage 3 one gather of a parameter serves all its uses in the body, for a
+        body without a backward pass.
+      away: the fewest elements per device of a residual of a rematerialised block in a loop that
+        waits in host memory for the backward pass; None keeps all residuals on the device.
+      overlap: whether loops gather one iteration ahead, and a body without loops gathers within a
+        window.
+      sent: the formats in which parameters and gradients are sent.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Inserter(Scans):
         self.devices = batch_devices(mesh)
         shares = self.devices * sequence_size(mesh)
         self.smallest = None if away is None else away * shares
-        self.left = away is None  # what was asked to leave, or it has been said that nothing does
+        self.left = away is None  # True once a residual is offloaded, or the warning is logged
 
     def __call__(
         self,
@@ -101,9 +102,9 @@ class Inserter(Scans):
     ) -> list[Any]:
         """Evaluates ``closed`` on ``args``, some of them :class:`Shard`; returns plain arrays.
 
-        ``want`` has the specs of those results that are gradients, None for the others. ``host``
-        says how gradients leave for host memory; None where they stay. ``rows`` are those of the
-        batch; None where leaves of the batch differ.
+        ``want`` has the target spec of each result that is a gradient, None for the others.
+        ``host`` sends gradients to host memory; None keeps them on the devices. ``rows`` is the
+        number of rows of the batch; None if it differs between leaves of the batch.
         """
         free = self.keep or self._apart or not self.overlap
         window = None if free else Window.of(self.mesh, self.axis)
@@ -128,7 +129,7 @@ class Inserter(Scans):
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         decided = program_decisions.decide(jaxpr, args, want, self, scope, self.smallest)
         scope.used_whole |= decided.reused.used_whole
-        outer = scope.adjacent  # of the call that runs the jaxpr
+        outer = scope.adjacent  # shared by the call that runs this jaxpr
         env: dict[Any, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
@@ -136,7 +137,7 @@ class Inserter(Scans):
         for eqn in decided.order.equations:
             if eqn.outvars and eqn.outvars[0] in decided.replaced:
                 (out,) = eqn.outvars
-                # The same object where the dtype allows: the step recognizes its own array.
+                # The same object if the dtype is the same: the step recognizes its array.
                 new = plain(jaxprs.read(decided.replaced[out], env))
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
                 continue
@@ -212,12 +213,13 @@ class Inserter(Scans):
         if scope.reduced:
             scope.reduced[-1] += reduced
         elif any(is_sharded(gradient.spec, self.axis) for gradient in reduced):
-            # A model's head. One that stays whole would be summed over the devices for nothing.
+            # A model's head. A wait for an unsharded gradient would only force its all-reduce.
             scope.reduced.append(reduced)
         return outs
 
     def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
-        """Runs an equation on shards where each device can do so on its own, else on them whole."""
+        """Runs an equation on shards if each device can do so on its own, else on the gathered
+        arrays."""
         name = eqn.primitive.name
         if name in BRANCHES:
             return self._branch(eqn, values, scope)
@@ -227,14 +229,14 @@ class Inserter(Scans):
             )
         shards = [v for v in values if isinstance(v, Shard)]
         shape = eqn.outvars[0].aval.shape if eqn.outvars else None
-        # What a lane makes of a parameter and rows of its own is no shard.
+        # A value that a lane computes from a parameter and its own rows is not a shard.
         alone = all(isinstance(v, Shard) or not isinstance(v, jax.Array) for v in values)
         if (
             name in ELEMENTWISE
             and (alone or not self.apart)
             and {(s.spec, s.value.shape) for s in shards}
             == {
-                (shards[0].spec, shape)  # not where a bias is broadcast against activations
+                (shards[0].spec, shape)  # not if a bias is broadcast against activations
             }
         ):
             results = self._on_shards(eqn, values, shards[0].spec)
@@ -257,7 +259,7 @@ class Inserter(Scans):
         if eqn.primitive is prims.sharding_constraint_p and (
             wanted.spec_of(eqn) == layout.without(shards[0].spec, self.axis)
         ):
-            return shards  # flax unboxing a parameter with the user's own spec
+            return shards  # flax unboxes a parameter with the user's spec
         if name == "optimization_barrier":
             through = [travelling(v) for v in values]
             outs = jaxprs.bind(eqn, [plain(v) for v in through])
@@ -270,7 +272,7 @@ class Inserter(Scans):
         return outs
 
     def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
-        """Runs an equation on shards; its result has this spec."""
+        """Runs an equation on shards; ``spec`` is the spec of its result."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
         gathered = copies.follow(eqn, values, self.axis)
         narrow = None
@@ -292,8 +294,8 @@ class Inserter(Scans):
             with self.ledger.within(eqn):
                 return self.run(inner, values, scope, want)
         if self.keep or not scope.share:
-            # In a loop, what is whole for one iteration is a shard as well, by which is known what
-            # has the shape of a gradient.
+            # Otherwise, in a loop at stage 3, a parameter gathered for one iteration stays a Shard,
+            # whose shape shows which values may be gradients.
             values = self.all_known(values, scope)
         if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
@@ -303,10 +305,11 @@ class Inserter(Scans):
         return outs
 
     def _in_turn(self, values: list[Any], scope: Scope) -> list[Any]:
-        """Holds a block of the backward pass back, as ``jax.checkpoint`` does, until its cotangents
-        exist; and until the gradients of the block before the last do. Otherwise XLA puts those off
-        to the end, with the activations that they are made from. With ``overlap`` its parameters
-        wait for the cotangents of the block before alone, so that they are gathered under that."""
+        """Holds a block of the backward pass back until its cotangents exist, as ``jax.checkpoint``
+        does, and until the gradients of the block before the last exist. Otherwise XLA defers those
+        gradients to the end, and keeps the activations that they are computed from. With
+        ``overlap`` the block's parameters wait only for the cotangents of the previous block, so
+        that they are gathered while the previous block runs."""
         here = [i for i, v in enumerate(values) if not on_host(v)]
         through = [travelling(values[i]) for i in here]
         held = lax.optimization_barrier([plain(v) for v in through])
@@ -324,12 +327,12 @@ class Inserter(Scans):
         return [arrived(v, ordered[i]) if i in ordered else v for i, v in enumerate(values)]
 
     def _is_gathered(self, v: Any) -> bool:
-        """Whether ``v`` is a parameter on the devices that its uses gather."""
+        """Returns whether ``v`` is a parameter on the devices that its uses gather."""
         return isinstance(v, Shard) and not v.gathering.host and is_sharded(v.spec, self.axis)
 
     def _gathered(self, values: Sequence[Any], scope: Scope) -> list[Any]:
-        """Operands of a choice or a loop, gathered before, for uses in there; and as shards, for
-        what works on those (an average that is updated in some steps)."""
+        """Gathers the operands of a choice or a loop before it, for the uses within. They stay
+        shards as well, for equations that run on shards (an average that some steps update)."""
         return [
             v.with_copy(self.gather(v, scope, values))
             if isinstance(v, Shard) and v.gathered is None
@@ -340,7 +343,7 @@ class Inserter(Scans):
     def _branch(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         if eqn.primitive is prims.while_p:
             return self._while(eqn, values, scope)
-        # A branch that trains gathers within, as the branch alone may need all of the memory.
+        # A branch that trains gathers within: that branch may need all of the memory.
         before = self.keep and not loop_decisions.trains(eqn)
         index, *operands = self._gathered(values, scope) if before else values
         specs: list[set[Spec]] = [set() for _ in eqn.outvars]
@@ -353,8 +356,8 @@ class Inserter(Scans):
         ]
 
     def _within(self, eqn: Any, scope: Scope) -> Callable[[], Scope]:
-        """Makes the stretch of a branch or an iteration. One with a backward pass of its own is a
-        step of its own."""
+        """Returns a constructor of the scope of a branch or an iteration. A branch or loop that
+        contains a complete backward pass is a step of its own."""
         trains = loop_decisions.trains(eqn)
         return functools.partial(scope.inner, of_step=trains, share=self.share or not trains)
 
@@ -365,8 +368,8 @@ class Inserter(Scans):
         within: Callable[[], Scope],
         specs: Sequence[set[Spec]] = (),
     ) -> Callable[..., list[Any]]:
-        """``jaxpr`` as a function of its last arguments, its first ones being ``captured``; it
-        notes the ``specs`` of those results that are shards."""
+        """Returns ``jaxpr`` as a function of its last arguments, with its first ones ``captured``.
+        The function adds to ``specs`` the spec of each result that is a shard."""
 
         def body(*args: Any) -> list[Any]:
             outs = self.run(jaxpr, (*captured, *args), within())

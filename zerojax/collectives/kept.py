@@ -1,8 +1,8 @@
 """Parameters that are gathered once a step and kept until its end.
 
-At stages 1 and 2 all of them; at stage 3 small arrays, and those for which
-``stage3_max_live_parameters`` leaves room. The plan says which (:func:`by_plan`), the step's trace
-in which form (:func:`decide`), and :func:`gather` gathers them.
+At stages 1 and 2 these are all parameters; at stage 3 small arrays, and those for which
+``stage3_max_live_parameters`` leaves room. The plan selects them (:func:`by_plan`), the step's
+trace determines their form (:func:`decide`), and :func:`gather` gathers them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from zerojax.xla import jaxprs
 
 
 class Kept(NamedTuple):
-    """How a parameter is gathered that is kept.
+    """The way in which a parameter that is kept is gathered.
 
     Attributes:
-      together: The field of the state with whose small arrays it is gathered, by one all-gather;
+      together: The field of the state whose small arrays are gathered with it, by one all-gather;
         None for a large array.
       dtype: The narrower dtype to which the step rounds it before each use, and in which it is
-        gathered; None for its own. flax casts a module's float32 parameters to its ``dtype`` where
-        they are used: behind the gather, the gather would send and hold float32.
+        gathered; None for its dtype. flax casts a module's float32 parameters to its ``dtype``
+        where they are used: with the cast after the gather, the gather would send and hold float32.
       by_loop: Whether the first loop over the stack of layers gathers it, one layer ahead, and
         stacks what it has gathered, see :mod:`zerojax.collectives.filled`.
-      first: The dimension of a stack of layers that comes first once it is gathered, if loops alone
-        read the stack, see :mod:`zerojax.collectives.moved_stacks`; None for the stack's own order.
+      first: The dimension of a stack of layers that comes first once it is gathered, if only loops
+        read the stack, see :mod:`zerojax.collectives.moved_stacks`; None for an unchanged order.
     """
 
     together: str | None = None
@@ -47,13 +47,13 @@ class Kept(NamedTuple):
 def by_plan(
     shards: Sequence[Any], gatherer: Gatherer, live: Collection[int] = (), field: str = "params"
 ) -> list[Kept | None]:
-    """For each of these arrays how it is gathered, as far as the plan says; None for one that is
-    gathered where it is used, or not sharded.
+    """Returns, for each array, the form in which it is gathered, as far as the plan determines it;
+    None for an array that is gathered where it is used, or is not sharded.
 
     Args:
       shards: Arrays of one field of the state.
       gatherer: Gathers parameters.
-      live: The positions of those that stay gathered at stage 3.
+      live: The positions of the arrays that stay gathered at stage 3.
       field: The field's name.
     """
 
@@ -70,15 +70,16 @@ def by_plan(
 def decide(
     closed: Any, args: Sequence[Any], kept: Sequence[Kept | None], gatherer: Gatherer, *, fill: bool
 ) -> list[Kept | None]:
-    """How a step gathers the parameters that it keeps, as its trace has it.
+    """Returns, for each argument of a step, the form in which it is gathered if it is kept, as the
+    step's trace determines it.
 
     Args:
       closed: The step.
       args: Its arguments, some of them a :class:`Shard`.
-      kept: For each argument what :func:`by_plan` says.
+      kept: The result of :func:`by_plan` for each argument.
       gatherer: Gathers parameters.
-      fill: Whether the step runs once, and loops gather ahead: they may gather stacks that are
-        kept.
+      fill: Whether loops may gather stacks that are kept: if the step runs once, and loops gather
+        ahead.
     """
     jaxpr, _ = jaxprs.open_jaxpr(closed)
     return [
@@ -90,7 +91,8 @@ def decide(
 def _decided(
     jaxpr: Any, v: Any, x: Shard, how: Kept, gatherer: Gatherer, fill: bool
 ) -> Kept | None:
-    """How an array is gathered; None for a small one of which the step needs the shard alone."""
+    """Returns the form in which an array is gathered; None for a small one of which the step needs
+    only the shard."""
     dtypes = Uses(gatherer.mesh, gatherer.axis).dtypes(jaxpr, v, x.spec)
     if how.together is not None:
         return how if dtypes else None
@@ -106,7 +108,8 @@ def _decided(
 
 
 def _fills(x: Shard, loops: Sequence[Reader | None], gatherer: Gatherer) -> bool:
-    """Whether the first of the loops over a stack gathers it one layer ahead, in its own dtype."""
+    """Returns whether the first of the loops over a stack gathers it one layer ahead, in the dtype
+    of the stack."""
     direct = [loop for loop in loops if loop is not None and not loop.cast]
     if len(direct) < max(2, len(loops)):
         return False
@@ -116,7 +119,7 @@ def _fills(x: Shard, loops: Sequence[Reader | None], gatherer: Gatherer) -> bool
 
 
 def gather(args: Sequence[Any], kept: Sequence[Kept | None], gatherer: Gatherer) -> list[Any]:
-    """``args``, with unsharded copies of those that are kept."""
+    """Returns ``args``, with unsharded copies of the arrays that are kept."""
     given = [
         x if how is None or how.together is not None else _gathered(x, how, gatherer)
         for x, how in zip(args, kept, strict=True)
@@ -134,7 +137,7 @@ def gather(args: Sequence[Any], kept: Sequence[Kept | None], gatherer: Gatherer)
 
 
 def _gathered(x: Shard, how: Kept, gatherer: Gatherer) -> Shard:
-    """A large array with its unsharded copy."""
+    """Returns a large array with its unsharded copy."""
     if how.by_loop:
         return x.with_gathering(by_loop=True)
     order = list(range(x.value.ndim))

@@ -1,8 +1,8 @@
-"""How much a loop over layers gathers ahead or reduces behind, known before the step is traced.
+"""The size of a layer in a loop over layers, known before the step is traced.
 
-XLA combines collectives up to a number of bytes, an option that is set when the step is made. That
-its parameters are stacked shows in their shapes alone: beneath one node of their tree all have the
-same first dimension.
+XLA combines collectives up to a number of bytes, an option that is set when the step is created.
+Before the trace only their shapes show that parameters are stacked: all leaves below one node of
+their tree have the same first dimension.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from zerojax.devices.mesh import batch_devices
 from zerojax.plan.plan import Leaf, Plan
 
 ROWS = 2**20
-"""Bytes below which what looks like a layer is a row of a matrix."""
+"""The fewest bytes of a layer: a smaller slice is taken for a row of a matrix."""
 
 
 def layer_bytes(plan: Plan, *, backward: bool = True) -> int:
-    """Bytes of the largest layer of stacked parameters, as the step computes with them; 0 where
-    loops neither gather one ahead nor reduce its gradients behind.
+    """Returns the bytes of the largest layer of stacked parameters, in their compute dtypes; 0 if
+    loops neither gather a layer ahead nor reduce a layer's gradients one iteration later.
 
     Args:
-      plan: Of the state.
+      plan: The plan of the state.
       backward: Whether there are gradients.
     """
     config = plan.config
     if config.overlap_comm is False:
         return 0
     accumulates = config.batch(batch_devices(plan.mesh)).accumulation > 1
-    behind = backward and not (config.stage == 1 and accumulates)  # where each device sums up apart
+    behind = backward and not (config.stage == 1 and accumulates)  # there each device sums locally
     if config.stage < 3 and not behind:
         return 0
     paths = jax.tree.leaves_with_path(plan.params, is_leaf=lambda x: isinstance(x, PartitionSpec))
@@ -46,7 +46,8 @@ def layer_bytes(plan: Plan, *, backward: bool = True) -> int:
 
 
 def _largest(named: Sequence[tuple[tuple[Any, ...], Leaf]], depth: int) -> int:
-    """The same of the leaves below a node, which their paths share up to ``depth``."""
+    """Returns the bytes of the largest layer among the leaves below a node, whose paths are equal
+    up to ``depth``."""
     firsts = {leaf.shape[:1] for _, leaf in named}
     length = next(iter(firsts)) if len(firsts) == 1 else ()
     if length and length[0] >= LEAST:

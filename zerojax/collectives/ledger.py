@@ -1,10 +1,10 @@
-"""Records the collectives that are emitted while a step is traced, where a caller asks for them.
+"""A record of the collectives that are emitted while a step is traced, if a caller asks for it.
 
 Each emission site enters :meth:`Ledger.gathers`, :meth:`Ledger.reduces` or
-:meth:`Ledger.exchanges` around the constraint that causes the collective. The ledger notes a
-:class:`zerojax.collectives.decisions.Decision`, and puts its number into the names of what is
-traced there. From these names :mod:`zerojax.step.emitted` finds which equations follow which
-decision: of a decision that was traced for nothing there are none.
+:meth:`Ledger.exchanges` around the constraint that causes the collective. The ledger records a
+:class:`zerojax.collectives.decisions.Decision`, and puts its number into the name scope of the
+equations that are traced within. From these names :mod:`zerojax.step.emitted` finds the equations
+of each decision; a decision whose trace was discarded has none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ledger:
 
     Args:
       mesh: The mesh of all specs.
-      asked: Whether someone reads the ledger; otherwise it notes nothing.
+      asked: Whether a caller reads the ledger; otherwise the ledger records nothing.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, *, asked: bool = False) -> None:
@@ -47,22 +47,23 @@ class Ledger:
         self._over, self._partly, self._deferred = summed_over(mesh), False, False
 
     def on_lanes(self, axes: Sequence[str]) -> Ledger:
-        """The same ledger for a program that runs side by side along ``axes`` of the mesh, over
-        which nothing is summed."""
+        """Returns a view of this ledger for a program that runs on lanes along ``axes`` of the
+        mesh, over which nothing is summed."""
         lanes = copy.copy(self)
         lanes._over //= math.prod(self._mesh.shape[name] for name in axes)
         lanes._partly = True
         return lanes
 
     def without_reductions(self) -> Ledger:
-        """The same ledger for a program whose reductions XLA moves behind the loop around it."""
+        """Returns a view of this ledger for a program whose reductions XLA moves after the loop
+        that contains it."""
         other = copy.copy(self)
         other._deferred = True
         return other
 
     @contextlib.contextmanager
     def place(self, where: str, reason: str = "") -> Iterator[None]:
-        """Gives what is noted in this context a place and a reason."""
+        """Sets the place and the reason of the decisions that are recorded in this context."""
         self._places.append((where, reason))
         try:
             yield
@@ -71,8 +72,8 @@ class Ledger:
 
     @contextlib.contextmanager
     def within(self, call: Any) -> Iterator[None]:
-        """Adds a call to what is noted in this context. A jaxpr that JAX keeps from an earlier call
-        has the lines of that call."""
+        """Adds a call to the decisions that are recorded in this context. The equations of a jaxpr
+        that JAX has cached from an earlier call have the source lines of that call."""
         self._calls.append(call)
         try:
             yield
@@ -80,7 +81,7 @@ class Ledger:
             self._calls.pop()
 
     def gathers(self, x: Any, cut: Sequence[Any], less: Sequence[Any]) -> Any:
-        """Notes an all-gather; returns the context for the constraint to ``less`` of an array
+        """Records an all-gather; returns the context for the constraint to ``less`` of an array
         sharded by ``cut``."""
         if not self.asked or group(cut, less, self._mesh) < 2:
             return contextlib.nullcontext()
@@ -95,14 +96,15 @@ class Ledger:
         over: int | None = None,
         partly: bool = False,
     ) -> Any:
-        """Notes a reduce-scatter, an all-reduce, or both; returns the context for the constraint to
-        ``after`` of partial sums that are sharded by ``before``.
+        """Records a reduce-scatter, an all-reduce, or both; returns the context for the constraint
+        to ``after`` of partial sums that are sharded by ``before``.
 
         Args:
           x: An array of the sum's shape and dtype.
           before, after: The specs.
-          over: How many devices have a part of the sum; None for all that have rows of their own.
-          partly: Whether further devices have parts of the sum.
+          over: The number of devices that hold a partial sum; None for all devices with different
+            rows or tokens.
+          partly: Whether a later collective adds the partial sums of further devices.
         """
         if not self.asked:
             return contextlib.nullcontext()
@@ -116,8 +118,8 @@ class Ledger:
         return self._note(*found, partly=partly or self._partly)
 
     def instead(self, *sent: tuple[str, Any]) -> Any:
-        """Returns the context for an equation for which XLA sends these arrays, by kind of
-        collective, in place of what is noted inside."""
+        """Records the collectives that XLA emits for an equation, as pairs of kind and array, in
+        place of the decisions recorded inside; returns the context for the equation."""
         if not self.asked or self._over < 2:
             return contextlib.nullcontext()
         self._replacing.add(len(self._noted))
@@ -126,27 +128,28 @@ class Ledger:
         return self._note(*((kind, x, spec, spec, self._over) for (kind, x), spec in found))
 
     def over(self, parts: Iterable[int]) -> list[int]:
-        """How many devices sum in each of several steps, the last of which sums over the rest."""
+        """Returns the number of devices in each of several successive sums, the last of which is
+        over all remaining devices."""
         sizes = list(parts)
         return [*sizes[:-1], self._over // math.prod(sizes[:-1])]
 
     def exchanges(self, x: Any, lies: Sequence[Any], devices: int) -> Any:
-        """Notes an all-to-all; returns the context for the constraint by which devices exchange
+        """Records an all-to-all; returns the context for the constraint by which devices exchange
         their shards of ``x``."""
         if not self.asked or devices < 2:
             return contextlib.nullcontext()
         return self._note((decisions.EXCHANGE, x, lies, lies, devices))
 
     def of_norm(self) -> Decision:
-        """The sum over the devices of their shards' square sums, a number."""
+        """Returns the all-reduce of the square sums of the devices' shards, a scalar."""
         reason = "norm of sharded gradients"
         return Decision(
             decisions.REDUCE, (), "float32", 4, self._mesh.size, decisions.UPDATE, reason
         )
 
     def of_optimizer(self, x: Any, spec: Sequence[Any]) -> tuple[Decision, ...]:
-        """The reduction of a gradient to a spec where the optimizer takes it, as nothing reduced it
-        before."""
+        """Returns the reduction of a gradient to a spec at the optimizer, for a gradient that was
+        not reduced before."""
         before = len(self._noted)
         with self.place(decisions.UPDATE, "reduced where the optimizer takes the gradient"):
             self._reduces_to(x, spec)
@@ -156,7 +159,8 @@ class Ledger:
 
     @contextlib.contextmanager
     def reduces_after_loop(self, x: Any, spec: Sequence[Any]) -> Iterator[None]:
-        """The context for the constraint of a sum over micro-batches, which XLA reduces there."""
+        """Returns the context for the constraint of a sum over micro-batches, at which XLA reduces
+        the sum."""
         reason = "summed over all micro-batches first"
         with self.place(decisions.AFTER_LOOP, reason), self._reduces_to(x, spec):
             yield
@@ -164,7 +168,7 @@ class Ledger:
     def _reduces_to(self, x: Any, spec: Sequence[Any]) -> Any:
         before = layout.without(spec, zero_axis(self._mesh))
         even = layout.padded(x.shape, spec, self._mesh) == x.shape
-        return self.reduces(x, before, spec if even else before)  # XLA cuts the sum otherwise
+        return self.reduces(x, before, spec if even else before)  # uneven: XLA slices the full sum
 
     def __len__(self) -> int:
         return len(self._noted)
@@ -173,12 +177,12 @@ class Ledger:
         return self._noted[number]
 
     def numbers(self, names: str) -> list[int]:
-        """The numbers of what was noted around an equation, the outermost first, by the names that
-        the equation was traced in."""
+        """Returns the numbers of the decisions that were recorded around an equation, outermost
+        first, from the name scopes in which the equation was traced."""
         return list(map(int, _TAG.findall(names)))
 
     def replaces(self, number: int) -> bool:
-        """Whether a decision replaces those that were noted inside it."""
+        """Returns whether a decision replaces those that were recorded inside it."""
         return number in self._replacing
 
     def _note(

@@ -1,14 +1,16 @@
-"""Rows looked up in a table that stays sharded.
+"""Lookups of rows in a table that stays sharded.
 
-A lookup reads a few rows of a table, one a token. Gathered, all of the table would be sent to
-every device, and lie there whole. Instead each device looks up the rows of all tokens in its own
-shard, and the rows are sent. Of a table whose rows are sharded, a device has zeros for a row that
-lies elsewhere, so that the sum over the devices is the row: XLA partitions a lookup in this way
-where the table is pinned to its shard. Pieces of a table whose columns are sharded change places
-first, in an all-to-all of a shard's size. A table that is used whole as well (a tied head), and
-whose rows the user's own spec cuts, is looked up by columns: pieces of the rows change places.
+A lookup reads a few rows of a table, one a token. An all-gather would send the full table to every
+device, and store it on each. Instead each device looks up the rows of all tokens in its own shard,
+and the rows are sent. If the table's rows are sharded, a device has zeros for a row of
+another shard, so that the sum over the devices is the row: XLA partitions a lookup in this way if
+the table is constrained to its shard. If the table's columns are sharded, an all-to-all of a
+shard's size first reshards it by rows. A table that is also used unsharded (a tied head), and whose
+rows the user's spec splits, is looked up by columns: an all-to-all reshards the rows that were
+looked up.
 
-Tables that are gathered, because more rows are looked up than they have, are so one after another.
+Tables that are gathered, because more rows are looked up than they have, are gathered one after
+another.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
 _TIMES = 2
-"""How many times the elements of its rows a table must have to stay sharded: the indices are
-gathered too, each device masks the rows of all, and where tokens are the same everywhere the sum
-of their rows is an all-reduce."""
+"""The fewest elements of a table that stays sharded, as a multiple of the elements looked up: the
+indices are gathered too, each device masks the rows of all tokens, and if all devices have the same
+tokens the sum of their rows is an all-reduce."""
 
 
 def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -> jax.Array | None:
-    """The rows that an equation looks up in a sharded table; None where it is no lookup, or where
-    the table is whole anyway."""
+    """Returns the rows that an equation looks up in a sharded table; None if the equation is not a
+    lookup, or if the table is gathered in the usual way."""
     table, *indices = values
     if eqn.primitive is not prims.gather_p or not isinstance(table, Shard):
         return None
@@ -73,14 +75,14 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
 
 
 def spec_by_rows(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
-    """The spec of a table while rows of it are looked up, which shards rows.
+    """Returns the spec of a table during a lookup by rows, which shards rows.
 
-    None where hardly fewer elements are moved than gathering the table moves, and where the
-    equation does not look up rows, or the table is sharded along two dimensions, or unevenly.
+    None if this moves hardly fewer elements than gathering the table, if the equation does not look
+    up rows, or if the table is sharded along two dimensions, or unevenly.
 
     Args:
       eqn: A gather.
-      spec: Of the table, its first operand.
+      spec: The spec of the table, its first operand.
       mesh, axis: The devices, and the axis over which ZeRO shards.
     """
     shape, dims = eqn.invars[0].aval.shape, layout.dimensions(spec, axis)
@@ -103,13 +105,13 @@ def spec_by_rows(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
 
 
 def by_columns(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> bool:
-    """Whether each device looks up the rows of all tokens in its own columns of a table, whose rows
-    the user's own spec cuts: pieces of rows change places then, and nothing is added up over the
-    axis. Not where fewer elements are moved by gathering the device's rows of the table.
+    """Returns whether each device looks up the rows of all tokens in its own columns of a table
+    whose rows the user's spec splits: an all-to-all then reshards the rows, and nothing is added up
+    over the axis. False if gathering the device's rows of the table moves fewer elements.
 
     Args:
       eqn: A gather.
-      spec: Of the table, its first operand.
+      spec: The spec of the table, its first operand.
       mesh, axis: The devices, and the axis over which ZeRO shards.
     """
     table, ids, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
@@ -128,8 +130,9 @@ def by_columns(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> bool:
 
 
 def _looked_up(eqn: Any, mesh: Mesh, devices: int) -> float:
-    """Elements that so many devices look up together: their part of the tokens [rows, positions],
-    or all of them where rows are not to be told from positions, which are the same everywhere."""
+    """Returns the number of elements that ``devices`` devices look up together, for their part of
+    the tokens [rows, positions]; for all tokens if rows cannot be distinguished from positions,
+    which are the same on all devices."""
     ids, size = eqn.invars[1].aval.shape, eqn.outvars[0].aval.size
     by_rows = len(ids) > 2 and ids[0] % batch_devices(mesh) == 0
     return size * devices / batch_devices(mesh) if by_rows else size

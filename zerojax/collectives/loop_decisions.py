@@ -24,17 +24,17 @@ from zerojax.xla import jaxprs
 
 @dataclass(frozen=True, eq=False)
 class LoopDecisions:
-    """The decisions on one loop. Positions count among operands, or results, of one kind:
+    """The decisions on one loop. Positions count from the first operand, or result, of a kind:
     constants, carried values, stacks.
 
     Attributes:
       sums: The carried values that are added up on each device and reduced after the loop.
       carried: Positions of the other carried values.
       updated: By position of a carried value, the spec of its shard, for state that an iteration
-        changes: the loop carries shards, and each iteration gathers what it needs.
+        changes: the loop carries shards, and each iteration gathers the state that it needs.
       held: Positions of the constants that are gathered before the loop.
-      gathered: Positions of the stacks that are gathered before the loop: a single layer cannot be
-        gathered of a stack that is sharded along its layers.
+      gathered: Positions of the stacks that are gathered before the loop: a stack that is sharded
+        along its layers cannot be gathered layer by layer.
       ahead: By position of a stack, the dtype in which its layers are gathered one iteration ahead.
       filled: By position of a stack, its sharded dimension, for those that the loop gathers and
         stacks for later loops.
@@ -73,7 +73,7 @@ def decide(
       values: Its operands, some of them a :class:`Shard`.
       want: For each result the spec of an entry's shard if it is a gradient; None for others.
       gatherer: Gathers parameters and reduces gradients.
-      scope: The stretch in which the loop runs.
+      scope: The scope that contains the loop.
       updated: See :func:`find_updated`.
       prefetch: Whether the loop gathers parameters one iteration ahead.
     """
@@ -81,7 +81,7 @@ def decide(
     consts, xs = values[:a], values[a + n :]
     sums = Sums(eqn, want[:n])
     carried = [i for i in range(n) if i not in sums.terms]
-    # A loop that adds up gradients of its own runs over micro-batches, and gathers in each.
+    # A loop that carries other gradients runs over micro-batches, and each iteration gathers.
     left = [i for i in carried if i not in sums.stacks and i not in updated]
     own = [spec for i in left if (spec := want[i]) is not None]
     micro_batches = any(is_sharded(spec, gatherer.axis) for spec in own)
@@ -108,12 +108,13 @@ def decide(
 
 
 def trains(eqn: Any) -> bool:
-    """Whether a loop or a choice runs a backward pass that ends within."""
+    """Returns whether a loop or a choice contains a complete backward pass."""
     return not jaxprs.is_transposed(eqn) and contains(eqn, jaxprs.is_transposed)
 
 
 def find_updated(eqn: Any, values: Sequence[Any], axis: str) -> dict[int, Spec]:
-    """The large shards that a loop carries and changes, by position among the carried values.
+    """Returns the specs of the large shards that a loop carries and changes, by position among the
+    carried values.
 
     Args:
       eqn: The scan or while loop.

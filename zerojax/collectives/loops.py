@@ -1,12 +1,13 @@
-"""What a loop uses whole in every iteration, and what it adds up over all of them.
+"""Gradients that a loop adds up over its iterations, and reduces after the last of them.
 
-A loop over time (a recurrent network, ``lax.scan`` with a captured weight) takes a parameter as
-a constant. Gathered within, it would be sent once an iteration; so it is gathered before. Its
-gradient is a value that the backward loop carries and adds to. Reduced within, it would be sent
-once an iteration, too; so each device adds up its own part, which is reduced after the loop.
+A loop over time (a recurrent network, ``lax.scan`` with a captured weight) takes a parameter as a
+constant. Gathered within the loop, the parameter would be sent once an iteration, so it is gathered
+before the loop. Its gradient is a value that the backward loop carries and adds to. Reduced within
+the loop, the gradient would be sent once an iteration, too, so each device adds up its partial sum,
+which is reduced after the loop.
 
 A loop over layers takes its parameters as slices of a stack, one an iteration. Those are gathered
-and reduced within. So they are where a loop over time has such a loop in it.
+and reduced within the loop, also if the loop over layers is inside a loop over time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MOVES = COPIES | REARRANGES | {"neg"}
 
 @dataclass(frozen=True, eq=False)
 class LoopBody:
-    """A jaxpr with other equations or results."""
+    """The body of a loop as a jaxpr, with other equations or results."""
 
     constvars: Sequence[Any]
     invars: Sequence[Any]
@@ -46,26 +47,26 @@ class LoopBody:
 
 
 class Term(NamedTuple):
-    """What an iteration adds to a carried value.
+    """A term that an iteration adds to a carried value.
 
     Attributes:
-      root: the variable to add up: as it is made, a product say.
-      links: equations that give the term from it, and which of their results: those that move
-        elements, which can be done once, after the loop.
+      root: the variable to add up instead of the term: a product, for example.
+      links: the equations that compute the term from the root, each with the position of the
+        result: they move or round elements, so that they can run once, after the loop.
     """
 
     root: Any
     links: tuple[tuple[Any, int], ...]
 
     def of(self, root: jax.Array) -> jax.Array:
-        """The sum of the term, from that of the root."""
+        """Returns the sum of the term, from the sum of the root."""
         for eqn, i in self.links:
             root = jaxprs.bind(eqn, [root])[i]
         return root
 
     def spec(self, spec: Spec, mesh: Mesh) -> Spec | None:
-        """The spec of the root where that of the term is ``spec``; None where no device could keep
-        its piece."""
+        """Returns the spec of the root for a term of spec ``spec``; None if elements would move
+        between devices from one to the other."""
         root: Spec | None = spec
         for eqn, _ in reversed(self.links):
             name = eqn.primitive.name
@@ -76,22 +77,23 @@ class Term(NamedTuple):
 
 
 class Sums:
-    """The carried values of a scan that start from something and are only added to.
+    """The carried values of a scan that the loop only adds to.
 
-    They are the gradients of its constants as jax makes them. A gradient that the user's own loop
-    adds up, over micro-batches, is none of them: there each iteration makes whole gradients, and
-    they are reduced as they are made. Nor is the gradient of a stack of layers, that a loop within
-    makes one layer at a time, or of one from which the loop itself takes a layer an iteration.
+    They are the gradients of the scan's constants, in the form in which JAX computes them. A
+    gradient that the user's loop adds up over micro-batches is not one of them: each iteration
+    produces complete gradients, which are reduced at once. Nor is the gradient of a stack of
+    layers, if an inner loop computes that gradient layer by layer, or if the loop itself takes one
+    layer of the stack an iteration.
 
     Args:
       eqn: the scan.
-      want: for each carried value, the spec of its sum; None where any will do.
+      want: for each carried value, the target spec of its sum; None if it is not a gradient.
 
     Attributes:
-      want: by number of the carried value, the spec of its sum, where there is one.
-      terms: by number of the carried value, what an iteration adds to it.
+      want: by position of a carried value, the target spec of its sum, if there is one.
+      terms: by position of a carried value, the terms that an iteration adds to it.
       roots: the variables to add up.
-      stacks: numbers of the carried values that are stacks, to which an iteration adds one layer.
+      stacks: positions of the carried values that are stacks, to which an iteration adds one layer.
     """
 
     def __init__(self, eqn: Any, want: Sequence[Spec | None]) -> None:
@@ -115,8 +117,8 @@ class Sums:
             self.terms, self.roots, self._adds = {}, [], []
 
     def _added(self, v: Any, start: Any) -> tuple[list[Any], list[Any]] | None:
-        """What is added to ``start`` to make ``v``, and the equations that do; None where ``v``
-        is made otherwise, or is used besides."""
+        """Returns the variables whose sum with ``start`` is ``v``, and the equations that add them;
+        None if ``v`` is not such a sum, or has other uses."""
         eqn, uses = self._graph.producer(v), self._graph.times_used
         if eqn is None or eqn.primitive.name != "add_any" or uses(v) != 1:
             return None
@@ -139,17 +141,17 @@ class Sums:
         return Term(v, tuple(reversed(links)))
 
     def body(self) -> LoopBody:
-        """The loop's body with the roots behind its other results, and without the sums; what is
-        carried for those is not read."""
+        """Returns the loop's body without the sums, and with the roots after its other results. It
+        does not read the carried values of the sums."""
         jaxpr = self._jaxpr
         kept = [v for i, v in enumerate(jaxpr.outvars) if i not in self.terms]
         eqns = self._graph.without(self._adds)
         return LoopBody(jaxpr.constvars, jaxpr.invars, eqns, [*kept, *self.roots], self._consts)
 
     def spec(self, root: Any, mesh: Mesh, axis: str) -> Spec | None:
-        """The spec of the sum of a root: that of its terms. Where those differ, or no device could
-        keep its piece, the shard axis over the largest dimension that it divides; None where no
-        such dimension exists, or the user shards the terms as well."""
+        """Returns the spec of the sum of a root: the spec that its terms imply. If their specs
+        differ, or imply none, the shard axis splits the largest dimension that it divides; None if
+        no such dimension exists, or if the user's spec shards a term as well."""
         wants = [
             (term, self.want[i])
             for i, terms in self.terms.items()
@@ -172,19 +174,20 @@ def _is_var(v: Any) -> bool:
 
 
 def _narrows(eqn: Any) -> bool:
-    """Whether it rounds to a smaller floating dtype, which is better done to the sum."""
+    """Returns whether an equation rounds to a narrower floating dtype, which is better done to the
+    sum than to each term."""
     return eqn.primitive.name == "convert_element_type" and wider(eqn.invars[0], eqn.outvars[0])
 
 
 def wider(one: Any, other: Any) -> bool:
-    """Whether both are of floating dtypes, and that of ``one`` has more bytes."""
+    """Returns whether both variables have floating dtypes, and that of ``one`` has more bytes."""
     dtypes = one.aval.dtype, other.aval.dtype
     floats = all(jnp.issubdtype(d, jnp.floating) for d in dtypes)
     return floats and dtypes[0].itemsize > dtypes[1].itemsize
 
 
 def _is_stack(jaxpr: Any, v: Any) -> bool:
-    """Whether a loop stacks it, an entry an iteration."""
+    """Returns whether a loop stacks the value, one entry an iteration."""
     eqn = graph_of(jaxpr).producer(v)
     if eqn is None:
         return False
@@ -197,7 +200,8 @@ def _is_stack(jaxpr: Any, v: Any) -> bool:
 
 
 def _is_layer(jaxpr: Any, v: Any) -> bool:
-    """Whether a value is one layer among zeros: the gradient where a loop takes one layer."""
+    """Returns whether a value is one layer among zeros: the gradient of a stack from which a loop
+    takes one layer."""
     graph = graph_of(jaxpr)
     eqn = graph.producer(v)
     written = eqn is not None and eqn.primitive.name == "dynamic_update_slice"

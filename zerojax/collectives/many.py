@@ -1,9 +1,9 @@
-"""Small parameters gathered together: one all-gather for all of a dtype.
+"""Small parameters, gathered together: one all-gather for all of a dtype.
 
-A collective has a price whatever it moves, and small parameters take little memory: the scale of a
-norm, a bias, see :func:`zerojax.plan.rule.is_small`. So they are made whole once a step, at stage 3
-too: side by side in one matrix with a row a device, gathered, and taken apart. At rest they stay
-sharded.
+A collective has a fixed cost regardless of its size, and small parameters take little memory: the
+scale of a norm, a bias, see :func:`zerojax.plan.rule.is_small`. So they are gathered once a step,
+at stage 3 too: concatenated in one matrix with a row per device, gathered, and split again. Between
+steps they stay sharded.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def gather_together(
     constrain: Callable[[jax.Array, Spec], jax.Array],
     ledger: Ledger | None = None,
 ) -> list[jax.Array]:
-    """The shards made whole, by one all-gather for those of a dtype and axis.
+    """Gathers shards, by one all-gather for those of a dtype and axis.
 
     Args:
-      shards: Of any shapes and dtypes; :func:`zerojax.plan.rule.is_small` holds for each.
+      shards: Shards of any shapes and dtypes, each small by :func:`zerojax.plan.rule.is_small`.
       mesh: The devices.
       constrain: Constrains an array to a spec.
-      ledger: Notes the gathers, if given.
+      ledger: Records the gathers, if given.
     """
     ledger = Ledger(mesh) if ledger is None else ledger
     whole = [shard.value for shard in shards]
@@ -42,7 +42,7 @@ def gather_together(
         chosen, (_, axis) = [i for i, each in enumerate(kinds) if each == kind], kind
         devices = layout.parts(axis, mesh)
         dims = [shards[i].spec.index(axis) for i in chosen]
-        # The shards' own specs are pinned first, else XLA may move a cast behind the gather.
+        # The shards are constrained to their specs first, else XLA may move a cast past the gather.
         pinned = [constrain(whole[i], shards[i].spec) for i in chosen]
         rows = [_row_a_device(x, dim, devices) for x, dim in zip(pinned, dims, strict=True)]
         matrix = constrain(jnp.concatenate(rows, axis=1), (axis, None))
@@ -51,7 +51,7 @@ def gather_together(
         start = 0
         for i, row, dim in zip(chosen, rows, dims, strict=True):
             piece = lax.slice_in_dim(matrix, start, start + row.shape[1], axis=1)
-            # Held apart, else XLA computes with it in another layout than with one gathered alone.
+            # Without a barrier XLA's layout differs from that of a parameter gathered separately.
             whole[i] = lax.optimization_barrier(_taken_back(piece, whole[i].shape, dim))
             start += row.shape[1]
     return whole

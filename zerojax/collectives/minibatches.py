@@ -1,7 +1,7 @@
-"""Rows that one of several updates takes from the batch, each on its own device.
+"""Rows that one of several updates takes from the batch, sharded over the devices.
 
-XLA would have all rows that a program takes by index on every device, and each device would compute
-on all of them. A loop of updates over minibatches [n, rows, ...] has theirs sharded, see
+XLA would replicate rows that a program takes by index, and every device would compute on all of
+them. A loop of updates over minibatches [n, rows, ...] shards the rows of each, see
 :meth:`zerojax.collectives.gathering.Gatherer.by_rows`.
 """
 
@@ -14,11 +14,13 @@ from zerojax.xla import jaxprs
 
 
 def rows_at(eqn: Any, rows: int | None) -> int | None:
-    """The dimension of a result that has rows taken from the batch; None where no such is known.
+    """Returns the dimension of a result along which it has rows of the batch; None if the result is
+    not known to consist of rows of the batch.
 
     Args:
       eqn: An equation of the update.
-      rows: Of the batch [rows, ...], or of its minibatches [n, rows / n, ...] together.
+      rows: The number of rows of the batch [rows, ...], or of its minibatches [n, rows / n, ...]
+        together.
     """
     if rows is None or eqn.primitive.name not in READS or jaxprs.is_transposed(eqn):
         return None

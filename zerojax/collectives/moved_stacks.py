@@ -1,9 +1,9 @@
-"""Stacks of layers that lie, once gathered, as the collective leaves them.
+"""Gathered stacks of layers that stay in the layout of the collective.
 
-An all-gather puts the devices' pieces one behind the other, so that the dimension along which a
-parameter is sharded comes first in memory. A loop wants its layers one behind the other. XLA would
-transpose the whole stack in between, and hold it twice. Here a loop takes each layer from the stack
-as it came.
+An all-gather concatenates the devices' shards, so that the dimension along which a parameter is
+sharded comes first in memory. A loop expects its layers one after another. In between XLA would
+transpose the full stack, and hold it twice. Instead a loop takes each layer from the stack in the
+layout of the all-gather.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from zerojax.collectives.shard import MovedStack, Shard
 
 
 def of(x: Any) -> MovedStack | None:
-    """A stack in the form in which a loop reads what was gathered of it as it is."""
+    """Returns the unsharded copy of a stack in the layout in which a loop reads it; None if there
+    is none, or if it was rounded."""
     if not isinstance(x, Shard) or x.gathered is None or x.is_rounded:
         return None
     return x.gathered.stack
 
 
 def scan(body: Callable[..., Any], init: Any, xs: Any, **keywords: Any) -> Any:
-    """``lax.scan``, some of whose stacks are a :class:`MovedStack`."""
+    """Runs ``lax.scan`` on stacks some of which are a :class:`MovedStack`."""
     leaves, tree = jax.tree.flatten(xs)
     moved = {i: x for i, x in enumerate(leaves) if isinstance(x, MovedStack)}
     if not moved:

@@ -1,4 +1,4 @@
-"""A momentum, or a gradient, in 1 bit an element, with the errors of both quantizations."""
+"""Momenta and gradients in 1 bit an element, with the errors of both quantizations."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from zerojax.plan.layout import Spec
 
 
 class OneBitMomentum:
-    r"""The gradients of one update of 1-bit Adam and its kin.
+    r"""The gradients of one update of 1-bit Adam, 1-bit Lamb or 0/1 Adam.
 
-    In the warm-up a gradient is the plain sum. After that each of :math:`n` devices, with the sum
-    :math:`g_i` of its own rows, the momentum :math:`m` and its error :math:`e_i`, sends the signs
-    of
+    In the warm-up a gradient is the plain sum. After the warm-up each of :math:`n` devices, with
+    the sum :math:`g_i` over its own rows, the momentum :math:`m` and its error :math:`e_i`, sends
+    the signs of
 
     .. math:: c_i = \beta_1 m + (1 - \beta_1) n g_i + e_i
 
-    and the scale :math:`\lVert c_i \rVert / \sqrt{P}`. Each device averages what it gets of one
-    piece, adds the error of that piece, and sends signs and a scale again. All of that is the new
-    momentum :math:`m'`, and the gradient is what makes it so: :math:`(m' - \beta_1 m) / (1 -
-    \beta_1)`. 0/1 Adam sends gradients so too, with 0 for :math:`\beta_1`. Where the variance is
-    0 the momentum is 0, for signs have no zero. Source: 1-bit Adam, arXiv:2102.02888, and
-    DeepSpeed's ``compressed_allreduce``; its ``exp_avg_mask`` is of the user's making.
+    and the scale :math:`\lVert c_i \rVert / \sqrt{P}`, with :math:`P` elements. Each device
+    averages what it receives of one slice, adds the error of that slice, and sends signs and a
+    scale again. Together the slices are the new momentum :math:`m'`, and the gradient is the one
+    with which the update yields that momentum: :math:`(m' - \beta_1 m) / (1 - \beta_1)`. 0/1 Adam
+    also sends gradients in this way, with 0 for :math:`\beta_1`. Where the variance is 0 the
+    momentum is set to 0, as signs have no zero. Source: 1-bit Adam, arXiv:2102.02888, and
+    DeepSpeed's ``compressed_allreduce``, where the user has to supply an ``exp_avg_mask`` for this.
 
     Args:
       gatherer: Reduces gradients.
       errors: By parameter, see :func:`zerojax.plan.error_feedback.one_bit_errors`.
-      state: Of the optimizer.
-      how: The update's gradients are sent.
+      state: The optimizer's state.
+      how: The form in which this update's gradients are sent.
       scale: float32 [], the loss scale; None without one.
-      key: What asks for it.
+      key: The config key that asks for 1-bit gradients.
 
     Attributes:
       after: The errors after the update.
@@ -63,7 +64,8 @@ class OneBitMomentum:
         self.after = list(self._errors)
 
     def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
-        """The gradient of a parameter, float32, of the devices' parts [devices, *shape]."""
+        """Returns a parameter's gradient, float32, from the devices' partial sums
+        [devices, *shape]."""
         parts = pinned(parts.astype(jnp.float32), self._gatherer)
         errors, last = self._errors[parameter][:2], self._errors[parameter][2:]
 
@@ -96,8 +98,8 @@ class OneBitMomentum:
         return self._gatherer.constrain(gradient, spec), (*after, *kept)
 
     def _whole(self, momentum: jax.Array, last: Sequence[jax.Array]) -> jax.Array:
-        """A momentum on each device: where it is sharded, of the bits that were sent last. It is
-        gathered once, before the first of them."""
+        """Returns the unsharded momentum: if it is sharded, decoded from the bits that were sent
+        last. It is gathered once, before the first bits are sent."""
         if not last:
             return momentum
         codes, scales = last
@@ -115,14 +117,14 @@ class OneBitMomentum:
 def mean_in_one_bit(
     local: jax.Array, errors: Sequence[jax.Array], gatherer: Gatherer
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """The mean of the devices' rows of ``local``, the errors after, and the mean as it was sent:
-    uint8 [devices, size / devices / 8] and float32 [devices].
+    """Returns the mean of the devices' rows of ``local``, the new errors, and the mean as it was
+    sent: uint8 [devices, size / devices / 8] and float32 [devices].
 
     Args:
-      local: float32 [devices, size], each device's on itself.
-      errors: Of what devices send, [devices, size], and of the piece that each averages, [devices,
-        size / devices]; with zeros at the end, so that pieces are whole bytes.
-      gatherer: Of the devices.
+      local: float32 [devices, size], each device's row on that device.
+      errors: The errors of the rows that devices send, [devices, size], and of the slice that each
+        device averages, [devices, size / devices]; padded with zeros to full bytes per slice.
+      gatherer: Constrains arrays to the devices.
     """
     axes, constrain = batch_axes(gatherer.mesh), gatherer.constrain
     n, size = local.shape
@@ -150,17 +152,17 @@ def mean_in_one_bit(
 
 
 def signs(x: jax.Array) -> jax.Array:
-    """1 or -1; 1 for 0."""
+    """Returns 1 or -1 for each element; 1 for 0."""
     return jnp.where(x >= 0, 1.0, -1.0)
 
 
 def pack(x: jax.Array) -> jax.Array:
-    """The signs of [..., 8 n] as bits, uint8 [..., n]."""
+    """Packs the signs of [..., 8 n] into bits, uint8 [..., n]."""
     bits = (x >= 0).reshape(*x.shape[:-1], -1, 8).astype(jnp.uint8)
     return jnp.sum(bits << jnp.arange(8, dtype=jnp.uint8), axis=-1, dtype=jnp.uint8)
 
 
 def unpack(codes: jax.Array) -> jax.Array:
-    """1 or -1, float32 [..., 8 n], of bits uint8 [..., n]."""
+    """Unpacks bits, uint8 [..., n], into 1 or -1, float32 [..., 8 n]."""
     bits = (codes[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & 1
     return (2.0 * bits.astype(jnp.float32) - 1.0).reshape(*codes.shape[:-1], -1)

@@ -1,8 +1,8 @@
 """The order of the backward pass, for XLA's scheduler.
 
-Making a parameter's gradient is on nobody's path, so XLA may put it off to the end of the
-backward pass, and then keeps the activations of every layer for it. What is tied here cannot
-start before the gradients of an earlier block exist.
+Nothing in the backward pass depends on a parameter's gradient, so XLA may defer all gradients to
+its end, and then keeps the activations of every layer for them. The dependences added here keep a
+block from starting before the gradients of an earlier block exist.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from zerojax.collectives.shard import ReducedGradient, Shard
 def hold_until(
     values: Sequence[Any], done: Sequence[ReducedGradient], constrain: Callable[..., jax.Array]
 ) -> list[Any]:
-    """``values``, but some of them not before the gradients ``done``.
+    """Returns ``values``, some of which depend on the gradients ``done``.
 
-    A sharded parameter waits for a gradient of its own shape and spec, which costs no
-    communication. For the others waits the first such parameter, or where there is none the
-    last array, which is a cotangent; that costs an all-reduce of one bit.
+    A sharded parameter waits for a gradient of the same shape, dtype and spec, which costs no
+    communication. The first sharded parameter waits for all other gradients; if there is no such
+    parameter, the last floating array, which is a cotangent, does. Those waits cost an all-reduce
+    of one bit.
     """
     left = list(done)
     waits: list[jax.Array | None] = [None] * len(values)
@@ -48,7 +49,8 @@ def hold_until(
 
 
 def hold_largest(values: Sequence[Any], done: jax.Array) -> list[Any]:
-    """``values``, the largest floating array among them not before ``done``, which is whole."""
+    """Returns ``values``, with the largest floating array dependent on ``done``, an unsharded
+    array."""
     sizes = [v.size if _is_float(v) else 0 for v in values]
     at = sizes.index(max(sizes, default=0)) if any(sizes) else None
     wait = impossible(_element(done))
@@ -78,8 +80,8 @@ def _element(x: jax.Array) -> jax.Array:
 
 
 def impossible(x: jax.Array) -> jax.Array:
-    """False for each element, which XLA does not see: a dependence it has to keep, where a
-    barrier would be gone by the time it schedules."""
+    """Returns False for each element, which XLA cannot prove: it has to keep this dependence,
+    whereas it removes barriers before it schedules."""
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     magnitude = jnp.array(jnp.iinfo(unsigned).max >> 1, unsigned)
     return (lax.bitcast_convert_type(x, unsigned) & magnitude) > magnitude

@@ -1,7 +1,7 @@
-"""A gradient as the devices' partial sums, to be added up later.
+"""Gradients as the devices' partial sums, to be added up later.
 
 Each device has summed over its own rows of the batch, and its own tokens of them. The sum over the
-devices is a reduce-scatter, which may run beside other work by then.
+devices is a reduce-scatter, which can overlap with other work when it runs later.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class PartialSum:
     """A gradient that is not summed over the devices yet.
 
     Attributes:
-      value: [devices, *shape], each device's part on itself, with the dimension that the shard axis
-        is to cut in front of the others. A copy in that order costs nothing, a later one does.
-      row_sum: What makes them.
-      links: Equations of one operand that give the gradient from the sum.
+      value: [devices, *shape], each device's partial sum on that device. The dimension that the
+        shard axis will split comes first in ``shape``: a copy in that order is free now, not later.
+      row_sum: The sum that produces them.
+      links: The equations, of one operand each, that compute the gradient from the sum.
     """
 
     value: jax.Array
@@ -45,7 +45,7 @@ class PartialSum:
     links: tuple[Any, ...] = ()
 
     def then(self, eqn: Any) -> PartialSum:
-        """What the equation makes of the gradient."""
+        """Returns the partial sum of the equation's result, by deferring the equation."""
         return replace(self, links=(*self.links, eqn))
 
 
@@ -54,9 +54,10 @@ class RowSum(NamedTuple):
 
     Attributes:
       eqn: The dot_general, the convolution, or the reduce_sum.
-      cuts: The dimension of rows of each operand; then that of tokens, where devices share those.
-      spec: Of the sum's shard.
-      links: The equations that give the loop's result from it.
+      cuts: The dimension of rows of each operand; then the dimension of tokens of each operand, if
+        devices share the tokens of a row.
+      spec: The spec of the sum's shard.
+      links: The equations that compute the loop's result from the sum.
     """
 
     eqn: Any
@@ -65,16 +66,16 @@ class RowSum(NamedTuple):
     links: tuple[Any, ...]
 
     def at(self, axis: str) -> int:
-        """The dimension that the axis cuts."""
+        """Returns the dimension that the axis splits."""
         return layout.dimensions(self.spec, axis)[0]
 
     def shape(self, gatherer: Gatherer) -> tuple[int, ...]:
-        """Of the partial sums."""
+        """Returns the shape of the partial sums."""
         shape, at = list(self.eqn.outvars[0].aval.shape), self.at(gatherer.axis)
         return gatherer.mesh.size, shape.pop(at), *shape
 
     def partial(self, values: Sequence[jax.Array], gatherer: Gatherer) -> PartialSum:
-        """Each device's sum over its own rows and tokens."""
+        """Computes each device's sum over its own rows and tokens."""
         if self.eqn.primitive is prims.conv_general_dilated_p:
             value = self._convolved(values, gatherer)
         else:
@@ -85,8 +86,9 @@ class RowSum(NamedTuple):
         return PartialSum(pinned(value, gatherer), self)
 
     def _convolved(self, values: Sequence[jax.Array], gatherer: Gatherer) -> jax.Array:
-        """[devices, ...] of a convolution: XLA would make one of many groups of it, and for groups
-        of one row a wrong one."""
+        """Computes the partial sums [devices, ...] of a convolution with ``shard_map``: with a
+        dimension of devices XLA would build one convolution of many groups, and for groups of one
+        row a wrong one."""
         (axes,), (rows,) = axes_of(gatherer), self.cuts
         specs = tuple(PartitionSpec(*(None,) * at, axes) for at in rows)
         return jax.shard_map(
@@ -98,7 +100,8 @@ class RowSum(NamedTuple):
         )(*values)
 
     def _apart(self, x: jax.Array, i: int, gatherer: Gatherer) -> jax.Array:
-        """Operand ``i``, each dimension that is cut as two, the devices' and each device's own."""
+        """Splits each sharded dimension of operand ``i`` into two: the devices, and each device's
+        own elements."""
         entries: list[Any] = [None] * x.ndim
         cuts = zip((dims[i] for dims in self.cuts), axes_of(gatherer), strict=True)
         for at, axes in sorted(cuts, reverse=True):
@@ -108,11 +111,12 @@ class RowSum(NamedTuple):
         return gatherer.constrain(x, entries)
 
     def _own(self, i: int, dims: Sequence[int]) -> list[int]:
-        """Where dimensions of operand ``i`` are afterwards, each device's own of those cut."""
+        """Maps dimensions of operand ``i`` to those after the split, a sharded one to each device's
+        own elements."""
         return [d + sum(cut[i] <= d for cut in self.cuts) for d in dims]
 
     def _devices(self, i: int) -> list[int]:
-        """Where the devices' dimensions are, in the order of the cuts."""
+        """Returns the dimensions of devices after the split, in the order of ``cuts``."""
         return [d - 1 for d in self._own(i, [cut[i] for cut in self.cuts])]
 
     def _multiplied(self, one: jax.Array, other: jax.Array) -> jax.Array:
@@ -133,7 +137,7 @@ class RowSum(NamedTuple):
 
 
 def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
-    """The gradient, as its shard."""
+    """Reduces partial sums to the gradient's shard."""
     row_sum = partial.row_sum
     x = summed(partial.value, row_sum.spec, gatherer)
     for eqn in partial.links:
@@ -142,22 +146,22 @@ def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
 
 
 def links(eqn: Any) -> bool:
-    """Whether an equation moves the elements of one operand, or rounds them."""
+    """Returns whether an equation moves, negates or rounds the elements of one operand."""
     return eqn.primitive.name in _SAME_SHAPE or propagate.reversible(eqn)
 
 
 def row_sum_of(
     eqn: Any, rows: int | None, spec: Spec, gatherer: Gatherer, after: tuple[Any, ...] = ()
 ) -> RowSum | None:
-    """The sum over a batch's rows that an equation is; None where rows cannot be told, or where not
-    every device could keep a piece of the sum: one that stays whole costs what it would take to
-    hide or to quantize it.
+    """Returns an equation as a sum over a batch's rows; None if its dimension of rows is unknown,
+    or if ``spec`` does not split the sum evenly over all devices: for an unsharded sum, deferring
+    or quantizing the reduction costs as much as it saves.
 
     Args:
       eqn: The equation.
-      rows: In a batch; None where unknown.
-      spec: Of the sum's shard.
-      after: The equations that give a gradient from the sum.
+      rows: The number of rows of a batch; None if unknown.
+      spec: The spec of the sum's shard.
+      after: The equations that compute a gradient from the sum.
     """
     shape = eqn.outvars[0].aval.shape
     if rows is None or not gatherer.alone or cut_evenly(shape, spec, gatherer) is None:
@@ -167,20 +171,20 @@ def row_sum_of(
 
 
 def _cuts_of(eqn: Any, rows: int, shared: int) -> tuple[tuple[int, ...], ...] | None:
-    """The dimensions of rows of the operands, over which the equation sums; then those of tokens,
-    where ``shared`` devices share those."""
+    """Returns the dimensions of rows of the operands, over which the equation sums; then those of
+    tokens, if ``shared`` > 1 devices share the tokens of a row."""
     summed: list[tuple[int, ...]]
     if eqn.primitive is prims.reduce_sum_p:
         summed = [(d,) for d in jaxprs.param(eqn, "axes")]
     elif eqn.primitive is prims.dot_general_p:
         contracted, batched = jaxprs.param(eqn, "dimension_numbers")
-        # Under automatic axes the sharding of a product names nothing.
+        # With automatic mesh axes the output sharding of a product names no axis.
         placed = getattr(jaxprs.param(eqn, "out_sharding", None), "spec", ())
         if any(batched) or any(placed):
             return None
         summed = list(zip(*contracted, strict=True))
     elif eqn.primitive is prims.conv_general_dilated_p:
-        # A kernel's gradient takes the batch for input features.
+        # In a kernel's gradient the batch takes the place of the input features.
         numbers = jaxprs.param(eqn, "dimension_numbers")
         groups = [jaxprs.param(eqn, f"{kind}_group_count") for kind in ("feature", "batch")]
         alone = groups == [1, 1] and shared == 1

@@ -1,6 +1,6 @@
 """Decisions on the equations of one program, taken before the first of them runs on shards.
 
-The step, a function that it calls, a branch, one iteration of a loop: each is a program of its own.
+The step, a function that it calls, a branch, and one iteration of a loop are separate programs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class ProgramDecisions:
 
     Attributes:
       order: The equations, in the order in which they run.
-      wants: By variable, the spec of its shard for each gradient, and each value that goes into
-        one. Terms that are added up before they are reduced are left out.
+      wants: By variable, the spec of the shard of each gradient, and of each value of which one is
+        computed. Terms that are added up before they are reduced are left out.
       added_up: The gradients that are reduced once they are added up.
-      shared: By ``id`` of an equation, where it shares gathers with others: empty until one of
-        them runs.
+      shared: By ``id`` of an equation, the gathers that it shares with others; empty until one of
+        these equations runs.
       shrinking: The equations that run on each device's own sum.
       leaving: The stacks that wait in host memory for the backward pass.
-      replaced: By variable, the variable that holds the same value already.
-      reused: The gradients from which the program computes more than its results.
+      replaced: By variable, the variable that already has the same value.
+      reused: The gradients from which the program computes further values.
     """
 
     order: tables.Order
@@ -43,7 +43,8 @@ class ProgramDecisions:
     reused: reuse.GoesOn
 
     def places(self, eqn: Any) -> bool:
-        """Whether a result goes into a gradient, or leaves for host memory."""
+        """Returns whether a gradient is computed from a result, or a result is sent to host
+        memory."""
         return any(v in self.wants or v in self.leaving for v in eqn.outvars)
 
 
@@ -60,12 +61,12 @@ def decide(
     Args:
       jaxpr: The program, an open jaxpr.
       args: Its arguments, some of them a :class:`zerojax.collectives.shard.Shard`.
-      want: For each result the spec of its shard if it is a gradient; None for others. May
-        be empty where no result is one.
+      want: For each result the spec of its shard if it is a gradient; None for others. May be empty
+        if no result is a gradient.
       gatherer: Gathers parameters and reduces gradients.
-      scope: The stretch in which the program runs.
+      scope: The scope in which the program runs.
       smallest: The fewest elements, on all devices together, of a block's residual that waits in
-        host memory; None keeps all on the devices.
+        host memory; None keeps all residuals on the devices.
     """
     mesh = gatherer.mesh
     reused = reuse.GoesOn(jaxpr, args, gatherer.axis)

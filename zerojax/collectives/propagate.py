@@ -1,4 +1,4 @@
-"""How the spec of an array follows an equation that moves elements and makes none."""
+"""Propagation of specs through equations that move elements and compute no new ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _reshaped(old: Sequence[int], new: Sequence[int], spec: Spec, mesh: Mesh) ->
     for i, entry in enumerate(spec):
         if entry is None:
             continue
-        # Pieces stay pieces where they are of the outermost part of a merged or split dimension.
+        # Shards map to shards along the outermost factor of a merged or split dimension.
         before = math.prod(old[:i])
         j = next((j for j, n in enumerate(new) if n > 1 and math.prod(new[:j]) == before), None)
         k = layout.parts(entry, mesh)
@@ -75,7 +75,7 @@ def _dynamic_slice(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
 
 
 def _gather(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
-    """One entry along some dimensions, as ``jnp.take`` of a layer has it."""
+    """The rule of a gather of one entry along some dimensions, such as ``jnp.take`` of a layer."""
     (stack, indices), (out,) = (v.aval for v in eqn.invars), (v.aval for v in eqn.outvars)
     numbers = param(eqn, "dimension_numbers")
     if math.prod(indices.shape[:-1]) != 1 or out.ndim != len(numbers.offset_dims):
@@ -89,7 +89,7 @@ def _gather(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
 
 
 def _scattered(eqn: Any, spec: Spec) -> Spec | None:
-    """The spec of the one entry that a scatter adds to an array, from that of the array."""
+    """Returns the spec of the one entry that a scatter adds to an array, from the array's spec."""
     stack, indices, entry = (v.aval for v in eqn.invars)
     numbers = param(eqn, "dimension_numbers")
     if math.prod(indices.shape[:-1]) != 1 or entry.ndim != len(numbers.update_window_dims):
@@ -103,14 +103,15 @@ def _scattered(eqn: Any, spec: Spec) -> Spec | None:
 
 
 def _where_complete(spec: Spec, complete: Sequence[bool]) -> Spec | None:
-    """The spec, if each dimension that it shards is complete in operand and result."""
+    """Returns the spec if each dimension that it shards is complete in operand and result, else
+    None."""
     parts = zip(spec, complete, strict=True)
     return spec if all(entry is None or yes for entry, yes in parts) else None
 
 
 def side_by_side(eqn: Any, specs: Sequence[Spec | None]) -> bool:
-    """Whether each device can concatenate its own pieces: all arrays have one spec, which leaves
-    the dimension of the concatenation whole."""
+    """Returns whether each device can concatenate its own shards: all arrays have the same spec,
+    which does not shard the dimension of the concatenation."""
     first, at = specs[0], param(eqn, "dimension")
     return first is not None and first[at] is None and all(spec == first for spec in specs)
 
@@ -123,15 +124,15 @@ FORWARD: Mapping[str, _Rule] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
 }
-"""By primitive: from the spec of its operand to that of its result; None where no device could
-keep its piece."""
+"""By primitive: the function from the spec of its operand to that of its result; None if elements
+would move between devices."""
 
 TAKES: Mapping[str, _Rule] = {
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
 }
-"""Likewise, for primitives whose result is a part of their first operand: a layer of a stack."""
+"""Forward rules of primitives whose result is a part of their first operand: a layer of a stack."""
 
 BACKWARD: Mapping[str, _Rule] = {
     "transpose": _untranspose,
@@ -139,43 +140,47 @@ BACKWARD: Mapping[str, _Rule] = {
     "squeeze": _unreshape,
     "reduce_sum": _unreshape,  # of a dimension of size 1, along which a parameter was broadcast
 }
-"""By primitive: from the spec of its result to that of its operand, which has as many elements."""
+"""By primitive: the function from the spec of its result to that of its operand, which has as many
+elements."""
 
 
 def forward(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
-    """The spec of the result of an equation, from that of its operand; None where no device could
-    keep its piece, or the equation is none of these."""
+    """Returns the spec of an equation's result from that of its operand; None if elements would
+    move between devices, or if the primitive has no forward rule."""
     rule = FORWARD.get(eqn.primitive.name) or TAKES.get(eqn.primitive.name)
     return None if rule is None else rule(eqn, spec, mesh)
 
 
 def moves(name: str) -> bool:
-    """Whether a primitive has one operand, whose elements it leaves as they are."""
+    """Returns whether a primitive has one operand and keeps its elements unchanged."""
     return name in FORWARD or name in LABELS
 
 
 def follows(eqn: Any) -> bool:
-    """Whether an equation has elements of its first operand for a result, in their order or not."""
+    """Returns whether an equation's result consists of elements of its first operand, in any
+    order."""
     return moves(eqn.primitive.name) or eqn.primitive.name in TAKES
 
 
 def reversible(eqn: Any) -> bool:
-    """Whether an equation moves the elements of one operand, so that :func:`backward` knows it."""
+    """Returns whether an equation moves the elements of one operand and has a backward rule."""
     name = eqn.primitive.name
     return name in BACKWARD and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
 
 
 def backward(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
-    """The spec of the operand of an equation, from that of its result; None likewise."""
+    """Returns the spec of an equation's operand from that of its result; None if elements would
+    move between devices, or if the equation is not :func:`reversible`."""
     return BACKWARD[eqn.primitive.name](eqn, spec, mesh) if reversible(eqn) else None
 
 
 def operand_specs(eqn: Any, spec: Spec, mesh: Mesh) -> dict[int, Spec]:
-    """By position, the specs of the operands whose elements make up the result of an equation, from
-    that of the result. Empty where no device could keep its piece, or for other equations.
+    """Returns, by position, the specs of the operands that supply the elements of an equation's
+    result, from the spec of the result. Empty if elements would move between devices, or for other
+    equations.
 
     The gradient of a layer that was taken from a stack is padded to the stack's shape, or written
-    into zeros of that shape; in both the layer keeps its own sharding.
+    into zeros of that shape; in both cases the layer keeps its sharding.
     """
     name = eqn.primitive.name
     if reversible(eqn):

@@ -1,7 +1,7 @@
-"""Blocks of a few bits and a scale, in which parameters and gradients are sent (ZeRO++).
+"""Low-bit blocks with a scale, in which parameters and gradients are sent (ZeRO++).
 
-codes, scales = quantize(x, extents((512, 4096), None), "int8")
-y = dequantize(codes, scales, "int8", x.shape, x.dtype)     # x within half a scale
+codes, scales = quantize(x, extents((512, 4096), None), "int8")   # zerojax.plan.quantized.extents
+y = dequantize(codes, scales, "int8", x.dtype)                    # x within half a scale
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 def quantize(x: jax.Array, block: Sequence[int], format: Format) -> tuple[jax.Array, jax.Array]:
-    r"""An array in codes, each block scaled by its largest element.
+    r"""Quantizes an array to codes, with each block scaled by its largest element.
 
     .. math::
 
         s = \max_i |x_i| / q, \quad c_i = \operatorname{round}(x_i / s)
 
     with the largest code :math:`q`, in float32. Source: ZeRO++, arXiv:2306.10209, and DeepSpeed's
-    ``quantize.cu`` (symmetric). A block of zeros, or of a denormal scale, becomes zeros. The scale
-    of a block with an infinity or NaN is NaN, and so is all of the block behind
-    :func:`dequantize`.
+    ``quantize.cu`` (symmetric). A block of zeros, or with a denormal scale, becomes zeros. A block
+    that contains an infinity or NaN has a NaN scale, so that :func:`dequantize` returns NaN for all
+    of the block.
 
     Args:
-      x: Floats.
-      block: The extent of a block in each dimension, which divides that of ``x``.
-      format: Of the codes.
+      x: A floating array.
+      block: The extent of a block in each dimension, a divisor of that of ``x``.
+      format: The format of the codes.
 
     Returns:
-      Codes like ``x``, those of int4 in pairs (uint8, half the last dimension of a block), and
-      scales, float32, one a block.
+      Codes of the shape of ``x``, int4 codes in pairs (uint8, half the last dimension of a block),
+      and scales, float32, one a block.
     """
     parts = _blocks(x.astype(jnp.float32), block)
     within = tuple(range(1, parts.ndim, 2))
@@ -59,23 +59,23 @@ def quantize(x: jax.Array, block: Sequence[int], format: Format) -> tuple[jax.Ar
 
 
 def dequantize(codes: jax.Array, scales: jax.Array, format: Format, dtype: Any) -> jax.Array:
-    """The array again, in ``dtype``, from what :func:`quantize` returns."""
+    """Returns the array, in ``dtype``, from the codes and scales of :func:`quantize`."""
     block = [n // k for n, k in zip(codes.shape, scales.shape, strict=True)]
     parts = _blocks(codes, block)
     if format == "int4":
         both = parts.astype(jnp.int32)
-        # The sign of four bits comes down from the top.
+        # The arithmetic right shift extends the sign of the four bits.
         halves = [(both << 28) >> 28, (both << 24) >> 28]
         parts = jnp.concatenate(halves, axis=-1)
     by = scales.reshape([size for n in scales.shape for size in (n, 1)])
-    # On CPUs without AVX-512 XLA has wrong numbers for such a product of eight dimensions.
+    # XLA computes wrong numbers for such a product of eight dimensions on CPUs without AVX-512.
     ones = tuple(i for i, n in enumerate(parts.shape) if n == 1)
     product = parts.squeeze(ones).astype(jnp.float32) * by.squeeze(ones)
     return _together(product.astype(dtype).reshape(parts.shape))
 
 
 def _blocks(x: jax.Array, block: Sequence[int]) -> jax.Array:
-    """[n, block, ...] of each dimension [n * block]."""
+    """Splits each dimension [n * block] into [n, block]."""
     return x.reshape([k for n, b in zip(x.shape, block, strict=True) for k in (n // b, b)])
 
 

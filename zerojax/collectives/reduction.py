@@ -1,5 +1,5 @@
-"""The sum over the devices of what each has summed over its own rows: a reduce-scatter, or an
-exchange of quantized pieces that are added up on arrival (qgZ of ZeRO++).
+"""The sum over the devices of their partial sums over rows: a reduce-scatter, or an all-to-all of
+quantized shards that are added up on arrival (qgZ of ZeRO++).
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from zerojax.plan.layout import Spec, SubAxis
 from zerojax.plan.quantized import Format, block_of_piece
 
 FeedBack = Callable[[jax.Array, Sequence[Any], Sequence[int]], jax.Array]
-"""``(x, lies, block)``: what is sent in the place of ``x``, which lies as ``lies`` says."""
+"""Function of ``(x, lies, block)`` that returns the array to send in place of ``x``, of the spec
+``lies``."""
 
 
 def axes_of(gatherer: Gatherer) -> list[tuple[str, ...]]:
-    """The axes of the mesh that cut rows, and those that cut tokens, if any."""
+    """Returns the axes of the mesh that split rows, and those that split tokens, if any."""
     mesh = gatherer.mesh
     return [batch_axes(mesh), *([(SEQUENCE,)] if sequence_size(mesh) > 1 else [])]
 
 
 def pinned(value: jax.Array, gatherer: Gatherer) -> jax.Array:
-    """Partial sums [devices, ...], each on its device."""
+    """Constrains partial sums [devices, ...], each to its device."""
     return gatherer.constrain(value, (sum(axes_of(gatherer), ()), *(None,) * (value.ndim - 1)))
 
 
 def of_all(parts: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
-    """The sum over the devices of their parts [devices, *shape], cut as ``spec`` says."""
+    """Returns the sum of the devices' partial sums [devices, *shape], sharded by ``spec``."""
     (at,) = layout.dimensions(spec, gatherer.axis)
     return summed(pinned(jnp.moveaxis(parts, 1 + at, 1), gatherer), spec, gatherer)
 
@@ -43,17 +44,18 @@ def of_all(parts: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
 def summed(
     value: jax.Array, spec: Spec, gatherer: Gatherer, feed_back: FeedBack | None = None
 ) -> jax.Array:
-    """The sum of partial sums, cut as ``spec`` says: added up and cut within each replica group,
-    and then added up over the groups.
+    """Returns the sum of partial sums, sharded by ``spec``: reduce-scattered within each replica
+    group, and then all-reduced over the groups.
 
-    A large matrix is sent quantized where gradients are so (qgZ), and its sum is made on arrival,
-    in float32. Parts of the axis are summed over one after the other, the innermost first, so that
-    least is sent between hosts.
+    If gradients are sent quantized (qgZ), so is a large matrix, which is summed on arrival, in
+    float32. The sum runs over one part of the axis at a time, innermost first, so that the fewest
+    bytes are sent between hosts.
 
     Args:
-      value: [devices, *shape], each device's part on itself, the dimension that is cut in front.
-      spec: Of the sum's shard.
-      feed_back: Corrects what is sent quantized, each time that it is sent.
+      value: [devices, *shape], each device's partial sum on that device, with the dimension that is
+        split first in ``shape``.
+      spec: The spec of the sum's shard.
+      feed_back: Corrects the array that is sent quantized, each time that it is sent.
     """
     axis, mesh, axes = gatherer.axis, gatherer.mesh, sum(axes_of(gatherer), ())
     (at,), n = layout.dimensions(spec, axis), axis_size(mesh, axis)
@@ -83,7 +85,8 @@ def summed(
 def _scattered(
     x: jax.Array, devices: list[str], parts: Sequence[str], gatherer: Gatherer
 ) -> jax.Array:
-    """Partial sums [*devices, *shape], added up over those of ``parts`` and cut by each of them."""
+    """Adds up partial sums [*devices, *shape] over ``parts``, one at a time, and splits the first
+    dimension of ``shape`` over each part."""
     cut: tuple[str, ...] = ()
     for name in parts:
         x = add_up(x, *map(devices.index, joined_axes(name)))
@@ -109,15 +112,16 @@ def _exchanged(
     gatherer: Gatherer,
     feed_back: FeedBack | None,
 ) -> jax.Array:
-    """The same, sent to those who have the piece, as codes and scales, and added up there.
+    """Adds up partial sums like :func:`_scattered`, but sends codes and scales: each device
+    dequantizes and adds up the slices of its shard.
 
     Args:
-      x: [*devices, *shape], the dimension that is cut in front.
-      devices: The parts of axes that x lies on.
-      parts: Those that are summed over, one after the other.
-      pieces: The same as they cut the dimension, the outermost first.
-      block: The extent of a block in each dimension of a piece.
-      form: Of the codes.
+      x: [*devices, *shape], with the dimension that is split first in ``shape``.
+      devices: The axes, or parts of axes, over which the leading dimensions of ``x`` are sharded.
+      parts: The parts to sum over, one after the other.
+      pieces: The same parts in the order in which they split the dimension, outermost first.
+      block: The extent of a block in each dimension of a device's shard.
+      form: The format of the codes.
       feed_back: See :func:`summed`.
     """
     sizes, shape = [layout.parts(name, gatherer.mesh) for name in pieces], x.shape[len(devices) :]
@@ -144,22 +148,23 @@ def _exchanged(
 
 
 def add_up(x: jax.Array, *dimensions: int) -> jax.Array:
-    """The sum over dimensions, in the dtype of ``x``."""
+    """Returns the sum over dimensions, in the dtype of ``x``."""
     return lax.reduce(x, jnp.zeros((), x.dtype), lax.add, dimensions)
 
 
 def cut_evenly(shape: Sequence[int], spec: Spec, gatherer: Gatherer) -> int | None:
-    """The dimension of an array of which every device has an equal piece; None for none."""
+    """Returns the dimension that ``spec`` splits evenly over all devices of the shard axis; None if
+    there is no such dimension."""
     axis, mesh = gatherer.axis, gatherer.mesh
     cut, n = layout.dimensions(spec, axis), axis_size(mesh, axis)
     if len(cut) != 1 or layout.parts(spec[cut[0]], mesh) != n or shape[cut[0]] % n:
         return None
-    # Of an axis that joins several nothing but the whole is summed over.
+    # Sums over a joined axis are over all of its members at once.
     return cut[0] if len(joined_axes(axis)) == 1 or spec[cut[0]] == axis else None
 
 
 def is_quantized(shape: Sequence[int], spec: Spec, gatherer: Gatherer) -> bool:
-    """Whether :func:`summed` sends a gradient quantized."""
+    """Returns whether :func:`summed` sends a gradient quantized."""
     at = cut_evenly(shape, spec, gatherer)
     if at is None or sequence_size(gatherer.mesh) > 1:
         return False

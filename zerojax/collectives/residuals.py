@@ -1,12 +1,14 @@
-"""What rematerialised blocks keep for their backward passes, so that it can wait on the host.
+"""Residuals of rematerialised blocks that can wait in host memory for the backward pass.
 
-A block under ``jax.checkpoint`` keeps little but its input, and runs again when its cotangents
-exist. In a jaxpr after differentiation the forward pass is inlined, and what runs again is a
-``remat_p`` equation with ``differentiated``, here a *backward block*, that takes what was kept.
+A block under ``jax.checkpoint`` keeps little more than its input, and runs again when its
+cotangents exist. In a jaxpr after differentiation the forward pass is inlined, and the second run
+is a ``remat_p`` equation with ``differentiated``, called a *backward block* here, which takes the
+residuals as operands.
 
-Blocks in a loop keep stacks, which the loop of the forward pass makes and that of the backward
-pass reads. Those can leave: XLA starts a copy in each iteration. Of blocks one after the other
-nothing leaves: XLA puts such copies off, and the device would need more memory, not less.
+The residuals of blocks in a loop are stacks, which the loop of the forward pass produces and the
+loop of the backward pass reads. These can be offloaded: XLA starts a copy in each iteration.
+Residuals of blocks outside loops stay on the devices: XLA defers such copies, and the device would
+need more memory, not less.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ NO_EFFECT = (
 
 
 def find(jaxpr: Any, smallest: int) -> set[Any]:
-    """The stacks of an open jaxpr that may lie in host memory.
+    """Returns the stacks of an open jaxpr that may wait in host memory.
 
-    They are made by a loop, have at least ``smallest`` elements for each iteration, and are read
-    by loops of backward blocks alone, entry by entry.
+    They are produced by a loop, have at least ``smallest`` elements for each iteration, and are
+    read only by loops of backward blocks, entry by entry.
     """
     return {
         v
@@ -46,8 +48,9 @@ def find(jaxpr: Any, smallest: int) -> set[Any]:
 
 
 def some_stay(jaxpr: Any) -> bool:
-    """Whether there are backward blocks in no loop, or blocks made under ``jax_remat3``: what these
-    keep is read beside them as well, where differentiation put the rest of the backward pass."""
+    """Returns whether an open jaxpr has backward blocks outside loops, or blocks under
+    ``jax_remat3``, whose residuals are also read outside the blocks, where differentiation put the
+    rest of the backward pass."""
     outside = holds(jaxpr, jaxprs.runs_backward, _runs_once)
     return outside or holds(jaxpr, jaxprs.is_recomputed, _is_outside_blocks)
 
@@ -61,20 +64,20 @@ def _runs_once(eqn: Any) -> bool:
 
 
 def holds_block(eqn: Any) -> bool:
-    """Whether a call or a loop is, or has in it, a backward block."""
+    """Returns whether an equation is, or contains, a backward block."""
     return contains(eqn, jaxprs.runs_backward)
 
 
 def _uses(jaxpr: Any, v: Any, *, direct: bool) -> list[bool]:
-    """For each use of a variable, whether it is by a loop of backward blocks, which takes one
-    entry at a time for a block; with ``direct``, or by a block."""
+    """Returns, for each use of a variable, whether it is a loop of backward blocks, which takes one
+    entry at a time for a block; if ``direct``, also whether it is such a block."""
     graph = graph_of(jaxpr)
     found = [x for use in graph.users(v) for x in _of_operand(*use, direct=direct)]
     return found + [False] * len(graph.returned(v))
 
 
 def _of_operand(eqn: Any, at: int, *, direct: bool) -> list[bool]:
-    """The uses of one operand within an equation."""
+    """Returns the same for the uses of one operand within an equation."""
     if not holds_block(eqn):
         return [False]
     if jaxprs.runs_backward(eqn):

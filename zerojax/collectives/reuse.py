@@ -1,9 +1,10 @@
-"""Gradients that the body goes on with, because another gradient is made of them.
+"""Gradients from which the body computes another gradient.
 
-The optimizer's gradients are reduce-scattered where they are made. So are those from which the
-step makes another one: the vector of a Hessian-vector product, the gradient in a penalty, the way
-to the worst point nearby. What is scattered goes on as a shard, is worked on element by element as
-such, and is gathered where it is needed whole, like a parameter.
+The optimizer's gradients are reduce-scattered where they are computed. So are the gradients from
+which the step computes another one: the vector of a Hessian-vector product, the gradient in a
+penalty, the direction to the worst point nearby. The body continues with the shard of such a
+gradient: element-wise equations run on the shard, and it is gathered where an equation needs it
+unsharded, like a parameter.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SAME_SIZE = ELEMENTWISE | LABELS | propagate.FORWARD.keys()
 _MOVES = LABELS | propagate.FORWARD.keys() | LINEAR | {"add_any"}
 
 NEEDED: Analysis[bool] = Analysis(False, operator.or_, lambda eqn, _: [True] * len(eqn.invars))
-"""Backward, whether an equation needs a value unsharded, in whatever layout and scale."""
+"""Backward: True if an equation needs the value unsharded, in any layout and scale."""
 
 
 @NEEDED.rule("while", "shard_map")
@@ -47,19 +48,19 @@ def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
 
 @NEEDED.rule("gather")
 def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
-    """A lookup needs its indices, and no more than rows of the table."""
+    """A lookup needs its indices unsharded, and only rows of the table."""
     return [False, *(True for _ in eqn.invars[1:])]
 
 
 @NEEDED.rule(*SLICES)
 def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
-    """A part is needed as the result is."""
+    """An array is needed unsharded if its slice is."""
     return [results[0], *(True for _ in eqn.invars[1:])]
 
 
 @NEEDED.rule(*_SAME_SIZE)
 def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
-    if marks.is_mark(eqn, marks.GRADIENT):  # what the optimizer does with it is not followed
+    if marks.is_mark(eqn, marks.GRADIENT):  # the optimizer's uses are not followed
         return [False]
     size = _size(eqn.outvars[0])
     alike = [_size(v) == size for v in eqn.invars if not isinstance(v, core.Literal)]
@@ -70,25 +71,26 @@ def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
 
 @cached_by_jaxpr
 def used_whole(jaxpr: Any) -> frozenset[Any]:
-    """The variables of an open jaxpr that an equation needs unsharded, in whatever layout and
-    scale. Lookups are left out, and what the optimizer does with its gradients."""
+    """Returns the variables of an open jaxpr that an equation needs unsharded, in any layout and
+    scale. Lookups do not count, nor do the optimizer's uses of its gradients."""
     found = NEEDED.backward(jaxpr, [False] * len(jaxpr.outvars)).of
     return frozenset(v for v, yes in found.items() if yes) - {*marks.gradients(jaxpr)}
 
 
 class GoesOn:
-    """The gradients with which a jaxpr goes on, and which are cut for it.
+    """The gradients from which a jaxpr computes further values, and which are sharded for that.
 
     Args:
       jaxpr: An open jaxpr.
-      args: What it is given, some of it :class:`Shard`.
+      args: Its arguments, some of them a :class:`Shard`.
       axis: The shard axis.
 
     Attributes:
-      gradients: By variable the spec of its shard, of those that have the shape of a sharded
-        parameter. Only placement hangs on them: of what is taken for a gradient by mistake the
-        numbers stay the same.
-      used_whole: By ``id``, the shards among ``args`` that something else than lookups needs whole.
+      gradients: By variable the spec of its shard, for the gradients that have the shape of a
+        sharded parameter. They affect only placement: a value that is mistaken for a gradient keeps
+        its numbers.
+      used_whole: By ``id``, the shards among ``args`` that a use other than a lookup needs
+        unsharded.
     """
 
     def __init__(self, jaxpr: Any, args: Sequence[Any], axis: str) -> None:
@@ -108,7 +110,8 @@ class GoesOn:
         }
 
     def as_shard(self, v: Any, value: Any, wants: Mapping[Any, Spec]) -> Any:
-        """The value of a variable, as a shard where it is a gradient that is used whole."""
+        """Returns the value of a variable, as a shard if it is a gradient that a use needs
+        unsharded."""
         if v not in self._whole or v not in wants or isinstance(value, Shard | HostStack):
             return value
         spec = wants[v]
@@ -118,12 +121,12 @@ class GoesOn:
 
 
 class Origin(enum.IntFlag):
-    """Origin of a value."""
+    """The origin of a value."""
 
     WEIGHT = enum.auto()
     """A parameter, element by element."""
     SUM = enum.auto()
-    """A product, a convolution or a sum of rows that differentiation makes, of operands that are no
+    """A product, a convolution or a sum of rows in a backward pass, of operands that are not
     parameters; also in another layout or dtype."""
 
 
@@ -131,7 +134,7 @@ _NOTHING = Origin(0)
 
 
 def _origins(*, transposed: bool) -> Analysis[Origin]:
-    """The analysis of a program; ``transposed``: of one that differentiation has made."""
+    """Returns the analysis of a program, of a backward pass if ``transposed``."""
     analysis = Analysis(
         _NOTHING, operator.or_, lambda eqn, _: [_NOTHING] * len(eqn.outvars), control=False
     )
@@ -176,5 +179,5 @@ def _adds_rows(eqn: Any) -> bool:
 
 
 def _size(v: Any) -> int:
-    """The elements of a variable; ``aval.size`` takes several times as long."""
+    """Returns the number of elements of a variable; ``aval.size`` takes several times as long."""
     return math.prod(v.aval.shape)

@@ -1,4 +1,4 @@
-"""A loop over stacks, run on sharded values: what it reads, carries, gathers ahead and stacks."""
+"""Loops over stacks, run on sharded values: their operands, carries, prefetches and results."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Scans(Gatherer):
     """Runs scans on sharded values.
 
     Attributes:
-      overlap: Whether loops gather one iteration ahead, and reduce one behind.
+      overlap: Whether loops gather one iteration ahead, and reduce one iteration later.
       share: Whether one gather of a parameter serves all its uses in the body.
-      left: Whether what was to leave for host memory in a loop has left.
+      left: Whether a loop has sent residuals to host memory.
     """
 
     overlap: bool
@@ -39,7 +39,7 @@ class Scans(Gatherer):
     def run(
         self, closed: Any, args: Sequence[Any], scope: Scope, want: Sequence[Spec | None] = ()
     ) -> list[Any]:
-        """A jaxpr's results on sharded values."""
+        """Returns a jaxpr's results on sharded values."""
         raise NotImplementedError
 
     def scan(
@@ -50,13 +50,15 @@ class Scans(Gatherer):
         want: Sequence[Spec | None],
         leaving: set[Any],
     ) -> Sequence[Any]:
-        """A scan's results.
+        """Returns a scan's results.
 
         Args:
           eqn: The scan.
           values: Its operands.
-          want: For each result the spec of an entry's gradient, None for others.
-          leaving: What waits in host memory for the backward pass.
+          scope: The scope that contains the scan.
+          want: For each result that is a gradient the spec of its shard, for a stack that of one
+            entry's shard; None for others.
+          leaving: The variables of the stacks that wait in host memory for the backward pass.
         """
         a, n = jaxprs.scan_counts(eqn)
         values = [scope.as_filled(v) for v in values]
@@ -100,7 +102,7 @@ class Scans(Gatherer):
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
             now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = self.carried([now.get(i) for i in range(n)], updated)
-            # An iteration that updates the state is a step of its own.
+            # An iteration that updates the state is a separate step.
             share = self.share or not updated
             within = scope.inner(
                 later.row_sums, of_layer=decided.of_layer, of_step=bool(updated), share=share
@@ -160,22 +162,23 @@ class Scans(Gatherer):
     def held(
         self, positions: Collection[int], consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
     ) -> list[Any]:
-        """Gathers those of a loop's constants that all of its iterations need unsharded."""
+        """Gathers a loop's constants at ``positions``, which each iteration needs unsharded."""
         with self.ledger.place(decisions.BEFORE_LOOP, "each iteration needs all of it"):
             return [
                 self.gather(c, scope, rest) if i in positions else c for i, c in enumerate(consts)
             ]
 
     def carried(self, values: Sequence[Any], updated: Mapping[int, Spec]) -> list[Any]:
-        """Carried values as an iteration takes them: those that loops update are shards."""
+        """Returns carried values as an iteration takes them: state that the loop updates as
+        shards."""
         return [
             Shard(self.constrain(x, updated[i]), updated[i]) if i in updated else x
             for i, x in enumerate(values)
         ]
 
     def passed_on(self, value: Any, spec: Spec | None) -> jax.Array:
-        """A carried value after an iteration, as a loop carries it; ``spec`` of its shard, None
-        where the loop does not update it as one."""
+        """Returns a carried value after an iteration as the loop carries it. ``spec`` is the spec
+        of its shard; None if the loop does not update the value as a shard."""
         if spec is None:
             return plain(value)
         if isinstance(value, Shard) and value.spec != spec:
@@ -187,7 +190,8 @@ class Scans(Gatherer):
     ) -> dict[int, jax.Array]:
         """Reduces over the devices, once, the carried values that a loop has added up.
 
-        Whole first: XLA moves the sum over the devices out of the loop only where it is of all.
+        The full sums are constrained before their shards: XLA moves a sum over the devices out of
+        the loop only if it is a sum of the full array.
         """
         specs = {v: sums.spec(v, self.mesh, self.axis) for v in sums.roots}
         of = {

@@ -1,4 +1,4 @@
-"""A parameter that is still sharded, and a gradient that is reduced."""
+"""Sharded parameters, and gradients that are reduced to shards."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from zerojax.plan.layout import Spec
 
 @dataclass(frozen=True, eq=False)
 class MovedStack:
-    """A gathered stack of layers, of which another dimension comes first.
+    """A gathered stack of layers, stored with another dimension first.
 
     Attributes:
-      value: [d, L, ...], where the stack is [L, ..., d, ...].
-      dimension: That of the stack which comes first in ``value``.
+      value: [d, L, ...] for a stack [L, ..., d, ...].
+      dimension: The dimension of the stack that comes first in ``value``.
     """
 
     value: jax.Array
     dimension: int
 
     def layer(self, index: jax.Array) -> jax.Array:
-        """One layer [..., d, ...]."""
+        """Returns one layer [..., d, ...]."""
         layer = lax.dynamic_index_in_dim(self.value, index, axis=1, keepdims=False)
         return jnp.moveaxis(layer, 0, self.dimension - 1)
 
 
 @dataclass(frozen=True, eq=False)
 class FilledStack(MovedStack):
-    """The same of a stack that a loop has gathered one layer ahead.
+    """A gathered stack of layers that a loop has gathered one layer ahead.
 
     Attributes:
       value: [L, d, ...]; entry i is layer i + ``ahead``, modulo L.
@@ -49,7 +49,7 @@ class FilledStack(MovedStack):
 
     @property
     def whole(self) -> jax.Array:
-        """The stack in its own order."""
+        """The stack [L, ..., d, ...]."""
         return jnp.moveaxis(jnp.roll(self.value, self.ahead, 0), 1, self.dimension)
 
 
@@ -57,7 +57,7 @@ class Gathered(NamedTuple):
     """An unsharded copy of a shard.
 
     Attributes:
-      array: In the dtype of the shard, or rounded to a narrower one, see
+      array: The copy, in the dtype of the shard or rounded to a narrower one, see
         :mod:`zerojax.collectives.kept`.
       stack: The array in the layout that a loop reads, see :mod:`zerojax.collectives.moved_stacks`.
     """
@@ -68,15 +68,15 @@ class Gathered(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Gathering:
-    """How a shard is gathered where it is used.
+    """The way in which uses of a shard gather it.
 
     Attributes:
       host: Whether the array is in host memory until it is used; the spec of such a shard may be
         without the shard axis.
-      quantized: Whether it is sent in blocks of a few bits.
+      quantized: Whether the shard is sent quantized, in low-bit blocks.
       by_loop: Whether the first loop over the stack gathers it, layer by layer, and keeps the
         layers, see :mod:`zerojax.collectives.filled`.
-      narrow: The shard in a smaller dtype that is gathered in its place.
+      narrow: The shard in a narrower dtype that is gathered in its place.
     """
 
     host: bool = False
@@ -92,8 +92,8 @@ class Shard:
     Attributes:
       value: The array, sharded by ``spec``.
       spec: One entry a dimension, one of which names the shard axis.
-      gathered: The unsharded copy, where one exists: gathered in advance (stages 1 and 2; at stage
-        3 where it stays gathered), or by a loop one iteration ahead.
+      gathered: The unsharded copy if one exists: gathered in advance (at stages 1 and 2, and at
+        stage 3 if the parameter stays gathered), or by a loop one iteration ahead.
       gathering: How a use gathers it.
     """
 
@@ -104,17 +104,17 @@ class Shard:
 
     @property
     def whole(self) -> jax.Array | None:
-        """The unsharded copy in the shard's own dtype."""
+        """The unsharded copy, if it exists in the shard's dtype; otherwise None."""
         return None if self.gathered is None or self.is_rounded else self.gathered.array
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the unsharded copy has another dtype, a narrower one."""
+        """True if the unsharded copy has been rounded to a narrower dtype."""
         return self.gathered is not None and self.gathered.array.dtype != self.value.dtype
 
     def with_value(self, value: jax.Array, spec: Spec | None = None) -> Shard:
-        """A shard of another array, which is on the devices and not gathered yet, and is sent
-        quantized if this one is; ``spec`` replaces this one's, if given."""
+        """Returns a shard of another array, which is on the devices and not gathered yet. It is
+        sent quantized if this shard is, and has this shard's spec unless ``spec`` is passed."""
         how = Gathering(quantized=self.gathering.quantized)
         return Shard(value, self.spec if spec is None else spec, gathering=how)
 
@@ -139,12 +139,12 @@ class HostGradient(Shard):
 
 
 class Narrow(NamedTuple):
-    """A shard in a smaller dtype, from which another one is computed element by element.
+    """A shard in a narrower dtype, from which another shard is computed element by element.
 
     Attributes:
-      shard: What is gathered in place of the other one.
-      widen: Computes the other one, from ``shard.value`` or from the same gathered.
-      equations: How many equations do so; 1 for a cast.
+      shard: The shard that is gathered in place of the other one.
+      widen: Function from ``shard.value``, sharded or gathered, to the other shard's array.
+      equations: The number of equations in ``widen``; 1 for a cast.
     """
 
     shard: Shard
@@ -153,12 +153,13 @@ class Narrow(NamedTuple):
 
     @property
     def is_cast(self) -> bool:
-        """Whether it is one cast: more keeps no layer apart from the others, or from scales."""
+        """True for a single cast. A longer computation may combine layers with each other, or with
+        scales, so that it cannot be done layer by layer."""
         return self.equations == 1
 
     @classmethod
     def cast(cls, shard: Shard, dtype: Any) -> Narrow:
-        """The shard from which another one is cast to ``dtype``."""
+        """Returns the narrow form of a shard that is a cast of ``shard`` to ``dtype``."""
         return cls(shard, lambda x: x.astype(dtype))
 
 
@@ -166,7 +167,7 @@ class Narrow(NamedTuple):
 class HostStack:
     """A stack of activations in host memory until the backward pass needs its entries.
 
-    XLA has chosen its sharding, so that it has no spec.
+    It has no spec: XLA chooses its sharding.
     """
 
     value: jax.Array

@@ -2,8 +2,8 @@
 
 A relative position bias is looked up in a small table for each pair of positions, and added to the
 scores of every row. Its cotangent is summed over the rows, [heads, positions, positions], and then
-added up in the table's gradient, [buckets, heads]. Where every equation from that sum to the table
-is linear, each device runs them on the sum over its own rows, and the table's gradient alone is
+added up in the table's gradient, [buckets, heads]. If every equation from that sum to the table is
+linear, each device runs them on the sum over its own rows, and only the table's gradient is
 all-reduced.
 """
 
@@ -27,13 +27,14 @@ from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
 LEAST = 4
-"""How many times the elements of a table's gradient must be added up in it."""
+"""The fewest elements that are added up in a table's gradient, as a multiple of its elements."""
 
 
 @dataclass(frozen=True, eq=False)
 class OwnSum:
     """Each device's sum over its own rows: ``value`` [devices, *shape], each on its device. Unlike
-    a :class:`zerojax.collectives.partial_sums.PartialSum` it is computed with before it is reduced.
+    on a :class:`zerojax.collectives.partial_sums.PartialSum`, equations run on it before it is
+    reduced.
     """
 
     value: jax.Array
@@ -43,9 +44,9 @@ class Shrinking(NamedTuple):
     """The equations of a program that run on each device's own sum.
 
     Attributes:
-      sums: By result, the dimension of rows over which an equation sums.
-      results: The results of all of them.
-      ends: Those that are reduced over the devices: gradients of tables.
+      sums: By result of a sum, the dimension of rows over which it sums.
+      results: The results of all the equations.
+      ends: The results that are reduced over the devices: gradients of tables.
     """
 
     sums: Mapping[Any, int]
@@ -55,7 +56,7 @@ class Shrinking(NamedTuple):
     def run(
         self, eqn: Any, values: Sequence[Any], wants: Mapping[Any, Spec], gatherer: Gatherer
     ) -> Any:
-        """The result of one of the equations: an :class:`OwnSum`, or a reduced gradient."""
+        """Runs one of the equations; returns an :class:`OwnSum`, or a reduced gradient."""
         (out,) = eqn.outvars
         values = [plain(x) for x in values]
         if out in self.sums:
@@ -63,7 +64,7 @@ class Shrinking(NamedTuple):
             rows = jnp.moveaxis(values[0], at, 0)
             rows = pinned(rows.reshape(n, rows.shape[0] // n, *rows.shape[1:]), gatherer)
             axes = [d for d in jaxprs.param(eqn, "axes") if d != at]
-            # Device, own rows, and then the dimensions but `at`.
+            # Dimensions: the devices, the device's own rows, and the others of `values[0]`.
             own = add_up(rows, 1, *(d + 2 - (d > at) for d in axes))
             return OwnSum(pinned(own, gatherer))
         parts = [x.value if isinstance(x, OwnSum) else x for x in values]
@@ -76,12 +77,12 @@ class Shrinking(NamedTuple):
 
 
 def find(jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gatherer) -> Shrinking:
-    """The gradients of tables that are reduced last.
+    """Finds the gradients of tables that are reduced last.
 
     Args:
       jaxpr: An open jaxpr.
       wants: See :func:`zerojax.collectives.wanted.trace_back`.
-      rows: Of the batch; None where unknown.
+      rows: The number of rows of the batch; None if unknown.
       gatherer: Reduces gradients.
     """
     mesh = gatherer.mesh
@@ -105,8 +106,8 @@ def find(jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gath
 
 
 def _adds_up(eqn: Any, at: int, graph: Graph) -> bool:
-    """Whether an equation, or the one of a jitted function that takes its operand ``at``, adds this
-    operand's entries up in zeros."""
+    """Returns whether an equation adds the entries of its operand ``at`` up in zeros, directly or
+    in a jitted function."""
     if eqn.primitive is prims.scatter_add_p:
         return at == 2 and graph.is_zeros(eqn.invars[0])
     if eqn.primitive is not prims.jit_p:
@@ -123,8 +124,9 @@ def _adds_up(eqn: Any, at: int, graph: Graph) -> bool:
 
 
 def _sums(v: Any, graph: Graph, rows: int) -> tuple[dict[Any, int], set[Any]] | None:
-    """The sums over rows from which a value is computed, each with its dimension of rows, and all
-    values from there on; None where it is not linear in such sums, or one is used besides."""
+    """Returns the sums over rows from which a value is computed, each with its dimension of rows,
+    and all values between; None if the value is not linear in such sums, or one of them has another
+    use."""
     sums, results, left = dict[Any, int](), set[Any](), [v]
     while left:
         v = left.pop()
@@ -139,7 +141,7 @@ def _sums(v: Any, graph: Graph, rows: int) -> tuple[dict[Any, int], set[Any]] | 
         if eqn.primitive is not prims.reduce_sum_p or not _is_floating(v):
             return None
         shape = operands[0].aval.shape
-        # Rows come first: another dimension of that size is of tokens, or of positions.
+        # Rows come first: a later dimension of the same size is one of tokens or positions.
         if rows not in shape or (at := shape.index(rows)) not in jaxprs.param(eqn, "axes"):
             return None
         sums[v] = at
@@ -147,7 +149,7 @@ def _sums(v: Any, graph: Graph, rows: int) -> tuple[dict[Any, int], set[Any]] | 
 
 
 def _is_linear(eqn: Any) -> bool:
-    """Whether an equation adds, moves or rounds floating values."""
+    """Returns whether an equation adds, moves, negates or rounds floating values."""
     linear = eqn.primitive.name in LINEAR or eqn.primitive.name == "add_any"
     floats = all(map(_is_floating, (*eqn.invars, *eqn.outvars)))
     return floats and (linear or propagate.reversible(eqn))

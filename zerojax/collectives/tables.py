@@ -1,10 +1,10 @@
 """Lookups in one table that share its gather.
 
-An encoder and a decoder look their tokens up in one table. Where so many are looked up that the
-table is gathered, it would be gathered for either at stage 3. The later lookup needs nothing but
-the table and the tokens, so it is done next to the first: its rows wait for the decoder, and the
-gathered table does not. A module that computes in another dtype casts the table at each lookup;
-one cast serves all of them.
+An encoder and a decoder look their tokens up in one table. If they look up so many that the table
+is gathered, each lookup would gather it at stage 3. The later lookup needs only the table and the
+tokens, so it runs directly after the first: its rows are kept for the decoder, and not the gathered
+table. A module that computes in another dtype casts the table at each lookup; one cast serves all
+lookups.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from zerojax.graph.regions import regions
 from zerojax.xla import jaxprs
 
 MOST = 32
-"""The most equations for the indices of a lookup that are moved with it; no loops."""
+"""The most equations, without loops, that compute a lookup's indices and are moved with it."""
 
 
 class Lookup(NamedTuple):
-    """A lookup in a table: the equation, perhaps of a jitted function with the lookup in it, and
-    the lookup itself."""
+    """A lookup in a table: the equation of the program, perhaps the call of a jitted function, and
+    the gather itself, in that function."""
 
     equation: Any
     gather: Any
@@ -44,11 +44,11 @@ class Order(NamedTuple):
     """The equations of a program, each next to those that share a gather with it.
 
     Attributes:
-      equations: All but repeated casts of a table, in order. The indices of lookups in several
-        tables stand where the first of them needs these.
+      equations: All equations except repeated casts of a table, in order. Indices for lookups in
+        several tables are computed where the first lookup needs them.
       copies: By result of the first cast of a table, the results of the repeated ones.
       shared: By ``id`` of an equation, the gathers that it shares.
-      rows: By ``id`` of the last lookup of a group, the first results of all of them.
+      rows: By ``id`` of the last lookup of a group, the first result of each lookup of the group.
     """
 
     equations: Sequence[Any]
@@ -57,9 +57,9 @@ class Order(NamedTuple):
     rows: Mapping[int, Sequence[Any]]
 
     def follow(self, eqn: Any, env: dict[Any, Any]) -> None:
-        """Completes ``env`` after an equation: one cast gives the results of all that repeat it,
-        and no row of a group is used before all are looked up. XLA might otherwise keep the table
-        until the last row is."""
+        """Completes ``env`` after an equation: the result of a cast serves all casts that repeat
+        it, and no rows of a group are used before all of them are looked up. Otherwise XLA might
+        keep the table until the last lookup."""
         for v in eqn.outvars:
             env.update(dict.fromkeys(self.copies.get(v, ()), env[v]))
         if (rows := self.rows.get(id(eqn))) is not None:
@@ -68,10 +68,10 @@ class Order(NamedTuple):
 
 
 def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
-    """The order in which a program's equations run, and the casts of tables that it leaves out.
+    """Returns the order in which a program's equations run, without repeated casts of tables.
 
     Args:
-      jaxpr: An open jaxpr, each of whose uses of a parameter gathers it.
+      jaxpr: An open jaxpr in which each use of a parameter gathers it.
       args: Its arguments, some of them a :class:`Shard`.
       gatherer: Gathers parameters.
     """
@@ -79,7 +79,7 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
     copies: dict[Any, Sequence[Any]] = {}
     shared: dict[int, Wholes] = {}
     rows: dict[int, Sequence[Any]] = {}
-    behind: dict[int, list[Any]] = {}  # by id of the first lookup, what is moved behind it
+    behind: dict[int, list[Any]] = {}  # by id of the first lookup, the equations moved after it
     for v, x in zip(jaxpr.invars, args, strict=True):
         if not isinstance(x, Shard) or x.gathered is not None or x.gathering.host:
             continue
@@ -114,8 +114,8 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
 
 
 def _forms(v: Any, graph: Graph) -> list[list[Any]]:
-    """A parameter, and for each floating dtype to which it is cast the results of the casts, in
-    order."""
+    """Returns a list of the parameter itself and, for each floating dtype to which it is cast, a
+    list of the results of the casts, in order."""
     casts: dict[Any, list[Any]] = {}
     for use in graph.users(v):
         if use.equation.primitive is prims.convert_element_type_p:
@@ -126,8 +126,8 @@ def _forms(v: Any, graph: Graph) -> list[list[Any]]:
 
 
 def _lookup(eqn: Any) -> Lookup | None:
-    """The lookup of floating values that an equation is, in its first operand, or holds as a jitted
-    function."""
+    """Returns an equation as a lookup of floating values in its first operand, directly or in a
+    jitted function; None if it is not one."""
     if not eqn.outvars or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
         return None
     if eqn.primitive is prims.gather_p:
@@ -142,7 +142,8 @@ def _lookup(eqn: Any) -> Lookup | None:
 
 
 def _gathers(lookup: Lookup, table: Shard, gatherer: Gatherer) -> bool:
-    """Whether a lookup gathers its table, and has no more rows a device than the table."""
+    """Returns whether a lookup gathers its table, and looks up no more rows on each device than the
+    table has."""
     eqn, where = lookup.gather, (table.spec, gatherer.mesh, gatherer.axis)
     is_layer = propagate.forward(eqn, table.spec, gatherer.mesh) is not None  # of a stack
     if is_layer or spec_by_rows(eqn, *where) is not None or by_columns(eqn, *where):
@@ -151,8 +152,8 @@ def _gathers(lookup: Lookup, table: Shard, gatherer: Gatherer) -> bool:
 
 
 def _moved(eqn: Any, first: Any, graph: Graph, known: Sequence[Any]) -> list[Any] | None:
-    """The equations that compute the indices of a lookup after ``first``, in order, but for the
-    ``known`` ones; None where these are more than a few equations on integers."""
+    """Returns the equations after ``first`` that compute the indices of a lookup, in order, without
+    the ``known`` ones; None if they are more than :data:`MOST`, or not loop-free integer code."""
     found: dict[int, Any] = {}
     left = jaxprs.variables(eqn.invars)
     have = {id(each) for each in known}

@@ -1,7 +1,7 @@
-"""Gradients made with padding, so that their sum over uneven pieces is a reduce-scatter.
+"""Gradients computed with padding, so that uneven shards can be reduce-scattered.
 
-XLA reduce-scatters into equal pieces alone. A gradient that is summed first and padded then is
-all-reduced as a whole; so what the gradient is made from is padded, before the sum.
+XLA reduce-scatters only into equal shards. A gradient that is first summed and then padded is
+all-reduced in full, so the operands of the sum are padded instead.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from zerojax.xla import jaxprs
 
 
 def bind_padded(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> jax.Array | None:
-    """The result of an equation, padded to ``shape``; None for an equation without a rule."""
+    """Returns the result of an equation, padded to ``shape``; None for an equation without a
+    rule."""
     rule = _RULES.get(eqn.primitive)
     operands = None if rule is None else rule(eqn, values, shape)
     return None if operands is None else jaxprs.bind(eqn, operands)[0]
 
 
 def _product(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any]:
-    """The result of a product has the batch dimensions first, then the free ones of each side."""
+    """Pads a product's operands: the result has the batch dimensions first, then the free ones of
+    each side."""
     (left, right), batch = jaxprs.param(eqn, "dimension_numbers")
     contracted, sizes = (left, right), list(shape)
     together = [sizes.pop(0) for _ in batch[0]]
@@ -48,8 +50,9 @@ def _sum(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any]:
 
 
 def _lookup(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any] | None:
-    """Windows of rows added to a table. None where a window that the table drops, or moves, would
-    lie on padding, and where tables of a batch are padded, as each has its own indices."""
+    """Pads the operands of an equation that adds windows of rows to a table. None if padding could
+    receive a window that the unpadded table drops or moves, or if a batch of tables would be
+    padded, as each has its own indices."""
     if jaxprs.param(eqn, "mode") == lax.GatherScatterMode.CLIP:
         return None
     table, indices, rows = values

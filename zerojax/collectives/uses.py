@@ -23,33 +23,34 @@ _NOT_SURE = BRANCHES | {"concatenate"}
 _Dtypes = frozenset[Any]
 _NONE: _Dtypes = frozenset()
 
-# From the position of a result and its spec to the dtypes in which what follows needs it whole.
+# From the position of a result and its spec to the dtypes in which its uses need it unsharded.
 _Beyond = Callable[[int, Spec], _Dtypes]
 
 
 class Uses:
-    """In which dtypes jaxprs need a parameter whole, as :class:`Inserter` runs them.
+    """The dtypes in which jaxprs need a parameter unsharded when :class:`Inserter` runs them.
 
     Args:
       mesh, axis: The devices, and the axis over which ZeRO shards.
-      surely: Leaves out where a parameter that has not been gathered in advance may not be gathered
-        either: in a branch, where pieces are put side by side or rows looked up, and in a loop that
-        takes entries of it.
+      surely: Leaves out uses that may not gather a parameter that was not gathered in advance:
+        branches, concatenations, lookups of rows, and loops that take entries of the parameter.
     """
 
     def __init__(self, mesh: Mesh, axis: str, *, surely: bool = False) -> None:
         self._mesh, self._axis, self._surely = mesh, axis, surely
 
     def dtypes(self, jaxpr: Any, v: Any, spec: Spec) -> frozenset[Any]:
-        """Of an argument ``v`` of an open jaxpr: its own, or those to which it is rounded."""
+        """Returns the dtypes in which an open jaxpr needs its argument ``v`` unsharded: the dtype
+        of ``v``, or dtypes to which the jaxpr rounds it."""
         return self._dtypes(jaxpr, v, spec, lambda at, spec: _NONE)
 
     def _dtypes(self, jaxpr: Any, v: Any, spec: Spec, beyond: _Beyond) -> _Dtypes:
-        """In which dtypes a variable, or what is a cast or another layout of it, is needed whole.
+        """Returns the dtypes in which a variable, its casts and its other layouts are needed
+        unsharded.
 
         Args:
           jaxpr: an open jaxpr.
-          beyond: what is needed of the jaxpr's results.
+          beyond: the dtypes in which the jaxpr's results are needed unsharded.
         """
         graph = graph_of(jaxpr)
         by_equations = [self._use(jaxpr, *use, spec, beyond) for use in graph.users(v)]
@@ -104,7 +105,8 @@ class Uses:
 
 
 def _of_cast(old: Any, new: Any, needed: _Dtypes) -> _Dtypes:
-    """The dtypes in which the operand of a cast is needed whole, given those of the result."""
+    """Returns the dtypes in which the operand of a cast is needed unsharded, from those of the
+    result."""
     if not needed:
         return _NONE
     return frozenset([(new if wider(old, new) else old).aval.dtype])
@@ -116,7 +118,7 @@ class Reader(NamedTuple):
     Attributes:
       eqn: The scan.
       at: The position of the stack among those that the scan reads.
-      cast: Whether the stack is cast before.
+      cast: Whether the stack is cast before the loop.
     """
 
     eqn: Any
@@ -155,8 +157,8 @@ def _of_use(jaxpr: Any, eqn: Any, i: int, cast: bool) -> Iterator[Reader | None]
 
 
 def _on_shards(eqn: Any, i: int) -> bool:
-    """Whether an equation needs nothing gathered of its operand ``i``: in place of the operand, the
-    result of element-wise work is gathered."""
+    """Returns whether an equation runs on the shard of its operand ``i``: a reduction, or an
+    element-wise equation, whose result is gathered in place of the operand."""
     name = eqn.primitive.name
     same = name in ELEMENTWISE and eqn.outvars[0].aval.shape == eqn.invars[i].aval.shape
     return same or name in REDUCTIONS

@@ -1,8 +1,9 @@
-"""Where a gradient is made, so that it can be reduce-scattered there and not later.
+"""Target specs of gradients, traced back to the equations that compute them.
 
-The step constrains each gradient to its shard when the optimizer takes it. That may be long
-after it was made: after a loop over layers, or after the sum of two uses of a tied parameter.
-Followed backwards through the jaxpr, the constraint reaches the equations that make it.
+The step constrains each gradient to its shard when the optimizer takes it. That may be long after
+it was computed: after a loop over layers, or after the sum of two uses of a tied parameter. Traced
+back through the jaxpr, the constraint reaches the equations that compute the gradient, so that it
+can be reduce-scattered there.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ _PASSES = ELEMENTWISE | LABELS | OVERWRITES
 def trace_back(
     jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh, others: Mapping[Any, Spec] | None = None
 ) -> dict[Any, Spec]:
-    """For each variable that is, or goes into, a gradient: the spec of its shard.
+    """Returns, by variable, the spec of the shard of each gradient, and of each value of which a
+    gradient is computed.
 
-    The spec of a gradient that stays whole is the user's own of the parameter.
+    The spec of a gradient that stays unsharded is the user's spec of the parameter.
 
     Args:
       jaxpr: an open jaxpr.
-      outs: the spec wanted of each of its results, None where there is none.
-      mesh: of all specs.
+      outs: the target spec of each of its results; None if there is none.
+      mesh: the mesh of all specs.
       others: the specs of further gradients, see :mod:`zerojax.collectives.reuse`.
     """
     others, graph = others or {}, graph_of(jaxpr)
@@ -51,8 +53,8 @@ def trace_back(
         if eqn.primitive is prims.sharding_constraint_p and (spec := spec_of(eqn)) is not None:
             constrained[eqn.invars[0]] = layout.joined(spec, zero_axis(mesh), mesh)
         if marks.is_mark(eqn, marks.GRADIENT):
-            # The step's own constraint stands right behind the mark. Those without one are the
-            # user's, of activations as a rule.
+            # The step's constraint directly follows the mark. A constraint without a mark is the
+            # user's, usually one of an activation.
             out = eqn.outvars[0]
             wants.setdefault(out, constrained.get(out, (None,) * out.aval.ndim))
         for out in eqn.outvars:
@@ -76,7 +78,7 @@ def trace_back(
 
 
 def passes(eqn: Any, wants: Mapping[Any, Spec], mesh: Mesh) -> bool:
-    """Whether :func:`trace_back` follows the constraint through this equation."""
+    """Returns whether :func:`trace_back` follows the constraint through this equation."""
     if eqn.primitive.name in _PASSES or propagate.reversible(eqn):
         return True
     spec = wants.get(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
@@ -84,7 +86,7 @@ def passes(eqn: Any, wants: Mapping[Any, Spec], mesh: Mesh) -> bool:
 
 
 def of_scan_body(eqn: Any, wants: Mapping[Any, Spec]) -> list[Spec | None]:
-    """What is wanted of one iteration's results, given what is wanted of the whole scan's."""
+    """Returns the target specs of one iteration's results, from those of the scan's results."""
     _, n = jaxprs.scan_counts(eqn)
     specs = [wants.get(v) for v in eqn.outvars]
     stacked = [None if s is None or s[0] else s[1:] for s in specs[n:]]
@@ -99,7 +101,8 @@ def _through_carry(eqn: Any, wants: dict[Any, Spec]) -> None:
 
 
 def spec_of(eqn: Any) -> Spec | None:
-    """The spec that a sharding constraint asks for, without axes of size 1, as all specs here."""
+    """Returns the spec of a sharding constraint, without axes of size 1, like all specs in this
+    package; None if its sharding is not a ``NamedSharding``."""
     sharding = jaxprs.param(eqn, "sharding")
     if not isinstance(sharding, NamedSharding):
         return None

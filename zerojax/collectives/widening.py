@@ -1,8 +1,8 @@
-"""Shards that were cast to a wider dtype, which travel and are gathered in the narrower one.
+"""Shards that were cast to a wider dtype, and are passed on and gathered in the narrower one.
 
-A widening cast makes no new number, so that a loop, a barrier or a rematerialised block takes what
-was cast, and the cast is done again behind it. Otherwise what is gathered there would be the wide
-one: a float32 head of a bf16 model, in the backward pass.
+A widening cast adds no information, so that a loop, a barrier or a rematerialised block takes the
+operand of the cast, and the cast is repeated after it. Otherwise the wide array would be gathered:
+a float32 head of a bf16 model, in the backward pass.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from zerojax.xla import jaxprs
 
 
 def narrowest(value: Any) -> Any:
-    """What a shard was cast from, by one widening cast or several; other values as they are."""
+    """Returns the shard from which a shard was cast, by one or several widening casts; other values
+    unchanged."""
     while (narrow := _cast_from(value)) is not None:
         value = narrow.shard
     return value
 
 
 def widenings(value: Any) -> tuple[Any, ...]:
-    """The dtypes to which :func:`narrowest` was cast, one after the other, to make ``value``."""
+    """Returns the dtypes of the casts from :func:`narrowest` to ``value``, in order."""
     narrow = _cast_from(value)
     return () if narrow is None else (*widenings(narrow.shard), value.value.dtype)
 
 
 def _cast_from(value: Any) -> Narrow | None:
-    """What a shard is the cast of."""
+    """Returns the narrow form of a shard that is a widening cast; None for other values."""
     narrow = value.gathering.narrow if isinstance(value, Shard) else None
     return narrow if narrow is not None and narrow.is_cast else None
 
 
 def widened(shard: Shard, dtypes: Sequence[Any]) -> Shard:
-    """A shard after these casts."""
+    """Returns a shard after these casts."""
     for dtype in dtypes:
         narrow = Narrow.cast(shard, dtype)
         shard = shard.with_value(narrow.widen(shard.value)).with_gathering(narrow=narrow)
@@ -46,7 +47,8 @@ def widened(shard: Shard, dtypes: Sequence[Any]) -> Shard:
 
 
 def whole_of(shard: Shard) -> jax.Array | None:
-    """A shard whole, if it was gathered in advance, or what it was cast from."""
+    """Returns the unsharded array of a shard if it, or the shard from which it was computed, was
+    gathered in advance; otherwise None."""
     narrow = shard.gathering.narrow
     if shard.whole is not None or narrow is None:
         return shard.whole
@@ -55,15 +57,15 @@ def whole_of(shard: Shard) -> jax.Array | None:
 
 
 def travelling(value: Any) -> Any:
-    """What passes a barrier for a value: of a shard that was widened what was cast, and of one that
-    was gathered in advance what was gathered."""
+    """Returns the value to send through a barrier in place of ``value``: for a widened shard the
+    operand of the casts, for a shard that was gathered in advance the gathered array."""
     source = _source(value)
     known = _gathered(source)
     return source if known is None else known
 
 
 def arrived(value: Any, new: Any) -> Any:
-    """``value`` again, given what :func:`travelling` has become behind the barrier."""
+    """Rebuilds ``value`` after a barrier, from the result for :func:`travelling`."""
     source = _source(value)
     if not isinstance(source, Shard):
         return new
@@ -73,25 +75,26 @@ def arrived(value: Any, new: Any) -> Any:
 
 
 def _source(value: Any) -> Any:
-    """The narrowest of a shard, unless only ``value`` itself was gathered in advance."""
+    """Returns :func:`narrowest` of a value, or ``value`` if only that was gathered in advance."""
     source = narrowest(value)
     return value if _gathered(source) is None and _gathered(value) is not None else source
 
 
 def _gathered(value: Any) -> jax.Array | None:
-    """What was gathered of a shard in advance."""
+    """Returns the array that was gathered of a shard in advance, in any dtype; otherwise None."""
     if not isinstance(value, Shard) or value.gathered is None:
         return None
     return value.gathered.array
 
 
 def like(value: Any, new: jax.Array) -> Any:
-    """A new array in place of that of a shard, or of an array."""
+    """Returns ``new`` in the form of ``value``: as a shard, or as an array."""
     return value.with_value(new) if isinstance(value, Shard) else new
 
 
 def widens_integers(eqn: Any) -> bool:
-    """Whether it casts integers to a dtype with more bytes: the codes of a quantized base."""
+    """Returns whether a cast is from integers to a dtype with more bytes, as for the codes of a
+    quantized base model."""
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return jnp.issubdtype(old, jnp.integer) and new.itemsize > old.itemsize
 
@@ -101,9 +104,9 @@ MOST = 64
 
 
 def narrow_of(eqn: Any, values: Sequence[Any]) -> Narrow | None:
-    """The shard to gather in place of the result of an equation that works element by element: the
-    operand of a widening cast; and integers that were cast so, where the result follows from them
-    and unsharded operands, as the scaling of a quantized base does."""
+    """Returns the shard to gather in place of the result of an element-wise equation, or None: the
+    operand of a widening cast; or integers that were widened, if the result is computed from them
+    and unsharded operands, such as the scaled codes of a quantized base model."""
     shards = [v for v in values if isinstance(v, Shard)]
     is_cast = eqn.primitive.name == "convert_element_type"
     if is_cast and (wider(eqn.outvars[0], eqn.invars[0]) or widens_integers(eqn)):
@@ -124,7 +127,8 @@ def narrow_of(eqn: Any, values: Sequence[Any]) -> Narrow | None:
 
 
 def _from_codes(shard: Shard) -> Narrow:
-    """The narrowest shard that another one is computed from, and how; itself where it is."""
+    """Returns the narrowest shard from which a shard is computed, with the computation; the shard
+    itself, with no equations, if there is none."""
     step = shard.gathering.narrow
     if step is None:
         return Narrow(shard, lambda x: x, 0)

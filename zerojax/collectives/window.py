@@ -1,8 +1,8 @@
-"""How far ahead a program without loops gathers.
+"""The window within which a program without loops gathers ahead.
 
-Nothing keeps XLA from gathering all parameters of an unrolled model where the program begins, since
-none of them waits for anything; then all of them lie whole side by side. So a gather waits for a
-product with parameters that were used a while before.
+XLA may gather all parameters of an unrolled model at the beginning of the program, since no gather
+depends on other work; then all of them are unsharded in memory at the same time. So each gather
+waits for a product with parameters that were used some time before.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from zerojax.devices.mesh import axis_size, batch_devices, sequence_size
 from zerojax.plan import layout
 
 AHEAD = 100_000_000
-"""Elements of parameters between a use and the gathers that wait for it: half a layer of 7B, twice
-DeepSpeed's default of stage3_prefetch_bucket_size. Less leaves products too short to hide them."""
+"""Elements of parameters between a use and the gathers that wait for it: half a layer of a 7B
+model, twice DeepSpeed's default of ``stage3_prefetch_bucket_size``. With fewer elements, the
+products are too short to hide the gathers."""
 
 
 class _Use(NamedTuple):
-    """The number of elements that were used, and what was made with them, rows first."""
+    """The number of elements of the parameters used, and the equation's result, rows first."""
 
     elements: int
     result: jax.Array
 
 
 class Window:
-    """The uses of parameters in a program, in their order.
+    """The uses of parameters in a program, in order.
 
     Args:
       mesh: The devices.
-      axis: The axis over which parameters are sharded, and the rows of a batch and their tokens: no
-        other one exists.
+      axis: The axis over which parameters, the rows of a batch, and their tokens are sharded; it
+        spans all devices of the mesh.
     """
 
     def __init__(self, mesh: Mesh, axis: str) -> None:
@@ -48,26 +49,26 @@ class Window:
 
     @classmethod
     def of(cls, mesh: Mesh, axis: str) -> Window | None:
-        """None where other axes share the rows, or cut what is computed."""
+        """Returns a window; None if other axes shard the rows or the computed arrays."""
         return cls(mesh, axis) if axis_size(mesh, axis) == mesh.size else None
 
     def used(self, shards: Sequence[Shard], results: Iterable[Any]) -> None:
-        """Notes that an equation has used parameters whole, and what it has made."""
+        """Records that an equation has used unsharded parameters, and its results."""
         made, *more = [*results] or [None]
         if not shards or more:
             return
         if not isinstance(made, jax.Array) or not jnp.issubdtype(made.dtype, jnp.floating):
             return
-        # [rows, ...], or [rows, tokens, ...] where tokens are shared too.
+        # [rows, ...], or [rows, tokens, ...] if devices share the tokens of a row.
         cut = self._parts if self._parts[1] > 1 else self._parts[:1]
         sizes = zip(made.shape, cut, strict=False)
         if made.ndim > len(cut) and made.size and all(n % size == 0 for n, size in sizes):
             self._uses.append(_Use(sum(x.value.size for x in shards), made))
 
     def after(self, shard: Shard) -> jax.Array:
-        """A shard, but not before a use that lies further back than ``AHEAD``.
+        """Returns a shard's array that depends on the latest use at least ``AHEAD`` elements back.
 
-        Each device waits for an element of its own rows, so that nothing is sent for it.
+        Each device waits for an element of its own rows, so that the wait sends nothing.
         """
         left, result = AHEAD, None
         for use in reversed(self._uses):
@@ -91,7 +92,8 @@ class Window:
         return lax.with_sharding_constraint(held, layout.sharding(self._mesh, shard.spec))
 
     def _first(self, result: jax.Array) -> jax.Array:
-        """An element of each device, of what lies by rows, or by rows and tokens."""
+        """Returns one element from each device of an array sharded by rows, or by rows and
+        tokens."""
         rows, shared = self._parts
         if shared == 1:
             return result[(slice(None), *(0,) * (result.ndim - 1))].reshape(rows, -1)[:, 0]

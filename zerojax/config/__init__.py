@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON (or Accelerate's YAML as one), read strictly, and the frozen config of it."""
+"""Strict reading of a DeepSpeed JSON, or of Accelerate's YAML as one, into a frozen config."""
 
 from zerojax.config.batch import BatchSizes as BatchSizes
 from zerojax.config.elasticity import Elasticity as Elasticity

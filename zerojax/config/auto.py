@@ -1,4 +1,4 @@
-"""Every "auto" of a config: a value of the caller's, the default, or a problem."""
+"""Resolution of each "auto" in a config: to the caller's value, to the default, or to a problem."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -22,11 +22,11 @@ class StoodIn(NamedTuple):
 
 
 def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StoodIn:
-    """Puts each value of `auto` where the config says "auto".
+    """Replaces each "auto" in the config by the value that `auto` has for its key.
 
     Args:
       raw: The config, in plain dicts; changed in place.
-      auto: Values by dotted key: what only the program knows, such as the number of steps.
+      auto: Values by dotted key, which only the program knows, such as the number of steps.
 
     Example:
       >>> raw = {"fp16": {"loss_scale": "auto"}}
@@ -59,9 +59,9 @@ def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StoodIn:
 
 
 def _autos(raw: dict[str, Any], section: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each path whose value is "auto", with the dict that contains it."""
+    """Yields each path whose value is "auto", with the dict that contains the value."""
     for name, value in raw.items():
-        if "." in name:  # an unknown key, whatever its path looks like
+        if "." in name:  # an unknown key, even if its path looks like a known one
             continue
         if isinstance(value, dict):
             yield from _autos(value, f"{section}{name}.")
@@ -70,14 +70,14 @@ def _autos(raw: dict[str, Any], section: str) -> Iterator[tuple[str, dict[str, A
 
 
 class Resolved(NamedTuple):
-    """A note for each "auto" that became the default, and a problem for each other one."""
+    """A note for each "auto" that became the default, and a problem for each other "auto"."""
 
     notes: list[Note]
     problems: list[str]
 
 
 def resolve_autos(raw: dict[str, Any]) -> Resolved:
-    """Takes each "auto" out of a config, except among `params`, which leaves the defaults.
+    """Removes each "auto" from a config, except among `params`, so that the defaults apply.
 
     Args:
       raw: The config, in plain dicts; changed in place.

@@ -1,4 +1,4 @@
-"""The batch triangle: train = micro * accumulation * world."""
+"""The relation of the batch sizes: train = micro * accumulation * world."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ class BatchSizes(NamedTuple):
     """The sizes of a batch.
 
     Attributes:
-      train: Rows per update, over all devices; None where the batch decides.
-      micro: Rows of one device in one micro-batch; None where the batch decides.
+      train: Rows per update, over all devices; None if the batch that arrives decides.
+      micro: Rows of one device in one micro-batch; None if the batch that arrives decides.
       accumulation: Micro-batches per update.
     """
 
@@ -24,13 +24,14 @@ BATCH_SIZES = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
-"""The keys of the fields of `BatchSizes`, in their order."""
+"""The JSON keys of the fields of `BatchSizes`, in the same order."""
 
 
 def solve(train: int | None, micro: int | None, accumulation: int | None, world: int) -> BatchSizes:
-    """Fills in missing sizes, so that train = micro * accumulation * world.
+    """Computes the missing sizes such that train = micro * accumulation * world.
 
-    With `train` or `micro` alone the accumulation is 1. With neither, the batch decides.
+    If only `train` or only `micro` is given, the accumulation is 1. If neither is given, both stay
+    None, and the batch that arrives decides.
 
     Args:
       train: `train_batch_size`.
@@ -39,7 +40,7 @@ def solve(train: int | None, micro: int | None, accumulation: int | None, world:
       world: The number of data-parallel devices.
 
     Raises:
-      ConfigError: No whole numbers fit; the message has some that do.
+      ConfigError: No integers satisfy the equation; the message suggests sizes that do.
 
     Example:
       >>> solve(64, None, 4, world=8)

@@ -1,4 +1,4 @@
-"""One batch size that many numbers of devices share, as DeepSpeed's elasticity computes it."""
+"""One batch size for many device counts, computed as DeepSpeed's elasticity computes it."""
 
 import math
 from bisect import bisect
@@ -16,25 +16,25 @@ _HIGHLY_COMPOSITE = (
     *(7560, 10080, 15120, 20160, 25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320),
     *(221760, 277200, 332640, 498960, 554400, 665280, 720720),
 )
-"""Numbers with more divisors than any smaller one, as far as DeepSpeed knows them."""
+"""Highly composite numbers, with more divisors than any smaller number: DeepSpeed's list."""
 
 
 class ElasticBatch(NamedTuple):
-    """A batch and the numbers of devices that share it.
+    """A batch size and the device counts that can run it.
 
     Attributes:
       train: Rows per update, over all devices.
-      devices: The numbers of data-parallel devices that may run it, rising.
+      devices: The numbers of data-parallel devices that can run the batch, in ascending order.
     """
 
     train: int
     devices: tuple[int, ...]
 
     def sizes(self, micros: Sequence[int], world: int) -> BatchSizes:
-        """The batch sizes on `world` devices, with the largest micro-batch that divides.
+        """Returns the batch sizes on `world` devices, with the largest micro-batch that divides.
 
         Raises:
-          ConfigError: The batch is not for so many devices; the message names the nearest numbers.
+          ConfigError: `world` is not in `devices`; the message names the nearest counts.
 
         Example:
           >>> ElasticBatch(48, (4, 6, 8, 12)).sizes([1, 2, 4], world=6)
@@ -53,7 +53,7 @@ class ElasticBatch(NamedTuple):
         return BatchSizes(self.train, micro, rows // micro)
 
     def listed(self) -> str:
-        """The numbers of devices in words, the first and the last of many.
+        """Returns the device counts as text, with "..." for the middle of more than 16.
 
         Example:
           >>> ElasticBatch(48, (4, 6, 8, 12)).listed()
@@ -68,16 +68,16 @@ class ElasticBatch(NamedTuple):
 def elastic_batch(
     largest: int, micros: Sequence[int], fewest: int, most: int, prefer_larger: bool
 ) -> ElasticBatch:
-    """The batch that the most numbers of devices share.
+    """Returns the batch that the most device counts can run.
 
-    Candidates are multiples of each micro-batch, and of their least common multiple, by the largest
-    highly composite number that `largest` allows.
+    Each candidate is a micro-batch, or the least common multiple of all of them, times the largest
+    highly composite number that keeps the product within `largest`.
 
     Args:
       largest: The most rows, not less than any micro-batch.
-      micros: The rows that a device may have in one micro-batch.
-      fewest, most: The range of the numbers of devices.
-      prefer_larger: Whether the larger of two candidates that as many numbers share is taken.
+      micros: The allowed rows of one device in one micro-batch.
+      fewest, most: The range of device counts.
+      prefer_larger: Whether to break a tie between candidates by the larger batch.
 
     Example:
       >>> elastic_batch(50, [2, 4], 1, 12, prefer_larger=True)
@@ -96,7 +96,7 @@ def elastic_batch(
 
 
 def _sharing(train: int, micros: Sequence[int]) -> list[int]:
-    """The numbers of devices, rising, with whole micro-batches of one size on each."""
+    """Returns the device counts, ascending, with equally many full micro-batches per device."""
     counts = {train // micro for micro in micros if train % micro == 0}
     pairs = (
         (n, count // n)
@@ -109,21 +109,21 @@ def _sharing(train: int, micros: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Elasticity(Section):
-    """One batch for many numbers of devices, as DeepSpeed computes it: `elasticity`.
+    """The section `elasticity`: one batch for many device counts, computed as in DeepSpeed.
 
     Attributes:
       max_train_batch_size: The most rows per update, over all devices.
-      micro_batch_sizes: The rows that a device may have in one micro-batch.
-      min_gpus, max_gpus: The range of the numbers of devices, model-parallel ones counted.
-      prefer_larger_batch: Whether the larger of two batches for as many numbers is taken.
-      ignore_non_elastic_batch_info: Whether other batch sizes have no effect; they are an error
-        otherwise.
-      version: DeepSpeed's algorithm; 0.2 knows nodes and model-parallel devices.
-      num_gpus_per_node: The devices of a node, which come and go together.
-      model_parallel_size: The devices, of one node, that share the rows of one.
+      micro_batch_sizes: The allowed rows of one device in one micro-batch.
+      min_gpus, max_gpus: The range of device counts, including model-parallel devices.
+      prefer_larger_batch: Whether the larger of two batches for equally many device counts wins.
+      ignore_non_elastic_batch_info: Whether other batch sizes are ignored; otherwise they are an
+        error.
+      version: DeepSpeed's algorithm; 0.2 supports nodes and model-parallel devices.
+      num_gpus_per_node: The devices of a node; the job grows and shrinks by full nodes.
+      model_parallel_size: The devices of one node that process the same rows.
 
     Raises:
-      ConfigError: A wrong value, a contradiction, or a range without a number that has a batch.
+      ConfigError: A wrong value, a contradiction, or no batch for any device count in the range.
 
     Example:
       >>> Elasticity(max_train_batch_size=50, micro_batch_sizes=[2, 4], max_gpus=12).batch
@@ -144,7 +144,7 @@ class Elasticity(Section):
 
     @cached_property
     def batch(self) -> ElasticBatch:
-        """The batch, and the numbers of data-parallel devices that share it."""
+        """The batch size and the numbers of data-parallel devices that can run it."""
         per_node, gpus = self._per_node, self.num_gpus_per_node
         by_nodes = elastic_batch(
             self.max_train_batch_size // per_node,
@@ -157,12 +157,12 @@ class Elasticity(Section):
         return ElasticBatch(by_nodes.train * per_node, devices)
 
     def sizes(self, world: int) -> BatchSizes:
-        """The batch sizes on `world` data-parallel devices; see `ElasticBatch.sizes`."""
+        """Returns the batch sizes on `world` data-parallel devices; see `ElasticBatch.sizes`."""
         return self.batch.sizes(self.micro_batch_sizes, world)
 
     @property
     def _per_node(self) -> int:
-        """The data-parallel devices of a node."""
+        """The number of data-parallel devices of a node."""
         return self.num_gpus_per_node // self.model_parallel_size
 
     def _contradictions(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The exception of this package, and the words of its messages: values, and unknown names."""
+"""The exception of this package, and helpers that format values and unknown names for messages."""
 
 import difflib
 import json
@@ -9,24 +9,24 @@ from itertools import islice
 from typing import Any
 
 _LISTED = 20
-"""Unknown names that have a problem each."""
+"""The number of unknown names that get a problem each; further names share the last one."""
 
 _LONGEST = 100
-"""Characters of a name that is compared with the known ones."""
+"""The most characters of a name that is compared with the known names."""
 
 _COMPARED = 1000
-"""Known names that one name is compared with."""
+"""The most known names that one name is compared with."""
 
 
 class ConfigError(ValueError):
-    """A configuration that zerojax will not run with.
+    """A configuration that zerojax refuses to run with.
 
     Args:
       problems: One sentence for each problem, with key, value and remedy.
       source: The file's path; "" for a mapping.
 
     Attributes:
-      problems: The sentences, as a tuple; the message has one on each line.
+      problems: The sentences, as a tuple; the message has one sentence a line.
 
     Example:
       >>> print(ConfigError(["stage: expected 0, 1, 2 or 3, got 4"], "zero.json"))
@@ -49,7 +49,7 @@ class ConfigError(ValueError):
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """The JSON of a value, cut to `limit` characters.
+    """Returns a value as JSON, or by its `repr`, truncated to `limit` characters.
 
     Example:
       >>> shown({"enabled": True})
@@ -63,9 +63,9 @@ def shown(value: Any, limit: int = 60) -> str:
 
 
 def problems_of(names: Sequence[str], problem: Callable[[str], str]) -> list[str]:
-    """One problem for each of the first names, and one for all others together.
+    """Returns one problem for each of the first names; the last problem counts all further names.
 
-    A problem takes half a millisecond, since its name is compared with all known ones.
+    A problem takes half a millisecond, since its name is compared with all known names.
 
     Example:
       >>> problems_of([f"k{i}" for i in range(300)], lambda name: f"{name}: unknown key")[-2:]
@@ -78,7 +78,7 @@ def problems_of(names: Sequence[str], problem: Callable[[str], str]) -> list[str
 
 
 def spelled(name: str) -> str:
-    """A name within a dotted path, in quotes where a reader could mistake it.
+    """Returns a name for use in a dotted path, quoted if a reader could misread it.
 
     Example:
       >>> print(spelled("stage"), spelled(""), spelled("a.b"))
@@ -89,7 +89,7 @@ def spelled(name: str) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence on an unknown name: the closest known one, or all of them.
+    """Returns the end of a message about an unknown name: the closest known name, or all of them.
 
     Example:
       >>> suggestion("stag", ["stage", "bf16"])
@@ -101,12 +101,12 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def hint(name: str, guess: str | None, otherwise: str) -> str:
-    """The end of a sentence on an unknown name, with its foreign letters.
+    """Returns the end of a message about an unknown name, with its non-ASCII characters.
 
     Args:
       name: The unknown name.
-      guess: What it may stand for, from :func:`closest`.
-      otherwise: The words without a guess.
+      guess: The known name that may be meant, from :func:`closest`.
+      otherwise: The text without a guess.
 
     Example:
       >>> print(hint("st\u0430ge", "stage", "take it out"))
@@ -118,7 +118,7 @@ def hint(name: str, guess: str | None, otherwise: str) -> str:
 
 
 def foreign_letters(name: str) -> str:
-    """The characters of a name that no key has, with their Unicode names; "" for none.
+    """Describes the first three non-ASCII characters of a name, which no key has; "" for none.
 
     Example:
       >>> print(foreign_letters("b\u0443te\u200b"))
@@ -135,7 +135,7 @@ def _described(character: str) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` most likely stands for, or None.
+    """Returns the known name that `name` most likely stands for, or None.
 
     Example:
       >>> closest("zero_optimisation", ["optimizer", "zero_optimization"])
@@ -147,7 +147,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     name = unicodedata.normalize("NFKC", name).lower()
     ascii_ = sum(c.isascii() for c in name)
     if not name.isascii() and ascii_ * 2 >= len(name):
-        # A letter of another alphabet stands for one letter, an invisible character for none.
+        # A letter of another alphabet replaces one letter; an invisible character replaces none.
         pattern = "".join(re.escape(c) if c.isascii() else ".?" for c in name)
         alike = [other for other in by_lower if re.fullmatch(pattern, other)]
         if alike:

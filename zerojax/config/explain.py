@@ -1,4 +1,4 @@
-"""A config as a table: every key, the value in force, and what became of it."""
+"""A config as a table: every key, its effective value, and how zerojax treats the key."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from zerojax.config.named import PARAMS, resolve_type
 from zerojax.config.notes import Status
 
 TRIANGLE = dict(zip(BATCH_SIZES, BatchSizes._fields, strict=True))
-"""The field of `BatchSizes` for each key of the batch."""
+"""The field of `BatchSizes` for each batch-size key."""
 
 NOT_GIVEN = object()
 """The value of `Row.given` for a key that the config omits."""
@@ -30,14 +30,14 @@ _UNJUDGED = "it depends on a key that is wrong: set that one right first"
 
 
 class Row(NamedTuple):
-    """What became of one key.
+    """The treatment of one key.
 
     Attributes:
       key: The dotted path, as the config writes it.
       given: The value in the config, or `NOT_GIVEN`.
-      resolved: The value in force; None where the key has none, or where the batch decides.
-      became: A `Note.status`; "refused" for what zerojax does not do, "wrong" for what nobody
-        could do; "not judged" where that depends on a key that is wrong.
+      resolved: The effective value; None if the key has none or the batch decides.
+      became: A `Note.status`; "refused" for a setting that zerojax does not support, "wrong" for
+        any other problem, "not judged" if the treatment depends on a wrong key.
       why: The reason, with the remedy for a problem.
     """
 
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The rows of a config, and its problems as `ConfigError` has them."""
+    """The rows of a config, and its problems as in `ConfigError.problems`."""
 
     rows: tuple[Row, ...]
     problems: tuple[str, ...]
@@ -62,15 +62,15 @@ def explain(
     devices: int | None = None,
     every: bool = False,
 ) -> Explanation:
-    """Says what became of every key of a config, whether or not the config would load.
+    """Explains the treatment of every key of a config, whether or not the config would load.
 
-    Rows come in the config's order; after them the defaults that change numbers.
+    Rows follow the config's order; after them come the defaults that change numbers.
 
     Args:
       config: The path of a JSON, HJSON or YAML file, or a mapping of the same form.
       auto: Values in place of "auto", as for `load`.
-      devices: The number of data-parallel devices, for which the batch sizes are solved.
-      every: Whether every known key has a row.
+      devices: The number of data-parallel devices for which to compute the batch sizes.
+      every: Whether to add a row for each known key that the config omits.
 
     Raises:
       ConfigError: The file cannot be read.
@@ -127,7 +127,7 @@ class _Table:
             self.wrong.setdefault(_key_of(problem), problem)
 
     def given(self, path: str, value: Any) -> Row:
-        """The row of a key that the config has."""
+        """Returns the row of a key that the config has."""
         key = renamed(path)
         if (row := self._wrong(path, key, value)) is not None:
             return row
@@ -144,7 +144,7 @@ class _Table:
         return Row(path, value, note.holds, note.status, note.reason)
 
     def of_yaml(self, path: str, key: str, value: Any) -> Row:
-        """The row of a key of Accelerate's YAML, whose present name is `key`."""
+        """Returns the row of a key of Accelerate's YAML, whose current name is `key`."""
         if (row := self._wrong(path, key, value)) is not None:
             return row
         if (note := self.notes.get(path)) is not None:
@@ -157,7 +157,7 @@ class _Table:
         return Row(path, value, None, "wrong", _UNKNOWN)
 
     def _wrong(self, path: str, key: str, value: Any) -> Row | None:
-        """The row of a key, in either spelling, that begins a problem."""
+        """Returns the row of a key if a problem starts with either spelling of it, else None."""
         if not (problem := self.wrong.get(path) or self.wrong.get(key)):
             return None
         why = _about(problem, path) or _about(problem, key)
@@ -167,7 +167,7 @@ class _Table:
         return getattr(self.sizes, TRIANGLE.get(key, ""), None)
 
     def defaults(self) -> Iterator[Row]:
-        """Rows of defaults that change numbers, and of batch sizes that follow from the others."""
+        """Yields rows of defaults that change numbers and of batch sizes derived from others."""
         for note in self.reading.notes:
             if note.key not in self.reading.given:
                 yield Row(note.key, NOT_GIVEN, note.holds, note.status, note.reason)
@@ -179,7 +179,7 @@ class _Table:
         return f"{KEYS[key].why}: from the others, on {self.devices} devices"
 
     def known(self) -> Iterator[Row]:
-        """A row for every known key, with its default."""
+        """Yields a row for every known key, with its default."""
         for path, key in KEYS.items():
             if path in PARAMS:
                 yield from self._params(path.partition(".")[0])
@@ -199,7 +199,7 @@ class _Table:
 
 
 def _key_of(problem: str) -> str:
-    """The key that a problem begins with."""
+    """Returns the key that a problem begins with."""
     return min(problem.partition(": ")[0], problem.partition(" = ")[0], key=len)
 
 
@@ -210,7 +210,7 @@ def _known(key: str) -> bool:
 
 
 def _about(problem: str, key: str) -> str:
-    """The words of a problem after the key; "" for a problem of another key."""
+    """Returns the text of a problem after the key; "" for a problem of another key."""
     if problem.startswith(f"{key}: "):
         return problem[len(key) + 2 :]
     if problem.startswith(f"{key} = "):
@@ -219,7 +219,7 @@ def _about(problem: str, key: str) -> str:
 
 
 def _leaves(raw: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
-    """Each (path, value) of a config, down to the keys of the table."""
+    """Yields each (path, value) of a config, down to the keys of the table."""
     for name, value in raw.items():
         path = f"{section}{spelled(name)}"
         known = renamed(path)

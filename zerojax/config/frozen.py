@@ -1,4 +1,4 @@
-"""The frozen configuration, which every part of zerojax behind the JSON works with."""
+"""The frozen configuration that all of zerojax works with once the JSON is read."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -28,15 +28,15 @@ from zerojax.config.together import contradictions, idle
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """The settings of a run; nothing happens without a setting here.
+    """The settings of a run; every feature is off by default.
 
-    Equality and hash leave `notes` out.
+    Equality and hash ignore `notes`.
 
     Attributes:
       stage: 0 (replicated), 1 (optimizer state sharded), 2 (gradients too), 3 (parameters too).
       bf16: Whether the step's body sees parameters in bfloat16; master weights keep their dtype.
       fp16: Whether the body sees parameters in float16, with a loss scale; excludes `bf16`.
-      auto_cast: Whether float leaves of the batch are cast to that dtype too.
+      auto_cast: Whether float leaves of the batch are cast to the compute dtype too.
       loss_scale: The static loss scale; 0 for a dynamic one.
       initial_scale_power: The exponent of the first dynamic scale, from 0 to 126.
       loss_scale_window: The number of good updates after which the scale doubles.
@@ -45,55 +45,60 @@ class ZeroConfig:
       min_loss_scale: The smallest dynamic scale.
       raise_error_at_min_scale: Whether an overflow at the smallest scale raises; False skips the
         update.
-      check_grad_overflow: Whether updates in `bf16` that are not finite are skipped, as in fp16;
-        True by default in a JSON.
-      check_finite: Whether updates that are not finite are skipped at every precision.
+      check_grad_overflow: Whether updates in `bf16` whose gradient is not finite are skipped, as in
+        fp16; True by default in a JSON.
+      check_finite: Whether updates whose gradient is not finite are skipped at every precision.
       gradient_clipping: The largest global L2 norm of the averaged gradient; 0 turns clipping off.
       gradient_accumulation_steps: Micro-batches per update.
       train_batch_size: Rows per update, over all devices.
       train_micro_batch_size_per_gpu: Rows of one device in one micro-batch.
-      elasticity: What sets these three sizes for many numbers of devices; None for nothing.
+      elasticity: The settings that derive these three sizes from the device count; None if the
+        three sizes are set directly.
       grad_accum_dtype: The dtype of the sum over micro-batches; None for the gradient's own.
-      stage3_param_persistence_threshold: The elements below which a parameter stays whole.
-      stage3_max_live_parameters: Elements of parameters that stay gathered over an update at stage
-        3, at the most; 0 for none.
-      stage3_max_reuse_distance: Elements of others after which a parameter that stays gathered must
-        be used again, at the most; None for no limit.
+      stage3_param_persistence_threshold: The number of elements below which a parameter is not
+        sharded.
+      stage3_max_live_parameters: The most elements of parameters that stay gathered over an update
+        at stage 3; 0 for none.
+      stage3_max_reuse_distance: The most elements of other parameters that the step may use before
+        the next use of a parameter that stays gathered; None for no limit.
       stage3_gather_16bit_weights_on_model_save: Whether `python -m zerojax export` writes 16-bit
         weights of this run's checkpoints by default, at every stage.
-      overlap_comm: False leaves the schedule of collectives to XLA, and gathers no layer ahead.
-      mics_shard_size: Devices of a shard group, over which the state is cut, with a copy in each
-        group; -1 (or 0) for one group of all devices.
-      zero_hpz_partition_size: The devices that keep a secondary shard of the parameters during a
-        step, at stage 3: those of a host; 1 for none.
-      zero_quantized_weights: Whether parameters are gathered in blocks of few bits (qwZ).
-      zero_quantized_nontrainable_weights: Whether those are that the optimizer does not update.
-      zero_quantized_weights_dtype: The codes of these, "int8" or "float8_e4m3fn".
-      zero_quantized_gradients: Whether gradients are reduced in such blocks (qgZ).
-      zero_quantized_gradients_dtype: The codes of these, "int8" or "int4".
-      zero_quantized_block_size: Elements of a block; None for about 256, as divides each array.
-      zeropp_loco_param: What is kept of a quantized gradient's error, to be sent with the next one;
-        None for nothing.
+      overlap_comm: False leaves the schedule of collectives to XLA and disables prefetching.
+      mics_shard_size: Devices of a shard group. The state is sharded within a group, and each group
+        has a copy; -1 (or 0) for one group of all devices.
+      zero_hpz_partition_size: The number of devices, usually those of a host, that together keep a
+        secondary shard of the parameters during a step at stage 3; 1 for none.
+      zero_quantized_weights: Whether parameters are gathered in low-bit blocks (qwZ).
+      zero_quantized_nontrainable_weights: Whether parameters that the optimizer does not update
+        are gathered in low-bit blocks.
+      zero_quantized_weights_dtype: The dtype of gathered blocks, "int8" or "float8_e4m3fn".
+      zero_quantized_gradients: Whether gradients are reduced in low-bit blocks (qgZ).
+      zero_quantized_gradients_dtype: The dtype of reduced blocks, "int8" or "int4".
+      zero_quantized_block_size: Elements of a block; None for a size near 256 that suits each
+        array.
+      zeropp_loco_param: The error feedback of quantized gradients (LoCo), which sends their errors
+        with the next gradients; None for no feedback.
       offload_optimizer: The place of master weights and moments, from stage 1 on; None for the
         accelerator.
       offload_param: The place of parameters, at stage 3; None for the accelerator.
-      sub_group_size: The largest number of elements in one update under offload.
-      cpu_checkpointing: Whether residuals of rematerialised blocks in a scan wait in host memory.
-      partition_activations: Whether residuals are to be cut over all devices, as the batch cuts
-        them; refused on a mesh with further axes.
-      xla_gpu_enable_latency_hiding_scheduler, ... (all that begin so): Options of XLA's GPU
-        compiler for the step, by XLA's names; None for zerojax's choice.
-      optimizer, scheduler: The parts of `zero.optimizer()`.
+      sub_group_size: The most elements in one update under offload.
+      cpu_checkpointing: Whether residuals of rematerialised blocks in a scan are kept in host
+        memory.
+      partition_activations: Whether residuals must be sharded over all devices. They are sharded
+        with the batch, so that the only effect is an error on a mesh with further axes.
+      xla_gpu_enable_latency_hiding_scheduler, ... (all fields with this prefix): Options of XLA's
+        GPU compiler for the step, by XLA's names; None for zerojax's choice.
+      optimizer, scheduler: The optimizer and the schedule of `zero.optimizer()`.
       steps_per_print: Updates from one printed line to the next; None (or 0) for no lines.
       wall_clock_breakdown: Whether the lines have the time of a step on the device.
       tensorboard, csv_monitor, wandb: The destinations of metrics; None for none.
-      memory_breakdown: Whether the memory of each device is told once, by what holds it.
-      dump_state: Whether `zerojax.zero` prints every setting in force.
-      flops_profiler: The table of FLOPs by module; None for none.
-      comms_logger: The table of collectives; None for none.
-      autotuning: The bounds of `zerojax fit`, under which `zerojax.zero` trains nothing; None for
+      memory_breakdown: Whether each device's memory, by use, is logged once.
+      dump_state: Whether `zerojax.zero` prints every effective setting.
+      flops_profiler: The settings of the table of FLOPs by module; None for no table.
+      comms_logger: The settings of the table of collectives; None for no table.
+      autotuning: The bounds of `zerojax fit`, with which `zerojax.zero` refuses to train; None for
         none.
-      notes: One for each key of the JSON, each default that changes numbers, and each keyword
+      notes: One note for each key of the JSON, each default that changes numbers, and each keyword
         without effect.
 
     Raises:
@@ -191,18 +196,18 @@ class ZeroConfig:
         object.__setattr__(self, "notes", (*own, *elastic_notes(checked), *idle_ones))
 
     def _own_notes(self) -> Iterator[Note]:
-        """The notes of the JSON, without those of keywords, which may have changed."""
+        """Returns the notes of the JSON, without those of keywords, which may have changed."""
         ours = {*BY_FIELD, *OFFLOAD, "elasticity"}
         return (n for n in self.notes if n.key in KEYS or n.key.partition(".")[0] not in ours)
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
-        """A config from keywords; a section is a config object, or a mapping as in the JSON.
+        """Builds a config from keywords; a section is a config object or a mapping as in the JSON.
 
         An offload section may be the name of a device: `offload_optimizer="cpu"`.
 
         Raises:
-          ConfigError: An unknown keyword, with the closest known one, or a wrong value.
+          ConfigError: An unknown keyword, with the closest known keyword, or a wrong value.
 
         Example:
           >>> ZeroConfig.from_keywords(stag=3)
@@ -230,24 +235,24 @@ class ZeroConfig:
 
     @property
     def compute_dtype(self) -> str | None:
-        """The dtype of the step's body, "fp16" or "bf16"; None for the parameters' own."""
+        """The compute dtype of the step's body, "fp16" or "bf16"; None for the parameters' own."""
         return "fp16" if self.fp16 else "bf16" if self.bf16 else None
 
     @property
     def skips_overflow(self) -> bool:
-        """Whether updates with a gradient that is not finite are skipped."""
+        """True if updates whose gradient is not finite are skipped."""
         return self.fp16 or self.check_finite or (self.bf16 and self.check_grad_overflow)
 
     @property
     def xla_options(self) -> dict[str, bool | int | str]:
-        """The options of XLA that are given, by XLA's names."""
+        """The options of XLA that are not None, by XLA's names."""
         given = {key.field: getattr(self, key.field) for key in XLA if key.field}
         return {name: value for name, value in given.items() if value is not None}
 
     def batch(self, world: int) -> BatchSizes:
-        """The batch sizes on `world` data-parallel devices.
+        """Returns the batch sizes on `world` data-parallel devices.
 
-        `zerojax.config.batch.solve` has the rule, and `Elasticity` where that is given.
+        `elasticity` computes them if given, else `zerojax.config.batch.solve`.
         """
         if self.elasticity is not None:
             return self.elasticity.sizes(world)
@@ -259,7 +264,7 @@ class ZeroConfig:
         )
 
     def words(self, field: str) -> str:
-        """A field that one key sets, as that key and its value in the file that set it.
+        """Returns "key = value" for a field that one key sets, as in the file that set the field.
 
         Example:
           >>> ZeroConfig(mics_shard_size=2).words("mics_shard_size")
@@ -273,10 +278,10 @@ class ZeroConfig:
         return f"{path} = {shown(value)}"
 
     def check_partition(self, world: int) -> None:
-        """Whether partitions (hpZ) are equal parts of `world` devices.
+        """Checks that `zero_hpz_partition_size` divides `world`.
 
         Raises:
-          ConfigError: They are not.
+          ConfigError: The partition size does not divide the number of devices.
         """
         size = self.zero_hpz_partition_size
         if size > 1 and world % size:
@@ -292,7 +297,7 @@ _CLASSES: dict[str, type] = {**NAMED, **SWITCHED, **OFFLOAD}
 
 
 def quiet(config: ZeroConfig) -> ZeroConfig:
-    """The config without what is told of a step, for steps that are only compiled or timed."""
+    """Returns the config without its one-time reports, for steps only compiled or timed."""
     return replace(
         config,
         memory_breakdown=False,
@@ -304,7 +309,7 @@ def quiet(config: ZeroConfig) -> ZeroConfig:
 
 
 def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[Note]:
-    """One note for each keyword without effect; keys of a JSON have their notes already."""
+    """Yields a note for each keyword without effect; keys of a JSON already have notes."""
     noted = {path for note in notes for path in (note.key, *note.sets)}
     for name, reason in idle(values).items():
         key = BY_FIELD[name]

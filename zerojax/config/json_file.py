@@ -1,4 +1,4 @@
-"""A config as plain dicts, from JSON, HJSON, YAML or a mapping."""
+"""Reading of a config into plain dicts, from JSON, HJSON, YAML or a mapping."""
 
 import json
 import os
@@ -17,10 +17,11 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def read_file(path: str | os.PathLike[str]) -> Any:
-    """The value in a JSON or HJSON file; `repeated` lists its repeated keys.
+    """Returns the value in a JSON or HJSON file; `repeated` lists its repeated keys.
 
     Raises:
-      ConfigError: No such file, not text, or neither JSON nor HJSON (with line and column).
+      ConfigError: The file is missing, is not text, or is neither JSON nor HJSON (with line and
+        column).
     """
     source, text = os.fspath(path), text_of(path)
     try:
@@ -32,9 +33,9 @@ def read_file(path: str | os.PathLike[str]) -> Any:
 
 
 def _read_hjson(text: str, as_json: json.JSONDecodeError, source: str) -> Any:
-    """The value of a text that is not JSON: with comments, say, or trailing commas.
+    """Returns the value of a text that is not JSON, for example with comments or trailing commas.
 
-    HJSON comes second, since its reader turns 3.0 into 3 and says less about an error.
+    HJSON is only the fallback: its reader turns 3.0 into 3 and reports errors less precisely.
     """
     at = f"line {as_json.lineno}, column {as_json.colno}"
     broken = f"not valid JSON at {at}: {as_json.msg}"
@@ -66,8 +67,8 @@ def read_json(config: str | os.PathLike[str] | Mapping[str, Any]) -> JsonConfig:
       config: The path of a JSON, HJSON or YAML file, or a mapping of the same form.
 
     Raises:
-      ConfigError: Not such a file, not an object, or a key that is not a string.
-      RecursionError: A mapping within itself.
+      ConfigError: The config is not such a file or not an object, or a key is not a string.
+      RecursionError: A mapping contains itself.
     """
     source = source_of(config)
     value: Any = config
@@ -83,10 +84,10 @@ def read_json(config: str | os.PathLike[str] | Mapping[str, Any]) -> JsonConfig:
 
 
 def plain(value: Mapping[Any, Any], path: str = "") -> dict[str, Any]:
-    """A deep copy in plain dicts.
+    """Returns a deep copy in plain dicts.
 
     Raises:
-      ConfigError: A key that is not a string.
+      ConfigError: A key is not a string.
     """
     copy: dict[str, Any] = {}
     for name, child in value.items():

@@ -1,4 +1,4 @@
-"""`load`: from the JSON to the frozen config, strict, with every problem reported at once."""
+"""`load`: strict reading of a config file into the frozen config; reports all problems at once."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -36,20 +36,21 @@ def load(
     config: str | os.PathLike[str] | Mapping[str, Any] | ZeroConfig,
     auto: Mapping[str, Any] | None = None,
 ) -> ZeroConfig:
-    """Reads a DeepSpeed config, or Accelerate's YAML as the DeepSpeed config that says the same.
+    """Reads a DeepSpeed config, or Accelerate's YAML as the equivalent DeepSpeed config.
 
-    DeepSpeed's defaults hold for omitted keys, among them `gradient_clipping` 1.0 and, with bf16,
-    `check_grad_overflow`. `notes` has one note for each key given, and one for each default that
-    changes numbers. Each "auto" is resolved or refused.
+    Omitted keys have DeepSpeed's defaults, among them `gradient_clipping` 1.0 and, with bf16,
+    `check_grad_overflow`. `notes` has one note for each key in the config, and one for each default
+    that changes numbers. Each "auto" is resolved or refused.
 
     Args:
       config: The path of a JSON, HJSON or YAML file, a mapping of the same form, or a
-        `ZeroConfig`, which is returned as it is.
+        `ZeroConfig`, which is returned unchanged.
       auto: Values in place of "auto", by dotted key of the JSON, such as
         `{"scheduler.params.total_num_steps": 300}`; a key that is not "auto" is an error.
 
     Raises:
-      ConfigError: One line for each problem: the key, the value, the remedy.
+      ConfigError: The config has problems; the message has one line for each, with the key, the
+        value and the remedy.
 
     Example:
       >>> load({"zero_optimization": {"stage": 2}}).gradient_clipping
@@ -70,14 +71,14 @@ def load(
 def read(
     config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None = None
 ) -> "ConfigReading":
-    """Reads a config that need not be right.
+    """Reads a config that may be wrong; the result lists its problems.
 
     Args:
       config: The path of a JSON, HJSON or YAML file, or a mapping of the same form.
       auto: Values in place of "auto", as for `load`.
 
     Raises:
-      ConfigError: Not such a file, not an object, or one that JSON cannot hold.
+      ConfigError: The config is not such a file or not an object, or JSON cannot represent it.
     """
     try:
         raw, repeated, yaml = _source(config, auto)
@@ -95,10 +96,10 @@ def read(
 def as_json(
     config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None = None
 ) -> JsonConfig:
-    """A config as a DeepSpeed JSON: as it is, or as Accelerate's YAML is translated.
+    """Returns a config as a DeepSpeed JSON: unchanged, or translated from Accelerate's YAML.
 
     Args:
-      config, auto: As for `read`; nothing is put in place of "auto" yet.
+      config, auto: As for `read`; each "auto" stays in place.
 
     Example:
       >>> as_json({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}})
@@ -109,7 +110,7 @@ def as_json(
 
 
 class _Source(NamedTuple):
-    """A DeepSpeed JSON, its repeated keys, and the translation where it is made of YAML."""
+    """A DeepSpeed JSON, problems of its repeated keys, and the translation if it came from YAML."""
 
     raw: dict[str, Any]
     repeated: list[str]
@@ -133,21 +134,22 @@ def _source(
 
 
 class ConfigReading:
-    """Everything that a config says, right or wrong.
+    """The complete reading of a config, with its problems.
 
     Args:
-      raw: The config, in plain dicts; the reading changes them.
+      raw: The config, in plain dicts; changed in place.
       auto: Values in place of "auto", by dotted key.
 
     Attributes:
-      raw: The config as given.
-      given: The values of the known keys as given, "auto" included, by dotted path.
-      fields: Keywords for `ZeroConfig`; meaningful where `problems` is empty.
-      notes: One for each known and right key, and one for each default that changes numbers.
-      problems: One sentence each, which begins with the key.
-      source: The config's path; "" where it is no file.
-      yaml: The translation, where the config is Accelerate's; `raw` and `given` are then
-        those of the JSON that it names, else what its keys do not say.
+      raw: A copy of the original config.
+      given: The original values of the known keys, "auto" included, by dotted path.
+      fields: Keywords for `ZeroConfig`; valid only if `problems` is empty.
+      notes: One note for each known and valid key, and one for each default that changes numbers.
+      problems: Sentences, each of which begins with the key.
+      source: The config's path; "" if the config is not a file.
+      yaml: The translation if the config is Accelerate's, else None. `raw` and `given` are then
+        those of the JSON file that the YAML names; without one, they lack the keys that the YAML
+        sets.
 
     Example:
       >>> reading = ConfigReading({"fp16": {"enabled": "auto", "loss_scale": -1}})
@@ -180,7 +182,7 @@ class ConfigReading:
                 self.fields[section] = self._named(section, cls, raw[section])
 
     def translated_from(self, yaml: Translation) -> None:
-        """Puts notes and problems in the words of the YAML that the JSON was made of."""
+        """Rewords notes and problems with the keys of the YAML that the JSON was derived from."""
         self.yaml = yaml
         self.notes = yaml.notes(self.notes)
         self.problems = yaml.problems + [yaml.in_words_of_yaml(each) for each in self.problems]
@@ -190,7 +192,7 @@ class ConfigReading:
             self.source += f" (deepspeed_config_file: {yaml.file})"
 
     def _set_fields(self, values: Mapping[str, Any]) -> None:
-        """Sets every field but optimizer and scheduler: as given, or DeepSpeed's default."""
+        """Sets all fields but optimizer and scheduler, from the JSON or DeepSpeed's defaults."""
         for name, key in BY_FIELD.items():
             self.fields[name] = values.get(key.path, key.default)
         wrong = {problem.partition(": ")[0] for problem in self.problems}
@@ -210,14 +212,14 @@ class ConfigReading:
         self._offload = read_offload(values, self.given, wrong)
         self.fields |= self._offload.fields
         self.problems += self._offload.problems
-        for name in idle(self.fields):  # a default without effect counts as absent
+        for name in idle(self.fields):  # an omitted key without effect keeps the field's default
             if BY_FIELD[name].path not in values:
                 self.fields[name] = getattr(ZeroConfig, name)
         right = {k: v for k, v in self.fields.items() if self._path(k) not in wrong}
         self.problems += contradictions(right, self._path)
 
     def _path(self, field: str) -> str:
-        """The key of the JSON that sets a field."""
+        """Returns the key of the JSON that sets a field."""
         return BY_FIELD[field].path if field in BY_FIELD else self._offload.paths.get(field, field)
 
     def _note_keys(self, values: Mapping[str, Any]) -> None:
@@ -239,7 +241,7 @@ class ConfigReading:
                 self.notes.append(Note(path, key.default, "default", key.loud, key.default))
 
     def _judge(self, key: Key, value: Any, idle: str | None) -> None:
-        """Notes a key, or adds the problem; `idle` is the reason why the key has no effect."""
+        """Adds a note or a problem for a key; `idle` is the reason why the key has no effect."""
         if key.treatment == "off only" and value not in key.accepts:
             off = shown(key.accepts[0])
             self.problems.append(
@@ -259,7 +261,7 @@ class ConfigReading:
     def _named(
         self, section: str, cls: type[OptimizerConfig] | type[SchedulerConfig], raw: dict[str, Any]
     ) -> OptimizerConfig | SchedulerConfig | None:
-        """The optimizer or the schedule; None where something in the section is wrong."""
+        """Returns the optimizer or the schedule, or None if the section has a problem."""
         given, params = raw.get("type"), raw.get("params", {})
         if "type" not in raw and f"{section}.type" not in self.given:
             self.problems.append(f"{section}.type: missing; one of {known_types(section)}")
@@ -296,7 +298,7 @@ class ConfigReading:
 
 
 def _leaves(raw: dict[str, Any], section: str) -> Iterator[tuple[str, Any]]:
-    """The known keys of a config, as (path, value)."""
+    """Yields the known keys of a config, as (path, value)."""
     for name, value in raw.items():
         path = f"{section}{name}"
         if path in KEYS and "." not in name:
@@ -306,10 +308,10 @@ def _leaves(raw: dict[str, Any], section: str) -> Iterator[tuple[str, Any]]:
 
 
 class CheckedKeys(NamedTuple):
-    """What `check_keys` says of a config.
+    """The result of `check_keys`.
 
     Attributes:
-      values: The right values by dotted path, each converted by its `ValueKind`.
+      values: The valid values by dotted path, each converted by its `ValueKind`.
       problems: One sentence for each wrong value, then for each unknown key.
     """
 
@@ -318,7 +320,7 @@ class CheckedKeys(NamedTuple):
 
 
 def check_keys(raw: dict[str, Any]) -> CheckedKeys:
-    """Checks every key of a config, in one pass.
+    """Checks every key of a config in one pass.
 
     Args:
       raw: The config, in plain dicts with string keys, free of "auto".
@@ -356,12 +358,12 @@ problems=['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
 
 
 def _dotted(section: str, name: str) -> str:
-    """The path of a key in a message; `section` "" is the top."""
+    """Returns the path of a key for a message; `section` is "" for the top level."""
     return f"{section}.{spelled(name)}" if section else spelled(name)
 
 
 def _unknown_key(section: str, name: str) -> str:
-    """The problem of an unknown key: the closest known one, or the place where it belongs."""
+    """Returns the problem of an unknown key: the closest known key, or where the key belongs."""
     path = _dotted(section, name)
     if not name.strip():
         return f"{path}: a key without a name; take it out, or give it its name"
@@ -385,7 +387,7 @@ def _unknown_key(section: str, name: str) -> str:
 
 
 def _guess(section: str, name: str) -> str | None:
-    """The closest path, of the same section or else of any."""
+    """Returns the closest known path, in the same section if possible, else in any."""
     if guess := closest(name, sections()[section]):
         return f"{section}.{guess}" if section else guess
     leaves = {path.rpartition(".")[2]: path for path in reversed(list(KEYS))}

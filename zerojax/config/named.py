@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of a config: a type and its parameters, checked by its table."""
+"""The optimizer and the schedule of a config: a type, and parameters checked against its table."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,17 +18,17 @@ from zerojax.config.keys.row import REQUIRED, Param
 
 
 def or_pass(path: str) -> str:
-    """The remedy for an "auto" without a default."""
+    """Returns the remedy for an "auto" without a default."""
     return f'or pass it: auto={{"{path}": ...}}'
 
 
 def known_types(section: str) -> str:
-    """The supported types of a section, for a message."""
+    """Returns the supported types of a section, for a message."""
     return ", ".join(NAMED_TYPES[section])
 
 
 def resolve_type(section: str, given: str) -> tuple[str | None, list[str]]:
-    """The type as the table spells it, given in any case, and its problems."""
+    """Returns the type in the table's spelling, matched case-insensitively, and its problems."""
     types = NAMED_TYPES[section]
     name = {known.lower(): known for known in types}.get(given.lower())
     if name is None:
@@ -40,12 +40,12 @@ def resolve_type(section: str, given: str) -> tuple[str | None, list[str]]:
 
 
 class CheckedParams(NamedTuple):
-    """What `check_params` says of parameters.
+    """The result of `check_params`.
 
     Attributes:
-      values: The right ones, each converted by its `ValueKind`.
-      autos: The names of those given as "auto", which become their defaults (or null).
-      problems: One sentence for each wrong one.
+      values: The valid parameters, each converted by its `ValueKind`.
+      autos: The names of parameters given as "auto", which get their defaults (or null).
+      problems: One sentence for each wrong parameter.
     """
 
     values: dict[str, Any]
@@ -62,8 +62,8 @@ def check_params(
       section: "optimizer" or "scheduler".
       name: The type, from `resolve_type`.
       given: The parameters.
-      json: Whether they come from a JSON, where "auto" is resolved and omitted parameters have
-        DeepSpeed's defaults.
+      json: Whether the parameters come from a JSON, where "auto" is resolved and omitted parameters
+        have DeepSpeed's defaults.
     """
     table = NAMED_TYPES[section][name]
     unknown = [str(key) for key in given if key not in table]
@@ -109,7 +109,7 @@ def _unknown(section: str, key: str, name: str, table: Mapping[str, Param]) -> s
 
 
 class FrozenParams(Mapping[str, Any]):
-    """An immutable mapping that hashes by content.
+    """An immutable mapping, hashed by content, with lists as tuples.
 
     Example:
       >>> FrozenParams(lr=1e-3, betas=[0.9, 0.95])["betas"]
@@ -140,7 +140,7 @@ class FrozenParams(Mapping[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Named:
-    """A type and its parameters; only those that were given stand in `params`."""
+    """A type and its parameters; `params` has only parameters that were given."""
 
     type: str
     params: Mapping[str, Any] = field(default_factory=FrozenParams)
@@ -165,7 +165,7 @@ class _Named:
 
     @classmethod
     def of(cls, given: Self | Mapping[str, Any]) -> Self:
-        """The same from a mapping with `type` and `params`, as in the JSON."""
+        """Returns `given`, or the config from a mapping with `type` and `params` as in the JSON."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
@@ -184,7 +184,7 @@ class _Named:
         return cls(**given)
 
     def with_defaults(self) -> dict[str, Any]:
-        """The parameters, with DeepSpeed's defaults for those not given."""
+        """Returns all parameters, with DeepSpeed's defaults for omitted ones."""
         table = NAMED_TYPES[self._section][self.type]
         return {name: self.params.get(name, param.default) for name, param in table.items()}
 
@@ -194,7 +194,7 @@ class OptimizerConfig(_Named):
     """An optimizer by name, with DeepSpeed's parameter names.
 
     Raises:
-      ConfigError: An unknown type or parameter, a wrong value, or one that is not supported.
+      ConfigError: An unknown type or parameter, or a wrong or unsupported value.
 
     Example:
       >>> OptimizerConfig(type="adamw", params={"lr": 3e-4}).with_defaults()["betas"]
@@ -209,7 +209,7 @@ class SchedulerConfig(_Named):
     """A learning-rate schedule by name, with DeepSpeed's parameter names.
 
     Raises:
-      ConfigError: An unknown type or parameter, a wrong value, or one that is not supported.
+      ConfigError: An unknown type or parameter, or a wrong or unsupported value.
 
     Example:
       >>> SchedulerConfig(type="WarmupLR", params={"warmup_num_steps": 20}).type

@@ -1,4 +1,4 @@
-"""What became of the keys of a config, in words."""
+"""Notes on how zerojax treats the keys of a config."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -7,16 +7,16 @@ Status = Literal["honoured", "left to XLA", "left to launch", "default", "resolv
 
 
 class Note(NamedTuple):
-    """What became of one key of a config.
+    """The treatment of one key of a config.
 
     Attributes:
       key: The dotted path in the JSON.
-      value: The value given, or the default in its place.
+      value: The value in the config, or the default of an omitted key.
       status: "honoured"; "left to XLA"; "left to launch"; "no effect"; "default" for an omitted key
         whose default changes numbers; "resolved" for an "auto".
-      reason: The reason, for a reader.
-      holds: The value in force; None where the key has none.
-      sets: The keys of the JSON that it stands for, where `key` is another format's.
+      reason: The reason, as text for the user.
+      holds: The effective value; None if the key has none.
+      sets: The keys of the JSON that `key` stands for, if `key` is from another format.
     """
 
     key: str
@@ -28,10 +28,10 @@ class Note(NamedTuple):
 
 
 def elastic_notes(values: Mapping[str, Any]) -> Iterator[Note]:
-    """The note that says what elasticity makes of the batch.
+    """Yields a note with the batch size and the device counts that elasticity computes, if given.
 
     Args:
-      values: Right values by field of `ZeroConfig`.
+      values: Valid values by field of `ZeroConfig`.
     """
     if (elasticity := values.get("elasticity")) is not None:
         train, reason = elasticity.batch.train, elasticity.batch.listed()

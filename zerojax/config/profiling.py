@@ -1,4 +1,4 @@
-"""The sections of what is told of a step once, and of the search for settings."""
+"""The config sections of reports that a step logs once, and of the search for settings."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,17 +29,17 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "irecv": _PERMUTE,
     "collective_permute": _PERMUTE,
 }
-"""XLA's kinds of collectives by the names that `prof_ops` may have, with "-" for "_" too."""
+"""XLA's kinds of collectives by the names that `prof_ops` accepts, also with "-" for "_"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlopsProfilerConfig(Section):
-    """FLOPs, parameters and time by module: `flops_profiler`, on where it is given.
+    """The section `flops_profiler`: FLOPs, parameters and time by module; off if absent.
 
     Attributes:
       profile_step: The step that is timed, counted from 0 by the decorated step itself.
-      module_depth: The depth down to which modules are listed; -1 for every depth.
-      top_modules: Modules of each depth that are named, those of most FLOPs first.
+      module_depth: The largest depth of listed modules; -1 for every depth.
+      top_modules: The number of modules with the most FLOPs that are named at each depth.
       detailed: Whether the tree of modules follows.
       output_file: The file that the table is written to; None for the log.
     """
@@ -55,13 +55,13 @@ class FlopsProfilerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class CommsLoggerConfig(Section):
-    """The collectives of the compiled step: `comms_logger`, on where it is given.
+    """The section `comms_logger`: the collectives of the compiled step; off if absent.
 
     Attributes:
-      verbose: Whether each collective has a line of its own.
-      prof_all: Whether every kind is listed, whatever `prof_ops` says.
+      verbose: Whether each collective has its own line.
+      prof_all: Whether every kind is listed, regardless of `prof_ops`.
       debug: Whether a line has the operation that the collective comes from.
-      prof_ops: The kinds that are listed, by a name in `OPERATIONS`.
+      prof_ops: The kinds to list, by names in `OPERATIONS`.
 
     Raises:
       ConfigError: `prof_ops` has an unknown name.
@@ -90,12 +90,12 @@ class CommsLoggerConfig(Section):
                 yield f"prof_ops: {shown(name)} is no collective; {guess}"
 
     def idle(self) -> dict[str, str]:
-        """The reason for each field that has no effect beside the others, by name."""
+        """Returns the reason for each field that has no effect with the other fields, by name."""
         return {"prof_ops": "prof_all is true: every kind is listed"} if self.prof_all else {}
 
     @property
     def kinds(self) -> tuple[str, ...] | None:
-        """The kinds that are listed, by XLA's names; None for all."""
+        """The kinds to list, by XLA's names; None for all."""
         if self.prof_all:
             return None
         named = (OPERATIONS[name.replace("-", "_")] for name in self.prof_ops)
@@ -104,20 +104,20 @@ class CommsLoggerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class AutotuningConfig(Section):
-    """The bounds of the search for settings: `autotuning`, on where it is given.
+    """The section `autotuning`: the bounds of the search for settings; off if absent.
 
     Attributes:
-      metric: What choices are ranked by: rows a second ("throughput", and "flops", which is the
-        same order for one model), or the time of a step ("latency").
+      metric: The measure that ranks choices: rows per second ("throughput", and "flops", which
+        gives the same order for one model), or the time of a step ("latency").
       max_train_batch_size: The most rows of an update, over all devices; None for no bound.
-      min_train_batch_size: The fewest.
+      min_train_batch_size: The fewest rows of an update, over all devices.
       max_train_micro_batch_size_per_gpu: The most rows of one device in one micro-batch.
-      min_train_micro_batch_size_per_gpu: The fewest.
-      num_tuning_micro_batch_sizes: Micro-batches that are compiled for each stage, remat and
-        offload, at the most.
+      min_train_micro_batch_size_per_gpu: The fewest rows of one device in one micro-batch.
+      num_tuning_micro_batch_sizes: The most micro-batch sizes that are compiled for each
+        combination of stage, remat and offload.
 
     Raises:
-      ConfigError: A smallest size lies above its largest.
+      ConfigError: A smallest size is above the largest.
     """
 
     metric: Literal["throughput", "latency", "flops"] = "throughput"

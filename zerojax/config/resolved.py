@@ -1,4 +1,4 @@
-"""A config as text: every setting in force, as `dump_state` prints it."""
+"""A config as text, with every effective setting, as `dump_state` prints it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
@@ -13,11 +13,11 @@ from zerojax.config.sections import OFFLOAD
 
 
 def resolved(config: ZeroConfig, devices: int) -> str:
-    """Every setting in force by its key in the JSON, then each key without effect and why.
+    """Lists every effective setting by its JSON key, then each key without effect and the reason.
 
     Args:
       config: The config.
-      devices: The number of data-parallel devices, for which the batch sizes are solved.
+      devices: The number of data-parallel devices for which to compute the batch sizes.
 
     Example:
       >>> text = resolved(ZeroConfig(stage=2, train_batch_size=16, hysteresis=1), 8)

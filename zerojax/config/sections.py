@@ -1,5 +1,5 @@
-"""The sections of a config that are objects: destinations of metrics and offload; how a section is
-read from a keyword, and offload from a JSON."""
+"""The config sections that are objects (destinations of metrics, offload), and functions that read
+a section from a keyword and offload from a JSON."""
 
 from collections.abc import Container, Iterator, Mapping, Set
 from dataclasses import MISSING, dataclass, field, fields
@@ -15,10 +15,10 @@ from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsP
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig(Section):
-    """Files of metrics: `tensorboard` or `csv_monitor`, on where it is given.
+    """The section `tensorboard` or `csv_monitor`: files of metrics; off if absent.
 
     Attributes:
-      output_path: The folder; "" is DeepSpeed's own choice.
+      output_path: The folder; "", DeepSpeed's default, is the current folder.
       job_name: A folder within it.
 
     Example:
@@ -29,16 +29,16 @@ class MonitorConfig(Section):
     output_path: str = ""
     job_name: str = "DeepSpeedJobName"
 
-    _section = "tensorboard"  # csv_monitor has the same
+    _section = "tensorboard"  # csv_monitor has the same keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig(Section):
-    """A run on wandb: `wandb`, on where it is given.
+    """The section `wandb`: a run on wandb; off if absent.
 
     Attributes:
       group: The name that runs of one group share.
-      team: wandb's entity; None is the user's own.
+      team: wandb's entity; None for the user's default entity.
       project: The project's name.
     """
 
@@ -61,7 +61,7 @@ SWITCHED: dict[str, type[Section]] = {
 """The class of each section with the switch `enabled`."""
 
 _NVME_ONLY = ("nvme_path", "buffer_count", "max_in_cpu")
-"""Fields that have an effect with device "nvme" only."""
+"""Fields that have an effect only with device "nvme"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class _Offload(Section):
             )
 
     def idle(self) -> dict[str, str]:
-        """The reason for each field that has no effect beside the others, by name."""
+        """Returns the reason for each field that has no effect with the other fields, by name."""
         if self.device == "nvme":
             return {}
         names = (item.name for item in fields(self) if item.name in _NVME_ONLY)
@@ -88,18 +88,18 @@ class _Offload(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptimizer(_Offload):
-    """Master weights and moments off the accelerator: `offload_optimizer`.
+    """The section `offload_optimizer`: master weights and moments off the accelerator.
 
     Attributes:
       device: "cpu" (pinned host memory) or "nvme" (files under `nvme_path`).
       nvme_path: A folder on the disk.
       buffer_count: Sub-groups in host memory at a time, with "nvme".
-      ratio: The share that is offloaded, with "cpu"; the rest stays on the accelerator.
-      compute_on: Where the update runs, with "cpu": on the "device", which the state streams
-        through, or on the "host"; None is the device, with the same bits as without offload.
+      ratio: The fraction that is offloaded, with "cpu"; the rest stays on the accelerator.
+      compute_on: The place of the update, with "cpu": the "device", through which the state
+        streams, or the "host"; None for the device, which gives the same bits as without offload.
 
     Raises:
-      ConfigError: A wrong value, or one that contradicts the device.
+      ConfigError: A wrong value, or a value that contradicts the device.
 
     Example:
       >>> OffloadOptimizer(ratio=0.5).device
@@ -129,7 +129,7 @@ class OffloadOptimizer(_Offload):
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadParam(_Offload):
-    """Parameters off the accelerator, brought in where they are used: `offload_param`.
+    """The section `offload_param`: parameters off the accelerator, copied in for each use.
 
     Attributes:
       device: "cpu" (pinned host memory) or "nvme" (files under `nvme_path`).
@@ -138,7 +138,7 @@ class OffloadParam(_Offload):
       max_in_cpu: Elements that stay in host memory, with "nvme".
 
     Raises:
-      ConfigError: A wrong value, or one that contradicts the device.
+      ConfigError: A wrong value, or a value that contradicts the device.
 
     Example:
       >>> OffloadParam(device="nvme", nvme_path="/local_nvme").max_in_cpu
@@ -159,15 +159,16 @@ OFFLOAD: dict[str, type[OffloadOptimizer] | type[OffloadParam]] = {
 
 
 def from_keyword(section: str, given: Any) -> Section | None:
-    """The config of one section, from a keyword.
+    """Returns the config of one section from a keyword, or None if the section is off.
 
     Args:
       section: A name in `SWITCHED` or `OFFLOAD`.
-      given: The config, a mapping of its fields, None, or the device of an offload by its name.
-        The device "none" turns offload off, `enabled` false in the mapping another section.
+      given: The config, a mapping of its fields, None, or, for offload, the name of a device.
+        The device "none" turns offload off; `enabled` false in the mapping turns off any other
+        section.
 
     Raises:
-      ConfigError: An unknown name or a wrong value, with the section before it.
+      ConfigError: An unknown name or a wrong value, prefixed by the section.
 
     Example:
       >>> from_keyword("offload_param", "cpu").device
@@ -215,7 +216,7 @@ def from_keyword(section: str, given: Any) -> Section | None:
 
 
 def missing(section: str, cls: type[Section], given: Container[str]) -> Iterator[str]:
-    """One problem for each field without a default that is not given."""
+    """Yields a problem for each field without a default that is not given."""
     for item in fields(cls):  # type: ignore[arg-type]
         if item.default is MISSING and item.name not in given:
             kind = KEYS[f"{section}.{item.name}"].kind
@@ -224,13 +225,13 @@ def missing(section: str, cls: type[Section], given: Container[str]) -> Iterator
 
 @dataclass
 class OffloadRead:
-    """What `read_offload` finds in a JSON.
+    """The result of `read_offload`.
 
     Attributes:
       fields: Keywords for `ZeroConfig`.
-      paths: The key that decides each of them.
+      paths: The JSON key that decides each section, by section.
       idle: The reason for each key that has no effect.
-      unjudged: The paths of sections in which something is wrong.
+      unjudged: The paths of sections with a wrong value or a contradiction.
       problems: One sentence for each contradiction.
     """
 
@@ -244,11 +245,11 @@ class OffloadRead:
 def read_offload(
     checked: Mapping[str, Any], given: Mapping[str, Any], wrong: Set[str]
 ) -> OffloadRead:
-    """Reads both sections from a JSON, in DeepSpeed's old form too, and skips a wrong one.
+    """Reads both sections from a JSON, also in DeepSpeed's old form, and skips a wrong section.
 
     Args:
-      checked: The right values of the JSON, by dotted key.
-      given: The values as given, "auto" included.
+      checked: The valid values of the JSON, by dotted key.
+      given: The original values, "auto" included.
       wrong: The keys that are known to be wrong.
 
     Example:
@@ -277,7 +278,7 @@ buffer_count=5, max_in_cpu=1000000000)}
 
 
 def _device(section: str, checked: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, str]:
-    """The device of a section, and the key that names it."""
+    """Returns the key that decides the device of a section, and the device."""
     by = f"{ZERO}.{section}.device"
     device = checked.get(by, "none" if given.get(by) == "auto" else None)
     for old in (f"{ZERO}.{name}" for name in OLD_SWITCHES[section]):

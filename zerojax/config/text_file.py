@@ -1,4 +1,4 @@
-"""A config's file as text, and objects that remember the keys they repeat."""
+"""Reading of a config file as text, and objects that remember repeated keys."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ class Object(dict[str, Any]):
 
     @classmethod
     def of(cls, pairs: list[tuple[Any, Any]]) -> "Object":
-        """The object of these names and values; of a name given twice the last value."""
+        """Builds an object from names and values; the last value of a repeated name wins."""
         values = cls(pairs)
         if len(values) < len(pairs):
             times = Counter(name for name, _ in pairs)
@@ -25,7 +25,7 @@ class Object(dict[str, Any]):
 
 
 def repeated(value: Any, path: str = "") -> list[str]:
-    """One sentence for each key that an `Object`, or one within it, repeats."""
+    """Returns one sentence for each key that an `Object` or a nested one repeats."""
     if not isinstance(value, Object):
         return []
     problems = [f"{path}{name}: stands there more than once; keep one" for name in value.repeated]
@@ -35,15 +35,15 @@ def repeated(value: Any, path: str = "") -> list[str]:
 
 
 def source_of(config: Any) -> str:
-    """The path of a config's file, for messages; "" where the config is no file."""
+    """Returns the path of a config's file, for messages; "" if the config is not a file."""
     return os.fspath(config) if isinstance(config, str | os.PathLike) else ""
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
-    """The text of a file.
+    """Returns the text of a file.
 
     Raises:
-      ConfigError: No such file, not a file, or not text.
+      ConfigError: The path does not exist, is not a regular file, or is not UTF-8 text.
     """
     source = os.fspath(path)
     try:

@@ -1,4 +1,4 @@
-"""Settings that exclude each other, and those without effect beside others."""
+"""Settings that exclude each other, and settings that have no effect next to others."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,29 +16,29 @@ _DYNAMIC = (
     "min_loss_scale",
     "raise_error_at_min_scale",
 )
-"""Fields of a dynamic loss scale."""
+"""Fields that only a dynamic loss scale uses."""
 
 _OFFLOADS = (
     ("offload_optimizer", 1, "stage 1, 2 or 3, where the optimizer state is sharded"),
     ("offload_param", 3, "stage 3, where parameters are sharded"),
 )
-"""Each offload section, its first stage, and the requirement in words."""
+"""Each offload section, the lowest stage that allows it, and the requirement as text."""
 
 QUANTIZED = {
     "zero_quantized_weights": "parameters are gathered",
     "zero_quantized_nontrainable_weights": "parameters are gathered",
     "zero_quantized_gradients": "gradients are reduced to shards",
 }
-"""What quantized collectives need, by field."""
+"""The operation that each field quantizes, which stage 0 lacks."""
 
 _BOTH = "bfloat16 and fp16 modes cannot be simultaneously enabled"
 
 
 def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) -> Iterator[str]:
-    """One problem for each contradiction.
+    """Yields one problem for each contradiction.
 
     Args:
-      values: Right values by field of `ZeroConfig`; wrong ones are absent.
+      values: Valid values by field of `ZeroConfig`; wrong values are absent.
       name: The name of a field in a message, such as "fp16.enabled" for `fp16`.
 
     Example:
@@ -110,7 +110,7 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
 def _beside_offload(
     values: Mapping[str, Any], name: Callable[[str], str], on_device: str
 ) -> Iterator[str]:
-    """One problem for each offload section, beside what stays ``on_device``, in words."""
+    """Yields a problem for each offload section, with the text ``on_device`` as the conflict."""
     for section in OFFLOAD:
         if values.get(section) is not None:
             yield f"{on_device}, and {name(section)} has the state elsewhere; leave out one of them"
@@ -152,7 +152,7 @@ def _of_one_bit(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterat
 
 
 def idle(values: Mapping[str, Any]) -> dict[str, str]:
-    """The reason for each field that has no effect beside the others, by name.
+    """Returns the reason for each field that has no effect with the other fields, by name.
 
     Args:
       values: Values by field of `ZeroConfig`.

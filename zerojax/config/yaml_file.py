@@ -1,4 +1,4 @@
-"""A YAML file, read strictly: a key that is given twice is remembered."""
+"""Strict reading of a YAML file, which remembers repeated keys."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from zerojax.config.errors import ConfigError
 from zerojax.config.text_file import Object, text_of
 
 ENDINGS = (".yaml", ".yml")
-"""The ends of the names of YAML files."""
+"""The file-name extensions of YAML files."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -25,11 +25,11 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
 _MOST = 100_000
-"""Values in a file, those of aliases counted wherever they stand."""
+"""The most values in a file; the values of an alias count at every use."""
 
 
 def _size(node: yaml.Node, known: dict[int, float]) -> float:
-    """The values below a node; infinite for a node within itself."""
+    """Returns the number of values in a node; infinite for a node that contains itself."""
     if id(node) not in known:
         known[id(node)] = math.inf
         children = [] if isinstance(node, yaml.ScalarNode) else node.value
@@ -40,11 +40,11 @@ def _size(node: yaml.Node, known: dict[int, float]) -> float:
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """The value in a YAML file; `repeated` lists its repeated keys.
+    """Returns the value in a YAML file; `repeated` lists its repeated keys.
 
     Raises:
-      ConfigError: No such file, not text, not YAML (with line and column), or aliases that stand
-        for more than a config ever has.
+      ConfigError: The file is missing, is not text, is not YAML (with line and column), or its
+        aliases expand to more than 100,000 values.
     """
     source, text = os.fspath(path), text_of(path)
     try:

@@ -1,4 +1,4 @@
-"""What works on the devices at hand, tried on the smallest of models."""
+"""Checks of zerojax's features on the available devices, with a minimal model."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Check:
     """The outcome of one check.
 
     Attributes:
-      name: The name of what was tried.
-      works: Whether it works.
-      says: What was done; where it does not work, why, and the remedy.
-      seconds: How long the check took.
+      name: The name of the feature.
+      works: Whether the feature works.
+      says: A description of the check; for a failure, the reason and the remedy.
+      seconds: The duration of the check.
     """
 
     name: str
@@ -53,14 +53,14 @@ jax.jit(lambda x: x * 2).lower(x).compile()
 
 
 class Try(NamedTuple):
-    """A check to make: its name, and a function that says what it did, or raises."""
+    """A check to run: its name, and a function that describes what it did, or raises."""
 
     name: str
     check: Callable[[], str]
 
 
 def stages() -> str:
-    """One step at each stage."""
+    """Runs one step at each stage."""
     for stage in range(4):
         _step(stage=stage)
     n = len(jax.devices())
@@ -70,15 +70,15 @@ def stages() -> str:
 
 
 def to_host() -> str:
-    """One step with everything in host memory."""
+    """Runs one step with the entire state in host memory."""
     _step(stage=3, offload_optimizer="cpu", offload_param="cpu")
     return "one step with the state in pinned_host"
 
 
 def to_disk() -> str:
-    """One step with everything in files."""
+    """Runs one step with the entire state in files."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        folder = exchange("the folder of the report", folder)[0]  # one config in all processes
+        folder = exchange("the folder of the report", folder)[0]  # all processes need one config
         os.makedirs(folder, exist_ok=True)
         files = {"device": "nvme", "nvme_path": folder}
         state = _step(stage=3, offload_optimizer=files, offload_param=files)
@@ -89,7 +89,7 @@ def to_disk() -> str:
 
 
 def kernels() -> str:
-    """Whether the default device can run the fused kernels; they are not run."""
+    """Checks that the default device can run the fused kernels, without running them."""
     at = dispatch.target()
     if "mosaic_gpu" not in dispatch.available(at):
         raise RuntimeError(
@@ -102,17 +102,17 @@ def kernels() -> str:
 
 
 def absent_gpus() -> str:
-    """A compile for one GPU."""
+    """Compiles for one GPU that need not exist."""
     return _compiled("h100", 1)
 
 
 def absent_tpus() -> str:
-    """A compile for the four TPUs of a host."""
+    """Compiles for the four TPUs of a host that need not exist."""
     return _compiled("v5e", 4)
 
 
 def processes() -> str:
-    """Whether this process is one of several."""
+    """Checks that this process is one of several."""
     if jax.process_count() == 1:
         raise RuntimeError(
             "this is the only process. Where there are more, call zerojax.init_distributed() "
@@ -133,7 +133,7 @@ CHECKS = (
 
 
 def tried(checks: Iterable[Try] = CHECKS) -> tuple[Check, ...]:
-    """The outcome of each check; one that raises does not work.
+    """Runs the checks and returns their outcomes; a check that raises counts as not working.
 
     Example:
       >>> def refuses() -> str:
@@ -154,14 +154,14 @@ def tried(checks: Iterable[Try] = CHECKS) -> tuple[Check, ...]:
 
 
 def in_one_line(error: Exception) -> str:
-    """An error in one line, with its type where its text alone says too little."""
+    """Returns an error as one line, with its type if the text by itself is too vague."""
     text = " ".join(str(error).split())
     plain = isinstance(error, ValueError | ImportError | RuntimeError)
     return text if plain and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _step(**config: Any) -> TrainState:
-    """The state after a decorated step of a linear model, of which every device has a row."""
+    """Runs a decorated step of a linear model, with one row per device, and returns the state."""
     n = len(jax.devices())
     wanted = zero(stage3_param_persistence_threshold=0, **config)
 
@@ -182,7 +182,7 @@ def _step(**config: Any) -> TrainState:
 
 
 def _compiled(kind: str, devices: int) -> str:
-    """Compile one line for absent devices, in a process that looks for no devices."""
+    """Compiles ``x * 2`` for absent devices, in a process that uses no accelerator."""
     done = subprocess.run(
         [sys.executable, "-c", _COMPILE, kind, str(devices)],
         capture_output=True,

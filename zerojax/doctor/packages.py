@@ -1,6 +1,6 @@
-"""The packages and extras that zerojax asks for, and what of them is installed.
+"""The packages and extras that zerojax requires, and their installation status.
 
-Both stand in the metadata of the installed package, where pip reads them too.
+The metadata of the installed package lists both, where pip reads them too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 NAME = "zerojax"
 COMPILERS = ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda13-pjrt", "libtpu")
-"""Listed where they are installed; jax finds them by itself."""
+"""Compiler packages, listed if installed; jax finds them by itself."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Package:
     """One package.
 
     Attributes:
-      name: As pip knows the package.
-      version: The installed version, None where none is installed.
-      wanted: The versions that zerojax takes, "" for any.
-      remedy: The command to run where the package is missing or of another version, else "".
+      name: The name for pip.
+      version: The installed version, None if not installed.
+      wanted: The versions that zerojax accepts, "" for any.
+      remedy: The command to run if the package is missing or of another version, else "".
     """
 
     name: str
@@ -38,10 +38,10 @@ class Extra:
     """One extra of zerojax.
 
     Attributes:
-      name: As in ``pip install -e '.[name]'``.
-      installed: Whether all that the extra asks for is installed.
-      missing: The requirements that are not met, with the version found where one is installed.
-      remedy: The command to run, "" where the extra is installed.
+      name: The name, as in ``pip install -e '.[name]'``.
+      installed: Whether all requirements of the extra are met.
+      missing: The requirements that are not met, each with the installed version if there is one.
+      remedy: The command to run, "" if the extra is installed.
     """
 
     name: str
@@ -51,9 +51,9 @@ class Extra:
 
 
 def packages() -> tuple[Package, ...]:
-    """zerojax, its requirements, and the compilers that are installed.
+    """Returns zerojax, its requirements, and the installed compilers.
 
-    Where zerojax runs from its folder, without being installed, its requirements are not known.
+    The requirements are not known if zerojax runs from its folder without being installed.
     """
     found = [Package(NAME, _version(NAME))]
     for requirement in _requirements(NAME):
@@ -65,7 +65,8 @@ def packages() -> tuple[Package, ...]:
 
 
 def extras() -> tuple[Extra, ...]:
-    """Every extra of zerojax, and what is missing of each; none where zerojax is not installed."""
+    """Returns every extra of zerojax with its unmet requirements; empty if zerojax is not
+    installed."""
     if _version(NAME) is None:
         return ()
     found = []
@@ -84,7 +85,7 @@ def _version(name: str) -> str | None:
 
 
 def _requirements(name: str, extra: str = "") -> Iterator[Requirement]:
-    """What an installed package requires on this Python, or what one of its extras adds."""
+    """Yields the requirements of an installed package on this Python, or those an extra adds."""
     if _version(name) is None:
         return
     for requirement in map(Requirement, metadata.requires(name) or ()):
@@ -96,7 +97,7 @@ def _requirements(name: str, extra: str = "") -> Iterator[Requirement]:
 
 
 def _unmet(requirement: Requirement) -> Iterator[str]:
-    """The requirement itself, if it is not met, and what is missing of the extras it names."""
+    """Yields the requirement if it is not met, and the unmet requirements of its extras."""
     version = _version(requirement.name)
     plain = f"{requirement.name}{requirement.specifier}"
     if version is None:

@@ -1,4 +1,4 @@
-"""A report on this machine: devices, versions, settings, extras, and what works with them.
+"""A report on this machine: devices, versions, settings, extras, and the outcome of checks.
 
 ``zerojax report`` prints it; DeepSpeed's counterpart is ``ds_report``.
 """
@@ -18,7 +18,7 @@ from zerojax.doctor.packages import Extra, Package, extras, packages
 
 
 class Variable(NamedTuple):
-    """An environment variable: its name, what it sets, and what holds where it is not set."""
+    """An environment variable: its name, its effect, and the default if it is not set."""
 
     name: str
     sets: str
@@ -53,12 +53,12 @@ class Devices:
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       kind: The kind's name.
-      count: How many devices, over all processes.
-      processes: How many processes they belong to.
-      memories: The kinds of memory they reach, as "device", "pinned_host".
-      limit: Bytes that a program can use on each; None where the device does not report them.
-      in_use: Bytes that this process uses on the fullest.
-      driver: What the backend says of itself, with the version of CUDA or libtpu.
+      count: The number of devices, over all processes.
+      processes: The number of processes that own the devices.
+      memories: The kinds of memory that the devices can address, such as "device", "pinned_host".
+      limit: Bytes that a program can use on each device; None if the devices do not report them.
+      in_use: Bytes that this process uses on its fullest device.
+      driver: The backend's platform version, with the version of CUDA or libtpu.
       capability: The compute capability of a GPU.
     """
 
@@ -75,7 +75,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class Setting:
-    """One environment variable: its value, None where it is not set, and what holds."""
+    """One environment variable: its value (None if not set), and its effect or default as text."""
 
     name: str
     value: str | None
@@ -88,12 +88,12 @@ class Report:
 
     Attributes:
       python: Python's version, and the machine.
-      devices: One entry a kind of the default backend; empty where JAX finds no devices.
-      packages: What zerojax requires, and the compilers.
+      devices: One entry per device kind of the default backend; empty if JAX finds no devices.
+      packages: zerojax, its requirements, and the installed compilers.
       settings: The environment variables that matter.
       extras: The extras of zerojax.
-      works: What was tried; nothing without devices.
-      problem: Why JAX finds no devices, else None.
+      works: The outcomes of the checks; empty without devices.
+      problem: The reason why JAX finds no devices, else None.
     """
 
     python: str
@@ -106,13 +106,14 @@ class Report:
 
 
 def report(environment: Mapping[str, str] | None = None, checks: Iterable[Try] = CHECKS) -> Report:
-    """A report on this machine, made in seconds and a few MB of device memory.
+    """Returns a report on this machine; takes seconds and a few MB of device memory.
 
-    JAX's backends are started. In a program of several processes, each calls this function.
+    The call starts JAX's backends. In a program of several processes, every process must call this
+    function.
 
     Args:
       environment: The environment variables; None for those of this process.
-      checks: What is tried.
+      checks: The checks to run.
 
     Example:
       >>> found = report({"JAX_PLATFORMS": "cpu"}, checks=())
@@ -122,7 +123,7 @@ def report(environment: Mapping[str, str] | None = None, checks: Iterable[Try] =
     problem = None
     try:
         found = devices()
-    except Exception as error:  # some of jax's have another type, and no text
+    except Exception as error:  # some of jax's errors have another type, and no text
         asked = jax.config.jax_platforms  # type: ignore[attr-defined]
         remedy = f": JAX_PLATFORMS asks for {asked!r}, leave it unset or say cpu" if asked else ""
         found, problem = (), f"{in_one_line(error)}{remedy}"
@@ -138,10 +139,10 @@ def report(environment: Mapping[str, str] | None = None, checks: Iterable[Try] =
 
 
 def devices() -> tuple[Devices, ...]:
-    """The devices of the default backend, by kind.
+    """Returns the devices of the default backend, by kind.
 
     Raises:
-      RuntimeError: JAX finds none, and says why.
+      RuntimeError: JAX finds no devices; the message has the reason.
 
     Example:
       >>> devices()[0].memories
@@ -176,11 +177,11 @@ def _memory(device: jax.Device) -> Mapping[str, int]:
     try:
         return device.memory_stats() or {}
     except (jax.errors.JaxRuntimeError, NotImplementedError):
-        return {}  # some backends do not report it
+        return {}  # some backends do not report their memory
 
 
 def settings(environment: Mapping[str, str]) -> tuple[Setting, ...]:
-    """The environment variables that matter, and what holds where one is not set.
+    """Returns the environment variables that matter, with the default of each one not set.
 
     Example:
       >>> found = {s.name: s for s in settings({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"})}

@@ -21,9 +21,9 @@ EXTRA = "extra state"
 GATHERED, ACTIVATIONS, LOGITS = "gathered parameters", "activations", "logits"
 BATCH, OTHER, GAPS = "batch", "other", "gaps"
 KINDS = (PARAMETERS, GRADIENTS, STATE, EXTRA, GATHERED, ACTIVATIONS, LOGITS, BATCH, OTHER, GAPS)
-"""In the order in which they are shown. Gaps lie between buffers that do not fit together."""
+"""All kinds in display order. Gaps are unused bytes between buffers that do not fit together."""
 
-# The first words of the names of a program's arguments.
+# Prefixes of the names of a program's arguments.
 _ARGUMENTS = {
     f"{lowered.STATE}.params": PARAMETERS,
     f"{lowered.STATE}.opt_state": STATE,
@@ -35,17 +35,17 @@ _ARGUMENTS = {
 }
 
 Dims = tuple[int, ...]
-_POSITIONS = re.compile("wpe|pos")  # embeddings whose rows are no vocabulary
+_POSITIONS = re.compile("wpe|pos")  # embeddings whose rows are positions, not a vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterShapes:
-    """The shapes by which one kind of temporary is told from another.
+    """Shapes that distinguish one kind of temporary from another.
 
     Attributes:
-      params: Sorted dimensions of the parameters, whole and of a device's shard; for parameters
-        stacked by layer, those of one layer too.
-      vocabulary: Rows of the largest embedding; 0 where no parameter's name says "embed".
+      params: Sorted dimensions of the parameters, unsharded and of a device's shard; also of one
+        layer, for parameters stacked by layer.
+      vocabulary: Rows of the largest embedding; 0 if no parameter's path contains "embed".
     """
 
     params: frozenset[Dims]
@@ -53,7 +53,7 @@ class ParameterShapes:
 
     @classmethod
     def of(cls, plan: Plan) -> ParameterShapes:
-        """The shapes of the parameters in a plan."""
+        """Returns the shapes of the parameters in a plan."""
         leaves = plan.leaves["params"]
         shapes = [shape for leaf in leaves for shape in (leaf.shape, _shard(leaf, plan.mesh))]
         layers = [shape[1:] for shape in shapes if len(shape) > 2]
@@ -68,15 +68,15 @@ class ParameterShapes:
 def attribute(
     text: str, held: Sequence[HeldBuffer], temporary: int, known: ParameterShapes
 ) -> dict[str, int]:
-    """Bytes of a program by kind: its arguments, and its temporaries at the peak.
+    """Returns the bytes of a program by kind: its arguments, and its temporaries at the peak.
 
-    The parameters' shapes alone tell a gradient from an activation: activations with the shape of a
-    parameter count as gradients.
+    Only the parameters' shapes distinguish a gradient from an activation in the backward pass:
+    activations with the shape of a parameter count as gradients.
 
     Args:
       text: The compiled program's text.
-      held: Its temporary buffers at the peak; without them all temporaries are "other".
-      temporary: Bytes of temporaries in all.
+      held: Its temporary buffers at the peak; if empty, all temporaries count as "other".
+      temporary: Total bytes of temporaries.
       known: The shapes of the parameters.
     """
     program = parse(text)
@@ -94,7 +94,7 @@ def attribute(
 
 
 def arguments(program: HloProgram, hosted: Collection[str]) -> collections.Counter[str]:
-    """Bytes of a program's arguments on the device, by kind."""
+    """Returns the bytes of a program's arguments on the device, by kind."""
     found = collections.Counter[str]()
     for each in program.entry.instructions:
         if each.opcode == "parameter" and each.name not in hosted:
@@ -138,12 +138,12 @@ def _kind(
 
 
 def _loop_name(callers: Callers, computation: Computation) -> str:
-    """Origin of the loop that runs a body: the arrays it carries have none of their own."""
+    """Returns the ``op_name`` of the loop that runs a body, since arrays it carries have none."""
     return callers[computation.name].loop.op_name if computation.name in callers else ""
 
 
 def _reformed(computation: Computation, made: Instruction) -> bool:
-    """Whether an instruction's only operand is a gathered array."""
+    """Returns whether an instruction's only operand is the result of an all-gather."""
     sources = [computation[name] for name in made.operands if name in computation.position]
     return len(sources) == 1 and sources[0].operation == "all-gather"
 

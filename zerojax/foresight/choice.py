@@ -1,4 +1,4 @@
-"""The settings that decide what fits, apart from the rest of a config."""
+"""The settings that decide what fits, separate from the rest of a config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerojax.config import (
 from zerojax.config.batch import BATCH_SIZES
 
 Offload = Literal["none", "optimizer", "parameters", "optimizer and parameters"]
-# (optimizer state is offloaded, parameters are); an offload that moves more comes later.
+# Whether (optimizer state, parameters) are offloaded, in ascending order of traffic.
 _HELD: dict[Offload, tuple[bool, bool]] = {
     "none": (False, False),
     "optimizer": (True, False),
@@ -26,7 +26,7 @@ _HELD: dict[Offload, tuple[bool, bool]] = {
 }
 OFFLOADS = tuple(_HELD)
 TRIED: tuple[Offload, ...] = ("none", "optimizer", "optimizer and parameters")
-"""The offloads that a search tries: parameters alone move much and free little."""
+"""The offloads that a search tries; offload of only parameters moves much and frees little."""
 
 SECTIONS = ("offload_optimizer", "offload_param")
 LIVE = "stage3_max_live_parameters"
@@ -39,12 +39,12 @@ class Choice:
     Attributes:
       stage: The ZeRO stage, 0 to 3.
       micro: Rows of a device in a micro-batch.
-      accumulation: Micro-batches an update.
-      remat: Whether a block keeps its input only; None for a model without that option.
-      offload: What lies in host memory.
-      live: Elements of parameters that stay gathered over an update, at the most; 0 below stage 3
-        and for parameters that are offloaded.
-      xla: Options of XLA, by the names of the config's fields, beside those of the config.
+      accumulation: Micro-batches per update.
+      remat: Whether a block keeps only its input; None for a model without that option.
+      offload: The parts of the state that are offloaded.
+      live: The most elements of parameters that stay gathered over an update; 0 below stage 3 and
+        for offloaded parameters.
+      xla: Options of XLA, by the names of the config's fields, in addition to the config's.
     """
 
     stage: int
@@ -70,28 +70,28 @@ class Choice:
 
     @property
     def possible(self) -> bool:
-        """Whether the stage allows the offload: stages 1 to 3, and stage 3 for parameters."""
+        """True if the stage allows the offload: stage 1 or higher, and stage 3 for parameters."""
         optimizer, params = self.held
         return self.stage >= (3 if params else 1 if optimizer else 0)
 
     @property
     def drops(self) -> bool:
-        """Whether parameters are gathered where used, and dropped unless they stay gathered."""
+        """True if a step gathers parameters for each use and then drops all that do not stay."""
         return self.stage == 3 and not self.held[1]
 
     @property
     def held(self) -> tuple[bool, bool]:
-        """Whether the optimizer's state, and the parameters, are offloaded."""
+        """A pair of bools: the optimizer's state is offloaded, the parameters are offloaded."""
         return _HELD[self.offload]
 
     @classmethod
     def of(cls, config: ZeroConfig, rows: int, world: int, remat: bool | None = None) -> Choice:
-        """The choice of a config for so many rows an update, on ``world`` devices.
+        """Returns the choice of a config for ``rows`` rows per update, on ``world`` devices.
 
         Raises:
-          ConfigError: The rows do not divide as the config wants.
+          ConfigError: The rows do not divide into the config's batch sizes.
         """
-        if not config.elasticity:  # which has its own rows
+        if not config.elasticity:  # elasticity computes its own rows
             config = dataclasses.replace(config, train_batch_size=rows)
         sizes = config.batch(world)
         assert sizes.micro
@@ -106,7 +106,7 @@ class Choice:
         )
 
     def config(self, before: ZeroConfig, world: int) -> ZeroConfig:
-        """A config with these settings, all others as before; elasticity becomes batch sizes."""
+        """Returns ``before`` with these settings; batch sizes replace elasticity."""
         optimizer, param = self.held
         xla: dict[str, Any] = dict(self.xla)
         return dataclasses.replace(
@@ -123,7 +123,7 @@ class Choice:
         )
 
     def json(self, before: Mapping[str, Any], world: int) -> dict[str, Any]:
-        """A DeepSpeed JSON with these settings, all others as before; elasticity stays."""
+        """Returns the DeepSpeed JSON ``before`` with these settings; elasticity is kept."""
         zero = {**(before.get("zero_optimization") or {}), "stage": self.stage}
         if self.drops and self.live != zero.get(LIVE, 0):
             zero[LIVE] = self.live
@@ -141,13 +141,13 @@ class Choice:
         }
 
     def _batch(self, world: int) -> dict[str, Any]:
-        """The batch sizes; a JSON and a config have the same names for them."""
+        """Returns the batch sizes, by the names that a JSON and a config share."""
         rows = self.micro * self.accumulation * world
         return dict(zip(BATCH_SIZES, (rows, self.micro, self.accumulation), strict=True))
 
 
 def elastic(config: Mapping[str, Any]) -> Elasticity | None:
-    """What sets the batch sizes of a DeepSpeed JSON, whose other keys may be wrong.
+    """Returns the elasticity of a DeepSpeed JSON, whose other keys may be wrong; None if absent.
 
     Raises:
       ConfigError: The section is wrong.
@@ -156,10 +156,10 @@ def elastic(config: Mapping[str, Any]) -> Elasticity | None:
 
 
 def agreed(rows: int | None, given: int | None) -> int | None:
-    """The rows of an update that were asked for, else those of the config.
+    """Returns the requested rows of an update, else those of the config.
 
     Raises:
-      ConfigError: The two differ.
+      ConfigError: The two numbers differ.
     """
     if rows is not None and given not in (None, rows):
         raise ConfigError(f"train_batch_size: {given} in the config, but {rows} were asked for")
@@ -167,7 +167,7 @@ def agreed(rows: int | None, given: int | None) -> int | None:
 
 
 def changes(before: Choice, after: Choice) -> Iterator[str]:
-    """The settings that lead from one choice to the other, as the JSON writes them."""
+    """Yields the settings that lead from one choice to the other, as in the JSON."""
     if after.remat != before.remat:
         yield f"remat: {str(bool(after.remat)).lower()} (an option of the model)"
     zero = [f'"stage": {after.stage}'] if after.stage != before.stage else []

@@ -1,4 +1,4 @@
-"""The table of ``comms_logger``: what a step sends between devices."""
+"""The table of ``comms_logger``: the collectives of a step."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def table(
     rates: Rates | None,
     nodes: tuple[int, ...],
 ) -> str:
-    """The collectives of a step as text: of each kind, size and group one line, and a sum.
+    """Formats the collectives of a step: a sum, and a line for each kind, size and group.
 
     Args:
       sent: All collectives of the step, in order.
-      config: Which of them are listed, and how.
-      rates: The speeds of the devices; None leaves the times out.
-      nodes: The node of each device, :func:`zerojax.devices.network.nodes_of`.
+      config: The selection and the form of the lines.
+      rates: The speeds of the devices; None omits the times.
+      nodes: The node of each device, from :func:`zerojax.devices.network.nodes_of`.
     """
     if config.kinds == ():
         return "comms_logger: prof_all is false and prof_ops names no collective: nothing to list"

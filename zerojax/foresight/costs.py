@@ -1,4 +1,4 @@
-"""The cost of a step, measured on its compiled programs.
+"""Cost measurements of a step on its compiled programs.
 
     found = forecast(step.programs(state, batch), zero.plan(state), rates("h100"), tokens=8192)
     print(found.peak.memory, found.seconds)
@@ -44,7 +44,7 @@ from zerojax.plan.plan import Plan
 from zerojax.xla.lowered import GRADIENTS as FIRST
 from zerojax.xla.lowered import READ, STEP, WRITTEN, LoweredProgram
 
-# XLA for TPUs refuses to make a program that does not fit; XLA for GPUs makes the program.
+# XLA for TPUs refuses to compile a program that does not fit; XLA for GPUs compiles the program.
 _REFUSES = "RESOURCE_EXHAUSTED"
 _WANTED = re.compile(r"(?:Used |temporaries \()(\d+(?:\.\d+)?)([KMGT])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -52,18 +52,18 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one compiled program shows by itself, of each device. Bytes and seconds.
+    """Measurements of one compiled program, per device, in bytes and seconds.
 
     Attributes:
       memory: Device memory by kind: arguments and temporaries.
       arguments: Arguments on the device.
-      result: Results on the device, but for those that take an argument's buffer.
-      between: Those of an update's arguments that lie on the device between programs.
+      result: Results on the device, except results that reuse an argument's buffer.
+      between: Arguments of an update that stay on the device between programs.
       host_result: Results in host memory.
-      host_temporary: Host memory beside arguments and results.
+      host_temporary: Host memory besides arguments and results.
       seconds, forward, traffic, again, compile_seconds: As in :class:`ProgramCost`.
-      compiled: False where XLA refused the program for its memory; ``memory`` is then the least
-        that the program needs.
+      compiled: False if XLA refused the program for its memory; ``memory`` is then the least that
+        the program needs.
     """
 
     memory: dict[str, int]
@@ -83,13 +83,13 @@ class Measurement:
 def measure(
     lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates, nodes: tuple[int, ...]
 ) -> Measurement:
-    """The measurement of a program, which is compiled; of a refused one, what XLA says.
+    """Compiles and measures a program; if XLA refuses the program, uses the size in XLA's message.
 
     Args:
       lowered: The program.
       known: The shapes of the parameters.
       rates: The speeds of the devices.
-      nodes: The node of each device, :func:`zerojax.devices.network.nodes_of`.
+      nodes: The node of each device, from :func:`zerojax.devices.network.nodes_of`.
     """
     begun = time.perf_counter()
     try:
@@ -121,12 +121,13 @@ def measure_memory(
     *,
     several: bool = True,
 ) -> Measurement:
-    """The memory alone of a program, compiled as it will be run: jax does not compile it again.
+    """Measures only the memory of a program, compiled as for the run: jax does not compile again.
 
     Args:
       lowered: The program.
-      known, rates, nodes: Not used; :data:`Measure` has them.
-      several: Whether the step has several programs. The text of an only one is not read.
+      known, rates, nodes: Unused, for the signature of :data:`Measure`.
+      several: Whether to read arguments by kind from the program's text, which a step of several
+        programs needs; otherwise all memory is "other".
     """
     begun = time.perf_counter()
     try:
@@ -144,7 +145,7 @@ def measure_memory(
 
 
 def _refused(error: jax.errors.JaxRuntimeError, begun: float) -> Measurement:
-    """The measurement of a program that XLA refuses for its memory; other errors are raised."""
+    """Returns the measurement of a program that XLA refused for its memory; raises other errors."""
     if (wanted := wanted_bytes(str(error))) is None:
         raise error
     seconds = time.perf_counter() - begun
@@ -152,10 +153,10 @@ def _refused(error: jax.errors.JaxRuntimeError, begun: float) -> Measurement:
 
 
 def wanted_bytes(message: str) -> int | None:
-    """The least bytes that a refused program needs, by XLA's message; 0 where XLA does not say.
+    """Parses XLA's message for the least bytes that a refused program needs.
 
     Returns:
-      None where the message is not about memory.
+      The bytes, 0 if the message lacks them, or None if the message is not about memory.
 
     Example:
       >>> wanted_bytes(
@@ -173,7 +174,7 @@ def wanted_bytes(message: str) -> int | None:
 def _measured(
     memory: Any, kinds: dict[str, int], between: int, compile_seconds: float
 ) -> Measurement:
-    """The measurement of memory alone; ``memory`` is XLA's ``memory_analysis``."""
+    """Returns a measurement of only memory; ``memory`` is XLA's ``memory_analysis``."""
     return Measurement(
         memory=kinds,
         arguments=memory.argument_size_in_bytes,
@@ -197,16 +198,16 @@ def forecast(
     enough: Callable[[ProgramCost], bool] = lambda cost: False,
     measured: Measure = measure,
 ) -> Forecast:
-    """The forecast of a step, whose programs are compiled.
+    """Compiles the programs of a step and returns the forecast.
 
     Args:
-      programs: As ``train_step.programs(state, batch)`` yields them.
+      programs: The programs, from ``train_step.programs(state, batch)``.
       plan: The plan of the same state.
-      rates: The speeds of the devices, :func:`zerojax.devices.rates.rates`.
-      tokens: Tokens in a step, of all devices.
+      rates: The speeds of the devices, from :func:`zerojax.devices.rates.rates`.
+      tokens: Tokens in a step, over all devices.
       note: Called with the name of each program before its compile.
-      enough: Called with the cost of each program; True leaves out the programs after it.
-      measured: Measures a program: :func:`measure`, or a cache of it.
+      enough: Called with the cost of each program; True skips the programs after it.
+      measured: Measures a program: :func:`measure`, or a cached version.
 
     Raises:
       ImportError: The compiler's wheels are not installed.
@@ -223,10 +224,10 @@ def forecast(
             kinds[OTHER] = max(kinds[OTHER], rates.memory)
         elif name == FIRST:
             first = one
-            # The rest of the state on the device; copies and the batch are no part of the state.
+            # Adds the state on the device that is not an argument; copies and batch are not state.
             given = one.arguments - _copies(plan, DEVICE) - one.memory.get(BATCH, 0)
             kinds[STATE] += max(plan.bytes_in(DEVICE) - given, 0)
-        elif first is not None:  # an update, beside which state, copies and gradients lie there
+        elif first is not None:  # an update; other state, copies and gradients stay on the device
             kinds[STATE] += kinds.pop(OTHER, 0)
             lying = plan.bytes_in(DEVICE) + _copies(plan, DEVICE) + first.result
             kinds[GRADIENTS] += (rest := min(max(lying - one.between, 0), first.result))
@@ -264,9 +265,9 @@ def forecast(
 
 
 def lying_between(program: HloProgram, hosted: frozenset[str]) -> int:
-    """Bytes of an update's arguments on the device that are no pieces of the state.
+    """Returns the bytes of an update's arguments on the device that are not offloaded state.
 
-    These are gradients and compute parameters; pieces of the state come as ``loaded``.
+    These are gradients and compute parameters; slices of the offloaded state are named ``loaded``.
     """
     return sum(
         shape.bytes
@@ -278,7 +279,7 @@ def lying_between(program: HloProgram, hosted: frozenset[str]) -> int:
 
 
 def _copies(plan: Plan, place: str) -> int:
-    """Bytes of the compute parameters that lie in a place beside the state."""
+    """Returns the bytes of the compute parameters that a place stores in addition to the state."""
     return sum(leaf.bytes_per_device for leaf in plan.copies() if leaf.place == place)
 
 
@@ -288,9 +289,9 @@ def _traffic(
     spent: ProgramTime,
     nodes: tuple[int, ...],
 ) -> Iterator[Traffic]:
-    """The traffic of a program: collectives by kind, then copies by direction."""
+    """Yields the traffic of a program: collectives by kind, then copies by direction."""
     parts: dict[str, list[Traffic]] = collections.defaultdict(list)
-    # A computation called from two places gives its collectives twice, its time once.
+    # A computation with two callers lists its collectives twice, but its time only once.
     under_way, waited = dict(spent.under_way), dict(spent.waited)
 
     def add(

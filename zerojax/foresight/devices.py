@@ -1,4 +1,4 @@
-"""Devices by name, ``h100:8`` or ``v5e:16x16``, and the free memory of those that exist."""
+"""Devices by name, ``h100:8`` or ``v5e:16x16``, and the free memory of existing devices."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _FORM = re.compile(r"([A-Za-z][\w-]*)(?::(\d+(?:x\d+)*))?")
 
 
 HERE = "here"
-"""The name of the devices that exist."""
+"""The name of the existing devices."""
 
 
 def parse_devices(text: str, network: str | None = None) -> tuple[Mesh, Rates]:
-    """The mesh and the rates of ``KIND:N``, ``KIND:AxB`` for a torus of TPUs, or ``here``, over a
-    network as :meth:`Rates.over` takes one.
+    """Returns the mesh and the rates of ``KIND:N``, of ``KIND:AxB`` for a torus of TPUs, or of
+    ``here``; ``network`` is as for :meth:`Rates.over`.
 
     Raises:
-      ValueError: The text has another form, the kind or the network is unknown, or the number fills
-        no whole hosts.
+      ValueError: The text has another form, the kind or the network is unknown, or the number of
+        devices does not fill complete hosts.
       ImportError: The compiler's wheels are not installed.
     """
     if text == HERE:
@@ -37,7 +37,7 @@ def parse_devices(text: str, network: str | None = None) -> tuple[Mesh, Rates]:
         raise ValueError(f"devices {text!r}: give KIND:N, as h100:8 or v5e:16x16")
     sides = sorted(int(side) for side in (form[2] or "1").split("x"))
     number = math.prod(sides)
-    speeds = rates(form[1]).over(network)  # what is unknown is an error before a missing compiler
+    speeds = rates(form[1]).over(network)  # an unknown name raises before a missing compiler does
     if len(sides) > 1 and sides != sorted(shape := torus(speeds.kind, number)):
         wanted = "x".join(map(str, shape)) or "no torus"
         raise ValueError(f"devices {text!r}: {number} of them are compiled for as {wanted}")
@@ -45,10 +45,10 @@ def parse_devices(text: str, network: str | None = None) -> tuple[Mesh, Rates]:
 
 
 def rates_here(mesh: Mesh) -> Rates:
-    """The rates of a mesh's devices; the memory of existing ones is what is free.
+    """Returns the rates of a mesh's devices; for existing devices, the memory is the free memory.
 
     Raises:
-      ValueError: Nothing is known of the kind, as of CPUs.
+      ValueError: The rates of the kind are not known, as for CPUs.
     """
     device = mesh.devices.flat[0]
     if device in jax.devices() and (free := free_bytes(mesh)) is not None:
@@ -63,7 +63,7 @@ def rates_here(mesh: Mesh) -> Rates:
 
 
 def free_bytes(mesh: Mesh) -> int | None:
-    """Bytes free in the fullest device of all processes; None where no device reports them."""
+    """Returns the free bytes of the fullest device of all processes; None if no device reports."""
     free_of_each = []
     for device in mesh.local_devices:
         stats = device.memory_stats() or {}
@@ -72,6 +72,6 @@ def free_bytes(mesh: Mesh) -> int | None:
     free = min(free_of_each, default=None)
     if jax.process_count() == 1:
         return free
-    # All processes must decide alike: if one raised, the others would wait for it.
+    # All processes must decide the same: if only one raised, the others would wait for it.
     known = multihost_utils.process_allgather(np.float64(math.inf if free is None else free))
     return int(known.min()) if math.isfinite(known.min()) else None

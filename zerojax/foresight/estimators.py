@@ -1,8 +1,8 @@
 """DeepSpeed's rules of thumb for the memory of model states, before any compile.
 
-P parameters, L of them in the largest layer, G GPUs in all, g a node, n nodes, a = 1.5 for the
-buffers of host memory. Bytes, as DeepSpeed 0.19 has them (``runtime/zero/stage_1_and_2.py`` and
-``stage3.py``):
+The tables use P parameters, L of them in the largest layer, G GPUs in total, g GPUs per node, n
+nodes, and the factor a = 1.5 for buffers in host memory. They list bytes, as in DeepSpeed 0.19
+(``runtime/zero/stage_1_and_2.py`` and ``stage3.py``):
 
 =================================  =================  ==========================================
 ZeRO-2                             per GPU            per CPU
@@ -12,14 +12,14 @@ nothing offloaded                  2P + 18P/G         4P g a
 =================================  =================  ==========================================
 
 =================================  =================  ==========================================
-ZeRO-3                             per GPU            per CPU, without born-sharded parameters
+ZeRO-3                             per GPU            per CPU: zero_init=1; zero_init=0
 =================================  =================  ==========================================
 optimizer and parameters           4L                 18P a/n; P max(4g, 18/n) a
 optimizer                          4L + 2P/G          16P a/n; P max(4g, 16/n) a
 nothing                            4L + 18P/G         4L g a; 4P g a
 =================================  =================  ==========================================
 
-Activations, logits and gathered parameters are not in them.
+Activations, logits and gathered parameters are not included.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that one way to run needs.
+    """The memory that one offload configuration needs.
 
     Attributes:
       cpu: Bytes of a node's host memory.
       gpu: Bytes of each GPU.
-      options: The way, as DeepSpeed names it.
+      options: The configuration, in DeepSpeed's format.
     """
 
     cpu: int
@@ -59,15 +59,16 @@ class Need:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The needs of each way to run; ``str()`` is DeepSpeed's table, with GB for 2^30 bytes.
+    """The needs of each offload configuration; ``str()`` is DeepSpeed's table, where GB is 2^30
+    bytes.
 
     Attributes:
       stage: The ZeRO stage, 2 or 3.
-      params: How many parameters the model has.
-      largest_layer: How many its largest layer has; None at stage 2.
-      gpus_per_node: GPUs of a node.
-      nodes: How many nodes.
-      needs: One need for each way, most offloaded first.
+      params: The number of parameters of the model.
+      largest_layer: The number of parameters of its largest layer; None at stage 2.
+      gpus_per_node: The number of GPUs of a node.
+      nodes: The number of nodes.
+      needs: One need for each configuration, most offloaded first.
     """
 
     stage: int
@@ -102,12 +103,12 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> Estimate:
-    """What ZeRO-2 needs by DeepSpeed's formulas; prints and returns the table.
+    """Estimates the memory that ZeRO-2 needs by DeepSpeed's formulas; prints and returns the table.
 
     Args:
-      total_params: How many parameters the model has.
-      num_gpus_per_node: GPUs of a node.
-      num_nodes: How many nodes.
+      total_params: The number of parameters of the model.
+      num_gpus_per_node: The number of GPUs of a node.
+      num_nodes: The number of nodes.
       additional_buffer_factor: The factor on host memory, for buffers.
 
     Raises:
@@ -140,14 +141,13 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> Estimate:
-    """What ZeRO-3 needs by DeepSpeed's formulas; prints and returns the table.
+    """Estimates the memory that ZeRO-3 needs by DeepSpeed's formulas; prints and returns the table.
 
-    ``zero_init=1`` is for parameters that are born sharded, as :meth:`zerojax.Zero.init` makes
-    them.
+    ``zero_init=1`` is for parameters that are created sharded, as by :meth:`zerojax.Zero.init`.
 
     Args:
-      total_params: How many parameters the model has.
-      largest_layer_params: How many its largest layer has.
+      total_params: The number of parameters of the model.
+      largest_layer_params: The number of parameters of its largest layer.
       num_gpus_per_node, num_nodes, additional_buffer_factor: As for
         :func:`estimate_zero2_model_states_mem_needs_all_cold`.
 
@@ -191,15 +191,15 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> Estimate:
-    """:func:`estimate_zero2_model_states_mem_needs_all_cold` for a model.
+    """Calls :func:`estimate_zero2_model_states_mem_needs_all_cold` with a model's parameter count.
 
     Args:
       model: A linen module, an ``nnx.Module``, or a tree of parameters, abstract or not.
       *inputs: The inputs that initialise a linen module, abstract or not; nothing is computed. A
-        language model, which takes ``tokens`` or ``input_ids``, needs none.
+        language model, which takes ``tokens`` or ``input_ids``, needs no inputs.
 
     Raises:
-      TypeError: The model is none of these, or takes other inputs than tokens and got none.
+      TypeError: The model is none of these, or takes inputs other than tokens and got no inputs.
 
     Example:
       >>> import jax.numpy as jnp
@@ -224,12 +224,12 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> Estimate:
-    """:func:`estimate_zero3_model_states_mem_needs_all_cold` for a model, see
-    :func:`estimate_zero2_model_states_mem_needs_all_live`.
+    """Calls :func:`estimate_zero3_model_states_mem_needs_all_cold` with a model's parameter counts;
+    the arguments are those of :func:`estimate_zero2_model_states_mem_needs_all_live`.
 
-    The largest layer is the module with the most parameters of its own; of a stack made by
-    ``nn.scan``, one layer counts. A tree of parameters and an ``nnx.Module`` do not tell which
-    arrays are stacks: give the unrolled model.
+    The largest layer is the module with the most parameters outside of its submodules; of a stack
+    created by ``nn.scan``, one layer counts. A tree of parameters and an ``nnx.Module`` do not
+    record which arrays are stacks: pass the unrolled model.
     """
     total, largest = parameters(model, inputs)
     return estimate_zero3_model_states_mem_needs_all_cold(
@@ -238,7 +238,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
 
 
 def parameters(model: Any, inputs: Sequence[Any] = ()) -> tuple[int, int]:
-    """How many parameters a model has, and how many its largest module has of its own.
+    """Returns the parameter counts of a model and of its largest module, submodules excluded.
 
     Example:
       >>> import jax.numpy as jnp
@@ -273,10 +273,11 @@ _TOKENS = frozenset({"tokens", "input_ids", "decoder_input_ids"})
 
 
 def _tokens_of(model: linen.Module) -> list[jax.ShapeDtypeStruct]:
-    """The inputs of a model that takes tokens alone, which its parameters do not depend on.
+    """Returns abstract inputs of a model that takes only tokens; its parameters do not depend on
+    them.
 
     Raises:
-      TypeError: The model takes something else.
+      TypeError: The model takes other inputs.
     """
     taken = [*inspect.signature(type(model).__call__).parameters.values()][1:]
     needed = [p.name for p in taken if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
@@ -290,7 +291,7 @@ def _tokens_of(model: linen.Module) -> list[jax.ShapeDtypeStruct]:
 
 
 def _stacked(traced: Any) -> list[int]:
-    """For each result of a traced ``init``, how many layers of ``nn.scan`` it has side by side."""
+    """Returns the number of ``nn.scan`` layers stacked in each result of a traced ``init``."""
 
     def layers(jaxpr: Any, v: Any) -> int:
         eqn = graph_of(jaxpr).producer(v)
@@ -306,7 +307,7 @@ def _stacked(traced: Any) -> list[int]:
         if eqn.primitive in jaxprs.CALLS:
             body, _ = jaxprs.open_jaxpr(jaxprs.called(eqn))
             return layers(body, body.outvars[at])
-        operands = jaxprs.variables(eqn.invars)  # moved to another axis, say, or cast
+        operands = jaxprs.variables(eqn.invars)  # for example a transpose or a cast
         same = len(operands) == 1 and operands[0].aval.size == v.aval.size
         return layers(jaxpr, operands[0]) if same else 1
 

@@ -1,6 +1,7 @@
 """The table of ``flops_profiler``: FLOPs, parameters and time of a step by module.
 
-Modules are those of the parameters' names; flax linen writes them into the operations' names, too.
+The names of the parameters define the modules; flax linen also writes module names into the names
+of operations.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _OUTSIDE = (_ELSEWHERE, _UPDATE)
 
 
 class Listed(NamedTuple):
-    """A module of a tree: its path, "" for the root, and its depth."""
+    """A module of a tree, with its path ("" for the root) and its depth."""
 
     path: str
     depth: int
@@ -32,12 +33,12 @@ class Listed(NamedTuple):
 
 @dataclasses.dataclass
 class Module:
-    """One module, with all that is in it.
+    """One module, with its submodules.
 
     Attributes:
-      parameters: Their elements, whole.
-      work: Of each device in a step.
-      inside: The modules in it, by name.
+      parameters: The number of elements of its parameters, unsharded.
+      work: The work of each device in a step.
+      inside: The submodules, by name.
     """
 
     parameters: int = 0
@@ -45,14 +46,14 @@ class Module:
     inside: dict[str, Module] = dataclasses.field(default_factory=dict)
 
     def below(self, path: str = "", depth: int = 0) -> Iterator[Listed]:
-        """This module and all in it."""
+        """Yields this module and all of its submodules, depth first."""
         yield Listed(path, depth, self)
         for name, module in self.inside.items():
             yield from module.below(f"{path}/{name}" if path else name, depth + 1)
 
 
 def modules(leaves: Sequence[Leaf]) -> Module:
-    """The tree of modules that have parameters, without work.
+    """Builds the tree of modules that have parameters, without work.
 
     Args:
       leaves: The parameters of a plan.
@@ -69,10 +70,10 @@ def modules(leaves: Sequence[Leaf]) -> Module:
 
 
 def attributed(root: Module, work: Mapping[str, OriginWork], times: int = 1) -> None:
-    """Adds the work of a program to the modules in whose names it stands.
+    """Adds the work of a program to the modules that its operations' names contain.
 
     Args:
-      root: The tree, with two entries more for what is in no module.
+      root: The tree; gets up to two more entries, for work outside of all modules.
       work: The work by ``op_name``.
       times: Runs of the program in a step.
     """
@@ -93,13 +94,13 @@ def attributed(root: Module, work: Mapping[str, OriginWork], times: int = 1) -> 
 def table(
     root: Module, config: FlopsProfilerConfig, seconds: float, forecast: str, waited: float
 ) -> str:
-    """The profile of a step as text.
+    """Formats the profile of a step.
 
     Args:
       root: The modules, with their work.
-      config: What of them is listed.
+      config: The selection of modules to list.
       seconds: The measured time of the step.
-      forecast: The kind of devices that the times of modules are forecast for; "" without them.
+      forecast: The device kind of the forecast times of modules; "" if there are no times.
       waited: Seconds of the forecast in which a step waits for collectives and copies.
     """
     whole, total = root.work, root.work.seconds + waited
@@ -128,7 +129,7 @@ def table(
 
 
 def _largest(listed: Sequence[Listed], config: FlopsProfilerConfig) -> Iterator[str]:
-    """A line for each depth, with its modules of most FLOPs."""
+    """Yields a line for each depth, with its modules of most FLOPs."""
     for depth in sorted({each.depth for each in listed}):
         at = [each for each in listed if each.depth == depth]
         largest = sorted(at, key=lambda each: -each.module.work.flops)[: config.top_modules]
@@ -137,7 +138,7 @@ def _largest(listed: Sequence[Listed], config: FlopsProfilerConfig) -> Iterator[
 
 
 def _tree(listed: Sequence[Listed], flops: int, seconds: float | None) -> list[str]:
-    """All modules, indented, with their shares of the whole; None for seconds that are unknown."""
+    """Returns a line for each module, indented, with its shares; ``seconds`` is None if unknown."""
     times = seconds is not None
     rows = [("module", "parameters", "FLOPs", "of FLOPs", *["of time"] * times)]
     for path, depth, module in listed:
@@ -159,7 +160,7 @@ def _flops(n: float) -> str:
 
 
 def _count(n: float) -> str:
-    """A number for people, in powers of 1000.
+    """Formats a number with a unit prefix, in powers of 1000.
 
     Example:
       >>> _count(35_104), _count(6.7e9), _count(12)

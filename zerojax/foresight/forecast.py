@@ -1,4 +1,4 @@
-"""What a step costs each device: memory by kind, traffic and predicted time."""
+"""The cost of a step on each device: memory by kind, traffic and predicted time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from zerojax.plan.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """One kind of collective, or the copies in one direction, of a whole step.
+    """The collectives of one kind, or the copies in one direction, of an entire step.
 
     Attributes:
       kind: "all-gather", ..., "to the device", "to the host".
-      dtypes: The dtypes moved, that of most bytes first; empty for copies.
-      times: How many a step.
+      dtypes: The dtypes moved, in descending order of bytes; empty for copies.
+      times: The number of runs in a step.
       bytes: Bytes that each device sends (or copies) in a step.
-      between_nodes: Those of the bytes that leave its node.
-      seconds: Seconds for which they are under way.
-      waited: Those of the seconds that no computation hides.
+      between_nodes: The part of ``bytes`` that leaves the device's node.
+      seconds: Seconds for which transfers are under way.
+      waited: The part of ``seconds`` that no computation hides.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Traffic:
     waited: float
 
     def repeated(self, times: int) -> Traffic:
-        """The traffic of so many runs."""
+        """Returns the traffic of ``times`` runs."""
         return dataclasses.replace(
             self,
             times=times * self.times,
@@ -48,29 +48,29 @@ class Traffic:
 
     @property
     def hidden(self) -> float:
-        """The share of the seconds that runs beside computation, 0 to 1."""
+        """The fraction of the seconds that computation hides, 0 to 1."""
         return max(0.0, 1 - self.waited / self.seconds) if self.seconds else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCost:
-    """The cost of one compiled program on each device. Bytes and seconds.
+    """The cost of one compiled program on each device, in bytes and seconds.
 
     Attributes:
       name: The program's name in ``train_step.programs``.
       memory: Device memory by kind, see :mod:`zerojax.foresight.attribution`.
-      host: Host memory beside what lies there between programs.
+      host: Host memory beyond what is stored there between programs.
       seconds: Predicted time of one run.
-      forward: Floating-point operations of the forward pass's matrix products, without what the
-        backward pass repeats.
+      forward: Floating-point operations of the forward pass's matrix products, without their
+        repetition in the backward pass.
       traffic: Collectives, then copies.
       compile_seconds: Time of the compile, on this machine.
-      arguments: Bytes of its arguments on the device.
-      again: Instructions with which XLA computes a value again to save memory, see
+      arguments: Bytes of the program's arguments on the device.
+      again: The number of instructions with which XLA computes a value again to save memory, see
         :mod:`zerojax.hlo.rematerialised`.
       times: Runs in a step.
-      compiled: False where XLA refused the program for its memory; ``memory`` is then the least
-        that the program needs.
+      compiled: False if XLA refused the program for its memory; ``memory`` is then the least that
+        the program needs.
     """
 
     name: str
@@ -87,23 +87,23 @@ class ProgramCost:
 
     @property
     def bytes(self) -> int:
-        """Device memory in all."""
+        """Total device memory."""
         return sum(self.memory.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """The cost of a step on each device. Bytes and seconds.
+    """The cost of a step on each device, in bytes and seconds.
 
     Attributes:
       plan: The plan of the step's state.
       rates: The speeds and the memory of the devices.
-      parameters: How many parameters the model has.
-      tokens: Tokens in a step, of all devices; 0 for a batch without tokens.
-      programs: The costs of the step's programs, in the order they run.
+      parameters: The number of parameters of the model.
+      tokens: Tokens in a step, over all devices; 0 for a batch without tokens.
+      programs: The costs of the step's programs, in the order of their runs.
       host_bytes: Host memory for each device.
       disk_bytes: Disk space for each device.
-      whole: Whether every program was compiled; those after one that does not fit may be left out.
+      whole: Whether ``programs`` is complete; programs after one that does not fit may be skipped.
     """
 
     plan: Plan = dataclasses.field(repr=False)
@@ -121,7 +121,7 @@ class Forecast:
 
     @property
     def row_devices(self) -> int:
-        """Devices that share the rows of a batch."""
+        """The number of devices over which the rows of a batch are split."""
         return batch_devices(self.plan.mesh)
 
     @property
@@ -131,7 +131,7 @@ class Forecast:
 
     @property
     def headroom(self) -> int:
-        """Bytes of device memory left at the peak; below 0 where the step does not fit."""
+        """Bytes of device memory left at the peak; negative if the step does not fit."""
         return self.rates.room - self.peak.bytes
 
     @property
@@ -140,33 +140,33 @@ class Forecast:
 
     @property
     def recomputes_above(self) -> int | None:
-        """Bytes at the peak above which XLA computes values again; None where XLA never does."""
+        """Bytes at the peak above which XLA computes values again; None except on GPUs."""
         if self.rates.kind not in device_kinds()["gpu"]:
             return None
         return begins_above(self.rates.memory, self.peak.arguments)
 
     @property
     def spare(self) -> int:
-        """Bytes that the step may take more and still fit, with nothing computed again."""
+        """Additional bytes that the step could use and still fit, without values computed again."""
         most = self.recomputes_above
         return self.headroom if most is None else min(self.headroom, most - self.peak.bytes)
 
     @property
     def seconds(self) -> float:
-        """Predicted time of a step. The disk is read and written once a step, beside the rest."""
+        """Predicted time of a step; the disk is read and written once a step, in parallel."""
         beside = min(self.devices, GPUS_PER_HOST)
         disk = 2 * self.disk_bytes * beside / self.rates.disk
         return max(sum(each.times * each.seconds for each in self.programs), disk)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second, of all devices together."""
+        """Tokens per second, over all devices."""
         return self.tokens / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization (PaLM, appendix B, arXiv:2204.02311): 3 times the forward pass's
-        matrix products, over what the highest matrix rate does in the step's time."""
+        """Model FLOPs utilization (PaLM, appendix B, arXiv:2204.02311): 3 times the FLOPs of the
+        forward pass's matrix products / (the step's time * the highest matrix rate)."""
         model = 3 * sum(each.times * each.forward for each in self.programs)
         return model / (self.seconds * max(self.rates.matrix.values()))
 
@@ -176,7 +176,7 @@ class Forecast:
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:
-        """Traffic of all programs, by kind."""
+        """The traffic of all programs, by kind."""
         kinds: dict[str, list[Traffic]] = collections.defaultdict(list)
         for program in self.programs:
             for each in program.traffic:
@@ -185,7 +185,7 @@ class Forecast:
 
 
 def sum_traffic(parts: Sequence[Traffic]) -> Traffic:
-    """The traffic of several of one kind."""
+    """Returns the sum of several traffics of one kind."""
     sizes = collections.Counter[str]()
     for part in parts:
         for dtype in part.dtypes:

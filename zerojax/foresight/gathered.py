@@ -1,4 +1,4 @@
-"""How many parameters may stay gathered over an update, by the forecast."""
+"""A forecast-based choice of how many parameters stay gathered over an update."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ TRIES = 2
 
 
 def weighed(trials: Trials, choice: Choice) -> tuple[Trial, ...]:
-    """What may stay gathered over an update, each compiled, the fastest by the forecast first.
+    """Compares amounts of parameters that stay gathered over an update, each compiled.
 
-    Weighed are nothing, about half of what the devices have room for, and all of that. Room is no
-    reason to fill it: gathers of what stays stand before the arithmetic that could hide them.
+    The candidates are nothing, about half of what the devices have room for, and all of that. The
+    largest amount is not always the fastest: the gathers of parameters that stay gathered run
+    before the arithmetic that could hide them.
 
     Args:
       trials: The trials of the step on the devices.
-      choice: One under which nothing stays gathered.
+      choice: A choice under which nothing stays gathered.
 
     Returns:
-      Nothing where nothing may stay, or fits. Of equally fast ones what takes less comes first.
+      The candidates that fit, fastest by the forecast first; among equally fast candidates, those
+      with less memory first. Empty if no parameter may stay gathered, or none fits.
     """
     filled = with_room_filled(trials, choice)
     if filled is None:
@@ -40,18 +42,18 @@ def weighed(trials: Trials, choice: Choice) -> tuple[Trial, ...]:
 
 
 def with_room_filled(trials: Trials, choice: Choice) -> Trial | None:
-    """A choice with as many parameters gathered over an update as the devices have room for.
+    """Finds a choice with as many parameters gathered over an update as the devices have room for.
 
-    The memory that the choice leaves free tells how many that should be, short of where XLA would
-    compute values again. They are compiled; where they take more than that, fewer are, in
-    proportion.
+    The memory that ``choice`` leaves free, below the size at which XLA would compute values again,
+    gives the first amount. That amount is compiled; if it takes more memory than was free, the next
+    try reduces the amount in proportion.
 
     Args:
       trials: The trials of the step on the devices.
-      choice: One under which nothing stays gathered.
+      choice: A choice under which nothing stays gathered.
 
     Returns:
-      None where nothing may stay, or fits.
+      The choice and its forecast, or None if no parameter may stay gathered, or none fits.
     """
     if not choice.drops or choice.live:
         return None
@@ -73,7 +75,7 @@ def with_room_filled(trials: Trials, choice: Choice) -> Trial | None:
 
 
 def _fitting(trials: Trials, choice: Choice, room: int) -> int:
-    """Elements of the parameters that may stay gathered in so many bytes, the largest first."""
+    """Returns the elements of parameters, taken largest first, that fit into ``room`` bytes."""
     elements = 0
     able = trials.plan(dataclasses.replace(choice, live=ALL)).live.leaves
     for leaf in sorted(able, key=lambda leaf: math.prod(leaf.shape), reverse=True):

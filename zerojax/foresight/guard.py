@@ -1,4 +1,4 @@
-"""The check before a step's first run: does the step fit?"""
+"""The check before a step's first run whether the step fits into device memory."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Other = tuple[Plan, Callable[[], Iterable[LoweredProgram]]]
 
 
 class OutOfMemoryError(MemoryError):
-    """A step needs more memory than the devices have; the step has not run."""
+    """The error for a step that needs more memory than the devices have; the step has not run."""
 
 
 class Guard:
-    """Compares the memory a step needs with the memory that is free.
+    """A comparison of the memory that a step needs with the free memory.
 
     Args:
       config: The step's config.
       mesh: The step's mesh.
-      other: Gives the same step under another config, for an abstract state and batch: its plan,
+      other: Returns the same step under another config, for an abstract state and batch: its plan,
         and its programs, which are traced on demand.
-      free: Bytes free in the fullest device of a mesh, None where unknown.
+      free: Returns the free bytes of the fullest device of a mesh, or None if unknown.
     """
 
     def __init__(
@@ -59,21 +59,22 @@ class Guard:
         batch_bytes: int,
         *step: Any,
     ) -> None:
-        """Raise where a step does not fit.
+        """Raises an error if a step does not fit.
 
-        The step is compiled; jax keeps the executable for the run, so that the check costs no
-        second compile. Where the step does not fit, the compiler looks for settings that do, which
-        may take minutes.
+        The check compiles the step; jax keeps the executable for the run, so that the check costs
+        no second compile. If the step does not fit, the check compiles other settings to find some
+        that fit, which may take minutes.
 
         Args:
           programs: The programs of the step.
-          plan: The plan of its state, which lies on the devices already.
-          batch_bytes: Bytes of a device's batch, which lies there too.
+          plan: The plan of its state, which is already on the devices.
+          batch_bytes: Bytes of a device's share of the batch, which is on the devices too.
           *step: Arguments of ``other`` after the config: the function, its objects, the batch,
             and its other arguments.
 
         Raises:
-          OutOfMemoryError: The message says by how much, what needs the memory, and what fits.
+          OutOfMemoryError: The step does not fit. The message states the required and the available
+            memory, the memory by use, and settings that fit.
         """
         free = self._free(self._mesh)
         if free is None:
@@ -86,7 +87,7 @@ class Guard:
             return
         try:
             advice = self._advice(rates, *step)
-        except Exception as error:  # no failure of the search may hide the answer
+        except Exception as error:  # a failure of the search must not hide the result of the check
             advice = f"Settings that fit were not found: {type(error).__name__}: {error}"
         raise OutOfMemoryError(
             f"the step takes {size(taken.bytes)} of each device's memory, and {size(room)} are "

@@ -1,4 +1,4 @@
-"""The table of ``memory_breakdown``: the memory of a step on each device by what holds it."""
+"""The table of ``memory_breakdown``: the memory of a step on each device, by use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from zerojax.plan.table import columns, size
 
 
 def table(forecast: Forecast) -> str:
-    """The memory of a step as text, of the program that needs the most.
+    """Formats the memory of the step's program that needs the most.
 
     Args:
-      forecast: Of the step's programs, as :func:`zerojax.foresight.costs.measure_memory` measures
-        them: arguments by name, and temporaries in one sum.
+      forecast: The forecast of the step's programs, measured by
+        :func:`zerojax.foresight.costs.measure_memory`: arguments by name, and temporaries as one
+        sum.
     """
     peak = forecast.peak
     gradients = sum(leaf.bytes_per_device for leaf in forecast.plan.gradients())

@@ -1,4 +1,4 @@
-"""Settings with which a step fits, each of them compiled."""
+"""A search for settings with which a step fits; each candidate is compiled."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ COMPILES = 8
 
 
 def remedies(trials: Trials, wanted: int = 3, compiles: int = COMPILES) -> list[Trial]:
-    """Choices for the same rows that fit, fastest first by prediction.
+    """Returns choices for the same rows that fit, in ascending order of predicted time.
 
-    The mildest are tried first: first nothing that stays gathered, then a lower stage before a
-    higher one, remat, smaller micro-batches, offload. A choice that only goes further than one that
-    fits is left out, and so is one that cannot fit, by what is known of others.
+    Milder choices are tried first: no parameters that stay gathered, then higher stages (the next
+    one first), remat, smaller micro-batches, offload. A choice is skipped if it goes at least as
+    far in every setting as a choice that fits, or if earlier forecasts show that it cannot fit.
 
     Args:
       trials: The trials of the step on the devices.
-      wanted: How many remedies are enough.
-      compiles: How many choices are compiled at the most.
+      wanted: The number of remedies after which the search ends.
+      compiles: The most choices that are compiled.
     """
     fitting: list[Trial] = []
     tried = 0
@@ -39,11 +39,12 @@ def remedies(trials: Trials, wanted: int = 3, compiles: int = COMPILES) -> list[
 
 
 def milder_first(given: Choice, stays: bool = True) -> Iterator[Choice]:
-    """The choices that go further than ``given`` in some setting and less far in none.
+    """Returns the choices that go further than ``given`` in some setting and less far in none,
+    mildest first.
 
     Args:
       given: The choice that does not fit.
-      stays: Whether some parameter stays gathered under that choice.
+      stays: Whether some parameter stays gathered under ``given``.
     """
     stages = range(given.stage, 4)
     remats: Sequence[bool | None] = [given.remat] if given.remat in (None, True) else [False, True]
@@ -84,7 +85,7 @@ def _severity(given: Choice) -> Callable[[Choice], tuple[float, ...]]:
 
 
 def _further(choice: Choice, than: Choice) -> bool:
-    """Whether a choice goes at least as far as another one in every setting."""
+    """Returns whether a choice goes at least as far as another choice in every setting."""
     return (
         choice.stage >= than.stage
         and bool(choice.remat) >= bool(than.remat)

@@ -1,4 +1,4 @@
-"""What the config asks to be told of a step once: its memory, its collectives, its FLOPs."""
+"""The reports on a step that are logged once: its memory, its collectives, its FLOPs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from zerojax.xla.lowered import LoweredProgram
 class StepReports:
     """The tables of ``memory_breakdown``, ``comms_logger`` and ``flops_profiler``.
 
-    They are read off the programs that run, which are compiled no second time; the first process
-    tells. No number of a step depends on them.
+    The tables describe the programs that run, which are not compiled again; only process 0 logs
+    them. They do not affect the results of a step.
 
     Args:
-      config: Says which tables.
+      config: The config, which selects the tables.
       mesh: The step's mesh.
     """
 
@@ -44,13 +44,13 @@ class StepReports:
 
     @staticmethod
     def asked(config: ZeroConfig) -> bool:
-        """Whether a config asks for any table."""
+        """Returns whether a config asks for any table."""
         return bool(config.memory_breakdown or config.comms_logger or config.flops_profiler)
 
     def begin(
         self, programs: Callable[[], Iterable[LoweredProgram]], plan: Plan, given: Any
     ) -> None:
-        """Before a step: compiles and tells before the first; waits for what a timed one is given.
+        """Before the first step, compiles it and logs its tables; waits for a timed step's inputs.
 
         Args:
           programs: The programs of the step.
@@ -58,7 +58,7 @@ class StepReports:
           given: The state and the batch.
 
         Raises:
-          OSError: Before the first step, where ``output_file`` cannot be written.
+          OSError: Before the first step, ``output_file`` cannot be written.
         """
         profiler = self._config.flops_profiler
         if not self._calls:
@@ -72,10 +72,10 @@ class StepReports:
             self._begun = time.perf_counter()
 
     def end(self, result: Any) -> None:
-        """After a step: tells the profile of the timed one, for which it waits.
+        """After the timed step, waits for the result and logs or writes the profile.
 
         Args:
-          result: What the step has made.
+          result: The results of the step.
         """
         profiler = self._config.flops_profiler
         if profiler and self._calls == profiler.profile_step:
@@ -93,7 +93,7 @@ class StepReports:
     def _read(self, programs: list[LoweredProgram], plan: Plan) -> None:
         config, nodes = self._config, nodes_of(self._mesh)
         speeds = None if self._kind is None else rates(self._kind)
-        stand_in = rates_of(self._mesh.devices.flat[0], 0)  # memory asks for no speed
+        stand_in = rates_of(self._mesh.devices.flat[0], 0)  # a memory forecast needs no speeds
         weighed = forecast(programs, plan, stand_in, measured=measure_memory)
         if config.memory_breakdown:
             _tell(memory_breakdown.table(weighed))

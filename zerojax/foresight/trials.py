@@ -1,4 +1,4 @@
-"""One step on some devices, tried under different settings: each compiled, none run."""
+"""Trials of one step under different settings, each compiled but not run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BuiltStep(NamedTuple):
     Attributes:
       plan: The plan of its state.
       programs: Yields its programs, as ``train_step.programs`` does; they are traced on demand.
-      tokens: Tokens in a batch of all devices.
+      tokens: Tokens in the global batch.
     """
 
     plan: Plan
@@ -34,7 +34,7 @@ class Trial:
     """A choice that was compiled, and its forecast.
 
     Attributes:
-      measured: Seconds of a step that was run; None where none was.
+      measured: Measured seconds of a step; None if no step was run.
     """
 
     choice: Choice
@@ -43,12 +43,12 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: measured, else predicted."""
+        """Seconds of a step, measured if available, else predicted."""
         return self.forecast.seconds if self.measured is None else self.measured
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of all devices together, as measured, else as predicted."""
+        """Tokens per second over all devices, measured if available, else predicted."""
         return self.forecast.tokens / self.seconds
 
 
@@ -56,10 +56,10 @@ class Trials:
     """The forecasts of a step under different choices, each compiled once.
 
     Args:
-      build: Gives the step under a choice.
+      build: Returns the step under a choice.
       given: The choice that the user asks about.
       rates: The speeds and the memory of the devices.
-      note: Called with what is compiled next.
+      note: Called with messages, such as the choice and the program that is compiled next.
       measured: Measures a program, as :func:`zerojax.foresight.costs.measure` does.
     """
 
@@ -78,17 +78,17 @@ class Trials:
         self._failed: Exception | None = None
 
     def _built(self, choice: Choice) -> BuiltStep:
-        """The step under a choice. Only its state is traced, once."""
+        """Returns the step under a choice. Only its state is traced, and only once."""
         if choice not in self._steps:
             self._steps[choice] = self._build(choice)
         return self._steps[choice]
 
     def plan(self, choice: Choice) -> Plan:
-        """The plan of the state under a choice, known without a compile."""
+        """Returns the plan of the state under a choice, without a compile."""
         return self._built(choice).plan
 
     def forecast(self, choice: Choice) -> Forecast:
-        """The forecast of a choice; programs after one that does not fit are left out."""
+        """Returns the forecast of a choice; programs after one that does not fit are skipped."""
         if choice not in self._known:
             built = self._built(choice)
             self._known[choice] = forecast(
@@ -103,7 +103,7 @@ class Trials:
         return self._known[choice]
 
     def tried(self, choice: Choice) -> Forecast | None:
-        """The forecast of a choice; None where XLA's own limits or the step do not allow it."""
+        """Returns the forecast of a choice; None if XLA's limits or the step raise an error."""
         try:
             return self.forecast(choice)
         except Exception as error:
@@ -113,11 +113,11 @@ class Trials:
 
     @property
     def failed(self) -> Exception | None:
-        """The error of the last choice, where no choice could be forecast."""
+        """The error of the last choice if no choice could be forecast, else None."""
         return None if self._known else self._failed
 
     def hopeless(self, choice: Choice) -> bool:
-        """Whether a choice cannot fit, by :meth:`least`, or cannot be built."""
+        """Returns whether a choice cannot fit, by :meth:`least`, or cannot be built."""
         try:
             return self.least(choice) > self.rates.room
         except Exception as error:
@@ -125,11 +125,12 @@ class Trials:
             return True
 
     def least(self, choice: Choice) -> int:
-        """The least bytes of device memory that a choice needs, known without a compile.
+        """Returns a lower bound of the device memory of a choice, in bytes, without a compile.
 
-        They are the state at rest, and the activations of the largest compiled choice of the same
-        stage and offload that has no more rows in a micro-batch and no less remat. By shape alone
-        an unsharded gradient of another stage may count as an activation.
+        The bound is the state at rest, plus the most activations of any compiled choice of the same
+        stage and offload that has no more rows in a micro-batch and no less remat. Choices of other
+        stages do not count, since an unsharded gradient there may have been taken for an
+        activation by its shape.
         """
         activations = (
             each.peak.memory.get(ACTIVATIONS, 0)

@@ -1,10 +1,10 @@
-"""The buffers that a compiled program holds at its peak, by XLA's own buffer assignment.
+"""The buffers that a compiled program holds at its peak, from XLA's buffer assignment.
 
     executable, held = compile_with_buffers(lowered)
     held[0].bytes, held[0].instruction
 
-XLA gives the assignment away as a dump only, an ``HloProto``. The fields needed of that message are
-declared here, after ``xla/service/hlo.proto``; protobuf passes over the others.
+XLA exposes the assignment only as a dump, an ``HloProto``. This module declares the required fields
+of that message, after ``xla/service/hlo.proto``; protobuf ignores the others.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SCHEMA = {
     "Assignment": {"buffers": (1, "Buffer*"), "traces": (4, "Trace*")},
     "Hlo": {"assignment": (3, "Assignment")},
 }
-# Without a GPU to try them on, XLA may choose tiles for Triton that it then cannot compile.
+# Without a GPU to test on, XLA may choose Triton tiles that it then cannot compile.
 _LIBRARY_PRODUCTS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 _HOST = 5  # the memory space that HLO writes as S(5)
-_FREED = 1  # Event.kind; 0 is allocated, 2 shared
+_FREED = 1  # Event.kind; 0 means allocated, 2 means shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +44,9 @@ class HeldBuffer:
     """One temporary buffer held at the peak.
 
     Attributes:
-      bytes: Its size.
-      instruction: Name of the instruction that made the newest value in the buffer.
-      computation: Name of that instruction's computation.
+      bytes: The size of the buffer.
+      instruction: The name of the instruction that produced the newest value in the buffer.
+      computation: The name of that instruction's computation.
     """
 
     bytes: int
@@ -57,11 +57,12 @@ class HeldBuffer:
 def compile_with_buffers(
     lowered: jax.stages.Lowered,
 ) -> tuple[jax.stages.Compiled, tuple[HeldBuffer, ...]]:
-    """The compiled program, and the temporary buffers it holds at its peak.
+    """Compiles a program and reads the temporary buffers it holds at its peak.
 
     Returns:
-      The executable, and its buffers, largest first; none where the compiler writes no such dump
-      (TPUs). Their sum may be below the executable's temporary bytes, which include gaps.
+      The executable, and its buffers, largest first; no buffers if the compiler writes no such dump
+      (TPUs). The sum of the buffers may be below the executable's temporary bytes, which include
+      gaps.
     """
     with tempfile.TemporaryDirectory(prefix="zerojax-") as folder:
         dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
@@ -76,15 +77,15 @@ def compile_with_buffers(
 
 
 def buffers_at_peak(dump: bytes) -> list[HeldBuffer]:
-    """The temporary buffers of a dumped program at its peak, largest first.
+    """Returns the temporary buffers of a dumped program at its peak, largest first.
 
     Raises:
-      ValueError: The bytes are no ``HloProto``.
+      ValueError: The bytes are not an ``HloProto``.
     """
     message = _message()
     try:
         assignment = message.FromString(dump).assignment
-    except Exception as error:  # protobuf's own class differs by its implementation
+    except Exception as error:  # the class depends on protobuf's implementation
         raise ValueError(f"not a compiled program's dump: {error}") from error
     sizes = {buffer.id: buffer.size for buffer in assignment.buffers if buffer.color != _HOST}
     held: list[HeldBuffer] = []
@@ -94,7 +95,7 @@ def buffers_at_peak(dump: bytes) -> list[HeldBuffer]:
 
 
 def _peak(events: Sequence[Any], sizes: dict[int, int]) -> list[HeldBuffer]:
-    """The buffers held at the peak of one heap."""
+    """Returns the buffers held at the peak of one heap."""
     totals = [total for total, _ in _heap(events, sizes)]
     if not totals:
         return []
@@ -107,7 +108,7 @@ def _peak(events: Sequence[Any], sizes: dict[int, int]) -> list[HeldBuffer]:
 def _heap(
     events: Sequence[Any], sizes: dict[int, int]
 ) -> Iterator[tuple[int, dict[int, dict[int, Any]]]]:
-    """After each event, the bytes held and, by buffer, the events that made the values in it.
+    """Yields, after each event, the bytes held and, by buffer, the events that created its values.
 
     A value may share the buffer of an earlier value.
     """
@@ -132,7 +133,7 @@ def _heap(
 
 @functools.cache
 def _message() -> Any:
-    """The protobuf class of ``HloProto``, with the fields declared above."""
+    """Returns a protobuf class of ``HloProto``, with the fields of ``_SCHEMA``."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     kinds = descriptor_pb2.FieldDescriptorProto

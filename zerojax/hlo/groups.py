@@ -1,4 +1,4 @@
-"""Which devices a collective joins, by their numbers in the program.
+"""The device groups of a collective, by the devices' numbers in the program.
 
     replica_groups(instruction, devices=8)    # ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -27,12 +27,12 @@ _MESH = re.compile(
 
 
 def replica_groups(instruction: Instruction, devices: int) -> Groups:
-    """The groups of a collective, from any of the forms that XLA prints.
+    """Returns the groups of a collective, from any of the forms that XLA prints.
 
-    ``{{0,1},{2,3}}`` lists them, ``[2,4]<=[4,2]T(1,0)`` cuts a transposed count into groups,
-    ``mesh['x'=4,'y'=2] {'x'}`` names the axes of a mesh of all devices, with its ``device_ids``
-    where they are not in order, and ``{}`` is all devices. Of a permute each pair
-    of source and target is a group.
+    ``{{0,1},{2,3}}`` lists the groups, ``[2,4]<=[4,2]T(1,0)`` splits a transposed iota into groups,
+    ``mesh['x'=4,'y'=2] {'x'}`` names the axes of a mesh of all devices, with its ``device_ids`` if
+    they are not in order, and ``{}`` is one group of all devices. In a permute, each pair of source
+    and target is a group.
     """
     forms = ((_PAIRS, _listed), (_LISTED, _listed), (_IOTA, _counted), (_MESH, _along))
     for form, read in forms:
@@ -59,7 +59,7 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def _along(axes: str, ids: str | None, order: str | None, listed: str | None, named: str) -> Groups:
-    """The groups along axes of a mesh; of ``'a':(2)4`` along the middle of 2 x 4 x the rest."""
+    """Returns the groups along axes of a mesh, where ``'a':(2)4`` is the middle of 2 x 4 x rest."""
     sizes = {name: int(size) for name, size in re.findall(r"([\w.]+)['\"]?=(\d+)", axes)}
     numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     at = dict(zip(sizes, np.indices(numbers.shape), strict=True))

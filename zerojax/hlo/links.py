@@ -1,4 +1,4 @@
-"""Which link a collective crosses: inside a node, or the network between nodes.
+"""The bytes of a collective by link: inside a node, or over the network between nodes.
 
 sent_by(collective, nodes_of(mesh)).between    # bytes of a device, in one run
 """
@@ -18,12 +18,12 @@ _AT_ONCE = ("all-to-all", "ragged-all-to-all", "collective-permute")
 
 
 class Layout(NamedTuple):
-    """How a group lies on nodes.
+    """The distribution of a group over nodes.
 
     Attributes:
-      members: Its devices.
-      nodes: The nodes they are on.
-      fewest: Its devices on the node with the fewest.
+      members: The number of devices in the group.
+      nodes: The number of nodes with devices of the group.
+      fewest: The number of its devices on the node with the fewest.
     """
 
     members: int
@@ -32,9 +32,9 @@ class Layout(NamedTuple):
 
 
 def sent_by(collective: Collective, nodes: tuple[int, ...]) -> Sent:
-    """What a device sends in one run of a collective.
+    """Returns the bytes and steps of a device in one run of a collective, by link.
 
-    NCCL's rings leave each node once and enter it once, and there are as many rings as the group
+    Each of NCCL's rings leaves and enters each node once, and there are as many rings as the group
     has network cards on a node, one for each member. With n members, m of them on a node, a
     device sends (nccl-tests, PERFORMANCE.md, and NCCL's src/graph/tuning.cc):
 
@@ -47,12 +47,13 @@ def sent_by(collective: Collective, nodes: tuple[int, ...]) -> Sent:
     permute         1              1, or 0       1, or 0         0, or 1
     ==============  =============  ============  ==============  ============
 
-    in units of the payload. The steps of an all-reduce are those of NCCL's trees. Of groups that
-    lie differently on their nodes the one counts that sends most between nodes.
+    in units of the payload. The steps of an all-reduce are those of NCCL's trees. If groups differ
+    in their distribution over nodes, the group that sends most between nodes counts.
 
     Args:
       collective: The collective.
-      nodes: The node of each device of the program, :func:`zerojax.devices.network.nodes_of`.
+      nodes: The node of each device of the program, from
+        :func:`zerojax.devices.network.nodes_of`.
     """
     n, k, m = _layout(collective.groups, nodes)
     moved = collective.moved_bytes / max(collective.times, 1)
@@ -73,7 +74,7 @@ def sent_by(collective: Collective, nodes: tuple[int, ...]) -> Sent:
 
 @functools.lru_cache(maxsize=256)
 def _layout(groups: Groups, nodes: tuple[int, ...]) -> Layout:
-    """The layout of the group that sends most between nodes."""
+    """Returns the layout of the group that sends most between nodes."""
     layouts = set()
     for group in groups:
         on = collections.Counter(nodes[device] for device in group)

@@ -12,7 +12,7 @@ from zerojax.hlo.program import Computation, HloProgram
 from zerojax.hlo.traffic import KINDS
 from zerojax.hlo.work import FREE, is_forward, products, work_of
 
-# The ends of what runs beside computation, and copies between device and host.
+# The ends of asynchronous operations, and copies between device and host.
 _BESIDE = ("-done", "-update", "copy-start")
 
 
@@ -22,9 +22,9 @@ class OriginWork:
 
     Attributes:
       flops: Floating-point operations of matrix products.
-      forward: Those of them in the forward pass, without what the backward pass repeats.
-      seconds: By the roofline model of :mod:`zerojax.hlo.timeline`, without waits for transfers; 0
-        without rates.
+      forward: The part of them in the forward pass, without repetitions in the backward pass.
+      seconds: The time by the roofline model of :mod:`zerojax.hlo.timeline`, without waits for
+        transfers; 0 without rates.
     """
 
     flops: int = 0
@@ -32,21 +32,21 @@ class OriginWork:
     seconds: float = 0.0
 
     def add(self, other: OriginWork, times: int = 1) -> None:
-        """Appends other work, ``times`` times."""
+        """Adds other work, ``times`` times."""
         self.flops += times * other.flops
         self.forward += times * other.forward
         self.seconds += times * other.seconds
 
 
 def by_origin(program: HloProgram, rates: Rates | None) -> dict[str, OriginWork]:
-    """The work of a program by ``op_name``; "" for what has none.
+    """Returns the work of a program by ``op_name``; "" for instructions without a name.
 
-    A loop counts as often as it runs (once where nobody knows), a conditional with all its
-    branches. The seconds of a fusion are those of the largest product in it.
+    A loop counts as often as it runs (once if the trip count is unknown), a conditional counts with
+    all of its branches. The seconds of a fusion count for the largest product in it.
 
     Args:
       program: The parsed program.
-      rates: The speeds of the devices; None leaves the seconds out.
+      rates: The speeds of the devices; None omits the seconds.
     """
     work: dict[str, OriginWork] = {}
     _add(program, program.entry, 1, rates, work)

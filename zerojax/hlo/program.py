@@ -1,9 +1,9 @@
-"""A compiled XLA program, read from its text.
+"""A compiled XLA program, parsed from its text.
 
     program = parse(compiled.as_text())
     program.entry.instructions          # in scheduled order
 
-Names, shapes, operands and the raw attributes are kept, for the other files of this room.
+The result has names, shapes, operands and the raw attributes, for the other files of this folder.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Size without the layout's padding; 0 for a token or an opaque value."""
+        """The size without the layout's padding; 0 for a token or an opaque value."""
         digits = _BITS.search(self.dtype)
         bits = 8 if self.dtype == "pred" else int(digits[0]) if digits else 0
         return math.ceil(self.elements * bits / 8)
@@ -47,7 +47,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation. ``shapes`` flattens a tuple's arrays in order."""
+    """One line of a computation; ``shapes`` has a tuple's arrays, flattened in order."""
 
     name: str
     opcode: str
@@ -64,13 +64,13 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Its origin in the traced Python: ``jit(step)/transpose(jvp(GPT))/mul``."""
+        """The origin in the traced Python: ``jit(step)/transpose(jvp(GPT))/mul``."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that run as part of it, but for a ``while``'s condition."""
+        """Names of the computations that the instruction runs, except a ``while``'s condition."""
         if self.operation in ("fusion", "call", "while", "conditional", "async"):
             names = [
                 name
@@ -84,13 +84,13 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a ``while`` runs its body; None where XLA does not know."""
+        """The trip count that XLA notes for a ``while``; None if XLA does not know."""
         match = _TRIPS.search(self.attributes)
         return int(match[1]) if match else None
 
     @property
     def index(self) -> int:
-        """The element a ``get-tuple-element`` takes, or the number of a ``parameter``."""
+        """The element that a ``get-tuple-element`` takes, or the number of a ``parameter``."""
         if self.opcode == "parameter":
             return int(self.argument)
         match = re.search(r"\bindex=(\d+)", self.attributes)
@@ -145,8 +145,7 @@ class HloProgram:
         return self.computations[self.entry_name]
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often a ``while`` runs its body; None where XLA does not note the count and the
-        condition does not tell.
+        """Returns the trip count of a ``while``, from XLA's note or its condition, else None.
 
         The condition of a scan counts from 0 up to a constant.
         """
@@ -162,12 +161,12 @@ class HloProgram:
         return int(right.argument) if counts and right.argument.isdigit() else None
 
     def nested(self, instruction: Instruction) -> Iterator[Computation]:
-        """The computations that a loop, a call or a conditional runs in turn."""
+        """Yields the computations that a loop, a call or a conditional runs in turn."""
         if instruction.opcode in ("while", "call", "conditional"):
             yield from self.callees(instruction)
 
     def callees(self, instruction: Instruction) -> Iterator[Computation]:
-        """The computations that run as part of an instruction, those within a fusion too."""
+        """Yields the computations that run as part of an instruction, also those of a fusion."""
         for name in instruction.called:
             if name in self.computations:
                 yield self.computations[name]
@@ -175,10 +174,10 @@ class HloProgram:
 
 @functools.lru_cache(maxsize=4)
 def parse(text: str) -> HloProgram:
-    """The program in ``compiled.as_text()``.
+    """Parses the program in ``compiled.as_text()``.
 
     Raises:
-      ValueError: The text has no entry computation: it is not a compiled program's.
+      ValueError: The text has no entry computation, so it is not a compiled program's.
 
     Example::
 
@@ -218,7 +217,7 @@ def _instruction(head: re.Match[str], rest: str) -> Instruction:
 
 
 def shapes(text: str) -> tuple[Shape, ...]:
-    """The arrays named in a piece of HLO text, in order."""
+    """Returns the arrays named in HLO text, in order."""
     return tuple(
         Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size))
         for dtype, dims in _SHAPE.findall(text)
@@ -226,7 +225,7 @@ def shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """The text up to the parenthesis that closes its first one, and the rest."""
+    """Splits a text after the parenthesis that closes its first one."""
     depth = 0
     for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1

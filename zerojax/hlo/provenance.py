@@ -1,4 +1,4 @@
-"""Which values of a compiled program are its arguments, moved but not computed upon."""
+"""Analysis of which values of a compiled program are its arguments, only moved or converted."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from zerojax.hlo.program import Computation, HloProgram, Instruction
 
-# These return their operand's buffer, or a copy of it.
+# Opcodes that return their operand's buffer, or a copy of it.
 ALIASES = frozenset({"bitcast", "copy", "copy-start", "copy-done", "optimization-barrier"})
-# These move or convert numbers without computing new ones.
+# Opcodes that move or convert numbers without computing new ones.
 MOVES = ALIASES | {
     "convert", "reshape", "transpose", "slice", "dynamic-slice", "concatenate", "pad", "select",
 }  # fmt: skip
@@ -22,11 +22,11 @@ class Caller(NamedTuple):
 
 
 Callers = Mapping[str, Caller]
-"""By the name of the loop's body."""
+"""The caller of each loop's body, by the name of the body."""
 
 
 def schedules(program: HloProgram) -> tuple[Callers, list[Computation]]:
-    """The caller of each loop's body, and the computations that run in turn, the entry first."""
+    """Returns the caller of each loop's body, and the computations that run, the entry first."""
     callers: dict[str, Caller] = {}
 
     def run(computation: Computation) -> Iterator[Computation]:
@@ -49,17 +49,17 @@ def is_argument(
     *,
     gathered: bool = False,
 ) -> bool:
-    """Whether a value is an argument of the program, but for moves and conversions.
+    """Returns whether a value is an argument of the program, except for moves and conversions.
 
-    What a loop carries is followed to the loop's start, so that a scan's stacked parameters are
-    arguments and the activations it stacks are not.
+    Values that a loop carries are traced back to the loop's operands, so that a scan's stacked
+    parameters are arguments, but the activations that the scan stacks are not.
 
     Args:
       program: The compiled program.
       callers: The caller of each loop's body.
-      computation: The computation in which the value is made.
-      name: The instruction that makes the value.
-      element: The element of that instruction's tuple; None for a value that is no tuple.
+      computation: The computation that contains ``name``.
+      name: The instruction that produces the value.
+      element: The element of that instruction's tuple; None for a value that is not a tuple.
       gathered: Whether an all-gather counts as a move.
     """
     same = functools.partial(is_argument, program, callers, gathered=gathered)
@@ -97,7 +97,7 @@ def is_argument(
 
 
 def moved_from(fused: Computation, name: str) -> tuple[int, ...]:
-    """Numbers of the parameters that ``name`` is moved from; none where ``name`` is computed."""
+    """Returns the parameter numbers that ``name`` is moved from; empty if ``name`` is computed."""
     instruction = fused[name]
     if instruction.opcode == "parameter":
         return (instruction.index,)
@@ -108,17 +108,17 @@ def moved_from(fused: Computation, name: str) -> tuple[int, ...]:
 
 
 def _moved_operands(computation: Computation, instruction: Instruction) -> tuple[str, ...]:
-    """The operands whose values appear in the result of one of ``MOVES``.
+    """Returns the operands whose values appear in the result of one of ``MOVES``.
 
-    A selection moves its choices, but for constants: a predicate between a value and a constant may
-    only say when the value can be read.
+    A select moves its choices, except constants: a predicate between a value and a constant may
+    only mark when the value can be read.
     """
     operands = instruction.operands
     if instruction.opcode == "concatenate":
         return operands
     if instruction.opcode == "select":
         return tuple(each for each in operands[1:] if not _is_constant(computation, each))
-    return operands[:1]  # the others are a slice's bounds, a padding's value
+    return operands[:1]  # the other operands are a slice's bounds or the padding value
 
 
 def _is_constant(computation: Computation, name: str) -> bool:
@@ -129,7 +129,7 @@ def _is_constant(computation: Computation, name: str) -> bool:
 
 
 def result(fused: Computation, element: int | None) -> str:
-    """The instruction that makes a fused computation's result, or one element of it."""
+    """Returns the instruction that produces a fused computation's result, or one element of it."""
     root = fused.root
     if root.opcode != "tuple":
         return root.name
@@ -137,7 +137,7 @@ def result(fused: Computation, element: int | None) -> str:
 
 
 def hands_on(body: Computation, element: int) -> bool:
-    """Whether a loop's body returns an element of its tuple unchanged."""
+    """Returns whether a loop's body returns an element of its tuple unchanged."""
     parameter, root = body.parameter(0), body.root
     if parameter is None or root.opcode != "tuple" or element >= len(root.operands):
         return False

@@ -1,8 +1,9 @@
-"""What XLA computes again by itself, to save memory.
+"""XLA's own rematerialisation, which computes values again to save memory.
 
-XLA for GPUs leaves a fifth of a device's memory for others, takes off the arguments and results of
-a program, and of the rest 5% for what its estimate misses. Where the temporaries need more, it
-computes some of them a second time (``GetSchedulerMemoryLimit`` in XLA's ``gpu_hlo_schedule.cc``).
+XLA for GPUs reserves a fifth of a device's memory for other uses, subtracts the arguments and
+results of a program, and reserves 5% of the rest for errors of its estimate. If the temporaries
+need more, XLA computes some of them a second time (``GetSchedulerMemoryLimit`` in XLA's
+``gpu_hlo_schedule.cc``).
 """
 
 import re
@@ -15,11 +16,11 @@ _BASE, _SLOP = 0.8, 0.95
 
 
 def begins_above(memory: int, arguments: int) -> int:
-    """Bytes of a program's arguments and temporaries above which XLA computes some again.
+    """Returns the bytes of arguments and temporaries above which XLA computes temporaries again.
 
     Args:
       memory: Bytes of the device's memory.
-      arguments: Bytes of the program's arguments, whose place its results take.
+      arguments: Bytes of the program's arguments, whose buffers its results reuse.
 
     Example:
       >>> begins_above(80_000_000_000, 4_000_000_000)
@@ -29,7 +30,7 @@ def begins_above(memory: int, arguments: int) -> int:
 
 
 def computed_again(program: HloProgram) -> int:
-    """How many instructions XLA has made to compute a value again."""
+    """Returns the number of instructions that XLA added to compute a value again."""
     return sum(
         each.opcode not in _NAMES and bool(_AGAIN.search(each.name))
         for computation in program.computations.values()

@@ -1,9 +1,10 @@
-"""How long a compiled program takes, by a roofline model over its schedule.
+"""The predicted run time of a compiled program, by a roofline model over its schedule.
 
 Instructions run one after another in scheduled order. A matrix product or a fusion takes the longer
-of its arithmetic at the matrix rate and its bytes at the memory rate. Collectives with a start and
-a done run beside computation, one after another, as do copies in each direction between device and
-host; the program waits at the done. A loop takes its body's time as often as the body runs.
+of the times for its arithmetic at the matrix rate and for its bytes at the memory rate. Collectives
+with a start and a done overlap with computation, one after another, as do copies in each direction
+between device and host; the program waits at the done. A loop takes its body's time multiplied by
+its trip count.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ COLLECTIVES, INWARD, OUTWARD = "collectives", "to the device", "to the host"
 
 
 class Place(NamedTuple):
-    """Where an instruction stands: the name of its computation, and its own."""
+    """The location of an instruction: the name of its computation, and its name."""
 
     computation: str
     name: str
 
 
 class Transfer(NamedTuple):
-    """A collective or a copy: the link that carries it, and for how many seconds."""
+    """A collective or a copy: the link that carries it, and its duration in seconds."""
 
     link: str
     seconds: float
@@ -38,13 +39,13 @@ class Transfer(NamedTuple):
 
 @dataclasses.dataclass
 class ProgramTime:
-    """The predicted time of a program, or of a part.
+    """The predicted time of a program or of a part of it.
 
     Attributes:
-      seconds: From the first instruction to the last.
+      seconds: Seconds from the first instruction to the last.
       forward: Floating-point operations of the forward pass's matrix products.
       waited: Seconds waited for each transfer, a collective or a copy.
-      under_way: Seconds for which each transfer was under way, waited for or not.
+      under_way: Total seconds of each transfer, hidden or not.
     """
 
     seconds: float = 0.0
@@ -53,7 +54,7 @@ class ProgramTime:
     under_way: dict[Place, float] = dataclasses.field(default_factory=dict)
 
     def add(self, other: ProgramTime, times: int = 1) -> None:
-        """Append another part, which runs ``times`` times."""
+        """Adds another part, which runs ``times`` times."""
         self.seconds += times * other.seconds
         self.forward += times * other.forward
         for mine, theirs in ((self.waited, other.waited), (self.under_way, other.under_way)):
@@ -68,14 +69,14 @@ def program_time(
     rates: Rates,
     nodes: tuple[int, ...],
 ) -> ProgramTime:
-    """The predicted time of a program.
+    """Predicts the time of a program.
 
     Args:
       program: The parsed program.
-      sent: Its collectives.
-      copied: Its copies between device and host.
+      sent: The program's collectives.
+      copied: The program's copies between device and host.
       rates: The speeds of the devices.
-      nodes: The node of each device, :func:`zerojax.devices.network.nodes_of`.
+      nodes: The node of each device, from :func:`zerojax.devices.network.nodes_of`.
     """
     transfers: dict[Place, Transfer] = {}
     for each in sent:
@@ -95,8 +96,8 @@ def _run(
     rates: Rates,
 ) -> ProgramTime:
     spent = ProgramTime()
-    free: dict[str, float] = {}  # link -> when the link is free again
-    over: dict[str, float] = {}  # name of a transfer -> when the transfer is over
+    free: dict[str, float] = {}  # link -> the time at which the link is free again
+    over: dict[str, float] = {}  # name of a transfer -> the time at which the transfer ends
     for each in computation.instructions:
         key = Place(computation.name, each.name)
         if key in transfers:
@@ -135,7 +136,7 @@ def _compute(
     seconds = rates.compute_seconds(work.flops, work.bytes)
     spent.seconds += seconds
     spent.forward += work.forward
-    # TPUs' compiler puts a collective into the fusion that hides it.
+    # XLA for TPUs places a collective inside the fusion that hides it.
     for inside in program.callees(each):
         for key in (Place(inside.name, each.name) for each in inside.instructions):
             if key in transfers:
@@ -151,7 +152,7 @@ def _wait(spent: ProgramTime, key: Place, until: float) -> None:
 
 
 def _start(computation: Computation, each: Instruction) -> str:
-    """Name of the instruction that started the operation that ``each`` ends."""
+    """Returns the name of the instruction that started the operation that ``each`` ends."""
     while each.opcode.endswith(("-done", "-update")):
         each = computation[each.operands[0]]
     return each.name

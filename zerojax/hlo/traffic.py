@@ -1,4 +1,4 @@
-"""What a compiled step sends between devices.
+"""The collectives of a compiled step.
 
 for each in collectives(compiled.as_text()):
     print(each.kind, each.dtypes, each.payload_bytes, each.times, each.moved_bytes)
@@ -26,18 +26,18 @@ KINDS = tuple(_RING)
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a compiled program; an asynchronous start and done are one.
+    """One collective of a compiled program; an asynchronous start and done count as one.
 
     Attributes:
       kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ...
-      shapes: The arrays it moves, whole: gathered, or as they were before scattering. A collective
-        that XLA combined has several.
-      groups: The devices that take part together, by their numbers in the program.
+      shapes: The arrays it moves: after gathering, or before scattering. A collective that XLA
+        combined has several.
+      groups: The groups of participating devices, by their numbers in the program.
       times: Runs in a step: the product of the enclosing loops' trip counts.
-      exact: False where an enclosing loop's trip count is not known. That loop counts once.
-      name: Name of the instruction.
-      computation: Name of its computation.
-      op_name: Origin of the collective in the traced Python, or "".
+      exact: False if an enclosing loop's trip count is not known; that loop counts once.
+      name: The name of the instruction.
+      computation: The name of its computation.
+      op_name: The origin of the collective in the traced Python, or "".
     """
 
     kind: str
@@ -51,17 +51,17 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """How many devices take part together; of a permute two."""
+        """The number of devices in a group; two for a permute."""
         return len(self.groups[0])
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all ``shapes``, in one run."""
+        """The bytes of all ``shapes``, in one run."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes moved, that of most bytes first."""
+        """The dtypes moved, in descending order of bytes."""
         sizes = self.bytes_by_dtype
         return tuple(sorted(sizes, key=lambda dtype: -sizes[dtype]))
 
@@ -84,7 +84,7 @@ class Collective:
 
 
 def ring_bytes(kind: str, payload: int, devices: int) -> float:
-    """Bytes that each of so many devices sends in one run of a collective over a ring.
+    """Returns the bytes that each device sends in one run of a collective over a ring.
 
     Example:
       >>> ring_bytes("all-gather", 800, 8), ring_bytes("all-reduce", 800, 8)
@@ -94,10 +94,10 @@ def ring_bytes(kind: str, payload: int, devices: int) -> float:
 
 
 def collectives(text: str) -> tuple[Collective, ...]:
-    """The collectives of a compiled program's text, in scheduled order.
+    """Returns the collectives of a compiled program's text, in scheduled order.
 
-    Loops, calls, conditionals (every branch) and asynchronous computations are looked into; a
-    computation called from two places counts twice.
+    The result includes collectives in loops, calls, conditionals (every branch) and asynchronous
+    computations; a computation called from two places counts twice.
 
     Raises:
       ValueError: The text is not a compiled program's.
@@ -135,7 +135,7 @@ def _walk(
 
 
 def _whole(started: Instruction, results: tuple[Shape, ...], group: int) -> tuple[Shape, ...]:
-    """A collective's arrays as gathered, or as they were before scattering."""
+    """Returns a collective's arrays after gathering, or before scattering."""
     if started.operation != "reduce-scatter":
         return results
     match = re.search(r"\bdimensions=\{(\d+)\}", started.attributes)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
 
-_LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\S+) ")  # not tuples: an array's own layout
+_LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (\S+) ")  # arrays with a layout, not tuples
 _HOST = ":S(5)"
 _MOVES = ("copy", "fusion", "dynamic-slice", "dynamic-update-slice", "async")
 
@@ -20,12 +20,12 @@ class HostCopy:
     """One copy between device and host memory.
 
     Attributes:
-      name: Name of the instruction that starts the copy.
-      end: Name of the one at which the copy is over; ``name`` for a synchronous copy.
-      computation: Name of its computation, the entry or a loop's body.
-      inward: Whether the copy goes to the device.
+      name: The name of the instruction that starts the copy.
+      end: The name of the instruction at which the copy ends; ``name`` for a synchronous copy.
+      computation: The name of its computation, the entry or a loop's body.
+      inward: Whether the direction is from host to device.
       bytes: Bytes moved in one run.
-      times: Runs in a step; a loop whose trip count is not known counts once.
+      times: Runs in a step; a loop with an unknown trip count counts once.
     """
 
     name: str
@@ -37,7 +37,7 @@ class HostCopy:
 
 
 def host_copies(text: str) -> tuple[HostCopy, ...]:
-    """The copies between device and host memory in a compiled program's text.
+    """Returns the copies between device and host memory in a compiled program's text.
 
     Raises:
       ValueError: The text is not a compiled program's.
@@ -47,7 +47,7 @@ def host_copies(text: str) -> tuple[HostCopy, ...]:
 
 
 def in_host(text: str) -> frozenset[str]:
-    """Names of the instructions whose result is an array in host memory."""
+    """Returns the names of the instructions whose result is an array in host memory."""
     lines = (_LINE.match(line) for line in text.splitlines() if _HOST in line)
     return frozenset(match[1] for match in lines if match and _HOST in match[2])
 
@@ -75,7 +75,7 @@ def _walk(
 
 
 def _end(computation: Computation, start: Instruction) -> Instruction:
-    """The instruction at which a copy is over: its own where the copy is synchronous."""
+    """Returns the instruction at which a copy ends: ``start`` itself if the copy is synchronous."""
     if not start.opcode.endswith(("-start", "-update")):
         return start
     ends = (e for e in computation.users[start.name] if e.opcode.endswith(("-update", "-done")))
@@ -85,7 +85,8 @@ def _end(computation: Computation, start: Instruction) -> Instruction:
 def _moved(
     computation: Computation, start: Instruction, end: Instruction, host: frozenset[str]
 ) -> int:
-    """Bytes of a copy: inward all of the result, outward the operand, as the rest lies there."""
+    """Returns the bytes of a copy: to the device the result, to the host only the operand, since
+    the rest of the result is already in host memory."""
     if end.name not in host:
         return sum(shape.bytes for shape in end.shapes)
     known = [name for name in start.operands if name in computation.position and name not in host]

@@ -1,4 +1,4 @@
-"""The floating-point operations and the bytes of each instruction of a compiled program.
+"""Floating-point operations and bytes of each instruction of a compiled program.
 
 work = work_of(program, computation, instruction)
 work.flops, work.bytes
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape
 
-# These make no kernel: names for values, and the ends of asynchronous operations.
+# Opcodes without a kernel: names for values, synchronisation, and calls of other computations.
 FREE = frozenset(
     {
         "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
@@ -25,9 +25,10 @@ FREE = frozenset(
 )  # fmt: skip
 _LIBRARY = re.compile("gemm|matmul|conv")
 _ATTENTION = "__cudnn$fmha"
-# The scope that `pallas_kernels.attention` calls a Mosaic kernel in: its pass, its window.
+# The scope in which `pallas_kernels.attention` calls a Mosaic kernel: its pass, its window.
 _MOSAIC = re.compile(r"fused_attention(_backward)?(?:_of_(\d+))?\b(?!.*fused_attention)")
-_PRODUCTS = {1: 3, 2: 4, 3: 5}  # in a backward kernel of dq, of dk and dv, of all three
+# Matrix products of a backward kernel, by the number of its results: dq; dk and dv; all three.
+_PRODUCTS = {1: 3, 2: 4, 3: 5}
 _SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
 _GEMM = re.compile(r'"(lhs|rhs)_(contracting|batch)_dimensions":\[([^\]]*)\]')
 
@@ -39,9 +40,8 @@ class Work:
     Attributes:
       flops: Floating-point operations of matrix products by the dtype of their operands, 2 for
         each multiplication.
-      forward: Those of them in the forward pass, without what the backward pass repeats.
-      bytes: Bytes read from and written to device memory. An array that is sliced counts with the
-        slice.
+      forward: The part of them in the forward pass, without repetitions in the backward pass.
+      bytes: Bytes read from and written to device memory. Of a sliced array, only the slice counts.
     """
 
     flops: Mapping[str, int]
@@ -59,13 +59,13 @@ class Product(NamedTuple):
 
 
 def products(program: HloProgram, computation: Computation, each: Instruction) -> Iterator[Product]:
-    """The matrix products of one instruction, those fused into it too."""
+    """Yields the matrix products of one instruction, including those fused into it."""
     for where, product in _products(program, computation, each):
         yield Product(product.op_name or each.op_name, *_flops(where, product))
 
 
 def work_of(program: HloProgram, computation: Computation, each: Instruction) -> Work:
-    """The work of one instruction, with all that is fused into it."""
+    """Returns the work of one instruction, including all instructions fused into it."""
     flops = collections.Counter[str]()
     forward = 0
     for product in products(program, computation, each):
@@ -75,7 +75,7 @@ def work_of(program: HloProgram, computation: Computation, each: Instruction) ->
 
 
 def is_forward(op_name: str) -> bool:
-    """Whether an operation is of the forward pass, and no repetition in the backward pass."""
+    """Returns whether an operation is in the forward pass, not its repetition in the backward."""
     return "jvp(" in op_name and "transpose(" not in op_name and "rematted" not in op_name
 
 
@@ -105,7 +105,7 @@ def _target(each: Instruction) -> str:
 
 
 def _flops(computation: Computation, product: Instruction) -> tuple[str, int]:
-    """dtype of the operands; 2 for each element of the result and each element summed into it."""
+    """Returns the operands' dtype, and 2 * elements of the result * products summed in each."""
     if "conv" in _target(product):
         return _library_convolution(computation, product)
     if _target(product).startswith(_ATTENTION):
@@ -122,7 +122,8 @@ def _flops(computation: Computation, product: Instruction) -> tuple[str, int]:
 
 
 def _library_convolution(computation: Computation, call: Instruction) -> tuple[str, int]:
-    """FLOPs of cuDNN's convolutions: each pass multiplies as often as the forward pass does."""
+    """Returns dtype and FLOPs of cuDNN's convolutions: each pass multiplies as often as the
+    forward pass."""
     first, second = (computation[name].shapes[0] for name in call.operands[:2])
     target, made = _target(call), call.shapes[0]
     out, kernel = made, second
@@ -136,8 +137,8 @@ def _library_convolution(computation: Computation, call: Instruction) -> tuple[s
 
 
 def _library_attention(computation: Computation, call: Instruction) -> tuple[str, int]:
-    """FLOPs of cuDNN's attention: two products of the scores' size forward, five backward, one of
-    them a repetition. Scores behind a mask count, as they do in a step without cuDNN."""
+    """Returns dtype and FLOPs of cuDNN's attention: two products of the scores' size forward, five
+    backward, one of which is a repetition. Masked scores count, as in a step without cuDNN."""
     query = computation[call.operands[0]].shapes[0]
     match = _SCORES.search(call.attributes)
     scores = math.prod(int(n.strip('" ')) for n in match[1].split(",")) if match else 0
@@ -146,9 +147,10 @@ def _library_attention(computation: Computation, call: Instruction) -> tuple[str
 
 
 def _mosaic_attention(computation: Computation, call: Instruction) -> tuple[str, int]:
-    """FLOPs of a Mosaic kernel for q [B, T, H, d] and k [B, S, G, d]: two products of the scores'
-    size forward; backward three for dq, four for dk and dv, as each kernel makes the scores again.
-    Scores behind a causal mask count as cuDNN's do, those before a sliding window do not."""
+    """Returns dtype and FLOPs of a Mosaic kernel for q [B, T, H, d] and k [B, S, G, d]: two
+    products of the scores' size forward; backward three for dq, four for dk and dv, as each kernel
+    computes the scores again. Scores behind a causal mask count, as with cuDNN; scores before a
+    sliding window do not."""
     query, key = (computation[name].shapes[0] for name in call.operands[:2])
     scope = _MOSAIC.search(call.op_name)
     assert scope
@@ -160,10 +162,11 @@ def _mosaic_attention(computation: Computation, call: Instruction) -> tuple[str,
 
 
 def _convolved(product: Instruction, kernel: Shape) -> int:
-    """How many elements a convolution sums into one of its result. TPUs write matrix products so.
+    """Returns how many products a convolution sums into one element of its result.
 
-    The kernel's input features, at each place of its window; a window that is dilated to its own
-    size is a batch of products, each of which meets one place.
+    The number is the kernel's input features times the positions of its window. XLA for TPUs writes
+    matrix products as convolutions: a window dilated to its own size is a batch of products, each
+    of which uses one position.
     """
     labels = re.search(r"dim_labels=\w+_(\w+)->", product.attributes)
     window = re.search(r"window=\{size=([\dx]+)", product.attributes)
@@ -198,13 +201,13 @@ def _bytes(program: HloProgram, computation: Computation, each: Instruction) -> 
 
 
 def _read(inside: Computation, number: int, shapes: tuple[Shape, ...]) -> int:
-    """Bytes that a fusion reads of one operand: the slices, where it takes nothing but slices."""
+    """Returns the bytes that a fusion reads of an operand: only the slices if it only slices it."""
     parameter = inside.parameter(number)
     return _read_of(inside, parameter.name, shapes) if parameter else 0
 
 
 def _read_of(inside: Computation, name: str, shapes: tuple[Shape, ...]) -> int:
-    """The same of a value in there, however it is turned."""
+    """Returns the bytes that a fusion reads of a value inside it, also through bitcasts."""
     total = 0
     for user in inside.users.get(name, ()):
         if user.opcode == "bitcast":
@@ -212,7 +215,7 @@ def _read_of(inside: Computation, name: str, shapes: tuple[Shape, ...]) -> int:
         elif user.opcode in ("dynamic-slice", "slice", "gather"):
             total += _size(user.shapes)
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
-            return _size(shapes)  # one that is written in place is not read
+            return _size(shapes)  # a value that is updated in place is not read
     return min(total, _size(shapes))
 
 

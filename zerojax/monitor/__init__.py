@@ -1,5 +1,5 @@
-"""DeepSpeed's logs: a line every ``steps_per_print``, the times of ``wall_clock_breakdown``, and
-metrics in CSV files, TensorBoard and wandb under DeepSpeed's tags.
+"""DeepSpeed's logs: a line every ``steps_per_print`` updates, the times of
+``wall_clock_breakdown``, and metrics in CSV files, TensorBoard and wandb under DeepSpeed's tags.
 
 A decorated step writes them by itself::
 

@@ -1,4 +1,4 @@
-"""The host's work after a step: logs, a loss scale at its minimum, numbers that are not finite."""
+"""The host's work after a step: logs, and checks for non-finite numbers and an exhausted scale."""
 
 from __future__ import annotations
 
@@ -19,40 +19,41 @@ Signals: TypeAlias = dict[str, Any]
 
 
 class LossScaleError(RuntimeError):
-    """Gradients overflow at the smallest loss scale, so that training no longer moves."""
+    """The error for gradients that overflow at the smallest loss scale, so that training stalls."""
 
 
 class AfterStep:
-    """Logs and checks each step of one run, without a wait for the device.
+    """The logs and checks of each step of one run, which do not wait for the device.
 
     Args:
-      config: The logs to write, and whether an overflow at the smallest scale raises.
+      config: The config, which selects the logs and whether an overflow at the smallest scale
+        raises.
 
     Raises:
       ImportError: The package of a monitor is not installed.
     """
 
-    # Steps between an overflow and the read of its flag: the device keeps work ahead, and every
-    # process raises at the same step.
+    # Steps between an overflow and the read of its flag: the device always has work queued, and
+    # every process raises at the same step.
     _BEHIND = 2
 
     def __init__(self, config: ZeroConfig) -> None:
         self._config = config
         self._raises = config.fp16 and not config.loss_scale and config.raise_error_at_min_scale
         self._reporter = Reporter(config)
-        # Telemetry counts skipped steps; a warning is for those that are not skipped.
+        # Telemetry counts skipped steps; the warning is for non-finite steps that are not skipped.
         self._finite = None if config.skips_overflow else FiniteWatch()
         self._flags: deque[jax.Array] = deque()
         self._since, self._times = 0.0, dict[str, float]()
 
     def signals(self, opt_state: ZeroOptState, out: Any) -> Signals:
-        """The numbers of a step that :meth:`note` needs, traced within the step.
+        """Returns the numbers of a step that :meth:`note` needs, traced within the step.
 
-        They are copies, since the state is donated to the next step.
+        The numbers are copies, since the state is donated to the next step.
 
         Args:
           opt_state: The optimizer's state after the step.
-          out: The step's results beside the state.
+          out: The step's results besides the state.
         """
         signals: Signals = report(opt_state) if self._reporter.active else {}
         if self._finite is not None:
@@ -66,7 +67,7 @@ class AfterStep:
 
         Raises:
           OSError: The logs cannot be written to the config's folders.
-          LossScaleError: The last step but one overflowed with the scale at its minimum.
+          LossScaleError: The step before the last overflowed with the scale at its minimum.
         """
         self._reporter.open()
         if self._finite is not None:
@@ -84,7 +85,7 @@ class AfterStep:
         self._since, self._times = time.perf_counter(), {}
 
     def phase(self, name: str, value: _T) -> _T:
-        """Ends a phase with its result; waits for the result under ``wall_clock_breakdown``."""
+        """Ends a phase and returns its result; waits for it under ``wall_clock_breakdown``."""
         if self._config.wall_clock_breakdown:
             jax.block_until_ready(value)
             now = time.perf_counter()
@@ -92,12 +93,12 @@ class AfterStep:
         return value
 
     def note(self, signals: Signals, out: Any, rows: int) -> None:
-        """Takes a step's numbers, after the step.
+        """Records a step's numbers, after the step.
 
         Args:
           signals: The result of :meth:`signals`.
-          out: The step's results beside the state.
-          rows: The rows of its global batch.
+          out: The step's results besides the state.
+          rows: The rows of the global batch.
         """
         if self._finite is not None:
             self._finite.push(signals["finite"])
@@ -106,7 +107,7 @@ class AfterStep:
         self._reporter.record(signals, out, rows, self._times or None)
 
     def close(self) -> None:
-        """Writes the rest of the logs, and checks the last steps."""
+        """Checks the last steps for non-finite numbers, and writes the rest of the logs."""
         if self._finite is not None:
             self._finite.look(wait=True)
         self._reporter.close()

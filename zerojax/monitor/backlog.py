@@ -1,4 +1,4 @@
-"""Figures of steps that the device has not finished, on their way to the writers."""
+"""A queue of figures of steps that the device has not finished, in front of the writers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Figures(NamedTuple):
     """The figures of one step.
 
     Attributes:
-      rows: The rows of its global batch.
-      step: The state's count of steps after this one: int32 [], maybe not ready.
+      rows: The rows of the global batch.
+      step: The state's count of steps after this step: int32 [], maybe not ready.
       scalars: Numbers, and arrays of shape [] (maybe not ready), by tag.
     """
 
@@ -37,13 +37,13 @@ class Figures(NamedTuple):
 
 
 class Backlog:
-    """Keeps the figures of steps until the device has them, then writes them, in order.
+    """A queue that keeps the figures of steps until the device is done, then writes them in order.
 
-    The first error of each writer is logged, and training goes on; the writer gets the next
-    figures all the same. The rest is written when the interpreter exits.
+    The first error of each writer is logged, and training goes on; the writer still gets the next
+    figures. Figures that remain are written when the interpreter exits.
 
     Args:
-      open_writers: Opens the writers before the first figures, and anew after :meth:`close`.
+      open_writers: Opens the writers before the first figures, and again after :meth:`close`.
     """
 
     def __init__(self, open_writers: Callable[[], list[MetricsWriter]]) -> None:
@@ -53,20 +53,20 @@ class Backlog:
         self._samples = 0
         self._warned: set[str] = set()
         self.before: int | None = None
-        """Steps that the state had taken before the first one here; None until that is ready."""
+        """Steps of the state before the first one in this queue; None until that step is ready."""
 
     def open(self) -> None:
         """Opens the writers now, and raises their errors."""
         if self._writers is None:
             self._writers = self._open()
-            # The last to register runs first at exit; close() needs the writers and jax.
+            # The last registered function runs first at exit; close() needs the writers and jax.
             atexit.register(self.close)
 
     def push(self, figures: Figures) -> None:
-        """Takes a step's figures.
+        """Adds a step's figures, and writes those that are ready.
 
-        Waits for the device only where 256 steps wait already: memory stays bounded, and a device
-        with that much work ahead does not run dry."""
+        Waits for the device only if 256 steps are already queued, which bounds the memory; with so
+        much work queued, the device does not become idle."""
         self.open()
         if self._writers:
             for x in figures.arrays:
@@ -84,7 +84,7 @@ class Backlog:
                 wait or len(self._waiting) > _LONGEST or self._waiting[0].ready()
             ):
                 events += self._events(self._waiting.popleft())
-        finally:  # a step that failed on the device raises; earlier steps are written
+        finally:  # a step that failed on the device raises; earlier steps must still be written
             if events:
                 self._write(events)
 
@@ -103,7 +103,7 @@ class Backlog:
 
     def _events(self, figures: Figures) -> Iterator[Event]:
         if self.before is None:
-            # A state from a checkpoint continues on the axis of samples.
+            # A state from a checkpoint continues the count of samples.
             self.before = 0 if _deleted(figures.step) else max(0, int(figures.step) - 1)
             self._samples = self.before * figures.rows
         self._samples += figures.rows

@@ -23,7 +23,7 @@ class Clock:
         self._steps = 0
 
     def first(self, times: Mapping[str, float]) -> str:
-        """The line of the first step, which no mean includes."""
+        """Returns the line of the first step, which no mean includes."""
         return f"{_shown(times)} | first step, compilation included"
 
     def add(self, times: Mapping[str, float]) -> None:
@@ -33,7 +33,7 @@ class Clock:
             self._sums[phase] = self._sums.get(phase, 0.0) + seconds
 
     def line(self) -> str | None:
-        """The line of the steps since the last line; None without steps."""
+        """Returns the line of the steps since the last line, or None without steps."""
         if not self._steps:
             return None
         text = _shown({phase: total / self._steps for phase, total in self._sums.items()})
@@ -44,7 +44,7 @@ class Clock:
 
 
 class Pace:
-    """Samples per second between two lines, the loading of batches included.
+    """Samples per second between two lines, including the loading of batches.
 
     Example:
       >>> pace = Pace()
@@ -65,7 +65,7 @@ class Pace:
         self._rows += rows
 
     def per_second(self, now: float) -> float | None:
-        """The pace since the last call, which starts anew at ``now``; None without rows."""
+        """Returns the pace since the last call, or None without rows, and restarts at ``now``."""
         rows, elapsed = self._rows, now - self._since
         self.start(now)
         return rows / elapsed if rows and elapsed > 0 else None

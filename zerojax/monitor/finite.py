@@ -1,4 +1,4 @@
-"""A warning when numbers of a training are not finite, without a wait for the device."""
+"""A warning about non-finite numbers in training, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _BITS = 31
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Finiteness:
-    """Which numbers of a step are not finite, as the compiled step found.
+    """The non-finite numbers of a step, as the compiled step found them.
 
     Attributes:
-      step: int32 [], the state's count of steps after this one.
-      wrong: uint32 [], bit i is set where number i is not finite.
-      names: The names of the numbers; those from the 31st on share a bit.
+      step: int32 [], the state's count of steps after this step.
+      wrong: uint32 [], with bit i set if number i, counted from 0, is not finite.
+      names: The names of the numbers; those from number 31 on share bit 31.
     """
 
     step: jax.Array
@@ -37,9 +37,9 @@ class Finiteness:
         """Checks the gradient's norm and every floating scalar among a step's results.
 
         Args:
-          step: int32 [], the state's count of steps after this one.
+          step: int32 [], the state's count of steps after this step.
           grad_norm: float32 [], the global norm of the gradient.
-          out: The step's results beside the state.
+          out: The step's results besides the state.
 
         Example:
           >>> Finiteness.of(jnp.int32(3), jnp.inf, {"loss": 0.5, "acc": jnp.nan}).wrong_names()
@@ -55,20 +55,20 @@ class Finiteness:
 
     @property
     def ready(self) -> bool:
-        """Whether the device has finished the step."""
-        wrong: Any = self.wrong  # jax.Array does not name the method
+        """True if the device has finished the step."""
+        wrong: Any = self.wrong  # jax.Array does not declare the method
         return wrong.is_ready()
 
     def wrong_names(self) -> list[str]:
-        """The names of the numbers that are not finite; waits for the step."""
-        wrong = int(np.asarray(self.wrong))  # several times quicker than int() of a jax array
+        """Returns the names of the numbers that are not finite; waits for the step."""
+        wrong = int(np.asarray(self.wrong))  # several times faster than int() of a jax array
         return [name for i, name in enumerate(self.names) if wrong >> min(i, _BITS) & 1]
 
 
 class FiniteWatch:
-    """Warns once, of the first step with a number that is not finite.
+    """A watch that warns once, about the first step with a number that is not finite.
 
-    Checks the steps in order, each when the device has finished it.
+    Steps are checked in order, each after the device has finished it.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class FiniteWatch:
         self._warned = False
 
     def push(self, step: Finiteness) -> None:
-        """Takes a step, and checks the finished ones."""
+        """Adds a step, and checks the finished steps."""
         if self._warned:
             return
         self._waiting.append(step)

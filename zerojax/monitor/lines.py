@@ -1,4 +1,4 @@
-"""The lines of ``steps_per_print`` and ``wall_clock_breakdown``, and the way to their readers."""
+"""The lines of ``steps_per_print`` and ``wall_clock_breakdown``, and how they are logged."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from zerojax.optim.telemetry import is_known
 def progress(
     report: Mapping[str, Any], figures: Mapping[str, Any], momentum: Any, *, fp16: bool
 ) -> str:
-    """DeepSpeed's line on the last step, with loss and gradient norm at its end.
+    """Returns DeepSpeed's line on the last step, extended by loss and gradient norm.
 
     Waits for the step.
 
     Args:
-      report: The result of :func:`zerojax.telemetry`, read here.
-      figures: The step's figures by tag; the loss is one of them.
-      momentum: The result of :func:`momentum`; None leaves the entry out.
+      report: The result of :func:`zerojax.telemetry`, whose arrays are read.
+      figures: The step's figures by tag, including the loss.
+      momentum: The result of :func:`momentum`; None omits the entry.
       fp16: Whether the line has the loss scale.
 
     Example:
@@ -49,9 +49,10 @@ def progress(
 
 
 def momentum(config: ZeroConfig) -> Any:
-    """DeepSpeed's ``mom``: the optimizer's betas or momentum, or 0.0.
+    """Returns DeepSpeed's ``mom``: the optimizer's betas or momentum, or 0.0.
 
-    None where the config does not say: without an optimizer, or with OneCycle's momentum.
+    Returns None if the config does not determine them: without an optimizer, or if OneCycle changes
+    the momentum.
     """
     if config.optimizer is None:
         return None
@@ -62,12 +63,12 @@ def momentum(config: ZeroConfig) -> Any:
 
 
 def say(line: str) -> None:
-    """Logs a line that the config asked for, at INFO, so that the user sees it.
+    """Logs a line that the config asked for at INFO, and ensures that the user sees the line.
 
     Python's logging drops INFO by default: the root logger has the level WARNING, and no handler
-    (or the one that importing orbax leaves). So the line passes over the root logger's level, and
-    without any handler goes to stderr. Nothing is installed or changed, and no line comes twice.
-    Levels that name zerojax silence the lines:
+    (or the handler that importing orbax leaves). Therefore the line bypasses the root logger's
+    level, and is written to stderr if there is no handler. The function installs and changes
+    nothing, and no line appears twice. To silence the lines, set
     ``logging.getLogger("zerojax").setLevel(logging.WARNING)``, a handler's own level, or
     ``logging.disable``.
     """

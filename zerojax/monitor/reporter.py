@@ -19,20 +19,21 @@ from zerojax.monitor.writers import check, open_writers
 
 
 class Reporter:
-    """Prints and writes the logs that the config asks for; call :meth:`record` after every step.
+    """A writer of the logs that the config asks for; call :meth:`record` after every step.
 
     Only the first process logs. :meth:`open` or the first step opens the files, since a process
     does not know its index before jax has its devices. :meth:`close`, the end of a ``with`` block,
-    or the end of the program writes the rest.
+    or the end of the program writes the remaining logs.
 
-    The axis of metrics is the number of global samples seen, which a state from a checkpoint
-    continues. All figures of a step, its learning rate included, stand at the samples after the
-    step; DeepSpeed writes a loss at the samples before its step, and the rate of the next step.
+    The x-axis of metrics is the number of global samples seen, which a state from a checkpoint
+    continues. All figures of a step, including its learning rate, are written at the number of
+    samples after the step; DeepSpeed writes a loss at the number before its step, and the learning
+    rate of the next step.
 
-    With ``wall_clock_breakdown``, ``Train/Samples/elapsed_time_ms_step`` is the whole step, forward
-    and backward pass included, since the step is one program (DeepSpeed's is the optimizer alone),
-    and ``elapsed_time_ms_batch`` the batch's transfer to the devices. The first step includes
-    compilation.
+    With ``wall_clock_breakdown``, ``Train/Samples/elapsed_time_ms_step`` is the time of the entire
+    step, including forward and backward pass, since the step is one program (DeepSpeed's is only
+    the optimizer's time), and ``elapsed_time_ms_batch`` is the time of the batch's transfer to the
+    devices. The first step includes compilation.
 
     Args:
       config: The fields ``steps_per_print``, ``wall_clock_breakdown``, ``csv_monitor``,
@@ -54,7 +55,7 @@ class Reporter:
 
     @property
     def active(self) -> bool:
-        """Whether the config asks for any log."""
+        """True if the config asks for any log."""
         c = self.config
         monitors = (c.csv_monitor, c.tensorboard, c.wandb)
         return bool(c.steps_per_print or c.wall_clock_breakdown) or any(monitors)
@@ -63,7 +64,7 @@ class Reporter:
         """Opens the files and runs now, so that errors come before the first step compiles.
 
         Raises:
-          OSError: A folder cannot be made. Errors of wandb pass through.
+          OSError: A folder cannot be created. Errors of wandb are raised unchanged.
         """
         if self._logs():
             self._backlog.open()
@@ -75,11 +76,11 @@ class Reporter:
         rows: int,
         times: Mapping[str, float] | None = None,
     ) -> None:
-        """Takes a step's results. Waits for the device only where a line is due.
+        """Records a step's results. Waits for the device only if a line is due.
 
         Args:
           report: The result of :func:`zerojax.telemetry`; its arrays must stay alive.
-          out: The step's results beside the state; their scalars become metrics.
+          out: The step's results besides the state; their scalars become metrics.
           rows: The rows of the global batch.
           times: Seconds by phase ("batch", "step"), for ``wall_clock_breakdown``.
 
@@ -96,7 +97,7 @@ class Reporter:
         self._backlog.push(step)
         self._count += 1
         self._measure(step, times)
-        # The steps before are unknown until the first one is done, and count as 0 until then.
+        # Until the first step is done, the number of earlier steps is unknown and counts as 0.
         taken = (self._backlog.before or 0) + self._count
         due = not config.steps_per_print or taken % config.steps_per_print == 0
         if due and config.steps_per_print:

@@ -17,17 +17,18 @@ Event = tuple[str, float, int]
 
 
 def figures(report: Mapping[str, Any], out: Any, *, fp16: bool) -> dict[str, Any]:
-    """Every scalar of a step by its tag, none of them read.
+    """Returns every scalar of a step by its tag, without reading the arrays.
 
     DeepSpeed's engine has ``Train/Samples/train_loss``, ``lr`` and, in fp16, ``loss_scale``.
-    zerojax adds ``grad_norm``, and the other scalars of the step's results under their own names;
-    a name that is taken already becomes ``Train/Samples/metrics/<name>``.
+    zerojax adds ``grad_norm``, and the other scalars of the step's results under their names; if a
+    name is already used, the tag is ``Train/Samples/metrics/<name>``.
 
-    The loss is the result itself, the first of a tuple, or a dict's ``train_loss`` or ``loss``.
+    The loss is the result itself, the first element of a tuple, or a dict's ``train_loss`` or
+    ``loss``.
 
     Args:
       report: The result of :func:`zerojax.telemetry`.
-      out: The step's results beside the state.
+      out: The step's results besides the state.
       fp16: Whether the step has a loss scale.
 
     Example:
@@ -58,10 +59,10 @@ def figures(report: Mapping[str, Any], out: Any, *, fp16: bool) -> dict[str, Any
 
 
 def scalars(out: Any) -> dict[str, Any]:
-    """The real numbers, of shape [], within a result of any form, by name.
+    """Returns the real scalars, of shape [], in a result of any structure, by name.
 
-    "/" joins the names of nested dicts and dataclasses. Positions before a name are left out where
-    the name stays unambiguous. The first of a tuple is ``train_loss``, others are
+    "/" joins the names of nested dicts and dataclasses. Positions before a name are omitted if
+    the name stays unambiguous. The first element of a tuple is ``train_loss``, the others are
     ``output_<position>``.
 
     Example:
@@ -89,7 +90,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _names(path: tuple[Any, ...]) -> Iterator[str]:
-    """Candidate names for the leaf at ``path``, the best one first."""
+    """Yields candidate names for the leaf at ``path``, the best one first."""
     parts = [_part(key) for key in path]
     whole = [str(part) for part in parts]
     front = next((i for i, part in enumerate(parts) if isinstance(part, str)), len(parts))
@@ -100,7 +101,7 @@ def _names(path: tuple[Any, ...]) -> Iterator[str]:
         yield "output_" + "_".join(whole)
     else:
         yield "train_loss"
-    # Keys of the user may equal any of these names.
+    # The user's keys may equal any of these names.
     number = 2
     while True:
         yield "/".join([*whole, str(number)])

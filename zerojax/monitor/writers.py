@@ -20,10 +20,10 @@ _FLUSH_SECONDS = 1.0
 
 
 class MetricsWriter(Protocol):
-    """A destination. Its errors are logged, and training goes on.
+    """A destination of metrics. Its errors are logged, and training goes on.
 
     Attributes:
-      where: The destination in words, for messages.
+      where: A description of the destination, for messages.
     """
 
     where: str
@@ -32,14 +32,14 @@ class MetricsWriter(Protocol):
         """Writes metrics, in order."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the remaining metrics and closes the destination."""
 
 
 def check(config: ZeroConfig) -> None:
     """Checks that the packages of the config's monitors are installed.
 
     Raises:
-      ImportError: A package is missing or broken, with the command that installs it.
+      ImportError: A package is missing or broken; the message has the command that installs it.
     """
     for section, module, install in (
         ("tensorboard", "tensorboard.summary", "-e '.[monitor]'"),
@@ -60,7 +60,7 @@ def open_writers(config: ZeroConfig) -> list[MetricsWriter]:
     """Opens the writers that the config asks for.
 
     Raises:
-      OSError: A folder cannot be made or written; the message has the key and the path.
+      OSError: A folder cannot be created or written; the message has the key and the path.
     """
     opened: list[MetricsWriter] = []
     try:
@@ -78,7 +78,7 @@ def open_writers(config: ZeroConfig) -> list[MetricsWriter]:
 
 
 def _folder(section: str, config: MonitorConfig) -> str:
-    """The folder of a monitor's files, which exists and can be written."""
+    """Creates the folder of a monitor's files, checks that it is writable, and returns its path."""
     folder = os.path.join(config.output_path, config.job_name)
     try:
         os.makedirs(folder, exist_ok=True)
@@ -96,14 +96,15 @@ def _folder(section: str, config: MonitorConfig) -> str:
 
 
 class CsvFiles:
-    """One CSV file for each tag, as DeepSpeed's ``csv_monitor`` writes them.
+    """A writer of one CSV file per tag, in the format of DeepSpeed's ``csv_monitor``.
 
     ``Train/Samples/lr`` is ``<folder>/Train_Samples_lr.csv``, with the header ``step,lr`` and a row
-    ``samples,value`` for each event. An existing file continues, without a second header
-    (DeepSpeed writes one at every start). :meth:`write` hands its rows to the operating system.
+    ``samples,value`` for each event. Rows are appended to an existing file, without a second header
+    (DeepSpeed writes a header at every start). :meth:`write` passes its rows to the operating
+    system unbuffered.
 
     Raises:
-      OSError: The folder cannot be made.
+      OSError: The folder cannot be created.
     """
 
     def __init__(self, folder: str) -> None:
@@ -115,7 +116,7 @@ class CsvFiles:
         """Appends each event to its file.
 
         Raises:
-          OSError: A file could not be written, and is unchanged; the others have their rows.
+          OSError: A file could not be written and is unchanged; the other files have their rows.
         """
         rows: dict[str, list[Event]] = {}
         for event in events:
@@ -131,7 +132,7 @@ class CsvFiles:
             raise failed
 
     def close(self) -> None:
-        """Nothing is open between writes."""
+        """Does nothing: no file is open between writes."""
 
     def _append(self, path: str, header: str, events: list[Event]) -> None:
         with open(path, "ab", buffering=0) as file:
@@ -141,7 +142,7 @@ class CsvFiles:
             text = io.StringIO(newline="")
             csv.writer(text).writerows(rows)
             data = text.getvalue().encode()
-            # A full disk may take a part of the data; half a row would spoil the next one.
+            # A full disk may accept only part of the data; half a row would corrupt the next one.
             try:
                 if file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -152,13 +153,13 @@ class CsvFiles:
 
 
 class TensorBoardFile:
-    """A new event file in ``folder``.
+    """A writer of a new TensorBoard event file in ``folder``.
 
-    The package tensorboard writes the file, which its readers have installed anyway. tensorboardX
-    is lighter, but its queue blocks forever after its thread meets a full disk.
+    The package tensorboard writes the file, since users need the package to view the file anyway.
+    tensorboardX is lighter, but its queue blocks forever once its thread fails on a full disk.
 
     Raises:
-      OSError: The folder cannot be made.
+      OSError: The folder cannot be created.
     """
 
     def __init__(self, folder: str) -> None:
@@ -181,7 +182,7 @@ class TensorBoardFile:
 
 
 class WandbRun:
-    """Logs to the open run of wandb, or begins one, which :meth:`close` finishes.
+    """A writer to the open run of wandb, or to a new run, which :meth:`close` finishes.
 
     wandb's step is the number of global samples, as in DeepSpeed.
     """

@@ -1,4 +1,4 @@
-"""The YAML that `accelerate config` writes, as a DeepSpeed JSON."""
+"""Translation of the YAML that `accelerate config` writes into a DeepSpeed JSON."""
 
 from zerojax.config.accelerate.check import SECTIONS as SECTIONS
 from zerojax.config.accelerate.check import is_accelerate as is_accelerate

@@ -1,4 +1,4 @@
-"""The keys and values of Accelerate's YAML, checked one by one."""
+"""Checks of the keys and values of Accelerate's YAML, one by one."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,11 +11,11 @@ from zerojax.config.text_file import repeated
 from zerojax.config.yaml_file import read_yaml
 
 SECTIONS = frozenset(path.partition(".")[0] for path in KEYS if "." in path)
-"""The keys that have keys of their own."""
+"""The keys that contain further keys."""
 
 
 class Leaf(NamedTuple):
-    """One key of the file: its path as written, its present name, and its value."""
+    """One key of the file: its path as written, its current name, and its value."""
 
     path: str
     key: str
@@ -23,12 +23,12 @@ class Leaf(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What `check` says of a file.
+    """The result of `check`.
 
     Attributes:
       leaves: Every key in the file's order.
-      values: The right values by present name, each converted by its `ValueKind`; null and empty
-        ones are left out, as if not given.
+      values: The valid values by current name, each converted by its `ValueKind`; null and empty
+        values are omitted, as if not given.
       problems: One sentence for each wrong value, unknown key and key given twice.
     """
 
@@ -38,7 +38,7 @@ class Checked(NamedTuple):
 
 
 def is_accelerate(raw: Mapping[str, Any]) -> bool:
-    """Whether an object is of Accelerate's form, which no DeepSpeed JSON has."""
+    """Returns whether an object has a key that only Accelerate's configs have at the top level."""
     return "distributed_type" in raw or "compute_environment" in raw
 
 
@@ -57,10 +57,10 @@ def read_checked(path: Path) -> Checked:
 
 
 def check(file: Mapping[str, Any]) -> Checked:
-    """Checks every key by itself, in one pass.
+    """Checks every key separately, in one pass.
 
     Args:
-      file: What the YAML says, in plain dicts.
+      file: The contents of the YAML, in plain dicts.
 
     Example:
       >>> check({"distributed_type": False, "num_processes": "8", "num_proceses": 8})[1:]

@@ -14,14 +14,14 @@ _DEFAULT_STAGE = 2  # accelerate.utils.DeepSpeedPlugin
 
 
 def deepspeed(into: Translation, folder: Path) -> None:
-    """Follows the section as `accelerate.utils.DeepSpeedPlugin` does.
+    """Translates the section as `accelerate.utils.DeepSpeedPlugin` interprets it.
 
-    Where the section names a JSON, its "auto" values are filled, and a value that differs is a
-    problem that names both.
+    If the section names a JSON, the section's values replace its "auto" values, and a value that
+    differs is a problem that names both.
 
     Args:
-      into: The translation.
-      folder: That of the YAML, which the path of the JSON is relative to.
+      into: The translation, which is updated.
+      folder: The folder of the YAML, which the path of the JSON is relative to.
 
     Raises:
       ConfigError: The JSON cannot be read.
@@ -53,7 +53,7 @@ def _read(path: Path) -> JsonConfig:
 
 
 def _found(given: Path, folder: Path) -> Path:
-    """The file of a path that is relative to the YAML's folder, or to the current one."""
+    """Returns the file of a path that is relative to the YAML's folder or the current folder."""
     places = [folder / given.expanduser(), given.expanduser()]
     there = [place for place in places if place.exists()]
     if len(there) == 2 and not there[0].samefile(there[1]):

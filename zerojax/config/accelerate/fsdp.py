@@ -18,8 +18,8 @@ _STAGES = {
     "HYBRID_SHARD": 3,
     "HYBRID_SHARD_ZERO2": 2,
 }
-"""The stage with the same memory at rest. What stays gathered from forward to backward pass is
-gathered once a step: stage 2."""
+"""The ZeRO stage with the same memory at rest, by strategy. Parameters that stay gathered from the
+forward to the backward pass are gathered once a step, as at stage 2."""
 
 _STRATEGIES = (f"{FSDP}.fsdp_reshard_after_forward", f"{FSDP}.fsdp_sharding_strategy")
 _REPLICATE = f"{PARALLELISM}.parallelism_config_dp_replicate_size"
@@ -27,10 +27,10 @@ _SHARD = f"{PARALLELISM}.parallelism_config_dp_shard_size"
 
 
 def fsdp(into: Translation) -> None:
-    """Follows the section: sharding strategy, replica groups and offload.
+    """Translates the section: sharding strategy, replica groups and offload.
 
     Args:
-      into: The translation.
+      into: The translation, which is updated.
     """
     given = [key for key in _STRATEGIES if key in into.values]
     stages = [_STAGES[into.values[key]] for key in given]
@@ -64,7 +64,7 @@ def fsdp(into: Translation) -> None:
 
 
 def _hybrid(into: Translation, key: str, stage: int) -> None:
-    """Groups of a machine's processes, as FSDP makes them, unless dp_shard_size says the size."""
+    """Sets a shard group for each machine, as FSDP does, unless dp_replicate_size sets groups."""
     size, machines = into.values.get("num_processes", -1), into.values.get("num_machines", 1)
     if into.values.get(_REPLICATE, 1) > 1 or machines == 1:
         into.stands_for(
@@ -83,12 +83,12 @@ def _hybrid(into: Translation, key: str, stage: int) -> None:
 
 
 def parallelism(into: Translation, kind: str) -> None:
-    """Follows the sizes of `parallelism_config`: shards over `dp_shard_size` devices, copies in
-    `dp_replicate_size` groups.
+    """Translates the sizes of `parallelism_config`: `dp_replicate_size` groups, each of which
+    shards the state over `dp_shard_size` devices.
 
     Args:
-      into: The translation.
-      kind: `distributed_type`.
+      into: The translation, which is updated.
+      kind: The value of `distributed_type`.
     """
     sizes = {
         key: value

@@ -1,8 +1,8 @@
-"""Every key of the YAML that `accelerate config` writes: its kind, Accelerate's default, and what
-zerojax does with it.
+"""Every key of the YAML that `accelerate config` writes: its kind, Accelerate's default, and its
+treatment by zerojax.
 
 The keys are those of Accelerate 1.15 (`accelerate.commands.config.config_args.ClusterConfig` and
-the options of `accelerate launch`), and the old ones that it still takes.
+the options of `accelerate launch`), and the old keys that Accelerate still accepts.
 """
 
 from typing import Annotated, Any, Literal
@@ -33,17 +33,17 @@ from zerojax.config.keys.row import (
 )
 
 DEEPSPEED, FSDP, PARALLELISM = "deepspeed_config", "fsdp_config", "parallelism_config"
-"""The sections that say how the state is divided."""
+"""The sections that control how the state is sharded."""
 
 PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU", "XLA", "TPU")
 """Values of `distributed_type` for plain data parallelism on devices that JAX has."""
 
 TYPES = (*PLAIN, "DEEPSPEED", "FSDP")
-"""The values of `distributed_type` that are followed."""
+"""The supported values of `distributed_type`."""
 
 
 def _number(value: Any) -> Any:
-    """The number that a string spells: YAML 1.1 reads 1e-3 as a string."""
+    """Converts a string that spells a number: YAML 1.1 reads 1e-3 as a string."""
     if not isinstance(value, str):
         return value
     try:
@@ -54,7 +54,7 @@ def _number(value: Any) -> Any:
 
 
 def _no(value: Any) -> Any:
-    """YAML 1.1 reads an unquoted no as false."""
+    """Converts false to "no", since YAML 1.1 reads an unquoted no as false; lowercases strings."""
     return "no" if value is False else value.lower() if isinstance(value, str) else value
 
 
@@ -71,17 +71,17 @@ def _before(kind: ValueKind, change: Any, says: str = "") -> ValueKind:
 
 
 def _or_auto(path: str) -> ValueKind:
-    """The kind of a key of the JSON, with numbers in quotes, or "auto"."""
+    """Returns the kind of a JSON key that also accepts numbers in quotes and "auto"."""
     kind = _before(JSON_KEYS[path].kind, _number)
     return ValueKind(f'{kind.says} or "auto"', kind.annotation | choice("auto").annotation)
 
 
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""FSDP's sharding strategies, in the order of their numbers, from 1."""
+"""FSDP's sharding strategies, in the order of their numbers, which start at 1."""
 
 
 def _strategy(value: Any) -> Any:
-    """A strategy by its name; `true` and `false` (reshard after forward) by theirs."""
+    """Converts a strategy's name or number, or `true` and `false` (reshard after forward)."""
     words = {"true": True, "false": False}
     value = words.get(value.lower(), value) if isinstance(value, str) else value
     if isinstance(value, bool):
@@ -189,7 +189,7 @@ BECOMES = {
         "gradient_clipping": "gradient_clipping",
     }.items()
 }
-"""Keys of the YAML that stand for one key of the JSON."""
+"""The JSON key for each YAML key that stands for exactly one."""
 
 _DEEPSPEED: tuple[Key, ...] = (
     honoured(f"{DEEPSPEED}.zero_stage", _before(STAGE, _number), 2),
@@ -304,7 +304,7 @@ KEYS: dict[str, Key] = {key.path: key for key in (*_TOP, *_DEEPSPEED, *_FSDP, *_
 """Every key, by its dotted path."""
 
 PREFIXES = {FSDP: "fsdp_", "dynamo_config": "dynamo_"}
-"""What Accelerate puts before the keys of a section that lack it."""
+"""The prefix that Accelerate adds to keys of a section that lack it."""
 
 RENAMED = {f"{FSDP}.fsdp_backward_prefetch_policy": f"{FSDP}.fsdp_backward_prefetch"}
-"""Present names by old ones."""
+"""Current names by old names."""

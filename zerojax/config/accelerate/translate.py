@@ -1,4 +1,4 @@
-"""`translate`: from Accelerate's YAML to the DeepSpeed JSON that says the same."""
+"""`translate`: from Accelerate's YAML to an equivalent DeepSpeed JSON."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +20,8 @@ _SCALER = {
     "min_loss_scale": 2.0**-126,
     "raise_error_at_min_scale": False,
 }
-"""`torch.amp.GradScaler`, which Accelerate scales by where DeepSpeed does not: 2**16 at first,
-doubled after 2000 good steps, halved at each overflow."""
+"""The settings of `torch.amp.GradScaler`, which Accelerate uses without DeepSpeed: the scale starts
+at 2**16, doubles after 2000 good steps, and halves at each overflow."""
 
 _SEES = {
     "no": "parameters keep their own dtype",
@@ -31,11 +31,11 @@ _SEES = {
 
 
 def translate(file: Mapping[str, Any], folder: Path) -> Translation:
-    """The DeepSpeed JSON that does what Accelerate does with a YAML.
+    """Translates Accelerate's YAML into a DeepSpeed JSON with the same behavior.
 
     Args:
-      file: What the YAML says, in plain dicts with string keys.
-      folder: The folder of the YAML, where `deepspeed_config_file` is looked for.
+      file: The contents of the YAML, in plain dicts with string keys.
+      folder: The folder of the YAML, which the path `deepspeed_config_file` is relative to.
 
     Raises:
       ConfigError: The JSON that the YAML names cannot be read.
@@ -65,7 +65,7 @@ def translate(file: Mapping[str, Any], folder: Path) -> Translation:
 
 
 def _kind(into: Translation, file: Mapping[str, Any]) -> str:
-    """`distributed_type`, or "" with a problem."""
+    """Returns `distributed_type` if it is supported, else adds a problem and returns ""."""
     environment = into.values.get("compute_environment", "LOCAL_MACHINE")
     if environment != "LOCAL_MACHINE":
         into.refuse("compute_environment", "start the script on the machines: LOCAL_MACHINE")
@@ -93,7 +93,7 @@ def _kind(into: Translation, file: Mapping[str, Any]) -> str:
 
 
 def _by_table(into: Translation, key: str, kind: str) -> None:
-    """What became of a key that the table alone decides."""
+    """Records the treatment of a key if the table determines it without other keys."""
     row, section = KEYS[key], key.rpartition(".")[0]
     if row.treatment == "left to launch":
         into.judged[key] = Judged((), row.treatment, row.why)
@@ -115,7 +115,7 @@ def _by_table(into: Translation, key: str, kind: str) -> None:
 
 
 def _precision(into: Translation, kind: str) -> None:
-    """Follows `mixed_precision`: DeepSpeed's fp16 and bf16, or torch's autocast and GradScaler."""
+    """Translates `mixed_precision` to DeepSpeed's precision, or torch's autocast and GradScaler."""
     key = "mixed_precision"
     if "fp16" in into.values:
         if key in into.values:
@@ -130,7 +130,7 @@ def _precision(into: Translation, kind: str) -> None:
         return
     why = [_SEES[dtype]]
     cast = dtype != "no" and (kind != "DEEPSPEED" or (dtype == "fp16" and "fp16" not in into.raw))
-    # The dtype that is off comes first: where the JSON has it on, nothing more needs saying.
+    # The dtype to turn off comes first: if the JSON turns it on, only this conflict is reported.
     switches = {
         f"{name}.enabled": name == dtype
         for name in (("bf16", "fp16") if dtype == "fp16" else ("fp16", "bf16"))

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON in the making, and what became of each key that it is made from."""
+"""The DeepSpeed JSON derived from a YAML, and the treatment of each key of the YAML."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,15 +13,17 @@ from zerojax.config.keys import NULLABLE
 from zerojax.config.notes import Note, Status
 
 _OF_THE_PROGRAM = (*BATCH_SIZES, "gradient_clipping")
-"""Batches of the loaders, arguments of `Accelerator` and of `clip_grad_norm_`."""
+"""Keys for values that an Accelerate program sets in code: in its data loaders, in `Accelerator`,
+and in `clip_grad_norm_`."""
 
 
 class Judged(NamedTuple):
-    """What became of a key of the YAML.
+    """The treatment of a key of the YAML.
 
     Attributes:
-      sets: The keys of the JSON that it stands for, by dotted path.
-      status, reason, holds: As in `Note`; without a reason they are those of the first of `sets`.
+      sets: The JSON keys that the YAML key stands for, by dotted path.
+      status, reason, holds: As in `Note`; without a reason, the note of the first key in `sets`
+        supplies all three.
     """
 
     sets: tuple[str, ...]
@@ -32,18 +34,18 @@ class Judged(NamedTuple):
 
 @dataclass
 class Translation:
-    """The DeepSpeed JSON that a YAML comes to.
+    """The DeepSpeed JSON derived from a YAML.
 
     Attributes:
       leaves: Every key of the YAML, in its order.
-      values: Its right values by present name.
+      values: The YAML's valid values by current name.
       raw: The JSON, in plain dicts.
       file: The path of the JSON that the YAML names; "" for none.
-      of_file: What that JSON itself says.
-      judged: What became of the right keys, by present name.
-      names: Keys of the YAML that could say a key of the JSON, for messages.
-      implied: What Accelerate does without a key, by the JSON's key: the reason.
-      problems: One sentence each, which begins with a key of the YAML or of the JSON.
+      of_file: The original contents of that JSON.
+      judged: The treatment of the valid keys, by current name.
+      names: YAML keys that can set a JSON key, by the JSON key, for messages.
+      implied: Reasons for Accelerate's defaults, by the JSON key that they set.
+      problems: Sentences, each of which begins with a key of the YAML or of the JSON.
     """
 
     leaves: list[Leaf]
@@ -55,15 +57,15 @@ class Translation:
     judged: dict[str, Judged] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)
-    _both: dict[str, Any] = field(default_factory=dict)  # of_file's, of what the YAML says too
+    _both: dict[str, Any] = field(default_factory=dict)  # of_file's values for keys of both files
 
     def put(self, key: str, path: str, value: Any) -> bool:
-        """Says `path` of the JSON by `key` of the YAML, if the JSON's file does not.
+        """Sets `path` of the JSON from `key` of the YAML, unless the JSON's file sets a value.
 
-        "auto" in either gives way to the other. Two values that differ are a problem.
+        If one of the two values is "auto", the other wins. Two values that differ are a problem.
 
         Returns:
-          Whether the two agree.
+          Whether the two values agree.
         """
         *sections, name = path.split(".")
         where = self.raw
@@ -72,7 +74,7 @@ class Translation:
                 where[section] = {}
             where = where.setdefault(section, {})
             if not isinstance(where, dict):
-                return True  # the loader names it
+                return True  # the loader reports this problem
         there = where.get(name)
         if self.file and name in where:
             self._both[path] = there
@@ -87,16 +89,16 @@ class Translation:
         return True
 
     def stands_for(self, key: str, *paths: str, reason: str = "") -> None:
-        """Notes that a key of the YAML is followed as these keys of the JSON."""
+        """Records that a key of the YAML is translated into these keys of the JSON."""
         self.judged[key] = Judged(paths, "honoured", reason, self.values[key])
 
     def imply(self, path: str, value: Any, reason: str) -> None:
-        """Says a key of the JSON that no key of the YAML says."""
+        """Sets a key of the JSON to Accelerate's default, since no key of the YAML sets it."""
         self.put("", path, value)
         self.implied[path] = reason
 
     def leave_open(self, auto: Mapping[str, Any]) -> None:
-        """Makes "auto" of what Accelerate takes from the program, as far as the caller gives it.
+        """Sets keys that Accelerate takes from the program to "auto", if the caller passes values.
 
         Args:
           auto: Values in place of "auto", by dotted key of the JSON.
@@ -107,14 +109,14 @@ class Translation:
                 self.implied.pop(path, None)
 
     def refuse(self, key: str, why: str) -> None:
-        """Notes a value that zerojax does not follow."""
+        """Adds a problem for a value that zerojax does not support."""
         self.problems.append(f"{key} = {shown(self.values[key])} is not supported: {why}")
 
     def notes(self, of_json: Iterable[Note]) -> list[Note]:
-        """The notes of a config: those of the YAML's keys, then those of the JSON's.
+        """Returns the notes of a config: first those of the YAML's keys, then those of the JSON's.
 
         Args:
-          of_json: The notes that the loader made of `raw`.
+          of_json: The loader's notes on `raw`.
         """
         there, said = {note.key: note for note in of_json}, self.said
         notes = []
@@ -124,7 +126,7 @@ class Translation:
             sets, status, reason, holds = judged
             first = there.get(sets[0]) if sets else None
             if sets and first is None:
-                continue  # something is wrong beside it
+                continue  # the JSON key has a problem, and so no note
             if first and not reason:
                 status, reason, holds = first.status, f"{first.key}: {first.reason}", first.holds
             notes.append(Note(path, value, status, reason, holds, sets))
@@ -140,7 +142,7 @@ class Translation:
 
     @property
     def said(self) -> dict[str, str]:
-        """The YAML's key for each key of the JSON that it alone says."""
+        """The YAML key for each JSON key that only the YAML sets."""
         return {
             said: path
             for path, key, _ in self.leaves
@@ -150,11 +152,11 @@ class Translation:
 
     @property
     def said_or_implied(self) -> set[str]:
-        """The keys of `raw` that the YAML stands for; some are in `of_file` too."""
+        """The keys of `raw` that the YAML or Accelerate's defaults set, also if in `of_file`."""
         return {path for judged in self.judged.values() for path in judged.sets} | {*self.implied}
 
     def in_words_of_yaml(self, problem: str) -> str:
-        """A problem of the JSON with the YAML's keys for those that the YAML said."""
+        """Returns a problem of the JSON with the YAML's keys in place of the keys they set."""
         if problem.startswith("auto: "):
             return problem
         for path, key in (self.names | self.said).items():
@@ -170,7 +172,7 @@ def _checked(path: str, value: Any) -> Any:
 
 
 def without(raw: Mapping[str, Any], paths: Iterable[str], section: str = "") -> dict[str, Any]:
-    """The same JSON without some keys, and without the sections that are empty then.
+    """Returns a copy of a JSON without some keys and without sections that this leaves empty.
 
     Example:
       >>> without({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, ["fp16.enabled"])

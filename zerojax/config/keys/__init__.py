@@ -1,6 +1,6 @@
-"""Every key of the JSON: its kind, DeepSpeed's default, and what zerojax does with it.
+"""Every key of the JSON: its kind, DeepSpeed's default, and its treatment by zerojax.
 
-The loader, `explain` and `ZeroConfig` all read this one table. To teach zerojax a key, add a row to
+The loader, `explain` and `ZeroConfig` all read this one table. To support a new key, add a row to
 one of the tables of this folder.
 """
 
@@ -24,7 +24,7 @@ KEYS: dict[str, Key] = {key.path: key for key in _ROWS}
 assert len(KEYS) == len(_ROWS), "a key stands in the tables twice"
 
 NULLABLE = frozenset(f"{ZERO}.{section}" for section in OLD_SWITCHES)
-"""Sections that may be null, which means the same as leaving them out."""
+"""Sections that may be null, which is equivalent to omitting them."""
 
 ALIASES = {
     "bfloat16": "bf16",
@@ -46,7 +46,7 @@ ALIASES = {
         "partition_stream_chunk_size",
     )
 }
-"""Present names by old ones, as dotted paths; DeepSpeed takes those of stage 3 without prefix."""
+"""Current names by old names, as dotted paths; DeepSpeed accepts keys of stage 3 without prefix."""
 
 BY_FIELD: dict[str, Key] = {key.field: key for key in KEYS.values() if key.field}
 """The key of each field of `ZeroConfig` that one key sets."""
@@ -54,7 +54,7 @@ BY_FIELD: dict[str, Key] = {key.field: key for key in KEYS.values() if key.field
 
 @cache
 def sections() -> dict[str, list[str]]:
-    """Names in each section, sections among them, by the section's path; "" is the top."""
+    """Returns the names in each section, nested sections included, by path; "" is the top level."""
     names_in: dict[str, list[str]] = {"": []}
     for path in KEYS:
         names = path.split(".")
@@ -67,7 +67,7 @@ def sections() -> dict[str, list[str]]:
 
 
 def renamed(path: str) -> str:
-    """The present name of a key.
+    """Returns the current name of a key.
 
     Example:
       >>> renamed("bfloat16.enabled")
@@ -80,9 +80,9 @@ def renamed(path: str) -> str:
 
 
 def rename(raw: dict[str, Any]) -> Iterator[str]:
-    """Gives every key its present name, in place; yields one problem for each key given twice.
+    """Gives every key its current name, in place; yields one problem for each key given twice.
 
-    `"zero_optimization": true` is read as stage 1, false as stage 0.
+    `"zero_optimization": true` is read as stage 1, `false` as stage 0.
 
     Args:
       raw: A config in plain dicts.

@@ -9,11 +9,12 @@ from zerojax.config.keys.row import ValueKind
 
 
 class Loco(BaseModel):
-    """What is kept of a quantization's error.
+    """The settings of error feedback.
 
     Attributes:
-      err_beta: The share of the old error in the new one; the rest is the error made now.
-      reset_T: The updates after which the error is zero again.
+      err_beta: The weight of the old error in the new error; the current quantization error has
+        the weight 1 - err_beta.
+      reset_T: The number of updates after which the error is reset to zero.
 
     Example:
       >>> LOCO.check({"err_beta": 0.8}).reset_T

@@ -1,6 +1,6 @@
 """The optimizers and schedules that the JSON may name: parameters, and DeepSpeed's defaults.
 
-`zerojax.optim.named` and `zerojax.optim.schedules` make them.
+`zerojax.optim.named` and `zerojax.optim.schedules` build them.
 """
 
 from dataclasses import replace
@@ -41,17 +41,17 @@ _ADAMW: dict[str, Param] = {
     **_DECAY,
     "bias_correction": Param(FLAG, True),
     "amsgrad": _NO_AMSGRAD,
-    # These choose between implementations of one formula.
+    # These flags choose between implementations of one formula.
     "torch_adam": _ANY_FLAG,
     "fused": _ANY_FLAG,
     "set_grad_none": Param(FLAG, True),
     "fp32_optimizer_states": Param(FLAG, True, (True,), "moments stay in fp32; leave it out"),
 }
-# zerojax's own key: the update by a fused kernel or by XLA; null is by measurement, and with
-# FusedAdam the kernel wherever it works in place.
+# zerojax's own key: whether a fused kernel or XLA computes the update; null chooses by
+# measurements, and with FusedAdam the kernel wherever it works in place.
 _ADAMW["implementation"] = Param(optional(choice("mosaic_gpu", "xla")), None)
 _ADAM = {**_ADAMW, "adam_w_mode": Param(FLAG, True)}
-# AdamW decouples the decay by name, whatever the mode says.
+# AdamW decouples the weight decay by definition, regardless of the mode.
 _ADAMW["adam_w_mode"] = Param(FLAG, True, (True,), 'for L2 regularisation use type "Adam"')
 
 _ONE_BIT: dict[str, Param] = {
@@ -59,17 +59,17 @@ _ONE_BIT: dict[str, Param] = {
     "betas": _BETAS,
     "eps": _EPS,
     **_DECAY,
-    # DeepSpeed has the key and corrects nothing: false has its numbers.
+    # DeepSpeed accepts the key but never corrects the bias: false reproduces its numbers.
     "bias_correction": Param(FLAG, True),
     "eps_inside_sqrt": Param(FLAG, False, (False,), "eps is added to the root; leave it out"),
     "amsgrad": _NO_AMSGRAD,
-    # These choose between libraries that send.
+    # These keys choose the communication library.
     "cuda_aware": _ANY_FLAG,
     "comm_backend_name": Param(choice("nccl", "mpi", "hccl", "compressed"), "nccl"),
 }
 
 ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
-"""Those whose devices send 1 bit an element."""
+"""The optimizers whose devices send 1 bit per element."""
 
 OPTIMIZERS: dict[str, dict[str, Param]] = {
     "Adam": _ADAM,
@@ -126,7 +126,7 @@ OPTIMIZERS: dict[str, dict[str, Param]] = {
         ),
     },
     "Muon": {
-        # Where it is not given: this for the matrices, 3e-4 for what Adam updates.
+        # If lr is omitted: this rate for the matrices, 3e-4 for the parameters that Adam updates.
         "lr": Param(AMOUNT, 2e-2, loud=True),
         "muon_lr": Param(optional(AMOUNT), None),
         "adam_lr": Param(optional(AMOUNT), None),
@@ -182,7 +182,7 @@ SCHEDULERS: dict[str, dict[str, Param]] = {
         "decay_lr_rate": Param(AMOUNT, 0.0),
         "cycle_first_step_size": Param(POSITIVE, 2000, loud=True),
         "cycle_second_step_size": Param(optional(POSITIVE), None),
-        # DeepSpeed stores the stairs and never uses them: no effect there, none here.
+        # DeepSpeed stores the stair counts but never uses them, so zerojax ignores them too.
         "cycle_first_stair_count": Param(optional(WHOLE), 0),
         "cycle_second_stair_count": Param(optional(WHOLE), None),
         "decay_step_size": Param(WHOLE, 0),

@@ -1,4 +1,4 @@
-"""Keys of what is printed and written, and of what zerojax leaves to others or does not do."""
+"""Keys of logs and metrics, and of features that zerojax leaves to others or does not support."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,4 @@
-"""Keys of what is told of a step once: its FLOPs, collectives and memory; and of the search for
-settings."""
+"""Keys of one-time reports on a step (FLOPs, collectives, memory), and of the settings search."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""What the tables hold: kinds of values, keys of the JSON, and the types that it may name."""
+"""Entries of the tables: kinds of values, keys of the JSON, and parameters of named types."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class ValueKind:
     """A type that pydantic checks, and its name in a message.
 
     Attributes:
-      says: The words after "expected".
+      says: The text after "expected" in an error.
       annotation: The type for pydantic.
 
     Example:
@@ -42,10 +42,11 @@ class ValueKind:
         return TypeAdapter(self.annotation)
 
     def check(self, value: Any) -> Any:
-        """The value, converted to the type: a list of two numbers to a tuple, 5e8 to an int.
+        """Returns the value converted to the type: a list of two numbers to a tuple, 5e8 to an int.
 
         Raises:
-          ConfigError: "expected ..., got ...", without the key.
+          ConfigError: The value is of another type; the message is "expected ..., got ...",
+            without the key.
         """
         try:
             return self._adapter.validate_python(value)
@@ -67,12 +68,12 @@ def _as_tuple(value: Any) -> Any:
 
 
 def optional(kind: ValueKind) -> ValueKind:
-    """The same kind, or null."""
+    """Returns a kind that also accepts null."""
     return ValueKind(f"{kind.says} or null", kind.annotation | None)
 
 
 def choice(*names: str) -> ValueKind:
-    """One of a few strings."""
+    """Returns a kind that accepts only the listed strings."""
     return ValueKind("one of " + ", ".join(f'"{n}"' for n in names), Literal[names])
 
 
@@ -97,7 +98,7 @@ def _whole(says: str, *more: Any, **bounds: Any) -> ValueKind:
     return ValueKind(says, Annotated[int, Field(strict=True, **bounds), *more])
 
 
-# Guides write "true" in quotes too, which DeepSpeed's pydantic takes.
+# Some guides write "true" in quotes, which DeepSpeed's pydantic accepts.
 FLAG = ValueKind("true or false", Annotated[StrictBool, BeforeValidator(_spelled_bool)])
 ANYTHING = ValueKind("any value", Any)
 TEXT = ValueKind("a string", StrictStr)
@@ -138,7 +139,7 @@ MICRO_BATCHES = ValueKind(
 )
 ELASTICITY_VERSION = ValueKind("0.1 or 0.2", Literal[0.1, 0.2])  # type: ignore[valid-type]
 
-# A kind with its default, as the tables write most keys.
+# Common pairs of a kind and its default.
 FLAG_OFF = (FLAG, False)
 TEXT_OR_NULL = (optional(TEXT), None)
 
@@ -154,16 +155,16 @@ class Key:
 
     Attributes:
       path: The dotted path, such as "zero_optimization.stage".
-      kind: What the value may be.
-      default: DeepSpeed's value where the JSON omits the key.
+      kind: The accepted values.
+      default: DeepSpeed's value if the JSON omits the key.
       treatment: "honoured"; "left to XLA", "left to launch" and "no effect", which accept every
         value of the kind and report `why`; "off only", which refuses every value not in `accepts`,
         with `why`.
-      why: The effect of an honoured key; of the others, the reason and the remedy.
+      why: The effect of an honoured key; for other keys, the reason and the remedy.
       field: The `ZeroConfig` field that an honoured key sets.
       accepts: The values that mean "off".
-      auto: How "auto" resolves to `default`; None refuses "auto".
-      loud: The note for a JSON that omits the key, whose default changes numbers; "" for no note.
+      auto: The reason why "auto" resolves to `default`; None refuses "auto".
+      loud: The note for a JSON that omits the key if the default changes numbers; "" for no note.
     """
 
     path: str
@@ -178,28 +179,28 @@ class Key:
 
 
 def honoured(path: str, kind: ValueKind, default: Any, why: str = "", **more: Any) -> Key:
-    """A key that zerojax follows."""
+    """Returns a key that zerojax supports."""
     return Key(path=path, kind=kind, default=default, treatment="honoured", why=why, **more)
 
 
 def setting(path: str, kind: ValueKind, default: Any, why: str, **more: Any) -> Key:
-    """A key that sets the field of its own name; `enabled` sets the field of its section's name."""
+    """Returns a key that sets the field of its name; `enabled` sets that of its section's name."""
     section, _, name = path.rpartition(".")
     return honoured(path, kind, default, why, field=section if name == "enabled" else name, **more)
 
 
 def left_to_xla(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
-    """Keys, as (kind, default), whose subject the compiler decides."""
+    """Yields keys, from (kind, default), for settings that XLA chooses itself."""
     return _accepted(section, "left to XLA", why, keys)
 
 
 def left_to_launch(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
-    """Keys, as (kind, default), that say how processes start."""
+    """Yields keys, from (kind, default), that control how processes start."""
     return _accepted(section, "left to launch", why, keys)
 
 
 def no_effect(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
-    """Keys, as (kind, default), that change nothing here."""
+    """Yields keys, from (kind, default), that have no effect in zerojax."""
     return _accepted(section, "no effect", why, keys)
 
 
@@ -218,7 +219,7 @@ def _accepted(
 
 
 def off_only(section: str, why: str, **keys: tuple[Any, ...]) -> Iterator[Key]:
-    """Keys that must stay off, as (kind, default, *further values that also mean off)."""
+    """Yields keys that must stay off, from (kind, default, *further values that also mean off)."""
     for name, (kind, *off) in keys.items():
         yield Key(
             path=f"{section}.{name}" if section else name,
@@ -232,21 +233,21 @@ def off_only(section: str, why: str, **keys: tuple[Any, ...]) -> Iterator[Key]:
 
 
 def off_section(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
-    """A section whose `enabled` must be false, which leaves its other keys without effect."""
+    """Yields keys of a section whose `enabled` must be false, so that the others have no effect."""
     yield from off_only(section, why, enabled=(FLAG, False))
     yield from no_effect(section, f"{section} is off", **keys)
 
 
 def free(names: str) -> dict[str, tuple[ValueKind, Any]]:
-    """Keys of any value, as (kind, default), from their names with spaces between them."""
+    """Returns keys that accept any value, as (kind, default), from space-separated names."""
     return dict.fromkeys(names.split(), (ANYTHING, None))
 
 
 OFF = "off: not asked for"
-"""How the "auto" of a switch resolves."""
+"""The reason why "auto" turns a switch off."""
 
 REQUIRED = object()
-"""The default of a parameter that has none."""
+"""A marker in place of a default, for parameters without one."""
 
 
 @dataclass(frozen=True)
@@ -254,12 +255,13 @@ class Param:
     """One parameter of an optimizer or a schedule.
 
     Attributes:
-      kind: What the value may be.
+      kind: The accepted values.
       default: DeepSpeed's value, or `REQUIRED`.
-      only: The supported values, where some of the kind are not.
-      why: Why the others are not, with the remedy; for `REQUIRED`, why "auto" cannot be resolved.
-      loud: Whether a note reports the default when a JSON omits the parameter.
-      auto: The meaning of null, where "auto" means null; elsewhere "auto" is the default.
+      only: The supported values, if some values of the kind are not supported.
+      why: The reason why other values are not supported, with the remedy; for `REQUIRED`, the
+        reason why "auto" cannot be resolved.
+      loud: Whether a note reports the default if a JSON omits the parameter.
+      auto: The meaning of null, if "auto" means null; if "", "auto" is the default.
     """
 
     kind: ValueKind

@@ -9,7 +9,7 @@ from zerojax.config.keys import KEYS
 
 
 class Section:
-    """A dataclass, each field of which is of the kind that its key in the table has."""
+    """A base class that checks each field of a dataclass by the kind of its key in the table."""
 
     _section: ClassVar[str]
 

@@ -40,7 +40,7 @@ from zerojax.config.keys.row import (
 )
 
 FIT = "`zerojax.fit` or `python -m zerojax fit`"
-"""What searches for the values that take a forecast."""
+"""The command that searches for values that depend on a forecast, as text."""
 
 _MASTERS = "master weights and optimizer state stay in fp32, sharded over the devices"
 
@@ -176,7 +176,7 @@ OLD_SWITCHES = {
     "offload_optimizer": ("cpu_offload",),
     "offload_param": ("cpu_offload_param", "cpu_offload_params"),
 }
-"""Flags that once said `{"device": "cpu"}`, by section."""
+"""DeepSpeed's deprecated flags for `{"device": "cpu"}`, by section."""
 
 SHARDING: tuple[Key, ...] = (
     setting(
@@ -294,7 +294,7 @@ SHARDING: tuple[Key, ...] = (
 
 
 def _both(section: str, buffers: int, why: str) -> Iterator[Key]:
-    """The keys that `offload_optimizer` and `offload_param` share."""
+    """Yields the keys that `offload_optimizer` and `offload_param` share."""
     path = f"{ZERO}.{section}"
     device = optional(choice("none", "cpu", "nvme"))
     yield honoured(f"{path}.device", device, "none", why, auto="none: not asked for")

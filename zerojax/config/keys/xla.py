@@ -1,7 +1,7 @@
-"""Keys of XLA's GPU compiler: zerojax's own section, by XLA's names.
+"""Options of XLA's GPU compiler, by XLA's names: zerojax's own section.
 
-An option that XLA does not know ends the process, so that only those are keys which every version
-of XLA that zerojax is tested with knows.
+XLA ends the process on an unknown option. The section therefore has only options that every version
+of XLA tested with zerojax knows.
 """
 
 from zerojax.config.keys.row import COUNT, FLAG, SIZE, Key, ValueKind, choice, optional, setting

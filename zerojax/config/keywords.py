@@ -1,0 +1,71 @@
+"""Keywords of ``zerojax.zero``, for type checkers and editors."""
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from zerojax.config.elasticity import Elasticity
+from zerojax.config.keys.loco import Loco
+from zerojax.config.named import OptimizerConfig, SchedulerConfig
+from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
+from zerojax.config.sections import MonitorConfig, OffloadOptimizer, OffloadParam, WandbConfig
+
+
+class Keywords(TypedDict, total=False):
+    """The fields of :class:`zerojax.ZeroConfig`, which documents them. A section is its config
+    object or a mapping as in the JSON; an offload section may be the name of a device."""
+
+    stage: int
+    bf16: bool
+    fp16: bool
+    auto_cast: bool
+    loss_scale: float
+    initial_scale_power: int
+    loss_scale_window: int
+    hysteresis: int
+    consecutive_hysteresis: bool
+    min_loss_scale: float
+    raise_error_at_min_scale: bool
+    check_grad_overflow: bool
+    gradient_clipping: float
+    gradient_accumulation_steps: int | None
+    train_batch_size: int | None
+    train_micro_batch_size_per_gpu: int | None
+    elasticity: Elasticity | Mapping[str, Any] | None
+    grad_accum_dtype: str | None
+    stage3_param_persistence_threshold: int
+    stage3_max_live_parameters: int
+    stage3_max_reuse_distance: int | None
+    stage3_gather_16bit_weights_on_model_save: bool
+    overlap_comm: bool | None
+    mics_shard_size: int
+    zero_hpz_partition_size: int
+    zero_quantized_weights: bool
+    zero_quantized_nontrainable_weights: bool
+    zero_quantized_weights_dtype: str
+    zero_quantized_gradients: bool
+    zero_quantized_gradients_dtype: str
+    zero_quantized_block_size: int | None
+    zeropp_loco_param: Loco | Mapping[str, Any] | None
+    offload_optimizer: OffloadOptimizer | Mapping[str, Any] | str | None
+    offload_param: OffloadParam | Mapping[str, Any] | str | None
+    sub_group_size: int
+    cpu_checkpointing: bool
+    partition_activations: bool
+    xla_gpu_enable_latency_hiding_scheduler: bool | None
+    xla_gpu_all_gather_combine_threshold_bytes: int | None
+    xla_gpu_reduce_scatter_combine_threshold_bytes: int | None
+    xla_gpu_all_reduce_combine_threshold_bytes: int | None
+    xla_gpu_enable_while_loop_unrolling: str | None
+    xla_gpu_experimental_parallel_collective_overlap_limit: int | None
+    optimizer: OptimizerConfig | Mapping[str, Any] | None
+    scheduler: SchedulerConfig | Mapping[str, Any] | None
+    steps_per_print: int | None
+    wall_clock_breakdown: bool
+    tensorboard: MonitorConfig | Mapping[str, Any] | None
+    csv_monitor: MonitorConfig | Mapping[str, Any] | None
+    wandb: WandbConfig | Mapping[str, Any] | None
+    memory_breakdown: bool
+    dump_state: bool
+    flops_profiler: FlopsProfilerConfig | Mapping[str, Any] | None
+    comms_logger: CommsLoggerConfig | Mapping[str, Any] | None
+    autotuning: AutotuningConfig | Mapping[str, Any] | None

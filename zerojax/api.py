@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
 import jax
 import optax
 from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig, load
+from zerojax.config.keywords import Keywords
 from zerojax.config.resolved import resolved as resolved_text
 from zerojax.devices.mesh import (
     automatic,
@@ -36,6 +37,8 @@ from zerojax.step.decorated import P, R
 from zerojax.step.per_device import per_device
 from zerojax.step.sequence import SequenceAxis
 from zerojax.step.step import Step
+
+S = TypeVar("S")
 
 
 class Zero:
@@ -177,7 +180,7 @@ class Zero:
         )
         return other.plan(*objects), lambda: step.programs(*objects, batch, *args, **kwargs)
 
-    def init(self, create_state: Callable[..., Any], *args: Any) -> Any:
+    def init(self, create_state: Callable[..., S], *args: Any) -> S:
         """Creates a state whose arrays are sharded from the start.
 
         Args:
@@ -189,12 +192,14 @@ class Zero:
         Returns:
           The state, placed on the mesh as planned, with its optimizer wrapped for the config.
         """
-        return self.states.init(create_state, *args)
+        state: S = self.states.init(create_state, *args)
+        return state
 
-    def abstract_state(self, create_state: Callable[..., Any], *args: Any) -> Any:
+    def abstract_state(self, create_state: Callable[..., S], *args: Any) -> S:
         """Returns the state of :meth:`init` as ``jax.ShapeDtypeStruct`` with shardings, for
         ``train_step.lower`` and for orbax to restore into. Touches no device."""
-        return self.states.abstract(create_state, *args)
+        state: S = self.states.abstract(create_state, *args)
+        return state
 
     def plan(self, *state: Any) -> Plan:
         """Returns the sharding of a state over the devices, with the reasons.
@@ -299,7 +304,7 @@ def zero(
     auto: Mapping[str, Any] | None = None,
     check_finite: bool | None = None,
     check_memory: bool = True,
-    **keywords: Any,
+    **keywords: Unpack[Keywords],
 ) -> Zero:
     """Reads a config and returns the decorator of a train step.
 

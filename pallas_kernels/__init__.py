@@ -1,6 +1,6 @@
-"""Fused kernels for NVIDIA GPUs, written with Pallas (Mosaic GPU). Knows nothing of zerojax.
+"""Fused kernels for NVIDIA GPUs, written with Pallas (Mosaic GPU); independent of zerojax.
 
-Each is one public function, ``implementation=None | "mosaic_gpu" | "xla"``, and a folder:
+Each kernel is one public function with ``implementation=None | "mosaic_gpu" | "xla"``, in a folder:
 ``api.py``, ``reference.py`` (plain JAX, the definition), ``mosaic_gpu.py`` and ``arguments.py``
 (the shapes that tests and benchmark share).
 """

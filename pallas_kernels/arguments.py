@@ -1,4 +1,4 @@
-"""What tests and benchmark call a kernel with."""
+"""Calls of kernels that the benchmark times."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Measured:
     """A call that the benchmark times.
 
     Attributes:
-      kernel: its name.
-      shape: what it is called with, for people.
-      call: ``call(implementation)`` is a function of arrays.
-      arguments: trees of those arrays, abstract. On a GPU they are filled with random numbers.
-      bytes: that have to be read or written once, however it is implemented.
-      flops: operations, where they and not the bytes bound the time.
-      in_place: positions of the arguments that the results are written over.
+      kernel: the name of the kernel.
+      shape: a description of the arguments, for people.
+      call: ``call(implementation)`` returns a function of arrays.
+      arguments: trees of abstract arrays. On a GPU they are filled with random numbers.
+      bytes: the number of bytes that any implementation must read or write.
+      flops: the number of operations, if operations and not bytes bound the time.
+      in_place: positions of the arguments that the results overwrite.
     """
 
     kernel: str
@@ -33,7 +33,7 @@ class Measured:
 
 
 def and_backward(call: Callable[[str], Callable[..., Any]]) -> Callable[[str], Callable[..., Any]]:
-    """The same call, given also a cotangent of its result first; and its gradients."""
+    """Adds a cotangent of the result as first argument, and the gradients as second result."""
 
     def both(implementation: str) -> Callable[..., Any]:
         def run(dy: Any, *arguments: Any) -> Any:

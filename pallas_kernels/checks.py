@@ -1,4 +1,4 @@
-"""What the kernels ask of their arguments, and say where they do not get it."""
+"""Checks of the kernels' arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def floats(kernel: str, name: str, x: Any) -> jax.Array:
-    """An array, or a TypeError."""
+    """Converts x to a float array, or raises a TypeError."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{kernel}: {name} has dtype {x.dtype}; it must be of floats")
@@ -17,7 +17,7 @@ def floats(kernel: str, name: str, x: Any) -> jax.Array:
 
 
 def rows(kernel: str, x: Any) -> jax.Array:
-    """Floats [..., width], or a TypeError or ValueError."""
+    """Converts x to floats [..., width], or raises a TypeError or ValueError."""
     x = floats(kernel, "x", x)
     if x.ndim == 0 or x.size == 0:
         raise ValueError(
@@ -27,7 +27,7 @@ def rows(kernel: str, x: Any) -> jax.Array:
 
 
 def of_width(kernel: str, name: str, x: Any, width: int) -> jax.Array:
-    """Floats [width], or a TypeError or ValueError."""
+    """Converts x to floats [width], or raises a TypeError or ValueError."""
     x = floats(kernel, name, x)
     if x.shape != (width,):
         raise ValueError(f"{kernel}: {name} has shape {x.shape}, the width of x is {width}")

@@ -1,4 +1,4 @@
-"""Differences between the versions of jax for Mosaic GPU, and what jax does not export."""
+"""Differences between versions of jax for Mosaic GPU, and access to names jax does not export."""
 
 from __future__ import annotations
 
@@ -9,36 +9,35 @@ from typing import Any
 
 import jax
 
-# jax 0.10 has the simulator and does not export it. No version exports the races that it has
-# seen, or whether a kernel traced now would run in it.
+# jax 0.10 has the simulator but does not export it. No version exports the detected races, or
+# whether a kernel traced now would run in the simulator.
 from jax._src import config as _config
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _callbacks
 from jax._src.pallas.mosaic_gpu.interpret import params as _params
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 IN_PLACE = jax.version.__version_info__ >= (0, 11)
-"""Whether a kernel can write over its arguments; before, results have buffers of their own."""
+"""True if a kernel can overwrite its arguments; in older jax, results have separate buffers."""
 
 
 class RaceError(Exception):
-    """Two threads of a simulated kernel use the same memory, one of them to write."""
+    """Two threads of a simulated kernel access the same memory, and one of them writes."""
 
 
 def default_device() -> jax.Device:
-    """The device of ``jax.default_device``, which may be absent, else the first one."""
+    """Returns the device of ``jax.default_device``, which may be absent, or the first device."""
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     return device if isinstance(device, jax.Device) else jax.local_devices()[0]
 
 
 @contextlib.contextmanager
 def simulator(**changes: Any) -> Iterator[None]:
-    """Runs the kernels traced within it in JAX's GPU simulator, on the CPU.
+    """Runs kernels that are traced in this context in JAX's GPU simulator, on the CPU.
 
-    Reads beyond an array are errors, memory that nobody wrote holds NaN, and so do results before
-    the kernel writes them.
+    Out-of-bounds reads are errors. Uninitialized memory and unwritten results are NaN.
 
     Raises:
-      RaceError: at the end, if a kernel within had a race.
+      RaceError: a kernel in the context had a race; raised at exit.
     """
     params = _params.InterpretGPUParams(
         **{
@@ -59,24 +58,24 @@ def simulator(**changes: Any) -> Iterator[None]:
 
 
 def simulated() -> bool:
-    """Whether a kernel traced now runs in the simulator."""
+    """Returns whether a kernel traced now runs in the simulator."""
     return _config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
 def kernels_in(compiled: jax.stages.Compiled) -> int:
-    """How many Mosaic kernels a program launches."""
+    """Returns the number of Mosaic kernels that a program launches."""
     return (compiled.as_text() or "").count('custom_call_target="mosaic_gpu')
 
 
 def laid_out(x: Any, layout: Any) -> Any:
-    """A value of a kernel in a layout; the simulator of jax 0.10 knows none."""
+    """Casts a kernel's value to a layout; the simulator of jax 0.10 has no layouts."""
     return x if simulated() and not IN_PLACE else plgpu.layout_cast(x, layout)
 
 
 def store(ref: Any, at: tuple[Any, ...], value: Any) -> None:
-    """Writes a value to GPU memory, also where it fills no complete sector of 32 bytes.
+    """Writes a value to GPU memory, even if it does not fill complete sectors of 32 bytes.
 
-    jax 0.12 refuses the latter in ``ref[at] = value``; older versions have no other way to write.
+    jax 0.12 rejects such values in ``ref[at] = value``; older versions have no other way to write.
     """
     if simulated() or not hasattr(plgpu, "store"):
         ref[at] = value
@@ -94,8 +93,8 @@ def launch(
     """Runs ``body(*input refs, *output refs)`` as a Mosaic GPU kernel.
 
     Args:
-      over: for an output the input that it is written over. Where jax cannot do that, it is a
-        buffer of its own; the body has to be right for both.
+      over: for an output, the input that it overwrites. If jax does not support this, the output
+        has a separate buffer; the body must be correct in both cases.
     """
     if not IN_PLACE or not over:
         return [*plgpu.kernel(body, out_type=[*outputs], **keywords)(*inputs)]
@@ -113,8 +112,10 @@ def launch(
 
 
 def tokamax_attention() -> Any:
-    """tokamax's attention for Hopper and newer. It exports the class in a module that needs
-    jax-triton as well, and its function knows neither the range of keys of a query nor the sums
-    that the backward pass keeps."""
+    """Returns tokamax's attention for Hopper and newer GPUs.
+
+    tokamax exports this class only in a module that also needs jax-triton, and its public function
+    supports neither a range of keys per query nor returning the sums for the backward pass.
+    """
     module = importlib.import_module("tokamax._src.ops.attention.pallas_mosaic_gpu")
     return module.PallasMosaicGpuFlashAttention()

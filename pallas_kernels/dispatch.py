@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs."""
+"""Choice of a kernel's implementation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Implementation = Literal["mosaic_gpu", "xla"]
 
 
 class Target(NamedTuple):
-    """What a function traced now is for: ``"cpu"``, ``"gpu"`` or ``"tpu"``, and the device kind."""
+    """Devices that a traced function targets: ``"cpu"``, ``"gpu"`` or ``"tpu"``, and their kind."""
 
     platform: str
     kind: str
 
 
 def target() -> Target:
-    """Within ``shard_map`` what its mesh is made of, there or not; else the default device."""
+    """Returns the mesh's devices within ``shard_map``, even if absent, else the default device."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is not None:
         return Target(device.platform, device.device_kind)
@@ -29,7 +29,7 @@ def target() -> Target:
 
 
 def available(at: Target) -> tuple[Implementation, ...]:
-    """What works there. Mosaic GPU needs a Hopper or a newer GPU, or the simulator."""
+    """Returns the usable implementations; Mosaic GPU needs Hopper or newer, or the simulator."""
     new = at.platform == "gpu" and any(
         name in at.kind for name in ("H100", "H200", "GH200", "B200")
     )
@@ -37,20 +37,20 @@ def available(at: Target) -> tuple[Implementation, ...]:
 
 
 def in_place(at: Target) -> Implementation:
-    """The kernel, where one works that writes over its arguments; else XLA."""
+    """Returns "mosaic_gpu" if it works and can overwrite its arguments, else "xla"."""
     return "mosaic_gpu" if compat.IN_PLACE and "mosaic_gpu" in available(at) else "xla"
 
 
 def choose(kernel: str, asked: str | None) -> Implementation:
-    """The implementation to run.
+    """Chooses the implementation to run.
 
     Args:
-      kernel: its name.
-      asked: what the caller wants; None is the fastest one by measurement on this kind of device
-        (:mod:`pallas_kernels.measured`).
+      kernel: the name of the kernel.
+      asked: the requested implementation; None for the one that was measured to be fastest on this
+        kind of device (:mod:`pallas_kernels.measured`).
 
     Raises:
-      ValueError: it is unknown, or does not work here.
+      ValueError: the implementation is unknown, or does not work on this device.
 
     Example:
       >>> choose("rms_norm", None)

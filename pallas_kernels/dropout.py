@@ -1,4 +1,4 @@
-"""Dropout as the kernels have it: XLA draws the mask, the same in both passes."""
+"""Dropout of the kernels: XLA draws the mask, the same in both passes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 
 def checked(kernel: str, rate: Any, key: jax.Array | None) -> float:
-    """The rate.
+    """Returns the rate after checking it.
 
     Raises:
-      ValueError: it is out of range, or not 0 without a key.
+      ValueError: the rate is out of range, or is not 0 and there is no key.
     """
     rate = float(rate)
     if not 0 <= rate < 1:
@@ -23,10 +23,10 @@ def checked(kernel: str, rate: Any, key: jax.Array | None) -> float:
 
 
 def drawn(x: jax.Array, key: jax.Array | None, rate: float) -> jax.Array | None:
-    """bool like x, what dropout leaves; None is all, where there is no key."""
+    """Draws the mask of kept elements, bool like x; None (all) without a key."""
     return None if key is None else jax.random.bernoulli(key, 1 - rate, x.shape)
 
 
 def dropped(x: Any, kept: Any, rate: float) -> Any:
-    """``x`` where ``kept``, made larger for what is lost, else 0; all of it if ``kept`` is None."""
+    """Returns x / (1 - rate) where ``kept``, else 0; x itself if ``kept`` is None."""
     return x if kept is None else jnp.where(kept, x * (1 / (1 - rate)), jnp.zeros(x.shape, x.dtype))

@@ -15,13 +15,13 @@ from pallas_kernels import compat, tiles
 from pallas_kernels.tiles import Cut, Tile
 
 PER_LAUNCH = 8
-"""Groups of arrays that one launch takes: each has code of its own in the kernel, and Mosaic's
-search for layouts fails where there is much more of it. Launches alike are compiled once."""
+"""Maximum groups of arrays per launch: each has separate code in the kernel, and Mosaic's layout
+inference fails on much more code. Equal launches are compiled once."""
 SMALLEST = tiles.WARPGROUP
-"""Elements of an array at least."""
+"""Minimum elements of an array."""
 
 Function = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
-"""Hashed by value: it is compiled anew for one that is unlike all before."""
+"""Function of scalars and arrays; static and hashed, so that equal functions share a compile."""
 
 
 def elementwise(
@@ -34,20 +34,20 @@ def elementwise(
     name: str,
     run: int | None = None,
 ) -> list[list[jax.Array]]:
-    """``[function(scalars, arrays) for arrays in groups]``.
+    """Computes ``[function(scalars, arrays) for arrays in groups]``.
 
     Args:
-      function: of the scalars (float32 []) and one tile of each array of a group, in its dtype;
-        its results are cast.
+      function: a function of the scalars (float32 []) and one tile of each array of a group, in its
+        dtype; its results are cast.
       scalars: float32 [k].
-      groups: arrays of one size within a group, 128 elements or more; as many, and of the same
-        dtypes, in every group.
-      dtypes: of the results.
-      over: for a result the array of the group that it is written over where it can be.
-      run: the scalar that is 0 where nothing is to be done, for results that are all ``over``.
+      groups: arrays of one size within a group, 128 elements or more; every group has the same
+        number of arrays and the same dtypes.
+      dtypes: the dtypes of the results.
+      over: for a result, the array of the group that it overwrites if jax supports this.
+      run: the index of a scalar that is 0 to skip the work; only if ``over`` has all results.
 
     Returns:
-      For each group its results, in the shape of its first array.
+      The results of each group, in the shape of its first array.
     """
     settings = function, tuple(dtypes), tuple(over.items()), name, run
     by_size = sorted(range(len(groups)), key=lambda k: groups[k][0].size)
@@ -92,7 +92,7 @@ def _launch(
                 for ref, value in zip(outs, function(numbers, arrays), strict=True):
                     ref[pl.ds(tile.start, tile.size)] = value.astype(ref.dtype)
 
-            # All reads of what another tile of this block writes come first.
+            # Tiles that overlap another tile of this block are read before that tile is written.
             late = [(tile, read(tile)) for tile in found if tile.again]
             for tile in found:
                 if not tile.again:

@@ -1,8 +1,8 @@
-"""Where a kernel beat what XLA makes of plain JAX: only there it is the default."""
+"""Devices on which a kernel is faster than XLA on plain JAX, and therefore the default."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 FASTER: Mapping[str, tuple[str, ...]] = {}
-"""Kernel to parts of device kinds. Empty: no GPU was at hand yet (benchmarks/records)."""
+"""Substrings of device kinds, by kernel. Empty: not yet measured on a GPU (benchmarks/records)."""

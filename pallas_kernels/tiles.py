@@ -1,4 +1,4 @@
-"""How a line of elements is cut among the threads of a GPU."""
+"""Split of a line of elements among the threads of a GPU."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import compat
 
 WARPGROUP = 128
-"""Threads that work on a tile together; a tile has a multiple of as many elements."""
+"""Number of threads that share a tile; the elements of a tile are a multiple of it."""
 
 
 class Tile(NamedTuple):
     """Elements ``start`` to ``start + size`` of a line.
 
     Attributes:
-      again: elements at its beginning that the tile before has, too.
-      vector: elements next to each other that one thread takes at once.
+      again: the number of elements at its start that are also in the tile before.
+      vector: the number of adjacent elements that a thread accesses at once.
     """
 
     start: Any
@@ -34,18 +34,18 @@ class Tile(NamedTuple):
 
     @property
     def layout(self) -> Any:
-        """How its elements are spread over the threads."""
+        """Distribution of the elements over the threads."""
         return plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
 
 
 def tiles(length: int, largest: int, vector: int) -> Iterator[Tile]:
-    """Cuts a line of at least 128 elements.
+    """Splits a line of at least 128 elements into tiles.
 
-    No tile reaches beyond the end: the last one reaches back instead, where the length is no
+    No tile exceeds the end: the last tile overlaps earlier ones instead if the length is not a
     multiple of 128.
 
     Args:
-      length: of the line.
+      length: elements of the line.
       largest: elements of a tile, a multiple of ``128 * vector``.
       vector: see :class:`Tile`; a power of two.
 
@@ -63,18 +63,20 @@ def tiles(length: int, largest: int, vector: int) -> Iterator[Tile]:
 
 
 def vector_of(itemsize: int, *strides: int) -> int:
-    """Elements that one thread can take at once, up to 16 bytes, if lines begin at multiples of
-    ``strides`` elements."""
+    """Returns the number of elements that a thread can access at once, up to 16 bytes.
+
+    Lines begin at multiples of ``strides`` elements.
+    """
     most = 16 // itemsize
     return math.gcd(most, *strides)
 
 
 class Cut(NamedTuple):
-    """A line in blocks of ``strip`` elements; the last block takes what is left, too.
+    """Split of a line into blocks of ``strip`` elements; the last block also has the rest.
 
     Attributes:
-      length: of the line.
-      strip: a multiple of ``largest``.
+      length: elements of the line.
+      strip: elements of a block, a multiple of ``largest``.
       largest, vector: see :func:`tiles`.
     """
 
@@ -85,13 +87,15 @@ class Cut(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many there are."""
+        """Number of blocks."""
         return max(1, self.length // self.strip)
 
 
 def of_block(cuts: Sequence[Cut], block: Any, work: Callable[[int, list[Tile]], None]) -> None:
-    """``work(k, tiles)`` for the tiles that a block has, of line ``k``; lines come one after
-    another, and each block has a part of one."""
+    """Runs ``work(k, tiles)`` for the tiles of a block, which belong to line ``k``.
+
+    The blocks of a line follow those of the line before; each block has part of one line.
+    """
     first = 0
     for k, cut in enumerate(cuts):
         _of_line(cut, first, block, functools.partial(work, k))
@@ -112,28 +116,31 @@ def _of_line(cut: Cut, first: int, block: Any, work: Callable[[list[Tile]], None
 
 
 def rows(x: Any) -> Any:
-    """[rows, width], None of None; bytes for bool."""
+    """Reshapes x to [rows, width], and bool to int8; returns None for None."""
     if x is None:
         return None
     return (x.astype(jnp.int8) if x.dtype == jnp.bool else x).reshape(-1, x.shape[-1])
 
 
 def load(ref: Any, at: tuple[Any, ...], tile: Tile) -> Any:
-    """A tile of the line ``ref[at]``, in registers."""
+    """Loads a tile of the line ``ref[at]`` into registers."""
     return compat.laid_out(ref[(*at, pl.ds(tile.start, tile.size))], tile.layout)
 
 
 def places(tile: Tile) -> Any:
-    """int32 [size], 0, 1, 2 and so on."""
+    """Returns 0, 1, 2, ..., int32 [size]."""
     return compat.laid_out(lax.broadcasted_iota("int32", (tile.size,), 0), tile.layout)
 
 
 def fresh(tile: Tile) -> Any:
-    """bool [size], elements that no tile before has; None where that is all of them."""
+    """Returns which elements are in no earlier tile, bool [size]; None if all are."""
     return lax.ge(places(tile), tile.again) if tile.again else None
 
 
 def params(**changes: Any) -> plgpu.CompilerParams:
-    """Of every kernel here. Mosaic's barriers around stores stay: where a result is written over
-    an argument, they alone keep the reads before the writes."""
+    """Returns the compiler parameters of all kernels.
+
+    By default Mosaic's barriers around stores are kept: if a result overwrites an argument, only
+    they order the reads before the writes.
+    """
     return plgpu.CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup, **changes)

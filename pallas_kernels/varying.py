@@ -1,4 +1,4 @@
-"""Arrays that differ between devices, and arrays that do not, within ``shard_map``."""
+"""Varying and unvarying arrays within ``shard_map``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jax import lax
 
 
 def alike(*arrays: Any) -> list[Any]:
-    """Arrays, or None, that all vary over the mesh axes of ``shard_map`` that any varies over.
+    """Casts arrays (or None) to vary over all mesh axes over which any of them varies.
 
-    So the gradient of a weight that is the same on all devices is summed over them.
+    The cast's transpose sums the gradient of a weight that is replicated over devices.
     """
     axes = [None if x is None else jax.typeof(x).manual_axis_type.varying for x in arrays]
     every = frozenset().union(*(own for own in axes if own is not None))

@@ -32,7 +32,7 @@ def bias_gelu(
     dropout_key: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    r"""GELU of a sum, and dropout of what it gives.
+    r"""Computes GELU of x + bias, then dropout.
 
     .. math::
 
@@ -43,27 +43,28 @@ def bias_gelu(
         y' = y m / (1 - r), \quad m \sim \operatorname{Bernoulli}(1 - r)
 
     Source: Hendrycks and Gimpel, arXiv:1606.08415; DeepSpeed's ``gelu_kernels.cu`` and
-    ``dropout_kernels.cu``. Computed in float32. The backward pass keeps x, the bias and the key
-    and computes the rest again. XLA draws the mask, in both passes, a byte an element.
+    ``dropout_kernels.cu``. The computation is in float32. The forward pass saves x, the bias and
+    the key, and the backward pass recomputes the rest. XLA draws the mask in both passes, one byte
+    per element.
 
-    With ``"mosaic_gpu"``, widths below 128 are left to XLA, and ``jax.shard_map`` needs
+    With ``"mosaic_gpu"``, XLA still handles widths below 128, and ``jax.shard_map`` needs
     ``check_vma=False``.
 
     Args:
       x: floats [..., width].
       bias: :math:`b`, floats [width]; None is 0.
-      approximate: the form with tanh, else the exact one.
+      approximate: whether to use the form with tanh instead of the exact one.
       dropout_rate: :math:`r`, at least 0 and below 1.
-      dropout_key: a key of :mod:`jax.random`; needed where the rate is not 0.
+      dropout_key: a key of :mod:`jax.random`; needed if the rate is not 0.
       implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
 
     Returns:
-      In the shape and dtype of x.
+      An array in the shape and dtype of x.
 
     Raises:
       ValueError: x is empty, the bias has another shape, the rate is out of range, the key is
-        missing, or the implementation does not work here.
-      TypeError: an array is not of floats.
+        missing, or the implementation does not work on this device.
+      TypeError: an array does not have a float dtype.
 
     Example:
       >>> import jax.numpy as jnp
@@ -107,28 +108,30 @@ _bias_gelu.defvjp(_forward, _backward)
 
 
 def swiglu(gate: jax.Array, up: jax.Array, *, implementation: str | None = None) -> jax.Array:
-    r"""The gated activation of Llama's feed-forward layers.
+    r"""Computes SwiGLU, the gated activation of Llama's feed-forward layers.
 
     .. math::
 
         y = g \, \sigma(g) \, u
 
-    Source: Shazeer, arXiv:2002.05202; Liger's ``swiglu.py``. Computed in float32. The backward pass
-    keeps both arguments only, and computes both cotangents in one pass.
+    Source: Shazeer, arXiv:2002.05202; Liger's ``swiglu.py``. The computation is in float32. The
+    forward pass saves only its two arguments; the backward pass computes both cotangents in one
+    pass over memory.
 
-    With ``"mosaic_gpu"``, arrays of fewer than 128 elements are left to XLA, and ``jax.shard_map``
-    needs ``check_vma=False``.
+    With ``"mosaic_gpu"``, XLA still handles arrays of fewer than 128 elements, and
+    ``jax.shard_map`` needs ``check_vma=False``.
 
     Args:
-      gate, up: :math:`g, u`, floats of one shape and dtype.
+      gate, up: :math:`g, u`, floats of the same shape and dtype.
       implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
 
     Returns:
-      In their shape and dtype.
+      An array in the shape and dtype of gate and up.
 
     Raises:
-      ValueError: they are empty, their shapes differ, or the implementation does not work here.
-      TypeError: they are not of floats, or their dtypes differ.
+      ValueError: gate and up are empty, their shapes differ, or the implementation does not work on
+        this device.
+      TypeError: gate and up do not have float dtypes, or their dtypes differ.
 
     Example:
       >>> import jax.numpy as jnp

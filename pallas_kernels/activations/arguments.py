@@ -1,4 +1,4 @@
-"""What tests and benchmark activate."""
+"""Arguments of the activations in tests and benchmark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TESTED: tuple[tuple[int, ...], ...] = (
     (9, 256),
     (23, 128),
 )
-"""Too narrow, one row, prime numbers, whole tiles, rows that blocks share unequally."""
+"""Too narrow, one row, prime sizes, full tiles, rows that blocks share unequally."""
 
 
 def _bias_gelu(implementation: str) -> Callable[..., Any]:
@@ -42,7 +42,8 @@ _BIAS = jax.ShapeDtypeStruct((6400,), jnp.bfloat16)
 _GATE = jax.ShapeDtypeStruct((4096, 14336), jnp.bfloat16)
 _ONE, _OTHER = _X.size * 2, _GATE.size * 2
 
-# Forward: x comes, y goes. Backward: x and dy come, dx goes; for SwiGLU twice of what is not dy.
+# Forward reads x and writes y. Backward reads x and dy and writes dx. For SwiGLU, x and dx count
+# twice.
 MEASURED = (
     Measured(GELU, "4096 x 6400, forward", _bias_gelu, (_X, _BIAS), bytes=2 * _ONE),
     Measured(

@@ -17,17 +17,19 @@ from pallas_kernels.activations import reference
 from pallas_kernels.tiles import Cut, Tile
 
 BLOCKS = 1024
-"""About as many as an H100 runs at once; more would only leave more partial sums to add up."""
+"""Target number of blocks, about as many as an H100 runs at once; more would add partial sums."""
 AT_ONCE = 4
-"""Rows that a block reads before it waits for one of them."""
+"""Number of rows that a block reads before it waits for any of them."""
 
 _ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A function of :mod:`reference` for one row, alike for equal settings, so that it is compiled
-    once. If it is ``masked``, the mask is the last of the arrays."""
+    """A function of :mod:`reference` for one row, hashed by its settings so that it compiles once.
+
+    If ``masked``, the mask is the last of the arrays.
+    """
 
     function: Callable[..., Any]
     masked: bool
@@ -43,7 +45,7 @@ class _Row:
 def bias_gelu(
     x: jax.Array, bias: jax.Array | None, kept: jax.Array | None, approximate: bool, rate: float
 ) -> jax.Array:
-    """As :func:`reference.bias_gelu`, in the dtype of x."""
+    """Computes :func:`reference.bias_gelu`, in the dtype of x."""
     row = _Row(reference.bias_gelu, kept is not None, approximate, rate)
     return _by_row("bias_gelu", row, False, BLOCKS, bias, x, kept)[0]
 
@@ -56,8 +58,10 @@ def bias_gelu_backward(
     approximate: bool,
     rate: float,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As :func:`reference.bias_gelu_backward`, in the dtype of x; and its sum over the rows,
-    float32 [width], if there is a bias."""
+    """Computes :func:`reference.bias_gelu_backward`, in the dtype of x.
+
+    Also returns its sum over the rows, float32 [width], if there is a bias, else None.
+    """
     row = _Row(reference.bias_gelu_backward, kept is not None, approximate, rate)
     sums = bias is not None
     found = _by_row("bias_gelu_backward", row, sums, BLOCKS, bias, x, dy, kept)
@@ -65,7 +69,7 @@ def bias_gelu_backward(
 
 
 def erf(x: Any) -> Any:
-    """The error function, to 1.5e-7; Mosaic has none.
+    """Computes the error function with an error of at most 1.5e-7, because Mosaic lacks it.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
     """
@@ -88,10 +92,10 @@ def _by_row(
     x: jax.Array,
     *others: jax.Array | None,
 ) -> list[jax.Array]:
-    """``row(one row of each array, bias)`` for all rows, in the shape and dtype of x.
+    """Computes ``row(one row of each array, bias)`` for all rows, in the shape and dtype of x.
 
-    A block takes some columns of some rows; there are about ``most``. With ``sums`` it adds up what
-    it finds, float32 [blocks along the rows, width].
+    A block handles some columns of some rows; there are about ``most`` blocks. With ``sums``, the
+    second result is the sum of each block's results, float32 [blocks along the rows, width].
     """
     arrays = [tiles.rows(each) for each in (x, *others) if each is not None]
     rows, width = arrays[0].shape
@@ -137,7 +141,7 @@ def _by_row(
                         outs[1][strip, part] = after
 
         def columns(_: int, found: Sequence[Tile]) -> None:
-            # Where the last tile reaches back, it finds the same as the one before it.
+            # If the last tile overlaps the tile before, both write the same values.
             for tile in found:
                 work(tile)
 
@@ -160,12 +164,12 @@ def _by_row(
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """As :func:`reference.swiglu`, in their dtype."""
+    """Computes :func:`reference.swiglu`, in the arguments' dtype."""
     return _elementwise("swiglu", _swiglu, [gate, up], 1)[0]
 
 
 def swiglu_backward(gate: jax.Array, up: jax.Array, dy: jax.Array) -> list[jax.Array]:
-    """As :func:`reference.swiglu_backward`, in their dtype."""
+    """Computes :func:`reference.swiglu_backward`, in the arguments' dtype."""
     return _elementwise("swiglu_backward", _swiglu_backward, [gate, up, dy], 2)
 
 

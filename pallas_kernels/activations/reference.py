@@ -1,4 +1,4 @@
-"""GELU of a sum and SwiGLU as they are defined, in plain JAX."""
+"""Definitions of GELU of a sum and of SwiGLU in plain JAX."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from pallas_kernels.dropout import dropped
 _CUBE = 0.044715
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _FAR = 20.0
-"""Beyond it both forms of GELU are 0 or the identity in float32; its square does not overflow."""
+"""Bound beyond which GELU is 0 or the identity in float32; its square does not overflow."""
 
 
 def erf(x: Any) -> Any:
-    """The error function."""
+    """Computes the error function."""
     return lax.erf(x)
 
 
 def gelu(z: Any, approximate: bool, erf: Callable[[Any], Any] = erf) -> tuple[Any, Any]:
-    r"""GELU and its derivative, float32.
+    r"""Returns GELU and its derivative, float32.
 
-    ``approximate``: :math:`\tfrac12 (1 + \tanh u) = \sigma(2 u)`, which loses no digits where z is
-    negative.
+    ``approximate`` uses :math:`\tfrac12 (1 + \tanh u) = \sigma(2 u)`, which loses no digits for
+    negative z.
     """
-    # Not lax.clamp, whose bounds a kernel wants in full; those a scanned model would carry along.
+    # Not lax.clamp: a kernel needs its bounds as full arrays, which a scanned model would carry.
     near = jnp.maximum(jnp.minimum(z, _FAR), -_FAR)
     square = near * near
     if approximate:
@@ -49,14 +49,14 @@ def bias_gelu(
     rate: float,
     erf: Callable[[Any], Any] = erf,
 ) -> Any:
-    """The formula of :func:`pallas_kernels.bias_gelu`, for any piece of it.
+    """Computes the formula of :func:`pallas_kernels.bias_gelu`, for any slice of x.
 
     Args:
-      x: of any shape.
-      bias: like x, or to be broadcast to it; None is 0.
-      kept: bool like x, what dropout leaves; None is all.
-      approximate: the form with tanh.
-      rate: of dropout.
+      x: floats of any shape.
+      bias: floats like x, or broadcastable to x; None is 0.
+      kept: bool like x, True for elements that dropout keeps; None keeps all.
+      approximate: whether to use the form with tanh.
+      rate: the dropout rate.
       erf: the error function.
 
     Returns:
@@ -74,7 +74,7 @@ def bias_gelu_backward(
     rate: float,
     erf: Callable[[Any], Any] = erf,
 ) -> Any:
-    """The cotangent of ``x + bias``, float32 like x."""
+    """Computes the cotangent of ``x + bias``, float32 like x."""
     dy = dropped(dy.astype(jnp.float32), kept, rate)
     return dy * gelu(_sum(x, bias), approximate, erf)[1]
 
@@ -85,18 +85,18 @@ def _sum(x: Any, bias: Any) -> Any:
 
 
 def swiglu(gate: Any, up: Any) -> Any:
-    """The formula of :func:`pallas_kernels.swiglu`, float32."""
+    """Computes the formula of :func:`pallas_kernels.swiglu`, float32."""
     g = gate.astype(jnp.float32)
     return g * lax.logistic(g) * up.astype(jnp.float32)
 
 
 def swiglu_backward(gate: Any, up: Any, dy: Any) -> tuple[Any, Any]:
-    """The cotangents of both, float32."""
+    """Computes the cotangents of gate and up, float32."""
     g, u, dy = (x.astype(jnp.float32) for x in (gate, up, dy))
     share = lax.logistic(g)
     return dy * u * (share * (1 + g * (1 - share))), dy * (g * share)
 
 
 def over_rows(dz: jax.Array) -> jax.Array:
-    """The cotangent of the bias, float32 [width]."""
+    """Sums to the cotangent of the bias, float32 [width]."""
     return jnp.sum(dz, axis=tuple(range(dz.ndim - 1)), dtype=jnp.float32)

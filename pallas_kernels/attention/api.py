@@ -1,4 +1,4 @@
-"""Attention: no kernel of this package, but the choice among those that others have."""
+"""Attention: a choice among the kernels of other packages."""
 
 from __future__ import annotations
 
@@ -33,47 +33,48 @@ def attention(
     dropout_key: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    r"""Attention of each head, with queries' heads in groups that share keys and values.
+    r"""Computes attention of each head; groups of query heads may share keys and values.
 
     .. math:: \mathrm{softmax}(s \, q k^\top + b) \, v
 
     Source: Vaswani et al., arXiv:1706.03762; grouped heads, Ainslie et al., arXiv:2305.13245.
     ``"mosaic_gpu"`` is tokamax's kernel, ``"cudnn"`` and ``"xla"`` are
-    :func:`jax.nn.dot_product_attention`. All but ``"xla"`` work without the [batch, heads, queries,
-    keys] matrix in memory. ``"mosaic_gpu"`` names its result, and what else the backward pass
-    keeps, ``"attention"`` for ``jax.checkpoint``'s policies.
+    :func:`jax.nn.dot_product_attention`. Only ``"xla"`` stores the [batch, heads, queries, keys]
+    matrix in memory. ``"mosaic_gpu"`` gives its result, and the softmax sums that the backward pass
+    needs, the name ``"attention"`` for ``jax.checkpoint``'s policies.
 
-    A query whose keys are all left out by ``mask`` has no softmax: its result is the mean of ``v``
-    by ``"xla"`` and 0 by ``"mosaic_gpu"``, so leave such queries out of a loss.
+    A query whose keys are all excluded by ``mask`` has no softmax: its result is the mean of ``v``
+    by ``"xla"`` and 0 by ``"mosaic_gpu"``, so exclude such queries from a loss.
 
     Args:
       q: floats [batch, queries, heads, d].
-      k, v: of the same dtype, [batch, keys, key heads, d]; ``heads`` is a multiple of
-        ``key heads``, and consecutive heads of ``q`` share one of them.
+      k, v: floats of the same dtype, [batch, keys, key heads, d]; ``heads`` is a multiple of
+        ``key heads``, and consecutive heads of ``q`` share a key head.
       bias: :math:`b`, floats, broadcast to [batch, heads, queries, keys]. ``"cudnn"`` rounds it to
         the dtype of ``q``.
-      mask: bool, broadcast likewise; False leaves a key out.
-      is_causal: query i sees keys 0 to i alone.
+      mask: bool, broadcast to the same shape; False excludes a key.
+      is_causal: whether query i attends only to keys 0 to i.
       scale: :math:`s`, by default :math:`1 / \sqrt{d}`.
-      sliding_window: of those the last so many alone, i itself among them; needs ``is_causal``.
+      sliding_window: the number of most recent keys, including key i, to which query i attends;
+        needs ``is_causal``.
       segment_ids: ints [batch, length] of packed sequences, with as many queries as keys: a
-        sequence is a run of equal ids, and its queries see its keys alone. ``"mosaic_gpu"`` needs
-        no [batch, queries, keys] mask for these.
-      dropout_rate: the share of softmax's weights that becomes 0, all others divided by what is
-        left; ``"xla"`` has it.
-      dropout_key: of ``jax.random``; needed for a rate above 0.
-      implementation: None takes the first that the device and these arguments allow:
-        ``"mosaic_gpu"`` on NVIDIA GPUs since Hopper where tokamax is installed (bf16 or fp16; d up
-        to 256), ``"cudnn"`` since Ampere where JAX finds cuDNN (bf16 or fp16; d a multiple of 8, up
-        to 128, since Hopper 256), else ``"xla"``.
+        sequence is a run of equal ids, and its queries attend only to its keys. ``"mosaic_gpu"``
+        needs no [batch, queries, keys] mask for them.
+      dropout_rate: the fraction of softmax weights that become 0; the others are divided by the
+        remaining fraction. Only ``"xla"`` supports dropout.
+      dropout_key: a key of ``jax.random``; needed for a rate above 0.
+      implementation: None chooses the first that the device and these arguments allow:
+        ``"mosaic_gpu"`` on NVIDIA GPUs since Hopper if tokamax is installed (bf16 or fp16; d up to
+        256), ``"cudnn"`` since Ampere if JAX finds cuDNN (bf16 or fp16; d a multiple of 8, up to
+        128, since Hopper 256), else ``"xla"``.
 
     Returns:
-      Like ``q``.
+      An array like ``q``.
 
     Raises:
-      ValueError: shapes do not fit; the implementation is unknown, does not work here, or lacks
-        what an argument asks for.
-      TypeError: dtypes differ, or are not of floats (of the mask: bool; of the ids: ints).
+      ValueError: shapes do not match; the implementation is unknown, does not work on this device,
+        or does not support an argument.
+      TypeError: dtypes differ, or are not floats (for the mask: bool; for the ids: ints).
 
     Example:
       >>> import jax.numpy as jnp
@@ -91,7 +92,7 @@ def attention(
     seen = Seen(is_causal, sliding_window, ids, q.shape[1], k.shape[1])
 
     def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        # It broadcasts over batch and heads alone.
+        # cuDNN broadcasts only over batch and heads.
         length = (q.shape[1], k.shape[1])
         b, m = (
             None if x is None else jnp.broadcast_to(x, (*x.shape[:2], *length))
@@ -128,7 +129,7 @@ def attention(
 def _xla(q: jax.Array, k: jax.Array, v: jax.Array, *others: Any, **keywords: Any) -> jax.Array:
     wide = [q, k, v]
     if target().platform == "cpu" and q.dtype == jnp.float16:
-        # XLA has no such matrix products there.
+        # XLA has no float16 matrix products on CPUs.
         wide = [x.astype(jnp.float32) for x in wide]
     made = jax.nn.dot_product_attention(*wide, *others, **keywords, implementation="xla")
     return made.astype(q.dtype)
@@ -137,7 +138,7 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, *others: Any, **keywords: Any
 def _refusal(
     at: Target, cudnn: Callable[..., jax.Array], dropout: float, *arrays: jax.Array
 ) -> str | None:
-    """Why cuDNN cannot do it; None if it can."""
+    """Returns the reason why cuDNN cannot run this attention, or None if it can."""
     new = "NVIDIA" in at.kind and not any(name in at.kind for name in _BEFORE_AMPERE)
     if at.platform != "gpu" or not new:
         return f"needs an NVIDIA GPU, Ampere or newer, and this runs on {at.platform} ({at.kind})"
@@ -146,7 +147,7 @@ def _refusal(
     if dropout:
         return "has no dropout here"
     try:
-        # JAX knows what it takes; more for gradients than without.
+        # JAX checks what cuDNN supports; gradients have stricter requirements.
         jax.eval_shape(lambda *x: jax.vjp(cudnn, *x)[0], *arrays)
     except (NotImplementedError, RuntimeError) as error:
         return f"does not work here: {error}".rstrip(".")
@@ -175,7 +176,7 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 
 
 def _check_over(name: str, x: jax.Array, q: jax.Array, k: jax.Array, kind: Any) -> jax.Array:
-    """``x`` with four axes."""
+    """Checks ``x`` and reshapes it to four axes."""
     if not jnp.issubdtype(x.dtype, kind):
         raise TypeError(
             f"{NAME}: {name} has dtype {x.dtype}; a mask is of bool, and what is added is a bias"

@@ -1,4 +1,4 @@
-"""Attention written out, for what JAX's own lacks."""
+"""Attention in plain JAX, for dropout, which ``jax.nn.dot_product_attention`` lacks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def plain(
     rate: float,
     key: jax.Array | None,
 ) -> jax.Array:
-    """Like :func:`pallas_kernels.attention` with dropout, the softmax in float32 or wider.
+    """Computes :func:`pallas_kernels.attention` with dropout, softmax in float32 or wider.
 
     Args:
-      rate: The share of weights that becomes 0.
-      key: Of ``jax.random``.
+      rate: The fraction of weights that become 0.
+      key: A key of ``jax.random``; None for no dropout.
     """
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     wide = jnp.promote_types(q.dtype, jnp.float32)

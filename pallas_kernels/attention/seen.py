@@ -1,4 +1,4 @@
-"""Which keys a query sees, by position: causal, a sliding window, packed sequences."""
+"""Keys to which a query may attend by position: causal, sliding window, packed sequences."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import jax.numpy as jnp
 
 
 class Seen(NamedTuple):
-    """The keys that each query sees.
+    """The keys to which each query may attend.
 
     Attributes:
-      is_causal: Query i sees keys 0 to i.
-      window: Of those the last ones, i itself among them; None for all.
-      segment_ids: [batch, length]; a sequence is a run of equal ids, and its queries see its keys.
-      queries, keys: Lengths.
+      is_causal: True if query i attends only to keys 0 to i.
+      window: The number of most recent keys, including key i, that remain; None for all.
+      segment_ids: Ints [batch, length]; a sequence is a run of equal ids, and its queries attend to
+        its keys.
+      queries, keys: Numbers of queries and keys.
     """
 
     is_causal: bool
@@ -25,8 +26,10 @@ class Seen(NamedTuple):
     keys: int
 
     def range_of_keys(self) -> tuple[jax.Array | None, jax.Array | None]:
-        """The first key, and the one behind the last, of each query, beside those that
-        ``is_causal`` hides: int32 [1 or batch, 1, queries], or None for all."""
+        """Returns each query's first key, and the end of its keys, without regard to causality.
+
+        Each is int32 [1 or batch, 1, queries], or None for no limit besides ``is_causal``.
+        """
         at = jnp.arange(self.queries, dtype=jnp.int32)[None]
         first = behind = None
         if self.segment_ids is not None:
@@ -39,8 +42,10 @@ class Seen(NamedTuple):
         return _of_heads(first), _of_heads(behind)
 
     def mask(self, mask: jax.Array | None) -> jax.Array | None:
-        """``mask`` without the keys of other sequences and before the window, bool
-        [1 or batch, 1 or heads, queries, keys]."""
+        """Excludes from ``mask`` the keys of other sequences and before the window.
+
+        The result is bool [1 or batch, 1 or heads, queries, keys], or None for no limit.
+        """
         first, behind = self.range_of_keys()
         at = jnp.arange(self.keys, dtype=jnp.int32)
         for hidden in (
@@ -57,7 +62,7 @@ def _of_heads(x: jax.Array | None) -> jax.Array | None:
 
 
 def _runs(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the run of each position begins, and where the next one does, int32 [batch, length].
+    """Returns the start and the end of each position's run of equal ids, int32 [batch, length].
 
     >>> [x.tolist() for x in _runs(jnp.array([[7, 7, 2, 7]]))]
     [[[0, 0, 2, 3]], [[2, 2, 3, 4]]]

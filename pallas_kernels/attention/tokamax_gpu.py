@@ -17,10 +17,10 @@ from pallas_kernels.attention.seen import Seen
 from pallas_kernels.dispatch import Target
 
 SAVED = "attention"
-"""The name of the result and of the softmax's sums, for ``jax.checkpoint`` policies."""
+"""Name of the result and of the softmax's sums, for ``jax.checkpoint`` policies."""
 
 SCOPE = "fused_attention"
-"""What kernels are called in, with their pass and window: a forecast counts their products."""
+"""Named scope of the kernels, with pass and window appended; a forecast counts products by it."""
 
 _KINDS = ("H100", "H200", "GH200", "B100", "B200", "GB200")
 _WIDEST = 256
@@ -31,7 +31,7 @@ _INSTALL = (
 
 
 def refusal(at: Target, q: Any, dropout: float) -> str | None:
-    """Why the kernel cannot run; None if it can."""
+    """Returns the reason why the kernel cannot run, or None if it can."""
     if at.platform != "gpu" or not any(kind in at.kind for kind in _KINDS):
         return f"needs an NVIDIA GPU, Hopper or newer, and this runs on {at.platform} ({at.kind})"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -53,7 +53,7 @@ def refusal(at: Target, q: Any, dropout: float) -> str | None:
 
 
 def package() -> Any:
-    """The package.
+    """Imports and returns tokamax.
 
     Raises:
       ImportError: tokamax is not installed.
@@ -75,8 +75,10 @@ def attention(
     seen: Seen,
     scale: float | None,
 ) -> jax.Array:
-    """Like :func:`pallas_kernels.attention`. The backward pass keeps the result and the softmax's
-    sums under the name ``SAVED``."""
+    """Computes :func:`pallas_kernels.attention`.
+
+    The result and the softmax's sums are saved for the backward pass under the name ``SAVED``.
+    """
     where = _where()
     window = "" if seen.window is None else f"_of_{seen.window}"
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -95,7 +97,7 @@ def attention(
                 q, k, v, bias=others[0], mask=bound.kwargs["mask"], logits_scale=scale,
                 return_residuals=True,
             )  # fmt: skip
-        # Else XLA runs the kernel twice where a loop keeps its results: for the copy, and for use.
+        # Otherwise XLA runs the kernel twice if a loop saves its results: for the copy and the use.
         out, sums = jax.lax.optimization_barrier((out, sums))
         out, sums = jax.tree.map(lambda x: checkpoint_name(x, SAVED), (out, sums))
         return out, (q, k, v, others, out, sums)
@@ -115,14 +117,16 @@ def attention(
 
 
 def _where() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A context in which tokamax takes the default device of now for the one to compile for; the
-    backward pass is traced later."""
+    """Returns a context in which tokamax compiles for the current default device.
+
+    The backward pass is traced later, when the default device may differ.
+    """
     device, config = compat.default_device(), package().config
     there = bool(device.addressable_memories())
 
     @contextlib.contextmanager
     def where() -> Iterator[None]:
-        # A kernel tuned for the device changes neither results nor memory.
+        # Tuning a kernel for a device changes neither results nor memory.
         untuned = contextlib.nullcontext() if there else config.ignore_autotuning_cache(True)
         with jax.default_device(device), config.cross_compile(not there), untuned:
             yield

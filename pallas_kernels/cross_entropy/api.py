@@ -1,4 +1,4 @@
-"""Projection onto a vocabulary and softmax cross-entropy in one, without the whole logits."""
+"""Fused projection onto a vocabulary and softmax cross-entropy, without storing all logits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def softmax_cross_entropy(
     chunk_tokens: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    r"""Cross-entropy of each token's label, of logits that are never in memory all at once.
+    r"""Computes each token's cross-entropy from logits that are never all in memory at once.
 
     .. math::
 
@@ -38,40 +38,42 @@ def softmax_cross_entropy(
         \mathrm{loss} = \ell - (1 - s) z_y - \frac{s}{v} \sum_j z_j + \zeta \ell^2
 
     Source: LigerFusedLinearCrossEntropyLoss (``fused_linear_cross_entropy.py``), Hsu et al.,
-    arXiv:2410.10989; :math:`\zeta` is of Chowdhery et al., arXiv:2204.02311.
+    arXiv:2410.10989; :math:`\zeta` is from Chowdhery et al., arXiv:2204.02311.
 
-    Tokens are taken in chunks, forward and backward. Besides the arguments, the forward pass keeps
-    one float32 number a token, :math:`\ell`; the backward pass computes each chunk's logits again
-    (8 t d v operations in all; 6 t d v would do if all logits were kept). Logits of 1e4 are exact
-    to 5e-4, so :math:`\ell` and the gradients are, too. Matrix products are cuBLAS's in the
-    arguments' dtype; logits, sums and the gradient of ``weight`` are float32. With
-    ``"mosaic_gpu"`` a kernel reads each chunk's logits once, where XLA reads them twice;
-    vocabularies of fewer than 128 words are left to XLA.
+    Both passes process tokens in chunks. Besides the arguments, the forward pass saves one float32
+    number per token, :math:`\ell`; the backward pass recomputes each chunk's logits (8 t d v
+    operations in total, 6 t d v if all logits were saved). Logits of 1e4 have an error of 5e-4, and
+    so have :math:`\ell` and the gradients. cuBLAS computes matrix products in the arguments' dtype;
+    logits, sums and the gradient of ``weight`` are float32. With ``"mosaic_gpu"`` a kernel reads
+    each chunk's logits once, where XLA reads them twice; XLA still handles vocabularies of fewer
+    than 128 words.
 
-    Chunks cut the tokens of one device: where tokens are sharded, call it within
+    Chunks divide the tokens of one device: if tokens are sharded, call this function within
     ``jax.shard_map``.
 
     Args:
       hidden: :math:`h`, floats [..., d].
-      weight: :math:`W`, of the same dtype, [v, d] (flax's ``Embed``, torch's ``Linear``), or
+      weight: :math:`W`, floats of the same dtype, [v, d] (flax's ``Embed``, torch's ``Linear``), or
         [d, v] (flax's ``Dense`` and ``Linear``) with ``weight_layout="vocabulary_last"``.
-      labels: :math:`y`, integers [...]. What is neither in [0, v) nor ``ignore_index`` makes the
-        token's loss and all gradients NaN: under ``jit`` it cannot be an error.
+      labels: :math:`y`, integers [...]. A label that is neither in [0, v) nor ``ignore_index``
+        turns the token's loss and all gradients into NaN, because ``jit`` cannot raise an error.
       bias: :math:`b`, floats [v].
-      ignore_index: the label of tokens whose loss, and part in every gradient, is 0.
+      weight_layout: the order of the axes of ``weight``.
+      ignore_index: the label of tokens whose loss, and contribution to every gradient, is 0.
       label_smoothing: :math:`s`, from 0 to 1.
       z_loss: :math:`\zeta`, 0 or more.
-      chunk_tokens: tokens of a chunk. None makes a chunk's logits about as many numbers as
-        ``hidden``: t d / v, rounded up to a power of two, at least 128.
+      chunk_tokens: tokens of a chunk. With None, a chunk's logits have about as many elements as
+        ``hidden``: t d / v tokens, rounded up to a power of two, at least 128.
       implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
 
     Returns:
-      The losses, float32 [...]. The caller takes the mean.
+      The losses per token, float32 [...], without a mean.
 
     Raises:
-      ValueError: shapes do not fit, a number is out of its range, or the implementation does not
-        work here.
-      TypeError: labels are no integers, or the others are no floats or of different dtypes.
+      ValueError: shapes do not match, a number is out of range, or the implementation does not
+        work on this device.
+      TypeError: labels are not integers, or the other arrays are not floats, or ``hidden`` and
+        ``weight`` have different dtypes.
 
     Example:
       >>> import jax.numpy as jnp

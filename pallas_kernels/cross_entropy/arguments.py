@@ -1,4 +1,4 @@
-"""What tests and benchmark call cross-entropy with."""
+"""Arguments of cross-entropy in tests and benchmark."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pallas_kernels.arguments import Measured
 from pallas_kernels.cross_entropy.api import NAME, softmax_cross_entropy
 
 TESTED: tuple[tuple[int, int, int], ...] = ((5, 16, 301), (4, 16, 2176), (1, 8, 4107), (7, 8, 5))
-"""Tokens, width and vocabulary: odd; whole tiles and a part; one token; too few for a kernel."""
+"""Tokens, width, vocabulary: odd; full tiles and a rest; one token; too few for a kernel."""
 
 
 def both_ways(implementation: str) -> Callable[..., Any]:
-    """Losses, and gradients of hidden and weight for given cotangents of the losses."""
+    """Returns a function for losses, and gradients of hidden and weight from their cotangents."""
 
     def call(hidden: Any, weight: Any, labels: Any, cotangents: Any) -> tuple[Any, ...]:
         def losses(hidden: Any, weight: Any) -> Any:
@@ -40,7 +40,7 @@ def _measured(tokens: int, width: int, vocabulary: int) -> Measured:
         (hidden, weight, labels, cotangents),
         # Hidden, weight and their gradients, labels, cotangents and losses.
         bytes=2 * 2 * width * (tokens + vocabulary) + 3 * 4 * tokens,
-        # Three products. Logits that are not kept are a fourth: 8 instead of 6.
+        # Three products. Recomputing the logits is a fourth (8 instead of 6).
         flops=6 * tokens * width * vocabulary,
     )
 

@@ -15,9 +15,9 @@ from pallas_kernels.cross_entropy.rows import SKIP, Factors, Statistics
 from pallas_kernels.varying import alike
 
 SMALLEST = 128
-"""Tokens of a chunk at least: matrix products of fewer do not fill a GPU."""
+"""Minimum tokens of a chunk, because matrix products of fewer do not fill a GPU."""
 ALIGNED = 8
-"""Vocabularies are filled up to a multiple: matrix products of others are slow on GPUs."""
+"""Multiple to which vocabularies are padded; other matrix products are slow on GPUs."""
 
 
 class Rows(NamedTuple):
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is no array, see :func:`pallas_kernels.softmax_cross_entropy`."""
+    """Static arguments, see :func:`pallas_kernels.softmax_cross_entropy`."""
 
     rows: Rows
     chunk: int
@@ -39,7 +39,7 @@ class Settings(NamedTuple):
 
 
 def chunk_of(tokens: int, width: int, vocabulary: int) -> int:
-    """Tokens of a chunk, so that its logits have about as many elements as all of ``hidden``.
+    """Returns the tokens of a chunk whose logits have about as many elements as ``hidden``.
 
     Example:
       >>> chunk_of(32768, 4096, 128256)
@@ -57,7 +57,7 @@ def losses(
     labels: jax.Array,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """float32 [t], of hidden [t, d], weight [v, d] or [d, v], labels int32 [t], bias [v]."""
+    """Computes float32 [t] from hidden [t, d], weight [v, d] or [d, v], labels int32 [t], bias."""
     return _forward(settings, hidden, weight, labels, bias)[0]
 
 
@@ -82,7 +82,7 @@ def _forward(
         if settings.z_loss:
             loss += settings.z_loss * lse * lse
         skipped = jnp.where(y == settings.ignore_index, 0, jnp.nan)
-        # Were lse itself kept, XLA would run its kernel once for it, and once for the loss.
+        # If lse itself were returned, XLA would run its kernel twice, for lse and for the loss.
         return None, tuple(jnp.where(known == SKIP, *x) for x in ((skipped, loss), (0, lse)))
 
     with jax.named_scope("cross_entropy"):
@@ -108,7 +108,7 @@ def _backward(
         factors = Factors(
             probability=g * (1 + 2 * settings.z_loss * ell) if settings.z_loss else g,
             label=g * (1 - smoothing),
-            # Zero in all rows but those that are skipped, whose g it has to be.
+            # The smoothing term; in skipped rows g, which is 0, or NaN for an invalid label.
             uniform=jnp.where(known == SKIP, g, g * (smoothing / vocabulary)),
         )
         d = settings.rows.gradient(logits, known, vocabulary, ell, factors, h.dtype)
@@ -143,7 +143,7 @@ losses.defvjp(_forward, _backward)
 def _fill(
     settings: Settings, weight: jax.Array, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, int]:
-    """Weight and bias for a multiple of :data:`ALIGNED` words, and how many there are."""
+    """Pads weight and bias to a multiple of :data:`ALIGNED` words; also returns the vocabulary."""
     vocabulary = weight.shape[settings.vocabulary_last]
     if missing := -vocabulary % ALIGNED:
         more = [(0, 0), (0, missing)] if settings.vocabulary_last else [(0, missing), (0, 0)]
@@ -153,13 +153,13 @@ def _fill(
 
 
 def _known(settings: Settings, labels: jax.Array, vocabulary: int) -> jax.Array:
-    """Labels; :data:`SKIP` for those that are ignored or not in the vocabulary."""
+    """Replaces labels that are ignored or not in the vocabulary by :data:`SKIP`."""
     good = (labels != settings.ignore_index) & (labels >= 0) & (labels < vocabulary)
     return jnp.where(good, labels, SKIP)
 
 
 def _cut(settings: Settings, x: jax.Array, fill: int) -> jax.Array:
-    """[chunks, tokens of a chunk, ...], the last one filled up."""
+    """Splits x into [chunks, tokens of a chunk, ...], and pads the last chunk with ``fill``."""
     missing = -len(x) % settings.chunk
     if missing:
         x = jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
@@ -167,7 +167,7 @@ def _cut(settings: Settings, x: jax.Array, fill: int) -> jax.Array:
 
 
 def _product(x: jax.Array, y: jax.Array, axis_x: int, axis_y: int) -> jax.Array:
-    """Of matrices, over one axis of each, float32."""
+    """Multiplies matrices over one axis of each, in float32."""
     return lax.dot_general(
         x, y, (((axis_x,), (axis_y,)), ((), ())), preferred_element_type=jnp.float32
     )

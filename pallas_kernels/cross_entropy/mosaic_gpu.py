@@ -1,4 +1,4 @@
-"""What is done with a chunk's logits, each row read once, for NVIDIA GPUs."""
+"""Statistics and gradient of a chunk's logits, each row read once, for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pallas_kernels.cross_entropy.rows import SKIP, Factors, Statistics
 from pallas_kernels.tiles import Tile
 
 SMALLEST = tiles.WARPGROUP
-"""Words of a vocabulary at least."""
-# All threads wait for each other before and after a tile is written: then it is a large one.
+"""Minimum vocabulary."""
+# Written tiles are larger, because all threads synchronize before and after a tile is written.
 _READ, _WRITTEN = 8 * tiles.WARPGROUP, 16 * tiles.WARPGROUP
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class _Row:
-    """How a row of logits is cut: tiles of one size, so that threads can keep sums of their own.
+    """Split of a row of logits into tiles of one size, so that each thread can keep its sums.
 
     Attributes:
-      count: of the tiles that begin at multiples of their size.
-      last: the tile that reaches the row's end and back, if there is one.
-      inside: its elements within the vocabulary.
+      count: the number of tiles that begin at multiples of their size.
+      last: the tile that ends at the row's end and overlaps the tile before; None if not needed.
+      inside: the number of elements of ``last`` within the vocabulary.
     """
 
     def __init__(self, width: int, vocabulary: int, largest: int) -> None:
@@ -50,21 +50,21 @@ class _Row:
         return tiles.places(self.tile(0))
 
     def within(self, value: Any, fill: float, first: int = 0) -> Any:
-        """Of the last tile, from ``first``; ``fill`` before, and beyond the vocabulary."""
+        """Sets the last tile's values before ``first`` and beyond the vocabulary to ``fill``."""
         places = self.places()
         good = lax.ge(places, first) & lax.lt(places, self.inside)
         return jnp.where(good, value, self.full(fill))
 
 
 def statistics(logits: jax.Array, labels: jax.Array, vocabulary: int, total: bool) -> Statistics:
-    """As :func:`pallas_kernels.cross_entropy.rows.statistics`, in one pass."""
+    """Computes :func:`pallas_kernels.cross_entropy.rows.statistics` in one pass."""
     cut = _Row(logits.shape[1], vocabulary, _READ)
 
     def step(z: Any, sums: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Each thread keeps the maximum that it has seen, and a sum relative to it."""
+        """Updates each thread's running maxima, and its sums of exponentials relative to them."""
         most, parts = sums
         apart = z - most
-        # One exponential, of what is negative. Equal infinities would be apart by NaN.
+        # One exponential, of a value <= 0. The difference of equal infinities is NaN.
         low = jnp.exp(jnp.minimum(apart, -apart))
         low = jnp.where(z == most, cut.full(1.0), low)
         return jnp.maximum(most, z), jnp.where(z > most, parts * low + 1.0, parts + low)
@@ -110,7 +110,7 @@ def gradient(
     factors: Factors,
     dtype: Any,
 ) -> jax.Array:
-    """As :func:`pallas_kernels.cross_entropy.rows.gradient`; float32 over the logits."""
+    """Computes :func:`pallas_kernels.cross_entropy.rows.gradient`; if float32, over the logits."""
     cut = _Row(logits.shape[1], vocabulary, _WRITTEN)
 
     def body(logit: Any, label: Any, *refs: Any) -> None:
@@ -136,7 +136,7 @@ def gradient(
 
         @pl.when(y != SKIP)
         def _() -> None:
-            # Before any of it is written over.
+            # Read the last tile before any of it is overwritten.
             late = None if cut.last is None else tiles.load(logit, (row,), cut.last)
             each(lambda tile: of(tile, tiles.load(logit, (row,), tile)))
             if cut.last is not None:
@@ -160,7 +160,7 @@ def _launch(
     over: dict[int, int],
     name: str,
 ) -> list[jax.Array]:
-    """One block a row."""
+    """Launches one block per row."""
     return compat.launch(
         body,
         inputs,

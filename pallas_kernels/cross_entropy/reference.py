@@ -1,4 +1,4 @@
-"""Softmax cross-entropy as it is defined, with all logits at once, in plain JAX."""
+"""Definition of softmax cross-entropy in plain JAX, with all logits at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def softmax_cross_entropy(
     label_smoothing: float,
     z_loss: float,
 ) -> jax.Array:
-    """See :func:`pallas_kernels.softmax_cross_entropy`."""
+    """Computes :func:`pallas_kernels.softmax_cross_entropy`."""
     logits = project(hidden, weight, bias, vocabulary_last)
     vocabulary = logits.shape[-1]
     labels = labels.astype(jnp.int32)
@@ -39,7 +39,7 @@ def softmax_cross_entropy(
 def project(
     hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, vocabulary_last: bool
 ) -> jax.Array:
-    """Logits, float32 [..., v]."""
+    """Computes logits, float32 [..., v]."""
     contracting = ((hidden.ndim - 1,), (0 if vocabulary_last else 1,))
     logits = lax.dot_general(
         hidden, weight, (contracting, ((), ())), preferred_element_type=jnp.float32

@@ -1,4 +1,4 @@
-"""What is done with a chunk's logits, row by row, in plain JAX."""
+"""Statistics and gradient of a chunk's logits, row by row, in plain JAX."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import jax.numpy as jnp
 from jax import lax
 
 SKIP = -1
-"""The label of a row that has none: it is ignored, or its label is no word of the vocabulary."""
+"""Label of a row that is ignored, or whose label is not in the vocabulary."""
 
 
 class Factors(NamedTuple):
-    r"""What the gradient of a row of logits :math:`z` is made of, float32 [t] each.
+    r"""Coefficients of the gradient of each row of logits :math:`z`, float32 [t] each.
 
     .. math:: a e^{z - \ell} - b [j = y] - c
 
     Attributes:
       probability: :math:`a`.
       label: :math:`b`.
-      uniform: :math:`c`. Rows of the label :data:`SKIP` hold nothing else.
+      uniform: :math:`c`; in rows with the label :data:`SKIP`, the value of all elements.
     """
 
     probability: jax.Array
@@ -29,12 +29,12 @@ class Factors(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Of each row of logits, float32 [t]; anything in rows of the label :data:`SKIP`.
+    """Statistics of each row of logits, float32 [t]; undefined in rows with the label :data:`SKIP`.
 
     Attributes:
       lse: the logarithm of the sum of exponentials.
       picked: the label's logit.
-      total: the sum of logits; None if it was not asked for.
+      total: the sum of logits; None if it was not requested.
     """
 
     lse: jax.Array
@@ -43,7 +43,7 @@ class Statistics(NamedTuple):
 
 
 def statistics(logits: jax.Array, labels: jax.Array, vocabulary: int, total: bool) -> Statistics:
-    """Of the first ``vocabulary`` of the logits, float32 [t, v or more], with labels int32 [t]."""
+    """Computes statistics of the first ``vocabulary`` logits [t, v or more], labels int32 [t]."""
     logits = logits[:, :vocabulary]
     place = jnp.maximum(labels, 0)[:, None]
     picked = jnp.take_along_axis(logits, place, axis=1)[:, 0]
@@ -59,7 +59,7 @@ def gradient(
     factors: Factors,
     dtype: Any,
 ) -> jax.Array:
-    """The loss's by the logits, in their shape, 0 beyond the vocabulary. See :class:`Factors`."""
+    """Computes the gradient by the logits, 0 beyond the vocabulary, see :class:`Factors`."""
     probability, label, uniform = (x[:, None] for x in factors)
     place = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     mine = jnp.where(place == labels[:, None], label, 0)

@@ -16,7 +16,7 @@ NAME = "fused_adamw"
 
 
 class AdamWResult(NamedTuple):
-    """After the update, trees like the parameters; ``copy`` is None if none was asked for."""
+    """State after the update, trees like the parameters; ``copy`` is None if not requested."""
 
     params: Any
     mu: Any
@@ -42,7 +42,7 @@ def fused_adamw(
     copy_dtype: Any = None,
     implementation: str | None = None,
 ) -> AdamWResult:
-    r"""One step of AdamW, or of Adam with L2 decay, in place where the caller donates.
+    r"""Performs a step of AdamW, or of Adam with L2 decay, in place if the caller donates.
 
     .. math::
 
@@ -53,26 +53,28 @@ def fused_adamw(
             {\sqrt{\nu' / (1 - \beta_2^t)} + \epsilon} \; [+ \lambda p]\right)
 
     Source: Loshchilov and Hutter, arXiv:1711.05101; the decay is the second bracket with
-    ``decoupled``, else the first (DeepSpeed's FusedAdam, ``adam_w_mode``). Computed in float32.
+    ``decoupled``, else the first (DeepSpeed's FusedAdam, ``adam_w_mode``). The computation is in
+    float32.
 
-    With ``"mosaic_gpu"``, leaves of like dtypes share launches, up to 8 of them; those of fewer
-    than 128 elements are left to XLA. jax 0.10 cannot write over arguments: there the results
-    have buffers of their own.
+    With ``"mosaic_gpu"``, up to 8 leaves of the same dtypes share a launch; XLA still handles
+    leaves of fewer than 128 elements. jax 0.10 cannot overwrite arguments, so that its results have
+    separate buffers.
 
     Args:
       grads: tree of floating-point arrays.
-      params, mu, nu: trees like it, of floating-point arrays; leaf by leaf of the same shapes.
+      params, mu, nu: trees of floating-point arrays, with the structure and shapes of ``grads``.
       count: :math:`t`, int []: updates including this one, from 1.
       learning_rate, b1, b2, eps, weight_decay: :math:`\eta, \beta_1, \beta_2, \epsilon, \lambda`.
       decoupled: see the formula.
-      scale: :math:`s`, 1 over the loss scale times the factor of clipping.
-      run: bool [], False leaves everything as it is: the step overflowed.
-      copy_dtype: of a copy of the new parameters, for the next forward pass.
+      scale: :math:`s`, the clipping factor divided by the loss scale.
+      run: bool [], False to leave all arrays unchanged, as after an overflow.
+      copy_dtype: the dtype of a copy of the new parameters, for the next forward pass; None for no
+        copy.
       implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
 
     Raises:
-      ValueError: trees or shapes differ; the implementation does not work here.
-      TypeError: an array is not of floats.
+      ValueError: trees or shapes differ; the implementation does not work on this device.
+      TypeError: an array does not have a float dtype.
 
     Example:
       >>> import jax.numpy as jnp
@@ -107,7 +109,7 @@ def fused_adamw(
 
 
 def _leaves(grads: Any, params: Any, mu: Any, nu: Any) -> list[list[jax.Array]]:
-    """Gradient, parameter and moments of each leaf."""
+    """Returns the gradient, the parameter and the moments of each leaf."""
     paths, tree = jax.tree_util.tree_flatten_with_path(params)
     if not paths:
         raise ValueError(f"{NAME}: there are no parameters")

@@ -1,4 +1,4 @@
-"""What tests and benchmark update."""
+"""Arguments of AdamW in tests and benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels.arguments import Measured
 from pallas_kernels.fused_adamw.api import NAME, fused_adamw
 
 TESTED: tuple[tuple[int, ...], ...] = ((1,), (127,), (128,), (1031,), (31, 67), (2048,))
-"""Shapes of the leaves of one state: one element, too few, a prime number, whole tiles."""
+"""Shapes of the leaves of a state: one element, too few, a prime number, full tiles."""
 
 
 def _call(implementation: str) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ def _call(implementation: str) -> Callable[..., Any]:
 def _measured(shape: str, leaves: int, size: int) -> Measured:
     low = [jax.ShapeDtypeStruct((size,), jnp.bfloat16)] * leaves
     full = [jax.ShapeDtypeStruct((size,), jnp.float32)] * leaves
-    # A bf16 gradient comes, a bf16 copy goes, three float32 arrays come and go.
+    # Reads a bf16 gradient, writes a bf16 copy, reads and writes three float32 arrays.
     arguments: Any = (low, full, full, full)
     return Measured(
         NAME, shape, _call, arguments, bytes=leaves * size * (2 + 2 + 24), in_place=(1, 2, 3)

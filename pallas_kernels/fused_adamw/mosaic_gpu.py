@@ -17,14 +17,14 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 def root(x: Any) -> Any:
-    """The square root of what is not negative: jax 0.10 has none for Mosaic."""
+    """Computes the square root of x >= 0, because jax 0.10 lacks it for Mosaic."""
     found = x * lax.rsqrt(jnp.maximum(x, _TINY))
-    return jnp.where(x == jnp.inf, x, found)  # inf * 0 is not
+    return jnp.where(x == jnp.inf, x, found)  # inf * 0 is NaN
 
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-    """:func:`reference.update` of a piece of a leaf, and the new parameters again for a copy."""
+    """:func:`reference.update` for a tile of a leaf, with the new parameters again for a copy."""
 
     decoupled: bool
     copied: bool
@@ -37,7 +37,7 @@ class _Update:
 def update(
     scalars: jax.Array, leaves: Sequence[Sequence[jax.Array]], decoupled: bool, copy: Any
 ) -> list[list[jax.Array]]:
-    """As :func:`reference.update` for each leaf, and the copy in another dtype, if any."""
+    """Computes :func:`reference.update` for each leaf, and the copy in another dtype, if any."""
     dtypes = [x.dtype for x in leaves[0][1:]] + ([] if copy is None else [copy])
     return elementwise.elementwise(
         _Update(bool(decoupled), copy is not None),

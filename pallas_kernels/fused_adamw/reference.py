@@ -1,4 +1,4 @@
-"""AdamW as it is defined, in plain JAX."""
+"""Definition of AdamW in plain JAX."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 import jax.numpy as jnp
 
 SCALARS = ("scale", "learning_rate", "weight_decay", "b1", "b2", "eps", "rest1", "rest2", "run")
-"""What all leaves share, float32 each. ``rest1`` is :math:`1 - \\beta_1^t`, ``rest2`` likewise."""
+"""Scalars that all leaves share, float32; ``rest1``, ``rest2`` are :math:`1 - \\beta_i^t`."""
 
 
 def root(x: Any) -> Any:
-    """The square root."""
+    """Computes the square root."""
     return jnp.sqrt(x)
 
 
 def update(
     scalars: Sequence[Any], arrays: Sequence[Any], decoupled: bool, root: Any = root
 ) -> list[Any]:
-    """The formula of :func:`pallas_kernels.fused_adamw`, for any piece of a leaf.
+    """Computes the formula of :func:`pallas_kernels.fused_adamw`, for any slice of a leaf.
 
     Args:
       scalars: see :data:`SCALARS`.
       arrays: gradient, parameter and moments.
-      decoupled: see there.
-      root: the square root.
+      decoupled: see :func:`pallas_kernels.fused_adamw`.
+      root: the square root function.
 
     Returns:
       Parameter and moments after the update, float32.

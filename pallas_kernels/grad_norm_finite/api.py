@@ -1,4 +1,4 @@
-"""The norm of all gradients, and whether they are finite, in one pass over memory."""
+"""Norm and finiteness of all gradients in one pass over memory."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ NAME = "grad_norm_finite"
 
 
 class NormFinite(NamedTuple):
-    """``square_sum``, float32 []: of all elements; ``finite``, bool []: every one of them is."""
+    """Sum of squares of all elements, float32 [], and whether all elements are finite, bool []."""
 
     square_sum: jax.Array
     finite: jax.Array
 
 
 def grad_norm_finite(grads: Any, *, implementation: str | None = None) -> NormFinite:
-    r"""Square sum :math:`\sum_i g_i^2` and finiteness of a tree of gradients.
+    r"""Computes the sum of squares :math:`\sum_i g_i^2` and the finiteness of a gradient tree.
 
-    They are asked for separately as squares may overflow where the gradients do not. Source:
+    The two are separate because squares may overflow even if the gradients do not. Source:
     DeepSpeed's ``CheckOverflow`` and ``get_global_norm`` (runtime/utils.py), which take a pass
     each.
 
-    With ``"mosaic_gpu"``, leaves share launches, up to 8 of them; those of fewer than 128
-    elements are left to XLA. Within ``shard_map`` it is of the shards; add and ``and`` over them.
+    With ``"mosaic_gpu"``, up to 8 leaves share a launch; XLA still handles leaves of fewer than 128
+    elements. Within ``shard_map`` the results are those of the shards; add and ``and`` them over
+    the devices.
 
     Args:
-      grads: tree of floating-point arrays; summed up in float32.
+      grads: tree of floating-point arrays; summed in float32.
       implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
 
     Raises:
-      TypeError: a leaf is not of floats.
-      ValueError: the implementation does not work here.
+      TypeError: a leaf does not have a float dtype.
+      ValueError: the implementation does not work on this device.
 
     Example:
       >>> import jax.numpy as jnp

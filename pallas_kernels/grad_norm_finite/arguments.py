@@ -1,4 +1,4 @@
-"""What tests and benchmark measure the norm of."""
+"""Arguments of the gradient norm in tests and benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The square sum of many leaves and whether they are finite, each leaf read once."""
+"""Sum of squares and finiteness of many leaves, each leaf read once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pallas_kernels.elementwise import PER_LAUNCH
 from pallas_kernels.tiles import Cut, Tile
 
 _STRIP = 8
-"""Tiles that a block sums up."""
+"""Number of tiles that a block sums."""
 
 
 def of_leaves(leaves: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Square sum of all leaves, float32 [], and whether all elements are finite, bool [].
+    """Returns the sum of squares of all leaves, float32 [], and if all are finite, bool [].
 
-    Each block writes a sum of squares, and one of :math:`x - x`: 0, or NaN where ``x`` is not
-    finite, however large the squares are.
+    Each block writes a sum of squares, and a sum of :math:`x - x`: 0, or NaN if an ``x`` is not
+    finite, even if the squares overflow.
     """
     by_size = sorted(leaves, key=lambda x: x.size)
     found = [
@@ -60,7 +60,7 @@ def _launch(leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _note(ref: Any, found: Sequence[Tile], sums: Any, zeros: Any, block: Any) -> None:
-    """Writes the block's two sums; tiles of one shape are added before threads have to talk."""
+    """Writes the block's two sums; adds tiles of the same shape before reducing over threads."""
     by_shape: dict[tuple[int, int], list[Any]] = {}
     for tile in found:
         x = tiles.load(ref, (), tile).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""The square sum of a leaf and whether it is finite, in plain JAX."""
+"""Sum of squares and finiteness of a leaf in plain JAX."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import jax.numpy as jnp
 
 
 def of_leaf(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Square sum, float32 [], and whether every element is finite, bool []."""
+    """Returns the sum of squares, float32 [], and whether every element is finite, bool []."""
     x = x.astype(jnp.float32)
     return jnp.sum(x * x), jnp.all(jnp.isfinite(x))

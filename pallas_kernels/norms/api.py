@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm, with the dropout and the sum before them, in one pass over memory."""
+"""Layer norm and RMS norm, fused with the preceding dropout and sum, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layer_norm(
     eps: float = 1e-6,
     implementation: str | None = None,
 ) -> Any:
-    r"""Layer norm over the last dimension; with a residual also the sum that is normalized.
+    r"""Computes layer norm over the last dimension; with a residual, also the normalized sum.
 
     .. math::
 
@@ -37,15 +37,15 @@ def layer_norm(
         y = w \frac{h - \mu}{\sqrt{\sigma^2 + \epsilon}} + b
 
     and :math:`h = x` without a residual. Source: Ba, Kiros and Hinton, arXiv:1607.06450; Liger's
-    ``layer_norm.py`` and DeepSpeed's ``normalize_kernels.cu``, ``dropout_kernels.cu``. Computed in
-    float32, but y is made of h as it is returned, in the dtype of x.
+    ``layer_norm.py`` and DeepSpeed's ``normalize_kernels.cu``, ``dropout_kernels.cu``. The
+    computation is in float32, but y is computed from h as returned, rounded to the dtype of x.
 
-    The backward pass keeps h, two float32 numbers a row, the scale and the key. It reads h and the
-    cotangents once, and writes float32 sums of the scale's and the bias's for some hundred blocks.
-    XLA draws the mask of dropout, in both passes; it costs writing and reading a byte an element
-    each time.
+    The forward pass saves h, two float32 numbers per row, the scale and the key. The backward pass
+    reads h and the cotangents once, and writes float32 partial sums of the scale's and the bias's
+    cotangents for a few hundred blocks. XLA draws the mask of dropout in both passes, each of which
+    writes and reads one byte per element for it.
 
-    With ``"mosaic_gpu"``, widths below 128 or above 16384 are left to XLA. In ``jax.shard_map`` it
+    With ``"mosaic_gpu"``, XLA still handles widths below 128 or above 16384, and ``jax.shard_map``
     needs ``check_vma=False``.
 
     Args:
@@ -54,7 +54,7 @@ def layer_norm(
       bias: :math:`b`, floats [width]; None is 0.
       residual: :math:`r`, like x.
       dropout_rate: :math:`p`, at least 0 and below 1; only for a residual.
-      dropout_key: a key of :mod:`jax.random`; needed where the rate is not 0.
+      dropout_key: a key of :mod:`jax.random`; needed if the rate is not 0.
       eps: :math:`\epsilon`, not negative; 1e-6 as in flax (torch has 1e-5).
       implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
 
@@ -62,9 +62,9 @@ def layer_norm(
       y, or (y, h) if there is a residual; in the shape and dtype of x.
 
     Raises:
-      ValueError: x is empty, shapes do not fit, a number is out of range, the key is missing,
-        dropout has no residual, or the implementation does not work here.
-      TypeError: an array is not of floats, or residual has another dtype than x.
+      ValueError: x is empty, shapes do not match, a number is out of range, the key is missing,
+        dropout has no residual, or the implementation does not work on this device.
+      TypeError: an array does not have a float dtype, or residual has another dtype than x.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,7 +84,7 @@ def rms_norm(
     eps: float = 1e-6,
     implementation: str | None = None,
 ) -> Any:
-    r"""RMS norm over the last dimension; with a residual also the sum that is normalized.
+    r"""Computes RMS norm over the last dimension; with a residual, also the normalized sum.
 
     .. math::
 
@@ -92,14 +92,15 @@ def rms_norm(
         y = w \frac{h}{\sqrt{\operatorname{mean}(h^2) + \epsilon}}
 
     Source: Zhang and Sennrich, arXiv:1910.07467; Liger's ``rms_norm.py`` and
-    ``fused_add_rms_norm.py``. The rest is as in :func:`layer_norm`, but one number a row is kept.
+    ``fused_add_rms_norm.py``. The rest is as in :func:`layer_norm`, but the forward pass saves one
+    number per row.
 
     Args:
       x: floats [..., width].
       scale: :math:`w`, floats [width].
       residual: :math:`r`, like x.
       dropout_rate: :math:`p`, at least 0 and below 1; only for a residual.
-      dropout_key: a key of :mod:`jax.random`; needed where the rate is not 0.
+      dropout_key: a key of :mod:`jax.random`; needed if the rate is not 0.
       eps: :math:`\epsilon`, not negative; 1e-6 as in flax.
       implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
 
@@ -107,7 +108,7 @@ def rms_norm(
       y, or (y, h) if there is a residual; in the shape and dtype of x.
 
     Raises:
-      ValueError, TypeError: as :func:`layer_norm`.
+      ValueError, TypeError: as for :func:`layer_norm`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What tests and benchmark normalize."""
+"""Arguments of the norms in tests and benchmark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TESTED: tuple[tuple[int, ...], ...] = (
     (3, 1000),
     (2, 1600),
 )
-"""Too narrow, one row, rows that blocks take one, two and four at a time, ragged widths."""
+"""Too narrow, one row, rows that blocks process one, two and four at a time, ragged widths."""
 
 
 def _layer(implementation: str) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ def _measured(width: int) -> list[Measured]:
     found = []
     for name, call, numbers in ((LAYER, _layer, [number] * 2), (RMS, _rms, [number])):
         shape, once = f"4096 x {width}", x.size * 2
-        # Forward: x comes, y goes. Backward: x and dy come, dx goes. The rest is little.
+        # Forward reads x and writes y. Backward reads x and dy and writes dx. The rest is small.
         found += [
             Measured(name, f"{shape}, forward", call, (x, *numbers), bytes=2 * once),
             Measured(

@@ -14,9 +14,9 @@ from pallas_kernels.norms.reference import Forward, How, normalized
 from pallas_kernels.norms.row import Row, launch
 
 SMALLEST = tiles.WARPGROUP
-"""Elements of a row at least."""
+"""Minimum elements of a row."""
 LARGEST = 16384
-"""Elements of a row at most: sums of the backward pass have to fit into shared memory."""
+"""Maximum elements of a row: sums of the backward pass must fit into shared memory."""
 
 
 def forward(
@@ -27,7 +27,7 @@ def forward(
     kept: jax.Array | None,
     how: How,
 ) -> Forward:
-    """As :func:`pallas_kernels.norms.reference.forward`."""
+    """Computes :func:`pallas_kernels.norms.reference.forward`."""
     width = x.shape[-1]
     rows = x.size // width
     cut = Row(width, x.dtype.itemsize)

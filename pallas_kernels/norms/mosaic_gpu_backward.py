@@ -15,8 +15,8 @@ from pallas_kernels.norms.reference import Backward, How, normalized
 from pallas_kernels.norms.row import Row, launch
 
 BLOCKS = 264
-"""At most: two for each multiprocessor of an H100, as many as its registers allow. Each leaves sums
-over its rows, which have to be added up."""
+"""Maximum number of blocks: two per multiprocessor of an H100, as many as its registers allow. Each
+block writes sums over its rows, which must be added afterwards."""
 
 
 def backward(
@@ -29,7 +29,7 @@ def backward(
     dh: jax.Array | None,
     how: How,
 ) -> Backward:
-    """As :func:`pallas_kernels.norms.reference.backward`."""
+    """Computes :func:`pallas_kernels.norms.reference.backward`."""
     width = h.shape[-1]
     rows = h.size // width
     cut = Row(width, h.dtype.itemsize)
@@ -57,7 +57,7 @@ def backward(
             means = [refs["mean"][row] if how.centered else None for row in lines]
 
             def values(i: int, k: Any) -> tuple[Any, Any]:
-                """The normalized row, and dy."""
+                """Returns the normalized row, and dy."""
                 z, d = known[i][k] if cut.held else [read(n, lines[i], k) for n in ("h", "dy")]
                 return normalized(z.astype(jnp.float32), means[i], scales[i]), d.astype(jnp.float32)
 
@@ -71,7 +71,7 @@ def backward(
                 return after
 
             zeros = [[cut.zeros()] * (2 if how.centered else 1) for _ in lines]
-            # Of a row, what is taken off for its variance, and for its mean.
+            # Per row, the terms to subtract for the variance and for the mean.
             off = [[cut.mean(total) for total in totals] for totals in cut.each(add, zeros)]
 
             def write(k: Any, _: None) -> None:
@@ -120,7 +120,7 @@ def backward(
     inputs |= {"mean": None if mean is None else mean.reshape(-1)}
     like = jax.ShapeDtypeStruct((rows, width), h.dtype)
     outputs: dict[str, Any] = {
-        # With a residual and no dropout they are the same.
+        # With a residual and no dropout, dx equals d_residual.
         "dx": like if dh is None or kept is not None else None,
         "d_residual": None if dh is None else like,
     }

@@ -1,4 +1,4 @@
-"""Normalization with gradients: what is kept for the backward pass, and who computes it."""
+"""Normalization with gradients: residuals of the backward pass, choice of the implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pallas_kernels.norms.reference import How
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def norm(x: Any, weight: Any, bias: Any, residual: Any, key: Any, how: How) -> Any:
-    """See :func:`pallas_kernels.layer_norm`; ``key`` is None where nothing is dropped."""
+    """Computes :func:`pallas_kernels.layer_norm` or RMS norm; ``key`` is None without dropout."""
     return _forward(x, weight, bias, residual, key, how)[0]
 
 

@@ -1,4 +1,4 @@
-"""Normalization of rows as it is defined, in plain JAX."""
+"""Definition of layer norm and RMS norm in plain JAX."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pallas_kernels.dropout import dropped
 
 
 class How(NamedTuple):
-    """What is no array, see :func:`pallas_kernels.layer_norm`.
+    """Static arguments, see :func:`pallas_kernels.layer_norm`.
 
     Attributes:
-      name: of the function.
-      centered: whether the mean is taken off, as layer norm does.
-      eps: what is added to the variance.
-      rate: of dropout.
-      bias: its dtype, if there is one.
+      name: the name of the function.
+      centered: True if the mean is subtracted, as in layer norm.
+      eps: the number added to the variance.
+      rate: the dropout rate.
+      bias: the dtype of the bias, or None without a bias.
       chosen: the implementation.
     """
 
@@ -37,8 +37,8 @@ class Forward(NamedTuple):
 
     Attributes:
       y: the result, like x.
-      h: what was normalized, like x.
-      mean: of h, float32 [...]; None if it is not taken off.
+      h: the array that was normalized, like x.
+      mean: the mean of h, float32 [...]; None if it is not subtracted.
       scale: :math:`1 / \\sigma`, float32 [...].
     """
 
@@ -52,10 +52,10 @@ class Backward(NamedTuple):
     """Cotangents.
 
     Attributes:
-      x: like it.
-      residual: like it; None if there is none.
+      x: an array like x.
+      residual: an array like x; None without a residual.
       scale: float32 [width].
-      bias: float32 [width]; None if there is none.
+      bias: float32 [width]; None without a bias.
     """
 
     x: Any
@@ -65,7 +65,7 @@ class Backward(NamedTuple):
 
 
 def normalized(h: Any, mean: Any, scale: Any) -> Any:
-    """h, float32, with the mean 0, if there is one, and the variance 1."""
+    """Normalizes h, float32, to mean 0, unless ``mean`` is None, and variance 1."""
     return (h if mean is None else h - mean) * scale
 
 
@@ -77,7 +77,7 @@ def forward(
     kept: jax.Array | None,
     how: How,
 ) -> Forward:
-    """Rows of x [..., width]; ``kept`` is bool like it, what dropout leaves, None is all."""
+    """Normalizes rows of x [..., width]; ``kept``, bool like x, is dropout's mask (None: all)."""
     h = x
     if residual is not None:
         added = dropped(x.astype(jnp.float32), kept, how.rate)
@@ -101,7 +101,7 @@ def backward(
     dh: jax.Array | None,
     how: How,
 ) -> Backward:
-    r"""Cotangents of everything, from those of y and, if it is a result, of h.
+    r"""Computes all cotangents from those of y and, if h is a result, of h.
 
     .. math::
 
@@ -109,7 +109,7 @@ def backward(
         dx = (g - \operatorname{mean}(g) - \hat h \operatorname{mean}(g \hat h)) / \sigma + dh, \\
         dw = \sum dy \, \hat h, \quad db = \sum dy
 
-    ``mean(g)`` is there for layer norm only.
+    The term ``mean(g)`` applies to layer norm only.
     """
     scale = scale[..., None]
     hat = normalized(h.astype(jnp.float32), None if mean is None else mean[..., None], scale)

@@ -1,4 +1,4 @@
-"""How rows are cut among the threads of a GPU."""
+"""Split of rows among the threads of a GPU."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from pallas_kernels import compat, tiles
 from pallas_kernels.tiles import Tile
 
 HELD = 256
-"""Bytes of a row that a thread keeps in registers; it reads wider rows again."""
+"""Maximum bytes of a row that a thread keeps in registers; it reads wider rows several times."""
 AT_ONCE = 4
-"""Rows that a block reads before it waits for one of them, if they fit."""
+"""Maximum number of rows that a block reads before it waits for any of them, if they fit."""
 AGAIN = 4
-"""Reads that a thread has on the way of a row that it does not keep."""
+"""Number of reads that a thread has in flight for a row that it does not keep in registers."""
 
 
 class Row:
-    """Tiles of one size, so that threads can keep sums of their own.
+    """Split of a row into tiles of one size, so that each thread can keep its sums.
 
-    The last tile reaches back, where the width is no multiple of the size.
+    The last tile overlaps the tile before if the width is not a multiple of the size.
 
     Attributes:
-      width: elements.
-      size: of a tile.
-      count: tiles.
-      held: whether threads keep the row.
+      width: elements of the row.
+      size: elements of a tile.
+      count: the number of tiles.
+      held: True if threads keep the row in registers.
     """
 
     def __init__(self, width: int, itemsize: int) -> None:
         most = min(tiles.vector_of(itemsize, width), width // tiles.WARPGROUP)
         vectors = [2**i for i in range(most.bit_length())]
-        # Few elements twice, and few reads.
+        # Balances the number of overlapping elements against the number of reads.
         self.vector = min(vectors, key=lambda v: -(-width // (tiles.WARPGROUP * v)) * (v + 1))
         self.width = width
         self.size = tiles.WARPGROUP * self.vector
@@ -52,13 +52,13 @@ class Row:
         self.layout = self.last.layout
 
     def tile(self, k: Any) -> Tile:
-        """The one with that number, which has to be known for the last one."""
+        """Returns tile k; for the last tile, k must be a Python int."""
         if isinstance(k, int) and k == self.whole:
             return self.last
         return Tile(k * self.size, self.size, 0, self.vector)
 
     def each(self, step: Callable[[Any, Any], Any], carry: Any = None) -> Any:
-        """``carry = step(k, carry)`` for all tiles; ``k`` is known if they are held."""
+        """Runs ``carry = step(k, carry)`` for all tiles; ``k`` is a Python int if ``held``."""
         if self.held:
             for k in range(self.whole):
                 carry = step(k, carry)
@@ -67,35 +67,37 @@ class Row:
         return carry if self.count == self.whole else step(self.whole, carry)
 
     def zeros(self) -> Any:
-        """A tile of them, float32."""
+        """Returns a tile of zeros, float32."""
         return compat.laid_out(jnp.zeros((self.size,), jnp.float32), self.layout)
 
     def fresh(self, k: Any, value: Any) -> Any:
-        """A tile's values, 0 for elements that the tile before has, too."""
+        """Sets a tile's values to 0 for elements that are also in the tile before."""
         fresh = tiles.fresh(self.tile(k))
         return value if fresh is None else jnp.where(fresh, value, self.zeros())
 
     def mean(self, total: Any) -> Any:
-        """Over the row, of a tile that all others were added to."""
+        """Computes the mean over the row from the sum of its tiles."""
         return jnp.sum(total) * (1 / self.width)
 
     def together(self, rows: int, arrays: int) -> int:
-        """Rows of so many arrays that a block takes at a time: as many as fit, and divide all."""
+        """Returns how many rows of ``arrays`` arrays fit in a block at a time; divides ``rows``."""
         fit = max(1, min(AT_ONCE, HELD // (arrays * self.bytes_each)))
         return math.gcd(rows, 1 << (fit.bit_length() - 1))
 
     def part(self, k: Any) -> Any:
-        """Where the tile is in a row."""
+        """Returns the tile's slice of a row."""
         tile = self.tile(k)
         return pl.ds(tile.start, tile.size)
 
     def own(self, k: Any) -> Any:
-        """Where the tile is among as many that do not overlap."""
+        """Returns the tile's slice of :meth:`sums`, where tiles do not overlap."""
         return pl.ds(k * self.size, self.size)
 
     def sums(self) -> Any:
-        """Shared memory for a number an element, float32. Overlapping tiles have sums of their
-        own, so that no thread needs what another one wrote."""
+        """Returns shared memory for one float32 number per element of each tile.
+
+        Overlapping tiles have separate sums, so that no thread reads what another thread wrote.
+        """
         return plgpu.SMEM((self.count * self.size,), jnp.float32)
 
 
@@ -107,7 +109,7 @@ def launch(
     blocks: int,
     scratch: Sequence[Any] = (),
 ) -> dict[str, jax.Array]:
-    """``body(*scratch, **refs)`` in blocks of one warpgroup; what is None is left out."""
+    """Runs ``body(*scratch, **refs)`` in blocks of one warpgroup, without arrays that are None."""
     ins = {key: value for key, value in inputs.items() if value is not None}
     outs = {key: value for key, value in outputs.items() if value is not None}
 
@@ -123,7 +125,7 @@ def launch(
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=[*scratch],
-        # Each thread reads only what it wrote itself.
+        # Each thread reads only scratch memory that it wrote itself.
         compiler_params=tiles.params(unsafe_no_auto_barriers=True),
         kernel_name=name,
     )

@@ -1,4 +1,4 @@
-"""Few bits for each number, and one scale for each block of numbers."""
+"""Low-bit quantisation with one scale per block of numbers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DEQUANTIZE = "dequantize_blockwise"
 )
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """An array in blocks of few bits; a tree of two arrays.
+    """An array quantised in blocks to low-bit values; a pytree of two arrays.
 
     Attributes:
       values: int8 [blocks, block_size], or with 4 bits [blocks, block_size / 2]: byte i of a block
-        has its element i in the low and its element i + block_size / 2 in the high bits.
+        has element i in its low bits and element i + block_size / 2 in its high bits.
       scales: float32 [blocks].
-      shape, dtype: of what was quantised.
+      shape, dtype: the shape and dtype of the original array.
       bits: 8 or 4.
     """
 
@@ -57,30 +57,31 @@ def quantize_blockwise(
         q = 127 \text{ or } 7
 
     Sources: Dettmers et al., arXiv:2110.02861 (blocks); ZeRO++, arXiv:2306.10209 and DeepSpeed's
-    ``quantize.cu`` (what is sent). Computed in float32. No gradient flows through it.
+    ``quantize.cu`` (the communicated format). The computation is in float32. No gradient flows
+    through it.
 
-    A block of zeros, or of numbers so small that the scale would be denormal, has the scale 0 and
-    becomes zeros. A block with an infinity or NaN has the scale NaN, so that all of it is NaN after
-    :func:`dequantize_blockwise`. The last block is padded with zeros where ``block_size`` does not
-    divide the size, which costs a copy of x.
+    A block of zeros, or of numbers so small that the scale would be denormal, gets the scale 0 and
+    becomes zeros. A block with an infinity or NaN gets the scale NaN, so that all its elements are
+    NaN after :func:`dequantize_blockwise`. If ``block_size`` does not divide the size, the last
+    block is padded with zeros, which costs a copy of x.
 
-    With ``"mosaic_gpu"``, fewer than 4 blocks, and blocks of more than 2048 elements, are left to
-    XLA, and ``jax.shard_map`` needs ``check_vma=False``. XLA draws the noise, 2 bytes an element.
-    A code may differ by one from XLA's where x / s is halfway between two.
+    With ``"mosaic_gpu"``, XLA still handles fewer than 4 blocks and blocks of more than 2048
+    elements, and ``jax.shard_map`` needs ``check_vma=False``. XLA draws the noise, 2 bytes per
+    element. A code may differ by one from XLA's if x / s is halfway between two codes.
 
     Args:
-      x: floats of any shape; taken in row-major order.
-      bits: of a value, 8 or 4.
+      x: floats of any shape; read in row-major order.
+      bits: bits of a value, 8 or 4.
       block_size: elements that share a scale; even for 4 bits, for ``"mosaic_gpu"`` a multiple of
         128.
-      key: of :mod:`jax.random`, for stochastic rounding: up or down so that the mean is x. None
-        rounds to the nearest value, ties to even.
+      key: a key of :mod:`jax.random` for stochastic rounding, up or down so that the mean is x.
+        None rounds to the nearest value, ties to even.
       implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
 
     Raises:
       ValueError: x is empty, ``bits`` or ``block_size`` is invalid, or the implementation does not
-        work here or with this ``block_size``.
-      TypeError: x is not of floats.
+        work on this device or with this ``block_size``.
+      TypeError: x does not have a float dtype.
 
     Example:
       >>> import jax.numpy as jnp
@@ -123,27 +124,28 @@ def quantize_blockwise(
 def dequantize_blockwise(
     q: Quantized, dtype: Any = None, *, implementation: str | None = None
 ) -> jax.Array:
-    r"""What :func:`quantize_blockwise` was given, up to half a scale (or one, if stochastic).
+    r"""Inverts :func:`quantize_blockwise`, up to half a scale (one scale if stochastic).
 
     .. math::
 
         x_i = v_i s
 
-    Sources: see there. What is left to XLA, too; and the blocks have to be multiples of 128 for
-    ``"mosaic_gpu"``. Where the last block was padded, that is cut off, which costs a copy.
+    Sources, and the cases that XLA still handles, are as for :func:`quantize_blockwise`; with
+    ``"mosaic_gpu"``, the block size must be a multiple of 128. Padding of the last block is
+    removed, which costs a copy.
 
     Args:
-      q: the blocks; its shape may be replaced (``dataclasses.replace``) by one of their size.
-      dtype: of floats; None is that of what was quantised.
+      q: the blocks; its shape may be replaced (``dataclasses.replace``) by another of their size.
+      dtype: a float dtype; None for the dtype of the original array.
       implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
 
     Returns:
-      ``[*q.shape]``.
+      An array of shape ``[*q.shape]``.
 
     Raises:
-      ValueError: values, scales and shape do not fit each other; the implementation does not work
-        here or with these blocks.
-      TypeError: ``dtype`` is not of floats.
+      ValueError: values, scales and shape do not match; the implementation does not work on this
+        device or with these blocks.
+      TypeError: ``dtype`` is not a float dtype.
 
     Example:
       >>> import jax.numpy as jnp

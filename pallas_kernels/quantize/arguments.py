@@ -1,4 +1,4 @@
-"""What tests and benchmark quantise."""
+"""Arguments of quantisation in tests and benchmark."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TESTED: tuple[tuple[tuple[int, ...], int], ...] = (
     ((4, 512), 512),
 )
 """Shapes and block sizes: too few blocks, a ragged tile, a padded block, several programs, several
-vectors a thread."""
+vectors per thread."""
 
 SIZE, BLOCK = 2**26, 256
 

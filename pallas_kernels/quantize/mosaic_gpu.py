@@ -1,7 +1,7 @@
 """Blockwise quantisation in one pass over memory, for NVIDIA GPUs.
 
-A warp takes a block: its largest element is found by five exchanges between the warp's threads,
-and no thread waits for another warp.
+A warp processes a block: five exchanges between the warp's threads find the largest element, and
+no thread waits for another warp.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pallas_kernels.quantize import reference
 
 WARPS, LANES = 4, 32
 SMALLEST = WARPS
-"""Blocks at least: there are as many warps."""
+"""Minimum number of blocks: one per warp."""
 LONGEST = 2048
-"""Elements of a block at most: a thread holds 64 of them."""
+"""Maximum elements of a block, of which a thread holds 64."""
 AT_ONCE = 32
-"""Elements that a thread reads before it waits for one of them."""
+"""Number of elements that a thread reads before it waits for any of them."""
 
 
 def fits(blocks: int, block_size: int) -> bool:
-    """Whether the kernels take so many blocks of that size."""
+    """Returns whether the kernels support this number and size of blocks."""
     return blocks >= SMALLEST and block_size <= LONGEST
 
 
 def _layout(width: int, *dtypes: Any) -> Any:
-    """Of [4, width]: row i in the registers of warp i, up to 16 bytes in a row of each thread."""
+    """Returns the layout of [4, width]: row i in warp i, up to 16 adjacent bytes per thread."""
     vector = math.gcd(16 // max(jnp.dtype(d).itemsize for d in dtypes), width // LANES)
     tiling = plgpu.Tiling(((WARPS, LANES * vector), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
@@ -43,8 +43,8 @@ def _layout(width: int, *dtypes: Any) -> Any:
 def _load(ref: Any, at: tuple[Any, ...], layout: Any) -> Any:
     if compat.simulated():
         return ref[at]
-    index = () if compat.IN_PLACE else ((),)  # jax 0.10 needs one, newer ones none
-    return plgpu.load(ref.at[at], *index, layout=layout, optimized=False)  # no shared memory
+    index = () if compat.IN_PLACE else ((),)  # jax 0.10 needs an index
+    return plgpu.load(ref.at[at], *index, layout=layout, optimized=False)  # without shared memory
 
 
 def _launch(
@@ -54,10 +54,10 @@ def _launch(
     outputs: list[jax.ShapeDtypeStruct],
     block_size: int,
 ) -> list[jax.Array]:
-    """Runs ``work(starts, refs)`` so that each block is in a tile of 4 from one of the starts.
+    """Runs ``work(starts, refs)``; the tiles of 4 blocks at the starts cover all blocks.
 
-    The tiles of one call are to be loaded together. The last one reaches back, where the number of
-    blocks, the first dimension of all arrays, is no multiple of 4.
+    ``work`` must load the tiles of a call together. The last tile overlaps the tile before if the
+    number of blocks, the first dimension of all arrays, is not a multiple of 4.
     """
     blocks = inputs[0].shape[0]
     together = max(1, AT_ONCE * LANES // block_size)
@@ -91,7 +91,7 @@ def _launch(
 
 
 def quantize(x: jax.Array, noise: jax.Array | None, bits: int) -> tuple[jax.Array, jax.Array]:
-    """As :func:`reference.quantize` for whole blocks [blocks, block_size]."""
+    """Computes :func:`reference.quantize` for blocks [blocks, block_size]."""
     blocks, size = x.shape
     width = size * bits // 8
     arrays = [x] if noise is None else [x, noise]
@@ -122,7 +122,7 @@ def quantize(x: jax.Array, noise: jax.Array | None, bits: int) -> tuple[jax.Arra
 
 
 def dequantize(codes: jax.Array, scales: jax.Array, bits: int, dtype: Any) -> jax.Array:
-    """As :func:`reference.dequantize`, the parts put together and cast."""
+    """Computes :func:`reference.dequantize`, with the parts concatenated and cast."""
     blocks, width = codes.shape
     size = width * 8 // bits
     layout = _layout(width, dtype)

@@ -1,6 +1,6 @@
-"""Blockwise quantisation as it is defined, in plain JAX.
+"""Definition of blockwise quantisation in plain JAX.
 
-A block of 4-bit codes is two parts, its halves: byte i holds element i in its low and element
+A block of 4-bit codes has two parts, its halves: byte i has element i in its low bits and element
 i + block_size / 2 in its high bits. So no code has to move between the threads of a GPU.
 """
 
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 LIMIT = {8: 127, 4: 7}
-"""The largest code of so many bits; the smallest is minus that."""
+"""Largest code by number of bits; the smallest code is its negative."""
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 def parts(x: Any, bits: int) -> list[Any]:
-    """The whole blocks [blocks, block_size], or their halves for 4 bits."""
+    """Returns the complete blocks [blocks, block_size], or their halves for 4 bits."""
     if bits == 8:
         return [x]
     half = x.shape[1] // 2
@@ -27,12 +27,12 @@ def parts(x: Any, bits: int) -> list[Any]:
 
 
 def quantize(values: Sequence[Any], noise: Sequence[Any], bits: int) -> tuple[Any, Any]:
-    """The formula of :func:`pallas_kernels.quantize_blockwise`, for any blocks.
+    """Computes the formula of :func:`pallas_kernels.quantize_blockwise`, for any blocks.
 
     Args:
       values: parts of the blocks, floats [blocks, any].
-      noise: of each part int16 like it, uniform; or nothing.
-      bits: of a code, 8 or 4.
+      noise: uniform int16 like each part; or empty.
+      bits: bits of a code, 8 or 4.
 
     Returns:
       Codes, int8 like a part, and scales, float32 [blocks].
@@ -60,7 +60,7 @@ def quantize(values: Sequence[Any], noise: Sequence[Any], bits: int) -> tuple[An
 
 
 def dequantize(codes: Any, scale: Any, bits: int) -> list[Any]:
-    """Parts of the blocks, float32, see :func:`quantize`."""
+    """Computes the parts of the blocks, float32, see :func:`quantize`."""
     codes = codes.astype(jnp.int32)
     found = [codes] if bits == 8 else [(codes << 28) >> 28, codes >> 4]
     factor = lax.broadcast_in_dim(scale, codes.shape, (0,))
@@ -68,6 +68,6 @@ def dequantize(codes: Any, scale: Any, bits: int) -> list[Any]:
 
 
 def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Uniform int16."""
+    """Draws uniform int16."""
     bits = jax.random.bits(key, shape, jnp.uint16)
     return lax.bitcast_convert_type(bits, jnp.int16)

@@ -1,10 +1,10 @@
-"""Attention as one call of cuDNN's, for programs that are compiled on machines without cuDNN.
+"""Attention as a single cuDNN call, for programs compiled on machines without cuDNN.
 
     Llama(config, attention=assumed_attention(zero.per_device))
 
-The calls carry cuDNN's names and shapes, so that a forecast counts their arithmetic and the arrays
-they read and write: what is assumed is that cuDNN takes these shapes, and reaches the share of the
-matrix peak that other products reach. A program with them compiles and cannot run.
+The calls have cuDNN's names and shapes, so that a forecast counts their arithmetic and the arrays
+they read and write. It assumes that cuDNN accepts these shapes and reaches the same fraction of
+peak matrix throughput as other products. A program with these calls compiles but cannot run.
 """
 
 import json
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 NAME = "attention"
-"""Of what the forward pass makes, for ``jax.checkpoint_policies.save_only_these_names``."""
+"""Name of the forward pass's results, for ``jax.checkpoint_policies.save_only_these_names``."""
 
 
 def assumed_attention(per_device: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """Attention of q [B, T, H, d] on k and v [B, T, G, d], each device on its own rows.
+    """Returns attention of q [B, T, H, d] to k and v [B, T, G, d]; each device runs its own rows.
 
     Args:
       per_device: :meth:`zerojax.api.Zero.per_device`.

@@ -1,7 +1,7 @@
-"""The attention of the models here, fused: by which implementation, on which devices.
+"""Fused attention for ``zerojax.models``, and the choice of its implementation.
 
 Llama(config, attention=fused_attention(zero))
-GPT(config, attention=fused_attention(zero, cut={"model": 2}))     # heads cut over "model"
+GPT(config, attention=fused_attention(zero, cut={"model": 2}))     # heads sharded over "model"
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def fused_attention(
     cut: Mapping[str, int] | None = None,
     sliding_window: int | None = None,
 ) -> Attention:
-    """Causal attention of q [B, T, H, d] on k and v [B, T, G, d], each device on its own rows.
+    """Returns causal attention of q [B, T, H, d] to k and v [B, T, G, d], run per device on rows.
 
     Args:
-      zero: Knows the mesh.
+      zero: The decorator, which has the mesh.
       implementation: As for :func:`pallas_kernels.attention`.
-      cut: Of axes of the mesh, see :meth:`zerojax.Zero.per_device`: ``{"model": 2}`` where heads
-        are cut over "model".
-      sliding_window: A position sees the last so many, itself among them.
+      cut: Dimensions sharded over mesh axes, see :meth:`zerojax.Zero.per_device`: ``{"model": 2}``
+        if heads are sharded over "model".
+      sliding_window: The number of positions that a position attends to, the last of them itself.
     """
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -49,18 +49,18 @@ def fused_attention(
 
 
 def _heads_cut(zero: Zero, cut: Mapping[str, int] | None) -> dict[str, int]:
-    """``cut``, and the axis "seq" with the dimension of heads, which it cuts around attention."""
+    """Adds the axis "seq" to ``cut``; around attention it shards the dimension of heads."""
     return {**(cut or {}), **({SEQUENCE: 2} if zero.sequence else {})}
 
 
 def chosen(zero: Zero | None, asked: str) -> str:
-    """The implementation for a model that is planned: ``"mosaic_gpu"``, ``"cudnn"`` or ``"plain"``.
+    """Chooses the implementation for a planned model: "mosaic_gpu", "cudnn" or "plain".
 
     Args:
-      zero: Knows the devices, which need not exist; None plans for none.
-      asked: One of them, or ``"auto"``: a fused one where it compiles, else the model's own.
-        cuDNN's does only where the devices exist; asked for by name it is assumed for absent ones
-        (:mod:`zerojax.models.assumed_attention`).
+      zero: The decorator, whose devices need not exist; None to plan without devices.
+      asked: An implementation, or ``"auto"``: a fused one if it compiles for the devices, else the
+        model's. cuDNN's compiles only if the devices exist; if requested by name for absent
+        devices, it is assumed (:mod:`zerojax.models.assumed_attention`).
 
     Raises:
       ValueError: There is no such implementation.
@@ -83,8 +83,10 @@ def chosen(zero: Zero | None, asked: str) -> str:
 def planned_attention(
     zero: Zero | None, asked: str, cut: Mapping[str, int] | None = None
 ) -> Attention | None:
-    """The attention that :func:`chosen` names, for a model; None for the model's own. ``cut`` as
-    for :func:`fused_attention`."""
+    """Returns the attention that :func:`chosen` chooses, or None for the model's default.
+
+    ``cut`` is as for :func:`fused_attention`.
+    """
     name = chosen(zero, asked)
     if zero is None or name == "plain":
         return None

@@ -1,7 +1,7 @@
-"""BART and BlenderBot in flax linen, one by the config of the other.
+"""BART and BlenderBot in flax linen: a single model, with a config for each.
 
-One table of tokens for the encoder, the decoder and the output; learned positions, exact GELU,
-biases everywhere. Sources: Lewis et al. 2019, BART (arXiv:1910.13461), Roller et al. 2020,
+The encoder, the decoder and the output share one token embedding table; learned positions, exact
+GELU, biases everywhere. Sources: Lewis et al. 2019, BART (arXiv:1910.13461), Roller et al. 2020,
 BlenderBot (arXiv:2004.13637), and Hugging Face, whose names the config and the modules have.
 
 >>> model = Bart(BartConfig(**SIZES["blenderbot-tiny"]))
@@ -10,7 +10,7 @@ BlenderBot (arXiv:2004.13637), and Hugging Face, whose names the config and the 
 >>> jax.eval_shape(model.apply, variables, source, target, source > 0)
 ShapeDtypeStruct(shape=(8, 12, 96), dtype=float32)
 
-`zerojax.models.beam_search.generate` writes targets. Shapes: B batch, S source, T target,
+`zerojax.models.beam_search.generate` generates targets. Shapes: B batch, S source, T target,
 D d_model, H heads, d = D / H, V vocab_size, L layers.
 """
 
@@ -29,7 +29,7 @@ from zerojax.models.loss import cross_entropy, widen
 
 
 class Stack(nn.Module):
-    """Embedded tokens [B, T, D] and their positions through all blocks of a side."""
+    """All blocks of the encoder or the decoder, applied to embedded tokens [B, T, D]."""
 
     config: BartConfig
     block: type[nn.Module]
@@ -55,9 +55,9 @@ class Stack(nn.Module):
 class Bart(nn.Module):
     """Source int [B, S] and target int [B, T] -> logits [B, T, V] in fp32 or wider.
 
-    Logits at t are of the token after `decoder_input_ids[:, t]`; `shifted` makes these of labels.
-    Masks [B, S] and [B, T] are 0 or False on padding. With targets int [B, T] the result is the
-    cross-entropy of each, [B, T]. `deterministic=False` wants `rngs={"dropout": key}`.
+    Logits at t predict the token after `decoder_input_ids[:, t]`; `shifted` computes these inputs
+    from labels. Masks [B, S] and [B, T] are 0 or False on padding. With targets int [B, T] the
+    result is each one's cross-entropy, [B, T]. `deterministic=False` needs `rngs={"dropout": key}`.
     """
 
     config: BartConfig
@@ -98,7 +98,7 @@ class Bart(nn.Module):
         attention_mask: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        """The memory [B, S, D] of a source [B, S]."""
+        """Encodes a source [B, S] as a memory [B, S, D]."""
         x, places = self._embedded(input_ids), jnp.arange(input_ids.shape[1])
         return self.encoder(x, places, deterministic, _keys(attention_mask))[0]
 
@@ -111,11 +111,11 @@ class Bart(nn.Module):
         memory: jax.Array | None = None,
         attention_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, Any]:
-        """Logits [B, V] after the tokens [B] at this position.
+        """Returns logits [B, V] after the tokens [B] at this position, `cache` and `memorized`.
 
-        `cache` holds the keys and values of the positions before, as `empty_cache` and each call
-        return them; `memorized` those of the memory, as the first call returns them, which takes
-        the memory [B, S, D] itself. `attention_mask` [B, S] is the source's.
+        `cache` has the keys and values of the positions before, from `empty_cache` or the previous
+        call; `memorized` has those of the memory. The first call takes the memory [B, S, D] and
+        returns `memorized` for the next calls. `attention_mask` [B, S] is the source's.
         """
         scan, length = self.config.scan, jax.tree.leaves(cache)[0].shape[-3]
         each: Any = (cache, memorized)
@@ -129,7 +129,7 @@ class Bart(nn.Module):
         return self._logits(x)[:, 0], cache, memorized
 
     def empty_cache(self, rows: int, length: int) -> Any:
-        """That of `rows` targets of up to `length` tokens."""
+        """Returns the empty cache for `rows` targets of up to `length` tokens."""
         c, layers = self.config, self.config.decoder_layers
         heads = c.decoder_attention_heads
         shape = (rows, length, heads, c.d_model // heads)
@@ -155,9 +155,9 @@ class Bart(nn.Module):
 
 
 def shifted(labels: jax.Array, config: BartConfig) -> jax.Array:
-    """The decoder's input for labels int [B, T]: the start token, then all but the last label.
+    """Returns the decoder's input for labels int [B, T]: the start token, all but the last label.
 
-    Negative labels, such as the -100 that transformers leaves out of a loss, become padding.
+    Negative labels, such as the -100 that transformers excludes from a loss, become padding.
 
     >>> shifted(jnp.array([[5, 6, 2, -100, -100]]), BartConfig(**SIZES["blenderbot-tiny"]))
     Array([[1, 5, 6, 2, 0]], dtype=int32)
@@ -168,5 +168,5 @@ def shifted(labels: jax.Array, config: BartConfig) -> jax.Array:
 
 
 def _keys(mask: jax.Array | None) -> jax.Array | None:
-    """A mask of keys [B, S] for scores [B, H, T, S]."""
+    """Broadcasts a mask of keys [B, S] for scores [B, H, T, S]."""
     return None if mask is None else mask[:, None, None, :].astype(bool)

@@ -1,4 +1,4 @@
-"""The blocks of BART's encoder and decoder, with keys and values cached between tokens.
+"""Blocks of BART's encoder and decoder, with keys and values cached between tokens.
 
 Shapes: B batch, S source, T target, D d_model, H heads, d = D / H.
 """
@@ -20,10 +20,10 @@ KeysValues = tuple[jax.Array, jax.Array]  # [B, S, H, d] each
 
 
 class Attention(nn.Module):
-    """[B, T, D] reads from `source` [B, S, D], or where that is None from `cached` keys and values.
+    """Attention of x [B, T, D] to `source` [B, S, D], or to `cached` keys and values without it.
 
-    Keys and values of a source are written into the cached ones from `position` on. Returns what
-    was read, [B, T, D], and the keys and values.
+    Keys and values of a source are written into the cached ones from `position` on. Returns the
+    output [B, T, D], and the keys and values.
     """
 
     config: BartConfig
@@ -80,8 +80,8 @@ class EncoderBlock(nn.Module):
 class DecoderBlock(nn.Module):
     """Attention to x [B, T, D], then to the memory [B, S, D], then an MLP.
 
-    A cache is a block's own keys and values, and those of the memory, None before the first call;
-    it is returned as it is after this one.
+    A cache is a pair of the block's self-attention keys and values, and those of the memory (None
+    before the first call). The block returns the updated cache.
     """
 
     config: BartConfig
@@ -113,7 +113,7 @@ class DecoderBlock(nn.Module):
 
 
 def _branch(c: BartConfig, deterministic: bool) -> Callable[..., tuple[jax.Array, Any]]:
-    """x + f(norm(x)), or norm(x + f(x)), and what f returns beside."""
+    """Returns a function for x + f(norm(x)) or norm(x + f(x)), and the second result of f."""
 
     def branch(
         x: jax.Array, norm: str, f: Callable[[jax.Array], tuple[jax.Array, Any]]
@@ -129,7 +129,7 @@ def _branch(c: BartConfig, deterministic: bool) -> Callable[..., tuple[jax.Array
 def _mlp(
     c: BartConfig, width: int, deterministic: bool
 ) -> Callable[[jax.Array], tuple[jax.Array, None]]:
-    """[B, T, D] -> gelu [B, T, width] -> [B, T, D]."""
+    """Returns an MLP [B, T, D] -> gelu [B, T, width] -> [B, T, D]."""
 
     def mlp(x: jax.Array) -> tuple[jax.Array, None]:
         h = nn.gelu(dense(width, c, "fc1")(x), approximate=False)
@@ -140,7 +140,7 @@ def _mlp(
 
 
 def _left_out(block: Any, rate: float, before: jax.Array, after: jax.Array) -> jax.Array:
-    """LayerDrop: a step leaves the block out at this rate, for all rows. arXiv:1909.11556."""
+    """Applies LayerDrop: skips the block at this rate, for all rows at once. arXiv:1909.11556."""
     if block.deterministic or not rate:
         return after
     return jnp.where(jax.random.bernoulli(block.make_rng("dropout"), rate), before, after)

@@ -1,4 +1,4 @@
-"""The sizes and options of BART and BlenderBot."""
+"""Sizes and options of BART and BlenderBot."""
 
 import dataclasses
 from typing import Any
@@ -8,12 +8,12 @@ from zerojax.models.checks import dropout_rates, even_heads, positive_sizes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BartConfig:
-    """The sizes and options of a BART, by Hugging Face's names; those of `BLENDERBOT` turn it.
+    """Sizes and options of a BART by Hugging Face's names, or of a BlenderBot with `BLENDERBOT`.
 
-    `dtype=None` computes in the parameters' own dtype; LayerNorm's statistics, the softmax, the
-    logits and the loss are always in fp32. `scan` stacks the blocks' parameters to `[L, ...]`
-    leaves and compiles one block, not L. `remat` keeps each block's input only and computes the
-    rest again in the backward pass. `hugging_face` is as in `GPTConfig`.
+    `dtype=None` computes in the parameters' dtype; LayerNorm's statistics, the softmax, the logits
+    and the loss are always in fp32. `scan` stacks the blocks' parameters into `[L, ...]` leaves and
+    compiles one block, not L. `remat` saves only each block's input and recomputes the rest in the
+    backward pass. `hugging_face` is as in `GPTConfig`.
     """
 
     vocab_size: int
@@ -25,16 +25,16 @@ class BartConfig:
     encoder_ffn_dim: int
     decoder_ffn_dim: int
     max_position_embeddings: int
-    normalize_before: bool = False  # a norm at the start of each branch, not after the sum
+    normalize_before: bool = False  # norms are at the start of each branch, not after the sum
     normalize_embedding: bool = True
     add_final_layer_norm: bool = False
-    position_offset: int = 2  # rows of the table of positions that no position reads
-    add_logits_bias: bool = False  # one that no gradient changes
-    scale_embedding: bool = False  # tokens times sqrt(D)
+    position_offset: int = 2  # unused rows at the start of the table of positions
+    add_logits_bias: bool = False  # a bias that no gradient changes
+    scale_embedding: bool = False  # multiplies token embeddings by sqrt(D)
     dropout: float = 0.1
     attention_dropout: float = 0.0
     activation_dropout: float = 0.0
-    encoder_layerdrop: float = 0.0  # the chance that a whole block is left out
+    encoder_layerdrop: float = 0.0  # the probability that a block is skipped
     decoder_layerdrop: float = 0.0
     init_std: float = 0.02
     pad_token_id: int = 1
@@ -72,7 +72,7 @@ def _size(layers: tuple[int, int], heads: int, width: int, **other: Any) -> dict
     ) | other  # fmt: skip
 
 
-# Parameters; the second are those of Hugging Face's `facebook/blenderbot-400M-distill`.
+# Numbers of parameters; the second config is Hugging Face's `facebook/blenderbot-400M-distill`.
 SIZES: dict[str, dict[str, Any]] = {
     "blenderbot-tiny": _size(
         (2, 2), 4, 32, vocab_size=96, max_position_embeddings=24, dropout=0.0, **BLENDERBOT

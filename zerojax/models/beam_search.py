@@ -1,4 +1,4 @@
-"""Beam search, as a function to jit: the targets of Hugging Face's `generate(num_beams=...)`.
+"""Beam search that can be jitted, with the results of Hugging Face's `generate(num_beams=...)`.
 
 >>> from zerojax.models.bart import SIZES, Bart, BartConfig
 >>> model = Bart(BartConfig(**SIZES["blenderbot-tiny"]))
@@ -9,9 +9,10 @@
 >>> targets.shape, scores.shape
 ((2, 7), (2,))
 
-Each step extends K hypotheses a row by every token and keeps the 2 K best of them. Those among the
-first K that end are compared with the row's finished ones, by log-probability over length to the
-power of `length_penalty`; the K best of the others go on. Semantics: transformers 5.23.
+Each step extends a row's K hypotheses by every token and keeps the 2 K best extensions. Those among
+the first K that end compete with the row's finished hypotheses, by log-probability divided by
+length to the power of `length_penalty`; the K best of the others continue. Semantics: transformers
+5.23.
 
 Shapes: B rows, K num_beams, L max_length, V vocabulary.
 """
@@ -27,26 +28,26 @@ from zerojax.models.bart import Bart
 from zerojax.models.loss import widen
 from zerojax.models.ngrams import completes
 
-NEVER = -1e9  # added to the score of what is not to be chosen
+NEVER = -1e9  # added to the score of a hypothesis that must not be chosen
 
 EarlyStopping = bool | Literal["never"]
 
 
 class Beams(NamedTuple):
-    """Hypotheses of each row, best first."""
+    """Hypotheses of each row, the best first."""
 
     tokens: jax.Array  # int32 [B, K, L]
     scores: jax.Array  # fp32 [B, K]
 
 
 class State(NamedTuple):
-    """Between two steps."""
+    """State of the search between two steps."""
 
-    length: jax.Array  # int32 [], tokens of a running hypothesis, the start token among them
+    length: jax.Array  # int32 [], tokens of a running hypothesis, including the start token
     running: Beams  # scores: the sum of log-probabilities
-    finished: Beams  # scores: that over length ** length_penalty
-    complete: jax.Array  # bool [B, K], whether there is a finished one
-    improvable: jax.Array  # bool [B]
+    finished: Beams  # scores: the sum over length ** length_penalty
+    complete: jax.Array  # bool [B, K], True for each finished hypothesis that exists
+    improvable: jax.Array  # bool [B], a running hypothesis may still beat a finished one
     stuck: jax.Array  # bool [], no hypothesis can be extended
     cache: Any
 
@@ -68,27 +69,27 @@ def beam_search(
     forbid: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     cache_axis: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """The best target of each row, int32 [B, L], filled up with `pad`, and its score, fp32 [B].
+    """Returns each row's best target, int32 [B, L] padded with `pad`, and its score, fp32 [B].
 
     Args:
-      step: `step(tokens, position, cache)` returns logits [B K, V] after tokens int32 [B K] that
-        stand at this position of the targets, and the cache with them in it.
-      cache: Arrays with a dimension of B K, the beams of a row side by side.
+      step: A function; `step(tokens, position, cache)` returns logits [B K, V] after the tokens
+        int32 [B K] at this position of the targets, and the updated cache.
+      cache: Arrays with a dimension of B K; the beams of a row are adjacent.
       rows: B.
-      start: The token before the first; it counts in every length.
-      end: The token after which a target is finished.
-      pad: What stands behind it.
-      num_beams: K. 1 takes the likeliest token each time and is done at the first `end`.
-      max_length: L: targets end here at the latest.
-      min_length: Targets do not end before.
-      length_penalty: The exponent of length: above 0 longer targets are preferred.
-      early_stopping: When a row with K finished ones is done. True: at once; False: as soon as the
-        best running one would not reach the worst of them if it ended now; "never": could not
-        reach it at any length up to L.
-      forced_end: Whether a target at L ends with `end` in any case (`forced_eos_token_id`).
-      forbid: `forbid(tokens, length)` returns bool [B K, V], True for what may not follow on the
-        first `length` of tokens int32 [B K, L].
-      cache_axis: Of the dimension of B K: 1 for stacked blocks.
+      start: The token before the first; every length includes it.
+      end: The token that finishes a target.
+      pad: The token that pads targets after their end.
+      num_beams: K. With 1 the search is greedy, and stops at the first `end`.
+      max_length: L, the maximum length of targets, including the start token.
+      min_length: The minimum number of tokens before `end`, including the start token.
+      length_penalty: The exponent of length; above 0 it favors longer targets.
+      early_stopping: The condition for a row with K finished hypotheses to be done. True: at once;
+        False: as soon as the best running hypothesis would score below the worst finished one if it
+        ended now; "never": only if it could not reach that score at any length up to L.
+      forced_end: Whether a target of length L always ends with `end` (`forced_eos_token_id`).
+      forbid: A function; `forbid(tokens, length)` returns bool [B K, V], True for tokens that must
+        not follow the first `length` of tokens int32 [B K, L].
+      cache_axis: The axis of the dimension B K: 1 for stacked blocks.
 
     Raises:
       ValueError: An option is out of range.
@@ -99,7 +100,7 @@ def beam_search(
     flat = functools.partial(jax.tree.map, lambda x: x.reshape(rows * num_beams, *x.shape[2:]))
 
     def next_scores(state: State) -> tuple[jax.Array, Any]:
-        """Log-probabilities [B, K V] of the hypotheses with each token, and the new cache."""
+        """Returns log-probabilities [B, K V] of each hypothesis with each token, and the cache."""
         last = jax.lax.dynamic_index_in_dim(state.running.tokens, state.length - 1, 2, False)
         logits, cache = step(flat(last), state.length - 1, state.cache)
         scores = jax.nn.log_softmax(widen(logits))
@@ -155,7 +156,7 @@ def beam_search(
         return state.improvable.any() & ~done & ~state.stuck
 
     empty = jnp.full((rows, num_beams, max_length), pad, jnp.int32).at[:, :, 0].set(start)
-    # All start alike: but for the first, the beams of a row are not to be chosen yet.
+    # All beams of a row are equal at the start, so only the first may be extended.
     unlike = jnp.where(jnp.arange(num_beams) == 0, 0.0, NEVER)
     state = State(
         length=jnp.int32(1),
@@ -173,7 +174,7 @@ def beam_search(
 def check_options(
     num_beams: int, max_length: int, min_length: int, early_stopping: EarlyStopping
 ) -> None:
-    """Refuse options of `beam_search` that are out of range."""
+    """Rejects options of `beam_search` that are out of range."""
     if num_beams < 1:
         raise ValueError(f"num_beams = {num_beams} must be 1 or more")
     if max_length < 2:
@@ -187,7 +188,7 @@ def check_options(
 
 
 def _of_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
-    """x [B, J, ...] at these of each row's J: [B, K, ...] for int [B, K]."""
+    """Selects K of each row's J beams: x [B, J, ...] at beams int [B, K] -> [B, K, ...]."""
     return jnp.take_along_axis(x, beams.reshape(*beams.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
@@ -203,17 +204,18 @@ def generate(
     encoder_no_repeat_ngram_size: int = 0,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """The best target int32 [B, max_length] of each source int [B, S], and its score, fp32 [B].
+    """Returns the best target int32 [B, max_length] of sources int [B, S], and scores fp32 [B].
 
     Args:
       model: An encoder-decoder.
-      variables: Of `model.apply`: `{"params": params}`.
-      input_ids: Sources, filled up.
-      attention_mask: [B, S], 0 or False where they are.
-      num_beams: Hypotheses of a row.
-      max_length: Of a target, with the token that it starts from.
-      no_repeat_ngram_size: n: a target has no n tokens twice in the same order; 0 allows it.
-      encoder_no_repeat_ngram_size: n: nor any n tokens of its source, padding included.
+      variables: The variables of `model.apply`: `{"params": params}`.
+      input_ids: Sources int [B, S], padded.
+      attention_mask: Mask [B, S], 0 or False on padding.
+      num_beams: Hypotheses per row.
+      max_length: The maximum length of a target, including the start token.
+      no_repeat_ngram_size: n; a target never repeats an n-gram. 0 allows repetition.
+      encoder_no_repeat_ngram_size: n; a target never has an n-gram of its source, including
+        padding. 0 allows it.
       options: `min_length`, `length_penalty`, `early_stopping` and `forced_end` of `beam_search`.
 
     Raises:

@@ -1,10 +1,10 @@
-"""What the configs of models refuse, each with the field's name."""
+"""Checks of model configs, with the name of the field in the error."""
 
 from typing import Any
 
 
 def positive_sizes(config: Any, *names: str) -> None:
-    """Refuse a config whose named fields are no positive ints."""
+    """Rejects a config if a named field is not a positive int."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -14,7 +14,7 @@ def positive_sizes(config: Any, *names: str) -> None:
 
 
 def dropout_rates(config: Any, *names: str) -> None:
-    """Refuse a config whose named fields are no rates of dropout."""
+    """Rejects a config if a named field is not a dropout rate in [0, 1)."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
@@ -22,7 +22,7 @@ def dropout_rates(config: Any, *names: str) -> None:
 
 
 def even_heads(config: Any, width: str, heads: str) -> None:
-    """Refuse a config whose width does not divide into its heads."""
+    """Rejects a config if its width is not a multiple of its number of heads."""
     if getattr(config, width) % getattr(config, heads):
         raise ValueError(
             f"{type(config).__name__}.{width} = {getattr(config, width)} does not divide into "
@@ -31,7 +31,7 @@ def even_heads(config: Any, width: str, heads: str) -> None:
 
 
 def one_of(config: Any, name: str, *known: Any) -> None:
-    """Refuse a config whose named field is another value."""
+    """Rejects a config if the named field is not a known value."""
     if getattr(config, name) not in known:
         raise ValueError(
             f"{type(config).__name__}.{name} must be {' or '.join(map(repr, known))}, not "

@@ -1,9 +1,9 @@
-"""DeBERTa v2 and v3 in flax linen, with a head for classes of sequences.
+"""DeBERTa v2 and v3 in flax linen, with a sequence classification head.
 
-Attention is disentangled: a token's content and its distance to another have vectors of their own,
-and scores sum content to content, content to position (c2p) and position to content (p2c).
-Distances are in buckets that widen with their logarithm. Post-LayerNorm blocks, exact GELU, biases
-everywhere; v2's large models add a convolution beside the first block. Source: He et al. 2021,
+Attention is disentangled: a token's content and its distance to another token have separate
+vectors, and scores sum content to content, content to position (c2p) and position to content (p2c).
+Distances fall into buckets of logarithmic width. Post-LayerNorm blocks, exact GELU, biases
+everywhere; v2's large models add a convolution parallel to the first block. Source: He et al. 2021,
 DeBERTa (arXiv:2006.03654), and Hugging Face's `deberta-v2`, whose names config and modules have.
 
 >>> config = DebertaConfig(**SIZES["deberta-tiny"])
@@ -147,7 +147,7 @@ class Encoder(nn.Module):
 
 
 class Deberta(nn.Module):
-    """Tokens int [B, T] -> [B, T, D]; arguments as those of `DebertaClassifier`."""
+    """Tokens int [B, T] -> [B, T, D]; arguments as for `DebertaClassifier`."""
 
     config: DebertaConfig
 
@@ -167,8 +167,8 @@ class Deberta(nn.Module):
 class DebertaClassifier(nn.Module):
     """Tokens int [B, T] -> logits [B, C] in fp32 or wider, from the first token's features.
 
-    `attention_mask` [B, T] is 0 or False on padding; `token_type_ids` int [B, T] count where
-    `type_vocab_size` is not 0. `deterministic=False` wants `rngs={"dropout": key}`.
+    `attention_mask` [B, T] is 0 or False on padding; `token_type_ids` int [B, T] are used if
+    `type_vocab_size` is not 0. `deterministic=False` needs `rngs={"dropout": key}`.
     """
 
     config: DebertaConfig

@@ -1,4 +1,4 @@
-"""The sizes and options of DeBERTa v2 and v3."""
+"""Sizes and options of DeBERTa v2 and v3."""
 
 import dataclasses
 from typing import Any
@@ -10,11 +10,11 @@ from zerojax.models.checks import dropout_rates, even_heads, one_of, positive_si
 class DebertaConfig:
     """The sizes and options of a DeBERTa, by Hugging Face's names.
 
-    `dtype=None` computes in the parameters' own dtype; LayerNorm's statistics, the softmax and the
-    logits are always in fp32. `scan` stacks the blocks' parameters to `[L, ...]` leaves and
-    compiles one block, not L; where a convolution stands beside the first block, that one stays by
-    itself. `remat` keeps each block's input only and computes the rest again in the backward pass.
-    `hugging_face` is as in `GPTConfig`.
+    `dtype=None` computes in the parameters' dtype; LayerNorm's statistics, the softmax and the
+    logits are always in fp32. `scan` stacks the blocks' parameters into `[L, ...]` leaves and
+    compiles one block, not L; with a convolution, the first block is not stacked. `remat` saves
+    only each block's input and recomputes the rest in the backward pass. `hugging_face` is as in
+    `GPTConfig`.
     """
 
     vocab_size: int
@@ -25,10 +25,10 @@ class DebertaConfig:
     max_position_embeddings: int = 512
     max_relative_positions: int = -1  # below 1: max_position_embeddings
     position_buckets: int = 256  # below 1: a bucket for each distance
-    pos_att_type: tuple[str, ...] = ("c2p", "p2c")  # none: no relative positions
-    share_att_key: bool = True  # positions pass through the content's projections
+    pos_att_type: tuple[str, ...] = ("c2p", "p2c")  # empty: no relative positions
+    share_att_key: bool = True  # positions use the content's projections
     norm_rel_ebd: str = "layer_norm"  # or "none"
-    position_biased_input: bool = False  # absolute positions too
+    position_biased_input: bool = False  # adds absolute positions
     type_vocab_size: int = 0
     conv_kernel_size: int = 0
     conv_act: str = "gelu"
@@ -61,19 +61,19 @@ class DebertaConfig:
 
     @property
     def span(self) -> int:
-        """S: distances from -S to S - 1 have a row each in the table of 2 S."""
+        """Span S: the table of 2 S positions has a row for each distance from -S to S - 1."""
         return self.position_buckets if self.position_buckets > 0 else self.farthest
 
     @property
     def farthest(self) -> int:
-        """The distance that the last bucket ends at."""
+        """Distance at which the last bucket ends."""
         if self.max_relative_positions > 0:
             return self.max_relative_positions
         return self.max_position_embeddings
 
 
-# Parameters with two classes; Hugging Face's `microsoft/deberta-v2-xlarge` (He et al. report 900M)
-# has 884,593,152 without the head.
+# Numbers of parameters with two classes; Hugging Face's `microsoft/deberta-v2-xlarge` (He et al.
+# report 900M) has 884,593,152 without the head.
 SIZES: dict[str, dict[str, Any]] = {
     "deberta-tiny": dict(
         vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,

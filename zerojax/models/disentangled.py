@@ -1,6 +1,6 @@
-"""DeBERTa's attention, to what tokens are and to how far away they are, each by itself.
+"""DeBERTa's disentangled attention, with separate vectors for content and distance of tokens.
 
-Source: He et al. 2021 (arXiv:2006.03654), with the buckets of distances of DeBERTa v2.
+Source: He et al. 2021 (arXiv:2006.03654), with the distance buckets of DeBERTa v2.
 
 Shapes: B batch, T time, D hidden_size, H num_attention_heads, d = D / H, S the span of distances.
 """
@@ -17,10 +17,10 @@ from zerojax.models.layers import attend, split_heads
 
 
 def bucket_of(distances: np.ndarray, buckets: int, farthest: int) -> np.ndarray:
-    """Distances as buckets of the same sign: exact up to buckets / 2, then by the logarithm.
+    """Maps distances to buckets of the same sign: exact up to buckets / 2, then logarithmic.
 
     With m = buckets / 2, |x| > m becomes m + ceil((m - 1) log(|x| / m) / log((farthest - 1) / m)).
-    Computed in fp32, whose rounding decides on the borders.
+    The computation is in fp32, because its rounding determines the borders of the buckets.
 
     >>> bucket_of(np.array([-2, 4, 5, 8, 16, 31]), buckets=8, farthest=32)
     array([-2,  4,  5,  6,  7,  7])
@@ -34,7 +34,7 @@ def bucket_of(distances: np.ndarray, buckets: int, farthest: int) -> np.ndarray:
 
 
 def rows_by_distance(config: DebertaConfig, tokens: int) -> np.ndarray:
-    """Rows [2 T - 1] of the table of positions for distances T - 1, T - 2, ..., 1 - T."""
+    """Returns the table's rows, int [2 T - 1], for distances T - 1, T - 2, ..., 1 - T."""
     distances = np.arange(tokens - 1, -tokens, -1)
     if config.position_buckets > 0:
         distances = bucket_of(distances, config.position_buckets, config.farthest)
@@ -42,10 +42,10 @@ def rows_by_distance(config: DebertaConfig, tokens: int) -> np.ndarray:
 
 
 def by_pairs(scores: jax.Array) -> jax.Array:
-    """[..., T, 2 T - 1] by distance as [..., T, T]: entry (i, j) is (i, T - 1 - i + j).
+    """Converts scores by distance [..., T, 2 T - 1] to [..., T, T]: (i, j) is (i, T - 1 - i + j).
 
-    Reading the rows as one string in which each is a place too long moves them against each other,
-    so that nothing is gathered.
+    Padding each row by one element, and reading the flattened array with the unpadded row length,
+    shifts each row by one relative to the row before, so that no gather is needed.
 
     >>> by_pairs(jnp.tile(jnp.arange(2, -3, -1), (3, 1)))                        # i - j
     Array([[ 0, -1, -2],
@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
     """[B, T, D] -> [B, T, D]: softmax((q k + q p_k + p_q k) / sqrt(3 d)) v.
 
     p_k and p_q are keys and queries of the table of positions [2 S, D], read at the distance of the
-    two tokens; one term the less in the sum is one the less under the root.
+    two tokens. Each term that `pos_att_type` omits reduces the 3 under the root by 1.
     """
 
     config: DebertaConfig
@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
         scores = jnp.einsum("bqhd,bkhd->bhqk", q * scale, k)
 
         if table is not None:
-            # Only the rows that these distances read are projected.
+            # Only the rows for these distances are projected.
             rows, places = np.unique(rows_by_distance(c, x.shape[1]), return_inverse=True)
             table = hidden_dropout(c, self.deterministic)(table)[rows[0] : rows[-1] + 1]
 

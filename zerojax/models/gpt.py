@@ -1,8 +1,8 @@
 """GPT-2 in flax linen, the model of the main job and of the memory benchmarks.
 
-Pre-LayerNorm blocks, learned positions, tanh-GELU, biases everywhere, the embedding tied to the
-output. Module and parameter names follow Hugging Face's (`wte`, `wpe`, `h_0`, `attn.c_attn`, ...).
-Of devices and shards only the field `tensor` knows.
+Pre-LayerNorm blocks, learned positions, tanh-GELU, biases everywhere, output tied to the embedding.
+Module and parameter names follow Hugging Face's (`wte`, `wpe`, `h_0`, `attn.c_attn`, ...). Devices
+and shardings enter only through the fields `kernels`, `attention`, `sequence` and `tensor`.
 
 Example::
 
@@ -40,15 +40,15 @@ INIT_STD = 0.02
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The sizes and options of a GPT.
+    """Sizes and options of a GPT.
 
-    `dtype=None` computes in the parameters' own dtype, so bf16 parameters make a bf16 model;
-    LayerNorm's statistics, the softmax, the logits and the loss are always in fp32.
-    `scan` stacks the L blocks' parameters to `[L, ...]` leaves and compiles one block, not L.
-    `remat` keeps each block's input only and computes the rest again in the backward pass.
-    `mlp_chunks` runs the MLP on so many pieces of the sequence, one after another
-    (`zerojax.tiled`). `hugging_face` holds the rest of a Hugging Face folder's files, as JSON, for
-    the way back.
+    `dtype=None` computes in the parameters' dtype, so that a model with bf16 parameters computes in
+    bf16; LayerNorm's statistics, the softmax, the logits and the loss are always in fp32.
+    `scan` stacks the L blocks' parameters into `[L, ...]` leaves and compiles one block, not L.
+    `remat` saves only each block's input and recomputes the rest in the backward pass.
+    `mlp_chunks` splits the sequence into that many chunks and runs the MLP on them one after
+    another (`zerojax.tiled`). `hugging_face` has the other contents of a Hugging Face folder's
+    files, as JSON, to write them back.
     """
 
     vocab_size: int
@@ -81,7 +81,7 @@ class GPTConfig:
 
     @property
     def residual_std(self) -> float:
-        """GPT-2's smaller spread for the 2L projections that add to the residual stream."""
+        """GPT-2's smaller initial std for the 2L projections that add to the residual stream."""
         return INIT_STD / math.sqrt(2 * self.n_layer)
 
 
@@ -93,8 +93,8 @@ def _size(
     )
 
 
-# Parameters (tied embedding counted once); the first two are byte-level, the others GPT-2's own
-# sizes with the vocabulary rounded up to a multiple of 64.
+# Numbers of parameters (tied embedding counted once); the first two are byte-level, the others have
+# GPT-2's sizes with the vocabulary rounded up to a multiple of 64.
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": _size(32, 2, 2, 32, vocab_size=256),  # 35k
     "mini": _size(128, 4, 4, 160, vocab_size=256),  # 1.3M
@@ -108,10 +108,10 @@ SIZES: dict[str, dict[str, Any]] = {
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, dropout: Callable[..., jax.Array] = lambda x: x
 ) -> jax.Array:
-    """Causal softmax(q k^T / sqrt(d)) v for `[B, T, H, d]` inputs, the softmax in fp32 or wider.
+    """Computes causal softmax(q k^T / sqrt(d)) v for `[B, T, H, d]`, softmax in fp32 or wider.
 
-    The scores leave their matrix product in the inputs' dtype and widen inside the softmax: on the
-    GPU compile of a 25-head, 4 x 1024-token block that is 390 MB less at the peak than fp32 scores.
+    The product computes the scores in the inputs' dtype, and the softmax widens them: compiled for
+    a GPU, a block of 25 heads and 4 x 1024 tokens needs 390 MB less at peak than with fp32 scores.
     """
     scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
@@ -202,10 +202,10 @@ class GPT(nn.Module):
     """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
 
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits.
-    With `kernels` the norms, the activations, the attention and that loss are fused. `attention` is
-    called with q, k and v [B, T, H, d] where no dropout is drawn (`zerojax.models.attention` has
-    fused ones). `sequence` cuts rows along their tokens (`zero.sequence`, without `kernels`),
-    `tensor` the model over an axis of the mesh (`zerojax.models.tensor_parallel`).
+    With `kernels` the norms, the activations, the attention and that loss are fused. `attention`
+    takes q, k and v [B, T, H, d] and is used only without dropout (`zerojax.models.attention` has
+    fused implementations). `sequence` shards rows along their tokens (`zero.sequence`, not together
+    with `kernels`); `tensor` shards the model over a mesh axis (`zerojax.models.tensor_parallel`).
     """
 
     config: GPTConfig
@@ -226,7 +226,7 @@ class GPT(nn.Module):
         c = self.config
         kernels, attention = self.kernels, self.attention
         sequence, tensor = self.sequence, self.tensor
-        if self.is_initializing():  # with a batch that need not divide among the devices
+        if self.is_initializing():  # its batch need not divide among the devices
             kernels = attention = sequence = tensor = None
         if kernels and sequence:
             raise ValueError(
@@ -247,7 +247,7 @@ class GPT(nn.Module):
         x = x + wpe(sequence.positions(positions) if sequence else positions)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
 
-        # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
+        # XLA does no CSE across iterations of a scan, so that the barrier would only cost time.
         block = nn.remat(Block, prevent_cse=not c.scan) if c.remat else Block
         if c.scan:
             stack = nn.scan(
@@ -269,10 +269,10 @@ class GPT(nn.Module):
 
 
 def check_cut(tensor: TensorParallel, config: GPTConfig, kernels: Kernels | None) -> None:
-    """Refuses what a GPT cannot be cut with.
+    """Checks that a GPT can be sharded over the axis of `tensor`.
 
     Raises:
-      ValueError: A size does not divide, or there are fused layers.
+      ValueError: A size does not divide among the devices, or `kernels` are set.
     """
     if kernels:
         raise ValueError(
@@ -284,9 +284,9 @@ def check_cut(tensor: TensorParallel, config: GPTConfig, kernels: Kernels | None
 
 
 def stack_blocks(params: dict[str, Any], name: str = "h") -> dict[str, Any]:
-    """Parameters of the unrolled model (`h_0`, `h_1`, ...) as those of `scan=True` (`h`).
+    """Stacks the parameters of an unrolled model (`h_0`, `h_1`, ...) for `scan=True` (`h`).
 
-    `name` is that of the blocks: "layers" for `zerojax.models.llama.Llama`.
+    `name` is the name of the blocks: "layers" for `zerojax.models.llama.Llama`.
     """
     rest = {key: leaf for key, leaf in params.items() if not key.startswith(f"{name}_")}
     blocks = [params[f"{name}_{i}"] for i in range(len(params) - len(rest))]

@@ -1,7 +1,7 @@
-"""GPT-2 in flax NNX: the twin of `zerojax.models.gpt`, with the same parameter names and shapes.
+"""GPT-2 in flax NNX: the twin of `zerojax.models.gpt`, with equal parameter names and shapes.
 
-`nnx.to_pure_dict(nnx.state(model, nnx.Param))` is the `params` of the linen model with
-`scan=False`, and both give the same logits from them.
+`nnx.to_pure_dict(nnx.state(model, nnx.Param))` equals the `params` of the linen model with
+`scan=False`, and both models compute the same logits from these parameters.
 
 Example::
 
@@ -178,12 +178,12 @@ def _layer_norm(c: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
 def _normal(
     norm: Any, x: jax.Array, kernels: Kernels | None, residual: jax.Array | None = None
 ) -> Any:
-    """An `nnx.LayerNorm` of x; with a residual, of the sum, and the sum."""
+    """Applies a LayerNorm to x; with a residual (fused only), to the sum, and returns both."""
     if not kernels:
         return norm(x)
     return kernels.layer_norm(x, norm.scale[...], norm.bias[...], LAYER_NORM_EPS, residual)
 
 
 def _dropout(c: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Without dropout no random stream either, so that the state is parameters alone."""
+    """Returns dropout; at rate 0 without a random stream, so that the state is only parameters."""
     return nnx.Dropout(c.dropout, rngs=rngs if c.dropout else None)

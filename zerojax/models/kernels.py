@@ -1,4 +1,4 @@
-"""The layers of a GPT that `pallas_kernels` has fused, and the loss without the whole logits.
+"""Fused GPT layers from `pallas_kernels`, and a loss that does not store all logits at once.
 
 Example::
 
@@ -26,7 +26,8 @@ class Kernels:
 
     Attributes:
       per_device: `zero.per_device`, which runs a kernel on each device's rows.
-      implementation: "mosaic_gpu", "xla", or None for the one measured to be faster on the device.
+      implementation: "mosaic_gpu", "xla", or None for whichever was measured to be faster on the
+        device.
     """
 
     per_device: Callable[..., Any]
@@ -40,7 +41,7 @@ class Kernels:
         eps: float,
         residual: jax.Array | None = None,
     ) -> Any:
-        """[B, T, D] normalized; with a residual that of the sum, and the sum."""
+        """Normalizes x [B, T, D]; with a residual, normalizes the sum, and returns the sum too."""
 
         def layer_norm(x: Any, residual: Any, scale: Any, bias: Any) -> Any:
             return pallas_kernels.layer_norm(
@@ -50,7 +51,7 @@ class Kernels:
         return self.per_device(layer_norm, whole=[2, 3])(x, residual, scale, bias)
 
     def dense_gelu(self, x: jax.Array, kernel: jax.Array, bias: jax.Array, dtype: Any) -> jax.Array:
-        """gelu(x kernel + bias), [B, T, 4D], the bias added where the activation reads."""
+        """Computes gelu(x kernel + bias), [B, T, 4D]; the activation's kernel adds the bias."""
 
         def bias_gelu(x: Any, bias: Any) -> Any:
             return pallas_kernels.bias_gelu(x, bias, implementation=self.implementation)
@@ -61,18 +62,18 @@ class Kernels:
     def attention(
         self, q: jax.Array, k: jax.Array, v: jax.Array, otherwise: Callable[..., jax.Array]
     ) -> jax.Array:
-        """Causal attention without dropout, [B, T, H, d]: cuDNN's, or `otherwise`."""
+        """Computes causal attention [B, T, H, d] without dropout by cuDNN, or by `otherwise`."""
 
         def cudnn(q: Any, k: Any, v: Any) -> Any:
             return pallas_kernels.attention(q, k, v, is_causal=True, implementation="cudnn")
 
         try:
             return self.per_device(cudnn)(q, k, v)
-        except ValueError:  # no cuDNN, or not for these arguments
+        except ValueError:  # no cuDNN, or it does not support these arguments
             return otherwise(q, k, v)
 
     def losses(self, hidden: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
-        """Cross-entropy [B, T] of [B, T, D] projected on the table [V, D]."""
+        """Computes the cross-entropy [B, T] of hidden [B, T, D] projected on the table [V, D]."""
 
         def losses(hidden: Any, targets: Any, table: Any) -> Any:
             return pallas_kernels.softmax_cross_entropy(
@@ -83,7 +84,7 @@ class Kernels:
 
 
 class FusedLayerNorm(nn.Module):
-    """`nn.LayerNorm`; with a residual, of the sum."""
+    """Fused `nn.LayerNorm`; with a residual, of the sum, which it returns too."""
 
     kernels: Kernels
     eps: float
@@ -96,7 +97,7 @@ class FusedLayerNorm(nn.Module):
 
 
 class FusedDenseGelu(nn.Module):
-    """`nn.gelu(nn.Dense(features)(x))`."""
+    """Fused `nn.gelu(nn.Dense(features)(x))`."""
 
     kernels: Kernels
     features: int

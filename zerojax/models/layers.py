@@ -1,4 +1,4 @@
-"""Layers that DeBERTa and BART share: attention by its scores, and blocks unrolled or stacked.
+"""Layers that DeBERTa and BART share: attention from scores, and unrolled or stacked blocks.
 
 Shapes: B batch, T queries, S keys, H heads, d features of a head, L blocks.
 """
@@ -21,10 +21,10 @@ def attend(
     mask: jax.Array | None = None,
     dropout: Callable[..., jax.Array] = lambda x: x,
 ) -> jax.Array:
-    """softmax(scores) values for scores [B, H, T, S] and values [B, S, H, d]: [B, T, H, d].
+    """Computes softmax(scores) values [B, T, H, d] for scores [B, H, T, S], values [B, S, H, d].
 
-    The softmax is in fp32 or wider. A query reads where `mask` (bool, broadcast to [B, H, T, S]) is
-    True; one that may read nowhere reads everywhere.
+    The softmax is in fp32 or wider. A query attends to keys where `mask` (bool, broadcast to
+    [B, H, T, S]) is True; if all its keys are masked, it attends to all keys.
 
     >>> scores, values = jnp.zeros((1, 1, 1, 3)), jnp.arange(3.0).reshape(1, 3, 1, 1)
     >>> attend(scores, values, jnp.array([True, True, False])).item()      # the mean of 0 and 1
@@ -37,7 +37,7 @@ def attend(
 
 
 def split_heads(x: jax.Array, heads: int) -> jax.Array:
-    """[..., D] as [..., H, d]."""
+    """Reshapes [..., D] to [..., H, d]."""
     return x.reshape(*x.shape[:-1], heads, -1)
 
 
@@ -52,24 +52,25 @@ def run_blocks(
     remat: bool,
     each: Any = None,
 ) -> tuple[jax.Array, Any]:
-    """x after the blocks, and what each of them returned beside it. Called within a module.
+    """Runs blocks one after another, unrolled or stacked; must be called within a module.
 
     Args:
-      block: Its `__call__(x, each, *inputs)` returns x and something of its own.
-      fields: What each is constructed of.
-      x: The first one's input.
-      inputs: What all read alike.
-      layers: Numbers of the blocks; unrolled, they are part of the names.
-      name: `name` of the stack with leaves [L, ...], `name_0`, `name_1`, ... of unrolled blocks.
-      scan: Whether the blocks are stacked, and one is compiled in place of all.
-      remat: Whether a block keeps its input only and computes the rest again in the backward pass.
-      each: What is each block's own: leaves [L, ...] of a stack, a sequence of unrolled ones.
+      block: The block's class; `__call__(x, each, *inputs)` returns x and a second result.
+      fields: The arguments of the block's constructor.
+      x: The input of the first block.
+      inputs: Inputs that all blocks share.
+      layers: Numbers of the blocks; they are part of the names of unrolled blocks.
+      name: The name of the stack with leaves [L, ...]; unrolled blocks are `name_0`, `name_1`, ...
+      scan: Whether the blocks are stacked, so that one is compiled in place of all.
+      remat: Whether a block saves only its input and recomputes the rest in the backward pass.
+      each: The separate input of each block: leaves [L, ...] for a stack, a sequence for unrolled
+        blocks.
 
     Returns:
-      The same as `each` for what the blocks returned.
+      x after the last block, and the blocks' second results in the form of `each`.
     """
     if remat:
-        # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
+        # XLA does no CSE across iterations of a scan, so that the barrier would only cost time.
         block = nn.remat(block, prevent_cse=not scan)
     if scan:
         stack = nn.scan(

@@ -1,8 +1,8 @@
 """Llama in flax linen: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
 
-Module names follow Hugging Face's (`embed_tokens`, `layers_0`, `self_attn.q_proj`, ...). Called as
-`zerojax.models.gpt.GPT` is, so that one train step takes either. Of devices only the field
-`tensor` knows.
+Module names follow Hugging Face's (`embed_tokens`, `layers_0`, `self_attn.q_proj`, ...). The model
+is called like `zerojax.models.gpt.GPT`, so that the same train step works for both. Devices and
+shardings enter only through the fields `attention`, `sequence` and `tensor`.
 
 >>> model = Llama(LlamaConfig(**SIZES["llama-tiny"]))
 >>> tokens = jnp.zeros((8, 16), jnp.int32)
@@ -34,15 +34,16 @@ from zerojax.trace.tiled import tiled
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """The sizes and options of a Llama. Named as in `GPTConfig`, with Hugging Face's names beside.
+    """Sizes and options of a Llama, named as in `GPTConfig`; comments have Hugging Face's names.
 
-    `n_kv_head=None` gives each query head a key and value head of its own. `dtype=None` computes in
-    the parameters' own dtype, so bf16 parameters make a bf16 model; RMSNorm's statistics, the
-    rotation, the softmax, the logits and the loss are always in fp32. `scan` stacks the L
-    blocks' parameters to `[L, ...]` leaves and compiles one block, not L. `remat` keeps each
-    block's input only and computes the rest again in the backward pass. `mlp_chunks` runs the MLP
-    on so many pieces of the sequence, one after another (`zerojax.tiled`), `loss_chunks` the logits
-    and the loss, where there are targets. `hugging_face` is as in `GPTConfig`.
+    `n_kv_head=None` gives each query head its own key and value head. `dtype=None` computes in the
+    parameters' dtype, so that a model with bf16 parameters computes in bf16; RMSNorm's statistics,
+    the rotation, the softmax, the logits and the loss are always in fp32. `scan` stacks the L
+    blocks' parameters into `[L, ...]` leaves and compiles one block, not L. `remat` saves only each
+    block's input and recomputes the rest in the backward pass. `mlp_chunks` splits the sequence
+    into that many chunks and runs the MLP on them one after another (`zerojax.tiled`);
+    `loss_chunks` does so for the logits and the loss if there are targets. `hugging_face` is as in
+    `GPTConfig`.
 
     >>> config = LlamaConfig(**SIZES["llama-70b"])
     >>> config.n_head, config.kv_heads, config.head_size
@@ -95,12 +96,12 @@ class LlamaConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads: n_kv_head, or n_head."""
+        """Number of key and value heads: n_kv_head, or n_head."""
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
     @property
     def head_size(self) -> int:
-        """Features of a head."""
+        """Number of features of a head."""
         return self.n_embd // self.n_head
 
 
@@ -116,15 +117,15 @@ def _size(
     return dict(vocab_size=32000, block_size=2048, rms_norm_eps=eps) | sizes | other
 
 
-# Parameters; the first for tests, four of Touvron et al. 2023 (arXiv:2302.13971), then the one of
-# Llama 2 with grouped queries (arXiv:2307.09288).
+# Numbers of parameters; the first config is for tests, the next four are from Touvron et al. 2023
+# (arXiv:2302.13971), and the last is Llama 2 with grouped queries (arXiv:2307.09288).
 SIZES: dict[str, dict[str, Any]] = {
     "llama-tiny": _size(2, 4, 32, 96, vocab_size=256, block_size=32, n_kv_head=2),  # 41k
     "llama-7b": _size(32, 32, 4096, 11008),  # 6.74B
     "llama-13b": _size(40, 40, 5120, 13824),  # 13.0B
     "llama-30b": _size(60, 52, 6656, 17920),  # 32.5B
     "llama-65b": _size(80, 64, 8192, 22016, 1e-5),  # 65.3B
-    # Of Llama 3 (arXiv:2407.21783).
+    # From Llama 3 (arXiv:2407.21783).
     "llama3-8b": _size(32, 32, 4096, 14336, 1e-5, vocab_size=128256, block_size=8192, n_kv_head=8)
     | {"rope_theta": 500000.0},  # 8.03B
     "llama-70b": _size(80, 64, 8192, 28672, 1e-5, block_size=4096, n_kv_head=8),  # 69.0B
@@ -135,7 +136,7 @@ Tables = tuple[jax.Array, jax.Array]
 
 
 def rotary_tables(tokens: int, head_size: int, theta: float) -> Tables:
-    """cos and sin, fp32 [T, 1, d / 2], of position x theta^(-2i / d) for each pair i.
+    """Computes cos and sin, fp32 [T, 1, d / 2], of position x theta^(-2i / d) for each pair i.
 
     Source: Su et al. 2021, RoFormer (arXiv:2104.09864).
 
@@ -149,9 +150,9 @@ def rotary_tables(tokens: int, head_size: int, theta: float) -> Tables:
 
 
 def rotate(x: jax.Array, tables: Tables) -> jax.Array:
-    """[B, T, H, d] with each pair (i, i + d / 2) turned by its angle, computed in fp32 or wider.
+    """Rotates each pair (i, i + d / 2) of [B, T, H, d] by its angle, in fp32 or wider.
 
-    These are Hugging Face's pairs. Meta's own files pair 2i with 2i + 1, which permutes the rows of
+    These are Hugging Face's pairs. Meta's files pair 2i with 2i + 1, which permutes the rows of
     `q_proj` and `k_proj`.
 
     >>> x = jnp.array([1.0, 0, 0, 0]).reshape(1, 1, 1, 4)
@@ -166,9 +167,10 @@ def rotate(x: jax.Array, tables: Tables) -> jax.Array:
 
 
 def grouped_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention of q [B, T, H, d] on k and v [B, T, G, d]: head h reads number h // (H / G).
+    """Computes causal attention of q [B, T, H, d] to k and v [B, T, G, d].
 
-    The keys and values are not repeated: the heads of a group are one more dimension of q alone.
+    Head h attends to key and value head h // (H / G). Keys and values are not repeated: the heads
+    of a group are an extra dimension of q only.
     """
     grouped = q.reshape(*k.shape[:3], -1, q.shape[-1])
     one_of_each = jax.vmap(attention, (3, None, None), 3)
@@ -238,10 +240,10 @@ class Llama(nn.Module):
     """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
 
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits. A
-    Llama has no dropout, so that `deterministic` changes nothing. `attention` is called as
-    `grouped_attention` is (`zerojax.models.attention` has fused ones); `policy` names what
-    rematerialised blocks keep beside their input, as for `jax.checkpoint`. `sequence` cuts rows
-    along their tokens (`zero.sequence`), `tensor` the model over an axis of the mesh
+    Llama has no dropout, so that `deterministic` has no effect. `attention` has the arguments of
+    `grouped_attention` (`zerojax.models.attention` has fused implementations). `policy` selects
+    what rematerialised blocks save in addition to their input, as for `jax.checkpoint`. `sequence`
+    shards rows along their tokens (`zero.sequence`); `tensor` shards the model over a mesh axis
     (`zerojax.models.tensor_parallel`).
     """
 
@@ -269,7 +271,7 @@ class Llama(nn.Module):
             )
         init = nn.initializers.normal(INIT_STD)
         attention, sequence, tensor = self.attention, self.sequence, self.tensor
-        if self.is_initializing():  # with a batch that need not divide among the devices
+        if self.is_initializing():  # its batch need not divide among the devices
             attention, sequence, tensor = grouped_attention, None, None
         if sequence:
             attention = sequence.attention(attention, cut=tensor.cut if tensor else None)
@@ -282,7 +284,7 @@ class Llama(nn.Module):
         tables = rotary_tables(tokens.shape[1], c.head_size, c.rope_theta)
         tables = jax.tree.map(sequence.positions, tables) if sequence else tables
 
-        # XLA merges nothing across the layers of a scan, so that the barrier would only cost.
+        # XLA does no CSE across iterations of a scan, so that the barrier would only cost time.
         again = functools.partial(nn.remat, prevent_cse=not c.scan, policy=self.policy)
         block = again(Block) if c.remat else Block
         if c.scan:

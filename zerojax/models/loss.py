@@ -1,4 +1,4 @@
-"""Cross-entropy that holds no fp32 array of the logits' size.
+"""Cross-entropy that stores no fp32 array of the logits' size.
 
 Example::
 
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 
 def loss_fn(logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """Mean cross-entropy in nats: logits [B, T, V], targets int [B, T] -> a scalar in fp32.
+    """Computes the mean cross-entropy of logits [B, T, V] and targets int [B, T], in nats, fp32 [].
 
-    sum(mask * (logsumexp(logits) - logits[target])) / sum(mask), `mask` [B, T] or all ones.
+    It is sum(mask * (logsumexp(logits) - logits[target])) / sum(mask), `mask` [B, T] or all ones.
     """
     losses = cross_entropy(logits, targets)
     if mask is None:
@@ -27,22 +27,22 @@ def loss_fn(logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """fp16 and bf16 as fp32, wider dtypes unchanged.
+    """Converts fp16 and bf16 to fp32; wider dtypes are unchanged.
 
-    XLA fuses the conversion into the readers of a matrix product's result: the array in memory
-    stays narrow.
+    XLA fuses the conversion into the readers of a matrix product's result, so that the array in
+    memory keeps its dtype.
     """
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 @jax.custom_vjp
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Per-token loss [B, T] in fp32 or wider.
+    """Computes the loss per token, [B, T], in fp32 or wider.
 
-    Written out because autodiff keeps exp(logits) in fp32 for the backward pass, the largest array
-    of the step. Here the logits themselves are all that is kept, and the gradient
-    softmax(logits) - onehot(targets) is one elementwise pass in the logits' dtype. The target is
-    picked by comparison, which shards and fuses where a gather's transpose (a scatter) does not.
+    The gradient is a custom rule because autodiff would save exp(logits) in fp32 for the backward
+    pass, the largest array of the step. This rule saves only the logits, and the gradient
+    softmax(logits) - onehot(targets) is one elementwise pass in the logits' dtype. A comparison
+    selects the target, which shards and fuses, while a gather's transpose (a scatter) does not.
     """
     return _cross_entropy_fwd(logits, targets)[0]
 

@@ -1,10 +1,10 @@
-"""Models by name, for `zerojax plan --model gpt2-xl` and `estimate --model 7b`.
+"""Named models, for `zerojax plan --model gpt2-xl` and `estimate --model 7b`.
 
 `pyproject.toml` lists them as entry points of the group `zerojax.models`. Each takes `seq` (tokens
-in a row), `remat` (a block keeps its input only), `scan` (the blocks' parameters are stacked, and
+in a row), `remat` (a block saves only its input), `scan` (the blocks' parameters are stacked, and
 one block is compiled in place of all), and `attention` (`zerojax.models.attention.ASKED`) for the
-devices of `zero`, whose mesh axis "model" cuts the model. A longer `seq` stretches GPT-2's table of
-positions; Llama has no such table.
+devices of `zero`, whose mesh axis "model" shards the model. A longer `seq` enlarges GPT-2's table
+of positions; Llama has no such table.
 
 >>> gpt2_xl(seq=2048).config.block_size
 2048
@@ -48,7 +48,7 @@ def _llama(
 
 
 def _on_devices(zero: Zero | None, attention: str) -> tuple[Attention | None, dict[str, Any]]:
-    """The attention, and the fields by which a model knows of the mesh's axes."""
+    """Returns the attention, and the model's fields for the mesh axes "seq" and "model"."""
     tensor = TensorParallel.of(zero.mesh) if zero else None
     fused = planned_attention(zero, attention, tensor.cut if tensor else None)
     return fused, {"sequence": zero.sequence if zero else None, "tensor": tensor}

@@ -1,4 +1,4 @@
-"""Which tokens would write an n-gram a second time.
+"""Search for tokens that would repeat an n-gram.
 
 >>> written = jnp.array([[5, 6, 7, 5, 6, 0]])                 # five tokens, and a place for more
 >>> jnp.flatnonzero(completes(written, 5, written, 5, size=3, vocabulary=9)).tolist()
@@ -18,14 +18,14 @@ def completes(
     size: int,
     vocabulary: int,
 ) -> jax.Array:
-    """Whether each token, after what is written, completes an n-gram of the history: bool [R, V].
+    """Returns which next tokens complete an n-gram of the history, bool [R, V].
 
     Args:
       written: Tokens int [R, L], of which the first `length` are written.
-      length: A number for all rows.
+      length: The number of written tokens, the same for all rows.
       history: Tokens int [R, S], of which the first `count` are compared.
-      count: A number for all rows.
-      size: n. 1 finds each token of the history.
+      count: The number of compared tokens, the same for all rows.
+      size: n. With 1, each token of the history is found.
       vocabulary: V.
     """
     rows, windows = history.shape[0], history.shape[1] - size + 1

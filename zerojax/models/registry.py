@@ -1,13 +1,13 @@
-"""Models by name and by import path.
+"""Lookup of models by name and by import path.
 
-Names are entry points of the group ``zerojax.models``, so that any package can add its own::
+Names are entry points of the group ``zerojax.models``, so that any package can add models::
 
     [project.entry-points."zerojax.models"]
     my-model = "my_package.models:my_model"
 
-A function may take any of ``zero`` (the :class:`zerojax.Zero` it is planned for), ``rows`` and
-``seq`` (of the batch), ``remat`` (bool: keep a block's input only), and ``scan`` (bool, with a
-default: False makes each block a module of its own, to be counted), by those names.
+A function may have any of the parameters ``zero`` (the :class:`zerojax.Zero` it is planned for),
+``rows`` and ``seq`` (of the batch), ``remat`` (bool: save only a block's input), and ``scan``
+(bool, with a default: False turns each block into a separate module, to be counted).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ GROUP = "zerojax.models"
 
 
 class ModelError(ValueError):
-    """A model that is unknown, cannot be imported or called, or is no language model."""
+    """A model is unknown, cannot be imported or called, or is not a language model."""
 
 
 def find(name: str) -> Callable[..., Any]:
-    """The function of a model: by its name, or as ``module:function``.
+    """Returns the function of a model, by the model's name or as ``module:function``.
 
     Raises:
-      ModelError: The name is unknown, or the import fails; the error's cause is the module's own.
+      ModelError: The name is unknown, or the import fails; the cause is the module's error.
     """
     if ":" in name:
         return _imported(name, *name.split(":", 1))
@@ -49,7 +49,7 @@ def find(name: str) -> Callable[..., Any]:
 def _imported(name: str, module: str, function: str) -> Callable[..., Any]:
     try:
         found = functools.reduce(getattr, function.split("."), importlib.import_module(module))
-    except Exception as error:  # of any kind: the module's own code runs
+    except Exception as error:  # any error is possible: the module's code runs
         raise ModelError(
             f"model {name!r}: {type(error).__name__}: {error} (looked in PYTHONPATH and the "
             "current folder)"
@@ -60,7 +60,7 @@ def _imported(name: str, module: str, function: str) -> Callable[..., Any]:
 
 
 def bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[[], Any]:
-    """``function`` with those of the options that it takes.
+    """Binds to ``function`` those options that it takes.
 
     Raises:
       ModelError: The function requires another argument.
@@ -82,5 +82,5 @@ def bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[
 
 
 def takes(function: Callable[..., Any], option: str) -> bool:
-    """Whether a function has an option of that name."""
+    """Returns whether a function has an option of that name."""
     return option in inspect.signature(function).parameters

@@ -1,14 +1,14 @@
-"""Tensor parallelism of the models here, as Megatron divides them: data, and a few constraints.
+"""Megatron's tensor parallelism for the GPTs and Llamas: parameter specs, sharding constraints.
 
 mesh = zerojax.mesh(axes={"data": 4, "model": 2})
 tensor = TensorParallel(mesh)
 zero = zerojax.zero("configs/zero3_bf16.json", mesh=mesh, specs=tensor.specs)
 model = Llama(config, tensor=tensor)
 
-The columns of a block's first products (q, k, v, up, gate) and the rows of its second ones (out,
-down) are cut over the axis, so are heads, and the vocabulary of the table and of the head. Between
-the products, in norms and residuals, tokens are cut (sequence parallelism): what would be an
-all-reduce is a reduce-scatter behind one product and an all-gather before the next. Sources:
+The axis shards the columns of a block's first products (q, k, v, up, gate), the rows of its second
+products (out, down), the heads, and the vocabulary of the embedding table and of the LM head.
+Outside these products, in norms and residuals, it shards tokens (sequence parallelism): a
+reduce-scatter after one product and an all-gather before the next replace an all-reduce. Sources:
 Shoeybi et al. 2019 (arXiv:1909.08053), Korthikanti et al. 2022 (arXiv:2205.05198).
 
 Shapes: B batch, T time, D features, H heads, d features of a head, F features of a wide layer.
@@ -40,7 +40,7 @@ from zerojax.devices.mesh import (
 MODEL = "model"
 
 COLUMNS = {"kernel": -1, "bias": -1}
-ROWS = {"kernel": -2, "bias": 0}  # the bias is added once, behind the sum
+ROWS = {"kernel": -2, "bias": 0}  # the bias is added once, after the sum over devices
 WHOLE = {"embedding": 0, "scale": 0, "bias": 0}
 
 CUT: dict[str, dict[str, int]] = {
@@ -54,8 +54,8 @@ CUT: dict[str, dict[str, int]] = {
     "o_proj": ROWS,
     "down_proj": ROWS,
     "c_proj": ROWS,
-    # q, k and v of one kernel lie side by side, so that its columns cannot be cut by heads. Its
-    # rows are, and change places with the columns where the kernel is used.
+    # This kernel concatenates q, k and v, so that its columns cannot be sharded by heads. At rest
+    # its rows are sharded; where the kernel is used, it is resharded to columns.
     "c_attn": ROWS,
     "wte": {"embedding": -2},
     "embed_tokens": {"embedding": -2},
@@ -67,19 +67,19 @@ CUT: dict[str, dict[str, int]] = {
     "input_layernorm": WHOLE,
     "post_attention_layernorm": WHOLE,
 }
-"""By module and parameter: the dimension that the axis cuts, from the last; 0 for none."""
+"""Dimension that the axis shards, by module and parameter, counted from the last; 0 for none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """A model cut over an axis of a mesh.
+    """Tensor parallelism of a model over a mesh axis.
 
     Attributes:
-      mesh: That of `zerojax.zero(..., mesh=mesh)`, devices of which need not exist.
-      axis: Its axis that cuts the model.
+      mesh: The mesh of `zerojax.zero(..., mesh=mesh)`; its devices need not exist.
+      axis: The mesh axis that shards the model.
 
     Raises:
-      ValueError: The mesh has no such axis, or the axis shares the rows of the batch.
+      ValueError: The mesh has no such axis, or the axis shards the rows of the batch.
     """
 
     mesh: Mesh
@@ -96,24 +96,24 @@ class TensorParallel:
 
     @classmethod
     def of(cls, mesh: Mesh) -> TensorParallel | None:
-        """That of a mesh's axis "model"; None where it has none, or one of one device."""
+        """Returns tensor parallelism over the axis "model"; None without the axis, or at size 1."""
         return cls(mesh) if mesh.shape.get(MODEL, 1) > 1 else None
 
     @property
     def devices(self) -> int:
-        """Devices that a model is cut over."""
+        """Number of devices that share a model."""
         return self.mesh.shape[self.axis]
 
     @property
     def cut(self) -> dict[str, int]:
-        """That of heads [B, T, H, d], for `zero.per_device` and `fused_attention`."""
+        """The argument `cut` of `zero.per_device` and `fused_attention`, for heads [B, T, H, d]."""
         return {self.axis: 2}
 
     def specs(self, params: Any) -> Any:
-        """The `PartitionSpec` of each parameter, for `zerojax.zero(..., specs=tensor.specs)`.
+        """Returns each parameter's `PartitionSpec`, for `zerojax.zero(..., specs=tensor.specs)`.
 
         Raises:
-          ValueError: A parameter is of no module that is known here.
+          ValueError: A parameter's module is not in :data:`CUT`.
         """
         return jax.tree_util.tree_map_with_path(self._spec, params)
 
@@ -133,14 +133,14 @@ class TensorParallel:
         return PartitionSpec(*[None] * (x.ndim + at), self.axis) if at else PartitionSpec()
 
     def check(self, config: Any, *names: str) -> None:
-        """Refuses sizes of a model that the axis does not divide.
+        """Rejects sizes of a model that the axis does not divide.
 
         Args:
-          config: Of the model, with a field of each name.
-          names: Of the sizes that are cut.
+          config: The model's config, with a field of each name.
+          names: The names of the sizes that the axis shards.
 
         Raises:
-          ValueError: With the size, the axis and those that fit.
+          ValueError: A size does not divide; the message suggests sizes that do.
         """
         kind, n = type(config).__name__, self.devices
         sizes = {f"{kind}.{name}": getattr(config, name) for name in names}
@@ -160,7 +160,7 @@ class TensorParallel:
             )
 
     def check_tokens(self, tokens: jax.Array) -> None:
-        """Refuses rows [B, T] whose tokens the axis does not divide."""
+        """Rejects rows [B, T] if the axis does not divide their tokens."""
         size, n = tokens.shape[1], self.devices * sequence_size(self.mesh)
         if size % n:
             raise ValueError(
@@ -170,52 +170,67 @@ class TensorParallel:
             )
 
     def gathered(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] with its tokens cut, whole: before a product of columns. An all-gather, and a
-        reduce-scatter of the gradient."""
+        """All-gathers the sharded tokens of [B, T, D], before a product with sharded columns.
+
+        The gradient is reduce-scattered.
+        """
         return _resharded(x, self._at(3), self._at(3, 1))
 
     def scattered(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] with its tokens cut, of partial sums: behind a product of rows. A
-        reduce-scatter, and an all-gather of the gradient."""
+        """Reduce-scatters partial sums [B, T, D] over tokens, after a product with sharded rows.
+
+        The gradient is all-gathered.
+        """
         return _resharded(x, self._at(3, 1), self._at(3))
 
     def looked_up(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] with its tokens cut, of rows of a table whose rows are cut: each device has
-        zeros for those of others. Whole first: otherwise XLA moves the indices about."""
+        """Reduce-scatters embeddings [B, T, D] over tokens, from a table with sharded rows.
+
+        Each device has zeros for tokens in other devices' rows. The result is first constrained to
+        be unsharded, because XLA would otherwise reshard the indices.
+        """
         return self.scattered(lax.with_sharding_constraint(x, self._at(3)))
 
     def features(self, x: jax.Array) -> jax.Array:
-        """[B, T, F] with its features cut."""
+        """Constrains [B, T, F] to sharded features."""
         return lax.with_sharding_constraint(x, self._at(3, 2))
 
     def heads(self, x: jax.Array) -> jax.Array:
-        """[B, T, H, d] with its heads cut."""
+        """Constrains [B, T, H, d] to sharded heads."""
         return lax.with_sharding_constraint(x, self._at(4, 2))
 
     def between(self, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """`fn` of [B, T, D], from and to cut tokens."""
+        """Wraps `fn` of [B, T, D] to take and return arrays with sharded tokens."""
         return lambda x, *more: self.scattered(fn(self.gathered(x), *more))
 
     def side_by_side(self, weights: jax.Array, count: int) -> jax.Array:
-        """[D, count F] with its rows cut, or [count F], as [..., count, F] with F cut: what a
-        kernel has side by side. Pieces change places, as those of the gradient do."""
+        """Splits concatenated weights [..., count F] into [..., count, F] with sharded F.
+
+        A kernel [D, count F] has sharded rows at rest, a bias [count F] is not sharded. The
+        resharding moves shards between devices, in the gradient too.
+        """
         *rest, wide = weights.shape
         split = weights.reshape(*rest, count, wide // count)
         columns = NamedSharding(self.mesh, PartitionSpec(*[None] * (split.ndim - 1), self.axis))
         rows = NamedSharding(self.mesh, PartitionSpec(self.axis) if rest else PartitionSpec())
-        # The gradient is made with F cut: else XLA gathers the activations that it is made from.
+        # The gradient is computed with sharded F; otherwise XLA would gather the activations.
         return lax.with_sharding_constraint(_resharded(split, columns, rows), columns)
 
     def exchanges(self, features: int) -> bool:
-        """Whether the gradient of a kernel that `side_by_side` cuts is summed over the batch before
-        its pieces change places: where one axis has the rows, and divides those of the kernel."""
+        """Returns whether a kernel's gradient is reduce-scattered before it is resharded to rows.
+
+        This applies to kernels that `side_by_side` splits. It requires a single mesh axis for the
+        rows of the batch, and kernel rows (`features`) that divide among all devices.
+        """
         if sequence_size(self.mesh) > 1 or len(batch_axes(self.mesh)) > 1:
             return False
         return features % (self.devices * batch_devices(self.mesh)) == 0
 
     def _at(self, rank: int, dimension: int = 0) -> NamedSharding:
-        """A dimension cut over the axis, none where it is 0; rows as they lie. Tokens are cut over
-        "seq" first, on a mesh with that axis."""
+        """Returns a sharding of `dimension` over the axis (0: none), with unconstrained rows.
+
+        On a mesh with the axis "seq", that axis shards tokens as well, before this one.
+        """
         entries: list[Any] = [PartitionSpec.UNCONSTRAINED] + [None] * (rank - 1)
         if sequence_size(self.mesh) > 1:
             entries[1] = SEQUENCE
@@ -225,7 +240,7 @@ class TensorParallel:
 
 
 class SideBySide(nn.Module):
-    """`jnp.split(nn.Dense(count * features)(x), count, -1)`, each part with its features cut."""
+    """Module for `jnp.split(nn.Dense(count * features)(x), count, -1)` with sharded features."""
 
     tensor: TensorParallel
     count: int
@@ -249,7 +264,7 @@ def side_by_side(
     tensor: TensorParallel,
     dtype: Any = None,
 ) -> list[jax.Array]:
-    """`jnp.split(x kernel + bias, count, -1)` of x [B, T, D], each part with its features cut."""
+    """Computes `jnp.split(x kernel + bias, count, -1)` of x [B, T, D] with sharded features."""
     x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=dtype)
     bias = tensor.side_by_side(bias, count)
     if tensor.exchanges(x.shape[-1]):
@@ -265,8 +280,10 @@ def _listed(words: Sequence[str]) -> str:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _resharded(x: jax.Array, of_x: NamedSharding, of_gradient: NamedSharding) -> jax.Array:
-    """x, and its gradient, each with its sharding: a constraint alone would keep the gradient's
-    partial sums whole."""
+    """Constrains x and its gradient to separate shardings.
+
+    A plain constraint would leave the gradient's partial sums to be all-reduced.
+    """
     return lax.with_sharding_constraint(x, of_x)
 
 
@@ -285,7 +302,7 @@ _resharded.defvjp(_resharded_fwd, _resharded_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x: jax.Array, kernel: jax.Array, tensor: TensorParallel) -> jax.Array:
-    """x [B, T, D] times a kernel [D, count, F] with its rows cut: [count, B, T, F] with F cut."""
+    """Multiplies x [B, T, D] by a row-sharded kernel [D, count, F]: [count, B, T, F], sharded F."""
     columns = NamedSharding(tensor.mesh, PartitionSpec(None, None, tensor.axis))
     return jnp.einsum("btd,dnf->nbtf", x, lax.with_sharding_constraint(kernel, columns))
 
@@ -295,10 +312,12 @@ def _product_fwd(x: jax.Array, kernel: jax.Array, tensor: TensorParallel) -> Any
 
 
 def _product_bwd(tensor: TensorParallel, kept: Any, gradient: jax.Array) -> Any:
-    """The kernel's gradient is made with F cut, as [devices, D / devices, count, F]: a
-    reduce-scatter over the rows of the batch cuts the second dimension, and pieces of its result
-    change places. Otherwise XLA all-reduces the whole gradient, of which each device keeps a
-    part."""
+    """Computes the kernel's gradient with sharded F, as [devices, D / devices, count, F].
+
+    A reduce-scatter over the rows of the batch shards the second dimension, and only its result is
+    resharded to rows. Otherwise XLA would all-reduce the full gradient, although each device keeps
+    only a shard.
+    """
     x, kernel = kept
     (rows,), model = batch_axes(tensor.mesh), tensor.axis
 

@@ -1,4 +1,4 @@
-"""Tokenizers by the `tokenizers` library: a folder's own, or GPT-2's from its merges.
+"""Tokenizers of the `tokenizers` library: from a model's folder, or GPT-2's from its merges.
 
     tokenizer = load_tokenizer("deberta-v2-xlarge-mnli/", vocab_size=config.vocab_size)
     tokenizer.enable_truncation(128)
@@ -7,7 +7,7 @@
     input_ids = np.array([row.ids for row in rows])                         # [B, 128]
     attention_mask = np.array([row.attention_mask for row in rows])
 
-The library: https://huggingface.co/docs/tokenizers, of the extra `text`.
+The extra `text` installs the library: https://huggingface.co/docs/tokenizers.
 """
 
 import os
@@ -18,16 +18,16 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def load_tokenizer(folder: str | os.PathLike[str], vocab_size: int | None = None) -> Any:
-    """The `tokenizers.Tokenizer` of a folder's `tokenizer.json`.
+    """Loads the `tokenizers.Tokenizer` from a folder's `tokenizer.json`.
 
     Args:
-      folder: The model's, or the file itself.
-      vocab_size: The model's, to be compared with the tokenizer's ids.
+      folder: The model's folder, or the file itself.
+      vocab_size: The model's vocabulary size, to check the tokenizer's ids.
 
     Raises:
       FileNotFoundError: The folder has no `tokenizer.json`.
       ImportError: `tokenizers` is not installed.
-      ValueError: The file is none of a tokenizer, or ids lie beyond the model's vocabulary.
+      ValueError: The file does not describe a tokenizer, or ids exceed the model's vocabulary.
     """
     file = Path(folder)
     file = file if file.is_file() else file / "tokenizer.json"
@@ -47,20 +47,20 @@ def load_tokenizer(folder: str | os.PathLike[str], vocab_size: int | None = None
 
 
 def gpt2_tokenizer(merges: str | os.PathLike[str], vocab_size: int | None = None) -> Any:
-    """GPT-2's byte-level BPE from `vocab.bpe` alone, which others call `merges.txt`.
+    """Builds GPT-2's byte-level BPE from only `vocab.bpe`, which is also called `merges.txt`.
 
-    The ids follow from the file: the 256 bytes, printable ones first, the merges in their order,
-    then `<|endoftext|>`. Source: Radford et al. 2019, and `encoder.json` of GPT-2, which lists the
-    same ids.
+    The ids follow from the file: the 256 bytes, printable ones first, the merges in order, then
+    `<|endoftext|>`. Source: Radford et al. 2019, and `encoder.json` of GPT-2, which lists the same
+    ids.
 
     Args:
-      merges: The file: a line of its version, then two symbols a line.
-      vocab_size: The model's, to be compared with the tokenizer's ids.
+      merges: The file: a line with its version, then two symbols per line.
+      vocab_size: The model's vocabulary size, to check the tokenizer's ids.
 
     Raises:
       FileNotFoundError: The file does not exist.
       ImportError: `tokenizers` is not installed.
-      ValueError: A line is none of two symbols, or ids lie beyond the model's vocabulary.
+      ValueError: A line does not have two known symbols, or ids exceed the model's vocabulary.
     """
     library, file = _library(), Path(merges)
     lines = file.read_text(encoding="utf-8").splitlines()
@@ -88,7 +88,7 @@ def gpt2_tokenizer(merges: str | os.PathLike[str], vocab_size: int | None = None
 
 
 def byte_symbols() -> list[str]:
-    """A visible character for each byte, those that are visible themselves first.
+    """Returns a visible character for each byte; bytes that are visible themselves come first.
 
     >>> symbols = byte_symbols()
     >>> len(set(symbols)), symbols[0], symbols[188], symbols[220]       # bytes 33, 0 and 32
@@ -101,10 +101,10 @@ def byte_symbols() -> list[str]:
 
 
 def _fitting(tokenizer: Any, vocab_size: int | None, source: str) -> Any:
-    """The tokenizer, where a model of that vocabulary can read all its ids.
+    """Returns the tokenizer after checking that its ids are within a model's vocabulary.
 
     Raises:
-      ValueError: It cannot.
+      ValueError: Ids exceed the vocabulary.
     """
     ids = tokenizer.get_vocab(with_added_tokens=True)
     token = max(ids, key=ids.__getitem__)

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer over ``@zero``: its arguments, its loop, its callbacks.
+"""Hugging Face's Trainer API over ``@zero``: arguments, training loop, callbacks.
 
 See :class:`Trainer`.
 """

@@ -1,4 +1,4 @@
-"""``TrainingArguments``: a run, under the names of Hugging Face's Trainer."""
+"""``TrainingArguments``: the settings of a run, with the names of Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIMIZERS = {
     "adagrad": "Adagrad",
     "lion_32bit": "Lion",
 }
-"""The optimizer of the JSON's table for each name of Hugging Face's."""
+"""Type of optimizer in the DeepSpeed JSON for each value of Hugging Face's ``optim``."""
 
 MONITORS = ("tensorboard", "wandb", "csv")
 
@@ -68,55 +68,59 @@ def _of(kind: ValueKind, default: Any) -> Any:
 
 @dataclass(frozen=True, init=False, kw_only=True)
 class TrainingArguments:
-    """The arguments of a run, as Hugging Face's Trainer has them, with the same defaults.
+    """The arguments of a run, with the names and defaults of Hugging Face's Trainer.
 
-    Further arguments of Hugging Face's are taken, too: one without effect here says so in a line,
-    and one whose meaning zerojax lacks is an error that names the way. With ``deepspeed`` an "auto"
-    in the JSON becomes the argument's value, and so does what the JSON leaves out.
+    Hugging Face's other arguments are accepted, too: an argument without effect in zerojax is
+    logged with the reason, and an unsupported one raises an error that names the alternative. With
+    ``deepspeed``, a key of the JSON that is "auto" or missing takes the argument's value.
 
     Args:
       output_dir: The folder of checkpoints (``checkpoints/STEP``) and logs.
-      **arguments: By the names below.
+      **arguments: Any of the attributes below, by name.
 
     Attributes:
       overwrite_output_dir: Whether a new run removes the checkpoints of an earlier one.
       per_device_train_batch_size: Rows of one device in one micro-batch.
-      per_device_eval_batch_size: Rows of one device in one batch of an evaluation.
+      per_device_eval_batch_size: Rows of one device in one evaluation batch.
       gradient_accumulation_steps: Micro-batches per update.
       learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon, optim: The optimizer.
       max_grad_norm: The largest global norm of a gradient; 0 turns clipping off.
       num_train_epochs: Epochs; 1.5 ends in the middle of the second.
-      max_steps: Updates in place of epochs, where above 0.
+      max_steps: The number of updates; if above 0, it overrides ``num_train_epochs``.
       lr_scheduler_type, lr_scheduler_kwargs: The schedule, see :mod:`zerojax.trainer.schedules`.
-      warmup_steps, warmup_ratio: Updates of the warm-up, or their share of all.
+      warmup_steps, warmup_ratio: Updates of the warm-up, or their fraction of all updates.
       bf16, fp16: The compute dtype; master weights stay float32.
-      gradient_checkpointing: Whether the model's blocks are computed again in the backward pass, by
-        its option ``remat``.
+      gradient_checkpointing: Whether the backward pass recomputes the model's blocks; sets the
+        model's option ``remat``.
       logging_strategy, logging_steps, logging_first_step: When the loss is logged. A number of
-        steps below 1 is the share of all.
+        steps below 1 is a fraction of all steps.
       eval_strategy, eval_steps, eval_on_start, eval_delay: When ``eval_dataset`` is evaluated.
-      prediction_loss_only: Whether evaluations leave predictions and ``compute_metrics`` out.
-      save_strategy, save_steps, save_total_limit: When checkpoints are saved, and how many stay.
+      prediction_loss_only: Whether evaluations skip predictions and ``compute_metrics``.
+      save_strategy, save_steps, save_total_limit: When checkpoints are saved, and how many are
+        kept.
       load_best_model_at_end, metric_for_best_model, greater_is_better: Whether ``train`` ends with
         the parameters of the best checkpoint.
-      report_to: "tensorboard", "wandb", "csv", "all" (those installed) or "none".
-      logging_dir, run_name, project: The folder of logs, and the run's name there.
-      seed, data_seed: The seed of parameters and dropout, and of the order of rows.
-      dataloader_drop_last: Whether rows beyond the last full micro-batch of an epoch are left out.
-        By default its last update is of the rows that are left.
-      remove_unused_columns: Whether columns that are not numbers are left out, and named once.
+      report_to: "tensorboard", "wandb", "csv", "all" (whichever of "tensorboard" and "wandb" are
+        installed) or "none".
+      logging_dir, run_name, project: The folder of logs, the run's name in it, and the project in
+        wandb.
+      seed, data_seed: The seed of parameters and dropout, and the seed of the row order.
+      dataloader_drop_last: Whether rows beyond the last full micro-batch of an epoch are dropped.
+        By default they form a smaller last update.
+      remove_unused_columns: Whether non-numeric columns are dropped; each is logged once.
       label_names: The fields that are labels.
-      disable_tqdm: Whether the progress bar is left out.
+      disable_tqdm: Whether the progress bar is disabled.
       deepspeed: The DeepSpeed JSON, as a path or a dict.
-      fsdp: In place of ``deepspeed``: "full_shard" (stage 3), "shard_grad_op" (2), "no_shard", each
-        with "offload" if wanted. Without both, plain data parallelism (stage 0).
-      fsdp_config: Of ``fsdp``, as a path or a dict; its "activation_checkpointing" stands for
+      fsdp: In place of ``deepspeed``: "full_shard" (stage 3), "shard_grad_op" (2) or "no_shard",
+        optionally with "offload". Without either, plain data parallelism (stage 0).
+      fsdp_config: Options of ``fsdp``, as a path or a dict; its "activation_checkpointing" sets
         ``gradient_checkpointing``.
-      use_cpu: Whether the run is to be on CPUs; ``JAX_PLATFORMS=cpu`` puts a program there.
-      given: The names of the arguments that were given.
+      use_cpu: Whether the run must be on CPUs; set ``JAX_PLATFORMS=cpu`` to run there.
+      given: The names of the arguments that were passed.
 
     Raises:
-      ConfigError: A line for each wrong value, unknown name and contradiction.
+      ConfigError: Values are invalid, names unknown or arguments contradictory; the message has a
+        line for each problem.
 
     Example:
       >>> TrainingArguments("out", max_steps=100, warmup_ratio=0.06).warmup(100)
@@ -208,10 +212,10 @@ did you mean `learning_rate`?
 
     @classmethod
     def of(cls, given: Any) -> TrainingArguments:
-        """Arguments as given; all defaults for None.
+        """Returns the arguments unchanged, or the defaults for None.
 
         Raises:
-          TypeError: They are others.
+          TypeError: The arguments are of another class.
         """
         given = cls() if given is None else given
         if not isinstance(given, cls):
@@ -222,7 +226,7 @@ did you mean `learning_rate`?
         return given
 
     def _settle(self, remat: bool) -> None:
-        """Fills in what follows from other arguments."""
+        """Fills in values that depend on other arguments."""
         if remat:
             object.__setattr__(self, "gradient_checkpointing", True)
         metric = self.metric_for_best_model or "loss"
@@ -268,20 +272,20 @@ did you mean `learning_rate`?
 
     @property
     def stage(self) -> int:
-        """The stage that ``fsdp`` stands for."""
+        """ZeRO stage that ``fsdp`` selects."""
         return max((_STAGES[name] for name in self.fsdp if name in _STAGES), default=0)
 
     def warmup(self, steps: int) -> int:
-        """Updates of the warm-up, of so many in all."""
+        """Returns the number of warm-up updates in a run of ``steps`` updates."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(steps * (self.warmup_steps or self.warmup_ratio or 0.0))
 
     def every(self, event: str, steps: int, epoch: int) -> int:
-        """Updates from one "logging", "eval" or "save" to the next; 0 for never.
+        """Returns the number of updates between two events of a kind, or 0 if there are none.
 
         Args:
-          event: Its name.
+          event: "logging", "eval" or "save".
           steps: Updates of the run.
           epoch: Updates of an epoch.
         """
@@ -293,7 +297,7 @@ did you mean `learning_rate`?
 
 
 def _others(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    """A problem for each argument that is unknown, or that zerojax refuses."""
+    """Yields a problem for each argument that is unknown, or that zerojax refuses."""
     known = [*own, *WITHOUT_EFFECT, *REFUSED]
     for name, value in given.items():
         off, why = REFUSED.get(name, ((), ""))

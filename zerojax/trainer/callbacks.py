@@ -1,4 +1,4 @@
-"""Callbacks, as in Hugging Face's Trainer: what happens besides, and when a run stops."""
+"""Callbacks, as in Hugging Face's Trainer: hooks into the training loop that may also stop it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from zerojax.trainer.arguments import TrainingArguments
 
 @dataclass
 class TrainerState:
-    """How far a run has come; saved in every checkpoint.
+    """Progress of a run; saved in every checkpoint.
 
     Attributes:
-      global_step: Updates made.
+      global_step: Updates done.
       max_steps: Updates of the run.
-      epoch: Epochs done, with the fraction.
+      epoch: Epochs done, as a fraction.
       log_history: Every log, oldest first.
       best_metric: The best value of ``metric_for_best_model`` so far.
-      best_global_step: The update at which it was reached.
+      best_global_step: The number of updates at which ``best_metric`` was reached.
     """
 
     global_step: int = 0
@@ -34,7 +34,7 @@ class TrainerState:
     best_global_step: int | None = None
 
     def improve(self, metrics: Mapping[str, float], args: TrainingArguments) -> None:
-        """Takes note of an evaluation, if it is the best."""
+        """Records an evaluation's metric if it is the best so far."""
         value, best = metrics.get(args.metric_for_best_model, math.nan), self.best_metric
         better = operator.gt if args.greater_is_better else operator.lt
         if not math.isnan(value) and (best is None or better(value, best)):
@@ -43,7 +43,7 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """What a callback may ask for, by setting a flag: in several processes in all of them."""
+    """Flags by which callbacks request actions; every process must set the same flags."""
 
     should_training_stop: bool = False
     should_log: bool = False
@@ -52,7 +52,7 @@ class TrainerControl:
 
 
 class TrainerCallback:
-    """The base of callbacks; methods get ``metrics=`` or ``logs=`` where there are any.
+    """Base class of callbacks; its methods receive ``metrics=`` or ``logs=`` if there are any.
 
     Example:
       >>> class Stop(TrainerCallback):
@@ -61,45 +61,45 @@ class TrainerCallback:
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Before the first step."""
+        """Runs before the first step."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the last step."""
+        """Runs after the last step."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Before the first step of an epoch."""
+        """Runs before the first step of an epoch."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the last step of an epoch."""
+        """Runs after the last step of an epoch."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Before a step."""
+        """Runs before a step."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After a step."""
+        """Runs after a step."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After an evaluation, with ``metrics``."""
+        """Runs after an evaluation, with its ``metrics``."""
 
     def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After a prediction, with ``metrics``."""
+        """Runs after a prediction, with its ``metrics``."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After a checkpoint was begun."""
+        """Runs after a checkpoint's save has started."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After a log, with ``logs``."""
+        """Runs after a log, with its ``logs``."""
 
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """Stops after so many evaluations in a row without a better ``metric_for_best_model``.
+    """Stops a run after several evaluations in a row without a better ``metric_for_best_model``.
 
     Args:
-      early_stopping_patience: Evaluations.
-      early_stopping_threshold: By how much a better value must be better.
+      early_stopping_patience: The number of such evaluations.
+      early_stopping_threshold: The smallest improvement that counts as better.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class EarlyStoppingCallback(TrainerCallback):
         self._patience, self._threshold = early_stopping_patience, early_stopping_threshold
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Checks that there are evaluations."""
+        """Checks that the run has evaluations."""
         if args.eval_strategy == "no":
             raise ValueError('EarlyStoppingCallback needs eval_strategy="steps" or "epoch"')
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Counts evaluations since the best one, from the history, which checkpoints have."""
+        """Counts evaluations since the best one, from ``log_history``, which checkpoints store."""
         name, sign = args.metric_for_best_model, 1 if args.greater_is_better else -1
-        if "eval_runtime" in kwargs["metrics"]:  # not of another prefix, such as eval_other
+        if "eval_runtime" in kwargs["metrics"]:  # skip other prefixes, such as eval_other
             check_metric(name, kwargs["metrics"])
         values = [sign * log[name] for log in state.log_history if name in log]
         best, waited = -float("inf"), 0
@@ -126,10 +126,10 @@ class EarlyStoppingCallback(TrainerCallback):
 
 
 def check_metric(name: str, metrics: Mapping[str, Any]) -> None:
-    """Whether evaluations give the metric that decides.
+    """Checks that an evaluation returns ``metric_for_best_model``.
 
     Raises:
-      ValueError: They do not.
+      ValueError: The metric is missing.
     """
     if name not in metrics:
         raise ValueError(
@@ -142,10 +142,11 @@ class Callbacks:
     """The callbacks of a run.
 
     Args:
-      given: Callbacks, or classes of them.
+      given: Callbacks, or their classes.
 
     Raises:
-      TypeError: One is no TrainerCallback, or has a method for an event that does not exist.
+      TypeError: A callback is not a TrainerCallback, or has a method for an event that does not
+        exist.
     """
 
     def __init__(self, given: Iterable[Any], args: TrainingArguments) -> None:
@@ -172,12 +173,12 @@ class Callbacks:
 
 
 def due(args: TrainingArguments, state: TrainerState, control: TrainerControl, epoch: int) -> None:
-    """Asks for what the arguments want after an update, beside what callbacks asked for.
+    """Sets the flags that the arguments call for after an update; keeps those of callbacks.
 
     Args:
-      args: The run.
-      state: How far it has come.
-      control: Takes the wishes.
+      args: The arguments of the run.
+      state: The progress of the run.
+      control: The flags, changed in place.
       epoch: Updates of an epoch.
     """
     step, last = state.global_step, state.global_step >= state.max_steps
@@ -192,10 +193,10 @@ def due(args: TrainingArguments, state: TrainerState, control: TrainerControl, e
     control.should_log |= now("logging") or (step == 1 and args.logging_first_step)
     control.should_evaluate |= now("eval") and waited >= args.eval_delay
     control.should_save |= now("save") or (last and args.save_strategy != "no")
-    # The best checkpoint is the best by its own evaluation.
+    # Ranking the checkpoints requires an evaluation at each of them.
     control.should_evaluate |= control.should_save and args.load_best_model_at_end
 
 
 def saved(state: TrainerState) -> dict[str, Any]:
-    """The state as JSON."""
+    """Returns the state as a dict for JSON."""
     return dataclasses.asdict(state)

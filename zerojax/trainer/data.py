@@ -1,4 +1,4 @@
-"""Rows of a dataset as batches: which rows, read by which process, and how they become arrays."""
+"""Batches from a dataset: which rows, read by which process, and their conversion to arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Batch: TypeAlias = dict[str, Any]
 
 
 class Dataset(Protocol):
-    """A list of rows, Hugging Face's ``datasets.Dataset``, grain's ``MapDataset``, ..."""
+    """A list of rows, Hugging Face's ``datasets.Dataset``, grain's ``MapDataset`` or the like."""
 
     def __len__(self) -> int: ...
 
@@ -25,14 +25,15 @@ class Dataset(Protocol):
 
 
 Collator: TypeAlias = Callable[[list[Any]], Mapping[str, Any]]
-"""From rows to a batch: arrays by name, the rows first."""
+"""Function from a list of rows to a batch: arrays by name, rows on the first axis."""
 
 
 def check(name: str, dataset: Any) -> int:
-    """The number of rows.
+    """Returns the number of rows.
 
     Raises:
-      ValueError, TypeError: The dataset is empty, or has no length or no rows by number.
+      ValueError: The dataset is empty.
+      TypeError: The dataset has no length, or no rows by index.
     """
     has = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not has or isinstance(dataset, Mapping):
@@ -46,16 +47,16 @@ def check(name: str, dataset: Any) -> int:
 
 
 class Epochs(NamedTuple):
-    """How a dataset becomes updates.
+    """The division of a dataset into epochs and updates.
 
     Attributes:
-      rows: Of the dataset.
-      read: Of those, the rows of an epoch.
-      batch: Rows of a full update, over all devices and micro-batches; an epoch's last one may have
-        fewer.
-      updates: Of an epoch.
-      steps: Of the run.
-      seed: Of the order.
+      rows: Rows of the dataset.
+      read: Rows read in an epoch.
+      batch: Rows of a full update, over all devices and micro-batches; an epoch's last update may
+        have fewer.
+      updates: Updates of an epoch.
+      steps: Updates of the run.
+      seed: The seed of the row order.
     """
 
     rows: int
@@ -67,13 +68,13 @@ class Epochs(NamedTuple):
 
     @classmethod
     def of(cls, dataset: Any, args: TrainingArguments, world: int) -> Epochs:
-        """Updates as transformers counts them; of no rows where there is no dataset.
+        """Counts updates as transformers does; without a dataset, updates have no rows.
 
-        ``dataloader_drop_last`` leaves out the rows beyond the last full micro-batch of all
-        devices, so that an epoch's last update may have fewer micro-batches.
+        ``dataloader_drop_last`` drops the rows beyond the last full micro-batch over all devices,
+        so that an epoch's last update may have fewer micro-batches.
 
         Raises:
-          ValueError: It leaves out all rows.
+          ValueError: ``dataloader_drop_last`` drops all rows.
         """
         micro = world * args.per_device_train_batch_size
         batch = micro * args.gradient_accumulation_steps
@@ -94,14 +95,14 @@ class Epochs(NamedTuple):
         return cls(rows, read, batch, updates, steps, seed)
 
     def indices(self, step: int) -> np.ndarray:
-        """The rows of an update, a function of the seed and of the updates made before."""
+        """Returns the row indices of an update, a function of the seed and the step only."""
         epoch, at = divmod(step, self.updates)
         order = np.random.default_rng((self.seed, epoch)).permutation(self.rows)[: self.read]
         return order[at * self.batch : (at + 1) * self.batch]
 
     @property
     def last(self) -> int | None:
-        """Rows of an epoch's last update, if the run comes to one that is not full."""
+        """Rows of an epoch's last update if the run reaches one that is not full, else None."""
         left = self.read % self.batch
         return left if left and self.steps >= self.updates else None
 
@@ -110,9 +111,9 @@ class Update(NamedTuple):
     """The rows of an update.
 
     Attributes:
-      batch: Those that the process has, filled up to the number of a full update.
-      counts: bool [rows of the batch], whether a row counts; None where all do.
-      rows: How many count, over all processes.
+      batch: This process's rows, padded to its share of a full update.
+      counts: bool [rows of ``batch``], True for rows that count; None if all rows count.
+      rows: The number of rows that count, over all processes.
     """
 
     batch: Batch
@@ -121,15 +122,15 @@ class Update(NamedTuple):
 
 
 class Reader:
-    """Batches of a dataset on a mesh: each process reads its own rows.
+    """Reads batches of a dataset for a mesh: each process reads its own rows.
 
     Args:
       dataset: The rows.
-      collator: Makes a batch of rows; :func:`stacked` by default.
+      collator: A function from a list of rows to a batch; :func:`stacked` by default.
       mesh: The devices.
-      numbers_only: Whether columns that are not numbers are left out of rows.
-      check: Raises for a batch that the model has no numbers for; takes the names of the columns
-        that were left out, too.
+      numbers_only: Whether non-numeric columns are dropped from rows.
+      check: A function of a batch and the names of the dropped columns; raises if the model cannot
+        process the batch.
     """
 
     def __init__(
@@ -144,9 +145,9 @@ class Reader:
         self._mesh, self._numbers_only, self._check = mesh, numbers_only, check
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """The process's own rows of a batch, as arrays."""
+        """Returns this process's rows of a batch as arrays."""
         blocks = BatchRows(self._mesh).blocks
-        if len(indices) % blocks:  # the last ones of an evaluation: every process reads them all
+        if len(indices) % blocks:  # an evaluation's last rows: every process reads all of them
             whole = NamedSharding(self._mesh, PartitionSpec())
             rows = self._checked(indices)
             return {
@@ -156,14 +157,14 @@ class Reader:
         return self._checked(indices[process_rows(len(indices), self._mesh)])
 
     def update(self, indices: np.ndarray, size: int) -> Update:
-        """The process's own rows of an update; rows that are missing to ``size`` do not count."""
+        """Returns this process's rows of an update; copies that pad to ``size`` do not count."""
         own = process_rows(size, self._mesh)
         batch = self._checked(np.resize(indices, size)[own])
         counts = np.arange(size) < len(indices)
         return Update(batch, None if counts.all() else counts[own], len(indices))
 
     def sample(self) -> Batch:
-        """A batch of the first row, the same in every process."""
+        """Returns a batch of the first row, the same in every process."""
         return self._read([0])[0]
 
     def _checked(self, indices: Sequence[int] | np.ndarray) -> Batch:
@@ -172,9 +173,9 @@ class Reader:
         return batch
 
     def _read(self, indices: Sequence[int] | np.ndarray) -> tuple[Batch, list[str]]:
-        """A batch, and the names of the columns that are not numbers."""
+        """Returns a batch, and the names of the non-numeric columns."""
         places, left_out = [int(i) for i in indices], list[str]()
-        many = getattr(self.dataset, "__getitems__", None)  # of datasets: one read for all
+        many = getattr(self.dataset, "__getitems__", None)  # one read of many rows
         rows = list(many(places)) if many else [self.dataset[i] for i in places]
         if self._numbers_only:
             if isinstance(rows[0], Mapping):
@@ -196,7 +197,7 @@ class Reader:
         return arrays, left_out
 
     def all(self, size: int, limit: int | None = None) -> Iterator[tuple[int, Batch]]:
-        """Every row in order, in batches of at most ``size``, with the number of rows of each."""
+        """Yields batches of at most ``size`` rows in order, each with its number of rows."""
         n = len(self.dataset) if limit is None else limit
         for start in range(0, n, size):
             places = np.arange(start, min(start + size, n))
@@ -216,10 +217,11 @@ def _text(value: Any) -> bool:
 
 
 def stacked(rows: list[Any]) -> Batch:
-    """A batch of rows of equal shapes, each a dict; ``label`` becomes ``labels``.
+    """Stacks rows of equal shapes, each a dict, into a batch; renames ``label`` to ``labels``.
 
     Raises:
-      TypeError, ValueError: A row is no dict, or the rows differ in their fields or shapes.
+      TypeError: A row is not a dict.
+      ValueError: The rows differ in their fields or shapes.
 
     Example:
       >>> stacked([{"x": [1, 2], "label": 0}, {"x": [3, 4], "label": 1}])["labels"]

@@ -1,4 +1,4 @@
-"""Evaluation of a whole dataset: the loss over all its rows, predictions, metrics."""
+"""Evaluation of an entire dataset: the loss over all its rows, predictions, metrics."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Preprocess = Callable[[Any, Any], Any]
 
 
 class Evaluator:
-    """Evaluates a model.
+    """Evaluates a model on datasets of any size.
 
-    ``zero.evaluate`` fills a batch's rows up to the devices with copies that do not count, so that
-    a dataset of any size has the numbers of plain evaluation: the mean over its rows of a loss that
-    is a scalar, and the weighted mean over all its tokens of one that is a pair.
+    ``zero.evaluate`` pads a batch's rows to a multiple of the devices with copies that do not
+    count, so that the results equal those of plain evaluation: for a scalar loss the mean over the
+    dataset's rows, for a pair of values and weights the weighted mean over all its tokens.
 
     Args:
-      model: What is evaluated.
-      zero: Of the run.
-      rows: Of a batch, over all devices.
-      labels: The names of labels.
+      model: The model to evaluate.
+      zero: The ``Zero`` of the run.
+      rows: Rows of a batch, over all devices.
+      labels: The names of the label fields.
       compute_metrics, preprocess: As for the Trainer.
     """
 
@@ -56,11 +56,11 @@ class Evaluator:
     def run(
         self, state: Any, reader: Reader, prefix: str, keep: bool, limit: int | None = None
     ) -> PredictionOutput:
-        """All rows of a dataset, or the first ``limit``; predictions where ``keep`` asks for them.
+        """Evaluates all rows of a dataset, or the first ``limit``; ``keep`` keeps predictions.
 
         Raises:
           TypeError: ``compute_metrics`` does not return a dict.
-          Exception: Whatever ``compute_metrics`` raises, with a note of the shapes that it got.
+          Exception: Any error of ``compute_metrics``, with a note of the shapes that it received.
         """
         began, losses, weights = time.perf_counter(), [], []
         predictions, labels, n = [], [], 0
@@ -68,7 +68,7 @@ class Evaluator:
         for rows, batch in reader.all(self._rows, limit):
             out = self._model.evaluated(function, state, batch)
             value, weight = out["loss"] or (0.0, 0.0)
-            # A mean over these rows, or a sum with its weight.
+            # The loss is a mean over these rows, or a sum with its weight.
             losses.append(value * rows if weight is None else value)
             weights.append(rows if weight is None else weight)
             if keep:
@@ -105,16 +105,18 @@ class Evaluator:
         return {(k if k.startswith(f"{prefix}_") else f"{prefix}_{k}"): v for k, v in plain.items()}
 
     def try_metrics(self, state: Any, reader: Reader, keep: bool, args: TrainingArguments) -> None:
-        """Evaluates one batch, so that what is wrong with the metrics is said before any step.
+        """Evaluates one batch, so that errors in the metrics appear before the first step.
 
-        A metric may be undefined for so few rows, so that the whole dataset decides.
+        A metric may be undefined on one batch; if that evaluation fails, this method evaluates the
+        entire dataset.
 
         Args:
           state, reader, keep: As for :meth:`run`.
-          args: The run, with the metric that evaluations must give.
+          args: The arguments of the run; with ``load_best_model_at_end`` they name a metric that
+            evaluations must return.
 
         Raises:
-          ValueError: They do not give it, or there are no labels for ``compute_metrics``.
+          ValueError: That metric is missing, or there are no labels for ``compute_metrics``.
         """
         try:
             self._try(state, reader, keep, args, min(self._rows, len(reader.dataset)))
@@ -155,13 +157,13 @@ class Evaluator:
             writer.write(events)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Flushes and closes the writers."""
         for writer in self._writers:
             writer.close()
         self._writers = []
 
 
 def _loss(forward: Forward, batch: Any) -> dict[str, Any]:
-    """The batch's loss: (sum, weight) of a pair, (mean, None) of a scalar, or None."""
+    """Returns the batch's loss: (sum, weight) for a pair, (mean, None) for a scalar, or None."""
     mean = None if forward.mean is None else (forward.mean, None)
     return {"loss": mean if forward.sums is None else forward.sums}

@@ -1,4 +1,4 @@
-"""What a batch may hold for a model: an index out of range has no number in XLA, only silence."""
+"""Checks of batches on the host, because XLA does not report an index that is out of range."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from zerojax.trainer.model import Traced
 
 
 class Limits:
-    """The classes and the vocabulary of a model, which every batch is held against on the host.
+    """Checks every batch on the host against the model's number of classes and its vocabulary.
 
-    PyTorch raises where a label or a token is beyond them; XLA takes another element, or none.
+    PyTorch raises an error if a label or a token is out of range; XLA reads another element, or
+    none.
 
     Args:
-      model: The user's; its config's ``vocab_size`` bounds the tokens.
-      loss: Labels are checked where it is one of :mod:`zerojax.trainer.losses`.
-      traced: The loss of a batch with shapes in place of arrays.
-      devices: How many share a batch; traced rows divide among them.
-      labels: The fields that metrics read, whether or not the loss does.
+      model: The user's model; its config's ``vocab_size`` bounds the tokens.
+      loss: The loss function; labels are checked if it is ``classification_loss`` or
+        ``causal_lm_loss``.
+      traced: A function that traces the loss of a batch, with shapes in place of arrays.
+      devices: The number of devices that share a batch; traced rows divide among them.
+      labels: The fields that metrics read, whether or not the loss reads them.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Limits:
         self._ready = loss in (classification_loss, causal_lm_loss)
         config = getattr(model, "config", None)
         size = getattr(config, "vocab_size", None)
-        further = getattr(config, "decoder_vocab_size", None)  # of another language, say
+        further = getattr(config, "decoder_vocab_size", None)  # for example, of another language
         self._vocabulary = {"input_ids": size, "decoder_input_ids": further or size}
         self._name, self._masks = _takes_mask(model)
         self._known: dict[frozenset[str], Forward] = {}
@@ -49,15 +51,15 @@ class Limits:
         self._told = False
 
     def check(self, batch: Mapping[str, np.ndarray], left_out: Collection[str] = ()) -> None:
-        """Refuses a batch that the model has no numbers for, and names columns that nothing reads.
+        """Rejects a batch that the model cannot process, and logs columns that nothing reads.
 
         Args:
-          batch: The process's rows.
+          batch: This process's rows.
           left_out: The columns of the dataset that are not in the batch.
 
         Raises:
-          TypeError: Labels of classes are no whole numbers.
-          ValueError: A label or a token is out of range, padding is where the model sees it, or
+          TypeError: Class labels are not integers.
+          ValueError: A label or a token is out of range, the model would attend to padding, or
             nothing reads a ``loss_mask``.
         """
         for name, size in self._vocabulary.items():
@@ -79,7 +81,7 @@ class Limits:
             self._unmasked(batch["attention_mask"])
 
     def _forward(self, batch: Mapping[str, np.ndarray], left_out: Collection[str]) -> Forward:
-        """The shapes of the loss of a batch with these columns."""
+        """Returns the shapes of the loss function's results for a batch with these columns."""
         names = frozenset(batch)
         if names not in self._known:
             self._known[names], unread = self._traced(self._of_all(batch))
@@ -114,7 +116,7 @@ class Limits:
             )
 
     def _of_all(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of all processes' rows, which ``per_device`` divides; each reads its own."""
+        """Returns the shapes of all processes' rows together, which ``per_device`` divides."""
         n = jax.process_count() * len(next(iter(batch.values())))
         rows = n + -n % self._devices
         return {
@@ -123,7 +125,7 @@ class Limits:
         }
 
     def _unmasked(self, mask: np.ndarray) -> None:
-        """Padding of a model that takes no mask; a causal one does not see what comes last."""
+        """Checks padding for a model without a mask argument; causal ones ignore right padding."""
         if self._loss is causal_lm_loss and mask.ndim == 2:
             if (np.diff((mask != 0).astype(np.int8), axis=1) > 0).any():
                 raise ValueError(
@@ -139,9 +141,9 @@ class Limits:
 
 
 def _takes_mask(model: Any) -> tuple[str, bool]:
-    """The name of the model's class, and whether it takes an ``attention_mask``.
+    """Returns the name of the model's class, and whether the model takes an ``attention_mask``.
 
-    A function that makes a model is not asked: it may take one.
+    For a function that returns a model the answer is True, because its model may take the mask.
     """
     kind = model if isinstance(model, type) else type(model)
     if not issubclass(kind, nn.Module | nnx.Module):

@@ -1,18 +1,20 @@
-"""What a loss function of the Trainer is, and two ready ones.
+"""Loss functions of the Trainer: their interface, and two ready-to-use ones.
 
-A loss takes the model and a batch (a dict of arrays with the rows first), and gives what the
-forward pass of Hugging Face's models gives::
+A loss function takes the model and a batch (a dict of arrays, rows on the first axis) and returns
+a dict as the forward pass of Hugging Face's models does::
 
     def loss(model, batch):
         logits = model(batch["x"])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
         return {"loss": losses.mean(), "logits": logits}
 
-- The entry ``loss`` is a scalar, the mean over rows; or a pair (values, weights) of arrays of one
-  shape, which stands for sum(values * weights) / sum(weights) over the whole batch and, in an
-  evaluation, over the whole dataset.
-- Other entries [rows, ...] are predictions. Where there are none, the loss alone will do.
-- A linen model comes bound to its parameters, an NNX model as it is; both are called alike.
+- The entry ``loss`` is a scalar, the mean over rows; or a pair (values, weights) of arrays of the
+  same shape, which stands for sum(values * weights) / sum(weights) over the global batch and, in
+  an evaluation, over the entire dataset.
+- Other entries [rows, ...] are predictions. Without predictions, the function may return just the
+  loss.
+- A linen model arrives bound to its parameters, an NNX model unchanged; both are called the same
+  way.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ IGNORED = -100
 
 
 class Forward(NamedTuple):
-    """What a loss function gave.
+    """Normalized result of a loss function.
 
     Attributes:
-      mean: The loss [], or None where the batch has no labels.
-      sums: The weighted sum [] of the losses and the sum of the weights, from a pair.
+      mean: The loss [], or None if the batch has no labels.
+      sums: The weighted sum [] of the losses and the sum [] of the weights if the loss is a pair,
+        else None.
       predictions: The other entries, by name.
     """
 
@@ -47,7 +50,7 @@ class Forward(NamedTuple):
 
 
 def _entries(given: Any) -> Mapping[str, Any]:
-    """A loss function's result by name."""
+    """Returns a loss function's result as a mapping."""
     result = given
     if isinstance(result, tuple) and hasattr(result, "_asdict"):
         result = result._asdict()
@@ -60,15 +63,15 @@ def _entries(given: Any) -> Mapping[str, Any]:
 
 
 def loss_entry(given: Any) -> Any:
-    """The loss in a loss function's result, as it is; None without one."""
+    """Returns the loss in a loss function's result, unchanged; None if there is none."""
     return _entries(given).get("loss")
 
 
 def forward_of(given: Any) -> Forward:
-    """A loss function's result, taken apart.
+    """Splits a loss function's result into the loss and the predictions.
 
     Raises:
-      TypeError: It is none of the forms above.
+      TypeError: The loss has none of the forms that the module's docstring describes.
     """
     result = _entries(given)
     predictions = {k: v for k, v in result.items() if k != "loss" and v is not None}
@@ -91,10 +94,10 @@ def forward_of(given: Any) -> Forward:
 
 
 def mean_loss(given: Any) -> jax.Array:
-    """The mean loss [] in a loss function's result.
+    """Returns the mean loss [] in a loss function's result.
 
     Raises:
-      ValueError: It has no loss.
+      ValueError: The result has no loss.
     """
     mean = forward_of(given).mean
     if mean is None:
@@ -108,13 +111,14 @@ def mean_loss(given: Any) -> jax.Array:
 
 
 def call(model: Any, batch: Mapping[str, Any], *, without: tuple[str, ...] = ()) -> Any:
-    """``model(**fields)`` with the fields of the batch that its ``__call__`` names.
+    """Calls ``model(**fields)`` with the fields of the batch that its ``__call__`` names.
 
-    A linen model's ``deterministic``, ``train`` or ``training`` says whether dropout has a key, as
-    it has in training alone.
+    A linen model's ``deterministic``, ``train`` or ``training`` is set according to whether dropout
+    has a key, which it has in training only.
 
     Raises:
-      TypeError: ``__call__`` needs what the batch does not have, or names nothing of the batch.
+      TypeError: The batch lacks a required argument of ``__call__``, or none of its fields is an
+        argument of ``__call__``.
     """
     parameters = inspect.signature(type(model).__call__).parameters
     names = [*parameters][1:]
@@ -141,20 +145,21 @@ def call(model: Any, batch: Mapping[str, Any], *, without: tuple[str, ...] = ())
 
 
 _SWITCHES = {"deterministic": False, "train": True, "training": True}
-"""The names of the argument for training, and its value there."""
+"""Names of the argument that switches to training, and its value in training."""
 
 
 def model_loss(model: Any, batch: Mapping[str, Any]) -> Any:
-    """The default: the model takes the labels and gives the loss, as Hugging Face's do."""
+    """Calls the model, which takes labels and returns the loss, as Hugging Face's do; default."""
     return call(model, batch)
 
 
 def causal_lm_loss(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The mean cross-entropy of each next token, in nats; 0 of them for labels of -100.
+    """Returns the mean cross-entropy of the next tokens, in nats; labels of -100 do not count.
 
-    The model gives logits [B, T, V], from ``input_ids`` [B, T] or the fields that its ``__call__``
-    names. ``labels`` [B, T] are moved here, as in transformers; by default they are the
-    ``input_ids`` where ``attention_mask`` is not 0.
+    The model returns logits [B, T, V] from ``input_ids`` [B, T] (also passed as ``tokens``) or the
+    other fields that its ``__call__`` names. This function shifts ``labels`` [B, T] by one token,
+    as transformers does; by default the labels are the ``input_ids`` where ``attention_mask`` is
+    not 0.
     """
     inputs = batch["input_ids"]
     tokens = {**batch, "tokens": inputs} if "tokens" not in batch else batch
@@ -175,9 +180,9 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def classification_loss(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The mean cross-entropy of ``labels`` [...], in nats; those of -100 do not count.
+    """Returns the mean cross-entropy of ``labels`` [...], in nats; labels of -100 do not count.
 
-    The model gives logits [..., C] from the fields that its ``__call__`` names.
+    The model returns logits [..., C] from the fields that its ``__call__`` names.
     """
     logits = call(model, batch, without=("labels",))
     if "labels" not in batch:

@@ -1,4 +1,4 @@
-"""Models of linen and NNX behind one face: state, train step, evaluation step."""
+"""Common interface to linen and NNX models: state, train step, evaluation step."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Create = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Traced(NamedTuple):
-    """The loss of a batch, traced.
+    """Traced loss function of a batch.
 
     Attributes:
-      forward: Shapes in place of arrays.
-      unread: The names of the batch's fields that nothing is computed from.
+      forward: The results, with shapes in place of arrays.
+      unread: The names of the batch's fields that no operation reads.
     """
 
     forward: Forward
@@ -46,54 +46,54 @@ class Traced(NamedTuple):
 
 
 class Model(Protocol):
-    """What the loop knows of a model. A state is a ``TrainState``, or (model, optimizer) of NNX."""
+    """The loop's interface to a model; a state is a ``TrainState``, or NNX (model, optimizer)."""
 
     def create(self, tx: optax.GradientTransformation, sample: Any) -> Create:
-        """A function that makes the state, and its arguments, for ``zero.init``."""
+        """Returns a function that creates the state, and its arguments, for ``zero.init``."""
 
     def traced(self, batch: Any) -> Traced:
-        """The loss of a batch, with shapes in place of arrays."""
+        """Traces the loss of a batch, with shapes in place of arrays."""
 
     def train_step(self, zero: Zero) -> Any:
-        """The step, decorated."""
+        """Returns the train step, decorated with ``zero``."""
 
     def check_partial(self, sample: Any, partial: Partial) -> None:
-        """Whether an update that is not full has a loss, by a batch of some rows.
+        """Checks, with the shapes of a sample batch, that a partial update has a loss.
 
         Raises:
           ValueError: It has none, see :func:`zerojax.trainer.partial.partial_mean`.
         """
 
     def evaluate(self, zero: Zero, function: Callable[[Forward, Any], Any]) -> Any:
-        """function(forward, batch) of a state and a batch, without dropout, decorated."""
+        """Returns a decorated function of state and batch: function(forward, batch), no dropout."""
 
     def update(
         self, step: Any, state: Any, batch: Any, key: jax.Array, partial: Partial | None
     ) -> tuple[Any, Any]:
         """Runs a decorated step; returns the next state and {"loss": ...}.
 
-        Of an update that is not full, the batch is a pair with the rows that count.
+        For a partial update, ``batch`` is a pair of the batch and a mask of the rows that count.
         """
 
     def evaluated(self, function: Any, state: Any, batch: Any) -> Any:
-        """What a decorated evaluation gives."""
+        """Runs a decorated evaluation and returns its result."""
 
     def with_params(self, state: Any, source: Any) -> Any:
-        """The state with the parameters of a tree, or of a function of abstract ones."""
+        """Returns the state with other parameters; for ``source`` see :func:`as_params`."""
 
 
 def model_of(model: Any, loss: Loss, seed: int, remat: bool) -> Model:
-    """The face of a model.
+    """Wraps a linen or NNX model in the common interface.
 
     Args:
-      model: A linen module; an NNX module, or a function ``rngs -> nnx.Module`` that makes it.
-      loss: See :mod:`zerojax.trainer.losses`.
-      seed: Of the parameters and of dropout.
-      remat: Whether blocks are computed again in the backward pass.
+      model: A linen module; an NNX module, or a function ``rngs -> nnx.Module`` that creates it.
+      loss: The loss function, see :mod:`zerojax.trainer.losses`.
+      seed: The seed of the parameters and of dropout.
+      remat: Whether the backward pass recomputes blocks.
 
     Raises:
-      TypeError: It is none of these.
-      ValueError: The model has no ``remat``.
+      TypeError: The model is none of these.
+      ValueError: ``remat`` is set, and the model has no such option.
     """
     if remat:
         model = with_remat(model)
@@ -108,12 +108,12 @@ def model_of(model: Any, loss: Loss, seed: int, remat: bool) -> Model:
 
 
 def config_of(model: Any) -> Any:
-    """The model's config, of whatever class; None without one."""
+    """Returns the model's config, of any class, or None if it has none."""
     return getattr(model, "config", None)
 
 
 def hidden_size(model: Any) -> int | None:
-    """The width that the model's config names as Hugging Face's do; None for no such name."""
+    """Returns the model's width under one of Hugging Face's names in its config, or None."""
     for name in ("hidden_size", "n_embd", "d_model", "dim"):
         if isinstance(size := getattr(config_of(model), name, None), int):
             return size
@@ -121,10 +121,10 @@ def hidden_size(model: Any) -> int | None:
 
 
 def with_remat(model: Any) -> Any:
-    """The model with its option ``remat``, of its own or of its config.
+    """Returns the linen model with ``remat`` turned on, a field of the model or of its config.
 
     Raises:
-      ValueError: It has none.
+      ValueError: The model has no such field.
     """
     config = config_of(model)
     if isinstance(model, nn.Module):
@@ -139,13 +139,13 @@ def with_remat(model: Any) -> Any:
 
 
 class LinenState(TrainState):
-    """With the collections beside the parameters, such as ``batch_stats``."""
+    """``TrainState`` with the collections other than parameters, such as ``batch_stats``."""
 
     variables: Any
 
 
 class Linen:
-    """A linen module; a loss function gets it bound to the state's parameters."""
+    """A linen module; the loss function receives it bound to the state's parameters."""
 
     def __init__(self, module: nn.Module, loss: Loss, seed: int) -> None:
         self._module, self._loss, self._seed = module, loss, seed
@@ -169,7 +169,7 @@ class Linen:
     def _mean(
         self, params: Any, variables: Any, key: jax.Array, batch: Any, partial: Partial | None
     ) -> tuple[jax.Array, Any]:
-        """The mean loss, and the changed variables."""
+        """Returns the mean loss, and the changed variables."""
 
         def given(params: Any, variables: Any, key: jax.Array, batch: Any) -> tuple[Any, Any]:
             apply = nn.apply(self._loss, self._module, mutable=[*variables])
@@ -229,7 +229,7 @@ class Linen:
 
 
 class Nnx:
-    """An NNX module, or a function that makes one; its own ``Rngs`` are the keys of dropout."""
+    """An NNX module, or a function that creates it; its ``Rngs`` supply the keys of dropout."""
 
     def __init__(self, model: Any, loss: Loss, seed: int) -> None:
         self._model, self._loss, self._seed = model, loss, seed
@@ -251,7 +251,7 @@ class Nnx:
         )
 
     def _mean(self, model: nnx.Module, batch: Any, partial: Partial | None) -> jax.Array:
-        """The mean loss; brings the model up to date."""
+        """Returns the mean loss; updates the model's other state, such as statistics."""
         if partial is None:
             return mean_loss(self._loss(model, batch))
         graph, arrays = nnx.split(model)
@@ -309,12 +309,13 @@ class Nnx:
 
 
 def placed(params: Any, like: Any, *, own: bool = True) -> Any:
-    """Arrays in the places and dtypes of others.
+    """Casts and places arrays with the dtypes and shardings of others.
 
     Args:
       params: The arrays.
-      like: The others, a tree of the same form.
-      own: Whether the arrays are the caller's, and copied: a step takes its state's memory over.
+      like: Arrays with the target dtypes and shardings, a tree of the same structure.
+      own: Whether the arrays belong to the caller. Such arrays are copied, because a step donates
+        the buffers of its state.
 
     Raises:
       ValueError: The trees or shapes differ.
@@ -338,7 +339,7 @@ def placed(params: Any, like: Any, *, own: bool = True) -> Any:
 
 
 def as_params(source: Any, like: Any) -> Any:
-    """The parameters that a run starts from: a tree, or a function of abstract ones to a tree."""
+    """Returns placed parameters from a tree, or from a function of the abstract parameters."""
     if not callable(source) or isinstance(source, Mapping):
         return placed(source, like)
     abstract = jax.tree.map(

@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of a run: the JSON's where it names them, else the arguments'."""
+"""Optimizer and schedule of a run: those that the JSON names, else those of the arguments."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def optimizer_of(
     steps: int,
     own: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
-    """The run's optimizer, with the config's clipping and loss scale.
+    """Returns the run's optimizer, with the config's clipping and loss scale.
 
-    As in transformers, the JSON's optimizer decays all parameters and the arguments' own leaves out
-    biases and norms, and either may go with either schedule.
+    As in transformers, weight decay applies to all parameters with the JSON's optimizer, but not to
+    biases and norms with the optimizer of the arguments. Either works with either schedule.
 
     Args:
       args: The arguments.
-      zero: Made of the resolved config.
+      zero: The ``Zero`` of the resolved config.
       steps: Updates of the run.
-      own: The user's, which takes the place of both.
+      own: The user's optimizer, which replaces both.
 
     Raises:
-      ConfigError: ``own`` beside an optimizer or a schedule of the JSON.
+      ConfigError: ``own`` is passed, and the JSON names an optimizer or a schedule.
     """
     config = zero.config
     if own is not None:

@@ -1,4 +1,4 @@
-"""Arguments of Hugging Face's that change nothing here, and those that zerojax refuses."""
+"""Arguments of Hugging Face's Trainer that have no effect in zerojax or that it refuses."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallelism_config": ((None,), "Trainer(mesh=..., specs=...) takes a mesh and what it cuts"),
     "debug": (("", [], ()), "`python -m zerojax doctor` and JAX's own switches find faults"),
 }
-"""The values that an argument may have, and what to do in place of others."""
+"""Accepted values of each unsupported argument, and the alternative to other values."""
 
 RENAMED = {
     "evaluation_strategy": "eval_strategy",
@@ -87,7 +87,7 @@ RENAMED = {
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
     "no_cuda": "use_cpu",
 }
-"""Present names by old ones."""
+"""Current names of renamed arguments, by old name."""
 
 OF_TRAINER: dict[str, str] = {
     **dict.fromkeys(
@@ -99,14 +99,14 @@ OF_TRAINER: dict[str, str] = {
     "model_init": "model= takes a module, or a function of rngs that makes an NNX module",
     "compute_loss_func": "loss= takes a function (model, batch) -> loss",
 }
-"""What to do in place of Hugging Face's parameters of ``Trainer``."""
+"""Alternatives to parameters of Hugging Face's ``Trainer``."""
 
 
 def refuse(given: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuses parameters that ``Trainer`` does not have.
 
     Raises:
-      TypeError: One was given, other than None for one of Hugging Face's.
+      TypeError: Such a parameter was passed; None is accepted for those of :data:`OF_TRAINER`.
     """
     for name, value in given.items():
         if name in OF_TRAINER and value is None:
@@ -117,12 +117,12 @@ def refuse(given: Mapping[str, Any], known: Iterable[str]) -> None:
 
 
 class FsdpOptions(NamedTuple):
-    """The meaning of ``fsdp_config``.
+    """Parsed ``fsdp_config``.
 
     Attributes:
-      remat: Whether blocks are computed again in the backward pass.
-      unused: For each key without effect its name, and the reason.
-      problems: A line for each wrong key.
+      remat: True if the backward pass recomputes blocks.
+      unused: The name of each key without effect, with the reason.
+      problems: A line for each invalid key.
     """
 
     remat: bool
@@ -141,11 +141,11 @@ _IN_FSDP: dict[str, tuple[Any, str]] = {
         'give deepspeed={"activation_checkpointing": {"cpu_checkpointing": true}} instead',
     ),
 }
-"""Keys that an argument stands for: the value that changes nothing, and the remedy for others."""
+"""Keys that an argument replaces: the value that changes nothing, and the remedy for others."""
 
 
 def fsdp_options(given: Any) -> FsdpOptions:
-    """Reads ``fsdp_config``, whose keys Accelerate's YAML has with ``fsdp_`` before them.
+    """Parses ``fsdp_config``; Accelerate's YAML has its keys with the prefix ``fsdp_``.
 
     Args:
       given: A path or a dict; None for no options.

@@ -1,10 +1,11 @@
-"""The mean loss of an update that is not full: of the rows that count alone.
+"""Mean loss of a partial update, over only those rows that count.
 
 The batch has the shape of a full update, so that it divides among the devices and micro-batches;
-its last rows are copies. They get no weight where the loss is a pair of values and weights by rows.
-Any other loss is divided into what goes row by row and the reductions over rows, which leave copies
-out (:class:`zerojax.evaluation.rows.ByRows`). Where rows meet otherwise, as in batch statistics,
-the loss is that of the rows alone, without the copies; that needs one micro-batch.
+its last rows are copies that pad it. If the loss is a pair of values and weights per row, copies
+get the weight 0. Any other loss is split into row-wise computations and reductions over rows, which
+exclude the copies (:class:`zerojax.evaluation.rows.ByRows`). If the loss combines rows in another
+way, as batch statistics do, it is computed from the batch without the copies; this requires a
+single micro-batch.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from zerojax.trainer.losses import loss_entry, mean_loss
 
 
 class Partial(NamedTuple):
-    """The rows of an update that is not full.
+    """Numbers of rows of a partial update.
 
     Attributes:
-      rows: Those that count, the first of the batch.
+      rows: The number of rows that count, the first of the batch.
       full: Rows of a full update.
       times: Micro-batches of an update.
     """
@@ -36,7 +37,7 @@ class Partial(NamedTuple):
     times: int
 
     def batch_like(self, sample: Any) -> tuple[Any, jax.ShapeDtypeStruct]:
-        """Shapes of a full batch and of the rows that count, of a batch of some rows."""
+        """Returns the shapes of a full batch like ``sample``, and of the mask of its rows."""
 
         def like(x: Any) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(x.dtype)
@@ -54,19 +55,20 @@ def partial_mean(
     *,
     remembers: bool,
 ) -> tuple[jax.Array, Any]:
-    """The mean loss of the rows that count, and the changed rest of the state.
+    """Returns the mean loss of the rows that count, and the rest of the state after the update.
 
     Args:
-      function: ``function(*args, batch)`` gives the loss in any of its forms, and the rest of the
+      function: ``function(*args, batch)`` returns the loss in any of its forms, and the rest of the
         state.
-      args: Arrays, or trees of them.
-      batch: Arrays [rows, ...], of the whole batch or of a micro-batch.
-      counts: bool [rows], whether a row counts.
+      args: Arrays, or trees of arrays.
+      batch: Arrays [rows, ...] of the global batch or of a micro-batch.
+      counts: bool [rows], True for rows that count.
       partial: The numbers of rows.
       remembers: Whether the rest of the state may depend on the rows.
 
     Raises:
-      ValueError: Rows meet, and the update has several micro-batches.
+      ValueError: The loss combines rows in a way other than a reduction, and the update has several
+        micro-batches.
     """
     here = counts.shape[0]
     loss = jax.eval_shape(lambda *given: loss_entry(function(*given)[0]), *args, batch)
@@ -91,7 +93,7 @@ def partial_mean(
 
 
 def _by_weights(loss: Any, rows: int) -> bool:
-    """Whether a loss is a pair of values and weights with as many rows."""
+    """Returns whether a loss is a pair of values and weights with ``rows`` rows each."""
     if not (isinstance(loss, tuple) and len(loss) == 2):
         return False
     values, weights = loss
@@ -105,13 +107,14 @@ def _by_rows(
     counts: jax.Array,
     partial: Partial,
 ) -> tuple[jax.Array, Any]:
-    """See :func:`partial_mean`.
+    """Computes :func:`partial_mean` from row-wise computations and reductions over rows.
 
     Raises:
-      Undivided: Rows meet otherwise than in a reduction.
+      Undivided: The function combines rows in a way other than a reduction.
     """
     here = counts.shape[0]
-    # Of a micro-batch only the equations count: the numbers in them are those of the whole batch.
+    # For a micro-batch only the equations matter, not this number of rows: accumulation takes the
+    # numbers in them from the trace of the global batch.
     rows = partial.rows if here == partial.full else here + 1
 
     def mean(args: tuple[Any, ...], batch: Any) -> tuple[jax.Array, Any]:

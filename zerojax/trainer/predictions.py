@@ -1,4 +1,4 @@
-"""Predictions of an evaluation, brought to the host and joined."""
+"""Predictions of an evaluation, copied to the host and concatenated."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from zerojax.trainer.losses import IGNORED
 
 
 class EvalPrediction(NamedTuple):
-    """What ``compute_metrics`` gets: all rows, in order, in every process.
+    """Argument of ``compute_metrics``: all rows, in order, in every process.
 
     Attributes:
-      predictions: The model's results beside the loss; a tuple where it has several.
-      label_ids: The labels; a tuple where ``label_names`` has several, None without any.
+      predictions: The model's results other than the loss; a tuple if there are several.
+      label_ids: The labels; a tuple if the batch has several of ``label_names``, None if it has
+        none.
     """
 
     predictions: Any
@@ -25,7 +26,7 @@ class EvalPrediction(NamedTuple):
 
 
 class PredictionOutput(NamedTuple):
-    """What ``predict`` returns: the fields of :class:`EvalPrediction`, and the metrics."""
+    """Result of ``predict``: the fields of :class:`EvalPrediction`, and the metrics."""
 
     predictions: Any
     label_ids: Any
@@ -33,7 +34,7 @@ class PredictionOutput(NamedTuple):
 
 
 def to_host(tree: Any) -> Any:
-    """Arrays of all processes as NumPy's."""
+    """Returns global arrays, which may span several processes, as NumPy arrays."""
 
     def whole(x: Any) -> np.ndarray:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -44,7 +45,7 @@ def to_host(tree: Any) -> Any:
 
 
 def joined(parts: list[dict[str, Any]]) -> Any:
-    """Batches one after the other; rows of several lengths are filled up with -100.
+    """Concatenates batches; pads rows of different lengths with -100.
 
     Example:
       >>> joined([{"logits": np.ones((1, 2), int)}, {"logits": np.ones((1, 3), int)}]).tolist()

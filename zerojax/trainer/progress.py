@@ -1,4 +1,4 @@
-"""What a run shows: a bar with time left, tokens/s and memory on a terminal, lines elsewhere."""
+"""Progress display: a bar with time left, tokens/s and memory on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 
 class TrainingProgress:
-    """Times steps and prints, in process 0.
+    """Times steps, and prints progress in process 0.
 
     Args:
       steps: Updates of the run.
-      done: Those made before.
+      done: Updates done before.
       mesh: The devices.
-      bar: Whether a terminal gets a bar.
+      bar: Whether to show a bar on a terminal.
     """
 
     def __init__(self, steps: int, done: int, mesh: Mesh, bar: bool) -> None:
@@ -55,21 +55,21 @@ class TrainingProgress:
         self._bar.stop()
 
     def advance(self, rows: int, batch: Mapping[str, Any]) -> None:
-        """An update of so many rows, those of all processes, is under way."""
+        """Counts an update that was dispatched; ``rows`` are those of all processes."""
         shape = batch["input_ids"].shape[1:] if "input_ids" in batch else None
         if self._mark is not None:
             self._seconds += time.perf_counter() - self._mark
             self._rows += rows
             self._tokens += 0 if shape is None else rows * math.prod(shape)
-        self._mark = time.perf_counter()  # the first one compiles, and is not counted
+        self._mark = time.perf_counter()  # the first update compiles, and is not timed
         self._bar.advance(self._task)
 
     def restart(self) -> None:
-        """Counts no time since the last update: of an evaluation, say."""
+        """Excludes the time since the last update, for example that of an evaluation."""
         self._mark = self._mark and time.perf_counter()
 
     def log(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Prints the figures of a log; the loss has been read, so that the device is done."""
+        """Prints the figures of a log; reading the loss has already waited for the device."""
         figures = "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
         self._bar.update(self._task, figures=self._pace())
         self._console.print(
@@ -85,10 +85,10 @@ class TrainingProgress:
 
 
 class MeanLoss:
-    """The losses of a run's steps, read when they are logged.
+    """Losses of a run's steps, transferred to the host when they are logged.
 
     Args:
-      values: Those since the last log, of the run before it stopped.
+      values: The losses since the last log of a run that is resumed.
     """
 
     def __init__(self, values: Iterable[float] = ()) -> None:
@@ -96,29 +96,29 @@ class MeanLoss:
         self._sum, self._count = 0.0, 0
 
     def add(self, loss: jax.Array) -> None:
-        """Takes a step's loss, and waits for the step before: one is in flight, no more."""
+        """Adds a step's loss; waits for the step before, so that at most one step is in flight."""
         jax.block_until_ready(self._since[-1:])
         self._since.append(loss)
 
     def values(self) -> list[float]:
-        """The losses since the last log."""
+        """Returns the losses since the last log."""
         return [*map(float, self._since)]
 
     def take(self) -> float:
-        """Their mean; the next log begins after them."""
+        """Returns the mean loss since the last log, and starts the next interval."""
         values = self.values()
         self._sum, self._count = self._sum + sum(values), self._count + len(values)
         self._since.clear()
         return sum(values) / len(values) if values else math.nan
 
     def of_run(self) -> float:
-        """The mean of all losses."""
+        """Returns the mean of all losses."""
         self.take()
         return self._sum / self._count if self._count else math.nan
 
 
 def _device_bytes(mesh: Mesh) -> int:
-    """The fullest device's own peak where it keeps one, else the bytes of placed arrays now."""
+    """Returns the largest peak over devices if they report it, else the bytes of live arrays."""
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     if all("peak_bytes_in_use" in each for each in stats):
         return max(each["peak_bytes_in_use"] for each in stats)

@@ -1,4 +1,4 @@
-"""The config that a run's arguments stand for, alone or with a DeepSpeed JSON."""
+"""Config of a run, from its arguments and a DeepSpeed JSON, if there is one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from zerojax.trainer.arguments import TrainingArguments
 
 
 class Entry(NamedTuple):
-    """What the arguments say of one key of the JSON.
+    """Value of one key of the JSON according to the arguments.
 
     Attributes:
       path: The key, dotted.
-      value: Its value.
-      names: The arguments that say so; none for a value that only takes the place of "auto".
-      absent: Whether a JSON without the key gets the value, too.
+      value: The value of the key.
+      names: The arguments that determine the value; empty if the value only replaces "auto".
+      absent: True if the value is also set in a JSON without the key.
     """
 
     path: str
@@ -33,12 +33,11 @@ class Entry(NamedTuple):
 def resolved(
     args: TrainingArguments, *, world: int, steps: int, hidden_size: int | None = None
 ) -> dict[str, Any]:
-    """A config in DeepSpeed's form, for :func:`zerojax.zero`.
+    """Returns a config in DeepSpeed's format, for :func:`zerojax.zero`.
 
-    Every "auto" that transformers' integration resolves (``integrations/deepspeed.py``) becomes
-    what the arguments say. So do keys that the JSON leaves out, where there DeepSpeed's default
-    would hold against the argument. Without ``hidden_size`` an "auto" that follows from it is left
-    to the loader.
+    Every "auto" that transformers' integration resolves (``integrations/deepspeed.py``) takes the
+    value of the arguments. So does a missing key whose DeepSpeed default would override an
+    argument. Without ``hidden_size``, an "auto" that depends on it is left to the loader.
 
     Args:
       args: The arguments.
@@ -47,7 +46,7 @@ def resolved(
       hidden_size: The width of the model.
 
     Raises:
-      ConfigError: A value of the JSON and an argument contradict each other; the line has both.
+      ConfigError: A value of the JSON contradicts an argument; the message names both.
 
     Example:
       >>> args = TrainingArguments("out", learning_rate=1e-4, max_grad_norm=0.5, deepspeed={
@@ -84,7 +83,7 @@ def resolved(
 
 
 def _said(args: TrainingArguments, entry: Entry) -> str:
-    """The argument with its value, or the arguments that a value follows from."""
+    """Formats the argument with its value, or the value with the arguments that determine it."""
     if len(entry.names) == 1 and getattr(args, entry.names[0]) == entry.value:
         return f"{entry.names[0]} = {shown(entry.value)}"
     values = ", ".join(f"{name} = {shown(getattr(args, name))}" for name in entry.names)
@@ -117,7 +116,7 @@ def _entries(
         Entry("scheduler.params.warmup_min_lr", 0),
         Entry("scheduler.params.warmup_max_lr", args.learning_rate, rate),
         Entry("scheduler.params.total_num_steps", steps, total),
-        # DeepSpeed's warm-up has two steps at the least, so that 0 and 1 are the same.
+        # DeepSpeed's warm-up has at least two steps, so that 0 and 1 are equivalent.
         Entry("scheduler.params.warmup_num_steps", max(1, args.warmup(steps)), warmup),
     )  # fmt: skip
     for entry in params:
@@ -131,13 +130,13 @@ def _steps_from(args: TrainingArguments) -> tuple[str, ...]:
 
 
 def _params_of(section: str, kind: Any) -> set[str]:
-    """The parameters of a type, in any case; none of an unknown one, which the loader names."""
+    """Returns a type's parameters, ignoring case; empty if unknown, which the loader reports."""
     types = {name.lower(): params for name, params in NAMED_TYPES[section].items()}
     return set(types.get(kind.lower(), ())) if isinstance(kind, str) else set()
 
 
 def _same(entry: Entry, given: Any) -> bool:
-    """Whether a value of the JSON is the arguments'; a wrong one is left to the loader."""
+    """Returns whether the JSON agrees with the arguments; the loader reports invalid values."""
     try:
         given = KEYS[entry.path].kind.check(given) if entry.path in KEYS else given
     except ConfigError:
@@ -148,7 +147,7 @@ def _same(entry: Entry, given: Any) -> bool:
 
 
 def _alone(args: TrainingArguments) -> dict[str, Any]:
-    """The config of a run without a JSON; fp16 has the loss scale of PyTorch's GradScaler."""
+    """Returns the config of a run without a JSON; fp16 scales as PyTorch's GradScaler does."""
     zero: dict[str, Any] = {"stage": args.stage}
     if "offload" in args.fsdp:
         zero |= {key: {"device": "cpu"} for key in ("offload_optimizer", "offload_param")}
@@ -172,7 +171,7 @@ def _alone(args: TrainingArguments) -> dict[str, Any]:
 
 
 def _monitors(args: TrainingArguments) -> dict[str, Any]:
-    """The sections of the monitors in ``report_to``."""
+    """Returns the config sections of the monitors in ``report_to``."""
     files = {
         "enabled": True,
         "output_path": args.logging_dir or os.path.join(args.output_dir, "runs"),
@@ -188,7 +187,7 @@ def _monitors(args: TrainingArguments) -> dict[str, Any]:
 
 
 def _get(raw: dict[str, Any], path: str) -> Any:
-    """The value at a dotted path; None where something on the way is missing or no object."""
+    """Returns the value at a dotted path, or None if a section is missing or is not an object."""
     value: Any = raw
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None

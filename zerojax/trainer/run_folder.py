@@ -1,4 +1,4 @@
-"""The folder of a run: its checkpoints, the one to go on from, and the position in the data."""
+"""Folder of a run: its checkpoints, the one to resume from, and the position in the data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Resume = bool | str | os.PathLike[str] | None
 
 
 class Begun(NamedTuple):
-    """A training state, how far it has come, and the losses since its last log."""
+    """Training state, progress, and losses since the last log, from which a run starts."""
 
     train_state: Any
     state: TrainerState
@@ -31,13 +31,14 @@ class Begun(NamedTuple):
 
 
 class RunFolder:
-    """``output_dir/checkpoints``, with as many steps as the arguments keep.
+    """Folder ``output_dir/checkpoints``, with as many steps as the arguments keep.
 
     Args:
-      args: The run.
-      zero: Of the run.
-      epochs: How its data becomes updates.
-      model: The model's config; checkpoints have its fields, from which weights get their names.
+      args: The arguments of the run.
+      zero: The ``Zero`` of the run.
+      epochs: The division of its data into updates.
+      model: The model's config; checkpoints store its fields, which determine the names of exported
+        weights.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class RunFolder:
         self._args, self._zero, self._epochs = args, zero, epochs
         self._metric = args.metric_for_best_model if args.load_best_model_at_end else None
         keep = args.save_total_limit
-        if self._metric:  # the best one counts, too
+        if self._metric:  # the best checkpoint counts towards the limit
             keep = sys.maxsize if keep is None else max(1, keep - 1)
         self.checkpoints = Checkpointer(
             pathlib.Path(args.output_dir, "checkpoints"),
@@ -66,7 +67,7 @@ class RunFolder:
         self.checkpoints.__exit__(*error)
 
     def begin(self, resume: Resume, fresh: Callable[[], Any], abstract: Callable[[], Any]) -> Begun:
-        """A new state, or a saved one.
+        """Creates a new state, or restores a saved one.
 
         Raises:
           CheckpointError: As for ``Trainer.train``.
@@ -94,7 +95,7 @@ class RunFolder:
             after = step if source is self.checkpoints else -1
             self._check_room(after)
             restored = source.restore(abstract(), step)
-        self._make_room(after)  # last: a path that fails deletes nothing
+        self._make_room(after)  # last, so that a failed restore deletes nothing
         state = TrainerState(**{**extra["trainer"], "max_steps": steps})
         return Begun(restored, state, extra["losses"])
 
@@ -105,7 +106,7 @@ class RunFolder:
         losses: list[float],
         scores: Mapping[str, float],
     ) -> None:
-        """Saves in the background, with what a continued run needs."""
+        """Saves the state in the background, with the information to resume the run."""
         extra = {
             "trainer": saved(state), "data": self._data(), "losses": losses, "model": self._about
         }  # fmt: skip
@@ -114,7 +115,7 @@ class RunFolder:
         self.checkpoints.save(state.global_step, train_state, extra=extra, metrics=scores or None)
 
     def _data(self) -> dict[str, Any]:
-        """What a continued run must share, under the names of messages."""
+        """Returns the values that must be equal in a resumed run, by their names in messages."""
         epochs = self._epochs
         return {
             "rows of train_dataset": epochs.rows,
@@ -150,10 +151,10 @@ class RunFolder:
         return [step for step in self.checkpoints.all_steps() if step > after]
 
     def _check_room(self, after: int) -> None:
-        """Checks that there are no later steps, or that the arguments let them go.
+        """Checks that there are no later steps, or that the arguments allow removing them.
 
         Raises:
-          CheckpointError: the arguments do not.
+          CheckpointError: There are later steps, and ``overwrite_output_dir`` is False.
         """
         later = self._later(after)
         if later and not self._args.overwrite_output_dir:
@@ -164,19 +165,19 @@ class RunFolder:
             )
 
     def _make_room(self, after: int) -> None:
-        """Removes later steps."""
+        """Removes the steps later than ``after``."""
         for step in reversed(self._later(after)):
             self.checkpoints.delete(step)
 
 
 def preemption_notice() -> contextlib.AbstractContextManager[Preemption | None]:
-    """Notes SIGTERM, in the main thread, where Python takes signals."""
+    """Returns a context that records SIGTERM; only the main thread can handle Python signals."""
     main = threading.current_thread() is threading.main_thread()
     return Preemption() if main else contextlib.nullcontext()
 
 
 def _fields(config: Any) -> dict[str, Any] | None:
-    """The fields of a config that JSON can hold; None where it is no dataclass."""
+    """Returns the fields of a config that JSON can store; None if it is not a dataclass."""
     if not dataclasses.is_dataclass(config):
         return None
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
@@ -184,7 +185,7 @@ def _fields(config: Any) -> dict[str, Any] | None:
 
 
 def _found(path: pathlib.Path) -> tuple[pathlib.Path, int | None]:
-    """The folder of steps and the step of a path: that of a run, of steps, or of a step."""
+    """Splits the path of a run, of its checkpoints or of a step into steps folder and step."""
     if (step := steps_folder.number(path.name)) is not None:
         return path.parent, step
     inner = path / "checkpoints"

@@ -1,7 +1,7 @@
-"""The learning-rate schedules of transformers, as functions of the number of updates made.
+"""Learning-rate schedules of transformers, as functions of the number of updates so far.
 
-With base rate r, w warm-up steps, T steps and t updates made, r t / max(1, w) while t < w. Then,
-with x = (t - w) / max(1, T - w), as in transformers' ``optimization.py``:
+With base rate r, w warm-up steps, T steps and t updates so far, the rate is r t / max(1, w) while
+t < w. Then, with x = (t - w) / max(1, T - w), as in transformers' ``optimization.py``:
 
 - linear: r max(0, 1 - x).
 - cosine: r max(0, (1 + cos(2 pi c x)) / 2), ``num_cycles`` c = 0.5.
@@ -29,7 +29,7 @@ Options: TypeAlias = Mapping[str, Any]
 
 
 class Run(NamedTuple):
-    """Base rate, steps of the warm-up, and steps in all."""
+    """Base rate, warm-up steps, and total steps."""
 
     rate: float
     warmup: int
@@ -37,14 +37,14 @@ class Run(NamedTuple):
 
 
 After: TypeAlias = Callable[[Run, jax.Array, jax.Array, Options], jax.Array]
-"""The share of the base rate after the warm-up, from t and x."""
+"""Function that returns the fraction of the base rate after the warm-up, from t and x."""
 
 
 def schedule(name: str, run: Run, options: Options | None = None) -> optax.Schedule:
-    """The schedule of that name.
+    """Returns the named schedule.
 
     Raises:
-      ConfigError: An option that the schedule does not have.
+      ConfigError: The schedule does not have an option, or an option's value is invalid.
 
     Example:
       >>> rate = schedule("linear", Run(1.0, 2, 6))
@@ -80,7 +80,7 @@ def _wave(x: jax.Array, cycles: float) -> jax.Array:
 
 
 def _restarts(run: Run, t: jax.Array, x: jax.Array, options: Options) -> jax.Array:
-    # In whole numbers: rounded to the other side, a restart would be 0 in place of 1.
+    # In integer arithmetic: at a restart, a rounding error would give 0 in place of 1.
     span, cycles = max(1, run.steps - run.warmup), options["num_cycles"]
     into = (t - run.warmup) * cycles % span / span
     return jnp.where(x >= 1, 0.0, 0.5 * (1 + jnp.cos(math.pi * into)))
@@ -118,4 +118,4 @@ SCHEDULES: dict[str, tuple[After, dict[str, Any]]] = {
     "constant_with_warmup": (_one, {}),
     "inverse_sqrt": (_inverse_sqrt, {"timescale": None}),
 }
-"""Each schedule after its warm-up, and its options with their defaults."""
+"""Function of each schedule after its warm-up, and its options with their defaults."""

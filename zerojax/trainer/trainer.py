@@ -1,6 +1,6 @@
-"""``Trainer``: a loop over ``zero.init``, ``@zero``, ``@zero.evaluate`` and ``Checkpointer``.
+"""``Trainer``: a training loop of ``zero.init``, ``@zero``, ``@zero.evaluate``, ``Checkpointer``.
 
-To change more than the arguments do, copy this file.
+To change more than the arguments allow, copy this file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zerojax.trainer.run_folder import RunFolder, preemption_notice
 
 
 class TrainOutput(NamedTuple):
-    """What ``train`` returns: updates made, the mean loss of this call's, and its figures."""
+    """Result of ``train``: total updates, and the mean loss and metrics of the call."""
 
     global_step: int
     training_loss: float
@@ -48,28 +48,30 @@ class TrainOutput(NamedTuple):
 
 
 class Trainer:
-    """Trains, evaluates and saves a model, as Hugging Face's Trainer does, with ZeRO.
+    """Trains, evaluates and saves a model with ZeRO, as Hugging Face's Trainer does.
 
     Args:
-      model: A linen module; an NNX module, or a function of ``rngs`` that makes one, sharded from
-        the start.
-      args: The run; all defaults for None.
+      model: A linen module; an NNX module, or a function of ``rngs`` that creates it (created
+        sharded).
+      args: The arguments of the run; None for the defaults.
       train_dataset, eval_dataset: Anything with ``__len__`` and ``__getitem__`` whose rows are
         dicts: a list, ``datasets.Dataset``, ``grain.MapDataset``.
-      data_collator: From a list of rows to a dict of arrays; stacks them by default.
-      loss: ``(model, batch)`` to a loss and predictions, see :mod:`zerojax.trainer.losses`; by
-        default ``model(**batch)``, which takes ``labels`` and returns them.
-      params: The parameters to start from: a tree, or a function of the abstract ones, such as
-        ``lambda like: load(folder, config, like=like)``. New ones by default.
-      compute_metrics: ``EvalPrediction`` to a dict of numbers.
-      preprocess_logits_for_metrics: ``(predictions, labels)`` to what is kept, on the device.
-      callbacks: Of :class:`zerojax.trainer.TrainerCallback`.
-      optimizer: An optax transformation in place of the arguments' and the JSON's.
+      data_collator: A function from a list of rows to a dict of arrays; stacks rows by default.
+      loss: A function from ``(model, batch)`` to a loss and predictions, see
+        :mod:`zerojax.trainer.losses`; by default ``model(**batch)``, which takes ``labels`` and
+        returns the loss and predictions.
+      params: The parameters to start from: a tree, or a function of the abstract parameters, such
+        as ``lambda like: load(folder, config, like=like)``. New parameters by default.
+      compute_metrics: A function from an ``EvalPrediction`` to a dict of numbers.
+      preprocess_logits_for_metrics: A function from ``(predictions, labels)`` to the predictions to
+        keep; runs on the devices.
+      callbacks: Instances or classes of :class:`zerojax.trainer.TrainerCallback`.
+      optimizer: An optax transformation, in place of the optimizer of the arguments or the JSON.
       mesh, specs: As for :func:`zerojax.zero`.
 
     Raises:
-      ConfigError: Arguments and JSON are wrong, or contradict each other.
-      TypeError, ValueError: A dataset or a callback is of no use.
+      ConfigError: The arguments or the JSON are invalid, or contradict each other.
+      TypeError, ValueError: A dataset or a callback is unusable.
 
     Example:
       >>> import flax.linen as nn, numpy as np, tempfile, zerojax
@@ -133,10 +135,10 @@ class Trainer:
             self._model, self.zero, world * args.per_device_eval_batch_size, args.label_names,
             compute_metrics, preprocess_logits_for_metrics,
         )  # fmt: skip
-        self.train_state: Any = None  # made when first needed
+        self.train_state: Any = None  # created when first needed
         self.state, self.control = TrainerState(max_steps=steps), TrainerControl()
         self._losses = MeanLoss()
-        self._saved: int | None = None  # the step whose checkpoint has the present state
+        self._saved: int | None = None  # the step whose checkpoint stores the current state
 
     def train(
         self, resume_from_checkpoint: bool | str | os.PathLike[str] | None = None
@@ -144,22 +146,23 @@ class Trainer:
         """Trains to the last step.
 
         Args:
-          resume_from_checkpoint: True goes on from the newest checkpoint in ``output_dir``, to the
-            numbers of a run that was not stopped; a path goes on from there. By default a new run.
+          resume_from_checkpoint: True to resume from the newest checkpoint in ``output_dir``, with
+            the same results as a run without interruption; a path to resume from that checkpoint.
+            By default, a new run starts.
 
         Raises:
-          CheckpointError: There is no such checkpoint, or it is of other data; or a new run would
-            mix its checkpoints with those of an earlier one.
-          SystemExit: With status 75, after SIGTERM and a last checkpoint.
+          CheckpointError: There is no such checkpoint, or its run read other data; or a new run
+            would mix its checkpoints with those of an earlier run.
+          SystemExit: SIGTERM arrived; the status is 75, and a last checkpoint was saved.
         """
         args, epochs = self.args, self.epochs
         reader = self._reader(self.train_dataset, "train_dataset")
         self._check_last(reader)
-        key = jax.random.split(jax.random.key(args.seed), 3)[2]  # the model begins with the others
+        key = jax.random.split(jax.random.key(args.seed), 3)[2]  # model init uses the rest
         began = time.perf_counter()
         with self._folder() as folder:
             if self.state.global_step or resume_from_checkpoint:
-                self.train_state = None  # room for the other state first
+                self.train_state = None  # free memory before the next state is created
             begun = folder.begin(resume_from_checkpoint, self._ready, self._abstract)
             self.train_state, self.state, self._losses = (*begun[:2], MeanLoss(begun.losses))
             state, start, control = self.state, self.state.global_step, TrainerControl()
@@ -226,7 +229,7 @@ class Trainer:
     def evaluate(
         self, eval_dataset: data.Dataset | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The loss and the metrics of all rows; rows that fill the last batch up do not count."""
+        """Returns the loss and metrics of all rows; rows that pad the last batch do not count."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         reader, run, state = self._reader(dataset, "eval_dataset"), self._evaluator.run, self.state
         metrics = run(self._ready(), reader, metric_key_prefix, self._keeps_predictions()).metrics
@@ -239,7 +242,7 @@ class Trainer:
     def predict(
         self, test_dataset: data.Dataset, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """The predictions for all rows, in order; where there are labels, the metrics, too."""
+        """Returns predictions for all rows, in order, and the metrics if there are labels."""
         reader = self._reader(test_dataset)
         output = self._evaluator.run(self._ready(), reader, metric_key_prefix, True)
         self.callbacks("on_predict", self.state, self.control, metrics=output.metrics)
@@ -251,8 +254,8 @@ class Trainer:
         """Writes the parameters as safetensors; needs the extra ``export``.
 
         Args:
-          output_dir: A new or empty folder; ``model`` in the run's by default.
-          **options: ``names``, ``config`` and others of :func:`zerojax.checkpoint.export`.
+          output_dir: A new or empty folder; by default ``model`` in the run's ``output_dir``.
+          **options: ``names``, ``config`` and other options of :func:`zerojax.checkpoint.export`.
         """
         out = pathlib.Path(output_dir or pathlib.Path(self.args.output_dir, "model"))
         with self._folder() as folder:
@@ -274,7 +277,7 @@ class Trainer:
         return Partial(rows, self.epochs.batch, self.args.gradient_accumulation_steps)
 
     def _check_last(self, reader: data.Reader) -> None:
-        """Whether an epoch's last update, if it is not full, has a loss.
+        """Checks that an epoch's last update, if it is not full, has a loss.
 
         Raises:
           ValueError: It has none.
@@ -283,7 +286,7 @@ class Trainer:
             self._model.check_partial(reader.sample(), self._partial(last))
 
     def _update(self, update: data.Update, key: jax.Array) -> tuple[Any, Any]:
-        """The state after an update, and the step's metrics."""
+        """Runs an update; returns the next state and the step's metrics."""
         partial = None if update.counts is None else self._partial(update.rows)
         batch = update.batch if partial is None else (update.batch, update.counts)
         return self._model.update(self._step, self.train_state, batch, key, partial)
@@ -322,10 +325,10 @@ class Trainer:
 
 
 def _check_cpus(args: TrainingArguments, platform: str) -> None:
-    """Whether the devices are those that ``use_cpu`` asks for.
+    """Checks that the devices are CPUs if ``use_cpu`` is set.
 
     Raises:
-      ValueError: They are others.
+      ValueError: They are not.
     """
     if args.use_cpu and platform != "cpu":
         raise ValueError(

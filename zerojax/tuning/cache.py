@@ -1,4 +1,4 @@
-"""Measurements of compiled programs, kept on disk."""
+"""Cache of measurements of compiled programs, on disk."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from zerojax.xla import compat
 VERSIONS = ("zerojax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 MEASURING = ("hlo", "foresight", "devices", "xla")
-"""The rooms whose code decides what is measured; a change there makes old measurements void."""
+"""Subpackages whose code determines a measurement; a change in them invalidates old entries."""
 _MEASUREMENT = pydantic.TypeAdapter(Measurement)
 KEPT = 2000
-"""How many measurements are kept; those not used for the longest go first."""
+"""Maximum number of cached measurements; the least recently used are evicted first."""
 
 
 class Cache:
     """A :data:`zerojax.foresight.costs.Measure` that measures each program once on this machine.
 
-    A program is known by its lowered text, which holds the number of devices, by their figures, by
-    the options of the compiler, and by the versions of the compiler and of zerojax. A remembered
+    The key is a hash of the program's lowered text, which contains the number of devices, of the
+    devices' rates, the compiler options, and the versions of the compiler and of zerojax. A cached
     measurement has 0 compile seconds.
 
     Args:
-      folder: Where they are kept; None for ``zerojax/plans`` in ``$XDG_CACHE_HOME`` or
+      folder: The folder of the cache; None for ``zerojax/plans`` in ``$XDG_CACHE_HOME`` or
         ``~/.cache``.
 
     Attributes:
-      hits: How many programs were remembered.
-      misses: How many programs were compiled.
+      hits: The number of programs found in the cache.
+      misses: The number of programs compiled.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -67,17 +67,17 @@ class Cache:
         return measurement
 
     def _remembered(self, path: Path) -> Measurement | None:
-        """The measurement in a file; None where the file is absent, or not as it was written."""
+        """Returns the measurement in a file, or None if the file is missing or corrupt."""
         try:
             digest, text = path.read_text().splitlines()
             measurement = _MEASUREMENT.validate_json(text)
             os.utime(path)
-        except (OSError, ValueError):  # pydantic's ValidationError is one
+        except (OSError, ValueError):  # pydantic's ValidationError is a ValueError
             return None
         return measurement if digest == _digest(text) else None
 
     def _keep(self, path: Path, text: str) -> None:
-        """Write a file whole or not at all; a folder that cannot be written is no error."""
+        """Writes a file atomically; ignores a folder that cannot be written."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:

@@ -1,4 +1,4 @@
-"""``zerojax.fit``: the settings predicted to train fastest, in place of a config's "auto"."""
+"""``zerojax.fit``: replaces a config's "auto" by the settings predicted to train fastest."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from zerojax.xla.compiler import GPUS
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """The config of the fastest choice, and the choices it was taken from.
+    """The config of the fastest choice, and the ranking of the choices.
 
     Attributes:
       config: A DeepSpeed JSON for :func:`zerojax.zero`.
-      choice: Its settings; ``remat`` is an option of the model, which no config has.
-      ranking: Every choice that was compiled and fits, most tokens a second first (the shortest
-        step first where ``autotuning.metric`` is "latency"). With ``xla``
-        first the fastest under several options of XLA.
-      unseen: Combinations of stage, remat and offload that the limits of the search left out.
-      compiled: How many programs were compiled.
-      remembered: How many programs the cache knew.
+      choice: The settings of ``config``, and ``remat``, an option of the model that no config has.
+      ranking: Every choice that was compiled and fits, by descending tokens per second (by
+        ascending step time if ``autotuning.metric`` is "latency"). With ``xla``, the first entries
+        are the fastest choice under several XLA options.
+      unseen: Combinations of stage, remat and offload that the search skipped at its limits.
+      compiled: The number of programs compiled.
+      remembered: The number of programs found in the cache.
     """
 
     config: dict[str, Any]
@@ -70,49 +70,53 @@ def fit(
     note: Callable[[str], None] | None = None,
     done: Callable[[int, int], None] = lambda modes, of: None,
 ) -> Fitted:
-    """The settings that a config leaves open, chosen for the most predicted tokens a second.
+    """Chooses the settings that a config leaves open for the most predicted tokens per second.
 
-    Open are the stage, the batch sizes, the offload sections and ``stage3_max_live_parameters``,
-    where the config has "auto" or nothing, and ``remat`` where ``model`` takes that option. Every
-    choice is compiled for the devices; none is run. ``~/.cache/zerojax`` remembers what was
-    compiled before.
+    The stage, the batch sizes, the offload sections and ``stage3_max_live_parameters`` are open if
+    the config has "auto" or nothing for them, and ``remat`` is open if ``model`` takes it. The
+    search compiles each choice for the devices and runs none (except with ``xla``).
+    ``~/.cache/zerojax`` caches the measurements of compiled programs.
 
-    DeepSpeed's section ``autotuning``, where enabled, bounds the search: the rows of an update
-    and of a micro-batch, how many micro-batches are compiled, and by ``metric`` what is fastest.
-    The config of the result is without it.
+    DeepSpeed's section ``autotuning``, if enabled, bounds the search: the rows of an update and of
+    a micro-batch, and the number of micro-batches compiled; its ``metric`` defines the fastest
+    choice. The resulting config does not have this section.
 
     Args:
       config: A DeepSpeed JSON as a path or a dict, or Accelerate's YAML.
-      model: Returns a language model of flax, or a :class:`zerojax.Workload` for any other step;
-        may take ``zero``, ``rows``, ``seq`` and ``remat``. Or a name, as ``"llama-7b"``.
+      model: A function that returns a flax language model, or a :class:`zerojax.Workload` for any
+        other step; it may take ``zero``, ``rows``, ``seq`` and ``remat``. Or the name of a model,
+        such as ``"llama-7b"``.
       train_batch_size: Rows of an update, over all devices; None leaves the number open.
       seq: Tokens in a row.
-      mesh: The devices, as for :func:`zerojax.zero`; :func:`zerojax.topology` for absent ones.
-      rates: The speeds and the memory of the devices; None for the figures of their kind, with the
+      mesh: The devices, as for :func:`zerojax.zero`; use :func:`zerojax.topology` for absent
+        devices.
+      rates: The speeds and the memory of the devices; None for the rates of their kind, with the
         memory that is free.
-      network: The network between nodes, as ``"400gb"`` a device or ``"ib-ndr"``
-        (:func:`zerojax.devices.network.network_speed`); None for that of ``rates``.
-      auto: What stands in for an "auto" that is not open, as for :func:`zerojax.zero`.
-      compiles: How many choices are compiled at the most.
-      seconds: How long the search takes at the most, in seconds.
-      xla: Whether the fastest choice is then compiled under several options of XLA
-        (:mod:`zerojax.tuning.options`), and run under them where the devices are GPUs that exist.
+      network: The network between nodes, such as ``"400gb"`` (per device) or ``"ib-ndr"``
+        (:func:`zerojax.devices.network.network_speed`); None for the network of ``rates``.
+      auto: Values for each "auto" that is not open, as for :func:`zerojax.zero`.
+      compiles: The maximum number of choices to compile.
+      seconds: The maximum duration of the search, in seconds.
+      xla: Whether to compile the fastest choice under several XLA options as well
+        (:mod:`zerojax.tuning.options`), and run it under them if the devices are GPUs that exist.
         The config has the fastest options in its section "xla".
-      note: Called with what is compiled next; None prints it on stderr.
-      done: Called with how many modes (stage, remat, offload) are done, and how many there are.
+      note: A function called with the description of each choice before it is compiled; None to
+        print on stderr.
+      done: A function called with the number of modes (stage, remat, offload) that are done, and
+        their total.
 
     Raises:
-      ConfigError: The config is wrong, or the rows do not divide among the devices.
+      ConfigError: The config is invalid, or the rows do not divide among the devices.
       OutOfMemoryError: No choice that was compiled fits.
-      ValueError: Nothing is known of such devices or of the network, the model is unknown or no
-        language model, or ``xla`` is asked for devices that are no GPUs.
+      ValueError: The devices, the network or the model are unknown, the model is not a language
+        model, ``xla`` is set and the devices are not GPUs, or several processes call ``fit``.
 
     Example::
 
       fitted = zerojax.fit("zero_auto.json", lambda: GPT(config), train_batch_size=64)
       zero = zerojax.zero(fitted.config)
     """
-    if jax.process_count() > 1:  # each would end its search by its own clock
+    if jax.process_count() > 1:  # each would stop its search by its own clock
         raise ValueError("fit: give all processes one config: run `zerojax fit --out` before, once")
     raw, wrong = as_json(config, auto)
     if problems := wrong + stand_in(raw, auto or {}).problems:
@@ -157,7 +161,7 @@ def fit(
 
 
 def _nothing(study: Study, searched: Searched, devices: str) -> str:
-    """Why no choice is left, and what to do."""
+    """Returns a message that explains why no choice fits, and what to do."""
     if searched.unseen:
         return (
             f"nothing that was compiled fits {devices}, and the limit of compiles or of seconds "

@@ -1,4 +1,4 @@
-"""The search for the options of XLA under which a step is fastest."""
+"""Search for the XLA options under which a step is fastest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _combined(bytes_: int) -> Options:
 
 
 _LAYER = _combined(2**29)
-"""A layer of a 7B's parameters, in bfloat16, is 405 MB: its collectives become one."""
+"""Combines a layer's collectives; a layer of a 7B model has 405 MB of parameters in bfloat16."""
 
 CANDIDATES: tuple[Options, ...] = (
     _SCHEDULER,
@@ -32,7 +32,7 @@ CANDIDATES: tuple[Options, ...] = (
     _SCHEDULER | _BUFFERED,
     _SCHEDULER | _LAYER | _BUFFERED,
 )
-"""What is compared with zerojax's own options: what others found to matter, alone and together."""
+"""Options to compare with zerojax's defaults: others found them to matter, singly or combined."""
 
 
 def search_options(
@@ -42,14 +42,15 @@ def search_options(
     seconds: float,
     run: Callable[[Choice], float | None] | None = None,
 ) -> list[Trial]:
-    """A choice under each candidate that fits, and under none, most rows a second first.
+    """Tries a choice with and without each candidate; returns those that fit, fastest first.
 
     Args:
       trials: The trials of the step on the devices.
-      best: The choice.
-      fixed: Options that the config has, which stay.
-      seconds: How long the search takes at the most, in seconds.
-      run: Seconds of a step that is run, None where it cannot be; for devices that exist.
+      best: The trial of the choice.
+      fixed: Names of options that the config sets; they stay unchanged.
+      seconds: The maximum duration of the search, in seconds.
+      run: A function that runs a choice and returns the seconds of a step, or None if the choice
+        does not run; None if the devices do not exist.
     """
     until = time.monotonic() + seconds
     fitting: list[Trial] = []
@@ -66,7 +67,7 @@ def search_options(
 
 
 def _under_options(choice: Choice, fixed: Collection[str]) -> Iterator[Choice]:
-    """The choice under each different candidate."""
+    """Yields the choice under each distinct candidate."""
     known = {choice}
     for candidate in CANDIDATES:
         options = tuple((name, value) for name, value in candidate.items() if name not in fixed)

@@ -1,4 +1,4 @@
-"""The time of a workload's step on devices that exist."""
+"""Measured time of a workload's step, on devices that exist."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STEPS = 5
 
 
 def seconds_of_a_step(zero: Zero, workload: Workload, steps: int = STEPS) -> float:
-    """The median time of a step, in seconds, on a batch of zeros.
+    """Returns the median time of a step, in seconds, on a batch of zeros.
 
     Args:
       zero: The decorator.
-      workload: Its step is compiled and run on a new state, which is then forgotten.
-      steps: How many steps are timed, after one that is not.
+      workload: The workload; its step is compiled and run on a new state, which is discarded.
+      steps: The number of steps to time, after one warm-up step.
     """
     state = zero.init(workload.create_state, jax.random.key(0))
     step, batch, args = zero(workload.train_step), *map(_zeros, (workload.batch, workload.args))
@@ -40,7 +40,7 @@ def seconds_of_a_step(zero: Zero, workload: Workload, steps: int = STEPS) -> flo
 
 
 def _zeros(tree: Any) -> Any:
-    """Arrays in place of shapes."""
+    """Replaces abstract arrays by zeros, and abstract PRNG keys by keys."""
 
     def array(x: Any) -> Any:
         if not isinstance(x, jax.ShapeDtypeStruct):

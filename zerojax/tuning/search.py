@@ -1,4 +1,4 @@
-"""The search for the settings that fit and are predicted to train fastest."""
+"""Search for the settings that fit and are predicted to train fastest."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from zerojax.tuning.space import Space
 
 COMPILES, SECONDS = 40, 1200.0
 REFINED = 2
-"""How many choices are tried again with parameters that stay gathered."""
+"""Number of choices to try again with parameters that stay gathered."""
 
 
 class Searched(NamedTuple):
     """The result of a search.
 
     Attributes:
-      ranking: The choices that fit, most rows a second first; by the metric "latency" of the
-        space's bounds the shortest step first.
-      unseen: The modes that the limits of the search left out.
-      leanest: The choice that needs the least memory of all.
+      ranking: The choices that fit, by descending rows per second, or by ascending step time if
+        the metric of the space's bounds is "latency".
+      unseen: The modes that the search skipped at its limits.
+      leanest: The choice that needs the least memory.
     """
 
     ranking: list[Trial]
@@ -43,19 +43,19 @@ def search(
 ) -> Searched:
     """Searches for the largest micro-batch of each mode (stage, remat, offload) that fits.
 
-    The first compile of a mode tells which bytes grow with the micro-batch, and the size at which
-    they fill the memory is compiled next. The modes of an offload are tried only where the leanest
-    of them, the highest stage with remat, fits at the smallest micro-batch; and those of a further
-    offload only where nothing fits with less: its traffic over the host's link would buy nothing.
-    Where the config leaves open what stays gathered at stage 3, the fastest choices are tried again
-    with as much of that as fits.
+    The first compile of a mode shows which bytes grow with the micro-batch; the size at which they
+    fill the memory is compiled next. The modes of an offload are tried only if their leanest, the
+    highest stage with remat, fits at the smallest micro-batch. More offload is tried only if
+    nothing fits with less, because its traffic over the host's link only costs time. If the config
+    leaves open which parameters stay gathered at stage 3, the fastest choices are tried again with
+    as many gathered parameters as fit.
 
     Args:
       trials: The trials of the step on the devices.
       space: The settings that may be chosen.
-      compiles: How many choices are compiled at the most; what a cache remembers is no compile.
-      seconds: How long the search takes at the most, in seconds.
-      done: Called with how many modes are done, and how many there are.
+      compiles: The maximum number of choices to compile; cached programs do not count.
+      seconds: The maximum duration of the search, in seconds.
+      done: A function called with the number of modes that are done, and their total.
     """
     bounds = space.bounds
     shortest = bounds is not None and bounds.metric == "latency"
@@ -100,7 +100,7 @@ class _Limits:
     """Trials within the limits of a search.
 
     Attributes:
-      compiles: How many choices may still be compiled.
+      compiles: The number of choices that may still be compiled.
     """
 
     def __init__(self, trials: Trials, compiles: int, seconds: float) -> None:
@@ -113,10 +113,10 @@ class _Limits:
         return self.compiles <= 0 or time.monotonic() >= self._until
 
     def fitting(self, choice: Choice) -> Forecast | None:
-        """The forecast of a choice; None where it does not fit, by an estimate or a compile.
+        """Returns a choice's forecast, or None if an estimate or a compile shows it does not fit.
 
         Raises:
-          TimeoutError: It would have to be compiled, and the limits do not allow that.
+          TimeoutError: The choice must be compiled, and the limits do not allow another compile.
         """
         if choice not in self._known and not self.trials.hopeless(choice):
             if self.over:
@@ -130,12 +130,12 @@ class _Limits:
 def _of_mode(
     limits: _Limits, space: Space, mode: Choice, sizes: Sequence[int], at_most: int
 ) -> Iterator[Trial]:
-    """The micro-batches of a mode that fit, of those that are tried.
+    """Tries up to ``at_most`` micro-batches of a mode, and yields those that fit.
 
     Raises:
-      TimeoutError: The limits of the search are reached.
+      TimeoutError: The search reached its limits.
     """
-    low, high, at = 0, len(sizes), 0  # sizes below low fit, those from high on do not
+    low, high, at = 0, len(sizes), 0  # sizes before low fit, sizes from high on do not
     for _ in range(at_most):
         choice = space.choice(mode, sizes[at])
         if forecast := limits.fitting(choice):
@@ -143,7 +143,7 @@ def _of_mode(
             low = at + 1
             at = _fills(forecast, sizes[at], sizes, limits.trials.rates.room)
             if at < low:
-                break  # the next size exceeds the memory by far more than the estimate errs
+                break  # the next size exceeds the memory by more than the estimate's error
         else:
             high = at
         at = min(at, high - 1)
@@ -152,7 +152,7 @@ def _of_mode(
 
 
 def ranked(trials: Iterable[Trial], shortest: bool = False) -> list[Trial]:
-    """The trials, most rows a second first, or the shortest step first."""
+    """Sorts trials by descending rows per second, or by ascending step time if ``shortest``."""
     return sorted(
         trials,
         key=lambda x: x.seconds / (1 if shortest else x.choice.micro * x.choice.accumulation),
@@ -160,19 +160,19 @@ def ranked(trials: Iterable[Trial], shortest: bool = False) -> list[Trial]:
 
 
 def listed(modes: Sequence[Choice]) -> str:
-    """The modes for a message, the first eight."""
+    """Formats modes for a message, at most eight of them."""
     names = [str(dataclasses.replace(mode, micro=1)) for mode in modes]
     names = [name.replace(", micro-batch 1", "") for name in names]
     return "; ".join(names[:8]) + f"; and {len(names) - 8} more" * (len(names) > 8)
 
 
 def _less(fitting: Choice, mode: Choice) -> bool:
-    """Whether a choice that fits offloads less than a mode."""
+    """Returns whether a choice that fits offloads less than a mode."""
     return OFFLOADS.index(fitting.offload) < OFFLOADS.index(mode.offload)
 
 
 def _fills(forecast: Forecast, micro: int, sizes: Sequence[int], room: int) -> int:
-    """The position of the largest micro-batch that should fit, by the bytes that grow with it."""
+    """Returns the index of the largest micro-batch that should fit; scales the bytes that grow."""
     grows = [
         sum(program.memory.get(kind, 0) for kind in (ACTIVATIONS, LOGITS, BATCH))
         for program in forecast.programs

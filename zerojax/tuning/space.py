@@ -1,4 +1,4 @@
-"""The settings that a config leaves open, among which the fastest are searched."""
+"""Search space: the settings that a config leaves open."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Space:
     """The settings that may be chosen.
 
     Attributes:
-      stages, remats, offloads: Tried in every combination that a stage allows.
-      micro: Rows of a device in a micro-batch; None for open.
-      accumulation: Micro-batches an update; None for open.
-      rows: Rows of a device in an update, which micro-batches divide; None for open.
-      live: Elements of parameters that stay gathered over an update; None for open.
-      bounds: Of the search, by the config's section ``autotuning``; None for none.
-      world: How many devices share the rows, for the bounds of an update's.
+      stages, remats, offloads: Values to try in every combination that the stage allows.
+      micro: Rows of a device in a micro-batch; None if open.
+      accumulation: Micro-batches per update; None if open.
+      rows: Rows of a device in an update, a multiple of the micro-batch; None if open.
+      live: Elements of parameters that stay gathered over an update; None if open.
+      bounds: The bounds of the search, from the config's section ``autotuning``; None if absent.
+      world: The number of devices that share the rows, for the bounds on the rows of an update.
     """
 
     stages: Sequence[int] = (0, 1, 2, 3)
@@ -57,10 +57,10 @@ class Space:
     world: int = 1
 
     def sizes(self) -> list[int]:
-        """The micro-batches that may be chosen, rising; powers of two where all is open.
+        """Returns the allowed micro-batches in ascending order; powers of two if all is open.
 
         Raises:
-          ConfigError: None of them lies within the bounds.
+          ConfigError: No micro-batch is within the bounds.
         """
         if self.micro is not None:
             sizes = [self.micro]
@@ -80,7 +80,7 @@ class Space:
         return within
 
     def _within(self, micro: int) -> bool:
-        """Whether a micro-batch, and the rows of its update, lie within the bounds."""
+        """Returns whether a micro-batch and the rows of its update are within the bounds."""
         if (bounds := self.bounds) is None:
             return True
         choice = self.choice(Choice(stage=0, micro=micro), micro)
@@ -92,12 +92,12 @@ class Space:
         )
 
     def choice(self, mode: Choice, micro: int) -> Choice:
-        """A mode with a micro-batch, and the accumulation that follows from it."""
+        """Returns a mode with a micro-batch, and the accumulation that follows from it."""
         accumulation = self.accumulation or (1 if self.rows is None else self.rows // micro)
         return dataclasses.replace(mode, micro=micro, accumulation=accumulation)
 
     def modes(self) -> Iterator[Choice]:
-        """Every combination of stage, remat and offload, the cheapest first."""
+        """Yields every possible combination of stage, remat and offload, the cheapest first."""
         live = self.live or 0
         for offload, remat, stage in itertools.product(self.offloads, self.remats, self.stages):
             mode = Choice(stage=stage, micro=1, remat=remat, offload=offload, live=live)
@@ -105,10 +105,10 @@ class Space:
                 yield mode
 
     def furthest(self, config: Mapping[str, Any], world: int) -> dict[str, Any]:
-        """A config with the last of the modes, so that both offload sections are read."""
+        """Returns a config with the last mode, so that the loader reads both offload sections."""
         modes = list(self.modes())
         if not modes:
-            return dict(config)  # the loader names the contradiction
+            return dict(config)  # the loader reports the contradiction
         zero = modes[-1].json(config, world)["zero_optimization"]
         return {**config, "zero_optimization": zero}
 
@@ -116,16 +116,16 @@ class Space:
 def left_open(
     config: Mapping[str, Any], rows: int | None, world: int, remats: Sequence[bool | None]
 ) -> tuple[Space, dict[str, Any]]:
-    """The settings that a DeepSpeed config leaves open, and the config without them.
+    """Returns the settings that a DeepSpeed config leaves open, and the config without them.
 
-    Batch sizes, the stage, the two offload sections and ``stage3_max_live_parameters`` are open
-    where the config has "auto" or nothing. The section ``autotuning``, where it is enabled, bounds
-    the search and is left out of the config.
+    Batch sizes, the stage, the two offload sections and ``stage3_max_live_parameters`` are open if
+    the config has "auto" or nothing for them. The section ``autotuning``, if enabled, bounds the
+    search and is removed from the config.
 
     Args:
-      config: As read from JSON.
-      rows: Rows of an update over all devices; None where the caller does not say.
-      world: How many devices.
+      config: The config, as read from JSON.
+      rows: Rows of an update over all devices; None for the config's.
+      world: The number of devices.
       remats: The model's choices of ``remat``.
 
     Raises:
@@ -177,15 +177,18 @@ def left_open(
 
 
 def _is_one_bit(config: Mapping[str, Any]) -> bool:
-    """Whether the optimizer sends 1 bit an element."""
+    """Returns whether the optimizer communicates 1 bit per element."""
     optimizer = config.get("optimizer")
     named = str(optimizer.get("type")).lower() if isinstance(optimizer, dict) else ""
     return named in {name.lower() for name in ONE_BIT}
 
 
 def _offloads(zero: dict[str, Any], *, without: bool) -> tuple[Offload, ...]:
-    """The offloads that agree with the config's sections, or with their old switches; none
-    where other keys have it ``without``."""
+    """Returns the offloads that agree with the config's sections, or with their old switches.
+
+    Sections that leave offload open count as not offloaded if ``without`` is set, because other
+    keys exclude offload.
+    """
     wanted = []
     for section in SECTIONS:
         old = [bool(zero.pop(name)) for name in OLD_SWITCHES[section] if name in zero]

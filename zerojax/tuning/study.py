@@ -1,4 +1,4 @@
-"""One model on some devices, tried under different settings.
+"""Trials of a model on a mesh, under different settings.
 
 study = Study(function, config, mesh, rates("h100"), rows=64, seq=1024)
 study.forecast(study.given).fits
@@ -38,21 +38,23 @@ class Study(Trials):
     Parameters on disk are forecast as if they were in host memory.
 
     Args:
-      function: Returns a flax model or a workload, see :mod:`zerojax.models.registry`.
-      config: The config, of which a choice changes a few settings.
+      function: A function that returns a flax model or a workload, see
+        :mod:`zerojax.models.registry`.
+      config: The config; a choice changes some of its settings.
       mesh: The devices, which need not exist.
       rates: The speeds and the memory of the devices.
-      rows: Rows of a batch of all devices; None for those of the config, else one a device.
+      rows: Rows of a batch over all devices; None for the config's number, or one per device if
+        the config has none.
       seq: Tokens in a row.
-      remat: The option of functions that take ``remat``.
-      note: Called with what is compiled next.
-      measured: Measures a program, as :func:`zerojax.foresight.costs.measure` does.
+      remat: The value of ``remat`` for functions that take this option.
+      note: A function called with the description of each choice before it is compiled.
+      measured: A function that measures a program, as :func:`zerojax.foresight.costs.measure`.
 
     Attributes:
-      given: The config's own choice.
+      given: The choice that the config describes.
 
     Raises:
-      ConfigError: The rows do not divide among the devices as the config wants.
+      ConfigError: The rows do not divide among the devices as the config requires.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Study(Trials):
         super().__init__(self._from_model, given, rates, note, measured)
 
     def run(self, choice: Choice) -> float | None:
-        """Seconds of a step of a choice, run on the devices; None where it does not run there."""
+        """Runs a choice on the devices; returns seconds per step, or None if it does not run."""
         decorated, made = self._decorated(choice.config(self._config, self.world), choice)
         self._note(f"{choice}: running")
         try:
@@ -88,7 +90,7 @@ class Study(Trials):
             return None
 
     def _decorated(self, config: ZeroConfig, choice: Choice) -> tuple[Zero, Workload]:
-        """The decorator and the workload of a choice, whose own specs the decorator has."""
+        """Returns the decorator and the workload of a choice; the decorator has its specs."""
         decorated = zero(config, mesh=self._mesh)
         made = self._workload(decorated, choice)
         if made.specs is not None:
@@ -101,7 +103,7 @@ class Study(Trials):
         return workload(bound(self._function, options), decorated, rows, self._seq)
 
     def collectives(self, choice: Choice) -> CollectivesTable:
-        """The collectives that zerojax decides on for a choice's step; compiles nothing."""
+        """Returns the collectives that zerojax chooses for a choice's step; compiles nothing."""
         _, step, given, _ = self._step(choice)
         return step.collectives(*given)
 
@@ -110,11 +112,11 @@ class Study(Trials):
         return BuiltStep(plan, lambda: step.programs(*given), tokens)
 
     def _step(self, choice: Choice) -> tuple[Plan, Step[Any, Any], tuple[Any, ...], int]:
-        """The plan of a choice's state, its step, what the step is given, and its tokens."""
+        """Returns the plan of a choice's state, its step, the step's arguments, and its tokens."""
         config = choice.config(self._config, self.world)
         if config.offload_param and config.offload_param.device == "nvme":
-            # A program that reads a disk cannot be compiled for absent devices. On its way to the
-            # device a parameter lies in host memory in either case.
+            # A program that reads a disk cannot be compiled for absent devices. In both cases a
+            # parameter passes through host memory on its way to the device.
             config = dataclasses.replace(config, offload_param=OffloadParam())
         decorated, made = self._decorated(config, choice)
         state = decorated.abstract_state(made.create_state, jax.random.key(0))
@@ -127,7 +129,7 @@ class Study(Trials):
 
 
 def _check_axes(plan: Plan) -> None:
-    """Refuses an axis of the mesh that divides neither the batch nor the model."""
+    """Rejects a mesh axis that shards neither the batch nor the model."""
     cuts = {axis for leaf in plan.leaves["params"] for e in leaf.whole for axis in layout.axes(e)}
     for axis, size in plan.mesh.shape.items():
         if size > 1 and axis not in {*cuts, *batch_axes(plan.mesh), SEQUENCE}:

@@ -1,8 +1,8 @@
-"""Workloads by name, for `zerojax plan --model deberta-v2-xlarge`: no models of the next token.
+"""Named workloads other than language models, for `zerojax plan --model deberta-v2-xlarge`.
 
 `pyproject.toml` lists them as entry points of the group `zerojax.models`. Each trains with dropout,
-drawn anew in each step, and takes `zero`, `rows`, `seq` (tokens in a row), `remat` and `scan` as
-the models of `zerojax.models.names` do.
+with a new mask in each step, and takes `zero`, `rows`, `seq` (tokens in a row), `remat` and `scan`,
+as the models of `zerojax.models.names` do.
 
 >>> import zerojax
 >>> made = blenderbot_400m(zerojax.zero(stage=2), rows=200, seq=128)
@@ -28,7 +28,7 @@ from zerojax.tuning.workload import LEARNING_RATE, Workload
 def classification(
     size: str, zero: Zero, rows: int, seq: int = 128, remat: bool = True, scan: bool = True
 ) -> Workload:
-    """A DeBERTa that learns the class of rows, or of pairs, of `seq` tokens."""
+    """Returns the training of a DeBERTa that classifies texts, or pairs, of `seq` tokens."""
     config = deberta.DebertaConfig(**deberta.SIZES[size], remat=remat, scan=scan)
     model = deberta.DebertaClassifier(config)
 
@@ -46,7 +46,7 @@ def classification(
 def seq2seq(
     size: str, zero: Zero, rows: int, seq: int = 128, remat: bool = True, scan: bool = True
 ) -> Workload:
-    """A BART that learns targets of `seq / 2` tokens for sources of `seq`."""
+    """Returns the training of a BART on sources of `seq` and targets of `seq / 2` tokens."""
     sizes = bart.SIZES[size]
     longest = max(seq, sizes["max_position_embeddings"])
     sizes = sizes | {"max_position_embeddings": longest}

@@ -1,4 +1,4 @@
-"""A training step to be planned, with the state and the batch it takes, all of them abstract.
+"""Workloads: a training step to plan, with abstract state and batch.
 
 made = workload(lambda: linen_model, zero, rows=64, seq=1024)
 made.train_step, made.batch
@@ -21,9 +21,9 @@ from zerojax.api import Zero
 from zerojax.models.registry import ModelError
 from zerojax.trace.gradients import value_and_grad
 
-LEARNING_RATE = 1e-4  # of AdamW, where the config names no optimizer; the rate changes no cost
+LEARNING_RATE = 1e-4  # of AdamW, if the config names no optimizer; the rate changes no cost
 
-# What a model that predicts no tokens needs.
+# Part of the error message for a bare model that is not a language model.
 _TAKEN_AS = """\
 A bare model is taken as a language model: tokens int32 [B, T] -> logits [B, T, V]. Any other needs
 its own step and batch: give a function that returns a zerojax.Workload, for images perhaps
@@ -48,20 +48,20 @@ its own step and batch: give a function that returns a zerojax.Workload, for ima
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One training step with its state and its batch, to be compiled and not run.
+    """A training step with its state and its batch, to be compiled but not run.
 
-    ``zerojax plan --model`` and :func:`zerojax.fit` take a function that returns one. The function
-    may take ``zero``, ``rows``, ``seq`` and ``remat``, by those names.
+    ``zerojax plan --model`` and :func:`zerojax.fit` take a function that returns a workload. The
+    function may have parameters named ``zero``, ``rows``, ``seq`` and ``remat``.
 
     Attributes:
       create_state: ``create_state(key)`` returns a ``TrainState``, or an ``nnx.Module`` and its
         ``nnx.Optimizer``.
       train_step: The step, undecorated.
       batch: A tree of arrays or ``jax.ShapeDtypeStruct``, with the rows of all devices.
-      tokens: How many tokens the batch has, for tokens a second; 0 for a batch without tokens.
-      args: What the step takes after the batch, abstract too: a dropout key, perhaps.
-      specs: The parameters' ``PartitionSpec`` on further axes of the mesh, as for
-        :func:`zerojax.zero`; None where the model carries its own, or none.
+      tokens: The number of tokens in the batch, for tokens per second; 0 if it has no tokens.
+      args: Abstract arguments of the step after the batch, such as a dropout key.
+      specs: The parameters' ``PartitionSpec`` on other axes of the mesh, as for
+        :func:`zerojax.zero`; None if the model annotates its parameters, or has no such specs.
 
     Example: images, in ``my_models.py`` for ``zerojax plan --model my_models:images``
 
@@ -131,7 +131,7 @@ class Workload:
       ...     }
       ...     return zerojax.Workload(create_state, train_step, batch, tokens=rows * seq)
 
-    Both are steps that train:
+    Both steps can be trained:
 
       >>> zero = zerojax.zero(stage=3)
       >>> for made in images(zero, rows=8), translation(zero, rows=8, seq=16):
@@ -152,24 +152,24 @@ class Workload:
 
 
 def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Workload:
-    """The workload that ``make()`` returns, or that of the language model it returns.
+    """Returns the workload that ``make()`` returns, or builds it from a language model.
 
     A bare model maps tokens int32 [B, T] to logits [B, T, V]. Its step takes ``{"tokens": int32
-    [rows, seq + 1]}``, or where a mesh axis cuts rows along their tokens ``{"tokens": int32 [rows,
-    seq], "targets": int32 [rows, seq]}``; the loss is the mean cross-entropy of the next token in
-    float32, the optimizer the config's, else AdamW. Nothing is computed.
+    [rows, seq + 1]}``, or, if a mesh axis shards the sequence, ``{"tokens": int32 [rows, seq],
+    "targets": int32 [rows, seq]}``. The loss is the mean cross-entropy of the next token in
+    float32; the optimizer is the config's, or AdamW by default. Nothing is computed.
 
     Args:
-      make: Returns a :class:`Workload`, a linen module or an ``nnx.Module``.
-      zero: The decorator, whose config may name the optimizer.
-      rows: Rows of the batch, of all devices.
+      make: A function that returns a :class:`Workload`, a linen module or an ``nnx.Module``.
+      zero: The decorator; its config may name the optimizer.
+      rows: Rows of the batch, over all devices.
       seq: Tokens in a row.
 
     Raises:
-      TypeError: ``make()`` returns none of these.
+      TypeError: ``make()`` returns an object of another type.
 
-    ``create_state`` and ``train_step`` raise :class:`zerojax.models.registry.ModelError` where the
-    model does not take tokens, or gives no logits.
+    ``create_state`` and ``train_step`` raise :class:`zerojax.models.registry.ModelError` if the
+    model does not take tokens, or does not return logits.
     """
     returned: list[Any] = []
     jax.eval_shape(lambda: returned.append(make()))
@@ -190,17 +190,17 @@ def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Worklo
         create_state, train_step = _linen(model, tx, seq)
     else:
         create_state, train_step = _nnx(make, tx)
-    tensor = getattr(model, "tensor", None)  # that of zerojax.models
+    tensor = getattr(model, "tensor", None)  # models of zerojax.models have it
     return Workload(
         create_state, train_step, batch, rows * seq, specs=tensor.specs if tensor else None
     )
 
 
 def _logits(model: Any, call: Callable[[jax.Array], Any], tokens: jax.Array) -> Any:
-    """The logits [B, T, V] that ``call`` gives for tokens [B, T].
+    """Returns the logits [B, T, V] that ``call`` computes from tokens [B, T].
 
     Raises:
-      ModelError: The call fails, or gives no logits: the model is no language model.
+      ModelError: The call fails, or does not return logits: the model is not a language model.
     """
     name, given = type(model).__name__, f"tokens {tokens.dtype}{list(tokens.shape)}"
     try:
@@ -219,7 +219,7 @@ def _logits(model: Any, call: Callable[[jax.Array], Any], tokens: jax.Array) -> 
 
 
 def _loss(model: Any, call: Callable[[jax.Array], Any], batch: Any) -> jax.Array:
-    """The mean cross-entropy of the next token, in float32."""
+    """Returns the mean cross-entropy of the next token, in float32."""
     tokens, targets = batch["tokens"], batch.get("targets")
     if targets is None:
         tokens, targets = tokens[:, :-1], tokens[:, 1:]

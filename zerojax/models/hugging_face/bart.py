@@ -1,4 +1,4 @@
-"""Hugging Face's `bart` and `blenderbot`: their `config.json` and their names.
+"""Hugging Face's `bart` and `blenderbot`: their `config.json` and tensor names.
 
 >>> config = config_from_hf({"model_type": "blenderbot", "d_model": 64, "decoder_layers": 3})
 >>> config.encoder_layers, config.normalize_before   # as in BlenderbotConfig where nothing is said
@@ -20,7 +20,7 @@ from zerojax.models.hugging_face.parameters import saved_config
 from zerojax.weights import Names, Tensor
 from zerojax.weights.writer import Path
 
-# Copies of one table, which older files have beside it.
+# Copies of the shared embedding table that older files also have.
 TIED = {
     name: "model.shared.weight"
     for name in (
@@ -30,7 +30,7 @@ TIED = {
     )
 }
 
-# What zerojax.models.bart computes; transformers has the first value of each as its default.
+# Values that zerojax.models.bart supports; the first of each is transformers' default.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("bart", "blenderbot"),
     "activation_function": ("gelu",),
@@ -42,7 +42,7 @@ ARCHITECTURES = {
     "blenderbot": "BlenderbotForConditionalGeneration",
 }
 
-# What makes a `Bart` of each, and transformers' defaults of its sizes.
+# Options that distinguish each model type, and transformers' defaults of its sizes.
 _BART: dict[str, Any] = dict(
     vocab_size=50265, d_model=1024, encoder_layers=12, decoder_layers=12,
     encoder_attention_heads=16, decoder_attention_heads=16, encoder_ffn_dim=4096,
@@ -57,7 +57,7 @@ KINDS = {"bart": _BART, "blenderbot": _BLENDERBOT}
 
 
 def names(config: BartConfig) -> Names:
-    """The tensors of a `BartForConditionalGeneration`, or Blenderbot's, by paths of a `Bart`."""
+    """Maps paths of a `Bart` to tensors of a `BartForConditionalGeneration`, or Blenderbot's."""
     layers = {"encoder": config.encoder_layers, "decoder": config.decoder_layers}
     stacks = {f"{side}/layers": range(count) for side, count in layers.items()}
     bias = {"final_logits_{bias}": Tensor("final_logits_{bias}")}
@@ -69,12 +69,13 @@ def names(config: BartConfig) -> Names:
 
 
 def config_from_hf(values: Mapping[str, Any]) -> BartConfig:
-    """The BART config of a `config.json`, whose other keys `config_to_hf` writes back.
+    """Converts a `config.json` to a `BartConfig`; `config_to_hf` writes its other keys back.
 
-    Files hold a `final_logits_bias`, of zeros as a rule; where it is not, set `add_logits_bias`.
+    Files have a `final_logits_bias`, usually of zeros; if it is nonzero, set `add_logits_bias`.
 
     Raises:
-      ValueError: Another `model_type`, or a value that `zerojax.models.bart` does not compute.
+      ValueError: The file has another `model_type`, or a value that `zerojax.models.bart` does not
+        support.
     """
     check_supported(values, SUPPORTED, "zerojax.models.bart")
     kind = KINDS[values.get("model_type", "bart")]
@@ -86,19 +87,20 @@ def config_from_hf(values: Mapping[str, Any]) -> BartConfig:
 
 
 def read_config(folder: Path) -> BartConfig:
-    """`config_from_hf` of a folder's `config.json`, with its `generation_config.json`.
+    """Reads a folder's `config.json` by `config_from_hf`, and keeps its `generation_config.json`.
 
     Raises:
-      FileNotFoundError: The folder has none.
-      ValueError: The file is no JSON object, or `zerojax.models.bart` cannot compute such a model.
+      FileNotFoundError: The folder has no `config.json`.
+      ValueError: The file is not a JSON object, or `zerojax.models.bart` does not support the
+        model.
     """
     return config_file.read(folder, config_from_hf)
 
 
 def config_to_hf(config: BartConfig) -> dict[str, Any]:
-    """`config.json` as transformers reads it, with the keys of the one that the config came from.
+    """Returns the `config.json` for transformers, with the other keys of the original file.
 
-    `scan`, `remat` and `dtype` are left out.
+    `scan`, `remat` and `dtype` are omitted.
 
     Raises:
       ValueError: The config is neither BART's nor BlenderBot's.
@@ -123,15 +125,15 @@ def config_to_hf(config: BartConfig) -> dict[str, Any]:
 
 
 def texts(config: BartConfig) -> dict[str, str]:
-    """`config.json`, and the `generation_config.json` that the config came with, by file name."""
+    """Returns `config.json`, and the original `generation_config.json` if any, by file name."""
     return config_file.texts(config, config_to_hf(config))
 
 
 def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
-    """For `zerojax export CHECKPOINT OUT --names zerojax.models.hugging_face.bart:export_names`.
+    """Serves `zerojax export CHECKPOINT OUT --names zerojax.models.hugging_face.bart:export_names`.
 
-    The checkpoint was saved with `extra={"model": {...}}`, as `Trainer` does: the fields of the
-    `BartConfig`.
+    The checkpoint must have been saved with `extra={"model": {...}}`, the fields of the
+    `BartConfig`, as `Trainer` does.
 
     Raises:
       ValueError: `extra` has no such fields.

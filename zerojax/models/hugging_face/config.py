@@ -1,16 +1,16 @@
-"""Hugging Face's `config.json` by the fields of a config of the same names."""
+"""Hugging Face's `config.json` for configs whose fields have the same names."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-OURS = ("scan", "remat", "dtype", "hugging_face")  # which no config.json has
+OURS = ("scan", "remat", "dtype", "hugging_face")  # fields that no config.json has
 
 
 def check_supported(
     values: Mapping[str, Any], supported: Mapping[str, Sequence[Any]], module: str
 ) -> None:
-    """Refuse values that the module does not compute.
+    """Rejects values that the module does not support.
 
     >>> check_supported({"hidden_act": "relu"}, {"hidden_act": ["gelu"]}, "zerojax.models.deberta")
     Traceback (most recent call last):
@@ -26,6 +26,6 @@ def check_supported(
 
 
 def of_fields(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that a config of that type has as fields, and a file may say."""
+    """Selects the values that are fields of a config type and may be in a `config.json`."""
     names = {field.name for field in dataclasses.fields(config)} - set(OURS)
     return {name: value for name, value in values.items() if name in names}

@@ -1,4 +1,4 @@
-"""A folder's `config.json`, and what it must agree with."""
+"""A folder's `config.json` and `generation_config.json`: reading, checking, writing back."""
 
 import dataclasses
 import json
@@ -12,14 +12,14 @@ from zerojax.weights.saver import CONFIG_FILE, GENERATION_FILE, json_text
 
 Config = TypeVar("Config", bound=Any)
 Sizes = Sequence[tuple[str, str, Any]]
-"""A config's name, Hugging Face's, and the default of transformers."""
+"""For each size, a config's name, Hugging Face's name, and the default of transformers."""
 
 _OF_FILES = ("torch_dtype", "dtype", "quantization_config", "auto_map")
-"""Keys that describe a folder's tensors and code, which need not be those of another one."""
+"""Keys that describe the tensors and the code of the original folder, and are not written back."""
 
 
 def kept(values: Mapping[str, Any], without: Collection[str] = ()) -> str:
-    """The keys of a `config.json` as the text of a config's field `hugging_face`.
+    """Returns the keys of a `config.json` as text for a config's field `hugging_face`.
 
     >>> kept({"eos_token_id": 5, "torch_dtype": "float16"})
     '{"config.json": {"eos_token_id": 5}}'
@@ -29,13 +29,13 @@ def kept(values: Mapping[str, Any], without: Collection[str] = ()) -> str:
 
 
 def carried(config: Any, file: str = CONFIG_FILE) -> dict[str, Any]:
-    """The keys of a folder's file that a config came from; none for a config of one's own."""
+    """Returns the keys of the file from which a config was read; empty if it was not read."""
     found: dict[str, Any] = json.loads(config.hugging_face or "{}").get(file, {})
     return found
 
 
 def texts(config: Any, about: Mapping[str, Any]) -> dict[str, str]:
-    """The files of JSON in a model's folder, by name.
+    """Returns the texts of the JSON files in a model's folder, by name.
 
     Args:
       config: A model's config.
@@ -47,11 +47,11 @@ def texts(config: Any, about: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read(folder: str | os.PathLike[str], from_hf: Callable[[Mapping[str, Any]], Config]) -> Config:
-    """The config that a folder's `config.json` describes; it keeps `generation_config.json`, too.
+    """Reads the config from a folder's `config.json`, and keeps its `generation_config.json`.
 
     Raises:
-      FileNotFoundError: The folder has none.
-      ValueError: The file is no JSON object, or `from_hf` refuses it.
+      FileNotFoundError: The folder has no `config.json`.
+      ValueError: A file is not a JSON object, or `from_hf` rejects it.
     """
     file = pathlib.Path(folder) / CONFIG_FILE
     if not file.is_file():
@@ -70,7 +70,7 @@ def read(folder: str | os.PathLike[str], from_hf: Callable[[Mapping[str, Any]], 
 
 
 def check(folder: str | os.PathLike[str], theirs: Any, ours: Any, sizes: Sizes) -> None:
-    """Refuse a config other than the folder's: no tensor's shape shows the number of heads.
+    """Rejects a config unlike the folder's, because no tensor's shape shows the number of heads.
 
     Raises:
       ValueError: A size differs.
@@ -86,15 +86,15 @@ def check(folder: str | os.PathLike[str], theirs: Any, ours: Any, sizes: Sizes) 
 def check_supported(
     values: Mapping[str, Any], supported: Mapping[str, Sequence[Any]], module: str
 ) -> None:
-    """Refuse values that a model does not compute.
+    """Rejects values that a model does not support.
 
     Args:
-      values: Of a `config.json`.
-      supported: The values that the model computes, by key.
-      module: The model's, for messages.
+      values: The values of a `config.json`.
+      supported: The values that the model supports, by key.
+      module: The name of the model's module, for messages.
 
     Raises:
-      ValueError: A value is not among the supported ones.
+      ValueError: A value is not supported.
     """
     for key, able in supported.items():
         if key in values and values[key] not in able:

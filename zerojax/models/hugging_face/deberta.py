@@ -1,4 +1,4 @@
-"""Hugging Face's `deberta-v2`, of which v3 is one too: its `config.json` and its names.
+"""Hugging Face's `deberta-v2`, which includes v3: its `config.json` and tensor names.
 
 >>> config = config_from_hf({"hidden_size": 64, "num_attention_heads": 4})
 >>> config.num_hidden_layers, config.pos_att_type   # as in DebertaV2Config where nothing is said
@@ -20,7 +20,7 @@ from zerojax.models.hugging_face.parameters import saved_config
 from zerojax.weights import Names
 from zerojax.weights.writer import Path
 
-# What zerojax.models.deberta computes; transformers has the first value of each as its default.
+# Values that zerojax.models.deberta supports; the first of each is transformers' default.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("deberta-v2",),
     "hidden_act": ("gelu",),
@@ -29,7 +29,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "conv_groups": (1,),
 }
 
-# transformers' defaults where they are not DebertaConfig's.
+# transformers' defaults that differ from DebertaConfig's.
 DEFAULTS: dict[str, Any] = dict(
     vocab_size=128100, hidden_size=1536, num_hidden_layers=24, num_attention_heads=24,
     intermediate_size=6144, position_buckets=-1, share_att_key=False, norm_rel_ebd="none",
@@ -38,13 +38,13 @@ DEFAULTS: dict[str, Any] = dict(
 
 
 _DERIVED = ("embedding_size", "pooler_hidden_size", "attention_head_size", "cls_dropout")
-"""Keys that follow from others; transformers does so too where a file lacks them."""
+"""Keys derived from others; transformers also derives them if a file lacks them."""
 
 
 def names(config: DebertaConfig) -> Names:
-    """The tensors of a `DebertaV2ForSequenceClassification` by paths of a `DebertaClassifier`.
+    """Maps paths of a `DebertaClassifier` to tensors of a `DebertaV2ForSequenceClassification`.
 
-    Those of pretraining in a file are passed over.
+    Tensors of the pretraining heads are ignored.
     """
     first = 1 if config.conv_kernel_size else 0
     stacked = {"deberta/encoder/layer": range(first, config.num_hidden_layers)}
@@ -58,10 +58,10 @@ def names(config: DebertaConfig) -> Names:
 
 
 def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
-    """The DeBERTa config of a `config.json`, whose other keys `config_to_hf` writes back.
+    """Converts a `config.json` to a `DebertaConfig`; `config_to_hf` writes its other keys back.
 
     Raises:
-      ValueError: A value that `zerojax.models.deberta` does not compute.
+      ValueError: The file has a value that `zerojax.models.deberta` does not support.
     """
     check_supported(values, SUPPORTED, "zerojax.models.deberta")
     sizes = DEFAULTS | dict(values)
@@ -81,18 +81,18 @@ def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
 
 
 def read_config(folder: Path) -> DebertaConfig:
-    """`config_from_hf` of a folder's `config.json`.
+    """Reads a folder's `config.json` by `config_from_hf`.
 
     Raises:
-      FileNotFoundError: The folder has none.
-      ValueError: The file is no JSON object, or `zerojax.models.deberta` cannot compute such a
+      FileNotFoundError: The folder has no `config.json`.
+      ValueError: The file is not a JSON object, or `zerojax.models.deberta` does not support the
         model.
     """
     return config_file.read(folder, config_from_hf)
 
 
 def _check_derived(sizes: Mapping[str, Any]) -> None:
-    """Refuses keys that say otherwise than those that `zerojax.models.deberta` derives them from.
+    """Rejects keys that contradict the keys from which `zerojax.models.deberta` derives them.
 
     >>> _check_derived({"hidden_size": 32, "num_attention_heads": 4, "attention_head_size": 16})
     Traceback (most recent call last):
@@ -119,10 +119,10 @@ zerojax.models.deberta takes for it: write 8, or leave attention_head_size out
 
 
 def config_to_hf(config: DebertaConfig) -> dict[str, Any]:
-    """`config.json` as transformers reads it, with the keys of the one that the config came from.
+    """Returns the `config.json` for transformers, with the other keys of the original file.
 
-    Its names of labels are those, too, as long as they are as many. `scan`, `remat` and `dtype` are
-    left out.
+    The names of the labels are kept as well, if `num_labels` is unchanged. `scan`, `remat` and
+    `dtype` are omitted.
     """
     carried = config_file.carried(config)
     labels = carried.get("id2label")
@@ -141,15 +141,15 @@ def config_to_hf(config: DebertaConfig) -> dict[str, Any]:
 
 
 def texts(config: DebertaConfig) -> dict[str, str]:
-    """`config.json`, and other files of JSON that the config came with, by file name."""
+    """Returns `config.json`, and other JSON files read with the config, by file name."""
     return config_file.texts(config, config_to_hf(config))
 
 
 def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
-    """For `zerojax export CHECKPOINT OUT --names zerojax.models.hugging_face.deberta:export_names`.
+    """Serves `zerojax export ... --names zerojax.models.hugging_face.deberta:export_names`.
 
-    The checkpoint was saved with `extra={"model": {...}}`, as `Trainer` does: the fields of the
-    `DebertaConfig`.
+    The checkpoint must have been saved with `extra={"model": {...}}`, the fields of the
+    `DebertaConfig`, as `Trainer` does.
 
     Raises:
       ValueError: `extra` has no such fields.

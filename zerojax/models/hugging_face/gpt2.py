@@ -1,8 +1,8 @@
-"""GPT-2 weights of Hugging Face as parameters of `zerojax.models.gpt`, and back.
+"""Hugging Face's GPT-2 weights as parameters of `zerojax.models.gpt`, and back.
 
-A folder as Hugging Face has it (`config.json`, `model.safetensors` or several files with an
-index), shard by shard: each device's piece of each parameter is read from the file by itself. The
-host holds one piece at a time, and no device more than its shards.
+Folders have Hugging Face's layout (`config.json`, and `model.safetensors` or several files with an
+index). `load` reads each device's shard of each parameter from the files separately: the host holds
+one shard at a time, and no device more than its shards.
 
 >>> import jax, jax.numpy as jnp, optax, tempfile, zerojax
 >>> from zerojax.models.gpt import GPT, GPTConfig
@@ -24,10 +24,10 @@ host holds one piece at a time, and no device more than its shards.
 True
 >>> folder.cleanup()
 
-The parameters that `load` replaces live until the new ones are loaded: 4 bytes a parameter over all
-devices, as much as the step's gradients need later. `model.config` may say `scan=True`; the layers'
-tensors then make up `[L, ...]` leaves. `zerojax.models.gpt_nnx` has the same names:
-`zerojax.weights.load(folder, like=model, names=NAMES)`.
+The parameters that `load` replaces stay in memory until the new ones are loaded: 4 bytes per
+parameter over all devices, as much as the step's gradients need later. If `model.config` has
+`scan=True`, the layers' tensors are stacked into `[L, ...]` leaves. `zerojax.models.gpt_nnx` has
+the same names: `zerojax.weights.load(folder, like=model, names=NAMES)`.
 """
 
 import pathlib
@@ -51,35 +51,35 @@ NAMES = weights.Names(
         "{table}/embedding": "{table}.weight",
         "ln_f/scale": "ln_f.weight",
         "ln_f/bias": "ln_f.bias",
-        # Conv1D keeps [in, out], as flax does.
+        # Conv1D stores [in, out], as flax does.
         "h_{layer:int}/{module:path}/bias": "h.{layer}.{module}.bias",
         "h_{layer:int}/{module:path}/{kind}": "h.{layer}.{module}.weight",
         "h/{module:path}/bias": weights.Tensor("h.{layer}.{module}.bias", "... -> layer ..."),
         "h/{module:path}/{kind}": weights.Tensor("h.{layer}.{module}.weight", "... -> layer ..."),
     },
-    prefix="transformer.",  # of a GPT2LMHeadModel's names; a GPT2Model's have none
-    ignored=("h.{layer}.attn.bias", "h.{layer}.attn.masked_bias"),  # masks of older transformers
+    prefix="transformer.",  # in the names of a GPT2LMHeadModel, not of a GPT2Model
+    ignored=("h.{layer}.attn.bias", "h.{layer}.attn.masked_bias"),  # masks, in older files
     tied={"lm_head.weight": "wte.weight"},
 )
 
 
 def load(path: Path, config: GPTConfig, *, like: Any = None, dtype: Any = None) -> Any:
-    """The `params` of `GPT(config)` from a safetensors file or a folder of Hugging Face's.
+    """Loads the `params` of `GPT(config)` from a safetensors file or a folder of Hugging Face's.
 
     Args:
       path: A file, or a folder with `model.safetensors` or `model.safetensors.index.json`. A
         folder's `config.json`, if present, must agree with `config`.
-      like: The places of the parameters: a tree of arrays or `jax.ShapeDtypeStruct`, such as
+      like: The shardings of the parameters: a tree of arrays or `jax.ShapeDtypeStruct`, such as
         `.params` of `zero.init` or `zero.abstract_state`, or of shardings. None for JAX's default
         device.
-      dtype: The dtype of the parameters. None for that of `like`, or float32; fp16 and bf16 files
-        are widened.
+      dtype: The dtype of the parameters. None for the dtype of `like`, or float32; fp16 and bf16
+        files are widened.
 
     Returns:
-      A tree of arrays like `like`.
+      A tree of arrays with the structure of `like`.
 
     Raises:
-      ValueError: A file is damaged, or a tensor missing, superfluous, of a wrong shape or of
+      ValueError: A file is corrupt, or a tensor is missing, unexpected, of a wrong shape or of
         integers. All headers are checked before anything is loaded.
       FileNotFoundError: A file does not exist.
     """
@@ -92,18 +92,19 @@ def load(path: Path, config: GPTConfig, *, like: Any = None, dtype: Any = None) 
 def save(
     params: Any, config: GPTConfig, folder: Path, *, max_shard_size: int = MAX_FILE_BYTES
 ) -> None:
-    """Write parameters of `GPT(config)` as a folder that `load` and transformers read.
+    """Writes parameters of `GPT(config)` to a folder that `load` and transformers can read.
 
-    `config.json`, the `generation_config.json` of the folder that `config` came from, and
-    `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index
-    where all is more than `max_shard_size` bytes. The files take their names at the end: an error
-    before leaves the folder as it was.
+    The folder has `config.json`, the `generation_config.json` of the folder from which `config`
+    was read, and `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index if the
+    total exceeds `max_shard_size` bytes. The files get their final names at the end, so that an
+    error before leaves the folder unchanged.
 
     Args:
       params: `model.init(...)["params"]` or `state.params`, on any devices of this process.
 
     Raises:
-      ValueError: They are not the parameters of `GPT(config)`, or lie on other processes' devices.
+      ValueError: The arrays are not the parameters of `GPT(config)`, or are stored on other
+        processes' devices.
     """
     wanted(GPT(config), params)
     texts = config_file.texts(config, config_to_hf(config))
@@ -111,16 +112,16 @@ def save(
 
 
 def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
-    """For `zerojax export CHECKPOINT OUT --names zerojax.models.hugging_face.gpt2:export_names`.
+    """Serves `zerojax export CHECKPOINT OUT --names zerojax.models.hugging_face.gpt2:export_names`.
 
-    The folder is as `save` writes it, from a checkpoint that was saved with
-    `extra={"model": {...}}`: the fields of the `GPTConfig`, of which no shape shows `n_head`.
+    The exported folder is as `save` writes it. The checkpoint must have been saved with
+    `extra={"model": {...}}`, the fields of the `GPTConfig`, because no shape shows `n_head`.
 
     Args:
-      leaves: Shapes by name, as `h_0.attn.c_attn.kernel`; with `scan=True`, `h.attn...`.
+      leaves: Shapes by name, such as `h_0.attn.c_attn.kernel`; with `scan=True`, `h.attn...`.
 
     Raises:
-      ValueError: `extra` has no such fields, or the parameters are of another config.
+      ValueError: `extra` has no such fields, or the parameters do not match them.
     """
     sizes = [ours for ours, _, _ in SIZES]
     about = fields_of(extra, sizes, "GPTConfig")

@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` of a GPT-2, and `GPTConfig`.
+"""Conversion between Hugging Face's `config.json` of a GPT-2 and `GPTConfig`.
 
 >>> config = config_from_hf({"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_head": 4})
 >>> config.block_size, config.n_layer, config.dropout     # as in `gpt2` where nothing is said
@@ -14,7 +14,7 @@ from typing import Any
 from zerojax.models.gpt import INIT_STD, LAYER_NORM_EPS, GPTConfig
 from zerojax.models.hugging_face import config_file
 
-# GPTConfig's name, Hugging Face's, and the default of transformers' GPT2Config.
+# GPTConfig's name, Hugging Face's name, and the default of transformers' GPT2Config.
 SIZES = (
     ("vocab_size", "vocab_size", 50257),
     ("block_size", "n_positions", 1024),
@@ -25,7 +25,7 @@ SIZES = (
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 DEFAULT_DROPOUT = 0.1
 
-# What zerojax.models.gpt computes; transformers has the first value of each as its default.
+# Values that zerojax.models.gpt supports; the first of each is transformers' default.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of tanh-GELU
@@ -39,13 +39,13 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
-    """What `zerojax.models.gpt` makes of a GPT-2's `config.json`.
+    """Converts a GPT-2's `config.json` to a `GPTConfig`.
 
-    Keys that say nothing of the forward pass (token ids, generation, summaries) are kept for
+    Keys that do not affect the forward pass (token ids, generation, summaries) are kept for
     `config_to_hf`.
 
     Raises:
-      ValueError: A value that `zerojax.models.gpt` does not compute, such as another activation.
+      ValueError: `zerojax.models.gpt` does not support a value, such as another activation.
     """
     config_file.check_supported(values, SUPPORTED, "zerojax.models.gpt")
     sizes = {ours: values.get(theirs, default) for ours, theirs, default in SIZES}
@@ -65,11 +65,11 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """`config.json` as transformers reads it, with the keys of the one that the config came from.
+    """Returns the `config.json` for transformers, with the other keys of the original file.
 
-    `scan`, `remat` and `dtype` are left out.
+    `scan`, `remat` and `dtype` are omitted.
     """
-    end_of_text = 50256  # transformers' default, an error where the vocabulary is smaller
+    end_of_text = 50256  # transformers' default, an error if the vocabulary is smaller
     known = config.vocab_size > end_of_text
     return {
         **{key: supported[0] for key, supported in SUPPORTED.items()},
@@ -85,10 +85,10 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 
 def read_config(folder: str | os.PathLike[str]) -> GPTConfig:
-    """`config_from_hf` of a folder's `config.json`, with its `generation_config.json`.
+    """Reads a folder's `config.json` by `config_from_hf`, and keeps its `generation_config.json`.
 
     Raises:
-      FileNotFoundError: The folder has none.
-      ValueError: The file is no JSON object, or `zerojax.models.gpt` cannot compute such a model.
+      FileNotFoundError: The folder has no `config.json`.
+      ValueError: The file is not a JSON object, or `zerojax.models.gpt` does not support the model.
     """
     return config_file.read(folder, config_from_hf)

@@ -1,6 +1,6 @@
-"""Llama weights of Hugging Face as parameters of `zerojax.models.llama`, and back.
+"""Hugging Face's Llama weights as parameters of `zerojax.models.llama`, and back.
 
-A folder is read and written as by `zerojax.models.hugging_face.gpt2`:
+Folders are read and written as by `zerojax.models.hugging_face.gpt2`:
 
 >>> import jax, jax.numpy as jnp, tempfile
 >>> from zerojax.models.llama import SIZES, Llama, LlamaConfig
@@ -45,23 +45,23 @@ NAMES = weights.Names(
     {
         "embed_tokens/embedding": "model.embed_tokens.weight",
         "norm/scale": "model.norm.weight",
-        # nn.Linear keeps [out, in].
+        # nn.Linear stores [out, in].
         "{head}/kernel": weights.Tensor("{head}.weight", "o i -> i o"),
         "layers_{layer:int}/{module:path}/kernel": weights.Tensor(_IN_LAYER, "o i -> i o"),
         "layers_{layer:int}/{module:path}/scale": _IN_LAYER,
         "layers/{module:path}/kernel": weights.Tensor(_IN_LAYER, "o i -> layer i o"),
         "layers/{module:path}/scale": weights.Tensor(_IN_LAYER, "i -> layer i"),
     },
-    prefix="model.",  # of a LlamaForCausalLM's names; a LlamaModel's have none
-    ignored=("layers.{layer}.self_attn.rotary_emb.inv_freq",),  # of older transformers
+    prefix="model.",  # in the names of a LlamaForCausalLM, not of a LlamaModel
+    ignored=("layers.{layer}.self_attn.rotary_emb.inv_freq",),  # in older files
     tied={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
 
 def load(path: Path, config: LlamaConfig, *, like: Any = None, dtype: Any = None) -> Any:
-    """The `params` of `Llama(config)` from a safetensors file or a folder of Hugging Face's.
+    """Loads the `params` of `Llama(config)` from a safetensors file or a folder of Hugging Face's.
 
-    Arguments, result and errors are those of `zerojax.models.hugging_face.gpt2.load`.
+    Arguments, result and errors are as for `zerojax.models.hugging_face.gpt2.load`.
     """
     like = wanted(Llama(config), like, dtype)
     if (pathlib.Path(path) / CONFIG_FILE).exists():
@@ -72,9 +72,9 @@ def load(path: Path, config: LlamaConfig, *, like: Any = None, dtype: Any = None
 def save(
     params: Any, config: LlamaConfig, folder: Path, *, max_shard_size: int = MAX_FILE_BYTES
 ) -> None:
-    """Write parameters of `Llama(config)` as a folder that `load` and transformers read.
+    """Writes parameters of `Llama(config)` to a folder that `load` and transformers can read.
 
-    Arguments and errors are those of `zerojax.models.hugging_face.gpt2.save`.
+    Arguments and errors are as for `zerojax.models.hugging_face.gpt2.save`.
     """
     wanted(Llama(config), params)
     texts = config_file.texts(config, config_to_hf(config))
@@ -82,16 +82,17 @@ def save(
 
 
 def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
-    """For `zerojax export CHECKPOINT OUT --names zerojax.models.hugging_face.llama:export_names`.
+    """Serves `zerojax export ... --names zerojax.models.hugging_face.llama:export_names`.
 
-    The folder is as `save` writes it, from a checkpoint that was saved with
-    `extra={"model": {...}}`: the fields of the `LlamaConfig`.
+    The exported folder is as `save` writes it. The checkpoint must have been saved with
+    `extra={"model": {...}}`, the fields of the `LlamaConfig`.
 
     Args:
-      leaves: Shapes by name, as `layers_0.mlp.up_proj.kernel`; with `scan=True`, `layers.mlp...`.
+      leaves: Shapes by name, such as `layers_0.mlp.up_proj.kernel`; with `scan=True`,
+        `layers.mlp...`.
 
     Raises:
-      ValueError: `extra` has no such fields, or the parameters are of another config.
+      ValueError: `extra` has no such fields, or the parameters do not match them.
     """
     names = [ours for ours, _, _ in SIZES] + ["rope_theta"]
     about = fields_of(extra, names, "LlamaConfig")
@@ -103,23 +104,23 @@ def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
 
 
 def from_hf(tensors: Mapping[str, np.ndarray], config: LlamaConfig) -> dict[str, Any]:
-    """The `params` of `Llama(config)`, as NumPy arrays in the tensors' dtypes.
+    """Returns the `params` of `Llama(config)` as NumPy arrays in the tensors' dtypes.
 
     Args:
-      tensors: Arrays by Hugging Face's names, with or without `model.` before them.
-        `rotary_emb.inv_freq` is ignored, and the `lm_head.weight` of a tied output.
+      tensors: Arrays by Hugging Face's names, with or without the prefix `model.`.
+        `rotary_emb.inv_freq` is ignored, and so is the `lm_head.weight` of a tied output.
       config: The config of the weights.
 
     Raises:
-      ValueError: Tensors are missing, superfluous, of a wrong shape or no floats; with the first
-        few.
+      ValueError: Tensors are missing, unexpected, of a wrong shape or not floats; the message lists
+        the first few.
     """
     params: dict[str, Any] = weights.rearranged(tensors, abstract(Llama(config)), NAMES)
     return params
 
 
 def shapes_of(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that Hugging Face keeps for such a model.
+    """Returns names and shapes of the tensors that Hugging Face stores for such a model.
 
     >>> from zerojax.models.llama import SIZES
     >>> shapes_of(LlamaConfig(**SIZES["llama-70b"]))["model.layers.79.self_attn.k_proj.weight"]

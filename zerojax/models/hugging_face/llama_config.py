@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` of a Llama, and `LlamaConfig`.
+"""Conversion between Hugging Face's `config.json` of a Llama and `LlamaConfig`.
 
 >>> config = config_from_hf({"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2})
 >>> config.n_embd, config.n_inner, config.kv_heads          # the rest as where nothing is said
@@ -15,7 +15,7 @@ from zerojax.models.gpt import INIT_STD
 from zerojax.models.hugging_face import config_file
 from zerojax.models.llama import LlamaConfig
 
-# LlamaConfig's name, Hugging Face's, and the default of transformers' LlamaConfig.
+# LlamaConfig's name, Hugging Face's name, and the default of transformers' LlamaConfig.
 SIZES = (
     ("vocab_size", "vocab_size", 32000),
     ("block_size", "max_position_embeddings", 2048),
@@ -29,7 +29,7 @@ SIZES = (
 )
 ROPE_THETA = 10000.0
 
-# What zerojax.models.llama computes; transformers has the first value of each as its default.
+# Values that zerojax.models.llama supports; the first of each is transformers' default.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),
     "hidden_act": ("silu",),
@@ -41,21 +41,21 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
-    """What `zerojax.models.llama` makes of a Llama's `config.json`.
+    """Converts a Llama's `config.json` to a `LlamaConfig`.
 
-    Keys that say nothing of the forward pass (token ids, generation) are kept for `config_to_hf`.
+    Keys that do not affect the forward pass (token ids, generation) are kept for `config_to_hf`.
 
     Raises:
-      ValueError: A value that `zerojax.models.llama` does not compute, such as scaled rotations.
+      ValueError: `zerojax.models.llama` does not support a value, such as scaled rotations.
     """
     module = "zerojax.models.llama"
-    # Of transformers from 5 on; before, rope_theta stands by itself and rope_scaling for the rest.
+    # From transformers 5 on; older files have a separate rope_theta, and rope_scaling for the rest.
     rope = values.get("rope_parameters") or {}
     config_file.check_supported(values, SUPPORTED, module)
     config_file.check_supported(rope, {"rope_type": ("default",)}, module)
     sizes = {ours: values.get(theirs, default) for ours, theirs, default in SIZES}
     if sizes["n_kv_head"] == sizes["n_head"]:
-        sizes["n_kv_head"] = None  # as LlamaConfig says it
+        sizes["n_kv_head"] = None  # LlamaConfig's form
     config = LlamaConfig(
         **sizes,
         rope_theta=rope.get("rope_theta", values.get("rope_theta", ROPE_THETA)),
@@ -70,9 +70,9 @@ def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
 
 
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """`config.json` as transformers reads it, with the keys of the one that the config came from.
+    """Returns the `config.json` for transformers, with the other keys of the original file.
 
-    `scan`, `remat` and `dtype` are left out.
+    `scan`, `remat` and `dtype` are omitted.
     """
     return {
         **{key: supported[0] for key, supported in SUPPORTED.items() if key != "rope_scaling"},
@@ -89,10 +89,11 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
 
 
 def read_config(folder: str | os.PathLike[str]) -> LlamaConfig:
-    """`config_from_hf` of a folder's `config.json`, with its `generation_config.json`.
+    """Reads a folder's `config.json` by `config_from_hf`, and keeps its `generation_config.json`.
 
     Raises:
-      FileNotFoundError: The folder has none.
-      ValueError: The file is no JSON object, or `zerojax.models.llama` cannot compute such a model.
+      FileNotFoundError: The folder has no `config.json`.
+      ValueError: The file is not a JSON object, or `zerojax.models.llama` does not support the
+        model.
     """
     return config_file.read(folder, config_from_hf)

@@ -1,4 +1,4 @@
-"""Names of modules that are called as Hugging Face calls them.
+"""Names of tensors for models whose modules have Hugging Face's names.
 
 >>> names = module_names("model.", stacks={"encoder/layers": range(2)})
 >>> names["{stack:path}_{layer:int}/{module:path}/kernel"].name     # decoder/layers_3/fc1/kernel
@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from zerojax.weights import Tensor
 
-# A parameter, its tensor, and the axes of both; torch keeps linear layers as [out, in].
+# A parameter, its tensor, and the axes of the tensor and of the parameter; torch stores linear
+# layers as [out, in].
 LEAVES = (
     ("kernel", "weight", "o i", "i o"),
     ("embedding", "weight", "...", "..."),
@@ -21,11 +22,11 @@ LEAVES = (
 
 
 def module_names(prefix: str, stacks: Mapping[str, range]) -> dict[str, Tensor]:
-    """The tensor of each parameter, by patterns of paths, of which the first that fits counts.
+    """Returns the tensor of each parameter by path pattern; the first matching pattern counts.
 
     Args:
-      prefix: Of all tensors.
-      stacks: Paths of stacked blocks, with their numbers in the tensors' names.
+      prefix: The prefix of all tensors.
+      stacks: Paths of stacked blocks, with the blocks' numbers in the tensors' names.
     """
     names = {
         "{module:path}/conv/kernel": Tensor(f"{prefix}{{module}}.conv.weight", "o i k -> k i o")

@@ -1,4 +1,4 @@
-"""What the parameters of a flax model are to be like: shapes, places and dtypes."""
+"""Target shapes, shardings and dtypes of a flax model's parameters."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,21 +13,21 @@ from zerojax.plan.stored import stored
 
 
 def abstract(model: nn.Module) -> Any:
-    """The `params` of a language model as `jax.ShapeDtypeStruct`."""
+    """Returns the `params` of a language model as `jax.ShapeDtypeStruct`."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 
 
 def wanted(model: nn.Module, like: Any = None, dtype: Any = None) -> Any:
-    """Shape, dtype and sharding of every parameter, in a tree like `like`.
+    """Returns the target shape, dtype and sharding of every parameter, in a tree like `like`.
 
     Args:
       model: The model, with a `config`.
       like: A tree of arrays, of `jax.ShapeDtypeStruct`, or of shardings; None for the model's.
-      dtype: Of all parameters; None for that of `like`, or float32.
+      dtype: The dtype of all parameters; None for the dtype of `like`, or float32.
 
     Raises:
-      ValueError: `like` has not the model's parameters, or `dtype` is none of floats.
+      ValueError: `like` does not have the model's parameters, or `dtype` is not a float dtype.
     """
     name = f"{type(model).__name__}(config)"
     shapes = abstract(model)
@@ -58,7 +58,7 @@ def wanted(model: nn.Module, like: Any = None, dtype: Any = None) -> Any:
 
 
 def by_path(tree: Any) -> dict[str, Any]:
-    """A tree's leaves by path, as `weights.load` has them."""
+    """Returns a tree's leaves by path, in the format of `weights.load`."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -66,7 +66,7 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 
 def nested(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Float parameters of a checkpoint, whose names have dots between their keys, by path."""
+    """Returns a checkpoint's float parameters by path, from shapes by dotted name."""
     return {
         name.replace(".", "/"): jax.ShapeDtypeStruct(shape, jnp.float32)
         for name, shape in shapes.items()
@@ -74,10 +74,10 @@ def nested(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def saved_config(extra: Any, config: type) -> Any:
-    """The config that a checkpoint was saved with, a dataclass of that type.
+    """Returns the config, a dataclass of type `config`, from a checkpoint's `extra`.
 
     Raises:
-      ValueError: There is none, or some fields are missing or wrong.
+      ValueError: There is no config, or fields are missing or invalid.
     """
     fields = dataclasses.fields(config)
     required = [f.name for f in fields if f.default is dataclasses.MISSING]
@@ -87,10 +87,10 @@ def saved_config(extra: Any, config: type) -> Any:
 
 
 def fields_of(extra: Any, needed: list[str], config: str) -> Mapping[str, Any]:
-    """The fields of a config that a checkpoint was saved with.
+    """Returns the fields of the config in a checkpoint's `extra`.
 
     Raises:
-      ValueError: It has no such fields.
+      ValueError: `extra` lacks needed fields.
     """
     about = extra.get("model") if isinstance(extra, Mapping) else None
     if not isinstance(about, Mapping) or not about.keys() >= set(needed):

@@ -134,10 +134,10 @@ class Checkpointer:
     def __exit__(self, _kind: object, error: BaseException | None, _tb: object) -> None:
         try:
             self.close()
-        except CheckpointError as failed:
+        except CheckpointError as close_error:
             if error is None:
                 raise
-            error.add_note(str(failed))  # the caller's error propagates
+            error.add_note(str(close_error))  # the caller's error propagates
 
     def save(
         self,
@@ -168,33 +168,33 @@ class Checkpointer:
             the processes; extra or metrics cannot be written; the folder was removed or replaced.
         """
 
-        def prepared() -> PendingSave:
+        def prepare() -> PendingSave:
             writer = self._writing()
             writer.settle()
-            number = _whole(step)
+            number = _step_number(step)
             self._check(number, state)
-            numbers = self._retention.checked(number, metrics)
-            pending = PendingSave(number, state, self.zero, encoded(extra), numbers)
+            checked_metrics = self._retention.checked(number, metrics)
+            pending = PendingSave(number, state, self.zero, encoded(extra), checked_metrics)
             writer.make(pending)
             return pending
 
         self._note(f"a save of step {step}")
         with self._alone, paused("a save"):
-            pending, words = with_words(self._name, prepared, lambda p: p.word)
-            if not pending.compare(words):
+            pending, digests = with_words(self._name, prepare, lambda p: p.word)
+            if not pending.compare(digests):
                 self._writing().discard(pending)
                 self._refuse(told(self._name, lambda: json.dumps(pending.replicated)))
             self._writing().begin(pending)
 
     def _refuse(self, replicated: list[str]) -> NoReturn:
         """Raises CheckpointError with the arrays that differ between the processes."""
-        every: list[dict[str, str]] = [json.loads(word) for word in replicated]
-        names = [name for name in every[0] if len({each.get(name) for each in every}) > 1]
-        values = by_value({i: each.get(names[0], "none") for i, each in enumerate(every)})
-        said = "; ".join(f"{value} in {who}" for value, who in values.items())
+        digests: list[dict[str, str]] = [json.loads(text) for text in replicated]
+        names = [name for name in digests[0] if len({each.get(name) for each in digests}) > 1]
+        values = by_value({i: each.get(names[0], "none") for i, each in enumerate(digests)})
+        summary = "; ".join(f"{value} in {processes}" for value, processes in values.items())
         more = f", and so do {len(names) - 1} more arrays" if names[1:] else ""
         raise CheckpointError(
-            f"{names[0]} of the state differs between the processes: {said}{more}. Whatever "
+            f"{names[0]} of the state differs between the processes: {summary}{more}. Whatever "
             "changes the state, as state.replace(step=...), must do so in all processes"
         )
 
@@ -248,11 +248,11 @@ class Checkpointer:
         """
 
         def read(folder: epath.Path) -> Any:
-            found = SavedStep(folder)
+            saved_step = SavedStep(folder)
             if process is not None:
-                return found.extra(process)
-            found.require_processes(jax.process_count())
-            return found.extra(jax.process_index())
+                return saved_step.extra(process)
+            saved_step.require_processes(jax.process_count())
+            return saved_step.extra(jax.process_index())
 
         return self._read(step, read, lambda act: act())
 
@@ -266,16 +266,16 @@ class Checkpointer:
 
         ``ask`` calls a function in one process and returns its answer in every process.
         """
-        step = None if step is None else _whole(step)
+        step = None if step is None else _step_number(step)
 
-        def chosen() -> str:
+        def find_relative_path() -> str:
             return os.path.relpath(saved.at(self.directory, step)[-1], self.directory)
 
         with self._alone, paused("a restore"):
             self.wait()
             while True:
-                where, root = ask(chosen), self.directory
-                folder = {".": root, "..": root.parent}.get(where, root / where)
+                relative_path, root = ask(find_relative_path), self.directory
+                folder = {".": root, "..": root.parent}.get(relative_path, root / relative_path)
                 try:
                     return read(folder)
                 except DamagedCheckpointError as error:
@@ -290,7 +290,7 @@ class Checkpointer:
     def _with_offer(
         self, error: DamagedCheckpointError, damaged: epath.Path
     ) -> DamagedCheckpointError:
-        unread: list[str] = []
+        unreadable: list[str] = []
         for step, folder in reversed(steps_folder.folders(self.directory).items()):
             if folder == damaged:
                 continue
@@ -299,7 +299,7 @@ class Checkpointer:
             except DamagedCheckpointError:
                 continue
             except CheckpointError as other:
-                unread.append(str(other))
+                unreadable.append(str(other))
                 continue
             return DamagedCheckpointError(
                 f"{error}\nStep {step} looks whole: restore(abstract_state, step={step}). To go on "
@@ -307,9 +307,9 @@ class Checkpointer:
                 step,
             )
         offer = "No other step is whole."
-        if unread:
-            more = f"\nand {len(unread) - 1} more" if unread[1:] else ""
-            offer = f"Whether another step is whole is not known:\n{unread[0]}{more}"
+        if unreadable:
+            more = f"\nand {len(unreadable) - 1} more" if unreadable[1:] else ""
+            offer = f"Whether another step is whole is not known:\n{unreadable[0]}{more}"
         return DamagedCheckpointError(f"{error}\n{offer}")
 
     def all_steps(self) -> list[int]:
@@ -329,15 +329,15 @@ class Checkpointer:
     def delete(self, step: int) -> None:
         """Removes a step, for example after returning to an earlier one."""
 
-        def found() -> Writer:
+        def ready_writer() -> Writer:
             writer = self._writing()
             writer.settle(swept=True)
-            saved.at(self.directory, _whole(step))
+            saved.at(self.directory, _step_number(step))
             return writer
 
         self._note(f"a removal of step {step}")
         with self._alone, paused("a removal"):
-            writer = agreed(self._name, found)
+            writer = agreed(self._name, ready_writer)
             first(self._name, lambda: writer.delete(step))
 
     def close(self) -> None:
@@ -371,8 +371,8 @@ class Checkpointer:
         return self._writer
 
     def _check(self, step: int, state: Any) -> None:
-        arrays = any(map(is_array, jax.tree.leaves(state)))
-        if state_tree.form_of(state) == "pytree" and not arrays:
+        has_arrays = any(map(is_array, jax.tree.leaves(state)))
+        if state_tree.form_of(state) == "pytree" and not has_arrays:
             raise CheckpointError(
                 f"save takes a state: a TrainState, a tuple (model, optimizer, ...) of NNX, or "
                 f"another pytree of arrays, not {state!r:.100}"
@@ -386,7 +386,7 @@ class Checkpointer:
             )
 
 
-def _whole(step: Any) -> int:
+def _step_number(step: Any) -> int:
     """Returns a step's number as an int; accepts integers of NumPy and JAX too."""
     try:
         number = operator.index(step)

@@ -69,14 +69,14 @@ def checksum(
 
 def _at_once(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]) -> jax.Array:
     words = _words(x)
-    return jnp.sum(_mixed(words, _places(words.shape), begins, ends), dtype=jnp.uint32)
+    return jnp.sum(_mixed(words, _index_terms(words.shape), begins, ends), dtype=jnp.uint32)
 
 
 def _mixed(
     words: jax.Array, places: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]
 ) -> jax.Array:
     """Returns each word's contribution to the checksum; 0 beyond ``ends``, unless it is empty."""
-    mixed = _mix(words ^ (places + _moved(begins)))
+    mixed = _mix(words ^ (places + _index_term(begins)))
     for d, (begin, end) in enumerate(zip(begins, ends, strict=bool(ends))):
         index = begin + jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
         mixed = jnp.where(index < end, mixed, jnp.uint32(0))
@@ -86,8 +86,8 @@ def _mixed(
 def _from_host(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]) -> jax.Array:
     """Computes the checksum of an array in host memory, with one block on the device at a time."""
 
-    def add(block: jax.Array, at: list[jax.Array], total: jax.Array) -> jax.Array:
-        return total + checksum(jax.device_put(block, jax.memory.Space.Device), at, ends)
+    def add(block: jax.Array, index: list[jax.Array], total: jax.Array) -> jax.Array:
+        return total + checksum(jax.device_put(block, jax.memory.Space.Device), index, ends)
 
     total = jnp.uint32(0)
     for blocks in _blocks(x, begins, _BROUGHT):
@@ -102,12 +102,12 @@ def _by_blocks(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Arr
     total = jnp.uint32(0)
     for blocks in _blocks(x, begins, _BLOCK):
         shape = jax.eval_shape(lambda b=blocks: _words(b.get(jnp.int32(0))[0])).shape
-        places = _places(shape)
+        terms = _index_terms(shape)
 
         def add(
-            block: jax.Array, at: list[jax.Array], sums: jax.Array, places: jax.Array = places
+            block: jax.Array, index: list[jax.Array], sums: jax.Array, terms: jax.Array = terms
         ) -> jax.Array:
-            return sums + _mixed(_words(block), places, at, ends)
+            return sums + _mixed(_words(block), terms, index, ends)
 
         total += jnp.sum(blocks.fold(add, jnp.zeros(shape, jnp.uint32)), dtype=jnp.uint32)
     return total
@@ -157,15 +157,15 @@ def _blocks(x: jax.Array, begins: Sequence[jax.Array], most: int) -> Iterator[_B
             )
 
 
-def _places(shape: Sequence[int]) -> jax.Array:
+def _index_terms(shape: Sequence[int]) -> jax.Array:
     """Returns the index term of the checksum if the first index is 0; uint32 of this shape."""
-    at = jnp.zeros(shape, jnp.uint32)
+    terms = jnp.zeros(shape, jnp.uint32)
     for d in range(len(shape)):
-        at = at + jax.lax.broadcasted_iota(jnp.uint32, shape, d) * jnp.uint32(_odd(d))
-    return at
+        terms = terms + jax.lax.broadcasted_iota(jnp.uint32, shape, d) * jnp.uint32(_odd(d))
+    return terms
 
 
-def _moved(index: Sequence[jax.Array]) -> jax.Array:
+def _index_term(index: Sequence[jax.Array]) -> jax.Array:
     """Returns the term of one index in the checksum; uint32 []."""
     return sum((i * jnp.uint32(_odd(d)) for d, i in enumerate(index)), jnp.uint32(0))
 
@@ -207,20 +207,22 @@ def _parts(x: jax.Array | StoredArray) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _sharded(x: jax.Array, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> jax.Array:
     axes = [layout.axes(entry) for entry in layout.full(spec, x.ndim)]
-    used = {axis for names in axes for axis in names}
+    used_axes = {axis for names in axes for axis in names}
 
-    def of_shard(shard: jax.Array) -> jax.Array:
+    def shard_checksum(shard: jax.Array) -> jax.Array:
         start = [
             jax.lax.axis_index(names) * size if names else 0
             for names, size in zip(axes, shard.shape, strict=True)
         ]
-        first = jnp.asarray(True)
+        is_first = jnp.asarray(True)
         for axis in mesh.axis_names:
-            first = first if axis in used else first & (jax.lax.axis_index(axis) == 0)
-        return jnp.where(first, checksum(shard, start, shape), jnp.uint32(0))[None]
+            is_first = is_first if axis in used_axes else is_first & (jax.lax.axis_index(axis) == 0)
+        return jnp.where(is_first, checksum(shard, start, shape), jnp.uint32(0))[None]
 
-    parts = PartitionSpec(tuple(mesh.axis_names))
-    return jax.shard_map(of_shard, mesh=mesh, in_specs=spec, out_specs=parts, check_vma=False)(x)
+    out_spec = PartitionSpec(tuple(mesh.axis_names))
+    return jax.shard_map(
+        shard_checksum, mesh=mesh, in_specs=spec, out_specs=out_spec, check_vma=False
+    )(x)
 
 
 def share(x: np.ndarray, start: Sequence[int] = ()) -> int:
@@ -235,17 +237,17 @@ def share(x: np.ndarray, start: Sequence[int] = ()) -> int:
     inner = next(d for d in range(words.ndim) if math.prod(words.shape[d + 1 :]) <= _BLOCK)
     rows = max(1, min(words.shape[inner], _BLOCK // max(1, math.prod(words.shape[inner + 1 :]))))
     # The index term is linear in the indices: a block's term is the first block's plus an offset.
-    first: np.ndarray = np.zeros((), np.uint32)
+    first_terms: np.ndarray = np.zeros((), np.uint32)
     for d, n in enumerate((rows, *words.shape[inner + 1 :]), inner):
-        first = first[..., None] + np.arange(n, dtype=np.uint32) * np.uint32(_odd(d))
+        first_terms = first_terms[..., None] + np.arange(n, dtype=np.uint32) * np.uint32(_odd(d))
     begins = [*start] + [0] * (words.ndim - len(start))
-    moved = sum(_odd(d) * begin for d, begin in enumerate(begins))
+    start_term = sum(_odd(d) * begin for d, begin in enumerate(begins))
     total = 0
     for outer in np.ndindex(words.shape[:inner]):
         for row in range(0, words.shape[inner], rows):
             block = words[outer][row : row + rows]
-            at = moved + sum(_odd(d) * i for d, i in enumerate((*outer, row)))
-            mixed = block ^ (first[: len(block)] + np.uint32(at % 2**32))
+            block_term = start_term + sum(_odd(d) * i for d, i in enumerate((*outer, row)))
+            mixed = block ^ (first_terms[: len(block)] + np.uint32(block_term % 2**32))
             total += int(_mix(mixed).sum(dtype=np.uint64))
     return total % 2**32
 

@@ -26,10 +26,10 @@ class DamagedCheckpointError(CheckpointError):
         self.whole = whole
 
 
-_MOST = 1000
+_MAX_QUOTED = 1000
 """Maximum number of characters quoted from another library's message."""
 
-_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+_MISSING_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 """Numbers of operating system errors caused by a missing file, or by a non-file in its place."""
 
 _REFUSALS = {
@@ -60,15 +60,17 @@ def cannot_be_read(what: Any, error: BaseException) -> CheckpointError:
       >>> type(cannot_be_read("1/zerojax.json", PermissionError(13, "Permission denied")))
       <class 'zerojax.checkpoint.errors.CheckpointError'>
     """
-    said = f"{what} cannot be read"
+    summary = f"{what} cannot be read"
     for cause in _causes(error):
         if (number := _refusal(cause)) is not None:
             remedy = _REFUSALS.get(number, "look at this machine and the file system")
             return CheckpointError(
-                f"{said} on {socket.gethostname()}: {reason(cause)[:_MOST]}. The system refused, "
-                f"which is no sign of damage: {remedy} and try again; delete nothing"
+                f"{summary} on {socket.gethostname()}: {reason(cause)[:_MAX_QUOTED]}. The system "
+                f"refused, which is no sign of damage: {remedy} and try again; delete nothing"
             )
-    return DamagedCheckpointError(f"{said}: {type(error).__name__}: {reason(error)[:_MOST]}")
+    return DamagedCheckpointError(
+        f"{summary}: {type(error).__name__}: {reason(error)[:_MAX_QUOTED]}"
+    )
 
 
 def together(errors: Sequence[CheckpointError]) -> CheckpointError:
@@ -92,6 +94,6 @@ def _refusal(error: BaseException) -> int | None:
     Tensorstore reports the operating system's error only as text in its message.
     """
     if isinstance(error, OSError):
-        return None if error.errno is None or error.errno in _NOT_THERE else error.errno
-    words = str(error)
-    return next((number for number in _REFUSALS if os.strerror(number) in words), None)
+        return None if error.errno is None or error.errno in _MISSING_FILE_ERRNOS else error.errno
+    message = str(error)
+    return next((number for number in _REFUSALS if os.strerror(number) in message), None)

@@ -72,16 +72,18 @@ def export(
       DamagedCheckpointError: an array differs from the saved one; ``out`` is unchanged.
     """
     floats, max_bytes, out = _float(dtype), _bytes(max_shard_size), pathlib.Path(out)
-    about = {} if config is None else config_files(config)
+    config_texts = {} if config is None else config_files(config)
     _check_free(out)
     if out.resolve().is_relative_to(pathlib.Path(checkpoint).resolve()):
         raise CheckpointError(f"{out} lies within the checkpoint {checkpoint}: choose another OUT")
     saved = find(checkpoint, step)
     leaves = parameters(saved)
     linked, texts = rename(leaves, names, saved)
-    texts = {**texts, **about}
+    texts = {**texts, **config_texts}
     floats = floats or _default(saved.record)
-    links = {name: each for name, each in linked.links.items() if name not in linked.tied}
+    links = {
+        name: tensor_links for name, tensor_links in linked.links.items() if name not in linked.tied
+    }
     try:
         dtypes = {name: saved_dtype(name, leaves[name].dtype, floats) for name in linked.links}
         tensors = specs(linked, dtypes)
@@ -116,7 +118,7 @@ def _copy(
     for start, block in saved.blocks(leaf.name):
         if saved.record:
             checksum += share(block, start)
-        bounds = tuple((at, at + n) for at, n in zip(start, block.shape, strict=True))
+        bounds = tuple((begin, begin + n) for begin, n in zip(start, block.shape, strict=True))
         try:
             write(put, links, bounds, block, dtype, leaf.name)
         except ValueError as error:

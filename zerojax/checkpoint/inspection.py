@@ -116,8 +116,8 @@ class Inspection:
     @property
     def newest_whole(self) -> InspectedStep | None:
         """The newest step without problems that could be verified."""
-        whole = (step for step in reversed(self.steps) if step.status in ("whole", "files whole"))
-        return next(whole, None)
+        intact = (step for step in reversed(self.steps) if step.status in ("whole", "files whole"))
+        return next(intact, None)
 
 
 def inspect(
@@ -141,18 +141,20 @@ def inspect(
     """
     root = steps_folder.path_of(checkpoint)
     steps = [StepInspector(folder) for folder in _at(root, step)]
-    todo = 0 if quick else sum(array.bytes for one in steps for array in one.arrays)
+    total = 0 if quick else sum(array.bytes for inspector in steps for array in inspector.arrays)
     done = 0
-    for one in steps if not quick else ():
-        for n in one.read():
+    for inspector in steps if not quick else ():
+        for n in inspector.read():
             done += n
             if progress:
-                progress(done, todo)
+                progress(done, total)
     # A job that is still running may have removed a step meanwhile, which is not damage.
-    removed = [one.folder.name for one in steps if not one.folder.exists()]
+    removed = [inspector.folder.name for inspector in steps if not inspector.folder.exists()]
     return Inspection(
         checkpoint=str(checkpoint),
-        steps=tuple(one.result(quick) for one in steps if one.folder.name not in removed),
+        steps=tuple(
+            inspector.result(quick) for inspector in steps if inspector.folder.name not in removed
+        ),
         unfinished=tuple(_unfinished(root)),
         deleted=(*_names(root / DELETED), *removed),
     )
@@ -212,12 +214,12 @@ class StepInspector:
     def read(self) -> Iterator[int]:
         """Reads every array and compares it with the record; yields the bytes of each block."""
         for array in self.arrays:
-            todo = array.bytes
+            remaining = array.bytes
             with self._noted():
                 for n in self._read(array):
-                    todo -= n
+                    remaining -= n
                     yield n
-            yield todo
+            yield remaining
 
     def _read(self, array: SavedArray) -> Iterator[int]:
         assert self._saved
@@ -239,12 +241,12 @@ class StepInspector:
         """Returns the step as inspected so far; ``quick`` if :meth:`read` was skipped."""
         record = self._record
         form = record.form if record else _form(self.arrays)
-        whole: Status = "files whole" if quick else "whole"
-        named = steps_folder.step_of(self.folder)
+        intact: Status = "files whole" if quick else "whole"
+        named_step = steps_folder.step_of(self.folder)
         return InspectedStep(
-            step=record.step if record and named is None else named,
+            step=record.step if record and named_step is None else named_step,
             folder=str(self.folder),
-            status="damaged" if self._problems else "not verifiable" if self._notes else whole,
+            status="damaged" if self._problems else "not verifiable" if self._notes else intact,
             saved=record.saved if record else _committed(self.folder),
             form=form,
             record=record,
@@ -265,20 +267,20 @@ class StepInspector:
             self._note(cannot_be_read(self.folder, error))
 
     def _note(self, error: CheckpointError) -> None:
-        told = self._problems if isinstance(error, DamagedCheckpointError) else self._notes
-        if str(error) not in told:
-            told.append(str(error))
+        messages = self._problems if isinstance(error, DamagedCheckpointError) else self._notes
+        if str(error) not in messages:
+            messages.append(str(error))
 
 
 def _inspected(array: SavedArray, form: Form | None, record: Record | None) -> InspectedArray:
     recorded = record.leaves.get(array.name) if record else None
     group = "other state"
-    of_optimizer = "optimizer state"
-    groups = (PARAMS, "parameters"), (OPTIMIZER, of_optimizer), (NUMBERS, of_optimizer)
-    for prefixes, called in groups:
+    optimizer_group = "optimizer state"
+    groups = (PARAMS, "parameters"), (OPTIMIZER, optimizer_group), (NUMBERS, optimizer_group)
+    for prefixes, label in groups:
         prefix = prefixes.get(form) if form else None
         if prefix and array.path[: len(prefix)] == prefix:
-            group = called
+            group = label
     return InspectedArray(
         name=array.name,
         shape=recorded.shape if recorded else array.shape,
@@ -291,17 +293,19 @@ def _inspected(array: SavedArray, form: Form | None, record: Record | None) -> I
 
 def _form(arrays: list[SavedArray]) -> Form | None:
     """Infers the form of a step without a record from the names of its arrays."""
-    first = {array.path[0] for array in arrays}
-    if first >= {"0", "1"} and all(name.isdecimal() for name in first):
+    roots = {array.path[0] for array in arrays}
+    if roots >= {"0", "1"} and all(name.isdecimal() for name in roots):
         return "nnx"
-    return "linen" if "params" in first else None
+    return "linen" if "params" in roots else None
 
 
 def _committed(folder: epath.Path) -> str | None:
     """Returns the time of orbax's commit, ISO 8601 in UTC; None if unknown."""
     try:
-        about = json.loads(steps_folder.read(folder / "_CHECKPOINT_METADATA").decode())
-        at = datetime.datetime.fromtimestamp(about["commit_timestamp_nsecs"] / 1e9, datetime.UTC)
+        metadata = json.loads(steps_folder.read(folder / "_CHECKPOINT_METADATA").decode())
+        commit_time = datetime.datetime.fromtimestamp(
+            metadata["commit_timestamp_nsecs"] / 1e9, datetime.UTC
+        )
     except records.UNREADABLE:
         return None
-    return at.isoformat(timespec="seconds")
+    return commit_time.isoformat(timespec="seconds")

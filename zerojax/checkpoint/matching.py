@@ -21,7 +21,7 @@ from zerojax.optim.wrap import ZeroOptState
 
 INNER, LOSS_SCALE, ERROR = "inner", "loss_scale", "error"
 FRESH = [name for name in ZeroOptState._fields if name != INNER]
-_AROUND = ("steps", "skipped", "grad_norm")
+_OLD_FIELDS = ("steps", "skipped", "grad_norm")
 SHOWN = 8
 
 
@@ -49,56 +49,56 @@ def match(
     Raises:
       CheckpointError: other arrays are missing, surplus, or differ in shape or kind.
     """
-    now, numbers = _names_now(saved, form), NUMBERS.get(form, ()) if form else ()
-    whole, n = form is not None, len(numbers)
-    wrapped = (*numbers, "steps") in now
-    fresh = [LOSS_SCALE] if wrapped else FRESH
+    saved_paths, numbers = _current_paths(saved, form), NUMBERS.get(form, ()) if form else ()
+    is_full_state, n = form is not None, len(numbers)
+    is_wrapped = (*numbers, "steps") in saved_paths
+    new_fields = [LOSS_SCALE] if is_wrapped else FRESH
     sources: dict[Path, Path | None] = {}
     problems = []
     for path, leaf in wanted.items():
-        number = path[n] if n and path[:n] == numbers else None
-        source = now.get(path)
-        if number == ERROR:
+        field = path[n] if n and path[:n] == numbers else None
+        source = saved_paths.get(path)
+        if field == ERROR:
             fits = source is not None and not _mismatch(path, leaf, saved[source])
             sources[path] = source if fits else None
         elif source is not None:
             sources[path] = source
             problems += _mismatch(path, leaf, saved[source])
-        elif whole and (0 in leaf.shape or number in fresh):
+        elif is_full_state and (0 in leaf.shape or field in new_fields):
             sources[path] = None
         else:
-            problems.append(f"only in the state: {_told(path, leaf)}")
+            problems.append(f"only in the state: {_described(path, leaf)}")
     dropped = (*numbers, LOSS_SCALE), (*numbers, ERROR)
     used = set(sources.values())
     problems += [
-        f"only in the checkpoint: {_told(path, saved[source])}"
-        for path, source in now.items()
-        if whole and source not in used and path[: n + 1] not in dropped
+        f"only in the checkpoint: {_described(path, saved[source])}"
+        for path, source in saved_paths.items()
+        if is_full_state and source not in used and path[: n + 1] not in dropped
     ]
     if problems:
         raise CheckpointError(_differences(where, problems))
     errors = [path for path in wanted if n and path[: n + 1] == (*numbers, ERROR)]
-    if new := [path for path in errors if sources[path] is None]:
+    if new_errors := [path for path in errors if sources[path] is None]:
         log.warning(
             "%s: %d of %d errors of quantized gradients are missing or of other devices, and start "
-            "from zero.", where, len(new), len(errors),
+            "from zero.", where, len(new_errors), len(errors),
         )  # fmt: skip
     return sources
 
 
-def _names_now(saved: Mapping[Path, SavedArray], form: Form | None) -> dict[Path, Path]:
+def _current_paths(saved: Mapping[Path, SavedArray], form: Form | None) -> dict[Path, Path]:
     """Returns the saved paths by today's paths; older versions of zerojax stored its own numbers
     around the optimizer's state."""
     optimizer = OPTIMIZER[form] if form else ()
     n = len(optimizer)
-    around = form and {(*optimizer, name) for name in _AROUND} <= {*saved}
+    has_old_layout = form and {(*optimizer, name) for name in _OLD_FIELDS} <= {*saved}
 
-    def now(path: Path) -> Path:
-        if not (form and around) or path[:n] != optimizer:
+    def current_path(path: Path) -> Path:
+        if not (form and has_old_layout) or path[:n] != optimizer:
             return path
         return (*optimizer, *path[n + 1 :]) if path[n] == INNER else (*NUMBERS[form], *path[n:])
 
-    return {now(path): path for path in saved}
+    return {current_path(path): path for path in saved}
 
 
 def _mismatch(path: Path, wanted: Any, saved: SavedArray) -> list[str]:
@@ -106,12 +106,12 @@ def _mismatch(path: Path, wanted: Any, saved: SavedArray) -> list[str]:
         return []  # the disk holds the key's data
     if tuple(wanted.shape) != saved.shape:
         return [f"{'.'.join(path)}: {list(saved.shape)} there, {list(wanted.shape)} here"]
-    if not _of_a_kind(wanted.dtype, saved.dtype):
+    if not _same_kind(wanted.dtype, saved.dtype):
         return [f"{'.'.join(path)}: {saved.dtype} there, {wanted.dtype} here"]
     return []
 
 
-def _of_a_kind(a: Any, b: Any) -> bool:
+def _same_kind(a: Any, b: Any) -> bool:
     """Returns whether both dtypes are floats or both integers of any width, or they are equal.
 
     The width may differ because a step counter may have been a Python int.
@@ -122,7 +122,7 @@ def _of_a_kind(a: Any, b: Any) -> bool:
     )
 
 
-def _told(path: Path, leaf: Any) -> str:
+def _described(path: Path, leaf: Any) -> str:
     return f"{'.'.join(path)} {list(leaf.shape)} {leaf.dtype}"
 
 

@@ -44,31 +44,31 @@ def parameters(saved: SavedStep) -> dict[str, SavedArray]:
     roots = sorted({leaf.path[0] for leaf in leaves})
     form: Form = "linen" if "params" in roots else "nnx"
     prefix = PARAMS[saved.record.form if saved.record else form]
-    below = {
+    by_path = {
         unboxed(leaf.path)[len(prefix) :]: leaf
         for leaf in leaves
         if leaf.path[: len(prefix)] == prefix
     }
-    if not below:
+    if not by_path:
         raise CheckpointError(
             f"{saved.item} has nothing under {'.'.join(prefix)!r}, it has {', '.join(roots)}: "
             "export takes the parameters of a TrainState or of nnx.state((model, optimizer))"
         )
-    streams = _streams(below)
+    streams = _streams(by_path)
     return {
         ".".join(path) or prefix[-1]: leaf
-        for path, leaf in below.items()
+        for path, leaf in by_path.items()
         if path[:-1] not in streams and not _is_key(saved, leaf)
     }
 
 
 def _streams(leaves: Mapping[Path, SavedArray]) -> set[Path]:
     """Returns the paths of NNX's PRNG streams: modules that hold only a key and a count."""
-    held: dict[Path, dict[Path, str]] = defaultdict(dict)
+    dtypes_by_module: dict[Path, dict[Path, str]] = defaultdict(dict)
     for path, leaf in leaves.items():
-        held[path[:-1]][path[-1:]] = leaf.dtype.name
-    stream = {("key",): "uint32", ("count",): "uint32"}
-    return {path for path, dtypes in held.items() if dtypes == stream}
+        dtypes_by_module[path[:-1]][path[-1:]] = leaf.dtype.name
+    stream_dtypes = {("key",): "uint32", ("count",): "uint32"}
+    return {path for path, dtypes in dtypes_by_module.items() if dtypes == stream_dtypes}
 
 
 def _is_key(saved: SavedStep, leaf: SavedArray) -> bool:
@@ -97,6 +97,6 @@ def rename(
         linked = link(renamed.names, {path: shapes[name] for path, name in paths.items()})
     except ValueError as error:
         raise CheckpointError(f"{saved.folder}: {error}") from error
-    links = {paths[path]: each for path, each in linked.links.items()}
+    links = {paths[path]: tensor_links for path, tensor_links in linked.links.items()}
     tied = frozenset(paths[path] for path in linked.tied)
     return Linked(links, linked.tensors, tied), renamed.texts

@@ -155,12 +155,12 @@ class PendingSave:
             (folder / "metrics" / "metrics").write_text(json.dumps(metrics))
         update = {"leaves": leaves, "files": records.files(folder)}
         records.write(folder, self._record.model_copy(update=update))
-        about = {
+        metadata = {
             "item_handlers": items,
             "init_timestamp_nsecs": self._began,
             "commit_timestamp_nsecs": time.time_ns(),
         }
-        (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
+        (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(metadata))
         saved.require_complete(folder)
         if self.extra_by_process:
             for process in range(jax.process_count()):
@@ -181,8 +181,8 @@ def _is_replicated(x: Any) -> bool:
 
 def _digest(x: jax.Array) -> str:
     """Returns a small array as a string: its values, or a SHA-256 if there are more than 4."""
-    mine = x.addressable_data(0)
-    values = np.asarray(jax.random.key_data(mine) if is_key(mine) else mine)
+    local = x.addressable_data(0)
+    values = np.asarray(jax.random.key_data(local) if is_key(local) else local)
     return repr(values.tolist()) if values.size <= 4 else _sha256(values.tobytes().hex())
 
 
@@ -203,9 +203,9 @@ def _check_arrays(tree: Any) -> None:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [".".join(state_tree.strings(keys)) for keys, _ in leaves]
-    if twice := {name for name, n in Counter(names).items() if n > 1}:
+    if duplicates := {name for name, n in Counter(names).items() if n > 1}:
         raise CheckpointError(
-            f"{', '.join(sorted(twice))}: two arrays have this name, "
+            f"{', '.join(sorted(duplicates))}: two arrays have this name, "
             "as orbax joins keys with dots: take the dot out of a key"
         )
     for name, (_, x) in zip(names, leaves, strict=True):

@@ -76,7 +76,7 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
             transactions = _Transactions()
             for array, info in zip(arrays, infos, strict=True):
                 await info.await_path_creation()
-                written = _written(array, info, transactions)
+                written = _write_chunks(array, info, transactions)
                 if not array.on_disk:  # the devices compute its checksum
                     deque(written, maxlen=0)
                     continue
@@ -130,8 +130,8 @@ class _Transactions:
         if self._under_way:
             transaction, staged = self._under_way
             transaction.future.result()
-            for one in staged:
-                one.result()
+            for write_future in staged:
+                write_future.result()
         self._under_way = None
 
     def finish(self) -> None:
@@ -178,33 +178,35 @@ class _Array(NamedTuple):
 
 
 def _disk_shards(x: DiskArray) -> list[_Shard]:
-    def pieces(i: int) -> Iterator[np.ndarray]:
+    def read_slices(i: int) -> Iterator[np.ndarray]:
         # Prefetches one slice.
-        starts = (functools.partial(x.leaf.read_shard, i, k) for k in range(len(x.leaf.pieces)))
-        return (read.view(x.dtype) for read in results(starts, 2))
+        reads = (functools.partial(x.leaf.read_shard, i, k) for k in range(len(x.leaf.pieces)))
+        return (read.view(x.dtype) for read in results(reads, 2))
 
     return [
-        _Shard(shard.box, functools.partial(pieces, i))
+        _Shard(shard.box, functools.partial(read_slices, i))
         for i, shard in enumerate(x.leaf.shards)
         if shard.owner == jax.process_index()
     ]
 
 
 def _host_shards(x: jax.Array) -> list[_Shard]:
-    mine = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+    own_shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
     # A view of host memory would prevent the next step from donating the array.
-    on_host = x.sharding.memory_kind == PINNED or any(s.device.platform == "cpu" for s in mine)
-    for shard in () if on_host else mine:
+    on_host = x.sharding.memory_kind == PINNED or any(
+        s.device.platform == "cpu" for s in own_shards
+    )
+    for shard in () if on_host else own_shards:
         shard.data.copy_to_host_async()
     shards = []
-    for shard in mine:
+    for shard in own_shards:
         box = (slice(*s.indices(n)[:2]) for s, n in zip(shard.index, x.shape, strict=True))
         flat = (np.array if on_host else np.asarray)(shard.data).reshape(-1)
         shards.append(_Shard(tuple(box), functools.partial(iter, [flat])))
     return shards
 
 
-def _written(
+def _write_chunks(
     x: _Array, info: Any, transactions: _Transactions
 ) -> Iterator[tuple[Index, np.ndarray]]:
     """Writes this process's chunks of an array; yields the box and values of each."""
@@ -243,9 +245,9 @@ def chunk_of(shape: tuple[int, ...], sharding: Sharding, itemsize: int) -> tuple
     shard = sharding.shard_shape(shape)
     if not shape:
         return ()
-    most = max(1, CHUNK_BYTES // itemsize)
-    inner = next(d for d in range(len(shape)) if math.prod(shard[d + 1 :]) <= most)
-    rows = max(1, min(shard[inner], most // math.prod(shard[inner + 1 :])))
+    max_elements = max(1, CHUNK_BYTES // itemsize)
+    inner = next(d for d in range(len(shape)) if math.prod(shard[d + 1 :]) <= max_elements)
+    rows = max(1, min(shard[inner], max_elements // math.prod(shard[inner + 1 :])))
     if shard[inner] != shape[inner]:  # no chunk may span two shards
         rows = next(n for n in range(rows, 0, -1) if shard[inner] % n == 0)
     return (*[1] * inner, rows, *shard[inner + 1 :])
@@ -259,14 +261,14 @@ def recut(pieces: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.nda
       >>> [*recut(iter(np.split(np.arange(6), 2)), [2, 4])]
       [array([0, 1]), array([2, 3, 4, 5])]
     """
-    left: np.ndarray | None = None
+    remaining: np.ndarray | None = None
     for size in sizes:
         parts: list[np.ndarray] = []
         while size:
-            if left is None or not left.size:
-                left = next(pieces)
-            parts.append(left[:size])
-            size, left = size - parts[-1].size, left[size:]
+            if remaining is None or not remaining.size:
+                remaining = next(pieces)
+            parts.append(remaining[:size])
+            size, remaining = size - parts[-1].size, remaining[size:]
         yield parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -277,8 +279,8 @@ def summed(shares: Iterable[str]) -> dict[str, int]:
       >>> summed(['{"w": 4294967295}', '{"w": 3}'])
       {'w': 2}
     """
-    every = [json.loads(mine) for mine in shares]
-    return {name: sum(mine[name] for mine in every) % 2**32 for name in every[0]}
+    by_process = [json.loads(each) for each in shares]
+    return {name: sum(each[name] for each in by_process) % 2**32 for name in by_process[0]}
 
 
 def fill(leaf: DiskLeaf, shape: Sequence[int], read: Callable[[Index], np.ndarray]) -> int:
@@ -291,31 +293,31 @@ def fill(leaf: DiskLeaf, shape: Sequence[int], read: Callable[[Index], np.ndarra
     """
     shard_shape = leaf.sharding.shard_shape(leaf.shape)
 
-    def read_piece(k: int, i: int) -> tuple[np.ndarray, int]:
-        piece, shard = leaf.pieces[k], leaf.shards[i]
-        flat, at, total = np.empty(len(piece), leaf.dtype), 0, 0
-        for box in boxes(shard_shape, piece.start, piece.stop):
+    def read_slice(k: int, i: int) -> tuple[np.ndarray, int]:
+        block, shard = leaf.pieces[k], leaf.shards[i]
+        flat, offset, total = np.empty(len(block), leaf.dtype), 0, 0
+        for box in boxes(shard_shape, block.start, block.stop):
             size, index = math.prod(shape_of(box)), moved(box, shard.box)
             if (inside := meet(index, whole(shape))) is None:
-                flat[at : at + size] = 0
+                flat[offset : offset + size] = 0
             else:
                 values = read(inside)
-                flat[at : at + size] = pad(values, shape_of(box)).reshape(-1)
+                flat[offset : offset + size] = pad(values, shape_of(box)).reshape(-1)
                 if shard.owner == jax.process_index():
                     total += share(values, [s.start for s in inside])
-            at += size
+            offset += size
         return flat, total
 
     total = 0
     with ThreadPoolExecutor(_THREADS, "zerojax-restore") as pool:
         jobs = itertools.product(range(len(leaf.pieces)), range(len(leaf.shards)))
         reads = results(
-            (functools.partial(pool.submit, read_piece, *job) for job in jobs), _THREADS
+            (functools.partial(pool.submit, read_slice, *job) for job in jobs), _THREADS
         )
         for k in range(len(leaf.pieces)):
-            piece = {}
+            block = {}
             for shard in leaf.shards:
-                piece[shard.devices[0]], part = next(reads)
-                total += part
-            leaf.write(k, piece)
+                block[shard.devices[0]], partial_sum = next(reads)
+                total += partial_sum
+            leaf.write(k, block)
     return total

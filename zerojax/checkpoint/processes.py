@@ -24,7 +24,7 @@ LONGEST = 1200.0
 
 _T = TypeVar("_T")
 
-_MOST = 2000
+_MAX_ERROR_CHARS = 2000
 """Maximum number of characters of an error that is sent to the other processes."""
 
 
@@ -75,28 +75,28 @@ def with_words(
     if jax.process_count() == 1:
         result = act()
         return result, [word(result)]
-    mine: Exception | None = None
+    own_error: Exception | None = None
     try:
         result = act()
-        say = {"word": word(result)}
+        message = {"word": word(result)}
     except Exception as error:
-        mine = error
-        damaged = "damaged" if isinstance(error, DamagedCheckpointError) else "error"
-        say = {damaged: reason(error)[:_MOST] or type(error).__name__}
+        own_error = error
+        key = "damaged" if isinstance(error, DamagedCheckpointError) else "error"
+        message = {key: reason(error)[:_MAX_ERROR_CHARS] or type(error).__name__}
     try:
-        every = [json.loads(text) for text in exchange(name, json.dumps(say), seconds)]
+        messages = [json.loads(text) for text in exchange(name, json.dumps(message), seconds)]
     except ProcessesMissing as missing:
-        raise mine or CheckpointError(
+        raise own_error or CheckpointError(
             f"{missing}. All processes make a Checkpointer, save and restore together"
         ) from None
-    failed = {i: x.get("damaged") or x["error"] for i, x in enumerate(every) if "word" not in x}
+    failed = {i: x.get("damaged") or x["error"] for i, x in enumerate(messages) if "word" not in x}
     if not failed:
-        return result, [x["word"] for x in every]
-    if mine and len(failed) == len(every) and len({*failed.values()}) == 1:
-        raise mine
-    kind = DamagedCheckpointError if any("damaged" in x for x in every) else CheckpointError
-    lines = [f"{who}: {cause}" for cause, who in by_value(failed).items()]
-    raise kind("\n".join(lines)) from mine
+        return result, [x["word"] for x in messages]
+    if own_error and len(failed) == len(messages) and len({*failed.values()}) == 1:
+        raise own_error
+    kind = DamagedCheckpointError if any("damaged" in x for x in messages) else CheckpointError
+    lines = [f"{processes}: {cause}" for cause, processes in by_value(failed).items()]
+    raise kind("\n".join(lines)) from own_error
 
 
 def share_a_folder(directory: epath.Path, claim: Callable[[], None], seconds: float = 30.0) -> str:
@@ -117,41 +117,41 @@ def share_a_folder(directory: epath.Path, claim: Callable[[], None], seconds: fl
     if jax.process_count() == 1:
         claim()
         return ""
-    opening, me = "a Checkpointer is made", jax.process_index()
+    exchange_name, process_index = "a Checkpointer is made", jax.process_index()
 
-    def begun() -> str:
+    def begin() -> str:
         claim()
         token = secrets.token_hex(4)
         (directory / f".{token}.0").write_text(token)
         return token
 
-    def answered() -> None:
+    def answer() -> None:
         _look_for(directory / f".{token}.0", f"what process 0 wrote to {directory}", seconds)
         try:
-            (directory / f".{token}.{me}").write_text(token)
+            (directory / f".{token}.{process_index}").write_text(token)
         except OSError as error:
             raise CheckpointError(f"{directory} cannot be written: {error}") from None
 
-    def seen() -> None:
+    def await_answers() -> None:
         for process in range(1, jax.process_count()):
-            wrote = f"what process {process} wrote to {directory}"
-            _look_for(directory / f".{token}.{process}", wrote, seconds)
+            description = f"what process {process} wrote to {directory}"
+            _look_for(directory / f".{token}.{process}", description, seconds)
 
-    token = first(opening, begun)
+    token = first(exchange_name, begin)
     try:
-        agreed(opening, answered, PATIENCE + seconds)
-        first(opening, seen, PATIENCE + seconds)
+        agreed(exchange_name, answer, PATIENCE + seconds)
+        first(exchange_name, await_answers, PATIENCE + seconds)
     finally:
-        if me == 0:
+        if process_index == 0:
             for file in directory.glob(f".{token}.*"):
                 file.unlink(missing_ok=True)
     return f"checkpoint {token}"
 
 
 def _look_for(file: epath.Path, what: str, seconds: float) -> None:
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not file.exists():
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise CheckpointError(
                 f"{what} is not seen on {socket.gethostname()} after {seconds:g} s: give all "
                 "processes one folder on a file system that their hosts share (NFS, Lustre, "

@@ -45,7 +45,7 @@ UNREADABLE = (
 
 _KEY = "$key"
 
-_DEEPEST = 100
+_MAX_DEPTH = 100
 """Maximum nesting depth of an ``extra``; JSON readers stop at 1,000 levels."""
 
 
@@ -112,8 +112,8 @@ class Record(_Strict):
 def write(folder: epath.Path, record: Record) -> None:
     """Writes the record of the step in ``folder``."""
     body = record.model_dump()
-    text = {"format": FORMAT, "sha256": _sha256(FORMAT, body), "record": body}
-    (folder / FILE).write_text(json.dumps(text))
+    content = {"format": FORMAT, "sha256": _sha256(FORMAT, body), "record": body}
+    (folder / FILE).write_text(json.dumps(content))
 
 
 def read(folder: epath.Path) -> Record | None:
@@ -125,14 +125,14 @@ def read(folder: epath.Path) -> Record | None:
     """
     file = folder / FILE
     try:
-        text = json.loads(steps_folder.read(file).decode())
-        version, digest, body = text["format"], text["sha256"], text["record"]
-        signed = _sha256(version, body)
+        content = json.loads(steps_folder.read(file).decode())
+        version, digest, body = content["format"], content["sha256"], content["record"]
+        computed_digest = _sha256(version, body)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except UNREADABLE as error:
         raise cannot_be_read(file, error) from None
-    if digest != signed:
+    if digest != computed_digest:
         raise DamagedCheckpointError(f"{file} is not as it was written: its sha256 differs")
     if type(version) is not int or version < 1:
         raise DamagedCheckpointError(f"{file} has format {version!r:.50}, which is no number")
@@ -145,10 +145,10 @@ def read(folder: epath.Path) -> Record | None:
         return Record.model_validate(body)
     except pydantic.ValidationError as error:
         first, *more = error.errors(include_url=False)
-        where = ".".join(map(str, first["loc"]))[:200]
+        location = ".".join(map(str, first["loc"]))[:200]
         others = f", and {len(more)} more are wrong" if more else ""
         raise DamagedCheckpointError(
-            f"{file} cannot be read: {where}: {first['msg']:.200}{others}"
+            f"{file} cannot be read: {location}: {first['msg']:.200}{others}"
         ) from None
     except UNREADABLE as error:
         raise cannot_be_read(file, error) from None
@@ -189,19 +189,19 @@ def changed(folder: epath.Path, record: Record) -> list[CheckpointError]:
     except DamagedCheckpointError as error:
         return [*problems, error]
     for name, file in record.files.items():
-        wrong = ""
+        problem = ""
         if name not in present:
-            wrong = "is missing"
+            problem = "is missing"
         elif present[name] != file.bytes:
-            wrong = f"has {present[name]:,} bytes instead of {file.bytes:,}"
+            problem = f"has {present[name]:,} bytes instead of {file.bytes:,}"
         elif file.crc32 is not None:
             try:
                 if _crc32(folder / name) != file.crc32:
-                    wrong = "is not as it was written: its CRC differs"
+                    problem = "is not as it was written: its CRC differs"
             except (OSError, ValueError) as error:
                 problems.append(cannot_be_read(folder / name, error))
-        if wrong:
-            problems.append(DamagedCheckpointError(f"{folder / name} {wrong}"))
+        if problem:
+            problems.append(DamagedCheckpointError(f"{folder / name} {problem}"))
     return problems
 
 
@@ -242,8 +242,8 @@ def encoded(value: Any, path: str = "extra", level: int = 0) -> Any:
     """
     if isinstance(value, bool | int | float | str | None):
         return value
-    if level > _DEEPEST:
-        raise CheckpointError(f"{path:.60}...: more than {_DEEPEST} levels of lists and mappings")
+    if level > _MAX_DEPTH:
+        raise CheckpointError(f"{path:.60}...: more than {_MAX_DEPTH} levels of lists and mappings")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or key == _KEY:

@@ -33,7 +33,7 @@ from zerojax.plan.plan import Leaf
 from zerojax.plan.stored import StoredArray, pad, shown, stored
 from zerojax.train_state.state_parts import OpenedState, Parts
 
-_UNDER_WAY_GB = 0.5
+_MAX_IN_FLIGHT_GB = 0.5
 """Limit in GB on data that is read but not yet on the devices; it bounds the host memory."""
 
 
@@ -68,19 +68,19 @@ def restore(folder: epath.Path, abstract_state: Any, zero: Zero, name: str) -> A
       CheckpointError: the saved arrays are not those of ``abstract_state``.
       DamagedCheckpointError: arrays cannot be read, or differ from the saved ones.
     """
-    here = agreed(name, lambda: _begin(folder, abstract_state, zero), LONGEST)
-    saved, wanted, in_memory = here.saved, here.wanted, here.in_memory
-    _verify(saved, {leaf: here.arrays[leaf.path] for leaf in in_memory.values()}, here.sound)
+    local = agreed(name, lambda: _read_local_arrays(folder, abstract_state, zero), LONGEST)
+    saved, wanted, in_memory = local.saved, local.wanted, local.in_memory
+    _verify(saved, {leaf: local.arrays[leaf.path] for leaf in in_memory.values()}, local.sound)
     restored: dict[Path, Any] = {
-        path: _fit(path, here.arrays[leaf.path], wanted) for path, leaf in in_memory.items()
+        path: _fit(path, local.arrays[leaf.path], wanted) for path, leaf in in_memory.items()
     }
-    restored |= _to_disk(saved, here.chosen, wanted, zero, name)
+    restored |= _to_disk(saved, local.chosen, wanted, zero, name)
     if len(restored) < len(wanted.leaves):
-        restored |= _fresh(wanted, restored, here.form, zero)
+        restored |= _fresh(wanted, restored, local.form, zero)
     return wanted.close([restored[path] for path in wanted.leaves])
 
 
-class _Begun(NamedTuple):
+class _LocalArrays(NamedTuple):
     """The arrays that this process has read, before any step that involves other processes.
 
     Attributes:
@@ -102,29 +102,31 @@ class _Begun(NamedTuple):
     sound: dict[str, int]
 
 
-def _begin(folder: epath.Path, abstract_state: Any, zero: Zero) -> _Begun:
+def _read_local_arrays(folder: epath.Path, abstract_state: Any, zero: Zero) -> _LocalArrays:
     saved = SavedStep(folder)
     present = {state_tree.unboxed(leaf.path): leaf for leaf in saved.arrays()}
     form = state_tree.form_of(abstract_state)
     if form == "pytree":
         _check_arrays(abstract_state)
-        alone = saved.record is None or saved.record.form != "pytree"
-        alone |= {("params", *path) for path in state_tree.below((), abstract_state)} <= {*present}
-        wanted = (_params_alone if alone else _any_pytree)(abstract_state, present, zero)
+        only_params = saved.record is None or saved.record.form != "pytree"
+        only_params |= {("params", *path) for path in state_tree.below((), abstract_state)} <= {
+            *present
+        }
+        wanted = (_only_params if only_params else _any_pytree)(abstract_state, present, zero)
     else:
-        wanted = _whole_state(abstract_state, form, zero)
-    whole = None if form == "pytree" else form
-    sources = match(wanted.leaves, present, whole, where=str(saved.folder))
+        wanted = _full_state(abstract_state, form, zero)
+    state_form = None if form == "pytree" else form
+    sources = match(wanted.leaves, present, state_form, where=str(saved.folder))
     chosen = {path: present[source] for path, source in sources.items() if source is not None}
     in_memory = {path: leaf for path, leaf in chosen.items() if path not in wanted.on_disk}
     structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in in_memory.items()}
     arrays = _read(saved, structs)
     narrowed = [x for x in in_memory.values() if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype]
-    sound = {leaf.name: _host_checksum(saved, leaf) for leaf in narrowed}
-    return _Begun(saved, form, wanted, chosen, in_memory, arrays, sound)
+    host_checksums = {leaf.name: _host_checksum(saved, leaf) for leaf in narrowed}
+    return _LocalArrays(saved, form, wanted, chosen, in_memory, arrays, host_checksums)
 
 
-def _whole_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
+def _full_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
     objects = state if form == "nnx" else (state,)
     opened: OpenedState = take_apart(objects)
     if not isinstance(opened.tx, ZeroTransformation):
@@ -196,9 +198,9 @@ def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wan
     paths = state_tree.below((), arrays)
 
     def close(arrays: list[Any]) -> Any:
-        left = iter(arrays)  # arrays without elements are not saved
-        made = [next(left) if x.size else jnp.zeros(x.shape, x.dtype) for x in structs]
-        parts = opened.parts._replace(rest=jax.tree.unflatten(tree, made))
+        remaining = iter(arrays)  # arrays without elements are not saved
+        all_leaves = [next(remaining) if x.size else jnp.zeros(x.shape, x.dtype) for x in structs]
+        parts = opened.parts._replace(rest=jax.tree.unflatten(tree, all_leaves))
         zero.states.owned.add(parts.rest)
         (closed,) = opened.close(parts, opened.tx)
         return closed
@@ -215,17 +217,17 @@ def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wan
     return _Wanted(wanted, close, on_disk)
 
 
-def _params_alone(params: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
-    nnx = all(path[0].isdecimal() for path in present)
-    prefix = state_tree.PARAMS["nnx" if nnx else "linen"]
+def _only_params(params: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
+    is_nnx = all(path[0].isdecimal() for path in present)
+    prefix = state_tree.PARAMS["nnx" if is_nnx else "linen"]
     if not any(path[: len(prefix)] == prefix for path in present):
         prefix = ()  # only parameters were saved
     leaves, tree = jax.tree.flatten(params)
-    whole = NamedSharding(zero.mesh, PartitionSpec())
+    replicated = NamedSharding(zero.mesh, PartitionSpec())
     paths = state_tree.below(prefix, params)
     return _Wanted(
         {
-            path: _struct(x, getattr(stored(x), "sharding", None) or whole)
+            path: _struct(x, getattr(stored(x), "sharding", None) or replicated)
             for path, x in zip(paths, leaves, strict=True)
         },
         lambda arrays: jax.tree.unflatten(tree, arrays),
@@ -258,14 +260,14 @@ def _read(
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
         paths = [state_tree.strings(keys) for keys, _ in leaves]
         structs = [wanted.get(path) for path in paths]
-        pieces = [
-            _piece_bytes(struct, about)
-            for struct, (_, about) in zip(structs, leaves, strict=True)
+        read_bytes = [
+            _max_read_bytes(struct, metadata)
+            for struct, (_, metadata) in zip(structs, leaves, strict=True)
             if struct is not None
         ]
         handler.close()
         handler = ocp.PyTreeCheckpointHandler(
-            restore_concurrent_gb=max(_UNDER_WAY_GB, 2e-9 * max(pieces, default=0))
+            restore_concurrent_gb=max(_MAX_IN_FLIGHT_GB, 2e-9 * max(read_bytes, default=0))
         )
         args = ocp.args.PyTreeRestore(
             item=jax.tree.unflatten(
@@ -280,8 +282,8 @@ def _read(
         raise cannot_be_read(saved.item, error) from error
     finally:
         handler.close()
-    read = {path: x for path, x in zip(paths, restored, strict=True) if path in wanted}
-    return {path: shown(x, wanted[path].shape) for path, x in read.items()}
+    by_path = {path: x for path, x in zip(paths, restored, strict=True) if path in wanted}
+    return {path: shown(x, wanted[path].shape) for path, x in by_path.items()}
 
 
 def _padded(wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
@@ -292,7 +294,7 @@ def _padded(wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     return layout.padded(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
 
 
-def _piece_bytes(wanted: jax.ShapeDtypeStruct, about: Any) -> int:
+def _max_read_bytes(wanted: jax.ShapeDtypeStruct, about: Any) -> int:
     """Returns the maximum bytes read for one device: its shard, and the rest of the same chunks."""
     storage = getattr(about, "storage", None)
     chunk = (storage and storage.chunk_shape) or wanted.shape
@@ -326,8 +328,10 @@ def _verify(
     """
     if saved.record is None:
         return
-    begun = begin_checksums({leaf.name: x for leaf, x in arrays.items() if leaf.name not in sound})
-    _compare(saved, {**sound, **{name: finish_checksum(x) for name, x in begun.items()}})
+    device_checksums = begin_checksums(
+        {leaf.name: x for leaf, x in arrays.items() if leaf.name not in sound}
+    )
+    _compare(saved, {**sound, **{name: finish_checksum(x) for name, x in device_checksums.items()}})
 
 
 def _compare(saved: SavedStep, checksums: Mapping[str, int]) -> None:
@@ -371,11 +375,11 @@ def _fit(path: Path, x: jax.Array | StoredArray, wanted: _Wanted) -> jax.Array |
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     if x.sharding.memory_kind != PINNED:
         return x.astype(dtype)
-    pieces = [  # cast on the host, where the array is stored
+    shards = [  # cast on the host, where the array is stored
         jax.device_put(np.asarray(shard.data).astype(dtype), shard.data.sharding)
         for shard in x.addressable_shards
     ]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, pieces)
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
 def _to_disk(
@@ -392,7 +396,7 @@ def _to_disk(
     if not targets:
         return {}
 
-    def filled() -> str:
+    def fill_targets() -> str:
         shares = {
             leaves[path].name: piecewise.fill(
                 target,
@@ -403,7 +407,7 @@ def _to_disk(
         }
         return json.dumps(shares)
 
-    _compare(saved, piecewise.summed(told(name, filled, LONGEST)))
+    _compare(saved, piecewise.summed(told(name, fill_targets, LONGEST)))
     return {path: shown(x.advance(), leaves[path].shape) for path, x in targets.items()}
 
 

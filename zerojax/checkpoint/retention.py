@@ -35,8 +35,8 @@ class Retention:
     mode: str
 
     def __post_init__(self) -> None:
-        whole = all(type(n) is int for n in (self.keep or 1, self.keep_best))
-        if not whole or (self.keep is not None and self.keep < 1) or self.keep_best < 0:
+        are_ints = all(type(n) is int for n in (self.keep or 1, self.keep_best))
+        if not are_ints or (self.keep is not None and self.keep < 1) or self.keep_best < 0:
             raise CheckpointError(
                 f"keep={self.keep!r}, keep_best={self.keep_best!r}: whole numbers, and keep at "
                 "least 1 step, or None for all"

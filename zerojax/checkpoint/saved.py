@@ -71,25 +71,25 @@ class SavedArrays:
             if not steps_folder.in_bucket(self.folder):
                 for _ in records.sizes(item or self.folder):  # a FIFO would block tensorstore
                     pass
-            empty = "" if item else contents(self.folder)
+            listing = "" if item else contents(self.folder)
         except OSError as error:
             raise cannot_be_read(self.folder, error) from None
         if item is None:
             raise DamagedCheckpointError(
-                f"{self.folder} holds no arrays ({STATE}/{_METADATA} or the like): {empty}"
+                f"{self.folder} holds no arrays ({STATE}/{_METADATA} or the like): {listing}"
             )
         self.item = item
         try:
-            about = json.loads(steps_folder.read(item / _METADATA).decode())
-            self._driver = "zarr3" if about.get("use_zarr3") else "zarr"
-            ocdbt = about.get("use_ocdbt")
+            metadata = json.loads(steps_folder.read(item / _METADATA).decode())
+            self._driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+            ocdbt = metadata.get("use_ocdbt")
             self._ocdbt = bool((item / _MANIFEST).exists() if ocdbt is None else ocdbt)
             # If chunks of zeros are stored too, a missing chunk was lost.
-            self._filled = bool(about.get("store_array_data_equal_to_fill_value"))
-            self.recorded = about.get("custom_metadata") == records.MARK
+            self._filled = bool(metadata.get("store_array_data_equal_to_fill_value"))
+            self.recorded = metadata.get("custom_metadata") == records.MARK
             paths = [
                 tuple(str(key["key"]) for key in entry["key_metadata"])
-                for entry in about["tree_metadata"].values()
+                for entry in metadata["tree_metadata"].values()
                 if not entry["value_metadata"].get("skip_deserialize")
             ]
             if outside := [path for path in paths if ".." in "/".join(path).split("/")]:
@@ -134,16 +134,18 @@ class SavedArrays:
           DamagedCheckpointError: a block cannot be read.
         """
         store = self._open(name)
-        plain = self._driver == "zarr" and not store.spec().to_json()["metadata"]["compressor"]
-        chunk = None if plain else store.chunk_layout.read_chunk.shape
+        is_uncompressed = (
+            self._driver == "zarr" and not store.spec().to_json()["metadata"]["compressor"]
+        )
+        chunk = None if is_uncompressed else store.chunk_layout.read_chunk.shape
         sizes = _block(store.shape, chunk, store.dtype.numpy_dtype)
-        ahead = None
+        upcoming = None
         for box in grid(store.shape, sizes):
-            now, ahead = ahead, (tuple(s.start for s in box), store[box].read())
-            if now:
-                yield now[0], self._result(name, now[1])
-        if ahead:
-            yield ahead[0], self._result(name, ahead[1])
+            current, upcoming = upcoming, (tuple(s.start for s in box), store[box].read())
+            if current:
+                yield current[0], self._result(name, current[1])
+        if upcoming:
+            yield upcoming[0], self._result(name, upcoming[1])
 
     def _open(self, name: str) -> Any:
         return self._result(name, self._begin(name))
@@ -231,14 +233,14 @@ class SavedStep(SavedArrays):
         """
         if self.record is None or not self.extra_by_process or count == self.record.processes:
             return
-        of = self.record.processes
-        every = [x if isinstance(x := self._extra(n), dict) else {} for n in range(of)]
-        keys = [k for k in every[0] if len({json.dumps(x.get(k)) for x in every}) > 1]
-        named = f" (other values of {', '.join(keys):.200})" if keys else ""
+        processes = self.record.processes
+        extras = [x if isinstance(x := self._extra(n), dict) else {} for n in range(processes)]
+        keys = [k for k in extras[0] if len({json.dumps(x.get(k)) for x in extras}) > 1]
+        detail = f" (other values of {', '.join(keys):.200})" if keys else ""
         raise CheckpointError(
-            f"{self.folder}: {of} processes saved it, each an extra of its own{named}, and {count} "
-            f"would read it. Read what each saved, extra(process=0) to extra(process={of - 1}), "
-            "and divide it anew"
+            f"{self.folder}: {processes} processes saved it, each an extra of its own{detail}, and "
+            f"{count} would read it. Read what each saved, extra(process=0) to "
+            f"extra(process={processes - 1}), and divide it anew"
         )
 
     @property
@@ -253,9 +255,9 @@ def unlike(arrays: SavedArrays, record: Record | None) -> list[str]:
     if record is None:
         file = arrays.folder / records.FILE
         return [f"{file} is missing"] if arrays.recorded and not file.exists() else []
-    lost = [f"{name} is missing" for name in record.leaves if name not in arrays.names]
-    new = [f"{name} was not saved" for name in arrays.names if name not in record.leaves]
-    return [f"{arrays.item}: {problem}" for problem in lost + new]
+    missing = [f"{name} is missing" for name in record.leaves if name not in arrays.names]
+    surplus = [f"{name} was not saved" for name in arrays.names if name not in record.leaves]
+    return [f"{arrays.item}: {problem}" for problem in missing + surplus]
 
 
 def require_complete(folder: epath.Path) -> None:

@@ -59,16 +59,20 @@ def named(tree: Any) -> dict[str, Any]:
 
 def paths_of(parts: Parts, form: Form) -> list[Path]:
     """Returns the path on disk of each array of an opened state, in the order of its leaves."""
-    rest: dict[str, Path] = {name: (name,) for name in parts.rest}
+    prefixes: dict[str, Path] = {name: (name,) for name in parts.rest}
     if form == "nnx":
-        rest[MODEL] = PARAMS[form]
+        prefixes[MODEL] = PARAMS[form]
     opt_state: ZeroOptState = parts.opt_state
     return [
         *below(PARAMS[form], parts.params),
         *below(OPTIMIZER[form], opt_state.inner),
         *below(NUMBERS[form], opt_state.with_inner(None)),
         *below(STEP[form], parts.step),
-        *(path for name, value in sorted(parts.rest.items()) for path in below(rest[name], value)),
+        *(
+            path
+            for name, value in sorted(parts.rest.items())
+            for path in below(prefixes[name], value)
+        ),
     ]
 
 

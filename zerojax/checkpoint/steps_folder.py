@@ -59,7 +59,7 @@ def path_of(path: str | os.PathLike[str]) -> epath.Path:
       CheckpointError: One of these libraries would mistake the path for a different one.
     """
     text = os.fspath(path)
-    if refused := [why for character, why in _REFUSED.items() if re.search(character, text)]:
+    if refused := [reason for character, reason in _REFUSED.items() if re.search(character, text)]:
         raise CheckpointError(f"directory: {text!r:.300} has {refused[0]}: choose a name without")
     folder = _Folder(text)
     if text.startswith("/") and "://" in os.fspath(folder):
@@ -86,12 +86,12 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
     scheme, rest = url[1].lower(), path[url.end() :]
     if scheme == "gs":
         return _google(path_of(f"gs://{rest}"))
-    instead = f"a mounted folder: {_MOUNTS.get(scheme, 'mount the store as a file system')}"
+    alternative = f"a mounted folder: {_MOUNTS.get(scheme, 'mount the store as a file system')}"
     if scheme == "file":
-        instead = f"the path alone: /{rest}"
+        alternative = f"the path alone: /{rest}"
     raise CheckpointError(
         f"directory: {path} is a URL ({scheme}://); orbax writes to folders and to gs:// alone. "
-        f"Give a local folder, or {instead}. (A folder of that name is ./{path}.)"
+        f"Give a local folder, or {alternative}. (A folder of that name is ./{path}.)"
     )
 
 
@@ -160,9 +160,9 @@ def size(file: epath.Path) -> int:
     """
     if in_bucket(file):
         return file.stat().length
-    about = os.stat(file)
-    _require_regular(file, about)
-    return about.st_size
+    status = os.stat(file)
+    _require_regular(file, status)
+    return status.st_size
 
 
 def read(file: epath.Path) -> bytes:
@@ -258,11 +258,11 @@ def discard(folder: epath.Path, pauses: Sequence[float] = ()) -> None:
 def discard_unfinished(directory: epath.Path) -> None:
     """Removes unfinished and deleted steps that killed runs left."""
     if in_bucket(directory):
-        whole = folders(directory)
-        left = [x for step, x in _numbered(directory).items() if step not in whole]
+        complete_steps = folders(directory)
+        leftovers = [x for step, x in _numbered(directory).items() if step not in complete_steps]
     else:
-        left = [*directory.glob(f"*{UNDER_WAY}*"), directory / DELETED]
-    for folder in left:
+        leftovers = [*directory.glob(f"*{UNDER_WAY}*"), directory / DELETED]
+    for folder in leftovers:
         discard(folder)
 
 

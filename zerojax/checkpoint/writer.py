@@ -96,35 +96,35 @@ class Writer:
         self._sweeper = threading.Thread(target=self._sweep, daemon=True)
         self._sweeper.start()
         self._step = pending.step
-        chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), pending.tree)
-        args = ocp.args.PyTreeSave(pending.tree, save_args=chunks, custom_metadata=records.MARK)
-        writing: list[Any] = []
+        save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), pending.tree)
+        args = ocp.args.PyTreeSave(pending.tree, save_args=save_args, custom_metadata=records.MARK)
+        writes: list[Any] = []
         try:
             pending.begin_checksums()
             folder = steps_folder.under_way(self._directory, pending.step)
             state = folder / saved.STATE
-            writing += _completed(lambda: self._handler.async_save(state, args=args)) or []
+            writes += _completed(lambda: self._handler.async_save(state, args=args)) or []
             self._piecewise.wait()
             pending.write_extra(folder)
-            said = ""
+            status = ""
         except Exception as error:
-            writing.append(_failed(error))
-            said = "failed"
+            writes.append(_failed(error))
+            status = "failed"
         pending.release()
-        self._saving = self._background.submit(self._finish, pending, writing)
-        if any(told(self._name, lambda: said)):
+        self._saving = self._background.submit(self._finish, pending, writes)
+        if any(told(self._name, lambda: status)):
             self.settle()
 
     def _finish(self, pending: PendingSave, writing: list[Any]) -> None:
         """Waits for the arrays of all processes, then gives the step its final name."""
         name = f"{self._name}: the end of a save"
 
-        def written() -> str:
+        def await_writes() -> str:
             wait_for(writing)
             return json.dumps(self._piecewise.shares)
 
         try:
-            sums = summed(told(name, written, LONGEST))
+            sums = summed(told(name, await_writes, LONGEST))
             first(name, lambda: self._commit(pending, sums), LONGEST)
         except Exception:
             with contextlib.suppress(CheckpointError):  # raised if a process is gone
@@ -136,11 +136,11 @@ class Writer:
         self._handler.finalize(folder / saved.STATE)
         pending.finish(folder, on_disk)
         steps_folder.complete(folder, pending.step)
-        there = steps_folder.folders(self._directory)
-        if pending.step not in there:
+        folders = steps_folder.folders(self._directory)
+        if pending.step not in folders:
             raise CheckpointError(f"{self._directory} does not show the finished step")
         with contextlib.suppress(OSError):  # the next save tries again
-            for step in self._retention.expired(there):
+            for step in self._retention.expired(folders):
                 steps_folder.remove(self._directory, step)
 
     def _discard(self, pending: PendingSave) -> None:
@@ -165,9 +165,9 @@ class Writer:
             if saving:
                 saving.result()
         except Exception as error:
-            kept = self._last_good()
+            last_good = self._last_good()
             raise CheckpointError(
-                f"step {step} was not saved in {self._directory} ({kept}): {reason(error)}"
+                f"step {step} was not saved in {self._directory} ({last_good}): {reason(error)}"
             ) from error
         if swept and self._sweeper:
             self._sweeper.join()
@@ -175,10 +175,10 @@ class Writer:
 
     def _last_good(self) -> str:
         try:
-            there = steps_folder.folders(self._directory)
+            folders = steps_folder.folders(self._directory)
         except CheckpointError as error:  # perhaps for the same reason
             return str(error)
-        return f"step {max(there)} is the last good one" if there else "there is none yet"
+        return f"step {max(folders)} is the last good one" if folders else "there is none yet"
 
     def delete(self, step: int) -> None:
         """Removes a step; only process 0 calls this method."""
@@ -215,17 +215,17 @@ def _completed(begin: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
 
 
 def _failed(error: Exception) -> Future[None]:
-    failed: Future[None] = Future()
-    failed.set_exception(error)
-    return failed
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future
 
 
 def wait_for(writing: Iterable[Any]) -> None:
     """Waits for all writes, then raises the first error, if any."""
     errors = []
-    for each in writing:
+    for write in writing:
         try:
-            each.result()
+            write.result()
         except Exception as error:
             errors.append(error)
     if errors:
@@ -257,17 +257,17 @@ class Lock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            who = os.pread(file, 1000, 0).decode(errors="replace")
+            holder = os.pread(file, 1000, 0).decode(errors="replace")
             os.close(file)
-            if who == _me():
+            if holder == _this_process():
                 return False
             raise CheckpointError(
-                f"another run writes to {self._directory} ({who or 'unknown process'}): give this "
-                "one a folder of its own, or stop the other; to read only, "
+                f"another run writes to {self._directory} ({holder or 'unknown process'}): give "
+                "this one a folder of its own, or stop the other; to read only, "
                 "Checkpointer(..., read_only=True)"
             ) from None
         os.ftruncate(file, 0)
-        os.pwrite(file, _me().encode(), 0)
+        os.pwrite(file, _this_process().encode(), 0)
         self._file, self._held = file, weakref.finalize(self, os.close, file)
         return True
 
@@ -293,5 +293,5 @@ class Lock:
             self._held = None
 
 
-def _me() -> str:
+def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"

@@ -55,10 +55,10 @@ def estimate(
                 params, largest_layer, devices_per_node, nodes, buffer_factor
             )
     except Exception as error:
-        named = "" if model is None else f"model {model!r} cannot be counted"
-        if (said := explained(error, named)) is None:
+        doing = "" if model is None else f"model {model!r} cannot be counted"
+        if (message := explained(error, doing)) is None:
             raise
-        typer.echo(said, err=True)
+        typer.echo(message, err=True)
         raise typer.Exit(2) from None
 
 
@@ -71,6 +71,6 @@ def counted(model: str, seq: int) -> tuple[int, int]:
     jax.config.update("jax_platforms", "cpu")  # nothing is computed
     decorated = zero()
     options = {"zero": decorated, "rows": 1, "seq": seq, "scan": False}
-    made = workload(bound(find(model), options), decorated, 1, seq)
-    state = jax.eval_shape(made.create_state, jax.random.key(0))
+    work = workload(bound(find(model), options), decorated, 1, seq)
+    state = jax.eval_shape(work.create_state, jax.random.key(0))
     return parameters(state[0] if isinstance(state, tuple) else state.params)

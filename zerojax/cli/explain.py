@@ -59,15 +59,15 @@ def explain(
     the config, with 2 if it would not, and with 1 if the file cannot be read.
     """
     try:
-        found = explained(config, auto=stand_ins(auto or []), devices=devices, every=every)
+        explanation = explained(config, auto=stand_ins(auto or []), devices=devices, every=every)
     except ConfigError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
     if as_json:
-        print(json.dumps(to_json(str(config), found), indent=2, default=str))
+        print(json.dumps(to_json(str(config), explanation), indent=2, default=str))
     else:
-        show(str(config), found)
-    if found.problems:
+        show(str(config), explanation)
+    if explanation.problems:
         raise typer.Exit(2)
 
 
@@ -101,8 +101,8 @@ def show(source: str, found: Explanation) -> None:
     console = terminal.console()
     console.print(_table(found.rows, grouped=sys.stdout.isatty()))
     counts = Counter(row.became for row in found.rows)
-    told = ", ".join(f"{counts[became]} {became}" for became in STYLES if counts[became])
-    console.print(f"{escape(source)}: {told}", soft_wrap=True)
+    summary = ", ".join(f"{counts[became]} {became}" for became in STYLES if counts[became])
+    console.print(f"{escape(source)}: {summary}", soft_wrap=True)
     if found.problems:
         n = len(found.problems)
         console.print(f"[bold red]{n} problem{'s' if n > 1 else ''}:[/]")
@@ -115,12 +115,12 @@ def _table(rows: Sequence[Row], grouped: bool) -> Table:
     table = terminal.table("key", "given", "resolved")
     table.add_column("became", no_wrap=True)
     table.add_column("why")
-    above = ""
+    previous_section = ""
     for row in rows:
         section, _, name = row.key.rpartition(".")
-        if grouped and section and section != above:
+        if grouped and section and section != previous_section:
             table.add_row(f"[bold]{escape(section)}[/]")
-        above = section
+        previous_section = section
         key = f"  {name}" if grouped and section else row.key
         given = "" if row.given is NOT_GIVEN else shown(row.given, 40)
         resolved = "" if row.resolved is None else shown(row.resolved, 40)
@@ -136,13 +136,13 @@ def stand_ins(given: list[str]) -> dict[str, Any] | None:
       >>> stand_ins(["a.b=300", "c=linear"])
       {'a.b': 300, 'c': 'linear'}
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for pair in given:
         key, equals, text = pair.partition("=")
         if not key or not equals:
             raise typer.BadParameter(f"expected KEY=VALUE, got {pair!r}", param_hint="--auto")
         try:
-            found[key] = json.loads(text)
+            values[key] = json.loads(text)
         except ValueError:
-            found[key] = text
-    return found or None
+            values[key] = text
+    return values or None

@@ -49,7 +49,7 @@ def export(
     from zerojax.checkpoint import CheckpointError  # orbax takes a second to import
     from zerojax.checkpoint.exporter import export as exported
 
-    begun = time.perf_counter()
+    start = time.perf_counter()
     try:
         with bytes_bar() as bar:
             task = bar.add_task("writing", total=None)
@@ -65,7 +65,7 @@ def export(
     except CheckpointError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     typer.echo(
         f"{out}: {_count(len(found.files), 'file')}, {_count(found.tensors, 'tensor')}, "
         f"{found.nbytes:,} bytes, {' and '.join(found.dtypes)}, {seconds:.1f} s"

@@ -84,8 +84,8 @@ def fit(
         def note(text: str) -> None:
             progress.update(task, description=f"compiling {text}")
 
-        def done(modes: int, of: int) -> None:
-            progress.update(task, completed=modes, total=of)
+        def done(modes: int, total: int) -> None:
+            progress.update(task, completed=modes, total=total)
 
         try:
             mesh, rates = parse_devices(devices, network)
@@ -108,9 +108,9 @@ def fit(
             typer.echo(f"{error} (--compiles {compiles}, --minutes {minutes:g})", err=True)
             raise typer.Exit(3) from None
         except Exception as error:
-            if (said := explained(error, f"model {model!r} cannot be planned")) is None:
+            if (message := explained(error, f"model {model!r} cannot be planned")) is None:
                 raise
-            typer.echo(said, err=True)
+            typer.echo(message, err=True)
             raise typer.Exit(2) from None
     if fitted.unseen:
         typer.echo(
@@ -123,8 +123,8 @@ def fit(
         print(json.dumps({"ranking": ranking, "config": fitted.config}, indent=2))
     else:
         _show(_best(fitted.ranking), f"{model} on {devices}, {seq} tokens in a row")
-        counted = f"{fitted.compiled} programs compiled, {fitted.remembered} remembered"
-        typer.echo(f"{counted}. Fastest: {fitted.choice}" + (f", in {out}" if out else ""))
+        summary = f"{fitted.compiled} programs compiled, {fitted.remembered} remembered"
+        typer.echo(f"{summary}. Fastest: {fitted.choice}" + (f", in {out}" if out else ""))
         if fitted.choice.remat:
             typer.echo("remat is an option of the model, not of the JSON: turn it on there.")
     if out is not None:
@@ -134,47 +134,47 @@ def fit(
 def _best(ranking: Sequence[Trial]) -> list[Trial]:
     """Returns the first trial of each mode, whatever its micro-batch."""
     first: dict[Choice, Trial] = {}
-    for each in ranking:
-        mode = dataclasses.replace(each.choice, micro=1, accumulation=1)
-        first.setdefault(mode, each)
+    for trial in ranking:
+        mode = dataclasses.replace(trial.choice, micro=1, accumulation=1)
+        first.setdefault(mode, trial)
     return list(first.values())
 
 
 def _row(trial: Trial) -> dict[str, Any]:
-    of = trial.forecast
+    forecast = trial.forecast
     return {
         "choice": dataclasses.asdict(trial.choice),
-        "stay_gathered": of.plan.live.bytes,
+        "stay_gathered": forecast.plan.live.bytes,
         "tokens_per_second": trial.tokens_per_second,
-        "mfu": of.mfu,
-        "peak": of.peak.bytes,
-        "headroom": of.headroom,
-        "host": of.host_bytes,
-        "seconds": of.seconds,
+        "mfu": forecast.mfu,
+        "peak": forecast.peak.bytes,
+        "headroom": forecast.headroom,
+        "host": forecast.host_bytes,
+        "seconds": forecast.seconds,
         "measured": trial.measured,
     }
 
 
 def _show(trials: Sequence[Trial], title: str) -> None:
     settings = ["stage", "micro-batch", "accumulation", "remat", "offloaded", ">stay gathered"]
-    options = any(each.choice.xla for each in trials)
-    settings += ["XLA"] if options else []
+    has_xla = any(trial.choice.xla for trial in trials)
+    settings += ["XLA"] if has_xla else []
     table = terminal.table(*settings, ">tokens/s", ">MFU", ">device memory", ">host memory")
     table.title, table.title_justify = title, "left"
-    for each in trials:
-        choice, of = each.choice, each.forecast
+    for trial in trials:
+        choice, forecast = trial.choice, trial.forecast
         table.add_row(
             str(choice.stage),
             str(choice.micro),
             str(choice.accumulation),
             {None: "", False: "no", True: "yes"}[choice.remat],
             choice.offload,
-            size(of.plan.live.bytes) if of.plan.live else "",
-            *(["\n".join(_short(name, x) for name, x in choice.xla)] if options else ()),
-            f"{each.tokens_per_second:,.0f}",
-            f"{of.mfu * of.seconds / each.seconds:.1%}",
-            size(of.peak.bytes),
-            size(of.host_bytes),
+            size(forecast.plan.live.bytes) if forecast.plan.live else "",
+            *(["\n".join(_short(name, x) for name, x in choice.xla)] if has_xla else ()),
+            f"{trial.tokens_per_second:,.0f}",
+            f"{forecast.mfu * forecast.seconds / trial.seconds:.1%}",
+            size(forecast.peak.bytes),
+            size(forecast.host_bytes),
         )
     terminal.console().print(table)
 

@@ -51,7 +51,7 @@ def inspect(
     try:
         with bytes_bar() as bar:
             task = bar.add_task("reading", total=None)
-            found = inspected(
+            inspection = inspected(
                 checkpoint,
                 quick=quick,
                 step=step,
@@ -61,19 +61,19 @@ def inspect(
         typer.echo(error, err=True)
         raise typer.Exit(2) from None
     if as_json:
-        print(json.dumps(to_json(found, leaves=leaves), indent=2))
+        print(json.dumps(to_json(inspection, leaves=leaves), indent=2))
     else:
-        show(found, leaves=leaves, alone=step is not None)
-    if found.damaged:
+        show(inspection, leaves=leaves, alone=step is not None)
+    if inspection.damaged:
         raise typer.Exit(1)
 
 
 def to_json(found: Inspection, *, leaves: bool = False) -> dict[str, Any]:
     """Returns the contents of the tables as JSON values, for every step."""
-    whole = found.newest_whole
+    newest = found.newest_whole
     return {
         "checkpoint": found.checkpoint,
-        "newest_whole": whole.step if whole else None,
+        "newest_whole": newest.step if newest else None,
         "unfinished": list(found.unfinished),
         "deleted": list(found.deleted),
         "steps": [_json(step, leaves) for step in found.steps],
@@ -81,7 +81,7 @@ def to_json(found: Inspection, *, leaves: bool = False) -> dict[str, Any]:
 
 
 def _json(step: InspectedStep, leaves: bool) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    values: dict[str, Any] = {
         "step": step.step,
         "folder": step.folder,
         "status": step.status,
@@ -95,15 +95,15 @@ def _json(step: InspectedStep, leaves: bool) -> dict[str, Any]:
         "notes": list(step.notes),
     }
     if record := step.record:
-        told |= record.model_dump(
+        values |= record.model_dump(
             include={"stage", "compute_dtype", "mesh", "devices", "processes", "versions"}
         )
-        told["metrics"] = {
+        values["metrics"] = {
             name: x if math.isfinite(x) else str(x) for name, x in (record.metrics or {}).items()
         }
     if leaves:
-        told["leaves"] = [vars(array) for array in step.arrays]
-    return told
+        values["leaves"] = [vars(array) for array in step.arrays]
+    return values
 
 
 def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> None:
@@ -116,10 +116,10 @@ def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> Non
     """
     console = terminal.console()
     console.print(_table(found))
-    if known := [step for step in found.steps if step.arrays]:
-        last = known[-1]
-        told = columns([(f"{name}:", value) for name, value in _about(last)])
-        for line in [f"{_named(last)}:", *(f"  {line}" for line in told)]:
+    if with_arrays := [step for step in found.steps if step.arrays]:
+        last = with_arrays[-1]
+        details = columns([(f"{name}:", value) for name, value in _about(last)])
+        for line in [f"{_named(last)}:", *(f"  {line}" for line in details)]:
             console.print(escape(line), soft_wrap=True)
         if leaves:
             console.print(_leaves(last))
@@ -129,8 +129,8 @@ def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> Non
     for name in found.deleted:
         console.print(f"{escape(name)}: deleted, its files are still to go", soft_wrap=True)
     for note in dict.fromkeys(note for step in found.steps for note in step.notes):
-        having = ", ".join(_named(step) for step in found.steps if note in step.notes)
-        console.print(f"[yellow]{escape(having)}: {escape(note)}[/]", soft_wrap=True)
+        step_names = ", ".join(_named(step) for step in found.steps if note in step.notes)
+        console.print(f"[yellow]{escape(step_names)}: {escape(note)}[/]", soft_wrap=True)
     for step in found.damaged:
         console.print(f"[bold red]{escape(_named(step))} is damaged:[/]", soft_wrap=True)
         for problem in step.problems[:SHOWN]:
@@ -138,43 +138,43 @@ def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> Non
         if (more := len(step.problems) - SHOWN) > 0:
             console.print(f"  [red]and {more} more (--json has them all)[/]")
     if found.damaged:
-        console.print(_offer(found, alone), soft_wrap=True)
+        console.print(_restore_hint(found, alone), soft_wrap=True)
 
 
 def _named(step: InspectedStep) -> str:
     return step.folder if step.step is None else f"step {step.step}"
 
 
-def _offer(found: Inspection, alone: bool) -> str:
-    whole = found.newest_whole
-    if whole:
-        files = "'s files are" if whole.status == "files whole" else " is"
-        return f"step {whole.step}{files} whole: restore(abstract_state, step={whole.step})"
+def _restore_hint(found: Inspection, alone: bool) -> str:
+    newest = found.newest_whole
+    if newest:
+        files = "'s files are" if newest.status == "files whole" else " is"
+        return f"step {newest.step}{files} whole: restore(abstract_state, step={newest.step})"
     if alone:
         return "other steps were not looked at: leave out --step"
     return "no step is known to be whole"
 
 
 def _about(step: InspectedStep) -> list[tuple[str, str]]:
-    told = []
+    rows = []
     if record := step.record:
         computed = f", computed in {record.compute_dtype}" if record.compute_dtype else ""
         mesh = ", ".join(f"{axis} {n}" for axis, n in record.mesh.items())
-        s = "es" if record.processes > 1 else ""
-        told += [
+        plural = "es" if record.processes > 1 else ""
+        rows += [
             ("state", f"{record.form}, stage {record.stage}{computed}"),
-            ("mesh", f"{mesh} of {record.devices}, {record.processes} process{s}"),
+            ("mesh", f"{mesh} of {record.devices}, {record.processes} process{plural}"),
             ("versions", ", ".join(f"{name} {v}" for name, v in record.versions.items())),
         ]
     else:
-        told.append(("state", f"{step.form or 'arrays'}, without a record"))
-    told += [
+        rows.append(("state", f"{step.form or 'arrays'}, without a record"))
+    rows += [
         ("sizes", ", ".join(f"{group} {size(n)}" for group, n in step.sizes.items() if n)),
         ("dtypes", ", ".join(f"{dtype} {size(n)}" for dtype, n in step.dtypes.items())),
     ]
     if step.record and step.record.metrics:
-        told.append(("metrics", ", ".join(f"{k} {v:g}" for k, v in step.record.metrics.items())))
-    return told
+        rows.append(("metrics", ", ".join(f"{k} {v:g}" for k, v in step.record.metrics.items())))
+    return rows
 
 
 def _table(found: Inspection) -> Table:

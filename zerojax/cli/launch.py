@@ -92,9 +92,9 @@ def launch(
     environ: Mapping[str, str] = context.obj or os.environ
     try:
         words = ("-m", *script) if module else tuple(script)
-        known = {name for parameter in context.command.params for name in parameter.opts}
+        option_names = {name for parameter in context.command.params for name in parameter.opts}
         for word in script[1:]:
-            if word.partition("=")[0] in known - {"-m"}:
+            if word.partition("=")[0] in option_names - {"-m"}:
                 typer.echo(
                     f"zerojax launch: {word} stands behind the script: an argument of the script, "
                     "not of the launch",
@@ -106,56 +106,57 @@ def launch(
         if config_file is not None:
             from zerojax.launch import accelerate  # the tables of keys take a while to load
 
-            given = accelerate.read(config_file)
-            for line in given.ignored:
+            settings = accelerate.read(config_file)
+            for line in settings.ignored:
                 typer.echo(f"zerojax launch: --config-file: {line}", err=True)
-            environ = {**given.environ, **environ}
-            nproc_per_node = nproc_per_node or given.nproc_per_node
-            num_nodes = num_nodes or given.num_nodes
+            environ = {**settings.environ, **environ}
+            nproc_per_node = nproc_per_node or settings.nproc_per_node
+            num_nodes = num_nodes or settings.num_nodes
             if not cluster.chosen() and hostfile is None:
-                hostfile, coordinator = given.hostfile, coordinator or given.coordinator
-                node_rank = given.node_rank if node_rank is None else node_rank
+                hostfile, coordinator = settings.hostfile, coordinator or settings.coordinator
+                node_rank = settings.node_rank if node_rank is None else node_rank
         if cluster.chosen():
-            places = (hostfile, include, exclude, node_rank, coordinator, use_mpi or None)
-            if any(each is not None for each in places):
+            placement = (hostfile, include, exclude, node_rank, coordinator, use_mpi or None)
+            if any(option is not None for option in placement):
                 raise UsageError(
                     f"{cluster.chosen()} places the processes: without --hostfile, --include, "
                     "--exclude, --node-rank, --coordinator and --mpi"
                 )
             status = start(cluster, job, num_nodes or 1, nproc_per_node, environ, dry_run)
             raise typer.Exit(status)
-        found = cache(lambda: gpus(environ))  # nvidia-smi may take seconds
+        find_gpus = cache(lambda: gpus(environ))  # nvidia-smi may take seconds
         hosts = None
         if hostfile is not None:
             hosts = select(read_hostfile(hostfile), include, exclude)
         elif include or exclude:
-            if not found():
+            if not find_gpus():
                 raise UsageError("--include and --exclude choose GPUs, and this machine has none")
-            hosts = select([Host("localhost", tuple(range(len(found()))))], include, exclude)
-        counts = _counts(nproc_per_node, hosts, num_nodes, node_rank, found)
+            hosts = select([Host("localhost", tuple(range(len(find_gpus()))))], include, exclude)
+        counts = _counts(nproc_per_node, hosts, num_nodes, node_rank, find_gpus)
         hosts = hosts and hosts[: len(counts)]
-        alone = len(counts) == 1 and (hosts is None or hosts[0].is_here)
-        if (node_rank is None and not alone) or use_mpi:
+        is_only_here = len(counts) == 1 and (hosts is None or hosts[0].is_here)
+        if (node_rank is None and not is_only_here) or use_mpi:
             if hosts is None:
                 raise UsageError("--mpi needs --hostfile")
-            status = _many(job, hosts, counts, coordinator, environ, use_mpi, dry_run)
+            status = _start_on_hosts(job, hosts, counts, coordinator, environ, use_mpi, dry_run)
         else:
-            here = found()
-            node = _node(node_rank or 0, counts, coordinator, hosts, here, environ)
+            local_gpus = find_gpus()
+            node = _node(node_rank or 0, counts, coordinator, hosts, local_gpus, environ)
             if len(counts) > 1 and max_restarts:
                 raise UsageError(
                     "--max-restarts with --node-rank: the machines must restart together; "
                     "give it to what starts them (--hostfile with mpirun, Slurm, Kubernetes)"
                 )
             if node.gpus is not None:
-                here = [gpu for gpu in here if gpu.name in node.gpus]
-            local.places(node, here)
+                local_gpus = [gpu for gpu in local_gpus if gpu.name in node.gpus]
+            local.places(node, local_gpus)
             if dry_run:
-                local.show(job, node, here, environ)
+                local.show(job, node, local_gpus, environ)
                 return
-            _make(log_dir)
+            _create_folder(log_dir)
             status = guarded(
-                lambda: local.run(job, node, here, environ), parent=local.parent_to_watch(environ)
+                lambda: local.run(job, node, local_gpus, environ),
+                parent=local.parent_to_watch(environ),
             )
     except UsageError as error:
         typer.echo(f"zerojax launch: {error}", err=True)
@@ -163,7 +164,7 @@ def launch(
     raise typer.Exit(status)
 
 
-def _many(
+def _start_on_hosts(
     job: Job,
     hosts: list[Host],
     counts: tuple[int, ...],
@@ -185,7 +186,7 @@ def _many(
     if mpi.installed() is None and must:
         raise UsageError("--mpi: mpirun is not installed here (Debian: openmpi-bin)")
     if mpi.installed() is not None and not dry_run:
-        _make(job.log_dir)
+        _create_folder(job.log_dir)
         return guarded(lambda: mpi.run(job, hosts, nodes, environ))
     commands = [node_command(job, node, environ) for node in nodes()]
     if mpi.installed() is None:
@@ -210,26 +211,26 @@ def _counts(
     """Returns the number of processes of each machine."""
     if given is not None and not re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", given):
         raise UsageError(f"--nproc-per-node: expected 8, or 8,4 for two machines, got {given!r}")
-    each = tuple(map(int, given.split(","))) if given else ()
+    counts = tuple(map(int, given.split(","))) if given else ()
     if hosts is not None:
         if num_nodes is not None and num_nodes > len(hosts):
             raise UsageError(f"--num-nodes {num_nodes}: {len(hosts)} hosts are left")
         hosts = hosts[:num_nodes]
-    elif max(num_nodes or 1, len(each)) > 1 and node_rank is None:
+    elif max(num_nodes or 1, len(counts)) > 1 and node_rank is None:
         raise UsageError("several machines need --hostfile, or --node-rank and --coordinator")
-    machines = len(hosts) if hosts is not None else num_nodes or len(each) or 1
-    if len(each) == 1:
-        each *= machines
-    if each and len(each) != machines:
+    machines = len(hosts) if hosts is not None else num_nodes or len(counts) or 1
+    if len(counts) == 1:
+        counts *= machines
+    if counts and len(counts) != machines:
         raise UsageError(f"--nproc-per-node {given}: {machines} machines")
     if node_rank is not None and node_rank >= machines:
         raise UsageError(f"--node-rank {node_rank}: {machines} machines are 0 to {machines - 1}")
     if hosts is None:
-        return each or (len(gpus_here()) or 1,) * machines
-    for host, count in zip(hosts, each, strict=bool(each)):
+        return counts or (len(gpus_here()) or 1,) * machines
+    for host, count in zip(hosts, counts, strict=bool(counts)):
         if count > len(host.slots):
             raise UsageError(f"--nproc-per-node {count}: {host.name} has {len(host.slots)} slots")
-    return each or tuple(len(host.slots) for host in hosts)
+    return counts or tuple(len(host.slots) for host in hosts)
 
 
 def _node(
@@ -258,13 +259,13 @@ def _node(
 
 
 def _address(given: str) -> str:
-    found = re.fullmatch(r"(?:\[[0-9a-fA-F:]+\]|[^:\s]+):([0-9]{1,5})", given)
-    if not found or not 0 < int(found[1]) < 2**16:
+    match = re.fullmatch(r"(?:\[[0-9a-fA-F:]+\]|[^:\s]+):([0-9]{1,5})", given)
+    if not match or not 0 < int(match[1]) < 2**16:
         raise UsageError(f"--coordinator: expected HOST:PORT, got {given!r}")
     return given
 
 
-def _make(folder: Path | None) -> None:
+def _create_folder(folder: Path | None) -> None:
     try:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

@@ -97,7 +97,7 @@ def plan(
                 )
             if picture is not None:
                 plan_picture.check(picture)
-            read, function = load(config, auto=stand_ins(auto or [])), find(model)
+            zero_config, function = load(config, auto=stand_ins(auto or [])), find(model)
             if remat is not None and not takes(function, "remat"):
                 raise ValueError(
                     f"--{'' if remat else 'no-'}remat: model {model!r} takes no `remat`"
@@ -105,27 +105,37 @@ def plan(
             mesh, rates = parse_devices(devices, network)
             mesh = laid_out(mesh, mesh_axes) if mesh_axes else mesh
             function = with_attention(function, model, attention)
-            on = remat is not False
-            study = Study(function, read, mesh, rates, rows=batch, seq=seq, remat=on, note=note)
+            use_remat = remat is not False
+            study = Study(
+                function, zero_config, mesh, rates, rows=batch, seq=seq, remat=use_remat, note=note
+            )
         except (ValueError, ImportError, RuntimeError) as error:
-            raise _bad(explained(error) or str(error)) from None
+            raise _input_error(explained(error) or str(error)) from None
         try:
             if collectives:
                 return show_collectives(study.collectives(study.given), as_json=as_json)
-            given, found = study.given, study.forecast(study.given)
-            open_ = any(note.key.endswith(LIVE) and note.value == "auto" for note in read.notes)
-            gathered = weighed(study, given) if open_ else ()
+            selected, forecast = study.given, study.forecast(study.given)
+            is_auto = any(
+                note.key.endswith(LIVE) and note.value == "auto" for note in zero_config.notes
+            )
+            gathered = weighed(study, selected) if is_auto else ()
             if gathered:
-                given, found = gathered[0].choice, gathered[0].forecast
-            others = tuple(remedies(study)) if look and not found.fits else None
+                selected, forecast = gathered[0].choice, gathered[0].forecast
+            alternatives = tuple(remedies(study)) if look and not forecast.fits else None
             choices = plan_picture.by_stage(study.given) if picture is not None else ()
             stages = {name: study.forecast(choice) for name, choice in choices}
         except Exception as error:
-            if (said := explained(error, f"model {model!r} cannot be planned")) is None:
+            if (message := explained(error, f"model {model!r} cannot be planned")) is None:
                 raise
-            raise _bad(said) from None
-    fused = chosen(Zero(read, mesh), attention or "auto") if takes(function, "attention") else None
-    planned = Planned(model, str(config), seq, given, found, others, stages, fused, gathered)
+            raise _input_error(message) from None
+    implementation = (
+        chosen(Zero(zero_config, mesh), attention or "auto")
+        if takes(function, "attention")
+        else None
+    )
+    planned = Planned(
+        model, str(config), seq, selected, forecast, alternatives, stages, implementation, gathered
+    )
     if picture is not None:
         title = f"{model}, batch {planned.rows} of {seq} tokens on {devices}"
         plan_picture.draw(picture, title, planned.stages)
@@ -137,6 +147,6 @@ def plan(
         raise typer.Exit(3)
 
 
-def _bad(message: str) -> typer.Exit:
+def _input_error(message: str) -> typer.Exit:
     typer.echo(message, err=True)
     return typer.Exit(2)

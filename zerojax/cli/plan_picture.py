@@ -63,18 +63,18 @@ def draw(path: Path, title: str, stages: Mapping[str, Forecast]) -> None:
 
     figure = Figure(figsize=(9, 0.7 * len(stages) + 2), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    memory = max(found.rates.memory for found in stages.values()) / 1e9
-    most = max(memory, *(found.peak.bytes / 1e9 for found in stages.values()))
+    memory = max(forecast.rates.memory for forecast in stages.values()) / 1e9
+    most = max(memory, *(forecast.peak.bytes / 1e9 for forecast in stages.values()))
     starts = [0.0] * len(stages)
     for kind, colour in zip(KINDS, _COLOURS, strict=True):
-        widths = [found.peak.memory.get(kind, 0) / 1e9 for found in stages.values()]
+        widths = [forecast.peak.memory.get(kind, 0) / 1e9 for forecast in stages.values()]
         if any(widths):
             label = kind if max(widths) > most / 500 else None  # narrower ones are invisible
             axes.barh(list(stages), widths, left=starts, height=0.6, color=colour, label=label)
             starts = [at + width for at, width in zip(starts, widths, strict=True)]
-    for row, found in enumerate(stages.values()):
-        at, colour = found.peak.bytes / 1e9 + most / 100, _INK if found.fits else _FULL
-        axes.text(at, row, size(found.peak.bytes), va="center", color=colour, fontweight="bold")
+    for row, forecast in enumerate(stages.values()):
+        at, colour = forecast.peak.bytes / 1e9 + most / 100, _INK if forecast.fits else _FULL
+        axes.text(at, row, size(forecast.peak.bytes), va="center", color=colour, fontweight="bold")
     axes.axvline(memory, color=_FULL, linewidth=1.5, linestyle="--", label="device memory")
     axes.invert_yaxis()
     axes.set_xlim(0, most * 1.12)

@@ -147,27 +147,27 @@ def _about_memory(planned: Planned) -> Iterator[str]:
 
 def _about_recomputing(forecast: Forecast) -> Iterator[str]:
     """Warns that XLA recomputes values to save memory, or nearly does."""
-    most, again = forecast.recomputes_above, sum(each.again for each in forecast.programs)
-    if most is None:
+    limit, recomputed = forecast.recomputes_above, sum(each.again for each in forecast.programs)
+    if limit is None:
         return
-    begins = f"XLA does so where a program needs more than {size(most)} of this device"
-    if again:
+    cause = f"XLA does so where a program needs more than {size(limit)} of this device"
+    if recomputed:
         yield (
-            f"warning: XLA computes {again} values again to save memory, which takes time; "
-            f"{begins}: take what the step should compute again (remat), or a smaller micro-batch"
+            f"warning: XLA computes {recomputed} values again to save memory, which takes time; "
+            f"{cause}: take what the step should compute again (remat), or a smaller micro-batch"
         )
-    elif NEAR * most < forecast.peak.bytes <= most:
+    elif NEAR * limit < forecast.peak.bytes <= limit:
         yield (
-            f"warning: {size(most - forecast.peak.bytes)} more, and XLA computes values again to "
-            f"save memory, which takes time; {begins}"
+            f"warning: {size(limit - forecast.peak.bytes)} more, and XLA computes values again to "
+            f"save memory, which takes time; {cause}"
         )
 
 
 def _traffic(planned: Planned) -> Table:
     traffic = planned.forecast.traffic
-    several = [">between nodes"] if any(each.between_nodes for each in traffic) else []
+    node_columns = [">between nodes"] if any(each.between_nodes for each in traffic) else []
     table = terminal.table(
-        "traffic of a step", "dtypes", ">times", ">sent a device", *several, ">time", ">hidden"
+        "traffic of a step", "dtypes", ">times", ">sent a device", *node_columns, ">time", ">hidden"
     )
     for each in traffic:
         table.add_row(
@@ -175,7 +175,7 @@ def _traffic(planned: Planned) -> Table:
             ", ".join(each.dtypes),
             f"{each.times:,}",
             size(each.bytes),
-            *(size(each.between_nodes) for _ in several),
+            *(size(each.between_nodes) for _ in node_columns),
             duration(each.seconds),
             f"{each.hidden:.0%}",
         )

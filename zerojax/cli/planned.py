@@ -59,8 +59,8 @@ class Planned:
         """XLA_PYTHON_CLIENT_MEM_FRACTION for the step; None if JAX's default suffices."""
         forecast = self.forecast
         share = forecast.peak.bytes / forecast.rates.memory
-        gpu = forecast.rates.kind in device_kinds()["gpu"]
-        if not gpu or not forecast.fits or share <= PREALLOCATED:
+        is_gpu = forecast.rates.kind in device_kinds()["gpu"]
+        if not is_gpu or not forecast.fits or share <= PREALLOCATED:
             return None
         return math.ceil(100 * share) / 100
 

@@ -51,13 +51,13 @@ def last_frame(error: BaseException) -> traceback.FrameSummary | None:
     libraries = [_folder(name) for name in _LIBRARIES]
     python = Path(sysconfig.get_path("stdlib"))
 
-    def theirs(frame: traceback.FrameSummary) -> bool:
+    def is_user_code(frame: traceback.FrameSummary) -> bool:
         path = Path(frame.filename)
         if frame.filename.startswith("<") or any(path.is_relative_to(x) for x in libraries if x):
             return False
         return not path.is_relative_to(python) or "site-packages" in path.parts
 
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if theirs(each)]
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if is_user_code(each)]
     return frames[-1] if frames else None
 
 
@@ -68,5 +68,5 @@ def _place(frame: traceback.FrameSummary) -> str:
 
 
 def _folder(name: str) -> Path | None:
-    found = importlib.util.find_spec(name)
-    return Path(found.origin).parent if found and found.origin else None
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None

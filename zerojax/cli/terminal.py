@@ -27,11 +27,11 @@ def console() -> Console:
 
 def table(*heads: str) -> Table:
     """Creates a table with these columns; a head that begins with ">" aligns its column right."""
-    made = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    result = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for head in heads:
         name = head.removeprefix(">")
-        made.add_column(name, justify="right" if name != head else "left", overflow="fold")
-    return made
+        result.add_column(name, justify="right" if name != head else "left", overflow="fold")
+    return result
 
 
 def bytes_bar() -> Progress:
@@ -43,14 +43,16 @@ def bytes_bar() -> Progress:
 
 def spinner() -> Progress:
     """Creates a progress line for work of unknown length, with its description and elapsed time."""
-    named = TextColumn("{task.description}", markup=False)
-    return _progress(SpinnerColumn(), named, TimeElapsedColumn())
+    description = TextColumn("{task.description}", markup=False)
+    return _progress(SpinnerColumn(), description, TimeElapsedColumn())
 
 
 def steps_bar() -> Progress:
     """Creates a progress bar for a known number of steps."""
-    named = TextColumn("{task.description}", markup=False)
-    return _progress(SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), named)
+    description = TextColumn("{task.description}", markup=False)
+    return _progress(
+        SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), description
+    )
 
 
 def _progress(*columns: ProgressColumn) -> Progress:

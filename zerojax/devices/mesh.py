@@ -18,7 +18,7 @@ AXIS = "data"
 REPLICA = "replica"
 SEQUENCE = "seq"
 
-_AND = "+"
+_SEPARATOR = "+"
 
 
 _MICS = "zero_optimization.mics_shard_size"
@@ -54,15 +54,15 @@ def mesh(
       >>> dict(zerojax.mesh(replicas=2).shape)
       {'replica': 2, 'data': 4}
     """
-    there = jax.devices()
-    if devices is not None and not 0 < devices <= len(there):
+    existing = jax.devices()
+    if devices is not None and not 0 < devices <= len(existing):
         raise ValueError(
-            f"{devices} devices asked for, but there are {len(there)} ({there[0].platform}). "
+            f"{devices} devices asked for, but there are {len(existing)} ({existing[0].platform}). "
             "Ask for fewer; for virtual CPU devices set "
             "jax.config.update('jax_num_cpu_devices', N) before JAX is first used; for devices "
             "that are not there use zerojax.topology(...)."
         )
-    chosen = there[:devices]
+    chosen = existing[:devices]
     hosts = {getattr(device, "slice_index", device.process_index) for device in chosen}
     sizes = axis_sizes(len(chosen), axes, replicas, len(hosts))
     return automatic(Mesh(np.array(chosen).reshape(tuple(sizes.values())), tuple(sizes)))
@@ -207,11 +207,11 @@ def explicit_around(given: Mesh) -> tuple[str, ...]:
     Raises:
       ValueError: ``jax.set_mesh`` has set a mesh of other axes or sizes.
     """
-    there = jax.sharding.get_abstract_mesh()
-    explicit = explicit_axes(there)
-    if explicit and dict(there.shape) != dict(given.shape):
+    context = jax.sharding.get_abstract_mesh()
+    explicit = explicit_axes(context)
+    if explicit and dict(context.shape) != dict(given.shape):
         raise ValueError(
-            f"jax.set_mesh has set a mesh {dict(there.shape)} with explicit axes, but zero's is "
+            f"jax.set_mesh has set a mesh {dict(context.shape)} with explicit axes, but zero's is "
             f"{dict(given.shape)}: pass that mesh to zerojax.zero(..., mesh=mesh), or call the "
             "step outside of jax.set_mesh."
         )
@@ -294,13 +294,13 @@ def zero_axis(given: Mesh | AbstractMesh) -> str:
     """Returns the axis over which ZeRO shards, as zerojax's specs name it: :func:`shard_axis`, or
     "data+seq" for that axis joined with "seq", the tokens innermost."""
     axis = shard_axis(given)
-    return f"{axis}{_AND}{SEQUENCE}" if sequence_size(given) > 1 else axis
+    return f"{axis}{_SEPARATOR}{SEQUENCE}" if sequence_size(given) > 1 else axis
 
 
 def joined_axes(axis: str) -> tuple[str, ...]:
     """Returns the mesh axes behind an axis of :func:`zero_axis`, outermost first."""
-    alone = axis.removesuffix(f"{_AND}{SEQUENCE}")
-    return (axis,) if alone == axis else (alone, SEQUENCE)
+    row_axis = axis.removesuffix(f"{_SEPARATOR}{SEQUENCE}")
+    return (axis,) if row_axis == axis else (row_axis, SEQUENCE)
 
 
 def axis_size(given: Mesh | AbstractMesh, axis: str) -> int:

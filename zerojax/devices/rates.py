@@ -140,19 +140,19 @@ def rates(kind: str) -> Rates:
       989.0
     """
     name, figures = lookup(kind)
-    known = device_kinds()
+    kinds = device_kinds()
     speeds = figures["rates"]
     return Rates(
         kind=name,
         memory=figures["device_memory_size"],
         bandwidth=float(figures["memory_bandwidth"]),
         **{
-            key: known["common"][key]
+            key: kinds["common"][key]
             for key in (
                 "matrix_share", "memory_share", "link_share", "host_share", "launch", "disk",
             )
         },
-        latency=Latency(**known["latency"]["gpu" if name in known["gpu"] else "tpu"]),
+        latency=Latency(**kinds["latency"]["gpu" if name in kinds["gpu"] else "tpu"]),
         **speeds,
     )  # fmt: skip
 

@@ -34,15 +34,15 @@ class RowBlocks(NamedTuple):
         rows = batch_devices(mesh)
         axes = [mesh.axis_names.index(name) for name in batch_axes(mesh)]
         lines = np.moveaxis(mesh.devices, axes, range(len(axes))).reshape(rows, -1)
-        own: dict[int, set[int]] = {}
+        rows_of: dict[int, set[int]] = {}
         for at, devices in enumerate(lines):
             for device in devices:
-                own.setdefault(device.process_index, set()).add(at)
-        blocks = sorted({tuple(sorted(each)) for each in own.values()})
+                rows_of.setdefault(device.process_index, set()).add(at)
+        blocks = sorted({tuple(sorted(each)) for each in rows_of.values()})
         in_order = [at for block in blocks for at in block] == [*range(rows)]
-        if not in_order or len({*map(len, blocks)}) > 1 or jax.process_index() not in own:
+        if not in_order or len({*map(len, blocks)}) > 1 or jax.process_index() not in rows_of:
             return None
-        return cls(len(blocks), min(own[jax.process_index()]) // len(blocks[0]))
+        return cls(len(blocks), min(rows_of[jax.process_index()]) // len(blocks[0]))
 
 
 def process_rows(n: int, mesh: Mesh | None = None) -> slice:
@@ -66,13 +66,13 @@ def process_rows(n: int, mesh: Mesh | None = None) -> slice:
     blocks = RowBlocks.of(all_devices() if mesh is None else mesh)
     if blocks is None:
         raise ValueError(_NO_BLOCKS)
-    each, left = divmod(n, blocks.number)
-    if left:
-        fits = " or ".join(str(m) for m in (n - left, n - left + blocks.number) if m)
+    block_size, remainder = divmod(n, blocks.number)
+    if remainder:
+        fits = " or ".join(str(m) for m in (n - remainder, n - remainder + blocks.number) if m)
         raise ValueError(
             f"{n} rows do not divide among the {blocks.number} processes: use {fits} rows."
         )
-    return slice(blocks.own * each, (blocks.own + 1) * each)
+    return slice(blocks.own * block_size, (blocks.own + 1) * block_size)
 
 
 _NO_BLOCKS = (

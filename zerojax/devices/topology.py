@@ -90,8 +90,8 @@ def topology(
         raise ValueError(f"devices must be a positive int, got {devices!r}")
     kind, figures = lookup(name)
     family = "gpu" if kind in device_kinds()["gpu"] else "tpu"
-    each = GPUS_PER_HOST if family == "gpu" else TPUS_PER_HOST
-    sizes = axis_sizes(devices, axes, replicas, max(1, devices // each))
+    per_host = GPUS_PER_HOST if family == "gpu" else TPUS_PER_HOST
+    sizes = axis_sizes(devices, axes, replicas, max(1, devices // per_host))
     absent = _gpus(name, figures, devices) if family == "gpu" else _tpus(name, figures, devices)
     return jax.make_mesh(
         tuple(sizes.values()),

@@ -39,23 +39,23 @@ def unreachable(me: Launched, seconds: float = 20.0) -> str:
       seconds: Seconds that process 0 may take until it listens, if the name of another host means
         this machine: two Slurm nodes may share a machine.
     """
-    (host, port), here = split(me.coordinator), socket.gethostname()
+    (host, port), own_host = split(me.coordinator), socket.gethostname()
     if not me.several_hosts or not is_loopback(host):
         return ""
     if host != "localhost" and not _is_address(host):
-        own_name = host.partition(".")[0] == here.partition(".")[0]
-        if own_name or me.index == 0 or _listens(host, port, seconds):
+        is_own_name = host.partition(".")[0] == own_host.partition(".")[0]
+        if is_own_name or me.index == 0 or _listens(host, port, seconds):
             return ""
     return (
-        f"the coordinator {me.coordinator} ({me.by}) is the loopback of {here} itself, but "
+        f"the coordinator {me.coordinator} ({me.by}) is the loopback of {own_host} itself, but "
         "processes run on several hosts: name the host of process 0 by an address that the others "
         f"reach (`hostname -I` there); where /etc/hosts maps {host} to 127.*, correct the line"
     )
 
 
 def _listens(host: str, port: int, seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
             return True
         time.sleep(0.2)
@@ -70,9 +70,9 @@ def _is_address(host: str) -> bool:
 
 def proxied(me: Launched, environ: Mapping[str, str]) -> str:
     """Returns the variable that would send gRPC through a proxy; "" for none."""
-    spared = environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
+    exempt = environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
     host = split(me.coordinator)[0]
-    if any(host.endswith(end.strip()) for end in spared.split(",") if end.strip()):
+    if any(host.endswith(suffix.strip()) for suffix in exempt.split(",") if suffix.strip()):
         return ""
     return next((name for name in _PROXIES if environ.get(name)), "")
 
@@ -80,7 +80,7 @@ def proxied(me: Launched, environ: Mapping[str, str]) -> str:
 def is_loopback(host: str) -> bool:
     """Returns whether a name resolves only to loopback addresses of the machine itself."""
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False  # the name may resolve later, as Kubernetes' names do
-    return all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found)
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)

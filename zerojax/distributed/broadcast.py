@@ -28,9 +28,9 @@ class Broadcast:
 
     def __init__(self, name: str, heard: Callable[[str], None]) -> None:
         self._client, self._heard = compat.coordination(), heard
-        mine = f"zerojax/{name}/{jax.process_index()}/"
-        number = len(self._client.key_value_dir_get(mine))
-        self._client.key_value_set(f"{mine}{number}", "")
+        prefix = f"zerojax/{name}/{jax.process_index()}/"
+        number = len(self._client.key_value_dir_get(prefix))
+        self._client.key_value_set(f"{prefix}{number}", "")
         self._key = f"zerojax/{name} {number}/"
         self._thread = threading.Thread(target=self._listen, name=f"zerojax {name}", daemon=True)
         self._thread.start()

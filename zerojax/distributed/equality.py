@@ -34,7 +34,7 @@ def require_same_program(name: str, programs: Iterable[jax.stages.Lowered]) -> N
       LaunchError: Programs differ; raised in all processes, with the first line that differs.
     """
     lines = [line for program in programs for line in program.as_text().splitlines()]
-    sums = [*accumulate(lines, lambda s, line: zlib.crc32(line.encode(), s), initial=0)]
+    checksums = [*accumulate(lines, lambda s, line: zlib.crc32(line.encode(), s), initial=0)]
     what = f"the program of {name}"
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len({*exchange(what, digest, _PATIENCE)}) == 1:
@@ -42,12 +42,12 @@ def require_same_program(name: str, programs: Iterable[jax.stages.Lowered]) -> N
     low, high = 0, min(map(int, exchange(what, str(len(lines)), _PATIENCE)))
     while low < high:  # the lines before low are equal
         middle = (low + high + 1) // 2
-        same = len({*exchange(what, str(sums[middle]), _PATIENCE)}) == 1
-        low, high = (middle, high) if same else (low, middle - 1)
+        is_same = len({*exchange(what, str(checksums[middle]), _PATIENCE)}) == 1
+        low, high = (middle, high) if is_same else (low, middle - 1)
     line = lines[low].strip() if low < len(lines) else "the end"
-    told = exchange(what, line[:_LONGEST], _PATIENCE)
+    received = exchange(what, line[:_LONGEST], _PATIENCE)
     raise LaunchError(
-        f"{name} is another program in each process: line {low + 1} is\n{_lines(told)}\nA "
+        f"{name} is another program in each process: line {low + 1} is\n{_lines(received)}\nA "
         "learning rate, a constant, random numbers of numpy or a branch of Python depend on the "
         "process: make them the same"
     )
@@ -63,12 +63,12 @@ def require_same_values(name: str, values: Mapping[str, Any]) -> None:
     Raises:
       LaunchError: Values differ; raised in all processes, with a name that differs.
     """
-    mine = {key: _digest(x) for key, x in values.items() if _is_own(x)}
-    told = [*map(json.loads, exchange(f"the values of {name}", json.dumps(mine), _PATIENCE))]
-    keys = [key for key in dict.fromkeys(k for each in told for k in each)]
-    unequal = [key for key in keys if len({each.get(key, "none") for each in told}) > 1]
+    digests = {key: _digest(x) for key, x in values.items() if _is_own(x)}
+    received = [*map(json.loads, exchange(f"the values of {name}", json.dumps(digests), _PATIENCE))]
+    keys = [key for key in dict.fromkeys(k for each in received for k in each)]
+    unequal = [key for key in keys if len({each.get(key, "none") for each in received}) > 1]
     if unequal:
-        each = _lines([each.get(unequal[0], "none") for each in told])
+        each = _lines([each.get(unequal[0], "none") for each in received])
         more = f"\nand so do {len(unequal) - 1} more" if unequal[1:] else ""
         raise LaunchError(
             f"{name}: {unequal[0]} differs between the processes:\n{each}{more}\nWhat is not rows "
@@ -94,5 +94,5 @@ def _digest(x: Any) -> str:
 
 def _lines(told: list[str]) -> str:
     """Lists each value once, with its processes."""
-    each = by_value(dict(enumerate(told)))
-    return "\n".join(f"  {who}: {value}" for value, who in each.items())
+    groups = by_value(dict(enumerate(told)))
+    return "\n".join(f"  {who}: {value}" for value, who in groups.items())

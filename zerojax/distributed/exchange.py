@@ -31,8 +31,8 @@ def named(processes: Iterable[int]) -> str:
       'processes 1, 3'
     """
     numbers = sorted(processes)
-    which = "process " if len(numbers) == 1 else "processes "
-    return which + ", ".join(map(str, numbers[:8])) + (", ..." if numbers[8:] else "")
+    noun = "process " if len(numbers) == 1 else "processes "
+    return noun + ", ".join(map(str, numbers[:8])) + (", ..." if numbers[8:] else "")
 
 
 def exchange(name: str, mine: str, seconds: float = 60.0) -> list[str]:
@@ -56,23 +56,23 @@ def exchange(name: str, mine: str, seconds: float = 60.0) -> list[str]:
     if jax.process_count() == 1:
         return [mine]
     client, me = compat.coordination(), jax.process_index()
-    own = client.key_value_dir_get(_key(name, me))
-    turn = 1 + max((int(key.rpartition("/")[2]) for key, _ in own), default=0)
+    own_entries = client.key_value_dir_get(_key(name, me))
+    turn = 1 + max((int(key.rpartition("/")[2]) for key, _ in own_entries), default=0)
     client.key_value_set(f"{_key(name, me)}{turn}", mine)
-    until = time.monotonic() + seconds
-    words: dict[int, str] = {}
+    deadline = time.monotonic() + seconds
+    received: dict[int, str] = {}
     for process in range(jax.process_count()):
-        left, key = round(1000 * (until - time.monotonic())), f"{_key(name, process)}{turn}"
+        remaining, key = round(1000 * (deadline - time.monotonic())), f"{_key(name, process)}{turn}"
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            if left > 0:
-                words[process] = client.blocking_key_value_get(key, left)
+            if remaining > 0:
+                received[process] = client.blocking_key_value_get(key, remaining)
             else:  # past the deadline, still take a string that is there
-                words[process] = client.key_value_try_get(key)
-    if missing := [n for n in range(jax.process_count()) if n not in words]:
+                received[process] = client.key_value_try_get(key)
+    if missing := [n for n in range(jax.process_count()) if n not in received]:
         raise ProcessesMissing(name, missing, seconds)
     if turn > 1:  # every process that is in this turn has read the strings of the last turn
         client.key_value_delete(f"{_key(name, me)}{turn - 1}")
-    return [*words.values()]
+    return [*received.values()]
 
 
 def _key(name: str, process: int) -> str:

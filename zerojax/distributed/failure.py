@@ -35,7 +35,7 @@ def end_at_once(index: int) -> None:
     line. The exit status is 130 after Ctrl-C, the code of a ``SystemExit`` (which Python itself
     does not pass to the hook), and 1 otherwise.
     """
-    before = sys.excepthook
+    previous_hook = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         interrupted = issubclass(kind, KeyboardInterrupt)
@@ -46,7 +46,7 @@ def end_at_once(index: int) -> None:
             if not interrupted:
                 text = "".join(traceback.format_exception(kind, error, trace))
                 leave("error", index, f"{time.time()}\n{text}")
-            before(kind, error, trace)
+            previous_hook(kind, error, trace)
             sys.stdout.flush()
             sys.stderr.flush()
             if index == 0:  # the coordinator ends the others, which may still be printing

@@ -25,20 +25,24 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
     nvidia-smi does not answer."""
     query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        completed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    there = told.stdout.split()
-    wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        return there
-    seen: list[str] = []
-    for name in map(str.strip, wanted.split(",")):
-        found = [g for n, g in enumerate(there) if name == str(n) or (name and g.startswith(name))]
-        if not found and not name.startswith("MIG-"):
+    uuids = completed.stdout.split()
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return uuids
+    selected: list[str] = []
+    for name in map(str.strip, visible.split(",")):
+        matches = [
+            uuid
+            for n, uuid in enumerate(uuids)
+            if name == str(n) or (name and uuid.startswith(name))
+        ]
+        if not matches and not name.startswith("MIG-"):
             break  # like CUDA, hide all that follow an unknown GPU
-        seen.append(found[0] if found else name)
-    return seen
+        selected.append(matches[0] if matches else name)
+    return selected
 
 
 def local_devices(here: list[Record]) -> list[list[int] | None]:

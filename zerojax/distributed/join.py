@@ -84,10 +84,10 @@ def init_distributed(
     if problem := unreachable(me):
         raise LaunchError(f"process {me.index} of {me.count}: {problem}")
     bind = where_to_listen(me)
-    mine = describe(me, None if config is None else load(config), os.environ)
-    records = call_roll(me, mine, bind, timeout)
+    own_record = describe(me, None if config is None else load(config), os.environ)
+    records = call_roll(me, own_record, bind, timeout)
     _refuse(differences(records, me.coordinator))
-    here = by_host(records)[mine["host"]]
+    local = by_host(records)[own_record["host"]]
     if jax.config.jax_cpu_collectives_implementation is None:  # type: ignore[attr-defined]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's SIGTERM handler only records the signal; without ``Preemption`` it must end a process.
@@ -96,15 +96,15 @@ def init_distributed(
         me.coordinator,
         me.count,
         me.index,
-        local_device_ids=local_devices([records[n] for n in here])[here.index(me.index)],
+        local_device_ids=local_devices([records[n] for n in local])[local.index(me.index)],
         cluster_detection_method="deactivate",  # detection would take one GPU a process
         initialization_timeout=60,  # all processes have just answered
         heartbeat_timeout_seconds=round(heartbeat),
         coordinator_bind_address=bind,
     )
     devices = json.dumps(devices_here(jax.local_devices()))
-    told = exchange("the devices of each process", devices, timeout)
-    _refuse_in_all(unequal_devices([json.loads(each) for each in told]))
+    received = exchange("the devices of each process", devices, timeout)
+    _refuse_in_all(unequal_devices([json.loads(each) for each in received]))
     if me.index == 0:
         for each in cpu_warnings(records):
             warnings.warn(f"zerojax: {each}", stacklevel=2)
@@ -150,5 +150,5 @@ def require_same(config: ZeroConfig, mesh: Mesh) -> None:
       LaunchError: Configs differ; raised in all processes, with the fields that differ.
     """
     if len({device.process_index for device in mesh.devices.flat}) == jax.process_count() > 1:
-        told = exchange("the config", json.dumps(settings(config)), 300.0)
-        _refuse_in_all(unequal_settings([json.loads(each) for each in told]))
+        received = exchange("the config", json.dumps(settings(config)), 300.0)
+        _refuse_in_all(unequal_settings([json.loads(each) for each in received]))

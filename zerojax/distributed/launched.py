@@ -99,7 +99,7 @@ by='torchrun')
         if launcher.index in environ and (launcher.by != "srun" or _STEP in environ):
             break
     else:
-        _check_alone(environ)
+        _check_single(environ)
         return None
     if launcher.by == "Kubernetes" and launcher.count not in environ:
         raise LaunchError(
@@ -133,7 +133,7 @@ by='torchrun')
     return Launched(coordinator, count, index, local_count, local_index, launcher.by, token)
 
 
-def _check_alone(environ: Mapping[str, str]) -> None:
+def _check_single(environ: Mapping[str, str]) -> None:
     """Raises if a number of processes is set, but not the index of this process."""
     for launcher in _LAUNCHERS[:3]:
         if environ.get(launcher.count, "1") != "1":
@@ -150,13 +150,13 @@ def _number(environ: Mapping[str, str], launcher: _Launcher, name: str, least: i
             f"{launcher.index}={environ[launcher.index]} looks like {launcher.by}, but {name} is "
             f"not set: set {name}, or unset {launcher.index} where this is the only process"
         )
-    number = _whole(text)
+    number = _parse_int(text)
     if number is None or number < least:
         raise LaunchError(f"{name}={text[:40]!r} is not a number from {least} on: correct {name}")
     return number
 
 
-def _whole(text: str) -> int | None:
+def _parse_int(text: str) -> int | None:
     """Parses an integer of at most nine digits, as launchers write it; None for anything else."""
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
@@ -169,8 +169,10 @@ def _coordinator(environ: Mapping[str, str], launcher: _Launcher, local: bool) -
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         port = environ["MASTER_PORT"]
         # The agent of torchrun itself then listens at the port.
-        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (own := _whole(port)):
-            port = str(own + (1 if own < 65535 else -1))
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (
+            agent_port := _parse_int(port)
+        ):
+            port = str(agent_port + (1 if agent_port < 65535 else -1))
         return _address("MASTER_ADDR:MASTER_PORT", f"{environ['MASTER_ADDR']}:{port}")
     if launcher.by == "torchrun":
         missing = "MASTER_PORT" if "MASTER_ADDR" in environ else "MASTER_ADDR"
@@ -188,18 +190,18 @@ def _first_of(environ: Mapping[str, str], launcher: _Launcher) -> tuple[str, str
     The port is computed from the job's number, so that concurrent jobs have different ports.
     """
     job = environ.get("SLURM_JOB_ID", "")
-    if launcher.by == "srun" and _whole(job) is not None:
+    if launcher.by == "srun" and _parse_int(job) is not None:
         return first_host(environ[_STEP]), job
     # Open MPI 4, the host of mpirun: "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911".
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
-    if four := re.match(r"([0-9]{1,10})\.\d+;tcp6?://(\[[^\],]+|[^,:]+)", uri):
-        host = f"{four[2]}]" if four[2].startswith("[") else four[2]
-        return host, str(int(four[1]) >> 12)  # the lower bits number the job's parts
+    if match_v4 := re.match(r"([0-9]{1,10})\.\d+;tcp6?://(\[[^\],]+|[^,:]+)", uri):
+        host = f"{match_v4[2]}]" if match_v4[2].startswith("[") else match_v4[2]
+        return host, str(int(match_v4[1]) >> 12)  # the lower bits number the job's parts
     # Open MPI 5, host and pid of mpirun: "prterun-HOST-PID@JOB".
-    if five := re.fullmatch(
+    if match_v5 := re.fullmatch(
         r"prte(?:run)?-(.+)-([0-9]{1,9})@\d+", environ.get("PMIX_NAMESPACE", "")
     ):
-        return five[1], five[2]
+        return match_v5[1], match_v5[2]
     raise LaunchError(
         f"{launcher.by} started this process, but nothing says where process 0 listens: set "
         "ZEROJAX_COORDINATOR to host:port, the host of process 0 and a port that is free there, "
@@ -209,7 +211,7 @@ def _first_of(environ: Mapping[str, str], launcher: _Launcher) -> tuple[str, str
 
 def _address(name: str, text: str) -> str:
     host, _, port = text.rpartition(":")
-    if not host or not 0 < (_whole(port) or 0) < 65536:
+    if not host or not 0 < (_parse_int(port) or 0) < 65536:
         raise LaunchError(f"{name}={text[:80]!r} is not host:port, as n1:29500: correct {name}")
     return text
 
@@ -221,19 +223,19 @@ def first_host(nodes: str) -> str:
       >>> first_host("node[007-015,020],other"), first_host("gpu-1,gpu-2")
       ('node007', 'gpu-1')
     """
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0] if match else nodes)
 
 
 def _tasks_of_node(environ: Mapping[str, str]) -> int | None:
     """Returns the step's tasks on this node, from a list such as "2(x3),1" and the node's index."""
-    node = _whole(environ.get("SLURM_NODEID", "0"))
+    node = _parse_int(environ.get("SLURM_NODEID", "0"))
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
     for part in text.split(","):
-        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
-        if node is None or not found:
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
+        if node is None or not match:
             return None
-        if node < (nodes := int(found[2] or 1)):
-            return int(found[1])
+        if node < (nodes := int(match[2] or 1)):
+            return int(match[1])
         node -= nodes
     return None

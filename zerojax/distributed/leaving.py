@@ -51,13 +51,13 @@ def _leave() -> None:
 def _wait() -> None:
     me = jax.process_index()
     with contextlib.suppress(RuntimeError):  # the coordinator is gone, a step has failed
-        for x in jax.live_arrays():  # from steps that the others run as well
-            x.block_until_ready()
+        for array in jax.live_arrays():  # from steps that the others run as well
+            array.block_until_ready()
         compat.coordination().key_value_set(f"{_KEY}{me}", "")
-        begun, said = time.monotonic(), False
+        start, has_reported = time.monotonic(), False
         while others := {*range(jax.process_count())} - _left():
-            if not said and time.monotonic() - begun > _QUIET:
-                said = True
+            if not has_reported and time.monotonic() - start > _QUIET:
+                has_reported = True
                 text = f"zerojax: the script of process {me} has ended; waiting for {named(others)}"
                 print(text, file=sys.stderr, flush=True)
             time.sleep(0.1)
@@ -65,5 +65,5 @@ def _wait() -> None:
 
 def _left() -> set[int]:
     """Returns the processes whose scripts have ended."""
-    there = compat.coordination().key_value_dir_get(_KEY)
-    return {int(key.rpartition("/")[2]) for key, _ in there}
+    entries = compat.coordination().key_value_dir_get(_KEY)
+    return {int(key.rpartition("/")[2]) for key, _ in entries}

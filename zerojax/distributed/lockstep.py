@@ -82,12 +82,12 @@ class Lockstep(threading.Thread):
 
     def compare(self, process: int, told: str) -> None:
         """Ends this process if another process has executed other calls."""
-        count, theirs, place = json.loads(told)
+        count, other_calls, place = json.loads(told)
         with self._lock:
-            mine, number = [*self._calls], self._count
-        first = max(count - len(theirs), number - len(mine))
+            own_calls, number = [*self._calls], self._count
+        first = max(count - len(other_calls), number - len(own_calls))
         for n in range(first, min(count, number)):
-            own, other = mine[n - number], theirs[n - count]
+            own, other = own_calls[n - number], other_calls[n - count]
             if own[0] != other[0]:
                 self._report(n + 1, own[1], process, other[1], place)
         self._say_who_waits(process, count, place, number)
@@ -105,13 +105,13 @@ class Lockstep(threading.Thread):
 
     def _say_who_waits(self, process: int, count: int, place: str, number: int) -> None:
         """Prints once where two processes are that have been at different calls for long."""
-        now, here = time.monotonic(), (process, count, place, number)
-        if self._still[0] is None or (self._still[0][0] == process and self._still[0] != here):
-            self._still = here, now
+        now, state = time.monotonic(), (process, count, place, number)
+        if self._still[0] is None or (self._still[0][0] == process and self._still[0] != state):
+            self._still = state, now
         elif self._still[0][0] != process or (number > count and self._me > 1):
             return  # one of the processes that see this reports it
         elif count != number and 0 < now - self._still[1] > self._silent:
-            self._still = here, float("inf")
+            self._still = state, float("inf")
             print(
                 f"zerojax: for {self._silent:g} s process {process} stands at {place}, in or after "
                 f"call {count} of zerojax, and process {self._me} at {_place()}, call {number}. "
@@ -150,9 +150,9 @@ def lockstep(mesh: Mesh | AbstractMesh) -> Lockstep | None:
 
 def _place() -> str:
     """Returns the line of the user's program at which the main thread is."""
-    not_the_users = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__), "<")
+    library_paths = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__), "<")
     for frame in compat.frames(threading.main_thread().ident):
         file = frame.f_code.co_filename
-        if not file.startswith(not_the_users) and "site-packages" not in file:
+        if not file.startswith(library_paths) and "site-packages" not in file:
             return f"{file}:{frame.f_lineno}"
     return "its end"

@@ -127,23 +127,23 @@ def unequal_settings(each: list[dict[str, str]]) -> list[str]:
 
 def cpu_warnings(records: list[Record]) -> list[str]:
     """Lists the hosts whose processes have so few CPUs that they slow each other down."""
-    found = []
+    messages = []
     for host, numbers in by_host(records).items():
-        here = [records[n] for n in numbers]
-        bound = [r["index"] for r in here if r["cpus"] == 1 < r["all_cpus"] // len(here)]
-        quota = min((r["quota"] for r in here if r["quota"]), default=None)
+        group = [records[n] for n in numbers]
+        bound = [r["index"] for r in group if r["cpus"] == 1 < r["all_cpus"] // len(group)]
+        quota = min((r["quota"] for r in group if r["quota"]), default=None)
         if bound:
-            found.append(
-                f"{listed(bound, 'process')} on {host} may use one CPU of {here[0]['all_cpus']}, "
+            messages.append(
+                f"{listed(bound, 'process')} on {host} may use one CPU of {group[0]['all_cpus']}, "
                 "where XLA's, the loader's and the checkpoint's threads meet: srun "
                 "--cpus-per-task=N, mpirun --bind-to none"
             )
-        elif (cpus := min(here[0]["all_cpus"], quota or here[0]["all_cpus"])) < len(here):
-            found.append(
-                f"{len(here)} processes on {host} share {cpus:g} CPUs: start fewer processes, "
+        elif (cpus := min(group[0]["all_cpus"], quota or group[0]["all_cpus"])) < len(group):
+            messages.append(
+                f"{len(group)} processes on {host} share {cpus:g} CPUs: start fewer processes, "
                 "with several devices each, or ask for more CPUs"
             )
-    return found
+    return messages
 
 
 def devices_here(devices: Iterable[jax.Device]) -> Record:

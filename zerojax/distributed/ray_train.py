@@ -26,11 +26,11 @@ def ray_train_variables() -> dict[str, str]:
     import ray.util
     from ray.train.collective import broadcast_from_rank_zero
 
-    with socket.socket() as free:
-        free.bind(("", 0))
-        here = f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        address = f"{ray.util.get_node_ip_address()}:{listener.getsockname()[1]}"
     return {
-        "ZEROJAX_COORDINATOR": broadcast_from_rank_zero(here if index == 0 else None),
+        "ZEROJAX_COORDINATOR": broadcast_from_rank_zero(address if index == 0 else None),
         "ZEROJAX_NUM_PROCESSES": str(count),
         "ZEROJAX_PROCESS_ID": str(index),
         "ZEROJAX_LOCAL_PROCESSES": str(context.get_local_world_size()),

@@ -72,13 +72,13 @@ class _Roll:
 
     def gather(self, seconds: float) -> str:
         """Waits for all processes; returns the problem, or "" for none."""
-        begun, told = time.monotonic(), False
+        start, has_reported = time.monotonic(), False
         while len(self.present) < self.me.count:
-            waited = time.monotonic() - begun
+            waited = time.monotonic() - start
             if waited >= seconds:
                 return self._missing(seconds)
-            if not told and waited >= _PATIENCE:
-                told = True
+            if not has_reported and waited >= _PATIENCE:
+                has_reported = True
                 print(f"zerojax: {self._waits()}", file=sys.stderr, flush=True)
             for key, _ in self._waiting.select(min(seconds - waited, 1.0)):
                 if key.fileobj is self._listener:
@@ -96,16 +96,16 @@ class _Roll:
             guest.send(_GREETING)
 
     def _hear(self, guest: Any) -> str:
-        heard, more = self._heard[guest], b""
+        buffer, received = self._heard[guest], b""
         with contextlib.suppress(OSError):
-            more = guest.recv(1 << 16)
-        heard += more
-        if guest in self._speakers and not more:
+            received = guest.recv(1 << 16)
+        buffer += received
+        if guest in self._speakers and not received:
             who = _named(self.present.pop(self._speakers[guest]))
             return f"{who} left before all processes had come: look at its own output"
-        if more and not heard.endswith(b"\n") and len(heard) <= _LONGEST:
+        if received and not buffer.endswith(b"\n") and len(buffer) <= _LONGEST:
             return ""
-        record = _parsed(bytes(heard), {"index", "count", "host", "pid"})
+        record = _parsed(bytes(buffer), {"index", "count", "host", "pid"})
         if record is None or not _fits(record, self.present[0]):  # a scanner, a health check
             self._waiting.unregister(guest)
             return ""
@@ -172,18 +172,18 @@ class _Roll:
             guest.sendall(json.dumps(reply).encode() + b"\n")
 
     def close(self) -> None:
-        for each in [self._listener, *self._heard]:
-            each.close()
+        for connection in [self._listener, *self._heard]:
+            connection.close()
         self._waiting.close()
 
 
 def _listen(me: Launched, bind: str) -> socket.socket:
     host, port = split(bind)
-    dual = host == "::" and socket.has_dualstack_ipv6()
-    host = "" if host == "::" and not dual else host
+    is_dual = host == "::" and socket.has_dualstack_ipv6()
+    host = "" if host == "::" and not is_dual else host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, dualstack_ipv6=dual)
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=is_dual)
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise LaunchError(
@@ -197,12 +197,12 @@ def _listen(me: Launched, bind: str) -> socket.socket:
 
 def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
     """Calls the roll in the other processes, which try until process 0 listens."""
-    until, reason, was_there = time.monotonic() + seconds, "", False
-    while (left := until - time.monotonic()) > 0:
-        reply, within = None, max(1.0, min(left, _GRACE))  # the last attempt has at least a second
+    deadline, reason, was_admitted = time.monotonic() + seconds, "", False
+    while (left := deadline - time.monotonic()) > 0:
+        reply, timeout = None, max(1.0, min(left, _GRACE))  # the last attempt has at least a second
         try:
             with (
-                socket.create_connection(split(me.coordinator), within) as connection,
+                socket.create_connection(split(me.coordinator), timeout) as connection,
                 connection.makefile("rwb") as stream,
             ):
                 reason = "what listens there is no process 0 of zerojax that waits"
@@ -210,9 +210,9 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
                     stream.write(json.dumps(mine).encode() + b"\n")
                     stream.flush()
                     connection.settimeout(seconds + _GRACE)  # process 0 may have come later
-                    was_there = True
+                    was_admitted = True
                     reply = _parsed(stream.readline(), {"problem", "records"})
-                    until = min(until, time.monotonic() + _RETURN)
+                    deadline = min(deadline, time.monotonic() + _RETURN)
         except OSError as error:
             reason = error.strerror or str(error)
         if reply is None:
@@ -221,7 +221,7 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
             raise LaunchError(reply["problem"])
         else:
             return reply["records"]  # type: ignore[no-any-return]
-    if was_there:
+    if was_admitted:
         raise LaunchError(
             f"process 0 at {me.coordinator} ended before all {me.count} processes had come: look "
             "at its own output"
@@ -268,11 +268,11 @@ def _named(record: Record) -> str:
 def _fits(record: Record, mine: Record) -> bool:
     """Returns whether a record is from zerojax, in this or another version of zerojax or JAX."""
     index, count = record["index"], record["count"]
-    typed = {"index": int, "count": int, "host": str, "pid": int}
+    expected = {"index": int, "count": int, "host": str, "pid": int}
     if record.get("versions") == mine.get("versions"):
-        typed |= {name: type(x) for name, x in mine.items() if isinstance(x, bool | str | dict)}
+        expected |= {name: type(x) for name, x in mine.items() if isinstance(x, bool | str | dict)}
     return (
-        all(type(record.get(name)) is kind for name, kind in typed.items())
+        all(type(record.get(name)) is kind for name, kind in expected.items())
         and isinstance(record.get("versions", {}), dict)
         and 0 <= index < count
     )

@@ -61,13 +61,13 @@ class RowAgreement:
             self._calls += 1
             if rows == self._rows:
                 return
-            before, self._rows = self._rows, rows
+            previous, self._rows = self._rows, rows
             self._turns += 1
         if not self._place:
             self._start()
         client, question = compat.coordination(), f"{self._place}/asked/{self._turns}"
         client.key_value_set(question, str(self._calls), allow_overwrite=True)
-        if problem := self._compare(self._calls, rows, before):
+        if problem := self._compare(self._calls, rows, previous):
             raise problem
         client.key_value_delete(question)  # all others have asked as well
 
@@ -81,17 +81,17 @@ class RowAgreement:
     def _compare(self, call: int, rows: str, before: str) -> ValueError | None:
         """Returns the mismatch, if any, once all have sent the call at which their rows changed."""
         name = f"rows of {self._name} ({self._place})"
-        words = [x.split(":") for x in exchange(name, f"{call}:{rows}:{before}", self._seconds)]
-        first = min(int(at) for at, _, _ in words)
-        told = [rows if int(at) == first else before for at, rows, before in words]
-        if len({*told}) == 1:
+        answers = [x.split(":") for x in exchange(name, f"{call}:{rows}:{before}", self._seconds)]
+        first = min(int(at) for at, _, _ in answers)
+        rows_by_process = [rows if int(at) == first else before for at, rows, before in answers]
+        if len({*rows_by_process}) == 1:
             return None
         with contextlib.suppress(ProcessesMissing, jax.errors.JaxRuntimeError):
             exchange(f"{name}, read", "", _GRACE)  # keeps the coordinator alive until all have read
         counts = ", ".join(
-            f"{each or 'none'} in process{'es' * bool(of[1:])} {_some(of)}"
-            for each in dict.fromkeys(told)
-            for of in [[i for i, x in enumerate(told) if x == each]]
+            f"{each or 'none'} in process{'es' * bool(processes[1:])} {_listed(processes)}"
+            for each in dict.fromkeys(rows_by_process)
+            for processes in [[i for i, x in enumerate(rows_by_process) if x == each]]
         )
         return ValueError(
             f"{self._name}: the processes pass different numbers of rows at call {first}: {counts}."
@@ -136,5 +136,5 @@ class _Listener(UntilAllHaveLeft):
         self._listen(self.over)
 
 
-def _some(processes: Sequence[int]) -> str:
+def _listed(processes: Sequence[int]) -> str:
     return ", ".join(map(str, processes[:8])) + (", ..." if processes[8:] else "")

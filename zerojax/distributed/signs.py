@@ -60,8 +60,8 @@ class Signs:
         self._since = self._since or time.monotonic()
         if self._count == 1:
             return
-        told = within(seconds, lambda: compat.coordination().key_value_dir_get(_KEY)) or []
-        for key, word in told:
+        entries = within(seconds, lambda: compat.coordination().key_value_dir_get(_KEY)) or []
+        for key, word in entries:
             process = int(key.rpartition("/")[2])
             if process not in self._signs or self._signs[process].word != word:
                 self._signs[process] = Sign(word, time.monotonic())

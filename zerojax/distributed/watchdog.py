@@ -159,15 +159,15 @@ class Watchdog(threading.Thread):
         """Alerts the other processes, writes the stacks, and ends this process."""
         if self.stopped or not self._ending.acquire(blocking=False):
             return
-        until = time.monotonic() + _GRACE
+        deadline = time.monotonic() + _GRACE
         alarm = None if 0 in missing else self._alarm  # an alarm needs the coordinator
         if alarm:
-            word = f"{' '.join(map(str, missing))};{cause}"
-            within(_GRACE / 3, lambda: alarm.send(word))
+            message = f"{' '.join(map(str, missing))};{cause}"
+            within(_GRACE / 3, lambda: alarm.send(message))
         self._write_stacks(f"zerojax: {cause} This is process {self._me}; status {STALLED}.\n")
         if alarm:
             within(_GRACE / 3, lambda: alarm.set(f"written/{self._me}", ""))
-        while alarm and time.monotonic() < until:
+        while alarm and time.monotonic() < deadline:
             written = within(_GRACE / 3, lambda: alarm.words("written/")) or ()
             if len(written) >= self._count - len(missing):
                 break
@@ -198,8 +198,8 @@ def watchdog() -> Watchdog | None:
       ValueError: ``ZEROJAX_WATCHDOG`` is neither a number above 0 nor "off".
     """
     text = os.environ.get("ZEROJAX_WATCHDOG", "")
-    several = jax.distributed.is_initialized() and jax.process_count() > 1
-    if text == "off" or not (text or several):
+    is_joined = jax.distributed.is_initialized() and jax.process_count() > 1
+    if text == "off" or not (text or is_joined):
         return None
     for thread in threading.enumerate():  # Python lists the threads; zerojax keeps no globals
         if isinstance(thread, Watchdog) and not thread.stopped:
@@ -226,8 +226,8 @@ def paused(what: str) -> Iterator[None]:
       >>> with paused("an upload"):
       ...     pass
     """
-    there = watchdog()
-    with there.paused(what) if there else contextlib.nullcontext():
+    running = watchdog()
+    with running.paused(what) if running else contextlib.nullcontext():
         yield
 
 
@@ -243,12 +243,12 @@ def _has_ended(x: Any) -> bool:
 
 
 def _cause(me: int, silence: float, limit: float, missing: list[int], count: int) -> str:
-    who = f" All {count} processes are alive." if count > 1 else ""
+    detail = f" All {count} processes are alive." if count > 1 else ""
     if 0 in missing:
-        who = " Process 0, the coordinator, does not answer."
+        detail = " Process 0, the coordinator, does not answer."
     elif missing:
-        who = f" No sign of life from {named(missing)}."
+        detail = f" No sign of life from {named(missing)}."
     return (
         f"no step has ended for {silence:.3g} s, ZEROJAX_WATCHDOG is {limit:.3g} s, as process "
-        f"{me} sees.{who}"
+        f"{me} sees.{detail}"
     )

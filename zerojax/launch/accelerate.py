@@ -76,19 +76,19 @@ def _machines(where: str, values: dict[str, Any], kind: str, ignored: list[str])
     ids = str(values.get("gpu_ids", "all")).replace(" ", "")
     if ids != "all":
         environ["CUDA_VISIBLE_DEVICES"] = ids
-    each = None if count is None else str(count // nodes)
+    per_node = None if count is None else str(count // nodes)
     hostfile = values.get("deepspeed_config.deepspeed_hostfile")
     if nodes == 1 or hostfile:
         file_of_hosts = Path(hostfile) if nodes > 1 and hostfile else None
-        return Given(each, None, None, None, file_of_hosts, environ, ignored)
+        return Given(per_node, None, None, None, file_of_hosts, environ, ignored)
     address = values.get("main_process_ip")
     if not address:
         raise UsageError(f"{where}: num_machines {nodes} needs main_process_ip")
-    if each is None:
+    if per_node is None:
         raise UsageError(f"{where}: num_machines {nodes} needs num_processes")
     port = values.get("main_process_port", _PORT)
     rank = values.get("machine_rank", 0)
-    return Given(each, nodes, rank, f"{address}:{port}", None, environ, ignored)
+    return Given(per_node, nodes, rank, f"{address}:{port}", None, environ, ignored)
 
 
 def _ignored(path: Path, values: dict[str, Any]) -> list[str]:

@@ -45,17 +45,17 @@ def descendants() -> list[int]:
             continue
         if state != "Z":
             children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found = list(children.get(os.getpid(), []))
-    for pid in found:  # the list grows during the loop
-        found += children.get(pid, [])
-    return found
+    pids = list(children.get(os.getpid(), []))
+    for pid in pids:  # the list grows during the loop
+        pids += children.get(pid, [])
+    return pids
 
 
 def kill_descendants() -> None:
     """Sends SIGKILL to all descendants, until none is left or 10 s have passed."""
-    until = time.monotonic() + _PATIENCE
-    while (left := descendants()) and time.monotonic() < until:
-        for pid in left:
+    deadline = time.monotonic() + _PATIENCE
+    while (remaining := descendants()) and time.monotonic() < deadline:
+        for pid in remaining:
             send(pid, signal.SIGKILL)
         reap()
         time.sleep(0.01)
@@ -99,9 +99,9 @@ def guarded(work: Callable[[], int], *, parent: int | None = None) -> int:
       work: The function to run; it returns an exit status.
       parent: End all when the process with this id is no longer the parent; None: never check.
     """
-    asking = {*STOP, signal.SIGINT}
-    ignored = {each for each in asking if signal.getsignal(each) is signal.SIG_IGN}  # nohup
-    signals = {*asking, signal.SIGCHLD, PARENT_DIED} - ignored
+    stop_signals = {*STOP, signal.SIGINT}
+    ignored = {each for each in stop_signals if signal.getsignal(each) is signal.SIG_IGN}  # nohup
+    signals = {*stop_signals, signal.SIGCHLD, PARENT_DIED} - ignored
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     adopt_orphans()
     me, child = os.getpid(), os.fork()
@@ -123,7 +123,7 @@ def guarded(work: Callable[[], int], *, parent: int | None = None) -> int:
             sys.stderr.flush()
             os._exit(status)
     while True:
-        got = signal.sigtimedwait(signals, 1.0)
+        received = signal.sigtimedwait(signals, 1.0)
         if parent is not None and os.getppid() != parent:
             os._exit(128 + signal.SIGKILL)  # the child then receives PARENT_DIED
         for pid, code in reap():
@@ -131,5 +131,5 @@ def guarded(work: Callable[[], int], *, parent: int | None = None) -> int:
                 kill_descendants()
                 return shell_status(code)
         # After SIGSTOP and SIGCONT Python returns a signal that was never sent.
-        if got is not None and got.si_signo in signals - {signal.SIGCHLD, PARENT_DIED}:
-            send(child, got.si_signo)
+        if received is not None and received.si_signo in signals - {signal.SIGCHLD, PARENT_DIED}:
+            send(child, received.si_signo)

@@ -49,9 +49,9 @@ def reported(line: bytes) -> Failure | None:
         failure = Failure(**json.loads(line[1:]))
     except (ValueError, TypeError, RecursionError):  # interrupted by the output of another machine
         return None
-    kinds = {"at": float, "status": int, "why": str, "text": str, "again": bool}
-    typed = all(type(getattr(failure, name)) is kind for name, kind in kinds.items())
-    return failure if typed else None
+    types = {"at": float, "status": int, "why": str, "text": str, "again": bool}
+    is_valid = all(type(getattr(failure, name)) is kind for name, kind in types.items())
+    return failure if is_valid else None
 
 
 def say(text: str) -> None:

@@ -57,28 +57,28 @@ def gpus(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[Gpu]:
         if name == "-1":
             break
         if name.isdigit() and int(name) >= len(installed):
-            has = f"{socket.gethostname()} has {_many(len(installed))}"
+            available = f"{socket.gethostname()} has {_count_text(len(installed))}"
             raise UsageError(
-                f"CUDA_VISIBLE_DEVICES={visible}: {has}"
+                f"CUDA_VISIBLE_DEVICES={visible}: {available}"
                 + ("" if installed else "; JAX_PLATFORMS=cpu starts processes on CPUs")
             )
-        uuids = [bus for uuid, bus in installed if uuid and uuid.startswith(name)]
-        bus = installed[int(name)][1] if name.isdigit() else (uuids or [""])[0]
+        buses = [bus for uuid, bus in installed if uuid and uuid.startswith(name)]
+        bus = installed[int(name)][1] if name.isdigit() else (buses or [""])[0]
         chosen.append(Gpu(name, bus))
     return chosen
 
 
-def _many(count: int) -> str:
+def _count_text(count: int) -> str:
     return "no GPU" if not count else f"{count} GPU" + "s" * (count > 1)
 
 
 def _from_driver() -> list[tuple[str, str]]:
     """Returns identifier and bus address of every GPU, in the order of the bus."""
     try:
-        told = subprocess.run(_QUERY, capture_output=True, text=True, timeout=60, check=True)
+        completed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [line.split(", ") for line in told.stdout.splitlines()]
+    rows = [line.split(", ") for line in completed.stdout.splitlines()]
     return [(row[1], row[2].lower()[-12:]) for row in rows if len(row) == 3 and row[0].isdigit()]
 
 

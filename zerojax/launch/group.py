@@ -123,10 +123,10 @@ class Group:
                 self._start(process, stack)
             except OSError as error:
                 self._relay.close()
-                open_files = error.errno in (errno.EMFILE, errno.ENFILE)
+                is_file_limit = error.errno in (errno.EMFILE, errno.ENFILE)
                 raise UsageError(
                     f"{process.name} of {len(self._processes)} cannot be started: "
-                    f"{in_a_line(error)}" + ": `ulimit -n` allows more" * open_files
+                    f"{in_a_line(error)}" + ": `ulimit -n` allows more" * is_file_limit
                 ) from None
 
     def _start(self, process: Process, stack: contextlib.ExitStack) -> None:
@@ -136,7 +136,7 @@ class Group:
             log = stack.enter_context(process.log.open("ab", buffering=0))
         parent = os.getpid()
 
-        def before() -> None:
+        def prepare_child() -> None:
             descent.die_with(parent, signal.SIGKILL)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             if process.cpus is not None:
@@ -146,33 +146,33 @@ class Group:
         stderr = Source(prefix, 2, log, [] if process.relays else None)
         pipes = [self._relay.pipe(Source(prefix, 1, log)), self._relay.pipe(stderr)]
         try:
-            started = subprocess.Popen(
+            child = subprocess.Popen(
                 process.command,
                 env=process.environ,
                 stdin=None if process.stdin else subprocess.DEVNULL,
                 stdout=pipes[0],
                 stderr=pipes[1],
                 start_new_session=True,
-                preexec_fn=before,
+                preexec_fn=prepare_child,
             )
         finally:
             for pipe in pipes:
                 os.close(pipe)
-        started.returncode = 0  # `descent.reap` waits for all
-        self._running[started.pid], self._stderr[started.pid] = process, stderr
+        child.returncode = 0  # `descent.reap` waits for all
+        self._running[child.pid], self._stderr[child.pid] = process, stderr
 
     def _wait(self) -> None:
         signals = {*descent.STOP, signal.SIGINT, signal.SIGCHLD, descent.PARENT_DIED}
         # mpirun does not end by itself if a machine is cut off.
         if self._kill_at is None and self._reported():
             self._kill_at = time.monotonic() + _LAGGING_SECONDS
-        left = 1.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
-        got = signal.sigtimedwait(signals, left)
+        timeout = 1.0 if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        received = signal.sigtimedwait(signals, timeout)
         # After SIGSTOP and SIGCONT Python returns a signal that was never sent.
-        if got is not None and got.si_signo in signals:
-            self._take(signal.Signals(got.si_signo))
-        ours = [(pid, code) for pid, code in descent.reap() if pid in self._running]
-        for pid, code in sorted(ours, key=lambda each: each[1]):  # a kill explains later failures
+        if received is not None and received.si_signo in signals:
+            self._take(signal.Signals(received.si_signo))
+        ended = [(pid, code) for pid, code in descent.reap() if pid in self._running]
+        for pid, code in sorted(ended, key=lambda pair: pair[1]):  # a kill explains later failures
             self._note(Ended(self._running.pop(pid), code, pid, time.time()))
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             descent.kill_descendants()  # reaps
@@ -200,10 +200,10 @@ class Group:
             self._asked, self._kill_at = self._asked or got, now
         elif got == signal.SIGINT or (got in descent.STOP and self._asked is None):
             self._asked = got
-            ctrl_c = got == signal.SIGINT
-            self._signal(signal.SIGINT if ctrl_c else self._stop)
+            is_ctrl_c = got == signal.SIGINT
+            self._signal(signal.SIGINT if is_ctrl_c else self._stop)
             if self._failed is None:
-                self._kill_at = now + (_ENDING_SECONDS if ctrl_c else self._grace)
+                self._kill_at = now + (_ENDING_SECONDS if is_ctrl_c else self._grace)
 
     def _note(self, ended: Ended) -> None:
         """Handles a process that ended by itself, or when asked."""
@@ -224,8 +224,8 @@ class Group:
     def _is_failure(self, ended: Ended) -> bool:
         if ended.code == 0:
             return not (ended.process.joined is None or ended.process.joined.exists())
-        asked_to = self._asked is not None and ended.code in (-self._stop, -signal.SIGTERM)
-        return ended.code != PREEMPTED and not asked_to
+        was_asked = self._asked is not None and ended.code in (-self._stop, -signal.SIGTERM)
+        return ended.code != PREEMPTED and not was_asked
 
     def _signal(self, number: int) -> None:
         for pid in self._running:
@@ -250,17 +250,17 @@ class Group:
 
     def _first_failure(self) -> Failure | None:
         """Returns the earliest failure that other launchers reported; if none did, the group's."""
-        if told := self._reported():
-            return min(told, key=lambda each: each.at)
+        if reported := self._reported():
+            return min(reported, key=lambda each: each.at)
         if self._late:
             why = f"{', '.join(self._late)} did not end within {self._grace:g} s: killed"
             return Failure(time.time(), 128 + signal.SIGKILL, why, "")
         if self._failed is None:
             return None
-        known = [self._failed]
+        candidates = [self._failed]
         if self._failed.code != -signal.SIGKILL:  # a kill explains the exceptions
-            known += [each for each in self._ended if each.code > 0 and _error(each)[1]]
-        return min(map(self._failure, known), key=lambda each: each.at)
+            candidates += [each for each in self._ended if each.code > 0 and _error(each)[1]]
+        return min(map(self._failure, candidates), key=lambda each: each.at)
 
     def _reported(self) -> list[Failure]:
         return [failure for source in self._stderr.values() for failure in source.failures or ()]

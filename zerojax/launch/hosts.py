@@ -40,18 +40,18 @@ def read_hostfile(path: Path) -> list[Host]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--hostfile {path} cannot be read: {in_a_line(error)}") from None
     hosts: list[Host] = []
-    first: dict[str, int] = {}
+    seen: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         if not (text := line.partition("#")[0].strip()):
             continue
-        if not (found := _LINE.fullmatch(text)) or not int(found[2]):
+        if not (match := _LINE.fullmatch(text)) or not int(match[2]):
             raise UsageError(f"{path}:{number}: expected `HOST slots=N`, got {text!r}")
-        if found[1] in first:
+        if match[1] in seen:
             raise UsageError(
-                f"{path}:{number}: {found[1]} stands in line {first[found[1]]} too: one line a host"
+                f"{path}:{number}: {match[1]} stands in line {seen[match[1]]} too: one line a host"
             )
-        first[found[1]] = number
-        hosts.append(Host(found[1], tuple(range(int(found[2])))))
+        seen[match[1]] = number
+        hosts.append(Host(match[1], tuple(range(int(match[2])))))
     if not hosts:
         raise UsageError(f"{path}: no line names a host: write `HOST slots=N`")
     return hosts
@@ -74,19 +74,19 @@ def select(hosts: list[Host], include: str | None, exclude: str | None) -> list[
     if not (spec := include or exclude):
         return hosts
     option = "--include" if include else "--exclude"
-    named = _named(spec, {host.name: host for host in hosts}, option)
-    left = []
+    named_slots = _parse_slots(spec, {host.name: host for host in hosts}, option)
+    selected = []
     for host in hosts:
-        chosen = set(named.get(host.name, ()))
+        chosen = set(named_slots.get(host.name, ()))
         kept = tuple(slot for slot in host.slots if (slot in chosen) == bool(include))
         if kept:
-            left.append(Host(host.name, kept))
-    if not left:
+            selected.append(Host(host.name, kept))
+    if not selected:
         raise UsageError(f"{option} {spec} leaves no host")
-    return left
+    return selected
 
 
-def _named(spec: str, hosts: dict[str, Host], option: str) -> dict[str, list[int]]:
+def _parse_slots(spec: str, hosts: dict[str, Host], option: str) -> dict[str, list[int]]:
     named: dict[str, list[int]] = {}
     for part in spec.split("@"):
         name, colon, slots = part.strip().partition(":")
@@ -96,7 +96,7 @@ def _named(spec: str, hosts: dict[str, Host], option: str) -> dict[str, list[int
             raise UsageError(f"{option}: expected HOST or HOST:0,2, got {part!r}")
         for slot in map(int, slots.split(",")) if colon else hosts[name].slots:
             if slot not in hosts[name].slots:
-                most = len(hosts[name].slots)
-                raise UsageError(f"{option}: {name} has slots 0 to {most - 1}, not {slot}")
+                num_slots = len(hosts[name].slots)
+                raise UsageError(f"{option}: {name} has slots 0 to {num_slots - 1}, not {slot}")
             named.setdefault(name, []).append(slot)
     return named

@@ -121,9 +121,9 @@ def by_hand(command: list[str]) -> str:
 def free_port() -> int:
     """Returns a free port of this machine, below the range for outgoing connections."""
     for port in random.sample(range(20000, 32000), 100):
-        with socket.socket() as tried:
+        with socket.socket() as listener:
             try:
-                tried.bind(("", port))
+                listener.bind(("", port))
             except OSError:
                 continue
             return port

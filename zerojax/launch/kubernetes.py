@@ -54,9 +54,9 @@ def manifest(
     if not image:
         raise UsageError("--kubernetes needs the image of the pods")
     name = _name(job)
-    first = f"{name}-{_WORKERS}-0-0" if kind is Kind.JOBSET else f"{name}-0"
-    template = _pod(job, image, pods, processes, f"{first}.{name}:{_PORT}", environ)
-    exits = {"operator": "In", "values": [PREEMPTED]}
+    first_pod = f"{name}-{_WORKERS}-0-0" if kind is Kind.JOBSET else f"{name}-0"
+    template = _pod(job, image, pods, processes, f"{first_pod}.{name}:{_PORT}", environ)
+    exit_codes = {"operator": "In", "values": [PREEMPTED]}
     action = "FailJob" if kind is Kind.JOBSET else "Ignore"
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
@@ -66,31 +66,31 @@ def manifest(
         "backoffLimit": 0 if kind is Kind.JOBSET else job.max_restarts * pods,
         "podFailurePolicy": {
             "rules": [
-                {"action": action, "onExitCodes": exits},
+                {"action": action, "onExitCodes": exit_codes},
                 {"action": action, "onPodConditions": _DISRUPTED},
             ]
         },
         "template": template,
     }
     if kind is Kind.JOBSET:
-        free = {
+        preemption_rule = {
             "name": "preempted",
             "action": "RestartJobSetAndIgnoreMaxRestarts",
             "onJobFailureReasons": ["PodFailurePolicy"],
         }
         jobset = {
             "network": {"enableDNSHostnames": True, "subdomain": name},
-            "failurePolicy": {"maxRestarts": job.max_restarts, "rules": [free]},
+            "failurePolicy": {"maxRestarts": job.max_restarts, "rules": [preemption_rule]},
             "replicatedJobs": [{"name": _WORKERS, "replicas": 1, "template": {"spec": spec}}],
         }
         return [_object("jobset.x-k8s.io/v1alpha2", "JobSet", name, jobset)]
     template["spec"]["subdomain"] = name
-    names = {
+    service = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,  # the pods look for each other before they are ready
         "selector": {"batch.kubernetes.io/job-name": name},
     }
-    return [_object("v1", "Service", name, names), _object("batch/v1", "Job", name, spec)]
+    return [_object("v1", "Service", name, service), _object("batch/v1", "Job", name, spec)]
 
 
 def as_yaml(objects: list[dict[str, Any]]) -> str:
@@ -108,8 +108,8 @@ def _pod(
 ) -> dict[str, Any]:
     on_gpus = environ.get("JAX_PLATFORMS") != "cpu"
     index = {"valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}}
-    told = defaults(environ, on_gpus) | passed_on(environ)
-    of_image = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
+    variables = defaults(environ, on_gpus) | passed_on(environ)
+    image_variables = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
     options = supervisor_options(job, _POD, (processes,) * pods, coordinator)
     options = [word if word == _POD else _literal(word) for word in options]
     container: dict[str, Any] = {
@@ -120,8 +120,8 @@ def _pod(
             {"name": "POD_INDEX", **index},
             *(
                 {"name": key, "value": _literal(value)}
-                for key, value in told.items()
-                if key not in of_image
+                for key, value in variables.items()
+                if key not in image_variables
             ),
         ],
         "ports": [{"containerPort": _PORT}],

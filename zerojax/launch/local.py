@@ -51,8 +51,8 @@ def places(node: Node, gpus: list[Gpu]) -> list[Place]:
             f"{_CPU_PROCESSES} processes each at most"
         )
     first = sum(node.counts[: node.rank])
-    own = [gpus[i] if gpus and (count > 1 or len(gpus) == 1) else None for i in range(count)]
-    return [Place(first + i, gpu, binding(gpu)) for i, gpu in enumerate(own)]
+    assigned = [gpus[i] if gpus and (count > 1 or len(gpus) == 1) else None for i in range(count)]
+    return [Place(first + i, gpu, binding(gpu)) for i, gpu in enumerate(assigned)]
 
 
 def settings(job: Job, node: Node, place: Place, run_dir: Path, on_gpus: bool) -> dict[str, str]:
@@ -79,12 +79,12 @@ def settings(job: Job, node: Node, place: Place, run_dir: Path, on_gpus: bool) -
 
 def defaults(environ: Mapping[str, str], on_gpus: bool) -> dict[str, str]:
     """Returns the default variables of a process, without those that the user has set."""
-    found = {"PYTHONUNBUFFERED": "1"}  # lines arrive when they are printed
+    variables = {"PYTHONUNBUFFERED": "1"}  # lines arrive when they are printed
     if not on_gpus:
-        found["JAX_PLATFORMS"] = "cpu"
+        variables["JAX_PLATFORMS"] = "cpu"
         if "xla_force_host_platform_device_count" not in environ.get("XLA_FLAGS", ""):
-            found["JAX_NUM_CPU_DEVICES"] = "1"
-    return {name: value for name, value in found.items() if not environ.get(name)}
+            variables["JAX_NUM_CPU_DEVICES"] = "1"
+    return {name: value for name, value in variables.items() if not environ.get(name)}
 
 
 def processes(
@@ -104,11 +104,11 @@ def processes(
       run_dir: A new folder, only for this attempt, in which processes leave their files.
       logs: Folder for the output of processes; None: the output is not kept.
     """
-    made = []
+    result = []
     for place in places(node, gpus):
         i = place.process
         added = settings(job, node, place, run_dir, bool(gpus))
-        made.append(
+        result.append(
             Process(
                 name=f"process {i}",
                 prefix=f"[{i}] ",
@@ -121,7 +121,7 @@ def processes(
                 error=run_dir / f"error.{i}",
             )
         )
-    return made
+    return result
 
 
 def show(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> None:
@@ -130,19 +130,19 @@ def show(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> N
     for place in places(node, gpus):
         added = settings(job, node, place, Path("RUN_DIR"), bool(gpus))
         added |= defaults(environ, bool(gpus))
-        on = f"GPU {place.gpu.name}" if place.gpu else ("all GPUs" if gpus else "CPU")
-        print(f"# process {place.process}: {on}; {place.binding.says}")
-        told = [f"{name}={value}" for name, value in added.items()]
-        print(shlex.join(["env", *told, *job.command]))
+        device = f"GPU {place.gpu.name}" if place.gpu else ("all GPUs" if gpus else "CPU")
+        print(f"# process {place.process}: {device}; {place.binding.says}")
+        variables = [f"{name}={value}" for name, value in added.items()]
+        print(shlex.join(["env", *variables, *job.command]))
 
 
 def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> int:
     """Starts this machine's processes, restarts them if allowed, and returns the exit status."""
-    for says in sorted(
-        {x.binding.says for x in places(node, gpus) if x.gpu and not x.binding.cpus}
+    for message in sorted(
+        {place.binding.says for place in places(node, gpus) if place.gpu and not place.binding.cpus}
     ):
-        say(says)
-    outer = is_part(environ)
+        say(message)
+    is_nested = is_part(environ)
     environ = {name: value for name, value in environ.items() if name != PART}
     if len(node.counts) == 1:
         environ = with_token(environ)
@@ -153,20 +153,22 @@ def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> in
         if logs is not None and len(node.counts) == 1:
             logs = new_attempt(logs)
         run_dir = Path(tempfile.mkdtemp(prefix="zerojax-launch-"))
-        here = node._replace(coordinator=node.coordinator or f"127.0.0.1:{free_port()}")
+        local_node = node._replace(coordinator=node.coordinator or f"127.0.0.1:{free_port()}")
         try:
-            outcome = Group(processes(job, here, gpus, environ, run_dir, logs), job.grace).run()
+            outcome = Group(
+                processes(job, local_node, gpus, environ, run_dir, logs), job.grace
+            ).run()
         finally:
             stalled = [*run_dir.glob("stacks.*")]
-            kept = run_dir if logs is None else logs
+            folder = run_dir if logs is None else logs
             if logs is not None:
                 _keep([*run_dir.glob("error.*"), *stalled], logs)
             if logs is not None or not stalled:
                 shutil.rmtree(run_dir, ignore_errors=True)
         if outcome.failure is not None:
-            outcome.failure.report() if outer else outcome.failure.show()
+            outcome.failure.report() if is_nested else outcome.failure.show()
         if outcome.status == STALLED and stalled:
-            say(f"the stacks of all threads are in {kept}/stacks.*")
+            say(f"the stacks of all threads are in {folder}/stacks.*")
         return outcome
 
     return attempts(attempt, job.max_restarts)

@@ -35,7 +35,7 @@ def mpirun_command(hosts: list[Host], commands: list[list[str]], *options: str) 
         command.append("--allow-run-as-root")
     for name, seconds in _KEEPALIVE.items():
         command += ["--mca", f"oob_tcp_keepalive_{name}", seconds]
-    for host, each in zip(hosts, commands, strict=True):
+    for host, host_command in zip(hosts, commands, strict=True):
         command += [
             "-np",
             "1",
@@ -44,7 +44,7 @@ def mpirun_command(hosts: list[Host], commands: list[list[str]], *options: str) 
             "--wdir",
             str(Path.cwd()),
             *options,
-            *each,
+            *host_command,
             ":",
         ]
     return command[:-1]
@@ -65,8 +65,8 @@ def run(
     def attempt() -> Outcome:
         logs = job.log_dir and new_attempt(job.log_dir)
         part = job._replace(log_dir=logs)
-        told = {**environ, PART: "1"}
-        commands = [node_command(part, node, told) for node in nodes()]
+        node_environ = {**environ, PART: "1"}
+        commands = [node_command(part, node, node_environ) for node in nodes()]
         command = mpirun_command(hosts, commands, "-x", TOKEN)
         process = Process("mpirun", "", command, with_token(environ), stdin=True, relays=True)
         # mpirun kills on SIGTERM, but forwards SIGUSR1.

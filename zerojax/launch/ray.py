@@ -47,9 +47,9 @@ def run(job: Job, workers: int, environ: Mapping[str, str]) -> int:
     Raises:
       UsageError: Ray is not installed.
     """
-    given = dict(environ)
+    launcher_environ = dict(environ)
     os.environ.clear()  # if Ray starts here, its workers inherit this environment
-    os.environ.update(given)
+    os.environ.update(launcher_environ)
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # keep equal lines of several processes
     try:
@@ -60,15 +60,15 @@ def run(job: Job, workers: int, environ: Mapping[str, str]) -> int:
     except ImportError as error:
         raise UsageError(f"--ray needs Ray: pip install -e '.[ray]' ({error})") from None
     on_gpus = environ.get("JAX_PLATFORMS") != "cpu"
-    told = defaults(environ, on_gpus) | passed_on(environ)
-    told[TOKEN] = with_token(environ)[TOKEN]
+    variables = defaults(environ, on_gpus) | passed_on(environ)
+    variables[TOKEN] = with_token(environ)[TOKEN]
     if job.watchdog is not None:
-        told["ZEROJAX_WATCHDOG"] = job.watchdog
+        variables["ZEROJAX_WATCHDOG"] = job.watchdog
     trainer = JaxTrainer(
         _worker,
         train_loop_config={
             "command": job.command,
-            "environ": told,
+            "environ": variables,
             "folder": str(Path.cwd()),
             "logs": str(job.log_dir.absolute()) if job.log_dir else None,
         },
@@ -82,8 +82,10 @@ def run(job: Job, workers: int, environ: Mapping[str, str]) -> int:
         trainer.fit()
     except TrainingFailedError as error:
         failures = getattr(error, "worker_failures", {})
-        statuses = [status for each in failures.values() if (status := _status(each))]
-        say("\n".join(str(error).splitlines()[:1] + [str(each) for each in failures.values()]))
+        statuses = [status for failure in failures.values() if (status := _status(failure))]
+        say(
+            "\n".join(str(error).splitlines()[:1] + [str(failure) for failure in failures.values()])
+        )
         return statuses[0] if statuses else 1
     return 0
 

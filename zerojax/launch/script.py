@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-_OURS = {__file__, runpy.__file__, "<frozen runpy>"}
+_OWN_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 
 
 def run(words: list[str]) -> None:
@@ -30,11 +30,11 @@ def run(words: list[str]) -> None:
         from zerojax.distributed.failure import ends_at_once  # not loaded before the script
         from zerojax.launch.group import PREEMPTED
 
-        together = isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED)
-        if together or (isinstance(error, SystemExit) and not ends_at_once()):
+        is_joint_exit = isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED)
+        if is_joint_exit or (isinstance(error, SystemExit) and not ends_at_once()):
             raise
         trace = error.__traceback__
-        while trace and trace.tb_next and trace.tb_frame.f_code.co_filename in _OURS:
+        while trace and trace.tb_next and trace.tb_frame.f_code.co_filename in _OWN_FILES:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)

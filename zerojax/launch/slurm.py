@@ -68,7 +68,7 @@ def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mappin
       UsageError: The options cannot be parsed, or would not stay in their line of the script.
     """
     try:
-        more = shlex.split(options)
+        user_options = shlex.split(options)
     except ValueError as error:
         raise UsageError(f"--slurm {options!r}: {error}") from None
     if odd := [word for word in (options, _name(job), str(job.log_dir)) if not word.isprintable()]:
@@ -76,28 +76,28 @@ def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mappin
             f"{odd[0]!r} has a character that does not print, a newline say: a batch script would "
             "take the rest for a command"
         )
-    wrong = [word for word in more if not word.startswith("-")]
-    if wrong:
-        raise UsageError(f"--slurm: write --name=value, not {wrong[0]!r} alone")
+    misplaced = [word for word in user_options if not word.startswith("-")]
+    if misplaced:
+        raise UsageError(f"--slurm: write --name=value, not {misplaced[0]!r} alone")
     on_gpus = environ.get("JAX_PLATFORMS") != "cpu"
     lines = [f"--job-name={_name(job)}", f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
-    if on_gpus and not any(word.startswith(("--gpus", "--gres", "-G")) for word in more):
+    if on_gpus and not any(word.startswith(("--gpus", "--gres", "-G")) for word in user_options):
         lines.append(f"--gpus-per-node={tasks}")
     lines += ["--requeue", "--open-mode=append", f"--signal=B:TERM@{max(1, math.ceil(job.grace))}"]
     output, logs = "--label", ""
     if job.log_dir is not None:
         folder = job.log_dir.absolute()
         lines.append(f"--output={folder}/slurm-%j.log")
-        run = "run-${SLURM_RESTART_COUNT:-0}.$restarts"
+        run_name = "run-${SLURM_RESTART_COUNT:-0}.$restarts"
         output = '--output="$logs/%t.log"'
         logs = (
-            f'    logs={shlex.quote(str(folder))}/{run}; mkdir -p "$logs"\n'
+            f'    logs={shlex.quote(str(folder))}/{run_name}; mkdir -p "$logs"\n'
             "    export ZEROJAX_RUN_DIR=$logs  # errors, and the stacks that the watchdog writes\n"
         )
     exports = defaults(environ, on_gpus) | passed_on(environ)
     if job.watchdog is not None:
         exports["ZEROJAX_WATCHDOG"] = job.watchdog
-    parts = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(line)}" for line in [*lines, *more])]
+    parts = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(line)}" for line in [*lines, *user_options])]
     secret = "$(od -An -N16 -tx8 /dev/urandom | tr -d ' \\n')"
     parts.append(f"export {TOKEN}=${{{TOKEN}:-{secret}}}")
     parts += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
@@ -129,8 +129,8 @@ def submit(script: str, environ: Mapping[str, str]) -> int:
             "--slurm: sbatch is not installed here; run this on a login node of the cluster, or "
             "print the script with --dry-run"
         )
-    told = subprocess.run(["sbatch"], input=script, text=True, check=False, env=dict(environ))
-    return told.returncode
+    completed = subprocess.run(["sbatch"], input=script, text=True, check=False, env=dict(environ))
+    return completed.returncode
 
 
 def _name(job: Job) -> str:

@@ -53,13 +53,13 @@ class ComputeCopies:
     def of(self, params: Sequence[Any]) -> list[Any]:
         """Returns the compute parameters of ``params``, in their order."""
         masters = [params[i] for i in self.at]
-        known = len(self._masters) == len(masters) and all(
+        is_current = len(self._masters) == len(masters) and all(
             ref() is x for ref, x in zip(self._masters, masters, strict=True)
         )
-        if not known:
+        if not is_current:
             self._copies = []  # frees the old copies before new ones exist
-            rests = [x.leaf if isinstance(x, DiskArray) else x for x in masters]
-            arrays = [*rests, *self._empty()]
+            sources = [x.leaf if isinstance(x, DiskArray) else x for x in masters]
+            arrays = [*sources, *self._empty()]
             self._update.run(arrays, ())
             copies = arrays[len(masters) :]
             self.keep(params, [x.advance() if isinstance(x, DiskLeaf) else x for x in copies])

@@ -37,12 +37,12 @@ def on_device(tree: Any) -> Any:
       >>> zerojax.on_device(state.params)["w"].sharding.memory_kind
       'device'
     """
-    return jax.tree.map(_brought, tree)
+    return jax.tree.map(_fetched, tree)
 
 
-def _brought(x: Any) -> Any:
+def _fetched(x: Any) -> Any:
     if isinstance(x, StoredArray):
-        return StoredArray(_brought(x.stored), x.shape)
+        return StoredArray(_fetched(x.stored), x.shape)
     if isinstance(x, DiskArray):
         return x.load()
     if isinstance(x, jax.Array) and x.sharding.memory_kind == PINNED:

@@ -80,20 +80,20 @@ def groups(
       largest: The most elements of a sub-group, on each device.
     """
     half = _half(largest)
-    full: list[Group] = []
+    packed: list[Group] = []
     current: list[GroupRows] = []
-    left = half
+    room = half
     for part in _split(clusters, placements, mesh, half):
         size = half
         if part.rows is not None:
             size = part.rows * placements[part.cluster.inputs[0]].row_size(mesh)
-        again = any(part.cluster is other.cluster for other in current)
-        if current and (part.rows is None or again or size > left):
-            full.append(tuple(current))
-            current, left = [], half
+        is_repeated = any(part.cluster is other.cluster for other in current)
+        if current and (part.rows is None or is_repeated or size > room):
+            packed.append(tuple(current))
+            current, room = [], half
         current.append(part)
-        left -= size
-    return [*full, tuple(current)] if current else full
+        room -= size
+    return [*packed, tuple(current)] if current else packed
 
 
 def _split(
@@ -132,7 +132,7 @@ def _even(rows: int, most: int) -> int:
     if rows <= most:
         return rows
     fewest = -(-rows // most)
-    for pieces in range(fewest, 2 * fewest):
-        if rows % pieces == 0:
-            return rows // pieces
+    for ranges in range(fewest, 2 * fewest):
+        if rows % ranges == 0:
+            return rows // ranges
     return -(-rows // fewest)

@@ -132,12 +132,12 @@ class Separated:
             if isinstance(x, core.Literal) or x in seen:
                 continue
             seen.add(x)
-            maker = self._graph.producer(x)
-            if known(x) or maker is None:
+            producer = self._graph.producer(x)
+            if known(x) or producer is None:
                 ends[x] = None
             else:
-                eqns[id(maker)] = maker
-                todo.extend(maker.invars)
+                eqns[id(producer)] = producer
+                todo.extend(producer.invars)
         return [*eqns.values()], [*ends]
 
     def _cluster(self, connected: _Connected) -> Cluster:
@@ -155,8 +155,8 @@ class Separated:
         traced = jax.make_jaxpr(lambda s, *a: self.run(outs, ins, a, s))(numbers, *values)
         # The text of a jaxpr lacks the values of its constants; with arrays the key must be unique.
         used = {v for e in eqns for v in jaxprs.variables(e.invars)} & constants
-        own = f" for {outs}" if any(v.aval.ndim for v in used) else ""
-        return Cluster(ins, outs, elementwise, str(traced) + own)
+        unique_suffix = f" for {outs}" if any(v.aval.ndim for v in used) else ""
+        return Cluster(ins, outs, elementwise, str(traced) + unique_suffix)
 
     def prelude(self, arguments: Sequence[Any]) -> Prelude:
         """Runs the prelude.

@@ -89,19 +89,19 @@ class GroupPrograms:
         """Returns the arrays of the program that updates ``group`` and brings ``coming`` in."""
         outputs = [i for p in group for i in self.targets(p)]
         written = tuple(i for i in outputs if not self.on_disk(i))
-        here = [
+        present = [
             i
             for p in group
             for i in p.cluster.inputs
             if not self.on_disk(i) and (p.rows is None or not self._streams(i))
         ]
-        nexts = tuple(i for p in coming for i in self.streamed(p) if self._is(i, HOST))
-        read = dict.fromkeys(i for i in (*here, *nexts) if i not in written)
+        incoming = tuple(i for p in coming for i in self.streamed(p) if self._is(i, HOST))
+        read = dict.fromkeys(i for i in (*present, *incoming) if i not in written)
         return GroupArrays(
             written=written,
             read=tuple(read),
             loaded=tuple(i for p in group for i in self.loaded(p)),
-            coming=nexts,
+            coming=incoming,
             going=tuple(filter(self.on_disk, outputs)),
         )
 
@@ -139,8 +139,10 @@ class GroupPrograms:
         """
         key = self._signature(group), self._signature(coming), self._shared(group, coming)
         if key not in self._programs:
-            whole = goes_whole(group)
-            self._programs[key] = self._whole(group[0]) if whole else self._advance(group, coming)
+            is_unsplit = goes_whole(group)
+            self._programs[key] = (
+                self._whole(group[0]) if is_unsplit else self._advance(group, coming)
+            )
         return self._programs[key]
 
     def _signature(self, group: Group) -> Any:
@@ -194,7 +196,7 @@ class GroupPrograms:
 
     def _advance(self, group: Group, coming: Group) -> Callable[..., GroupResults]:
         numbers, mesh = self.numbers(group, coming), self._mesh
-        here = sent if self._on_host else lambda x: x
+        to_compute = sent if self._on_host else lambda x: x
 
         def local(*given: Any) -> GroupResults:
             written, read, loaded, starts, next_starts, scalars = given
@@ -202,40 +204,40 @@ class GroupPrograms:
                 i: x.reshape(self._placements[i].rows(mesh))
                 for i, x in zip((*numbers.written, *numbers.read), (*written, *read), strict=True)
             }
-            came = {
+            incoming = {
                 i: fetched(_rows(arrays[i], next_starts[k], p.rows))
                 for k, p in enumerate(coming)
                 for i in self.streamed(p)
                 if self._is(i, HOST)
             }
             ready = dict(zip(numbers.loaded, loaded, strict=True))
-            gone = {}
+            disk_results = {}
             for k, p in enumerate(group):
                 values = [
-                    ready[i] if i in ready else here(_rows(arrays[i], starts[k], p.rows))
+                    ready[i] if i in ready else to_compute(_rows(arrays[i], starts[k], p.rows))
                     for i in p.cluster.inputs
                 ]
                 for i, new in zip(self.targets(p), self._run(p, values, scalars), strict=True):
                     if self.on_disk(i):
-                        gone[i] = new
+                        disk_results[i] = new
                         continue
                     # Read the next rows before this write; otherwise XLA copies the array.
-                    at = starts[k] + (_after(came[i]) if i in came else 0)
+                    at = starts[k] + (_after(incoming[i]) if i in incoming else 0)
                     new = sent(new) if self._is(i, HOST) else fetched(new)
                     arrays[i] = lax.dynamic_update_slice_in_dim(arrays[i], new, at, 0)
             return GroupResults(
                 [arrays[i].reshape(x.shape) for i, x in zip(numbers.written, written, strict=True)],
-                [came[i] for i in numbers.coming],
-                [gone[i] for i in numbers.going],
+                [incoming[i] for i in numbers.coming],
+                [disk_results[i] for i in numbers.going],
             )
 
-        none = PartitionSpec()
+        no_axes = PartitionSpec()
         written = [self._placements[i].spec for i in numbers.written]
         read = [self._placements[i].spec for i in numbers.read]
         mapped = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(written, read, self._rows_specs(numbers.loaded), none, none, none),
+            in_specs=(written, read, self._rows_specs(numbers.loaded), no_axes, no_axes, no_axes),
             out_specs=GroupResults(
                 written, self._rows_specs(numbers.coming), self._rows_specs(numbers.going)
             ),

@@ -96,10 +96,10 @@ class Update:
 
     def _turns(self, groups: Sequence[Group]) -> Iterator[Turn]:
         last = {id(p.cluster): p for group in groups for p in group}
-        came = False  # whether the previous turn brings the group in
+        is_loaded = False  # whether the previous turn brings the group in
         for group, after in zip(groups, [*groups, ()][1:], strict=True):
-            load = None if came or goes_whole(group) else GroupUpdate(self.programs, (), group)
-            came = not (goes_whole(group) or goes_whole(after))
+            load = None if is_loaded or goes_whole(group) else GroupUpdate(self.programs, (), group)
+            is_loaded = not (goes_whole(group) or goes_whole(after))
             done = [
                 i
                 for p in group
@@ -108,7 +108,7 @@ class Update:
             ]
             yield Turn(
                 load if load and load.numbers.coming else None,
-                GroupUpdate(self.programs, group, after if came else ()),
+                GroupUpdate(self.programs, group, after if is_loaded else ()),
                 after,
                 tuple(done),
             )
@@ -124,22 +124,22 @@ class Update:
         Raises:
           DiskStateError: bytes on the disk are not those that were written.
         """
-        came: list[Any] = []
+        host_arrays: list[Any] = []
         reads: _Reads | None = None
         for turn in self.turns:
             group, numbers = turn.update.group, turn.update.numbers
             if turn.load:
-                came = turn.load(arrays, [], []).coming
+                host_arrays = turn.load(arrays, [], []).coming
             reads = reads or _Reads(self.programs, group, arrays)
-            loaded = reads.merged(came)
+            loaded = reads.merged(host_arrays)
             # The next sub-group is read during the update.
             reads = _Reads(self.programs, turn.after, arrays)
-            written, came, going = turn.update(arrays, loaded, scalars)
+            written, host_arrays, disk_results = turn.update(arrays, loaded, scalars)
             del loaded
             for i, x in zip(numbers.written, written, strict=True):
                 arrays[i] = x
-            _write(self.programs, group, going, arrays)
-            del going
+            _write(self.programs, group, disk_results, arrays)
+            del disk_results
             for i in turn.done:  # gradients
                 arrays[i] = None
 
@@ -150,8 +150,8 @@ class Update:
         by_program: dict[int, list[GroupUpdate]] = {}
         for call in calls:
             by_program.setdefault(id(call.program), []).append(call)
-        for number, same in enumerate(by_program.values(), 1):
-            call = same[0]
+        for number, program_calls in enumerate(by_program.values(), 1):
+            call = program_calls[0]
             program: Any = call.program
             traced = program.trace(
                 [*map(self.programs.abstract, call.numbers.written)],
@@ -165,7 +165,7 @@ class Update:
                 jax.ShapeDtypeStruct((len(call.coming),), jnp.int32),
                 scalars,
             )
-            yield TracedUpdate(f"update {number}", traced, len(same))
+            yield TracedUpdate(f"update {number}", traced, len(program_calls))
 
 
 class _Reads:
@@ -181,7 +181,7 @@ class _Reads:
         self._programs = programs
         self._wanted = [(p, i) for p in group for i in programs.loaded(p)]
         self._reads = {
-            i: [arrays[i].read(k) for k in _pieces(programs, i, arrays[i], p)]
+            i: [arrays[i].read(k) for k in _chunk_indices(programs, i, arrays[i], p)]
             for p, i in self._wanted
             if programs.on_disk(i)
         }
@@ -193,15 +193,15 @@ class _Reads:
         return [self._put(i, p) if i in self._reads else next(host) for p, i in self._wanted]
 
     def _put(self, i: int, part: GroupRows) -> jax.Array:
-        leaf, pieces = self._leaves[i], [read.result() for read in self._reads.pop(i)]
+        leaf, chunks = self._leaves[i], [read.result() for read in self._reads.pop(i)]
         like: Any = leaf if part.rows is None else self._programs.abstract(i, part.rows)
         local = like.sharding.shard_shape(like.shape)
         return jax.make_array_from_single_device_arrays(
             like.shape,
             like.sharding,
             [
-                jax.device_put(_joined([piece[device] for piece in pieces]).reshape(local), device)
-                for device in pieces[0]
+                jax.device_put(_joined([chunk[device] for chunk in chunks]).reshape(local), device)
+                for device in chunks[0]
             ],
         )
 
@@ -220,15 +220,15 @@ def _write(
             if p.rows is None:
                 leaf.fill(next(results))
             else:
-                (k,) = _pieces(programs, i, leaf, p)
+                (k,) = _chunk_indices(programs, i, leaf, p)
                 leaf.write(k, next(results))
 
 
-def _pieces(programs: GroupPrograms, i: int, leaf: DiskLeaf, part: GroupRows) -> list[int]:
+def _chunk_indices(programs: GroupPrograms, i: int, leaf: DiskLeaf, part: GroupRows) -> list[int]:
     """Returns the indices of the chunks on disk that hold a part of the group."""
     if part.rows is None:
         return list(range(len(leaf.pieces)))
-    return [[piece.start for piece in leaf.pieces].index(part.start * programs.row_size(i))]
+    return [[chunk.start for chunk in leaf.pieces].index(part.start * programs.row_size(i))]
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -104,10 +104,10 @@ class Arguments:
                 f"batch, ...), but was called with {got}. Where the batch comes back too, name it "
                 "with batch_argnums."
             )
-        if others := [slot for slot in batch if is_train_state(given[slot])]:
+        if states := [slot for slot in batch if is_train_state(given[slot])]:
             raise TypeError(
                 f"{self.name} was called with a TrainState in the batch's place, "
-                f"{self._told(others)}: write it behind the batch if the function only reads it, "
+                f"{self._told(states)}: write it behind the batch if the function only reads it, "
                 "and return its new value if it is part of the state."
             )
         wrong = [slot for slot in given if slot in self._donated and slot not in objects]
@@ -117,7 +117,7 @@ class Arguments:
                 "leave it out of donate_argnums and donate_argnames. The state is donated anyway."
             )
         taken = {*objects, *batch}
-        more = {
+        further = {
             slot: self._constant(slot, x) if slot in self._static else x
             for slot, x in given.items()
             if slot not in taken
@@ -125,23 +125,23 @@ class Arguments:
         return Call(
             tuple(given[slot] for slot in objects),
             tuple(given[slot] for slot in batch) if self._several else given[batch[0]],
-            tuple(x for slot, x in more.items() if isinstance(slot, int)),
-            {slot: x for slot, x in more.items() if isinstance(slot, str)},
+            tuple(x for slot, x in further.items() if isinstance(slot, int)),
+            {slot: x for slot, x in further.items() if isinstance(slot, str)},
             Form(tuple(objects), tuple(batch), self._several, len(args), self.batch_axis),
         )
 
     def bound(self, instance: Any) -> Arguments:
         """Returns the arguments of the function as a bound method of ``instance``."""
-        made = copy.copy(self)
-        made.function = types.MethodType(self.function, instance)
-        first, made._parameters = self._parameters[:1], self._parameters[1:]
-        gone = {p.name for p in first}
-        made._static = frozenset(without_self(self._static - gone))
-        made._donated = frozenset(without_self(self._donated - gone))
-        made._batch = tuple(n - 1 for n in self._batch if n)
-        made._state = tuple(n - 1 for n in self._state if n)
-        made._found = {}
-        return made
+        arguments = copy.copy(self)
+        arguments.function = types.MethodType(self.function, instance)
+        first, arguments._parameters = self._parameters[:1], self._parameters[1:]
+        removed = {p.name for p in first}
+        arguments._static = frozenset(without_self(self._static - removed))
+        arguments._donated = frozenset(without_self(self._donated - removed))
+        arguments._batch = tuple(n - 1 for n in self._batch if n)
+        arguments._state = tuple(n - 1 for n in self._state if n)
+        arguments._found = {}
+        return arguments
 
     def rearranged(self, form: Form) -> Rearranged:
         """Returns the function, called in the order of :class:`Call`."""

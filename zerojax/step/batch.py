@@ -54,7 +54,7 @@ class BatchLayout:
         self._rows = (None, axes) if sizes.accumulation > 1 else (*[None] * axis, axes)
         # Cached by kind of array, because every step places a batch.
         self._sharded = functools.cache(self._sharded_by)
-        self._deal = functools.cache(lambda to: jax.jit(self._dealt, out_shardings=to))
+        self._deal = functools.cache(lambda sharding: jax.jit(self._dealt, out_shardings=sharding))
 
     def place(self, batch: Any) -> Any:
         """Checks a batch of arrays and puts it on the devices."""
@@ -177,7 +177,7 @@ class BatchLayout:
         if is_key(batch):
             raise ValueError(_NO_BATCH)
         if not any(shapes.values()):
-            listed = any(
+            has_list = any(
                 isinstance(key, jax.tree_util.SequenceKey) and len(shapes) > _SHOWN
                 for path, _ in leaves
                 for key in path
@@ -187,14 +187,14 @@ class BatchLayout:
                 + (f" (only scalars: {_some(shapes)})." if shapes else ".")
                 + (
                     " A list of numbers is to JAX that many scalars: write np.asarray(numbers)."
-                    if listed
+                    if has_list
                     else " It is the first argument after the state, unless batch_argnums names "
                     "another."
                 )
             )
-        said = _some([f"{name!r}: {shape}" for name, shape in shapes.items() if shape])
+        listing = _some([f"{name!r}: {shape}" for name, shape in shapes.items() if shape])
         raise ValueError(
-            f"the batch's leaves disagree on the leading dimension: {{{said}}}. To be cut into "
+            f"the batch's leaves disagree on the leading dimension: {{{listing}}}. To be cut into "
             f"{self.accumulation} micro-batches every array of a batch has one row an "
             "example: pass what has none as a further argument of the step, or set "
             "gradient_accumulation_steps to 1 (graphs, whose nodes and edges have dimensions of "
@@ -209,8 +209,8 @@ class BatchLayout:
 
     def _sharded_by(self, rows: bool, tokens: tuple[str, ...]) -> NamedSharding:
         """Returns the sharding by rows, if ``rows``, and by tokens."""
-        whole = (None,) * len(self._rows) if tokens else ()
-        return NamedSharding(self._mesh, PartitionSpec(*(self._rows if rows else whole), *tokens))
+        no_axes = (None,) * len(self._rows) if tokens else ()
+        return NamedSharding(self._mesh, PartitionSpec(*(self._rows if rows else no_axes), *tokens))
 
     def _divided(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         k = self.accumulation

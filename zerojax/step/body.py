@@ -81,8 +81,8 @@ class Body:
         state = self.close(shown, tx)
         out = self.function(*state, batch, *args, **kwargs)
         if self._in_place:
-            made = self.split(*state)
-            pairs = zip(*map(jax.tree.leaves, (made.params, parts.params)), strict=False)
+            new_parts = self.split(*state)
+            pairs = zip(*map(jax.tree.leaves, (new_parts.params, parts.params)), strict=False)
             if len(state) > 2 and all(new is old for new, old in pairs):
                 raise ValueError(
                     f"{self.name} never calls optimizer.update for the model, perhaps for another "
@@ -103,33 +103,35 @@ class Body:
                 )
             new = tuple(found[i] for i in range(len(state)))
             if not self._any_pytree:
-                made = take_apart(new).parts
+                new_parts = take_apart(new).parts
             elif self._optimizer_in_step:
-                made = self.split(*new)
-                made = made._replace(opt_state=_view(made.opt_state, view), step=parts.step + 1)
+                new_parts = self.split(*new)
+                new_parts = new_parts._replace(
+                    opt_state=_view(new_parts.opt_state, view), step=parts.step + 1
+                )
             else:
                 if isinstance(view, View):
                     view = dataclasses.replace(view, opt=_counted(view.opt, new))
-                made = self.split(*new)._replace(opt_state=view, step=parts.step + 1)
+                new_parts = self.split(*new)._replace(opt_state=view, step=parts.step + 1)
         if self._knows_parameters:
-            made = _with_own_update(made, parts)
+            new_parts = _with_own_update(new_parts, parts)
         before: Any = jax.tree.structure(parts)
-        after: Any = jax.tree.structure(made)
+        after: Any = jax.tree.structure(new_parts)
         if before != after:
             raise TypeError(
-                f"{self.name} changed the structure of the state ({_change(parts, made)}): a "
+                f"{self.name} changed the structure of the state ({_change(parts, new_parts)}): a "
                 "training state keeps its fields and their trees from step to step. Create it with "
                 "what the step adds."
             )
-        return made, out
+        return new_parts, out
 
     def _one_optimizer(self, tx: Any) -> Callable[..., Any]:
         """Returns the update by ``tx`` for a :class:`WrappedView`, for one wrapped optimizer."""
         called: list[Any] = []
 
-        def update(own: Any, grads: Any, view: Any, params: Any, **extra: Any) -> Any:
-            called.append(own)
-            if own is not called[0]:
+        def update(called_tx: Any, grads: Any, view: Any, params: Any, **extra: Any) -> Any:
+            called.append(called_tx)
+            if called_tx is not called[0]:
                 raise ValueError(
                     f"{self.name} updates one optimizer state by two optimizers of zero.wrap(tx) "
                     f"or zero.optimizer(), and {' and '.join(self._needs_tx)} work in one: call "
@@ -150,8 +152,8 @@ class Body:
     def _not_returned(
         self, state: Sequence[Any], found: Collection[int], returned: Any
     ) -> TypeError:
-        both = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, View | ZeroOptState))
-        if self._optimizer_in_step and any(isinstance(x, ZeroOptState) for x in both):
+        leaves = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, View | ZeroOptState))
+        if self._optimizer_in_step and any(isinstance(x, ZeroOptState) for x in leaves):
             return TypeError(STARTS_AGAIN)  # under offload, the state in the step lacks arrays
         kinds = [type(_without_views(x)).__name__ for i, x in enumerate(state) if i not in found]
         return TypeError(
@@ -227,10 +229,10 @@ def _updates_itself(jaxpr: Any, start: Parts) -> bool:
     n = len(jax.tree.leaves(start.params))
     m = n + len(jax.tree.leaves(start.opt_state.inner))
 
-    same = unchanged(jaxpr)
+    sources = unchanged(jaxpr)
 
     def changes(begin: int, end: int) -> bool:
-        return [*same[begin:end]] != [*range(begin, end)]
+        return [*sources[begin:end]] != [*range(begin, end)]
 
     return changes(0, n) and (m == n or changes(n, m))
 
@@ -244,8 +246,8 @@ def _with_own_update(made: Parts, before: Parts) -> Parts:
         view = old.around(view)
     if view.opt.steps is not old.opt.steps:
         return made._replace(opt_state=view)
-    own = view.opt._replace(steps=old.opt.steps + 1, grad_norm=jnp.full((), UNKNOWN, jnp.float32))
-    return made._replace(opt_state=dataclasses.replace(view, opt=own))
+    opt = view.opt._replace(steps=old.opt.steps + 1, grad_norm=jnp.full((), UNKNOWN, jnp.float32))
+    return made._replace(opt_state=dataclasses.replace(view, opt=opt))
 
 
 def _counted(own: ZeroOptState, objects: Any) -> ZeroOptState:
@@ -287,6 +289,6 @@ def _change(before: Parts, after: Parts) -> str:
         return [f"{', '.join(names[:3])}{more} {what}"] if names else []
 
     old, new = _by_path(before), _by_path(after)
-    said = some([x for x in old if x not in new], "left out")
-    said += some([x for x in new if x not in old], "added")
-    return "; ".join(said) or "containers of other types"
+    changes = some([x for x in old if x not in new], "left out")
+    changes += some([x for x in new if x not in old], "added")
+    return "; ".join(changes) or "containers of other types"

@@ -92,8 +92,8 @@ class Rearranged:
         form, n = self.form, len(self.form.objects)
         batch = given[n] if form.several else (given[n],)
         slots = dict(zip((*form.objects, *form.batch), (*given[:n], *batch), strict=True))
-        more = iter(given[n + 1 :])
-        args = [_value(slots[i] if i in slots else next(more)) for i in range(form.positions)]
+        further = iter(given[n + 1 :])
+        args = [_value(slots[i] if i in slots else next(further)) for i in range(form.positions)]
         named = {slot: x for slot, x in slots.items() if isinstance(slot, str)}
         before = settings(given[:n])
         with without_pmap(self.__name__):
@@ -182,8 +182,8 @@ def divide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], St
 
 def join(arrays: list[Any], static: Static) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Rebuilds the further arguments of a call from the results of :func:`divide`."""
-    left = iter(arrays)
-    leaves = [next(left) if x is _ARRAY else x for x in static.values]
+    remaining = iter(arrays)
+    leaves = [next(remaining) if x is _ARRAY else x for x in static.values]
     return jax.tree.unflatten(static.tree, leaves)
 
 

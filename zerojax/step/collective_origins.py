@@ -53,25 +53,25 @@ class Origins:
     def _origins(self, op: Operation) -> list[str]:
         """Returns the leaves of the state from which an array is moved, or computed elementwise."""
         start = [v for v in op.operands if v is not None]
-        found = self._program.reached(start, _is_same, forward=False)
+        found = self._program.reached(start, _is_elementwise, forward=False)
         return [path for v, path in self._arguments.items() if v in found]
 
     def _destinations(self, op: Operation) -> list[str]:
         """Returns the leaf of the state that a gradient goes into; parameters come first."""
-        found = self._program.reached(op.results, _is_same, forward=True)
+        found = self._program.reached(op.results, _is_elementwise, forward=True)
         return [path for v, path in self._results.items() if v in found][:1]
 
     def _line(self, op: Operation, decision: decisions.Decision) -> str | None:
         """Returns the line that uses an array first, or that a gradient comes from."""
-        own, forward = _line_of(op.eqn), not decision.of_gradient
+        own_line, forward = _line_of(op.eqn), not decision.of_gradient
         calls = filter(None, (_line_of(call) for call in reversed(decision.calls)))
         if forward and op.name not in MOVES_OR_ROUNDS:
-            return own or next(calls, None)
+            return own_line or next(calls, None)
         if decision.where in (decisions.PRODUCED, decisions.LOOP) and not forward:
-            return own or next(calls, None)
-        lines = (_line_of(other.eqn) for other in self._nearest(op, own, forward=forward))
-        found = (place for place in lines if place and (forward or place != own))
-        return next(found, None) or next(calls, own)
+            return own_line or next(calls, None)
+        lines = (_line_of(other.eqn) for other in self._nearest(op, own_line, forward=forward))
+        found = (place for place in lines if place and (forward or place != own_line))
+        return next(found, None) or next(calls, own_line)
 
     def _nearest(self, op: Operation, own: str | None, *, forward: bool) -> Iterator[Operation]:
         """Yields the operations after moves of an array, or before elementwise operations and the
@@ -88,7 +88,7 @@ class Origins:
             yield from ends
 
 
-def _is_same(op: Operation) -> bool:
+def _is_elementwise(op: Operation) -> bool:
     return op.by_element
 
 

@@ -74,7 +74,7 @@ class CollectivesTable:
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the rows as text, after a header. Rows that differ only in the array, as in
         unrolled layers, are merged."""
-        return [HEADS, *map(_cells, _together(self.rows))]
+        return [HEADS, *map(_cells, _merged_rows(self.rows))]
 
     def __str__(self) -> str:
         sums = self.bytes_by_kind()
@@ -90,7 +90,7 @@ RIGHT = (4, 5)
 """The columns that are right-aligned."""
 
 
-def _together(rows: Iterable[CollectiveRow]) -> Iterator[CollectiveRow]:
+def _merged_rows(rows: Iterable[CollectiveRow]) -> Iterator[CollectiveRow]:
     """Merges rows that differ only in the array into one row, with the sum of their runs."""
     alike: dict[CollectiveRow, list[CollectiveRow]] = {}
     for row in rows:

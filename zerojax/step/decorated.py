@@ -68,10 +68,10 @@ class Decorated(abc.ABC, Generic[P, R]):
     @functools.cached_property
     def _watchdog(self) -> Watchdog | None:
         """The process's watchdog, which expects steps from the first call on."""
-        there = watchdog()
-        if there:
-            there.begin()
-        return there
+        process_watchdog = watchdog()
+        if process_watchdog:
+            process_watchdog.begin()
+        return process_watchdog
 
     @functools.cached_property
     def _lockstep(self) -> Lockstep | None:
@@ -80,7 +80,7 @@ class Decorated(abc.ABC, Generic[P, R]):
     def _agree(self, call: Call) -> None:
         """Compares the call, and the batch's number of rows, with those of the other processes."""
         if self._lockstep:
-            numbers = [repr(x) for x in _beside_rows(call).values() if isinstance(x, _NUMBERS)]
+            numbers = [repr(x) for x in _shared_values(call).values() if isinstance(x, _NUMBERS)]
             self._lockstep.note(f"{self._arguments.name}({', '.join(['...', *numbers])})")
         if jax.process_count() > 1:
             self._rows.agree(self._leaves.told(call.batch))
@@ -92,7 +92,7 @@ class Decorated(abc.ABC, Generic[P, R]):
         if self._lockstep and program not in self._compared:
             self._compared.add(program)
             require_same(self._states.config, self._states.mesh)
-            require_same_values(self._arguments.name, _beside_rows(call))
+            require_same_values(self._arguments.name, _shared_values(call))
             require_same_program(self._arguments.name, (each.lowered for each in lowered()))
 
     def _relabelled(self, call: Call) -> Call:
@@ -131,16 +131,16 @@ class Decorated(abc.ABC, Generic[P, R]):
                 f"{self._attribute} is a step in {type(instance).__name__}, whose instances have "
                 "__slots__ alone: decorate the bound method of an instance instead."
             )
-        kept = vars(instance).get(self._attribute)  # Python looks here first, except for odd names
-        if not isinstance(kept, type(self)):
-            kept = vars(instance)[self._attribute] = self._with(self._arguments.bound(instance))
-        return kept
+        bound = vars(instance).get(self._attribute)  # Python looks here first, except for odd names
+        if not isinstance(bound, type(self)):
+            bound = vars(instance)[self._attribute] = self._with(self._arguments.bound(instance))
+        return bound
 
 
 _NUMBERS = (bool, int, float, complex, str, np.generic)
 
 
-def _beside_rows(call: Call) -> dict[str, Any]:
+def _shared_values(call: Call) -> dict[str, Any]:
     """Returns the values that all processes must share: scalars of the batch, further arguments."""
     keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
     numbers = {f"batch{keystr(path)}": x for path, x in leaves(call.batch) if not np.ndim(x)}

@@ -117,14 +117,14 @@ class Emitted:
         """Returns whether each device has a partial sum as operand of an operation. Otherwise each
         device has the full value: moved, or computed element by element, from parameters, constants
         and gradients that are already reduced."""
-        left = [v for v in self._program.operations[at].operands if v is not None]
+        pending = [v for v in self._program.operations[at].operands if v is not None]
         found: set[int] = set()
-        while left:
-            v = left.pop()
+        while pending:
+            v = pending.pop()
             if v in found:
                 continue
             found.add(v)
-            left += self._program.sources[v]
+            pending += self._program.sources[v]
             producer = self._program.producers.get(v)
             if producer is None:
                 continue
@@ -132,10 +132,10 @@ class Emitted:
                 if followed[-1].partly:
                     return True
                 continue
-            made = self._program.operations[producer]
-            if made.by_element:
-                left += [x for x in self._program.needed(producer, v) if x not in self._numbers]
-            elif v in self._by_rows and not self._adds_exchanged(made):
+            op = self._program.operations[producer]
+            if op.by_element:
+                pending += [x for x in self._program.needed(producer, v) if x not in self._numbers]
+            elif v in self._by_rows and not self._adds_exchanged(op):
                 return True
         return False
 

@@ -56,25 +56,26 @@ def enter(
     entered: list[Any] = []
     quantized = plan.quantized.paths
     for i, (x, leaf) in enumerate(zip(values, leaves, strict=True)):
-        spec, away = layout.full(leaf.spec, len(leaf.shape)), leaf.place != DEVICE
+        spec, is_offloaded = layout.full(leaf.spec, len(leaf.shape)), leaf.place != DEVICE
         if leaf.place == DISK:
             assert reader is not None
             x = DiskParam(reader, i, leaf.padded, leaf.dtype, plan.sharding(leaf))
-        if away and x is not None:
+        if is_offloaded and x is not None:
             x = unpadded(x, leaf.shape)
-        few = leaf.path in quantized
-        cut = away or (leaf.sharded and x is not None)
+        is_quantized = leaf.path in quantized
+        becomes_shard = is_offloaded or (leaf.sharded and x is not None)
         secondary = None
-        if by_partition and not away and not inserter.share:
+        if by_partition and not is_offloaded and not inserter.share:
             secondary = plan.secondary_spec(leaf)
         if secondary is not None and x is not None:
-            x = inserter.secondary(x, spec, secondary, quantized=few)
+            x = inserter.secondary(x, spec, secondary, quantized=is_quantized)
             spec = secondary
-        how = Gathering(host=away, quantized=few)
-        entered.append(Shard(x, spec, gathering=how) if cut else x)
-    stay = plan.live.paths if not inserter.share else ()  # with `share` one gather serves all uses
-    live = [i for i, leaf in enumerate(leaves) if leaf.path in stay]
-    return Entered(entered, kept.by_plan(entered, inserter, live, field))
+        gathering = Gathering(host=is_offloaded, quantized=is_quantized)
+        entered.append(Shard(x, spec, gathering=gathering) if becomes_shard else x)
+    # With `share` one gather serves all uses.
+    live_paths = plan.live.paths if not inserter.share else ()
+    live_indices = [i for i, leaf in enumerate(leaves) if leaf.path in live_paths]
+    return Entered(entered, kept.by_plan(entered, inserter, live_indices, field))
 
 
 def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, Any]) -> Entered:
@@ -87,6 +88,6 @@ def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, Any]) -> Enter
     for name, values in sorted(rest.items()):
         arrays, first = jax.tree.leaves(values), len(entered.values)
         leaves = plan.leaves["rest"][first : first + len(arrays)]
-        more = enter(inserter, plan, leaves, arrays, by_partition=False, field=name)
-        entered = Entered(entered.values + more.values, entered.kept + more.kept)
+        entered_field = enter(inserter, plan, leaves, arrays, by_partition=False, field=name)
+        entered = Entered(entered.values + entered_field.values, entered.kept + entered_field.kept)
     return entered

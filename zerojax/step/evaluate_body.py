@@ -100,25 +100,25 @@ def evaluate_body(
     by_micro_batch = k > 1 or feedback is not None
     if by_micro_batch and k == 1:
         batch = jax.tree.map(lambda x: x[None] if x.ndim else x, batch)
-    others = jax.tree.leaves((start.opt_state, start.step))
+    optimizer_leaves = jax.tree.leaves((start.opt_state, start.step))
     rest = enter_rest(setting.inserter, setting.plan, start.rest)
     rows = jax.tree.leaves(batch)
-    given = [*params.values, *others, *rest.values, *rows]
-    choices = [*params.kept, *(None for _ in others), *rest.kept, *(None for _ in rows)]
+    given = [*params.values, *optimizer_leaves, *rest.values, *rows]
+    choices = [*params.kept, *(None for _ in optimizer_leaves), *rest.kept, *(None for _ in rows)]
     fill = setting.inserter.overlap and not by_micro_batch
     choices = kept.decide(closed, given, choices, setting.inserter, fill=fill)
     # Gradients that go to host memory are sent where they are produced.
-    want = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
+    specs = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
 
     # Emit the step with its collectives.
     given = kept.gather(given, choices, setting.inserter)
     if by_micro_batch:
         roles = roles_of(body.name, start, batch, shapes)
-        outs = _micro_batches(setting, trace, closed, batch, roles, want, feedback)(given, replace)
+        outs = _micro_batches(setting, trace, closed, batch, roles, specs, feedback)(given, replace)
     else:
         counts = {x.shape[setting.layout.axis] for x in rows if x.shape}
         count = counts.pop() if len(counts) == 1 else None
-        outs = setting.inserter(closed, given, replace, want, host, count)
+        outs = setting.inserter(closed, given, replace, specs, host, count)
     _warn_of_unquantized(setting)
     leaves, structure = jax.tree.flatten(shapes)
     # A result may be a Python number, which no equation computes.
@@ -126,8 +126,8 @@ def evaluate_body(
         jnp.asarray(x, like.dtype) if isinstance(x, _NUMBERS) else x
         for x, like in zip(outs, leaves, strict=True)
     ]
-    made = jax.tree.unflatten(structure, outs)
-    return made if feedback is None else _with_errors(made, feedback)
+    results = jax.tree.unflatten(structure, outs)
+    return results if feedback is None else _with_errors(results, feedback)
 
 
 def _in_compute_dtype(setting: StepSetting, batch: Any) -> Any:
@@ -154,7 +154,7 @@ def _micro_batches(
 
     sharded = config.stage >= 2 and feedback is None
     # A lane's quantized gradients are not sums.
-    alone = config.offload_param or (sharded and config.zero_quantized_gradients)
+    without_lanes = config.offload_param or (sharded and config.zero_quantized_gradients)
     return MicroBatches(
         trace_used,
         closed,
@@ -165,7 +165,7 @@ def _micro_batches(
         inserter,
         want,
         sharded=sharded,
-        lanes=None if alone else Lanes.of(setting.plan.mesh, sharded=sharded),
+        lanes=None if without_lanes else Lanes.of(setting.plan.mesh, sharded=sharded),
         dtype=DTYPES[config.grad_accum_dtype],
         feedback=feedback,
     )
@@ -201,8 +201,8 @@ def _error_feedback(setting: StepSetting, start: Parts) -> Reducer | None:
     assert state is not None
     assert config.optimizer is not None
     assert key is not None
-    how = sending(state, config.optimizer.with_defaults())
-    return OneBitMomentum(setting.inserter, errors, state, how, scale, key)
+    sending_mode = sending(state, config.optimizer.with_defaults())
+    return OneBitMomentum(setting.inserter, errors, state, sending_mode, scale, key)
 
 
 def _with_errors(made: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any]:

@@ -89,21 +89,21 @@ def _shapes_of_results(
     ]
 
     def run(arrays: list[Any]) -> Any:
-        left = iter(arrays)
+        remaining = iter(arrays)
         pairs = zip(leaves, traced, strict=True)
-        filled = jax.tree.unflatten(tree, [next(left) if array else x for x, array in pairs])
-        both = {slot: x.value if isinstance(x, Constant) else x for slot, x in given.items()}
-        both |= dict(zip(free, filled, strict=True))
-        args = [both[i] for i in range(sum(isinstance(slot, int) for slot in both))]
-        results = function(*args, **{k: x for k, x in both.items() if isinstance(k, str)})
-        others[:] = [None if is_array(x) else x for x in jax.tree.leaves(results)]
+        filled = jax.tree.unflatten(tree, [next(remaining) if array else x for x, array in pairs])
+        arguments = {slot: x.value if isinstance(x, Constant) else x for slot, x in given.items()}
+        arguments |= dict(zip(free, filled, strict=True))
+        args = [arguments[i] for i in range(sum(isinstance(slot, int) for slot in arguments))]
+        results = function(*args, **{k: x for k, x in arguments.items() if isinstance(k, str)})
+        untraced[:] = [None if is_array(x) else x for x in jax.tree.leaves(results)]
         returned.append(jax.tree.structure(results))
         return [x for x in jax.tree.leaves(results) if is_array(x)]
 
-    others: list[Any] = []
+    untraced: list[Any] = []
     returned: list[Any] = []
     shapes = iter(jax.eval_shape(run, [*map(computed, compress(leaves, traced))]))
-    return jax.tree.unflatten(returned[-1], [next(shapes) if x is None else x for x in others])
+    return jax.tree.unflatten(returned[-1], [next(shapes) if x is None else x for x in untraced])
 
 
 def computed(x: Any) -> Any:

@@ -92,11 +92,11 @@ class ArgumentReader:
 
     def _spec_of(self, sharding: NamedSharding, ndim: int) -> Spec | None:
         mesh: Any = sharding.mesh
-        there = self._plan.mesh
-        if not isinstance(mesh, Mesh) or not same_devices(layout.undivided(mesh), there):
+        plan_mesh = self._plan.mesh
+        if not isinstance(mesh, Mesh) or not same_devices(layout.undivided(mesh), plan_mesh):
             return None
-        spec = layout.cutting(layout.full(sharding.spec, ndim), there)
-        spec = layout.joined(spec, self._plan.axis, there)
+        spec = layout.cutting(layout.full(sharding.spec, ndim), plan_mesh)
+        spec = layout.joined(spec, self._plan.axis, plan_mesh)
         return spec if layout.dimensions(spec, self._plan.axis) else None
 
     def _is_copy(self, tree: Any, arrays: Sequence[Lying]) -> bool:
@@ -108,8 +108,8 @@ class ArgumentReader:
     def _rule(self, sharded: tuple[Lying, ...]) -> bool:
         """Returns whether arrays are sharded by the rule for parameters, unlike rows of data."""
         plan = self._plan
-        apart = any(0 not in layout.dimensions(x.spec or (), plan.axis) for x in sharded)
-        return apart and all(
+        is_unlike_rows = any(0 not in layout.dimensions(x.spec or (), plan.axis) for x in sharded)
+        return is_unlike_rows and all(
             shard_spec(x.shape, (None,) * len(x.shape), plan.mesh, plan.axis, 0).spec == x.spec
             for x in sharded
         )

@@ -25,24 +25,24 @@ def with_gradient_norm(closed: Any, results: tuple[Parts, Any]) -> Any:
       results: The shapes of the step's results.
     """
     jaxpr = jaxprs.open_jaxpr(closed)[0]
-    at = jax.tree.unflatten(jax.tree.structure(results), range(len(jaxpr.outvars)))[0]
-    own = at.opt_state.opt
-    if marks.reach_optimizer(jaxpr) or not _is_constant(jaxpr, own.grad_norm):
+    index = jax.tree.unflatten(jax.tree.structure(results), range(len(jaxpr.outvars)))[0]
+    opt = index.opt_state.opt
+    if marks.reach_optimizer(jaxpr) or not _is_constant(jaxpr, opt.grad_norm):
         return closed
-    gradients = find_gradients(jaxpr, jax.tree.leaves((at.params, own.inner, at.rest)))
+    gradients = find_gradients(jaxpr, jax.tree.leaves((index.params, opt.inner, index.rest)))
     if not gradients:
         return closed
     traced = jax.make_jaxpr(lambda *x: global_norm([full_precision(each) for each in x]))
-    added = jaxprs.open_jaxpr(traced(*(jaxprs.like(v.aval) for v in gradients)))[0]
-    given = dict(zip(added.invars, gradients, strict=True))
+    norm_jaxpr = jaxprs.open_jaxpr(traced(*(jaxprs.like(v.aval) for v in gradients)))[0]
+    gradient_of = dict(zip(norm_jaxpr.invars, gradients, strict=True))
     equations = [
         eqn.replace(
-            invars=[v if isinstance(v, core.Literal) else given.get(v, v) for v in eqn.invars]
+            invars=[v if isinstance(v, core.Literal) else gradient_of.get(v, v) for v in eqn.invars]
         )
-        for eqn in added.eqns
+        for eqn in norm_jaxpr.eqns
     ]
     outs = list(jaxpr.outvars)
-    (outs[own.grad_norm],) = added.outvars
+    (outs[opt.grad_norm],) = norm_jaxpr.outvars
     return jaxprs.with_body(closed, jaxpr.replace(eqns=[*jaxpr.eqns, *equations], outvars=outs))
 
 

@@ -74,12 +74,12 @@ class GradientProgram:
         self._tx = collecting(constrainer(plan.on_device(grads)), update.uses)
         self._reader = ParamReader(setting.config.offload_param)
         shardings = plan.shardings()
-        free: Any = GradientResult._make([None] * len(GradientResult._fields))
+        unset: Any = GradientResult._make([None] * len(GradientResult._fields))
         gradients = [plan.sharding(leaf) for leaf in plan.gradients()]
         self._jitted = jax.jit(
             named(self._run, STATE, BATCH, "arrays", "further"),
             static_argnums=3,
-            out_shardings=free._replace(grads=gradients, rest=shardings.rest, step=shardings.step),
+            out_shardings=unset._replace(grads=gradients, rest=shardings.rest, step=shardings.step),
             compiler_options=streaming(plan.mesh, plan.config.xla_options),
         )
 
@@ -93,8 +93,8 @@ class GradientProgram:
           DiskStateError: A parameter on the disk differs from the data that was written.
         """
         self._reader.use(parts.params)
-        given = self._setting.divide(args, kwargs)
-        result: GradientResult = self._jitted(self._taken(parts), batch, *given)
+        further = self._setting.divide(args, kwargs)
+        result: GradientResult = self._jitted(self._taken(parts), batch, *further)
         # Reads and the update's writes share a queue; finish the reads first.
         self._reader.check((result.grads, result.out))
         return result
@@ -108,8 +108,8 @@ class GradientProgram:
 
     def _traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> jax.stages.Traced:
         batch = self._setting.layout.abstract(batch)
-        given = self._setting.divide(args, kwargs)
-        return self._jitted.trace(self._taken(parts), batch, *given)
+        further = self._setting.divide(args, kwargs)
+        return self._jitted.trace(self._taken(parts), batch, *further)
 
     @seldom_collected()
     def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> LoweredProgram:
@@ -148,9 +148,9 @@ class GradientProgram:
             step=parts.step,
             rest=rest,
         )
-        leaving = _Leaving(setting, opt)
-        whole = setting.layout.accumulation == 1
-        made, out = evaluate_body(
+        sender = _GradientSender(setting, opt)
+        is_one_batch = setting.layout.accumulation == 1
+        new_parts, out = evaluate_body(
             setting,
             self._tx,
             start,
@@ -158,11 +158,11 @@ class GradientProgram:
             batch,
             arrays,
             further,
-            replace={GRADIENT: leaving} if whole else None,
-            host=leaving.host() if whole else None,
+            replace={GRADIENT: sender} if is_one_batch else None,
+            host=sender.host() if is_one_batch else None,
         )
-        grads, sums = jax.tree.leaves(made.opt_state.grads), leaving.square_sums
-        if not whole:
+        grads, sums = jax.tree.leaves(new_parts.opt_state.grads), sender.square_sums
+        if not is_one_batch:
             grads = [
                 setting.inserter.constrain(g, layout.full(leaf.spec, g.ndim))
                 for g, leaf in zip(grads, plan.compute, strict=True)
@@ -181,10 +181,10 @@ class GradientProgram:
             shared=shared,
             rest=plan.each(
                 lambda x, leaf: pad(x, leaf.padded),
-                unless_skipped(done, made.rest, rest),
+                unless_skipped(done, new_parts.rest, rest),
                 plan.leaves["rest"],
             ),
-            step=made.step,
+            step=new_parts.step,
             out=plan.results(out),
             done=done,
             signals=setting.signals(after, beside(out)),
@@ -193,11 +193,11 @@ class GradientProgram:
     def _params(self, make: Any, dtypes: Sequence[Any]) -> Any:
         """Returns a tree like the parameters, of ``make(shape, dtype)``."""
         leaves = zip(self._setting.plan.compute, dtypes, strict=True)
-        made = [make(leaf.shape, dtype) for leaf, dtype in leaves]
-        return jax.tree.unflatten(self._setting.structure.params, made)
+        arrays = [make(leaf.shape, dtype) for leaf, dtype in leaves]
+        return jax.tree.unflatten(self._setting.structure.params, arrays)
 
 
-class _Leaving:
+class _GradientSender:
     """Sends each gradient to its place as soon as the body has computed it.
 
     Args:
@@ -237,5 +237,5 @@ class _Leaving:
             return gradient
         at_rest = sent(pad(gradient, leaf.padded))
         value = unpadded(at_rest, leaf.shape)
-        how = Gathering(host=True)
-        return HostGradient(value, spec, gathering=how, sums=self.square_sums[-1])
+        gathering = Gathering(host=True)
+        return HostGradient(value, spec, gathering=gathering, sums=self.square_sums[-1])

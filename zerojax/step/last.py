@@ -52,20 +52,20 @@ class LastArrays:
         leaves, tree = jax.tree.flatten(objects)
         if tree != self._tree:
             return None
-        if not all(map(operator.is_, [known() for known in self._leaves], leaves)):
+        if not all(map(operator.is_, [reference() for reference in self._leaves], leaves)):
             return None
         return Recognized(self._split(*objects)._replace(**self._own), None)
 
 
 def _references(leaves: list[Any]) -> list[Callable[[], Any]]:
     """Returns a weak reference to each leaf; a Python number cannot have one and is kept."""
-    made: list[Callable[[], Any]] = []
+    references: list[Callable[[], Any]] = []
     for x in leaves:
         try:
-            made.append(weakref.ref(x))
+            references.append(weakref.ref(x))
         except TypeError:
-            made.append(partial(lambda x: x, x))
-    return made
+            references.append(partial(lambda x: x, x))
+    return references
 
 
 class LastObjects:
@@ -93,10 +93,10 @@ class LastObjects:
         graph, flat = nnx.graph.flatten(objects)
         if graph_hash(graph) is None or not all(isinstance(x, nnx.Variable) for x in flat.leaves):
             return None
-        held = {id(x.get_raw_value()): i for i, x in enumerate(flat.leaves)}
-        places = [held.pop(id(x), -1) for x in jax.tree.leaves(parts)]
-        whole = len(places) == len(flat.leaves) and -1 not in places
-        return cls(graph, places, parts) if whole else None
+        index_by_id = {id(x.get_raw_value()): i for i, x in enumerate(flat.leaves)}
+        places = [index_by_id.pop(id(x), -1) for x in jax.tree.leaves(parts)]
+        is_complete = len(places) == len(flat.leaves) and -1 not in places
+        return cls(graph, places, parts) if is_complete else None
 
     def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
         """Returns the objects' arrays; None if the objects are different, or have changed."""
@@ -105,7 +105,7 @@ class LastObjects:
             return None
         variables = [flat.leaves[i] for i in self._places]
         arrays = [variable.get_raw_value() for variable in variables]
-        if any(known() is not x for known, x in zip(self._arrays, arrays, strict=True)):
+        if any(reference() is not x for reference, x in zip(self._arrays, arrays, strict=True)):
             return None
 
         def write_back(parts: Parts) -> None:

@@ -48,23 +48,23 @@ class OffloadedStep:
         setting = self.setting
         parts = setting.plan.stored(parts)
         params, opt_state = jax.tree.leaves(parts.params), jax.tree.leaves(parts.opt_state)
-        given = parts._replace(params=self._copies.of(params), opt_state=opt_state)
-        made = self._gradients(given, batch, args, kwargs)
-        del given
-        opt_state = self.update.with_shared(opt_state, made.shared)
-        if made.done is None or bool(made.done):
+        inputs = parts._replace(params=self._copies.of(params), opt_state=opt_state)
+        result = self._gradients(inputs, batch, args, kwargs)
+        del inputs
+        opt_state = self.update.with_shared(opt_state, result.shared)
+        if result.done is None or bool(result.done):
             if not setting.donate:
                 params, opt_state = jax.tree.map(jnp.copy, (params, opt_state))
-            params, opt_state = self.update.run(made.grads, params, opt_state, made.scalars)
-        if setting.donate and parts.step is not made.step:
+            params, opt_state = self.update.run(result.grads, params, opt_state, result.scalars)
+        if setting.donate and parts.step is not result.step:
             parts.step.delete()  # marks the entire state as donated
         after = Parts(
             jax.tree.unflatten(setting.structure.params, params),
             jax.tree.unflatten(setting.structure.opt_state, opt_state),
-            made.step,
-            made.rest,
+            result.step,
+            result.rest,
         )
-        return StepResult(setting.plan.shown(after), made.out, made.signals)
+        return StepResult(setting.plan.shown(after), result.out, result.signals)
 
     def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:
         """Traces the program of the gradients."""

@@ -48,8 +48,8 @@ class UpdateArrays(NamedTuple):
 
     def like(self, flat: Sequence[Any]) -> UpdateArrays:
         """Splits another flat list like these fields; the list may end before the copies."""
-        left = iter(flat)
-        return UpdateArrays(*([*itertools.islice(left, len(part))] for part in self))
+        remaining = iter(flat)
+        return UpdateArrays(*([*itertools.islice(remaining, len(part))] for part in self))
 
 
 class OptimizerUpdate:
@@ -139,11 +139,11 @@ class OptimizerUpdate:
 
     def _function(self, *flat: Any) -> list[Any]:
         """Computes the update of the entire state."""
-        given, trees = self._placements.like(flat), self._setting.structure
-        grads, params = (jax.tree.unflatten(trees.params, x) for x in (given.grads, given.params))
-        opt_state = jax.tree.unflatten(trees.opt_state, given.opt_state)
+        arrays, trees = self._placements.like(flat), self._setting.structure
+        grads, params = (jax.tree.unflatten(trees.params, x) for x in (arrays.grads, arrays.params))
+        opt_state = jax.tree.unflatten(trees.opt_state, arrays.opt_state)
         updates, after = self._setting.tx.update(
-            grads, opt_state, params, square_sums=given.square_sums
+            grads, opt_state, params, square_sums=arrays.square_sums
         )
         new = jax.tree.leaves(optax.apply_updates(params, updates))
         copied = self._copies.cast(*(new[i] for i in self._copies.at))
@@ -163,14 +163,14 @@ class OptimizerUpdate:
         optimizer state, for :meth:`with_shared`. Gradients come without padding; in host memory
         they may be :class:`zerojax.collectives.host.Unpadded`."""
         separated, placements = self.by_groups.separated, self._placements
-        here = [
+        gradients = [
             (fetched(g) if x.place == HOST else g) if i in separated.read_by_prelude else None
             for i, (g, x) in enumerate(zip(grads, placements.grads, strict=True))
         ]
         # The step may have passed gradients of another dtype to its optimizer.
         sums = [s.astype(x.dtype) for s, x in zip(square_sums, placements.square_sums, strict=True)]
-        given = UpdateArrays(here, [None] * len(grads), numbers, sums)
-        return separated.prelude(given.flat())
+        arrays = UpdateArrays(gradients, [None] * len(grads), numbers, sums)
+        return separated.prelude(arrays.flat())
 
     def with_shared(self, opt_state: Sequence[Any], shared: Sequence[Any]) -> list[Any]:
         """Returns the leaves of an optimizer state with the new scalars of the prelude."""
@@ -190,10 +190,10 @@ class OptimizerUpdate:
           grads: The gradients; the list is emptied, so that each is freed as soon as it is used.
           scalars: The scalars of the prelude.
         """
-        given = UpdateArrays(grads, params, opt_state, [None] * len(grads), self._copies.take())
+        inputs = UpdateArrays(grads, params, opt_state, [None] * len(grads), self._copies.take())
         # The update replaces arrays in memory, and leaves on the disk.
-        arrays = [x.leaf if isinstance(x, DiskArray) else x for x in given.flat()]
-        del given
+        arrays = [x.leaf if isinstance(x, DiskArray) else x for x in inputs.flat()]
+        del inputs
         grads.clear()
         on_disk = [x for x in arrays if isinstance(x, DiskLeaf)]
         try:

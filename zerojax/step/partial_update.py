@@ -57,22 +57,22 @@ def of_parts(tx: Any, name: str, params: Any, sizes: list[int]) -> Any:
       params: The parameters that the step sees.
       sizes: A list to which each update appends its number of gradients.
     """
-    whole: Any = jax.tree.structure(params)
+    full_structure: Any = jax.tree.structure(params)
 
     def update(grads: Any, view: View, given: Any = None, **extra: Any) -> tuple[Any, View]:
         sizes.append(len(jax.tree.leaves(grads)))
         if not isinstance(view, View):  # an optimizer that zerojax has not wrapped
             return tx.update(grads, view, given, **extra)
-        form: Any = jax.tree.structure(grads if given is None else given)
-        if view.grads is not None and jax.tree.structure(grads) != whole:
+        structure: Any = jax.tree.structure(grads if given is None else given)
+        if view.grads is not None and jax.tree.structure(grads) != full_structure:
             raise NotImplementedError(WHOLE_UPDATES)
-        if view.masters is None or form == whole:
+        if view.masters is None or structure == full_structure:
             return tx.update(grads, view, given, **extra)
-        part = _Part(name, params, form)
-        own = dataclasses.replace(
+        part = _Part(name, params, structure)
+        part_view = dataclasses.replace(
             view, masters=part.of(view.masters), compute=part.of(view.compute)
         )
-        updates, after = tx.update(grads, own, given, **extra)
+        updates, after = tx.update(grads, part_view, given, **extra)
         compute = None if after.compute is None else part.put(after.compute, view.compute)
         return updates, dataclasses.replace(
             after, masters=part.put(after.masters, view.masters), compute=compute

@@ -88,5 +88,5 @@ def _spec(rank: int, axes: tuple[str, ...], cut: Mapping[str, int]) -> Partition
 
 def _traced_for(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     """Sets an absent device as default, because kernels ask the default device for its kind."""
-    there = are_there(mesh)
-    return contextlib.nullcontext() if there else jax.default_device(mesh.devices.flat[0])
+    devices_exist = are_there(mesh)
+    return contextlib.nullcontext() if devices_exist else jax.default_device(mesh.devices.flat[0])

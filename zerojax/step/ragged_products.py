@@ -25,7 +25,7 @@ def warn_of_ragged_products(name: str, jaxpr: Any, devices: int) -> None:
     places = {
         line(jaxprs.source(eqn).traceback): None
         for eqn in equations(jaxpr, _of_all_rows)
-        if eqn.primitive.name == "ragged_dot_general" and not _batches(eqn)
+        if eqn.primitive.name == "ragged_dot_general" and not _batch_dimensions(eqn)
     }
     if devices == 1 or not places:
         return
@@ -46,7 +46,7 @@ def _of_all_rows(eqn: Any) -> bool:
     return eqn.primitive.name != "shard_map"
 
 
-def _batches(product: Any) -> Any:
+def _batch_dimensions(product: Any) -> Any:
     """Returns the batch dimensions of a product. With them, each batch entry is sorted separately,
     and its rows stay on their device."""
     numbers = jaxprs.param(product, "ragged_dot_dimension_numbers").dot_dimension_numbers

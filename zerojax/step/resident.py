@@ -68,23 +68,25 @@ class ResidentStep:
         start = parts._replace(params=compute, opt_state=view)
         plan = setting.plan
         entered = enter(setting.inserter, plan, plan.compute, jax.tree.leaves(compute))
-        made, out = evaluate_body(setting, self._tx, start, entered, batch, arrays, further)
-        after: View = made.opt_state
+        new_parts, out = evaluate_body(setting, self._tx, start, entered, batch, arrays, further)
+        after: View = new_parts.opt_state
         done = was_done(setting, parts.opt_state, after.opt)
         error = unless_skipped(done, after.opt.error, parts.opt_state.error)
-        made = made._replace(
-            params=params_after(after, made.params, compute, parts.params, done),
+        new_parts = new_parts._replace(
+            params=params_after(after, new_parts.params, compute, parts.params, done),
             opt_state=after.opt._replace(error=error),
-            rest=unless_skipped(done, made.rest, parts.rest),
+            rest=unless_skipped(done, new_parts.rest, parts.rest),
         )
         return StepResult(
-            plan.at_rest(made), plan.results(out), setting.signals(made.opt_state, beside(out))
+            plan.at_rest(new_parts),
+            plan.results(out),
+            setting.signals(new_parts.opt_state, beside(out)),
         )
 
     def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
         plan = self.setting.plan
-        given = self.setting.divide(args, kwargs)
-        result: StepResult = self._jitted(plan.stored(parts), batch, *given)
+        further = self.setting.divide(args, kwargs)
+        result: StepResult = self._jitted(plan.stored(parts), batch, *further)
         return result._replace(parts=plan.shown(result.parts))
 
     def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:

@@ -68,8 +68,8 @@ class Step(Decorated[P, R]):
         super().__init__(arguments, states)
         self._donate, self._guard = donate, guard
         self._after_step = AfterStep(states.config)
-        asked = StepReports.asked(states.config)
-        self._reports = StepReports(states.config, states.mesh) if asked else None
+        has_reports = StepReports.asked(states.config)
+        self._reports = StepReports(states.config, states.mesh) if has_reports else None
         self._last: LastStep | None = None
         self.zero_state: ZeroOptState | None = None
 
@@ -93,13 +93,13 @@ class Step(Decorated[P, R]):
     def _run(self, call: Call, explicit: Explicit | None) -> tuple[tuple[Any, ...], Any]:
         """Returns the state's objects after the step, and the results without these objects."""
         program, parts, recognized = self._begin(call, explicit)
-        layout, watch = program.setting.layout, self._after_step
+        layout, after_step = program.setting.layout, self._after_step
         _check_concrete(self._arguments.name, parts.step)
-        _check_there(jax.tree.leaves((parts.params, parts.rest))[:1])
-        watch.check()
-        batch = watch.phase("batch", layout.place(call.batch))
+        _check_not_deleted(jax.tree.leaves((parts.params, parts.rest))[:1])
+        after_step.check()
+        batch = after_step.phase("batch", layout.place(call.batch))
         if self._donate:
-            batch, args, kwargs = _apart(parts, (batch, call.args, call.kwargs))
+            batch, args, kwargs = _copy_state_arrays(parts, (batch, call.args, call.kwargs))
             call = call._replace(args=args, kwargs=kwargs)
         layout.check_more(call.args, call.kwargs, call.batch)
         self._compare(
@@ -116,15 +116,15 @@ class Step(Decorated[P, R]):
                 program.setting.plan,
                 (parts, batch),
             )
-        result = watch.phase("step", program(parts, batch, call.args, call.kwargs))
+        result = after_step.phase("step", program(parts, batch, call.args, call.kwargs))
         if self._reports:
             self._reports.end(result)
         _check_concrete(self._arguments.name, result.parts.step)
         self.zero_state = result.parts.opt_state._replace(inner=None, error=None)
-        objects, left = self._finish(call, program, recognized, result)
-        if left is not None:
-            self._last = LastStep(left, call.form, explicit, program)
-        watch.note(result.signals, beside(result.out), layout.rows(call.batch))
+        objects, record = self._finish(call, program, recognized, result)
+        if record is not None:
+            self._last = LastStep(record, call.form, explicit, program)
+        after_step.note(result.signals, beside(result.out), layout.rows(call.batch))
         return objects, result.out
 
     def _begin(
@@ -144,7 +144,7 @@ class Step(Decorated[P, R]):
                 "nnx.cached_partial holds a copy of the optimizer, which the first step would "
                 "replace: make them with zero.init, (model, optimizer) = zero.init(create)."
             )
-        _check_there(jax.tree.leaves(call.objects) if opened.any_pytree else ())
+        _check_not_deleted(jax.tree.leaves(call.objects) if opened.any_pytree else ())
         program = self._program(opened, call, explicit)
         program.setting.layout.check(call.batch)
         return program, self._states.placed(opened, program.setting.plan), None
@@ -157,20 +157,20 @@ class Step(Decorated[P, R]):
         setting, parts = program.setting, result.parts
         if setting.write_back is None:
             objects = setting.close(parts, setting.tx)
-            own = {}
+            own_parts = {}
             if setting.any_pytree:
                 self._states.owned.add(objects)
-                own = {"step": parts.step}
+                own_parts = {"step": parts.step}
                 if not setting.knows_parameters:
-                    own["opt_state"] = parts.opt_state
-            return objects, LastArrays(objects, setting.split, own)
+                    own_parts["opt_state"] = parts.opt_state
+            return objects, LastArrays(objects, setting.split, own_parts)
         if recognized is not None and recognized.write_back is not None:
             recognized.write_back(parts)
         else:
             setting.write_back(call.objects, parts, setting.tx)
         setting.function.bring_up_to_date(call)
-        left = LastObjects.of(call.objects, parts) if recognized is None else None
-        return call.objects, left
+        record = LastObjects.of(call.objects, parts) if recognized is None else None
+        return call.objects, record
 
     def _program(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
         make = functools.partial(self._make, opened, call, explicit)
@@ -280,7 +280,7 @@ class Step(Decorated[P, R]):
             yield program, opened.parts, call
 
 
-def _check_there(arrays: Iterable[Any]) -> None:
+def _check_not_deleted(arrays: Iterable[Any]) -> None:
     """Refuses arrays whose memory an earlier step has taken over."""
     if any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted")):
         raise ValueError(
@@ -290,13 +290,13 @@ def _check_there(arrays: Iterable[Any]) -> None:
         )
 
 
-def _apart(parts: Parts, given: Any) -> Any:
+def _copy_state_arrays(parts: Parts, given: Any) -> Any:
     """Copies the further arguments that are arrays of the state, because the step takes over the
     state's memory."""
     if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(given)):
         return given
-    held = {id(x) for x in jax.tree.leaves(parts)}
-    return jax.tree.map(lambda x: x.copy() if id(x) in held else x, given)
+    state_ids = {id(x) for x in jax.tree.leaves(parts)}
+    return jax.tree.map(lambda x: x.copy() if id(x) in state_ids else x, given)
 
 
 def _shapes(program: StepProgram, call: Call, batch: Any) -> Any:

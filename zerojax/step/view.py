@@ -131,8 +131,8 @@ def advancing(tx: ZeroTransformation, one_pass: Callable[..., Any] | None) -> Ad
     """
 
     def advance(grads: Any, view: View, params: Any, **extra: Any) -> tuple[Any, View]:
-        full = view.masters is None
-        before = params if full else view.masters
+        has_no_masters = view.masters is None
+        before = params if has_no_masters else view.masters
         if one_pass is not None and params is not None and not extra:
             after, opt = one_pass(grads, view.opt, before)
             # Kept for callers that read the updates; otherwise XLA removes them.
@@ -140,13 +140,13 @@ def advancing(tx: ZeroTransformation, one_pass: Callable[..., Any] | None) -> Ad
             updates = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old, compute, params)
         else:
             updates, opt = tx.update(grads, view.opt, before, **extra)
-            if full:
+            if has_no_masters:
                 return updates, dataclasses.replace(view, opt=opt)
             after = optax.apply_updates(before, updates)
             updates = jax.tree.map(lambda m, p: m - p.astype(m.dtype), after, view.compute)
             compute = jax.tree.map(added, view.compute, updates)
         return updates, dataclasses.replace(
-            view, opt=opt, masters=None if full else after, compute=compute
+            view, opt=opt, masters=None if has_no_masters else after, compute=compute
         )
 
     return advance
@@ -244,20 +244,20 @@ def params_after(view: View, returned: Any, given: Any, before: Any, done: jax.A
       done: bool [], False for a skipped step; None if no step is ever skipped.
     """
 
-    def held(x: jax.Array, old: jax.Array) -> jax.Array:
+    def unless_skipped(x: jax.Array, old: jax.Array) -> jax.Array:
         return x if done is None else jnp.where(done, x, old)
 
-    def kept(
-        own: jax.Array, given: jax.Array, old: jax.Array, master: jax.Array, seen: jax.Array
+    def chosen(
+        new: jax.Array, given: jax.Array, old: jax.Array, master: jax.Array, updated: jax.Array
     ) -> jax.Array:
-        if own is seen:
+        if new is updated:
             return master
-        changed = jnp.where(own == given, old, own.astype(master.dtype))
-        return held(jnp.where(own == seen, master, changed), old)
+        changed = jnp.where(new == given, old, new.astype(master.dtype))
+        return unless_skipped(jnp.where(new == updated, master, changed), old)
 
     if view.masters is None:
-        return jax.tree.map(held, returned, before)
-    return jax.tree.map(kept, returned, given, before, view.masters, view.compute)
+        return jax.tree.map(unless_skipped, returned, before)
+    return jax.tree.map(chosen, returned, given, before, view.masters, view.compute)
 
 
 def cast(tree: Any, dtype: Any) -> Any:

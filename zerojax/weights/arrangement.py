@@ -75,12 +75,12 @@ class Box(NamedTuple):
           piece: The slice of the parameter within ``bounds``; the view shares its memory.
           bounds: The bounds of ``piece`` in the parameter.
         """
-        begins = (at - low for at, (low, _) in zip(self.start, bounds, strict=True))
+        begins = (first - low for first, (low, _) in zip(self.start, bounds, strict=True))
         corner: Any = (*(slice(i, None) for i in begins), ...)
-        moves = (
+        byte_strides = (
             piece.strides[d] * step for d, step in zip(self.dimensions, self.steps, strict=True)
         )
-        return np.lib.stride_tricks.as_strided(piece[corner], self.shape, tuple(moves))
+        return np.lib.stride_tricks.as_strided(piece[corner], self.shape, tuple(byte_strides))
 
 
 class Link(NamedTuple):
@@ -109,11 +109,13 @@ class Link(NamedTuple):
         """Yields the boxes of the slice that are within ``bounds`` of the parameter."""
         ranges = []
         for dimension, (low, high) in enumerate(bounds):
-            numbers = [i for i, axis in enumerate(self.axes) if axis.dimension == dimension]
-            numbers.sort(key=lambda i: -self.axes[i].step)
+            axis_indices = [i for i, axis in enumerate(self.axes) if axis.dimension == dimension]
+            axis_indices.sort(key=lambda i: -self.axes[i].step)
             begin = self.start[dimension]
-            found = _within(low - begin, high - begin, [self.axes[i] for i in numbers])
-            ranges.append([dict(zip(numbers, box, strict=True)) for box in found])
+            dimension_boxes = _within(
+                low - begin, high - begin, [self.axes[i] for i in axis_indices]
+            )
+            ranges.append([dict(zip(axis_indices, box, strict=True)) for box in dimension_boxes])
         for combination in itertools.product(*ranges):
             by_axis = {i: r for each in combination for i, r in each.items()}
             ordered = [by_axis[i] for i in range(len(self.axes))]
@@ -141,13 +143,13 @@ def _within(low: int, high: int, axes: Sequence[Axis]) -> Iterator[tuple[range, 
     (size, _, _, step), inner = axes[0], axes[1:]
     extent = 1 + sum((axis.size - 1) * axis.step for axis in inner)
     touched = range(max(0, (low - extent) // step + 1), min(size, -(-high // step)))
-    whole = range(
+    complete = range(
         max(touched.start, -(-low // step)), min(touched.stop, (high - extent) // step + 1)
     )
-    if whole:
-        yield (whole, *(range(axis.size) for axis in inner))
+    if complete:
+        yield (complete, *(range(axis.size) for axis in inner))
     for i in touched:
-        if i not in whole:
+        if i not in complete:
             for box in _within(low - i * step, high - i * step, inner):
                 yield (range(i, i + 1), *box)
 
@@ -198,15 +200,15 @@ class Arrangement(NamedTuple):
     def _spelled(self, dimensions: int) -> Arrangement:
         """Replaces ``...`` by numbered axes."""
         count = dimensions - (len(self.parameter) - 1)
-        rest = tuple((f"{_ELLIPSIS}{i}",) for i in range(count))
+        ellipsis_axes = tuple((f"{_ELLIPSIS}{i}",) for i in range(count))
 
-        def spelled(side: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+        def expand(side: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
             if (_ELLIPSIS,) not in side:
                 return side
-            at = side.index((_ELLIPSIS,))
-            return (*side[:at], *rest, *side[at + 1 :])
+            position = side.index((_ELLIPSIS,))
+            return (*side[:position], *ellipsis_axes, *side[position + 1 :])
 
-        return Arrangement(spelled(self.tensor), spelled(self.parameter))
+        return Arrangement(expand(self.tensor), expand(self.parameter))
 
     def __str__(self) -> str:
         def side(dimensions: tuple[tuple[str, ...], ...]) -> str:
@@ -216,20 +218,20 @@ class Arrangement(NamedTuple):
 
 
 def _dimensions(side: str, text: str) -> tuple[tuple[str, ...], ...]:
-    found, at = [], 0
+    dimensions, position = [], 0
     side = side.rstrip()
-    while at < len(side):
-        match = _SIDE.match(side, at)
+    while position < len(side):
+        match = _SIDE.match(side, position)
         if match is None:
-            raise ValueError(f'"{text}" is no arrangement: {side[at:].strip()!r} is no axis')
-        found.append(
+            raise ValueError(f'"{text}" is no arrangement: {side[position:].strip()!r} is no axis')
+        dimensions.append(
             tuple(match["group"].strip("()").split()) if match["group"] else (match[0].strip(),)
         )
-        at = match.end()
-    axes = [axis for dimension in found for axis in dimension]
-    if twice := {axis for axis in axes if axes.count(axis) > 1}:
-        raise ValueError(f'"{text}" has {min(twice)} twice on one side')
-    return tuple(found)
+        position = match.end()
+    axes = [axis for dimension in dimensions for axis in dimension]
+    if duplicates := {axis for axis in axes if axes.count(axis) > 1}:
+        raise ValueError(f'"{text}" has {min(duplicates)} twice on one side')
+    return tuple(dimensions)
 
 
 class _Links:
@@ -255,18 +257,18 @@ class _Links:
         of_parameter = {axis for dimension in self.parameter for axis in dimension}
         fields = [*dict.fromkeys(_FIELD.findall(name))]
         self.numbered = [axis for axis in fields if axis not in given]
-        if lost := [axis for axis in self.numbered if axis not in of_parameter - of_tensor]:
+        if stray := [axis for axis in self.numbered if axis not in of_parameter - of_tensor]:
             raise self._error(
-                f"{name} has {{{lost[0]}}}, which is neither in the parameter's path nor an axis "
+                f"{name} has {{{stray[0]}}}, which is neither in the parameter's path nor an axis "
                 "of the parameter alone"
             )
         self.chosen = of_tensor - of_parameter
-        if odd := of_parameter - of_tensor - {*self.numbered}:
-            raise self._error(f"{min(odd)} is an axis of the parameter alone, and not in {name}")
-        if odd := self.chosen - given.keys():
-            raise self._error(f"{min(odd)} is an axis of the tensor alone, and not in the path")
-        if odd := {axis for axis in self.sections if not self._leads(axis)}:
-            raise self._error(f"{min(odd)} has sizes and must be the first of several axes")
+        if wrong := of_parameter - of_tensor - {*self.numbered}:
+            raise self._error(f"{min(wrong)} is an axis of the parameter alone, and not in {name}")
+        if wrong := self.chosen - given.keys():
+            raise self._error(f"{min(wrong)} is an axis of the tensor alone, and not in the path")
+        if wrong := {axis for axis in self.sections if not self._leads(axis)}:
+            raise self._error(f"{min(wrong)} has sizes and must be the first of several axes")
 
     def _error(self, text: str) -> ValueError:
         return ValueError(f'"{self.text}": {text}')
@@ -289,21 +291,23 @@ class _Links:
         values = {axis: self._value(axis, i) for axis, i in at.items()}
         at = at | {axis: self._index(axis) for axis in self.chosen}
         sizes = self._inferred(self.sizes, at)
-        if odd := {axis for axis in self.chosen if axis not in sizes}:
-            raise self._error(f"the length of {min(odd)} is not known: give it in parts or sizes")
-        tensor_shape, corner, strides = self._laid(self.tensor, sizes, at)
+        if unknown := {axis for axis in self.chosen if axis not in sizes}:
+            raise self._error(
+                f"the length of {min(unknown)} is not known: give it in parts or sizes"
+            )
+        tensor_shape, tensor_start, tensor_steps = self._laid(self.tensor, sizes, at)
         shape, start, steps = self._laid(self.parameter, sizes, at)
         if shape != self.shape:
             raise self._error(f"makes {[*shape]}, the parameter is {[*self.shape]}")
-        along = [math.prod(tensor_shape[d + 1 :]) for d in range(len(tensor_shape))]
+        tensor_strides = [math.prod(tensor_shape[d + 1 :]) for d in range(len(tensor_shape))]
         axes = [
-            Axis(sizes[axis], step * along[d], steps[axis][0], steps[axis][1])
-            for axis, (d, step) in strides.items()
+            Axis(sizes[axis], step * tensor_strides[d], steps[axis][0], steps[axis][1])
+            for axis, (d, step) in tensor_steps.items()
         ]
         return Link(
             _FIELD.sub(lambda match: {**self.given, **values}[match[1]], self.name),
             tensor_shape,
-            sum(i * stride for i, stride in zip(corner, along, strict=True)),
+            sum(i * stride for i, stride in zip(tensor_start, tensor_strides, strict=True)),
             start,
             tuple(axes),
         )
@@ -335,10 +339,12 @@ class _Links:
                 raise self._error(
                     f"the lengths of {' and '.join(unknown)} are not known: give sizes"
                 )
-            held = math.prod(sizes[axis] for axis in axes if axis in sizes)
-            if n % held or (not unknown and n != held):
-                raise self._error(f"{' '.join(axes)} = {held} does not make {n} of {[*self.shape]}")
-            sizes |= {axis: n // held for axis in unknown}
+            product = math.prod(sizes[axis] for axis in axes if axis in sizes)
+            if n % product or (not unknown and n != product):
+                raise self._error(
+                    f"{' '.join(axes)} = {product} does not make {n} of {[*self.shape]}"
+                )
+            sizes |= {axis: n // product for axis in unknown}
         return sizes
 
     def _laid(

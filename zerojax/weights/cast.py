@@ -15,12 +15,12 @@ def cast(block: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     if block.dtype == dtype:
         return block
     with np.errstate(over="ignore", invalid="ignore"):
-        made = block.astype(dtype)
+        result = block.astype(dtype)
     if jnp.finfo(dtype).max < jnp.finfo(block.dtype).max:
-        lost = np.isinf(made) & np.isfinite(block)
-        if lost.any():
+        overflowed = np.isinf(result) & np.isfinite(block)
+        if overflowed.any():
             raise ValueError(
-                f"{name} holds {float(block[lost][0]):g}, and {dtype.name} ends at "
+                f"{name} holds {float(block[overflowed][0]):g}, and {dtype.name} ends at "
                 f"{float(jnp.finfo(dtype).max):g}: choose another dtype"
             )
-    return made
+    return result

@@ -71,15 +71,15 @@ def rearranged(
     """
     opened, names = open_tree(like), Names.of(names)
     linked = link(names, {path: tuple(x.shape) for path, x in opened.leaves.items()})
-    held = {name: HostTensor(name, "the tensors given", x) for name, x in tensors.items()}
+    host_tensors = {name: HostTensor(name, "the tensors given", x) for name, x in tensors.items()}
     dtypes = {path: np.dtype(opened.leaves[path].dtype) for path in linked.links}
-    sources = fit("the tensors given", names, linked, held, dtypes)
-    made: dict[str, np.ndarray] = {}
+    sources = fit("the tensors given", names, linked, host_tensors, dtypes)
+    arrays: dict[str, np.ndarray] = {}
     for path, links in linked.links.items():
         shape = tuple(opened.leaves[path].shape)
         bounds = tuple((0, n) for n in shape)
-        made[path] = np.empty(shape, sources[links[0].tensor].dtype)
+        arrays[path] = np.empty(shape, sources[links[0].tensor].dtype)
         for part in links:
             for box in part.boxes(bounds):
-                sources[part.tensor].read(box.view(made[path], bounds), box.offset, box.strides)
-    return opened.close(made)
+                sources[part.tensor].read(box.view(arrays[path], bounds), box.offset, box.strides)
+    return opened.close(arrays)

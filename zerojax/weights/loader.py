@@ -93,7 +93,7 @@ def load(
     dtypes = {path: _dtype(opened.leaves[path]) for path in linked.links}
     with open_tensors(folder) as tensors:
         sources = fit(str(folder), names, linked, tensors, dtypes)
-        _tell_casts(str(folder), linked, sources, dtypes)
+        _log_casts(str(folder), linked, sources, dtypes)
         loaded = {
             path: _array(opened.leaves[path], dtypes[path], links, sources)
             for path, links in linked.links.items()
@@ -168,8 +168,8 @@ def _mismatch(
             f"{tensor.file}: {name} is {[*tensor.shape]}, the model needs {[*needed]}"
             f"{remedy} (for {path})"
         ]
-    floats = tensor.dtype is not None and _is_float(tensor.dtype) and _is_float(dtype)
-    if floats or tensor.dtype == dtype:
+    are_floats = tensor.dtype is not None and _is_float(tensor.dtype) and _is_float(dtype)
+    if are_floats or tensor.dtype == dtype:
         return []
     return [
         f"{tensor.file}: {name} {[*tensor.shape]} is {tensor.stored}, the parameter {path} "
@@ -183,15 +183,15 @@ def _is_float(dtype: np.dtype) -> bool:
 
 def _check_copy(copy: Source, tensor: Source) -> None:
     """Raises ValueError if a copy has other values: the model would compute different results."""
-    same = copy.shape == tensor.shape and copy.stored == tensor.stored
+    is_same = copy.shape == tensor.shape and copy.stored == tensor.stored
     rows = tensor.shape[0] if tensor.shape else 1
     width = int(np.prod(tensor.shape[1:]))
-    for begin in range(0, rows if same else 0, _ROWS):
-        part = np.empty((min(_ROWS, rows - begin) * width,), tensor.dtype)
-        other = copy.read(np.empty_like(part), begin * width)
-        tensor.read(part, begin * width)
-        same = same and np.array_equal(part.view(np.uint8), other.view(np.uint8))
-    if not same:
+    for begin in range(0, rows if is_same else 0, _ROWS):
+        block = np.empty((min(_ROWS, rows - begin) * width,), tensor.dtype)
+        copy_block = copy.read(np.empty_like(block), begin * width)
+        tensor.read(block, begin * width)
+        is_same = is_same and np.array_equal(block.view(np.uint8), copy_block.view(np.uint8))
+    if not is_same:
         raise ValueError(
             f"{copy.file}: {copy.name} {[*copy.shape]} differs from {tensor.name} "
             f"{[*tensor.shape]}, but the model has one table for both; nothing was loaded. Load an "
@@ -199,7 +199,7 @@ def _check_copy(copy: Source, tensor: Source) -> None:
         )
 
 
-def _tell_casts(
+def _log_casts(
     source: str, linked: Linked, sources: Mapping[str, Source], dtypes: Mapping[str, np.dtype]
 ) -> None:
     casts = Counter(
@@ -209,8 +209,8 @@ def _tell_casts(
         if sources[part.tensor].dtype != dtypes[path]
     )
     if casts:
-        told = ", ".join(f"{n} tensors {a} become {b}" for (a, b), n in sorted(casts.items()))
-        log.warning("%s: %s, the dtype of `like`.", source, told)
+        summary = ", ".join(f"{n} tensors {a} become {b}" for (a, b), n in sorted(casts.items()))
+        log.warning("%s: %s, the dtype of `like`.", source, summary)
 
 
 def _dtype(leaf: Any) -> np.dtype:
@@ -225,13 +225,13 @@ def _array(leaf: Any, dtype: np.dtype, links: Sequence[Link], sources: Mapping[s
 
     def read(bounds: Bounds) -> np.ndarray:
         inside = clipped(bounds, shape)
-        piece = zeros(tuple(b - a for a, b in bounds), dtype)
+        shard = zeros(tuple(b - a for a, b in bounds), dtype)
         for part in links:
             for box in part.boxes(inside):
-                sources[part.tensor].read(box.view(piece, bounds), box.offset, box.strides)
-        return piece
+                sources[part.tensor].read(box.view(shard, bounds), box.offset, box.strides)
+        return shard
 
-    at_rest = shape
+    padded_shape = shape
     if isinstance(sharding, NamedSharding):
-        at_rest = layout.padded(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
-    return shown(from_pieces(at_rest, sharding, read), shape)
+        padded_shape = layout.padded(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
+    return shown(from_pieces(padded_shape, sharding, read), shape)

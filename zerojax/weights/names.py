@@ -22,7 +22,7 @@ from typing import NamedTuple
 from zerojax.weights.arrangement import Arrangement, Link, Parts
 
 SHOWN = 5
-_HELD = re.compile(r"\{(\w+)(?::(\w+))?\}")
+_PLACEHOLDER = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _KINDS = {None: r"[^/.]+", "int": r"\d+", "path": r".+"}
 
 
@@ -114,7 +114,7 @@ def link(
     problems = [
         f"{pattern} is no parameter of the model{_near(pattern, shapes)}"
         for pattern in names.tensors
-        if not _HELD.search(pattern) and pattern not in shapes
+        if not _PLACEHOLDER.search(pattern) and pattern not in shapes
     ]
     links: dict[str, tuple[Link, ...]] = {}
     tied = set()
@@ -134,7 +134,7 @@ def link(
             tied |= {path} if rule.tied else set()
     tensors: dict[str, tuple[int, ...]] = {}
     owners: dict[str, str] = {}
-    held: dict[str, int] = {}
+    covered: dict[str, int] = {}
     for path, parts in links.items():
         for part in parts:
             owner = owners.setdefault(part.tensor, path)
@@ -143,11 +143,11 @@ def link(
                     f"{part.tensor} is {[*part.tensor_shape]} by {path}, and "
                     f"{[*tensors[part.tensor]]} by {owner}"
                 )
-            held[part.tensor] = held.get(part.tensor, 0) + (0 if path in tied else part.size)
+            covered[part.tensor] = covered.get(part.tensor, 0) + (0 if path in tied else part.size)
     problems += [
-        _uncovered(name, shape, held[name])
+        _uncovered(name, shape, covered[name])
         for name, shape in tensors.items()
-        if held[name] != math.prod(shape)
+        if covered[name] != math.prod(shape)
     ]
     refuse("the names do not fit the parameters", problems, "Nothing was read or written.")
     return Linked(links, tensors, frozenset(tied))
@@ -167,15 +167,15 @@ def pattern_of(text: str) -> re.Pattern[str]:
     Raises:
       ValueError: Another word follows the colon.
     """
-    made, at = "", 0
-    for match in _HELD.finditer(text):
+    regex, position = "", 0
+    for match in _PLACEHOLDER.finditer(text):
         if match[2] not in _KINDS:
             raise ValueError(f"{text}: {match[0]} is none of {{x}}, {{x:int}}, {{x:path}}")
-        made += re.escape(text[at : match.start()])
-        again = f"(?P<{match[1]}>" in made
-        made += f"(?P={match[1]})" if again else f"(?P<{match[1]}>{_KINDS[match[2]]})"
-        at = match.end()
-    return re.compile(made + re.escape(text[at:]))
+        regex += re.escape(text[position : match.start()])
+        is_repeated = f"(?P<{match[1]}>" in regex
+        regex += f"(?P={match[1]})" if is_repeated else f"(?P<{match[1]}>{_KINDS[match[2]]})"
+        position = match.end()
+    return re.compile(regex + re.escape(text[position:]))
 
 
 def _rule(names: Names, path: str) -> tuple[Tensor | None, dict[str, str]]:

@@ -2,9 +2,9 @@
 
 >>> from jax.sharding import SingleDeviceSharding
 >>> rows = np.arange(6.0, dtype=np.float32).reshape(3, 2)
->>> there = SingleDeviceSharding(jax.devices()[0])
->>> array = from_pieces((3, 2), there, lambda bounds: rows[*(slice(*b) for b in bounds)])
->>> [(bounds, piece.tolist()) for bounds, piece in to_host(array)]
+>>> sharding = SingleDeviceSharding(jax.devices()[0])
+>>> array = from_pieces((3, 2), sharding, lambda bounds: rows[*(slice(*b) for b in bounds)])
+>>> [(bounds, shard.tolist()) for bounds, shard in to_host(array)]
 [(((0, 3), (0, 2)), [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])]
 """
 
@@ -23,7 +23,7 @@ from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.stored import stored
 from zerojax.weights.arrangement import Bounds
 
-_ALIGNED = 64
+_ALIGNMENT = 64
 
 
 def from_pieces(
@@ -50,16 +50,16 @@ def from_pieces(
 
 
 def _put(piece: np.ndarray, devices: list[jax.Device], memory_kind: str | None) -> list[jax.Array]:
-    places = [SingleDeviceSharding(device, memory_kind=memory_kind) for device in devices]
+    shardings = [SingleDeviceSharding(device, memory_kind=memory_kind) for device in devices]
     # The copies keep a reference to the shard: wait, so that the host holds one shard at a time.
-    return jax.block_until_ready([jax.device_put(piece, place) for place in places])
+    return jax.block_until_ready([jax.device_put(piece, sharding) for sharding in shardings])
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Returns zeros aligned to 64 bytes, which a CPU device takes over without a copy."""
     size = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(size + _ALIGNED, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNED
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
     return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
@@ -85,15 +85,15 @@ def to_host(array: Any) -> Iterator[tuple[Bounds, np.ndarray]]:
         bounds = clipped(_bounds(shard.index, at_rest.shape), shape)
         if bounds not in seen:
             seen.add(bounds)
-            piece = np.asarray(shard.data.copy())
-            inside: Any = (*(slice(stop - start) for start, stop in bounds), ...)
-            yield bounds, piece[inside]
+            values = np.asarray(shard.data.copy())
+            unpadded: Any = (*(slice(stop - start) for start, stop in bounds), ...)
+            yield bounds, values[unpadded]
 
 
 def clipped(bounds: Bounds, shape: tuple[int, ...]) -> Bounds:
     """Clips bounds in a padded array to the array without padding."""
-    ends = ((min(start, n), min(stop, n)) for (start, stop), n in zip(bounds, shape, strict=True))
-    return tuple(ends)
+    pairs = ((min(start, n), min(stop, n)) for (start, stop), n in zip(bounds, shape, strict=True))
+    return tuple(pairs)
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:

@@ -31,8 +31,8 @@ from zerojax.weights.cast import cast
 from zerojax.weights.strides import bands, contiguous, runs, start
 from zerojax.weights.writer import DTYPES, INDEX, SINGLE, Path
 
-_LONGEST_HEADER = 100 * 2**20
-_MOST_DIMENSIONS = 32
+_MAX_HEADER_BYTES = 100 * 2**20
+_MAX_DIMENSIONS = 32
 _NUMPY = {theirs: ours for ours, theirs in DTYPES.items()}
 
 
@@ -81,16 +81,16 @@ class FileTensor(NamedTuple):
         strides = contiguous(out.shape) if strides is None else strides
         for band in bands(out.shape, dtype.itemsize) if out.size else ():
             index: Any = (*band, ...)
-            part = out[index]
-            direct = part.dtype == dtype and part.flags.c_contiguous
-            data = part if direct else np.empty(part.shape, dtype)
-            length, offsets = runs(part.shape, strides)
+            block = out[index]
+            is_direct = block.dtype == dtype and block.flags.c_contiguous
+            data = block if is_direct else np.empty(block.shape, dtype)
+            length, offsets = runs(block.shape, strides)
             offsets = self.begin + dtype.itemsize * (offsets + offset + start(band, strides))
             rows, step = memoryview(data.reshape(-1).view(np.uint8)), length * dtype.itemsize
-            for i, at in enumerate(offsets.tolist()):
-                self._fill(rows[i * step : (i + 1) * step], at)
-            if not direct:
-                part[...] = cast(data, out.dtype, f"{self.file}: {self.name}")
+            for i, position in enumerate(offsets.tolist()):
+                self._fill(rows[i * step : (i + 1) * step], position)
+            if not is_direct:
+                block[...] = cast(data, out.dtype, f"{self.file}: {self.name}")
         return out
 
     def _fill(self, row: memoryview, at: int) -> None:
@@ -122,16 +122,20 @@ def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
 
 def _open_indexed(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, FileTensor]:
     tensors: dict[str, FileTensor] = {}
-    for name, named in _files_of(folder).items():
+    for name, indexed in _files_of(folder).items():
         file = _in_folder(folder, name)
         found = _open_file(file, stack)
-        if wrong := named ^ found.keys():
-            some = min(wrong)
+        if mismatched := indexed ^ found.keys():
+            example = min(mismatched)
             raise ValueError(
                 f"{folder / INDEX} "
-                + (f"places {_named(some)} in" if some in named else f"says nothing of {some} in")
-                + f" {file.name}, the file {'lacks' if some in named else 'has'} it "
-                f"({len(wrong)} such tensors): copy index and files from the same save"
+                + (
+                    f"places {_named(example)} in"
+                    if example in indexed
+                    else f"says nothing of {example} in"
+                )
+                + f" {file.name}, the file {'lacks' if example in indexed else 'has'} it "
+                f"({len(mismatched)} such tensors): copy index and files from the same save"
             )
         tensors |= found
     return tensors
@@ -147,13 +151,13 @@ def _files_of(folder: pathlib.Path) -> dict[str, set[str]]:
             "save_pretrained"
         )
     try:
-        places = read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
     except ValueError as error:
         raise ValueError(f"{index}: {error}") from None
-    if not (isinstance(places, dict) and all(isinstance(v, str) for v in places.values())):
+    if not (isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values())):
         raise ValueError(f"{index}: no weight_map of tensor names to file names; copy it again")
     files: dict[str, set[str]] = {}
-    for name, file in places.items():
+    for name, file in weight_map.items():
         files.setdefault(file, set()).add(name)
     return files
 
@@ -172,10 +176,10 @@ def _in_folder(folder: pathlib.Path, name: str) -> pathlib.Path:
             "it, as model-00001-of-00002.safetensors; copy index and files from the same save"
         )
     try:
-        there = (folder / path).is_file()
+        exists = (folder / path).is_file()
     except OSError as error:  # a name that is too long
         raise ValueError(f"{index} names {_named(name)}: {error.strerror}") from None
-    if not there:
+    if not exists:
         raise FileNotFoundError(
             f"{index} names {_named(name)}, which is not in the folder: copy it there too"
         )
@@ -189,7 +193,7 @@ def _open_file(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Fil
     size = path.stat().st_size
     try:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"its header would have {length} bytes")
         header = _parsed(file.read(length).decode())
         header.pop("__metadata__", None)
@@ -201,8 +205,8 @@ def _open_file(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Fil
             "(`git lfs pull` where git keeps the large files elsewhere)"
         ) from None
     return {
-        name: FileTensor(name, path, file.fileno(), each.shape, each.dtype, begin + each.begin)
-        for name, each in entries.items()
+        name: FileTensor(name, path, file.fileno(), entry.shape, entry.dtype, begin + entry.begin)
+        for name, entry in entries.items()
     }
 
 
@@ -227,7 +231,7 @@ class _Entry(NamedTuple):
         if not isinstance(about, dict) or not all(key in about for key in keys):
             raise ValueError(f"{_named(name)} has no {', '.join(keys)}")
         shape, dtype, offsets = (about[key] for key in keys)
-        fits = _sizes(shape) and len(shape) <= _MOST_DIMENSIONS
+        fits = _sizes(shape) and len(shape) <= _MAX_DIMENSIONS
         if not fits or math.prod(n or 1 for n in shape) >= 2**59:
             raise ValueError(f"{_named(name)} has the shape {shown(shape)}")
         if not isinstance(dtype, str):
@@ -244,15 +248,17 @@ def _sizes(values: Any) -> bool:
 
 def _check(entries: dict[str, _Entry], size: int) -> None:
     """Raises ValueError if the tensors do not fill the file's data without gaps or overlaps."""
-    places = sorted((each.begin, each.end, name) for name, each in entries.items())
-    bounds = [0, *(end for _, end, _ in places)]
-    for (at, end, name), (last, _) in zip(places, itertools.pairwise(bounds), strict=True):
+    spans = sorted((entry.begin, entry.end, name) for name, entry in entries.items())
+    bounds = [0, *(end for _, end, _ in spans)]
+    for (begin, end, name), (expected, _) in zip(spans, itertools.pairwise(bounds), strict=True):
         shape, dtype, *_ = entries[name]
-        if at != last or end < at:
-            raise ValueError(f"{_named(name)} has bytes {at} to {end}, and {last} comes next")
+        if begin != expected or end < begin:
+            raise ValueError(
+                f"{_named(name)} has bytes {begin} to {end}, and {expected} comes next"
+            )
         itemsize = jnp.dtype(_NUMPY[dtype]).itemsize if dtype in _NUMPY else None
-        if itemsize and end - at != math.prod(shape) * itemsize:
-            raise ValueError(f"{_named(name)} {dtype} {[*shape]} has {end - at} bytes")
+        if itemsize and end - begin != math.prod(shape) * itemsize:
+            raise ValueError(f"{_named(name)} {dtype} {[*shape]} has {end - begin} bytes")
     if bounds[-1] != size:
         raise ValueError(f"its tensors end at byte {bounds[-1]} of {size}")
 

@@ -73,8 +73,8 @@ def save(
     with writing(folder, tensors, max_bytes=max_shard_size, texts=texts) as put:
         for path, links in linked.links.items():
             if path not in linked.tied:
-                for bounds, piece in to_host(opened.leaves[path]):
-                    write(put, links, bounds, piece, dtypes[path], path)
+                for bounds, shard in to_host(opened.leaves[path]):
+                    write(put, links, bounds, shard, dtypes[path], path)
 
 
 def saved_dtype(path: str, dtype: Any, floats: Any = None) -> np.dtype:
@@ -95,15 +95,15 @@ def specs(linked: Linked, dtypes: Mapping[str, np.dtype]) -> list[TensorSpec]:
     Raises:
       ValueError: The parameters of one tensor have different dtypes.
     """
-    found: dict[str, np.dtype] = {}
+    tensor_dtypes: dict[str, np.dtype] = {}
     for path, links in linked.links.items():
         for part in links if path not in linked.tied else ():
-            if found.setdefault(part.tensor, dtypes[path]) != dtypes[path]:
+            if tensor_dtypes.setdefault(part.tensor, dtypes[path]) != dtypes[path]:
                 raise ValueError(
-                    f"{part.tensor} is {found[part.tensor].name} by one parameter and "
+                    f"{part.tensor} is {tensor_dtypes[part.tensor].name} by one parameter and "
                     f"{dtypes[path].name} by {path}: give save a dtype"
                 )
-    return [TensorSpec(name, linked.tensors[name], dtype) for name, dtype in found.items()]
+    return [TensorSpec(name, linked.tensors[name], dtype) for name, dtype in tensor_dtypes.items()]
 
 
 def write(
@@ -133,14 +133,14 @@ def config_files(config: Mapping[str, Any] | Path) -> dict[str, str]:
     """
     if isinstance(config, Mapping):
         return {CONFIG_FILE: json_text(config)}
-    given = pathlib.Path(config)
-    file = given / CONFIG_FILE if given.is_dir() else given
+    path = pathlib.Path(config)
+    file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"config: {file} does not exist: give the folder of the weights")
-    found = {CONFIG_FILE: file}
-    if given.is_dir() and (other := given / GENERATION_FILE).is_file():
-        found[GENERATION_FILE] = other
-    return {name: each.read_text(encoding="utf-8") for name, each in found.items()}
+    files = {CONFIG_FILE: file}
+    if path.is_dir() and (other := path / GENERATION_FILE).is_file():
+        files[GENERATION_FILE] = other
+    return {name: each.read_text(encoding="utf-8") for name, each in files.items()}
 
 
 def json_text(values: Mapping[str, Any]) -> str:
@@ -166,24 +166,24 @@ def check_tied(linked: Linked, parameter: Callable[[str], Any]) -> None:
                 for link in links
                 if link.tensor == part.tensor and other not in linked.tied
             ]
-            tensor = _whole(owners, parameter)
-            again = _whole([*owners, (path, part)], parameter)
-            if not np.array_equal(tensor, again):
+            tensor = _assemble(owners, parameter)
+            with_tied = _assemble([*owners, (path, part)], parameter)
+            if not np.array_equal(tensor, with_tied):
                 raise ValueError(
                     f"{path} and {owners[0][0]} are both {part.tensor}, and they differ: give each "
                     "a name of its own, or train them as one"
                 )
 
 
-def _whole(links: Sequence[tuple[str, Link]], parameter: Callable[[str], Any]) -> np.ndarray:
+def _assemble(links: Sequence[tuple[str, Link]], parameter: Callable[[str], Any]) -> np.ndarray:
     """Assembles a full tensor from parameters; later links overwrite earlier ones."""
     part = links[0][1]
     tensor = np.empty(part.tensor_shape, parameter(links[0][0]).dtype)
     flat = tensor.reshape(-1)
     for path, part in links:
-        for bounds, piece in to_host(parameter(path)):
+        for bounds, shard in to_host(parameter(path)):
             for box in part.boxes(bounds):
                 strides = [stride * flat.itemsize for stride in box.strides]
-                there = np.lib.stride_tricks.as_strided(flat[box.offset :], box.shape, strides)
-                there[...] = box.view(piece, bounds)
+                view = np.lib.stride_tricks.as_strided(flat[box.offset :], box.shape, strides)
+                view[...] = box.view(shard, bounds)
     return tensor

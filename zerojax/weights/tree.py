@@ -46,8 +46,8 @@ def open_tree(tree: Any) -> Opened:
         raise ValueError("the tree has no arrays: give a model's parameters, such as state.params")
 
     def close(arrays: Mapping[Any, Any]) -> Any:
-        held = (arrays.get(path, leaf) for path, (_, leaf) in zip(paths, keyed, strict=True))
-        return jax.tree.unflatten(structure, held)
+        new_leaves = (arrays.get(path, leaf) for path, (_, leaf) in zip(paths, keyed, strict=True))
+        return jax.tree.unflatten(structure, new_leaves)
 
     return Opened(leaves, close)
 
@@ -57,5 +57,5 @@ def _is_stream(x: Any) -> bool:
 
 
 def _path(keys: tuple[Any, ...]) -> str:
-    boxed = keys[-1:] == (GetAttrKey("value"),)  # flax's box of an array and its metadata
-    return keystr(keys[:-1] if boxed else keys, simple=True, separator="/")
+    is_boxed = keys[-1:] == (GetAttrKey("value"),)  # flax's box of an array and its metadata
+    return keystr(keys[:-1] if is_boxed else keys, simple=True, separator="/")

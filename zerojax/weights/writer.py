@@ -116,20 +116,20 @@ def writing(
         texts[INDEX] = json.dumps(index, indent=2) + "\n"
     folder = pathlib.Path(folder)
     with (
-        _made_folder(folder),
+        _created_folder(folder),
         tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary,
     ):
-        new = pathlib.Path(temporary)
-        files = _Files(dict(zip([new / name for name in names], groups, strict=True)))
+        staging = pathlib.Path(temporary)
+        files = _Files(dict(zip([staging / name for name in names], groups, strict=True)))
         yield files.put
         files.finish()
         for name in names:
-            with library.safe_open(new / name, framework="numpy"):
+            with library.safe_open(staging / name, framework="numpy"):
                 pass  # opening a file checks its header and size
         for name, text in texts.items():
-            (new / name).write_text(text, encoding="utf-8")
+            (staging / name).write_text(text, encoding="utf-8")
         for name in [*names, *texts]:
-            os.replace(new / name, folder / name)
+            os.replace(staging / name, folder / name)
     for file in folder.iterdir():
         if _FILES.fullmatch(file.name) and file.name not in (*names, *texts):
             file.unlink()
@@ -174,13 +174,13 @@ class _Files:
         with path.open("r+b", buffering=0) as file:
             for band in bands(block.shape, dtype.itemsize):
                 index: Any = (*band, ...)
-                part = np.ascontiguousarray(block[index]).reshape(block[index].shape)
-                length, offsets = runs(part.shape, strides)
+                values = np.ascontiguousarray(block[index]).reshape(block[index].shape)
+                length, offsets = runs(values.shape, strides)
                 offsets = offsets + offset + start(band, strides)
                 assert 0 <= offsets[0] <= offsets[-1] + length <= math.prod(shape), (name, offset)
-                rows, step = memoryview(part.reshape(-1).view(np.uint8)), length * dtype.itemsize
-                for i, at in enumerate((begin + offsets * dtype.itemsize).tolist()):
-                    _write(file.fileno(), rows[i * step : (i + 1) * step], at)
+                rows, step = memoryview(values.reshape(-1).view(np.uint8)), length * dtype.itemsize
+                for i, position in enumerate((begin + offsets * dtype.itemsize).tolist()):
+                    _write(file.fileno(), rows[i * step : (i + 1) * step], position)
         self._missing[name] -= block.nbytes
 
     def finish(self) -> None:
@@ -200,14 +200,14 @@ def _write(file: int, data: memoryview, at: int) -> None:
 
 
 @contextlib.contextmanager
-def _made_folder(folder: pathlib.Path) -> Iterator[None]:
+def _created_folder(folder: pathlib.Path) -> Iterator[None]:
     """Creates a folder and its parents; an error within the context removes the new ones."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
-        for path in new:
+        for path in created:
             with contextlib.suppress(OSError):
                 path.rmdir()
         raise
@@ -215,14 +215,14 @@ def _made_folder(folder: pathlib.Path) -> Iterator[None]:
 
 def _header(tensors: Sequence[TensorSpec], ends: Sequence[int]) -> bytes:
     # transformers refuses a file without "format" in its metadata.
-    about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for tensor, offsets in zip(tensors, itertools.pairwise(ends), strict=True):
-        about[tensor.name] = {
+        header[tensor.name] = {
             "dtype": DTYPES[tensor.dtype.name],
             "shape": tensor.shape,
             "data_offsets": offsets,
         }
-    text = json.dumps(about, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

@@ -45,9 +45,9 @@ ALL_REDUCE_KERNELS_FAIL = 64 if jax.version.__version_info__ >= (0, 12) else mat
 def computed_on_host(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``fun`` of arrays in host memory, computed on the host; its results stay there."""
     # In jax 0.11 the older name, a context manager until then, became this function.
-    make: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    wrap: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
     host = jax.memory.Space.Host
-    return make(fun, compute_type="device_host", out_memory_spaces=host)
+    return wrap(fun, compute_type="device_host", out_memory_spaces=host)
 
 
 class LoweredFor(jax.stages.Lowered):
@@ -104,12 +104,12 @@ def jit_options(jitted: Any) -> JitOptions:
     """
     info = jitted._jit_info
 
-    def told(leaves: Any) -> bool:
+    def is_any_specified(leaves: Any) -> bool:
         return any(x is not None and type(x).__name__ != "UnspecifiedValue" for x in leaves)
 
     given = {
-        "in_shardings": told((*info.in_shardings_leaves, *info.in_layouts_leaves)),
-        "out_shardings": told((*info.out_shardings_leaves, *info.out_layouts_leaves)),
+        "in_shardings": is_any_specified((*info.in_shardings_leaves, *info.in_layouts_leaves)),
+        "out_shardings": is_any_specified((*info.out_shardings_leaves, *info.out_layouts_leaves)),
         "device": info.device is not None,
         "backend": info.backend is not None,
         "compiler_options": bool(info.compiler_options_kvs),

@@ -56,23 +56,23 @@ def options(
         return None
     # XLA counts the result of a reduce-scatter, which is one device's shard. Each collective over
     # many devices has a fixed cost, so a layer's gradients are reduced together.
-    waiting = max(BUCKET, layer) // (shards or mesh.devices.size)
-    ours: Options = {"xla_gpu_reduce_scatter_combine_threshold_bytes": waiting}
+    threshold = max(BUCKET, layer) // (shards or mesh.devices.size)
+    defaults: Options = {"xla_gpu_reduce_scatter_combine_threshold_bytes": threshold}
     if mesh.devices.size >= compat.ALL_REDUCE_KERNELS_FAIL:
-        ours["xla_gpu_experimental_use_collective_kernels"] = ""  # NCCL's kernels run instead
+        defaults["xla_gpu_experimental_use_collective_kernels"] = ""  # NCCL's kernels run instead
     if overlap:
         # Otherwise, before Hopper, XLA waits for each collective where it starts.
-        ours["xla_gpu_enable_latency_hiding_scheduler"] = True
+        defaults["xla_gpu_enable_latency_hiding_scheduler"] = True
     if overlap and (layer or _before_hopper(device)):
         # Otherwise a collective starts when the previous one has ended, and XLA waits for it.
-        ours["xla_gpu_experimental_parallel_collective_overlap_limit"] = TOGETHER
+        defaults["xla_gpu_experimental_parallel_collective_overlap_limit"] = TOGETHER
     if layer:
         # Otherwise each iteration copies the layer that it produces over the one that it received.
-        ours["xla_gpu_enable_while_loop_unrolling"] = "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
+        defaults["xla_gpu_enable_while_loop_unrolling"] = "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
     if layer > COMBINED:
         # A device runs collectives one after the other: XLA would wait for one of two prefetches.
-        ours["xla_gpu_all_gather_combine_threshold_bytes"] = layer
-    return {**ours, **(chosen or {})}
+        defaults["xla_gpu_all_gather_combine_threshold_bytes"] = layer
+    return {**defaults, **(chosen or {})}
 
 
 def _before_hopper(device: jax.Device) -> bool:
@@ -85,8 +85,8 @@ def streaming(mesh: Mesh, chosen: Options | None = None) -> Options | None:
     base = options(mesh)
     if base is None or mesh.devices.flat[0].platform == "cpu":
         return base
-    ours = {
+    copy_options = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_experimental_parallel_async_compute_limit": COPIES,
     }
-    return {**base, **ours, **(chosen or {})}
+    return {**base, **copy_options, **(chosen or {})}

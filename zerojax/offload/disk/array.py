@@ -67,8 +67,8 @@ class DiskLeaf:
         # At exit the entire store is removed.
         weakref.finalize(self, store.forget, keys).atexit = False
         size = math.prod(sharding.shard_shape(self.shape))
-        ends = [0, *(piece.stop for piece in self.pieces)]
-        if [piece.start for piece in self.pieces] != ends[:-1] or ends[-1] != size:
+        ends = [0, *(chunk.stop for chunk in self.pieces)]
+        if [chunk.start for chunk in self.pieces] != ends[:-1] or ends[-1] != size:
             raise ValueError(f"{name}: {self.pieces} are not a shard of {size} elements")
 
     def fill(self, array: jax.Array) -> None:
@@ -85,8 +85,8 @@ class DiskLeaf:
             )
         data = {shard.device: shard.data for shard in array.addressable_shards}
         firsts = [shard.devices[0] for shard in self.shards]
-        for k, piece in enumerate(self.pieces):
-            self.write(k, {device: flat_piece(data[device], piece) for device in firsts})
+        for k, chunk in enumerate(self.pieces):
+            self.write(k, {device: flat_piece(data[device], chunk) for device in firsts})
         self._torn = False
 
     def read(self, k: int) -> StoredPiece:
@@ -119,14 +119,14 @@ class DiskLeaf:
         if isinstance(piece, jax.Array):
             piece = {shard.device: shard.data for shard in piece.addressable_shards}
         size = len(self.pieces[k])
-        given = [next(piece[d] for d in shard.devices if d in piece) for shard in self.shards]
-        if wrong := [x.nbytes for x in given if x.nbytes != size * self.dtype.itemsize]:
+        shard_data = [next(piece[d] for d in shard.devices if d in piece) for shard in self.shards]
+        if wrong := [x.nbytes for x in shard_data if x.nbytes != size * self.dtype.itemsize]:
             raise ValueError(
                 f"{self.name}: piece {k} has {size} elements of {self.dtype}, and "
                 f"{wrong[0]} bytes were given"
             )
         self.half = True
-        for i, data in enumerate(given):
+        for i, data in enumerate(shard_data):
             self.store.write(self._key(i, k), data)
 
     def advance(self) -> DiskArray:
@@ -167,10 +167,10 @@ class DiskArray:
         return self.leaf.generation != self._generation
 
     def __repr__(self) -> str:
-        gone = ", deleted" if self.is_deleted() else ""
+        deleted = ", deleted" if self.is_deleted() else ""
         return (
             f"DiskArray({self.leaf.name}: {self.dtype}{list(self.shape)}, "
-            f"{self.sharding.spec}, in {self.leaf.store.path}{gone})"
+            f"{self.sharding.spec}, in {self.leaf.store.path}{deleted})"
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -202,9 +202,9 @@ class DiskArray:
             values, begin = read.view(self.dtype), 0
             for box in self._boxes(*at):
                 end = begin + math.prod(shape_of(box))
-                if (both := meet(box, wanted)) is not None:
-                    part = values[begin:end].reshape(shape_of(box))[moved(both, box, -1)]
-                    out[moved(both, wanted, -1)] = part
+                if (overlap := meet(box, wanted)) is not None:
+                    part = values[begin:end].reshape(shape_of(box))[moved(overlap, box, -1)]
+                    out[moved(overlap, wanted, -1)] = part
                     filled += part.size
                 begin = end
         if filled < out.size:
@@ -219,8 +219,8 @@ class DiskArray:
 
     def _boxes(self, i: int, k: int) -> list[Index]:
         """Returns the global boxes that chunk ``k`` of shard ``i`` covers, in order."""
-        shape, piece = self.sharding.shard_shape(self.shape), self.leaf.pieces[k]
-        parts = boxes(shape, piece.start, piece.stop)
+        shape, chunk = self.sharding.shard_shape(self.shape), self.leaf.pieces[k]
+        parts = boxes(shape, chunk.start, chunk.stop)
         return [moved(box, self.leaf.shards[i].box) for box in parts]
 
     def _read_shard(self, i: int, k: int) -> Future[np.ndarray]:

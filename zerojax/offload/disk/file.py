@@ -67,10 +67,10 @@ def checksum(data: np.ndarray) -> int:
     total = 0
     for start in range(0, data.size, _BLOCK):
         block = data[start : start + _BLOCK]
-        whole = len(block) // (8 * _WORDS) * 8 * _WORDS
-        words = block[:whole].view(np.uint64).reshape(-1, _WORDS)
+        aligned_size = len(block) // (8 * _WORDS) * 8 * _WORDS
+        words = block[:aligned_size].view(np.uint64).reshape(-1, _WORDS)
         total = zlib.crc32(words @ _WEIGHTS, total)
-        total = zlib.crc32(block[whole:], total)
+        total = zlib.crc32(block[aligned_size:], total)
     return total
 
 

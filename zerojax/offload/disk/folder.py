@@ -109,6 +109,6 @@ def _unusable(parent: pathlib.Path, error: OSError) -> str:
         return f"nvme_path {parent} is not there: make the folder, or mount the disk first"
     if not parent.is_dir():
         return f"nvme_path {parent} is a file: name a folder on the disk"
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = "free some of it" if full else "let this user write to it"
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free some of it" if is_full else "let this user write to it"
     return f"nvme_path {parent} cannot be written ({error.strerror}): {remedy}, or name another"

@@ -23,7 +23,7 @@ from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.places import DISK
 from zerojax.plan.plan import Leaf
 
-_WHOLE = -1
+_ENTIRE = -1
 """Value in place of an entry: the entire parameter."""
 
 
@@ -33,7 +33,7 @@ class _Read(NamedTuple):
     Attributes:
       number: Index of the parameter.
       position: Index of the device in the mesh, in C order.
-      entry: Index in the first dimension, or ``_WHOLE``.
+      entry: Index in the first dimension, or ``_ENTIRE``.
     """
 
     number: int
@@ -86,15 +86,15 @@ class ParamReader:
         An error in the callback would leave the other devices waiting for this device for ever.
         :meth:`check` raises the error instead.
         """
-        wanted = _Read(number, int(position), int(entry))
+        request = _Read(number, int(position), int(entry))
         with self._lock:
-            last = self._last.get(wanted[:2], wanted.entry - 1)
-            self._last[wanted[:2]] = wanted.entry
-            shard = self._ahead.pop(wanted, None) or self._pool.submit(self._slice, wanted)
-            after = wanted._replace(entry=2 * wanted.entry - last)
-            within = 0 <= after.entry < (self.arrays[number].shape or (0,))[0]
-            if wanted.entry not in (_WHOLE, last) and within and after not in self._ahead:
-                self._ahead[after] = self._pool.submit(self._slice, after)
+            last = self._last.get(request[:2], request.entry - 1)
+            self._last[request[:2]] = request.entry
+            shard = self._ahead.pop(request, None) or self._pool.submit(self._slice, request)
+            next_read = request._replace(entry=2 * request.entry - last)
+            is_within = 0 <= next_read.entry < (self.arrays[number].shape or (0,))[0]
+            if request.entry not in (_ENTIRE, last) and is_within and next_read not in self._ahead:
+                self._ahead[next_read] = self._pool.submit(self._slice, next_read)
         try:
             return shard.result()
         except Exception as error:
@@ -102,14 +102,14 @@ class ParamReader:
                 self._failed = self._failed or error
             array = self.arrays[number]
             shape = array.sharding.shard_shape(array.shape)
-            return np.zeros(shape if wanted.entry == _WHOLE else shape[1:], array.dtype)
+            return np.zeros(shape if request.entry == _ENTIRE else shape[1:], array.dtype)
 
     def _slice(self, wanted: _Read) -> np.ndarray:
         array = self.arrays[wanted.number]
         device = array.sharding.mesh.devices.flat[wanted.position]
         index = array.sharding.devices_indices_map(array.shape)[device]
         assert index is not None
-        if wanted.entry == _WHOLE:
+        if wanted.entry == _ENTIRE:
             return array.read_slice(index)
         return array.read_slice((slice(wanted.entry, wanted.entry + 1), *index[1:]))[0]
 
@@ -143,7 +143,7 @@ class DiskParam:
 
     def whole(self) -> jax.Array:
         """Reads the entire parameter onto the devices, sharded."""
-        return self._brought(_WHOLE, self.shape, self._sharding.spec)
+        return self._brought(_ENTIRE, self.shape, self._sharding.spec)
 
     def entry(self, index: Any) -> jax.Array:
         """Reads one entry of the first dimension onto the devices, sharded."""
@@ -153,12 +153,12 @@ class DiskParam:
         mesh = self._sharding.mesh
         local = NamedSharding(mesh, spec).shard_shape(shape)
 
-        def bring(entry: jax.Array) -> jax.Array:
+        def read_shard(entry: jax.Array) -> jax.Array:
             result = jax.ShapeDtypeStruct(local, self.dtype)
             position = lax.axis_index(mesh.axis_names)
             return jax.pure_callback(self._read, result, position, entry)
 
-        bring_all = jax.shard_map(
-            bring, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False
+        read_shards = jax.shard_map(
+            read_shard, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False
         )
-        return bring_all(jnp.asarray(entry, jnp.int32))
+        return read_shards(jnp.asarray(entry, jnp.int32))

@@ -61,10 +61,10 @@ def shape_of(box: Index) -> tuple[int, ...]:
 
 def meet(one: Index, other: Index) -> Index | None:
     """Returns the intersection of two boxes; None if the intersection is empty."""
-    both = tuple(
+    intersection = tuple(
         slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)
     )
-    return None if any(s.start >= s.stop for s in both) else both
+    return None if any(s.start >= s.stop for s in intersection) else intersection
 
 
 def moved(box: Index, by: Index, sign: int = 1) -> Index:
@@ -110,11 +110,11 @@ def stored_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Stor
         assert index is not None
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         holders.setdefault(bounds, []).append(device)
-    local = sharding.addressable_devices
+    addressable = sharding.addressable_devices
     return tuple(
-        StoredShard(tuple(slice(*bound) for bound in bounds), here, owner)
+        StoredShard(tuple(slice(*bound) for bound in bounds), local_devices, owner)
         for bounds in sorted(holders)
-        if (here := tuple(d for d in holders[bounds] if d in local))
+        if (local_devices := tuple(d for d in holders[bounds] if d in addressable))
         for owner in [min(int(d.process_index) for d in holders[bounds])]
     )
 

@@ -137,10 +137,12 @@ class Analysis(EquationAnalysis):
             return [bad[0].but(home=None)] * len(eqn.outvars)
         if any(k.name == "row" for k in kinds):
             return self.of_row(eqn, kinds)
-        in_rows = any(k.rows for k in kinds)
-        if jaxprs.programs(eqn) and (in_rows or grows(pair) or any(k.name == "own" for k in kinds)):
+        has_rows = any(k.rows for k in kinds)
+        if jaxprs.programs(eqn) and (
+            has_rows or grows(pair) or any(k.name == "own" for k in kinds)
+        ):
             return self._within(pair, kinds, path, backward)
-        if in_rows or grows(pair):
+        if has_rows or grows(pair):
             return self.of_rows(pair, kinds, path, backward)
         nested = len(path) > 1
         if any(k.needs_whole for k in kinds):
@@ -166,8 +168,8 @@ class Analysis(EquationAnalysis):
         backward: bool,
         at: int = 0,
     ) -> Kinds:
-        whole, micro = (jaxprs.open_jaxpr(j)[0] for j in inner)
-        return self._run(whole, micro, kinds, (*path, at), backward, {}, [])
+        global_jaxpr, micro_jaxpr = (jaxprs.open_jaxpr(j)[0] for j in inner)
+        return self._run(global_jaxpr, micro_jaxpr, kinds, (*path, at), backward, {}, [])
 
     def _scan(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         eqn, micro = pair
@@ -199,16 +201,16 @@ class Analysis(EquationAnalysis):
         if any(k.rows for k in kinds[: a + n]) or any(k.index for k in xs) or len(outers) > 1:
             return refused(eqn, MIXES)
         carry = [RowKind("sum", learned=k.learned) if k.zero else k for k in kinds[a : a + n]]
-        one = [RowKind("row", learned=k.learned) if k.rows else k for k in xs]
+        row_kinds = [RowKind("row", learned=k.learned) if k.rows else k for k in xs]
         inner = [jaxprs.param(eqn, "jaxpr"), jaxprs.param(micro, "jaxpr")]
-        outs = self._body(inner, [*kinds[:a], *carry, *one], path, backward)
+        outs = self._body(inner, [*kinds[:a], *carry, *row_kinds], path, backward)
         body = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0]
         kept = [out is given for out, given in zip(body.outvars, body.invars[a:], strict=False)]
         results: Kinds = []
-        for at, (old, new) in enumerate(zip(carry, outs[:n], strict=True)):
-            if not kept[at] and (old.name, new.name) != ("sum", "sum"):
+        for i, (old, new) in enumerate(zip(carry, outs[:n], strict=True)):
+            if not kept[i] and (old.name, new.name) != ("sum", "sum"):
                 return refused(eqn, LOOPS)
-            key = (*path, 0, ~at)  # matches no equation of the loop
+            key = (*path, 0, ~i)  # matches no equation of the loop
             self.backward[key] = backward
             results.append(new.but(home=None, node=Node(key) if new.reduced else None))
         for w, m, kind in zip(eqn.outvars[n:], micro.outvars[n:], outs[n:], strict=True):
@@ -253,8 +255,8 @@ def _located(kind: RowKind, call: Any) -> RowKind:
     """Adds the user's line of the enclosing call to a kind's problem that has no line."""
     if kind.problem is None or " at " in kind.problem.where:
         return kind
-    at = line(jaxprs.source(call).traceback)
-    return kind if at is None else mixed(kind.problem.why, f"{kind.problem.where} at {at}")
+    place = line(jaxprs.source(call).traceback)
+    return kind if place is None else mixed(kind.problem.why, f"{kind.problem.where} at {place}")
 
 
 def _literal(atom: Any) -> RowKind:

@@ -81,32 +81,32 @@ class EquationAnalysis:
     def of_fixed(self, pair: EquationPair, kinds: Kinds) -> Kinds:
         """Returns the kinds of an equation's results if no operand has rows. The equation may
         create arrays of the batch's size."""
-        eqn, both = pair.whole, together(kinds)
+        eqn, inherited = pair.whole, together(kinds)
         if not grows(pair):
             zero = eqn.primitive.name in ZERO_STAYS and bool(kinds)
             product = eqn.primitive.name == "mul"
             zero = zero and (any if product else all)(k.zero for k in kinds)
-            return [RowKind("fixed", zero=zero, **both)] * len(eqn.outvars)
+            return [RowKind("fixed", zero=zero, **inherited)] * len(eqn.outvars)
         outs = []
         for w, m in zip(eqn.outvars, pair.micro.outvars, strict=True):
             dims = scaled(w.aval, m.aval)
             name = eqn.primitive.name
             if not dims:
-                outs.append(RowKind("fixed", **both))
+                outs.append(RowKind("fixed", **inherited))
             elif (shape := self._misshapen(w, m)) is not None:
                 outs.append(mixed(MIXES, where(eqn), shape))
             elif name.startswith(("random_", "threefry", "rng_")):
                 self.drawn.append(where(eqn))
-                outs.append(RowKind("rows", dim=dims[0], **both))
+                outs.append(RowKind("rows", dim=dims[0], **inherited))
             elif name == "iota":
                 along = jaxprs.param(eqn, "dimension") == dims[0]
                 own = along and w.aval.shape[dims[0]] == self.sizes.whole
                 index = "own" if own else "number" if along else ""
                 outer = 1 if along else None
-                outs.append(RowKind("rows", dim=dims[0], outer=outer, index=index, **both))
+                outs.append(RowKind("rows", dim=dims[0], outer=outer, index=index, **inherited))
             elif name == "broadcast_in_dim":
                 outs.append(
-                    RowKind("rows", dim=dims[0], zero=kinds[0].zero, learned=both["learned"])
+                    RowKind("rows", dim=dims[0], zero=kinds[0].zero, learned=inherited["learned"])
                 )
             else:
                 outs.append(mixed("makes numbers of the batch's size", where(eqn)))
@@ -172,8 +172,8 @@ class EquationAnalysis:
     def _divides(self, rows: RowKind, whole: int, micro: int) -> bool:
         """Returns whether all stretches of rows in a dimension of these sizes are equally long."""
         outer = rows.outer or 1
-        rest = 0 if self.sizes.neighbours else whole % (outer * self.sizes.whole)
-        return not rest and micro % outer == 0
+        remainder = 0 if self.sizes.neighbours else whole % (outer * self.sizes.whole)
+        return not remainder and micro % outer == 0
 
     def _misshapen(self, whole: Any, micro: Any) -> tuple[int, ...] | None:
         """Returns the shape of a variable that has rows in several dimensions, or a dimension that
@@ -189,7 +189,7 @@ class EquationAnalysis:
     def _opaque(self, pair: EquationPair, kinds: Kinds) -> Kinds:
         """Returns the kinds of a kernel's results: rows if their shapes grow, else sums over
         rows."""
-        outs, both = [], together(kinds)
+        outs, inherited = [], together(kinds)
         outers = {k.outer for k in kinds if k.rows} - {None, 1}
         if outers or any(k.index for k in kinds):
             return refused(pair.whole, MIXES)
@@ -199,17 +199,17 @@ class EquationAnalysis:
             if shape is not None:
                 outs.append(mixed(MIXES, where(pair.whole), shape))
             else:
-                rows = RowKind("rows", dim=dims[0], outer=1, **both) if dims else None
-                outs.append(rows or RowKind("sum", **both))
+                rows = RowKind("rows", dim=dims[0], outer=1, **inherited) if dims else None
+                outs.append(rows or RowKind("sum", **inherited))
         return outs
 
     def of_numbers(self, eqn: Any, kinds: Kinds, nested: bool) -> Kinds:
         """Returns the kinds of the results of an equation without rows, on reductions over rows or
         values computed from them."""
-        whole = RowKind("whole", **together(kinds))
+        result = RowKind("whole", **together(kinds))
         if any(k.name == "own" for k in kinds):
             if eqn.primitive.name == "select_n" and kinds[0].needs_whole:
-                return [whole.but(guarded=tuple(eqn.invars[1:]))]
+                return [result.but(guarded=tuple(eqn.invars[1:]))]
             # A micro-batch's share of a sum, times its own value, is its share of another sum.
             if all(k.name in ("own", "fixed", "sum") for k in kinds) and is_sum(eqn, kinds):
                 return [RowKind("sum", **together(kinds))] * len(eqn.outvars)
@@ -223,18 +223,18 @@ class EquationAnalysis:
         if nested:
             return refused(eqn, "computes with a number made of all rows inside a loop")
         if eqn.primitive.name == "select_n":
-            whole = whole.but(guarded=tuple(eqn.invars[1:]))
-        return [whole] * len(eqn.outvars)
+            result = result.but(guarded=tuple(eqn.invars[1:]))
+        return [result] * len(eqn.outvars)
 
     def of_row(self, eqn: Any, kinds: Kinds) -> Kinds:
         """Returns the kinds of an equation's results on one row, within a loop over the rows."""
-        both = together(kinds)
+        inherited = together(kinds)
         if not any(k.needs_whole for k in kinds):
-            return [RowKind("row", learned=both["learned"])] * len(eqn.outvars)
+            return [RowKind("row", learned=inherited["learned"])] * len(eqn.outvars)
         adds = eqn.primitive.name in ADDS | SCATTER_ADDS
         numbers = [k for k in kinds if k.needs_whole]
         if adds and [k.name for k in numbers] == ["sum"]:
-            return [numbers[0].but(home=None, **both)]
+            return [numbers[0].but(home=None, **inherited)]
         return refused(eqn, LOOPS)
 
 

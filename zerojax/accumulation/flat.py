@@ -141,8 +141,12 @@ class _Opener:
         if eqn.primitive in jaxprs.CALLS and not is_change(eqn):
             return None if eqn.primitive in self._keeps else jaxprs.called(eqn)
         if eqn.primitive is lax.scatter_add_p and values[0] not in self._zeros:
-            on, *added = (not self._batch.isdisjoint(jaxprs.variables([v])) for v in values)
-            return _apart(eqn) if any(added) and not on else None
+            operand_depends, *updates_depend = (
+                not self._batch.isdisjoint(jaxprs.variables([v])) for v in values
+            )
+            return (
+                _scatter_add_to_zeros(eqn) if any(updates_depend) and not operand_depends else None
+            )
         return None
 
     def _is_learned(self, atom: Any) -> bool:
@@ -155,7 +159,7 @@ class _Opener:
         the checkpoint that takes them as further operands, and its operands."""
         inner = jaxprs.param(eqn, "jaxpr")
         depends = EQUATION_DEPENDS.forward(inner, [*map(self._is_learned, values)]).of
-        learned = {v for v, yes in depends.items() if yes}
+        learned = {v for v, is_learned in depends.items() if is_learned}
         counted: dict[Any, None] = {}  # results of reductions
         for each in inner.eqns:
             shrinks = len(each.outvars) == 1 and (_reduces(each) or _small(each, counted))
@@ -183,8 +187,8 @@ def _reduces(eqn: Any) -> bool:
 
 
 def _shrinks(eqn: Any) -> bool:
-    most = max((v.aval.size for v in eqn.invars), default=0)
-    return all(v.aval.size < most for v in eqn.outvars)
+    largest = max((v.aval.size for v in eqn.invars), default=0)
+    return all(v.aval.size < largest for v in eqn.outvars)
 
 
 def _is_reduction(eqn: Any) -> bool:
@@ -198,7 +202,7 @@ def _small(eqn: Any, counted: Collection[Any]) -> bool:
     return bool(given) and eqn.outvars[0].aval.size <= max(given)
 
 
-def _apart(eqn: Any) -> Any:
+def _scatter_add_to_zeros(eqn: Any) -> Any:
     """Returns a closed jaxpr that scatter-adds to zeros first, and then adds the operand."""
 
     def run(operand: Any, *added: Any) -> Any:

@@ -152,7 +152,7 @@ def agreed(kinds: Kinds) -> RowKind | None:
 
 def join(one: RowKind, other: RowKind, where: str) -> RowKind:
     """Returns the kind of a value that has either of two kinds, such as the carry of a loop."""
-    both = together([one, other])
+    inherited = together([one, other])
     if one.name == "mixed":
         return one
     if other.name == "mixed":
@@ -164,12 +164,12 @@ def join(one: RowKind, other: RowKind, where: str) -> RowKind:
             return layout.but(zero=one.zero and other.zero)
     elif len(names) == 1:
         adds = one.adds and other.adds
-        return one.but(zero=one.zero and other.zero, adds=adds, home=None, **both)
+        return one.but(zero=one.zero and other.zero, adds=adds, home=None, **inherited)
     elif "own" in names and names <= {"own", "fixed"}:
         adds = all(k.adds or k.zero for k in (one, other))
-        return RowKind("own", adds=adds, **both)
+        return RowKind("own", adds=adds, **inherited)
     elif names == {"sum", "fixed"} and (one.zero or other.zero):
-        return RowKind("sum", **both)
+        return RowKind("sum", **inherited)
     elif names <= {"fixed", "whole", *REDUCTIONS}:
-        return RowKind("whole", **both)
+        return RowKind("whole", **inherited)
     return mixed("carries rows of the batch and other values in turn", where)

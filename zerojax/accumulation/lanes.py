@@ -84,13 +84,13 @@ class Lanes(NamedTuple):
           task: Function from arrays [rows / lanes, ...] to results.
           rows: Arrays [rows, ...], sharded over the devices.
         """
-        apart = [x.reshape(self.number, -1, *x.shape[1:]) for x in rows]
+        per_lane = [x.reshape(self.number, -1, *x.shape[1:]) for x in rows]
 
         def lane(rows: Sequence[jax.Array]) -> list[jax.Array]:
             return [plain(x) for x in task(rows)]
 
         name: Any = self.axes
-        return jax.vmap(lane, spmd_axis_name=name)([self.constrain(x) for x in apart])
+        return jax.vmap(lane, spmd_axis_name=name)([self.constrain(x) for x in per_lane])
 
     def constrain(self, value: jax.Array, spec: Spec | None = None) -> jax.Array:
         """Places each lane of an array [lanes, ...] on its own devices; ``spec``, if given, shards
@@ -124,9 +124,9 @@ class Lanes(NamedTuple):
 
 def _is_batched(eqn: Any) -> bool:
     """Returns whether ``jax.vmap`` can batch an equation."""
-    alone = not jaxprs.variables(eqn.invars)  # such as an iota
-    call = eqn.primitive in jaxprs.CALLS
-    return alone or call or eqn.primitive in batching.fancy_primitive_batchers
+    has_no_operands = not jaxprs.variables(eqn.invars)  # such as an iota
+    is_call = eqn.primitive in jaxprs.CALLS
+    return has_no_operands or is_call or eqn.primitive in batching.fancy_primitive_batchers
 
 
 def rows_of_all(value: jax.Array, kind: RowKind) -> jax.Array:

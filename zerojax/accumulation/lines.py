@@ -36,8 +36,8 @@ def _innermost(frames: Iterable[tuple[str, int | None]], *, models: bool = False
         file = PurePath(name)
         library = "site-packages" in file.parts or "dist-packages" in file.parts
         standard = any(part.startswith("python3.") for part in file.parts)
-        ours = file.is_relative_to(_PACKAGE)
-        ours = ours and not (models and file.is_relative_to(_PACKAGE / "models"))
-        if not library and not standard and not ours:
+        is_zerojax = file.is_relative_to(_PACKAGE)
+        is_zerojax = is_zerojax and not (models and file.is_relative_to(_PACKAGE / "models"))
+        if not library and not standard and not is_zerojax:
             return f"{file.name}:{number}"
     return None

@@ -26,22 +26,22 @@ def with_numbers_of_whole(analysis: Analysis) -> list[Any]:
 
 
 def _equation(pair: EquationPair, path: Path, analysis: Analysis) -> Any:
-    whole, micro = pair
-    atoms = list(zip(whole.invars, micro.invars, strict=True))
+    global_eqn, micro_eqn = pair
+    atoms = list(zip(global_eqn.invars, micro_eqn.invars, strict=True))
     changes: dict[str, Any] = {}
     if path not in analysis.literals and _counts_rows(pair, analysis.sizes):
         values = [w if isinstance(w, core.Literal) else m for w, m in atoms]
-        return whole.replace(invars=values, outvars=micro.outvars)
-    for at, name in enumerate(jaxprs.programs(micro)):
-        w, m = jaxprs.param(whole, name), jaxprs.param(micro, name)
+        return global_eqn.replace(invars=values, outvars=micro_eqn.outvars)
+    for position, name in enumerate(jaxprs.programs(micro_eqn)):
+        w, m = jaxprs.param(global_eqn, name), jaxprs.param(micro_eqn, name)
         if isinstance(m, tuple):
             both = enumerate(zip(w, m, strict=True))
             changes[name] = tuple(_body(*each, (*path, i), analysis) for i, each in both)
         else:
-            changes[name] = _body(w, m, (*path, at), analysis)
-    eqn = micro
-    if any(changes[name] is not micro.params[name] for name in changes):
-        eqn = eqn.replace(params=micro.params | changes)
+            changes[name] = _body(w, m, (*path, position), analysis)
+    eqn = micro_eqn
+    if any(changes[name] is not micro_eqn.params[name] for name in changes):
+        eqn = eqn.replace(params=micro_eqn.params | changes)
     if path in analysis.literals or not any(_differ(w, m) for w, m in atoms):
         return eqn
     return eqn.replace(invars=[w if _differ(w, m) else m for w, m in atoms])

@@ -75,12 +75,12 @@ def pairs(whole: Any, micro: Any, sizes: Sizes) -> Iterator[EquationPair]:
     for i in range(max(n)):
         if i >= min(n):
             raise UnevenError(where((whole if i < n[0] else micro).eqns[i]))
-        one, other = whole.eqns[i], micro.eqns[i]
-        alike = _alike(one, other, sizes) and len(one.invars) == len(other.invars)
-        if not alike or not all(map(matched, one.invars, other.invars)):
-            raise UnevenError(where(one))
-        micro_of.update(zip(one.outvars, other.outvars, strict=True))
-        yield EquationPair(one, other)
+        eqn, micro_eqn = whole.eqns[i], micro.eqns[i]
+        alike = _alike(eqn, micro_eqn, sizes) and len(eqn.invars) == len(micro_eqn.invars)
+        if not alike or not all(map(matched, eqn.invars, micro_eqn.invars)):
+            raise UnevenError(where(eqn))
+        micro_of.update(zip(eqn.outvars, micro_eqn.outvars, strict=True))
+        yield EquationPair(eqn, micro_eqn)
     if not all(map(matched, whole.outvars, micro.outvars)):
         raise UnevenError("it returns other values")
 
@@ -108,12 +108,12 @@ def other_numbers(pair: EquationPair) -> bool:
     """Returns whether the equations' parameters hold different numbers, such as an exponent or the
     column where a slice begins. The sizes of dimensions that grow with the rows do not count, nor
     do the parameters of kernels and of equations with inner programs."""
-    whole, micro = pair
-    if whole.primitive.name in KERNELS or jaxprs.programs(whole):
+    global_eqn, micro_eqn = pair
+    if global_eqn.primitive.name in KERNELS or jaxprs.programs(global_eqn):
         return False
     grow = {d for w, m in zip(*map(_shapes, pair), strict=True) for d in _differ(w, m)}
-    for name, w in whole.params.items():
-        m = micro.params.get(name)
+    for name, w in global_eqn.params.items():
+        m = micro_eqn.params.get(name)
         if isinstance(w, tuple) and isinstance(m, tuple) and len(w) == len(m):
             if name != "sizes" and _differ(w, m) - grow:  # a split's sizes are of one dimension
                 return True
@@ -135,8 +135,8 @@ def _differ(one: Sequence[Any], other: Sequence[Any]) -> set[int]:
 
 def alike_in_shape(pair: EquationPair) -> bool:
     """Returns whether no operand and no result of an equation grows with the rows."""
-    whole, micro = (_shapes(eqn) for eqn in pair)
-    return whole == micro
+    global_shapes, micro_shapes = (_shapes(eqn) for eqn in pair)
+    return global_shapes == micro_shapes
 
 
 def scaled(whole: Any, micro: Any) -> list[int]:

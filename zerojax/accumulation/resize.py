@@ -79,11 +79,12 @@ class Resize:
         return core.Literal(np.asarray(few.val / self._few, few.aval.dtype), few.aval)
 
     def _params(self, pair: EquationPair) -> dict[str, Any]:
-        whole, few = pair
+        global_eqn, few = pair
         if alike_in_shape(pair):  # its numbers become the global batch's, see literals
             return dict(few.params)
         return {
-            name: self._param(whole.params[name], value, pair) for name, value in few.params.items()
+            name: self._param(global_eqn.params[name], value, pair)
+            for name, value in few.params.items()
         }
 
     def _param(self, whole: Any, few: Any, pair: EquationPair) -> Any:
@@ -106,10 +107,10 @@ class Resize:
             for a, b in zip(w.invars, f.invars, strict=True)
         ]
         closed = jax.make_jaxpr(lambda *args: self._run(w, f, consts, args))(*given)
-        inner, left = jaxprs.open_jaxpr(closed)
+        inner, extra_consts = jaxprs.open_jaxpr(closed)
         if inner is closed or few is not f:
             return closed
-        if left:
+        if extra_consts:
             raise UnevenError(at)
         return inner
 

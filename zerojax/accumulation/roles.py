@@ -127,8 +127,8 @@ def per_micro_batch(
         return ValueError(f"{what} {why}")
 
     # Optimizer state last: it depends on the arrays to update, whose names say more in an error.
-    numbers = [i for i in roles.state if roles.paths[i].startswith("state.opt_state")]
-    for i in sorted(range(len(flat.outvars)), key={*numbers}.__contains__):
+    opt_state = [i for i in roles.state if roles.paths[i].startswith("state.opt_state")]
+    for i in sorted(range(len(flat.outvars)), key={*opt_state}.__contains__):
         v = flat.outvars[i]
         kind = FIXED if isinstance(v, core.Literal) else analysis.kind(v).added
         if kind.name == "mixed":

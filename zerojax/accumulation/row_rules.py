@@ -128,20 +128,20 @@ def _concatenate(eqn: Any, kinds: Kinds) -> RowKind | None:
     if layout is None:
         return None
     if along != layout.dim:
-        return _beside(eqn, kinds, layout, along)
+        return _joined_layout(eqn, kinds, layout, along)
     sizes = {v.aval.shape[along] for v in eqn.invars}
     if not all(k.rows for k in kinds) or layout.outer not in (1, None) or len(sizes) != 1:
         return None
     return layout.but(outer=len(kinds))
 
 
-def _beside(eqn: Any, kinds: Kinds, layout: RowKind, along: int) -> RowKind:
+def _joined_layout(eqn: Any, kinds: Kinds, layout: RowKind, along: int) -> RowKind:
     """Returns the layout of arrays joined along another dimension than the rows. Row indices may be
     one column among others."""
-    at = [i for i, k in enumerate(kinds) if k.index]
+    indexed = [i for i, k in enumerate(kinds) if k.index]
     last = along == eqn.outvars[0].aval.ndim - 1
-    if last and len(at) == 1 and kinds[at[0]].index == "own":
-        before = eqn.invars[: at[0]]
+    if last and len(indexed) == 1 and kinds[indexed[0]].index == "own":
+        before = eqn.invars[: indexed[0]]
         column = sum(v.aval.shape[along] if v.aval.ndim > along else 1 for v in before)
         return layout.but(index="own", column=column)
     return layout
@@ -151,7 +151,7 @@ def _stack(eqn: Any, kinds: Kinds) -> RowKind | None:
     layout, along = agreed(kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
     if layout is None:
         return None
-    return _beside(eqn, kinds, layout.but(dim=layout.dim + (along <= layout.dim)), along)
+    return _joined_layout(eqn, kinds, layout.but(dim=layout.dim + (along <= layout.dim)), along)
 
 
 def _unstack(eqn: Any, kinds: Kinds) -> RowKind | None:

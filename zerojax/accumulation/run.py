@@ -223,23 +223,23 @@ class MicroBatches:
         names = paths[: len(feedback.after)]
         self._parameters = own_sums.parameters_of(flat, names, chosen, feedback.key)
         remedy = own_sums.remedy(feedback.key)
-        apart = f"{feedback.key} has each device sum up its own rows of {name}, and"
+        prefix = f"{feedback.key} has each device sum up its own rows of {name}, and"
         if not lanes.may_suit(flat):
             what = own_sums.where(lanes.obstacle(flat))
             raise ValueError(
-                f"{apart} {what} cannot run for each device by itself: leave it out of the step, "
+                f"{prefix} {what} cannot run for each device by itself: leave it out of the step, "
                 f"{remedy}."
             )
         try:
             divided = self._divide(trace, flat, jax.tree.map(lanes.divided, batch))
         except (UnevenError, ValueError) as e:
-            said = str(e).replace(REMEDY, "").replace(RESULTS_REMEDY, "").strip()
+            message = str(e).replace(REMEDY, "").replace(RESULTS_REMEDY, "").strip()
             raise ValueError(
-                f"{apart} devices are like micro-batches: {said} Make the loss a sum or a mean "
+                f"{prefix} devices are like micro-batches: {message} Make the loss a sum or a mean "
                 f"over rows, {remedy}."
             ) from e
         if (why := self._obstacle(divided, lanes)) is not None:
-            raise ValueError(f"{apart} {why}: leave it out of the step, {remedy}.")
+            raise ValueError(f"{prefix} {why}: leave it out of the step, {remedy}.")
         own_sums.check_sums(
             divided.split, flat, divided.analysis, names, self._parameters, feedback.key
         )
@@ -273,17 +273,19 @@ class MicroBatches:
         Returns:
           The step's results.
         """
-        split, run, k = self.split, self._inserter, self._k
-        within = run if self._sharded else run.deferring_reductions()
-        within = within if self.lanes is None else within.on_lanes(self.lanes.axes)
+        split, inserter, k = self.split, self._inserter, self._k
+        micro_inserter = inserter if self._sharded else inserter.deferring_reductions()
+        micro_inserter = (
+            micro_inserter if self.lanes is None else micro_inserter.on_lanes(self.lanes.axes)
+        )
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
         size = args[rows[0]].shape[1]
         first: list[Any] = []
         if split.first.outvars:
-            whole = list(args)
+            global_args = list(args)
             for i in rows:
-                whole[i] = args[i].reshape(-1, *args[i].shape[2:])
-            first = run(split.first, whole, replace)
+                global_args[i] = args[i].reshape(-1, *args[i].shape[2:])
+            first = inserter(split.first, global_args, replace)
         n = len(split.crossing)
         adding = [i for i, x in enumerate(split.crossing) if x.how == "sum"]
         specs = [x.spec for x in split.crossing]
@@ -300,7 +302,7 @@ class MicroBatches:
             def part(slices: Sequence[Any]) -> list[Any]:
                 for i, x in zip(rows, slices, strict=True):
                     given[i] = x
-                return within(split.micro, [*given, *first], replace, want, rows=size)
+                return micro_inserter(split.micro, [*given, *first], replace, want, rows=size)
 
             outs = part(slices) if self.lanes is None else self.lanes.run(part, slices)
             crossing, others = outs[:n], outs[n:]
@@ -318,17 +320,17 @@ class MicroBatches:
         start = [plain(args[i]) for i in split.carry], zeros
         (_, sums), (combined, others) = lax.scan(micro, start, [args[i] for i in rows], length=k)
         totals, series = iter(sums), iter(combined)
-        each = (0,) if self.lanes is None else (0, 1)
+        axes = (0,) if self.lanes is None else (0, 1)
         crossing = [
             self._finished(x, next(totals))
             if x.how == "sum"
-            else REDUCTIONS[x.how].over(next(series), each)
+            else REDUCTIONS[x.how].over(next(series), axes)
             for x in split.crossing
         ]
         last = [x[-1] for x in others[: split.n_last]]
         placeholders = [None if i in rows else x for i, x in enumerate(args)]
         want = [self._want[i] for i in split.done]
-        done = run(split.once, [*placeholders, *first, *crossing, *last], replace, want)
+        done = inserter(split.once, [*placeholders, *first, *crossing, *last], replace, want)
         results = dict(zip(split.done, done, strict=True))
         results.update(zip(split.stacked, others[split.n_last :], strict=True))
         for i, kind in self._divided.kinds.items():
@@ -352,8 +354,8 @@ class MicroBatches:
         dtype = aval.dtype
         if jnp.issubdtype(dtype, jnp.inexact):
             dtype = accumulator(dtype, None if x.spec is None else self._dtype)
-        each = () if self.lanes is None else (self.lanes.number,)
-        return self._constrained(x, jnp.zeros((*each, *aval.shape), dtype))
+        lane_dims = () if self.lanes is None else (self.lanes.number,)
+        return self._constrained(x, jnp.zeros((*lane_dims, *aval.shape), dtype))
 
     def _constrained(self, x: Crossing, value: jax.Array) -> jax.Array:
         # The sharding matches both sides of the loop, else XLA chooses another one for the carry.
@@ -382,19 +384,19 @@ class MicroBatches:
     def _reduced(self, x: Crossing, totals: jax.Array) -> jax.Array:
         """Sums over all lanes; devices send the dtype of the gradients, as with one micro-batch."""
         assert self.lanes is not None
-        spec, of = self._wants.get(x.variable), self._parameters.get(x.variable)
-        if self._feedback is not None and of is not None:
+        spec, parameter = self._wants.get(x.variable), self._parameters.get(x.variable)
+        if self._feedback is not None and parameter is not None:
             assert spec is not None  # only sharded gradients have errors
-            return self._feedback.reduced(of, totals, spec).astype(totals.dtype)
+            return self._feedback.reduced(parameter, totals, spec).astype(totals.dtype)
         low = totals.astype(x.variable.aval.dtype)
         if spec is not None and is_quantized(low.shape[1:], spec, self._inserter):
             return of_all(low, spec, self._inserter).astype(totals.dtype)
         ledger, why = self._inserter.ledger, "summed over all micro-batches first"
         with ledger.place(AFTER_LOOP, why):
             if spec is None or self.lanes.axes == (REPLICA,):
-                one = jax.ShapeDtypeStruct(low.shape[1:], low.dtype)
-                cut = spec or (None,) * one.ndim
-                with ledger.reduces(one, cut, cut, over=self.lanes.number):
+                shape = jax.ShapeDtypeStruct(low.shape[1:], low.dtype)
+                full_spec = spec or (None,) * shape.ndim
+                with ledger.reduces(shape, full_spec, full_spec, over=self.lanes.number):
                     total = add_up(low, 0)
                 total = total if spec is None else self._inserter.constrain(total, spec)
             else:

@@ -102,7 +102,7 @@ def split(
     ]
     last = list(chosen.last)
     pairs = list(enumerate(analysis.pairs))
-    prints = {i for i, pair in pairs if pair.whole.effects} - chosen.eqns
+    effect_positions = {i for i, pair in pairs if pair.whole.effects} - chosen.eqns
     outs = [*chosen.crossing, *last, *(whole.outvars[i] for i in stacked), *carry.values()]
     eqns = with_numbers_of_whole(analysis)
     # Constants, too, may depend on the number of rows.
@@ -115,7 +115,7 @@ def split(
         first=_pruned(whole, [pair.whole for _, pair in pairs], [], early),
         micro=_pruned(
             micro, eqns, [micro_of[v] for v in early], [_read(micro_of, v) for v in outs],
-            keep=prints,
+            keep=effect_positions,
         ),
         once=Flat(
             [*whole.invars, *early, *chosen.crossing, *last],
@@ -184,9 +184,9 @@ class _Once:
             chain.append(before)
         known = [i for i, x in enumerate(chain) if x in self._prefer]
         known = known or [i for i, x in enumerate(chain) if x in self._wants]
-        at = known[-1] if known else len(chain) - 1
-        self.crossing[chain[at]] = None
-        return [x for y in chain[:at] for x in self._take(y) if x not in chain]
+        position = known[-1] if known else len(chain) - 1
+        self.crossing[chain[position]] = None
+        return [x for y in chain[:position] for x in self._take(y) if x not in chain]
 
     def _one_to_one(self, v: Any) -> Any:
         """Returns the reduced value that ``v`` is computed from element by element, or None."""

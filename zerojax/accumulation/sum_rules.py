@@ -23,8 +23,8 @@ def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
     if len(names) != 1:
         return None
     (kind,) = names
-    both = together(kinds)
-    same = RowKind(kind, **both)
+    inherited = together(kinds)
+    same = RowKind(kind, **inherited)
     if name in MOVES | READS:
         return same if kinds[0].reduced and not any(k.reduced for k in kinds[1:]) else None
     if name == "convert_element_type":
@@ -35,8 +35,8 @@ def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
     if kind != "sum":
         return same if name == kind or REDUCES.get(name) == kind else None
     summed = [k.name == "sum" for k in kinds]
-    nothing = [k.name == "sum" or k.zero for k in kinds]
-    if name in ADDITIVE or (name in ADDITIVE_TOGETHER and all(nothing)):
+    sum_or_zero = [k.name == "sum" or k.zero for k in kinds]
+    if name in ADDITIVE or (name in ADDITIVE_TOGETHER and all(sum_or_zero)):
         return same
     if name == "mul" or name == "dot_general":
         return same if sum(summed) == 1 else None
@@ -44,13 +44,13 @@ def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
         floats = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
         return same if summed == [True, False] and floats else None
     if name == "select_n":
-        return same if not summed[0] and all(nothing[1:]) else None
+        return same if not summed[0] and all(sum_or_zero[1:]) else None
     if name == "dynamic_update_slice":
-        return same if all(nothing[:2]) and not any(summed[2:]) else None
+        return same if all(sum_or_zero[:2]) and not any(summed[2:]) else None
     if name == "pad":
-        return same if all(nothing) else None
+        return same if all(sum_or_zero) else None
     if name in SCATTER_ADDS:
-        return same if nothing[0] and nothing[2] and not summed[1] else None
+        return same if sum_or_zero[0] and sum_or_zero[2] and not summed[1] else None
     return None
 
 
@@ -60,6 +60,6 @@ def _keeps(eqn: Any, kind: str) -> bool:
     if kind in ("and", "or"):
         return old == new
     if kind in ("sum", "prod"):
-        both = jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer)
-        return both or jnp.issubdtype(new, jnp.inexact)
+        are_integers = jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer)
+        return are_integers or jnp.issubdtype(new, jnp.inexact)
     return not jnp.issubdtype(new, jnp.bool_)

@@ -63,8 +63,8 @@ class Division(NamedTuple):
         """Returns the row at each place of ``blocks`` of the batch's blocks, int [padded * blocks /
         self.blocks]."""
         rows, padded = self.rows // self.blocks, self.padded // self.blocks
-        one = np.minimum(np.arange(padded), rows - 1)
-        return np.add.outer(rows * np.arange(blocks), one).reshape(-1)
+        block_rows = np.minimum(np.arange(padded), rows - 1)
+        return np.add.outer(rows * np.arange(blocks), block_rows).reshape(-1)
 
     def counts(self) -> np.ndarray:
         """Returns whether each place has an original row, not a copy, bool [padded]."""

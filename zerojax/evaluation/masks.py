@@ -40,8 +40,8 @@ class Mask(NamedTuple):
 
     def _masked(self, x: Any, kind: RowKind, counts: Any) -> Any:
         outer = kind.outer or 1
-        each = x.shape[kind.dim] // (outer * counts.shape[0])
-        mask = counts if each == 1 else jnp.repeat(counts, each)
+        repeats = x.shape[kind.dim] // (outer * counts.shape[0])
+        mask = counts if repeats == 1 else jnp.repeat(counts, repeats)
         mask = mask if outer == 1 else jnp.tile(mask, outer)
         mask = mask.reshape([-1 if d == kind.dim else 1 for d in range(x.ndim)])
         return jnp.where(mask, x, jnp.asarray(self.how.neutral(x.dtype), x.dtype))

@@ -53,41 +53,41 @@ def subject_of(objects: tuple[Any, ...], states: States) -> Subject:
         neither an array nor hashable.
     """
     if not any(map(is_nnx, objects)):
-        return _of_state(states.take_apart(objects))
+        return _state_subject(states.take_apart(objects))
     trained = any(isinstance(x, nnx.Optimizer) for x in objects)
-    return _of_objects(objects, open_objects(objects) if trained else open_model(objects))
+    return _objects_subject(objects, open_objects(objects) if trained else open_model(objects))
 
 
-def _of_state(opened: OpenedState) -> Subject:
+def _state_subject(opened: OpenedState) -> Subject:
     def call(function: Any, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Any:
         return function(*opened.close(parts, REFUSING), batch, *args, **kwargs), []
 
     return Subject(opened, call, lambda changed: None)
 
 
-def _of_objects(objects: tuple[Any, ...], opened: OpenedState) -> Subject:
+def _objects_subject(objects: tuple[Any, ...], opened: OpenedState) -> Subject:
     def call(function: Any, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Any:
-        mine = opened.close(parts, REFUSING)
-        before = settings(mine)
-        out = function(*mine, batch, *args, **kwargs)
-        after = settings(mine)
-        apply_settings(mine, {at: x for at, x in before.items() if after.get(at) != x})
-        made = opened.split(*mine)
-        had: Any = jax.tree.structure(parts.rest)
-        has: Any = jax.tree.structure(made.rest)
-        if had != has:
+        call_objects = opened.close(parts, REFUSING)
+        before = settings(call_objects)
+        out = function(*call_objects, batch, *args, **kwargs)
+        after = settings(call_objects)
+        apply_settings(call_objects, {key: x for key, x in before.items() if after.get(key) != x})
+        updated = opened.split(*call_objects)
+        old_tree: Any = jax.tree.structure(parts.rest)
+        new_tree: Any = jax.tree.structure(updated.rest)
+        if old_tree != new_tree:
             raise TypeError(
                 f"{function.__name__} adds or removes variables of its NNX objects, such as those "
                 "that sow makes: do that outside zero.evaluate."
             )
-        _check_kept(parts.params, made.params)
-        pairs = zip(jax.tree.leaves(parts.rest), jax.tree.leaves(made.rest), strict=True)
+        _check_kept(parts.params, updated.params)
+        pairs = zip(jax.tree.leaves(parts.rest), jax.tree.leaves(updated.rest), strict=True)
         return out, [None if new is old else new for old, new in pairs]
 
     def update(changed: Sequence[Any]) -> None:
         leaves, tree = jax.tree.flatten(opened.parts.rest)
-        made = [old if new is None else new for old, new in zip(leaves, changed, strict=True)]
-        parts = opened.parts._replace(rest=jax.tree.unflatten(tree, made))
+        updated = [old if new is None else new for old, new in zip(leaves, changed, strict=True)]
+        parts = opened.parts._replace(rest=jax.tree.unflatten(tree, updated))
         assert opened.write_back is not None
         opened.write_back(objects, parts, opened.tx)
 
@@ -116,8 +116,8 @@ def open_model(objects: tuple[Any, ...]) -> OpenedState:
         _, *states = nnx.split(objects, parameter, ...)
         params = nnx.as_pure(states[0]).raw_mapping
         rest = nnx.as_pure(states[1])
-        none = np.zeros((), np.int32)
-        return Parts(nnx.State(params.get(model, {})), optax.EmptyState(), none, {"rest": rest})
+        step = np.zeros((), np.int32)
+        return Parts(nnx.State(params.get(model, {})), optax.EmptyState(), step, {"rest": rest})
 
     graph, *states = nnx.split(objects, parameter, ...)
 

@@ -136,9 +136,9 @@ class EvaluationProgram:
         self._reader.use(values)
         given = beside_disk(values, self._leaves)
         placed = self._placer.place(batch, execution.filled)
-        made = self._jitted(given, placed, arrays, static, execution)
-        self._reader.check(made)
-        return made
+        results = self._jitted(given, placed, arrays, static, execution)
+        self._reader.check(results)
+        return results
 
     def lowered(
         self, opened: OpenedState, batch: Any, args: Any, kwargs: Any
@@ -186,23 +186,23 @@ class EvaluationProgram:
         filled: Division | None = None
         if rows is not None and blocks > 1:
             filled = Division.of(rows, None, self._placer.devices, blocks)
-        wanted = None
+        division = None
         if rows is not None:
-            wanted = Division.of(rows, self._micro, self._placer.devices, blocks)
-        if wanted is not None:
+            division = Division.of(rows, self._micro, self._placer.devices, blocks)
+        if division is not None:
             try:
-                self._by_rows(batch, arrays, static, wanted)
+                self._by_rows(batch, arrays, static, division)
             except Undivided as reason:
-                instead = f"not in {wanted.times} micro-batches of {wanted.part}"
-                if wanted.times == 1:
-                    instead = f"on every device, as they do not divide among {wanted.devices}"
-                if wanted.rows > 1:
+                instead = f"not in {division.times} micro-batches of {division.part}"
+                if division.times == 1:
+                    instead = f"on every device, as they do not divide among {division.devices}"
+                if division.rows > 1:
                     log.warning(
                         "evaluate: %s runs on all %d rows at once, %s: %s.",
-                        self.function.__name__, wanted.rows, instead, reason,
+                        self.function.__name__, division.rows, instead, reason,
                     )  # fmt: skip
-                wanted = None
-        return Execution(used, wanted, wanted or filled)
+                division = None
+        return Execution(used, division, division or filled)
 
     def _traced(self, batch: Any, arrays: Sequence[Any], static: Static) -> _TracedFunction:
         def body(leaves: list[Any], batch: Any, arrays: list[Any]) -> Any:
@@ -217,13 +217,17 @@ class EvaluationProgram:
         if self._explicit is None:
             closed, out = hijax.trace(body, *given)
         else:
-            names, lies = self._explicit
-            whole = [leaf.whole for leaf in self._leaves]
-            specs = whole, jax.tree.unflatten(jax.tree.structure(batch), lies), PartitionSpec()
+            names, batch_specs = self._explicit
+            state_specs = [leaf.whole for leaf in self._leaves]
+            specs = (
+                state_specs,
+                jax.tree.unflatten(jax.tree.structure(batch), batch_specs),
+                PartitionSpec(),
+            )
             closed, out = make_jaxpr(body, given, specs, self._plan.lowering_mesh, names)
         rows = [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
-        by_rows = [*[False] * len(self._leaves), *rows, *[False] * len(arrays)]
-        return _TracedFunction(closed, by_rows, jax.tree.structure(out))
+        has_rows = [*[False] * len(self._leaves), *rows, *[False] * len(arrays)]
+        return _TracedFunction(closed, has_rows, jax.tree.structure(out))
 
     def _by_rows(
         self, batch: Any, arrays: Sequence[Any], static: Static, division: Division
@@ -234,19 +238,21 @@ class EvaluationProgram:
           Undivided: The function cannot be divided.
         """
         sizes = Sizes(division.rows, division.part)
-        whole = self._traced(_like(batch, sizes.whole), arrays, static)
+        traced_full = self._traced(_like(batch, sizes.whole), arrays, static)
         try:
-            part = self._traced(_like(batch, sizes.traced), arrays, static)
+            traced_part = self._traced(_like(batch, sizes.traced), arrays, static)
         except Exception as error:
             raise Undivided(
                 f"on {sizes.traced} rows it fails ({type(error).__name__}); an array with a row "
                 "for each of the batch belongs into the batch, see batch_argnums"
             ) from error
-        if whole.out != part.out:
+        if traced_full.out != traced_part.out:
             raise Undivided("its results depend on the number of rows")
         padded = division.padded != division.rows
-        by_rows = ByRows(whole.closed, part.closed, sizes, whole.batch, padded=padded)
-        return by_rows, whole.out
+        by_rows = ByRows(
+            traced_full.closed, traced_part.closed, sizes, traced_full.batch, padded=padded
+        )
+        return by_rows, traced_full.out
 
     def _run(
         self, values: list[Any], batch: Any, arrays: list[Any], static: Static, execution: Execution
@@ -288,11 +294,11 @@ class EvaluationProgram:
         if division.padded != division.rows:
             counts = self._placer.micro_batches(jnp.asarray(division.counts()), division)
 
-        def part(totals: list[Any], at: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
-            mine = iter(at[0])
-            micro = [next(mine) if x.ndim else x for x in leaves]
-            more, outs = self._inserted(by_rows.part, state, [*micro, *arrays], at[1])
-            return by_rows.add(totals, more), outs
+        def part(totals: list[Any], xs: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
+            slices = iter(xs[0])
+            micro = [next(slices) if x.ndim else x for x in leaves]
+            added, outs = self._inserted(by_rows.part, state, [*micro, *arrays], xs[1])
+            return by_rows.add(totals, added), outs
 
         totals = by_rows.zeros()
         if division.times == 1:

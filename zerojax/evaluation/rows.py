@@ -68,8 +68,8 @@ class ByRows:
     ) -> None:
         if jaxprs.open_jaxpr(whole)[0].effects:
             raise Undivided("it prints, or calls back into Python")
-        rows = [i for i, of_rows in enumerate(batch) if of_rows]
-        others = [i for i, of_rows in enumerate(batch) if not of_rows]
+        rows = [i for i, has_rows in enumerate(batch) if has_rows]
+        others = [i for i, has_rows in enumerate(batch) if not has_rows]
         keeps = (prims.remat_p, *_RULES) if differentiated else ()
         self._flat, traced = (flatten(x, others, rows, keeps) for x in (whole, part))
         self._sizes = sizes
@@ -120,15 +120,15 @@ class ByRows:
         return dict(map(self._mask, sorted(paths)))
 
     def _mask(self, path: Path) -> tuple[Any, Mask]:
-        whole, micro = self._analysis.pairs[path[0]]
+        global_eqn, micro_eqn = self._analysis.pairs[path[0]]
         if len(path) > 1:
             inside = self._analysis.equation(path)
             if inside is None:  # the sum that a loop over the rows carries
-                raise Undivided.at(where(whole), RUNS_OVER)
-            raise Undivided.at(where(inside), f"{TOGETHER} inside {whole.primitive.name}")
-        kinds = [self._analysis.kind(v) for v in whole.invars]
-        how = REDUCTIONS[self._analysis.kind(whole.outvars[0]).name]
-        return micro.outvars[0], Mask(whole.primitive, kinds, how)
+                raise Undivided.at(where(global_eqn), RUNS_OVER)
+            raise Undivided.at(where(inside), f"{TOGETHER} inside {global_eqn.primitive.name}")
+        kinds = [self._analysis.kind(v) for v in global_eqn.invars]
+        how = REDUCTIONS[self._analysis.kind(global_eqn.outvars[0]).name]
+        return micro_eqn.outvars[0], Mask(global_eqn.primitive, kinds, how)
 
     def zeros(self) -> list[Any]:
         """Returns the totals before the first part."""

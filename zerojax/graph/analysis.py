@@ -109,10 +109,10 @@ class Analysis(Generic[F]):
         for a primitive that runs regions may start from these facts."""
         inside = regions(equation)
         results = [self._bottom] * len(equation.outvars)
-        taken = {at for region in inside for at in region.operands}
-        deciding = [fact for at, fact in enumerate(operands) if at not in taken]  # a choice's index
+        taken = {i for region in inside for i in region.operands}
+        deciding = [fact for i, fact in enumerate(operands) if i not in taken]  # a choice's index
         for region in inside[::-1]:  # the body of a loop before its condition
-            given = [operands[at] for at in region.operands]
+            given = [operands[i] for i in region.operands]
             if region.decides:
                 carried = len(given) - len(results)
                 given[carried:] = map(self._join, given[carried:], results)
@@ -125,11 +125,11 @@ class Analysis(Generic[F]):
 
     def _iterated(self, region: Region, given: list[F]) -> Sequence[F]:
         while True:
-            made, grown = self.forward(region.jaxpr, given).ends, list(given)
+            results, grown = self.forward(region.jaxpr, given).ends, list(given)
             for result, argument in region.carries:
-                grown[argument] = self._join(grown[argument], made[result])
+                grown[argument] = self._join(grown[argument], results[result])
             if grown == given:
-                return made
+                return results
             given = grown
 
     def _backward(self, jaxpr: Any, needed: Sequence[F]) -> Facts[F]:
@@ -167,6 +167,6 @@ class Analysis(Generic[F]):
                 if grown == needed:
                     break
                 needed = grown
-            for at, fact in zip(region.operands, found, strict=True):
-                operands[at] = self._join(operands[at], fact)
+            for position, fact in zip(region.operands, found, strict=True):
+                operands[position] = self._join(operands[position], fact)
         return operands

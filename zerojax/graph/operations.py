@@ -117,14 +117,14 @@ class Program:
             found.add(v)
             left += links[v]
             ends = []
-            for at in self.users[v] if forward else self._producer(v):
-                op = self.operations[at]
+            for position in self.users[v] if forward else self._producer(v):
+                op = self.operations[position]
                 if not through(op):
                     ends.append(op)
                 elif forward:
-                    left += [r for r in op.results if v in self.needed(at, r)]
+                    left += [r for r in op.results if v in self.needed(position, r)]
                 else:
-                    left += self.needed(at, v)
+                    left += self.needed(position, v)
             yield v, ends
 
     def _producer(self, v: int) -> list[int]:
@@ -156,13 +156,13 @@ class Program:
                 results = self._enter(eqn, operands, times, exact, within)
             else:
                 results = self._new(len(eqn.outvars))
-                at = len(self.operations)
+                position = len(self.operations)
                 self.operations.append(
                     Operation(eqn, tuple(operands), tuple(results), times, exact, within)
                 )
-                self.producers.update(dict.fromkeys(results, at))
+                self.producers.update(dict.fromkeys(results, position))
                 for v in {v for v in operands if v is not None}:
-                    self.users[v].append(at)
+                    self.users[v].append(position)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -180,7 +180,7 @@ class Program:
         results = self._new(len(eqn.outvars))
         for region in inside:
             given = self._new(len(region.jaxpr.invars))
-            self._links([operands[at] for at in region.operands], given)
+            self._links([operands[position] for position in region.operands], given)
             outs = self._add(region.jaxpr, given, times, exact and not loops, names)
             carried = given[len(given) - len(results) :] if loops else []
             if region.decides:

@@ -130,9 +130,9 @@ def scale_by_orthogonal_momentum(
         updates: optax.Updates, state: ScaleByOrthogonalState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByOrthogonalState]:
         mean = jax.tree.map(lambda m, g: b * m + (1 - b) * g, state.momentum, updates)
-        ahead = jax.tree.map(lambda m, g: b * m + (1 - b) * g, mean, updates)
-        turned, _ = orthogonal.update(ahead, orthogonal.init(ahead))
-        return jax.tree.map(scaled, turned, axes(turned)), ScaleByOrthogonalState(mean)
+        lookahead = jax.tree.map(lambda m, g: b * m + (1 - b) * g, mean, updates)
+        directions, _ = orthogonal.update(lookahead, orthogonal.init(lookahead))
+        return jax.tree.map(scaled, directions, axes(directions)), ScaleByOrthogonalState(mean)
 
     return optax.GradientTransformation(init, update)
 

@@ -185,12 +185,12 @@ def _sgd(s: _Setting) -> Parts:
 def _lamb(s: _Setting) -> Parts:
     b1, b2 = s.betas
     params = s.params
-    late = [scale_by_late_bias_correction(b1, b2)] if params["bias_correction"] else []
+    correction = [scale_by_late_bias_correction(b1, b2)] if params["bias_correction"] else []
     return [
         with_beta(lambda b: scale_by_raw_adam(b, b2, params["eps"], params["eps_inside_sqrt"]), b1),
         *s.decay,
         scale_by_clamped_trust_ratio(params["min_coeff"], params["max_coeff"]),
-        *late,
+        *correction,
     ]
 
 
@@ -216,8 +216,8 @@ def _zero_one_adam(s: _Setting) -> Parts:
 def _muon(s: _Setting) -> tuple[optax.GradientTransformation, Rate]:
     b1, b2 = s.betas
     rates = [
-        s.rate(next((s.given[k] for k in (own, "lr") if s.given.get(k) is not None), default))
-        for own, default in (("muon_lr", s.params["lr"]), ("adam_lr", 3e-4))
+        s.rate(next((s.given[k] for k in (key, "lr") if s.given.get(k) is not None), default))
+        for key, default in (("muon_lr", s.params["lr"]), ("adam_lr", 3e-4))
     ]
     rules = (
         scale_by_orthogonal_momentum(s.params["momentum"]),

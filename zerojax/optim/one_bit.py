@@ -99,10 +99,12 @@ def one_bit_state(opt_state: Any) -> OneBitState | None:
     """Finds the state of a 1-bit optimizer within an optimizer's state; None if there is none."""
     kinds = OneBitAdamState, OneBitLambState, ZeroOneAdamState
 
-    def is_one(x: Any) -> bool:
+    def is_one_bit_state(x: Any) -> bool:
         return isinstance(x, kinds)
 
-    return next(filter(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)), None)
+    return next(
+        filter(is_one_bit_state, jax.tree.leaves(opt_state, is_leaf=is_one_bit_state)), None
+    )
 
 
 def scale_by_one_bit_adam(
@@ -130,8 +132,12 @@ def scale_by_one_bit_adam(
         mu = _average(grads, state.mu, b1)
         nu = _squares(grads, state.nu, b2, count <= freeze_step)
         seen = jnp.minimum(count, freeze_step)
-        of_mean, of_square = _corrections(b1, count, b2, seen) if bias_correction else (1.0, 1.0)
-        updates = jax.tree.map(lambda m, v: (m / of_mean) / (jnp.sqrt(v / of_square) + eps), mu, nu)
+        mu_correction, nu_correction = (
+            _corrections(b1, count, b2, seen) if bias_correction else (1.0, 1.0)
+        )
+        updates = jax.tree.map(
+            lambda m, v: (m / mu_correction) / (jnp.sqrt(v / nu_correction) + eps), mu, nu
+        )
         return updates, OneBitAdamState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
@@ -169,8 +175,12 @@ def scale_by_zero_one_adam(
         squares, since = state.squares + due, state.since + due
         grows = since == var_update_scaler
         interval = state.interval * jnp.where(grows, 2, 1)
-        of_mean, of_square = _corrections(b1, count, b2, squares) if bias_correction else (1.0, 1.0)
-        updates = jax.tree.map(lambda m, v: (m / of_mean) / (jnp.sqrt(v / of_square) + eps), mu, nu)
+        mu_correction, nu_correction = (
+            _corrections(b1, count, b2, squares) if bias_correction else (1.0, 1.0)
+        )
+        updates = jax.tree.map(
+            lambda m, v: (m / mu_correction) / (jnp.sqrt(v / nu_correction) + eps), mu, nu
+        )
         since = jnp.where(grows, 0, since)
         return updates, ZeroOneAdamState(count, mu, nu, squares, interval, since)
 

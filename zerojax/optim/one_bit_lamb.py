@@ -53,11 +53,11 @@ def scale_by_one_bit_lamb(
         count = optax.safe_increment(state.count)
         warm = count <= freeze_step
         mu = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, grads, state.mu)
-        next_of = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * g * g, grads, state.fresh)
-        nu = jax.tree.map(lambda new, v: jnp.where(warm, new, v), next_of, state.nu)
-        bare = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
-        whole, _ = decay.update(bare, decay.init(params), params)
-        ratio = jax.tree.map(trust_ratio, params, whole)
+        next_fresh = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * g * g, grads, state.fresh)
+        nu = jax.tree.map(lambda new, v: jnp.where(warm, new, v), next_fresh, state.nu)
+        undecayed = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
+        direction, _ = decay.update(undecayed, decay.init(params), params)
+        ratio = jax.tree.map(trust_ratio, params, direction)
         averaged = jax.tree.map(
             lambda c, r: jnp.where(warm & (r != 1), keep * c + (1 - keep) * r, c),
             state.ratio,
@@ -65,31 +65,31 @@ def scale_by_one_bit_lamb(
         )
         factor = jax.tree.map(
             lambda *each: jnp.where(warm, each[-1], next_factor(*each)),
-            nu, next_of, bare, whole, state.factor,
+            nu, next_fresh, undecayed, direction, state.factor,
         )  # fmt: skip
-        late = 1.0
+        correction = 1.0
         if given["bias_correction"]:
             seen = jnp.minimum(count, freeze_step).astype(jnp.float32)
-            late = jnp.sqrt(1 - b2**seen) / (1 - b1 ** count.astype(jnp.float32))
+            correction = jnp.sqrt(1 - b2**seen) / (1 - b1 ** count.astype(jnp.float32))
         updates = jax.tree.map(
-            lambda u, r, c, f: u * (jnp.where(warm, r, c * f) * late).astype(u.dtype),
-            whole, ratio, averaged, factor,
+            lambda u, r, c, f: u * (jnp.where(warm, r, c * f) * correction).astype(u.dtype),
+            direction, ratio, averaged, factor,
         )  # fmt: skip
-        return updates, OneBitLambState(count, mu, nu, next_of, averaged, factor)
+        return updates, OneBitLambState(count, mu, nu, next_fresh, averaged, factor)
 
     def trust_ratio(p: jax.Array, u: jax.Array) -> jax.Array:
-        of_param, of_update = jnp.linalg.norm(p.ravel()), jnp.linalg.norm(u.ravel())
-        known = (of_param != 0) & (of_update != 0)
-        ratio = of_param / jnp.where(known, of_update, 1.0)
+        param_norm, update_norm = jnp.linalg.norm(p.ravel()), jnp.linalg.norm(u.ravel())
+        known = (param_norm != 0) & (update_norm != 0)
+        ratio = param_norm / jnp.where(known, update_norm, 1.0)
         clamped = jnp.clip(ratio, given["min_coeff"], given["max_coeff"])
         return jnp.where(known, clamped, 1.0).astype(jnp.float32)
 
     def next_factor(
-        v: jax.Array, fresh: jax.Array, bare: jax.Array, whole: jax.Array, last: jax.Array
+        v: jax.Array, fresh: jax.Array, undecayed: jax.Array, direction: jax.Array, last: jax.Array
     ) -> jax.Array:
         factor = jnp.max((jnp.sqrt(v) + eps) / (jnp.sqrt(fresh) + eps))
-        norm = jnp.linalg.norm(whole.ravel())
-        share = jnp.linalg.norm(bare.ravel()) / jnp.where(norm == 0, 1.0, norm)
+        norm = jnp.linalg.norm(direction.ravel())
+        share = jnp.linalg.norm(undecayed.ravel()) / jnp.where(norm == 0, 1.0, norm)
         share = jnp.where(norm == 0, 1.0, jnp.minimum(share, 1.0))
         factor = jnp.clip(factor * share + 1 - share, given["factor_min"], given["factor_max"])
         return jnp.clip(factor, last * step_down, last * step_up).astype(jnp.float32)

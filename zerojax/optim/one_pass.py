@@ -83,8 +83,8 @@ def adam_in_one_pass(
     ) -> tuple[Any, Any]:
         from pallas_kernels import fused_adamw
 
-        at = next(i for i, x in enumerate(state) if isinstance(x, optax.ScaleByAdamState))
-        adam, last = state[at], state[-1]
+        position = next(i for i, x in enumerate(state) if isinstance(x, optax.ScaleByAdamState))
+        adam, last = state[position], state[-1]
         after = optax.safe_increment(adam.count)
         b1 = betas[0](adam.count) if callable(betas[0]) else betas[0]
         lr = rate(last.count) if callable(rate) else rate
@@ -97,7 +97,7 @@ def adam_in_one_pass(
             scale, lr, b1, run = scalars
             updated: list[Any] = [None] * len(decays)
             for decay in (True, False):
-                part = [i for i, yes in enumerate(decays) if yes == decay]
+                part = [i for i, is_decayed in enumerate(decays) if is_decayed == decay]
                 if part:
                     fused = fused_adamw(
                         *([column[i] for i in part] for column in leaves),
@@ -119,23 +119,23 @@ def adam_in_one_pass(
 
         placed = jax.tree.leaves(shardings)
         specs = [s.spec for s in placed]
-        whole = PartitionSpec()
+        replicated = PartitionSpec()
         results = jax.shard_map(
             on_shards,
             mesh=placed[0].mesh,
-            in_specs=(whole, whole, specs, specs, specs, specs),
+            in_specs=(replicated, replicated, specs, specs, specs, specs),
             out_specs=[specs] * 3,
             check_vma=False,
         )(scalars, after, *map(jax.tree.leaves, (grads, params, adam.mu, adam.nu)))
         tree = jax.tree.structure(params)
         new, mu, nu = (jax.tree.unflatten(tree, column) for column in results)
-        moved = [*state]
+        new_state = [*state]
         keep = jnp.asarray(run)
-        moved[at] = adam._replace(count=jnp.where(keep, after, adam.count), mu=mu, nu=nu)
+        new_state[position] = adam._replace(count=jnp.where(keep, after, adam.count), mu=mu, nu=nu)
         if callable(rate):
             count = optax.safe_increment(last.count)
-            moved[-1] = last._replace(count=jnp.where(keep, count, last.count))
-        return new, tuple(moved)
+            new_state[-1] = last._replace(count=jnp.where(keep, count, last.count))
+        return new, tuple(new_state)
 
     with_one_pass = WithOnePass(tx.init, optax.with_extra_args_support(tx).update)
     with_one_pass.one_pass = OnePass(wins, update)

@@ -66,7 +66,7 @@ def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> 
     config = SchedulerConfig.of(scheduler)
     params = config.with_defaults()
     _check(params)
-    return _of_count(_RATES[config.type](params, float(base_lr)))
+    return _as_schedule(_RATES[config.type](params, float(base_lr)))
 
 
 def momentum_schedule(scheduler: SchedulerConfig | Mapping[str, Any]) -> optax.Schedule | None:
@@ -97,10 +97,10 @@ def momentum_schedule(scheduler: SchedulerConfig | Mapping[str, Any]) -> optax.S
     params = config.with_defaults()
     if not params.get("cycle_momentum"):
         return None
-    return _of_count(cycled_momentum(params))
+    return _as_schedule(cycled_momentum(params))
 
 
-def _of_count(of_step: OfStep) -> optax.Schedule:
+def _as_schedule(of_step: OfStep) -> optax.Schedule:
     def value(count: jax.typing.ArrayLike) -> jax.Array:
         return jnp.asarray(of_step(jnp.asarray(count) - 1), dtype=float)
 
@@ -171,8 +171,8 @@ def _warmup_cosine_lr(params: Params, base_lr: float) -> OfStep:
 
     def rate(t: jax.Array) -> jax.Array:
         # (1 + cos(pi x)) / 2 = sin(pi (1 - x) / 2)^2, which does not cancel as x nears 1.
-        left = jnp.clip(span - (t - w + 1), 0, span)
-        cosine = end + (1 - end) * jnp.sin(math.pi / 2 * (_float(left) / span)) ** 2
+        remaining = jnp.clip(span - (t - w + 1), 0, span)
+        cosine = end + (1 - end) * jnp.sin(math.pi / 2 * (_float(remaining) / span)) ** 2
         ratio = jnp.where(t < w, start + (1 - start) * g(t), cosine)
         return jnp.where(t < 0, 0.0, base_lr * ratio)
 

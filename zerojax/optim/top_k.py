@@ -63,8 +63,8 @@ def top_k(fraction: float) -> optax.GradientTransformation:
         updates: optax.Updates, state: TopKState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, TopKState]:
         del params
-        whole = jax.tree.map(jnp.add, updates, state.error)
-        chosen = jax.tree.map(largest, whole)
-        return chosen, TopKState(jax.tree.map(jnp.subtract, whole, chosen))
+        total = jax.tree.map(jnp.add, updates, state.error)
+        chosen = jax.tree.map(largest, total)
+        return chosen, TopKState(jax.tree.map(jnp.subtract, total, chosen))
 
     return optax.GradientTransformation(init, update)

@@ -232,10 +232,10 @@ def unscaled(grad: jax.Array, loss_scale: LossScaleState | None) -> jax.Array:
 def find_zero_state(tree: Any) -> ZeroOptState | None:
     """Finds the first state of a wrapped transformation in a tree; None if there is none."""
 
-    def is_one(x: Any) -> bool:
+    def is_zero_state(x: Any) -> bool:
         return isinstance(x, ZeroOptState)
 
-    return next(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)), None)
+    return next(filter(is_zero_state, jax.tree.leaves(tree, is_leaf=is_zero_state)), None)
 
 
 def features(config: ZeroConfig) -> dict[str, Any]:

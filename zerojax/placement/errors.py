@@ -27,16 +27,16 @@ def with_errors(
       parts: A state with a wrapped optimizer state.
       own, mesh, axis, config: See :func:`zerojax.plan.planning.make_plan`.
     """
-    held = parts.opt_state.error
-    one_bit = one_bit_state(parts.opt_state.inner) is not None
-    if config.zeropp_loco_param is None and not (one_bit and key_of(config)):
-        return parts if held is None else _with(parts, None)
+    current = parts.opt_state.error
+    is_one_bit = one_bit_state(parts.opt_state.inner) is not None
+    if config.zeropp_loco_param is None and not (is_one_bit and key_of(config)):
+        return parts if current is None else _with(parts, None)
     leaves = parameter_leaves(parts.params, own, mesh, axis, config)
     tree = jax.tree.structure(parts.params)
     wanted = jax.tree.unflatten(tree, errors_of(config, leaves, mesh, axis))
-    if _shapes(held) == _shapes(wanted):
+    if _shapes(current) == _shapes(wanted):
         return parts
-    if held is not None:
+    if current is not None:
         log.warning("%s: errors of other devices start from zero.", key_of(config))
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(parts))
     # NumPy zeros take no memory until each device receives its shard.

@@ -115,9 +115,9 @@ class Placer:
         """Creates a leaf on the disk, not yet written."""
         at_rest = tuple(shape)
         placement = ArrayPlacement(at_rest, jnp.dtype(dtype), sharding.spec, DISK, at_rest)
-        pieces = disk_pieces(placement, self._mesh, self._config.sub_group_size)
+        chunks = disk_pieces(placement, self._mesh, self._config.sub_group_size)
         name = f"{path} ({next(self._number)})"
-        return DiskLeaf(store or self.store, name, shape, dtype, sharding, pieces)
+        return DiskLeaf(store or self.store, name, shape, dtype, sharding, chunks)
 
     def put(self, x: Any, sharding: NamedSharding, leaf: Leaf) -> Any:
         """Puts an array into the place and the sharding of its leaf in the plan."""
@@ -154,12 +154,12 @@ class Placer:
         placed: list[Any] = []
         for batch in _batches(leaves):
 
-            def chosen(*args: Any, batch: range = batch) -> list[Any]:
-                made = jax.tree.leaves(make(*args))
-                return [pad(made[i], leaves[i].padded) for i in batch]
+            def leaves_of_batch(*args: Any, batch: range = batch) -> list[Any]:
+                created = jax.tree.leaves(make(*args))
+                return [pad(created[i], leaves[i].padded) for i in batch]
 
             on_device = [shardings[i].with_memory_kind(None) for i in batch]
-            arrays = jax.jit(chosen, out_shardings=on_device)(*args)
+            arrays = jax.jit(leaves_of_batch, out_shardings=on_device)(*args)
             for i in batch:
                 placed.append(self.put(arrays.pop(0), shardings[i], leaves[i]))
         return jax.tree.unflatten(jax.tree.structure(shapes), placed)
@@ -183,10 +183,10 @@ def _folder(section: OffloadOptimizer | OffloadParam) -> Path:
 def _batches(leaves: Sequence[Leaf]) -> list[range]:
     """Splits the leaves into ranges that are created together, in order."""
     sixteenth = sum(leaf.bytes_per_device for leaf in leaves) // 16
-    most = min(LARGEST, max(SMALLEST, sixteenth))
+    limit = min(LARGEST, max(SMALLEST, sixteenth))
     starts, size = [0], 0
     for i, leaf in enumerate(leaves):
-        if i > starts[-1] and size + leaf.bytes_per_device > most:
+        if i > starts[-1] and size + leaf.bytes_per_device > limit:
             starts.append(i)
             size = 0
         size += leaf.bytes_per_device

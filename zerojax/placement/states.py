@@ -128,8 +128,8 @@ class States:
                 "pass TrainState.create the params of model.init(...)."
             )
         opened = dataclasses.replace(opened, specs=self._own_specs(opened))
-        wrapped = opened.optimizer_in_step or isinstance(opened.tx, ZeroTransformation)
-        if wrapped:
+        is_wrapped = opened.optimizer_in_step or isinstance(opened.tx, ZeroTransformation)
+        if is_wrapped:
             self._check_scaled(opened.parts.opt_state)
         else:
             _check_not_within(opened.parts.opt_state)
@@ -140,7 +140,7 @@ class States:
                 parts = parts._replace(params=jax.tree.map(full_precision, parts.params))
             elif self.config.compute_dtype:
                 parts = _full_precision_masters(parts, opened.tx)
-            if not wrapped:
+            if not is_wrapped:
                 loss_scale = features(self.config)["loss_scale"]
                 norm = UNKNOWN if opened.any_pytree else 0.0
                 adopted = adopt(parts.opt_state, parts.step, loss_scale, norm)
@@ -150,11 +150,11 @@ class States:
         leaves = jax.tree.leaves(opened.parts)
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         parts = jax.eval_shape(prepare, opened.parts) if abstract else prepare(opened.parts)
-        if has_own and not wrapped:  # the config's optimizer is in use
+        if has_own and not is_wrapped:  # the config's optimizer is in use
             self._wrapped.setdefault(opened.tx, wrap(opened.tx))
         # For any other pytree `placed` decides array by array what to copy.
-        plain = not wrapped and not opened.any_pytree
-        tx = opened.tx if wrapped else self.wrap(opened.tx)
+        plain = not is_wrapped and not opened.any_pytree
+        tx = opened.tx if is_wrapped else self.wrap(opened.tx)
         return dataclasses.replace(opened, parts=parts, tx=tx, plain=plain)
 
     def take_apart(self, objects: tuple[Any, ...]) -> OpenedState:
@@ -189,39 +189,41 @@ class States:
           ValueError: The mesh has an axis "fsdp" that ZeRO does not use and that shards no
             parameter.
         """
-        asks = self.config.zero_quantized_nontrainable_weights
+        needs_frozen = self.config.zero_quantized_nontrainable_weights
         frozen = (
-            frozen_leaves(opened.tx, opened.parts.params, opened.parts.opt_state) if asks else ()
+            frozen_leaves(opened.tx, opened.parts.params, opened.parts.opt_state)
+            if needs_frozen
+            else ()
         )
         tx = None if opened.optimizer_in_step else opened.tx
         plan = make_plan(opened.parts, tx, opened.specs, self.mesh, self.axis, self.config, frozen)
-        own = {
+        own_axes = {
             axis for leaf in plan.leaves["params"] for e in leaf.whole for axis in layout.axes(e)
         }
-        if self.axis != _FSDP and self.mesh.shape.get(_FSDP, 1) > 1 and _FSDP not in own:
+        if self.axis != _FSDP and self.mesh.shape.get(_FSDP, 1) > 1 and _FSDP not in own_axes:
             raise ValueError(
                 f"the mesh's axis {_FSDP!r} of {self.mesh.shape[_FSDP]} devices cuts no parameter, "
                 f"for ZeRO shards over {self.axis!r}: call the axis that is to cut the state "
                 f"{AXIS!r}, and an axis between copies of the state {REPLICA!r}."
             )
         leaves = plan.all_leaves()
-        held = sum(leaf.bytes_per_device for leaf in leaves)
-        if sum(leaf.lost for leaf in leaves) > LITTLE * held and not self._warned:
+        n_bytes = sum(leaf.bytes_per_device for leaf in leaves)
+        if sum(leaf.lost for leaf in leaves) > LITTLE * n_bytes and not self._warned:
             self._warned = True
             log.warning("%s.", plan.lost)
-        if (whole := plan.kept_whole) and whole not in self._told:
-            self._told.add(whole)
-            log.warning("%s.", whole)
+        if (message := plan.kept_whole) and message not in self._told:
+            self._told.add(message)
+            log.warning("%s.", message)
         return plan
 
     def _own_specs(self, opened: OpenedState) -> tuple[Any, ...]:
         params = opened.parts.params
         given: list[Any] = list(opened.specs)
         if self.specs is not None:
-            of_all = self.specs(params) if callable(self.specs) else self.specs
+            user_specs = self.specs(params) if callable(self.specs) else self.specs
             spread = jax.tree.map(
                 lambda spec, part: jax.tree.map(lambda _: spec, part),
-                of_all,
+                user_specs,
                 params,
                 is_leaf=_is_spec,
             )
@@ -253,14 +255,14 @@ class States:
                 check_memories(self.config, self.mesh)
                 parts = self.placer.born(make, args, plan, shapes)
             else:
-                born = jax.jit(  # does not trace `make` again, which is jitted
+                create_sharded = jax.jit(  # does not trace `make` again, which is jitted
                     lambda *args: plan.at_rest(make(*args)), out_shardings=plan.shardings()
                 )
-                parts = plan.shown(born(*args))
-            made = _as_made(opened[0], parts)
+                parts = plan.shown(create_sharded(*args))
+            state = _in_user_form(opened[0], parts)
             if opened[0].any_pytree:
-                self.owned.add(made)
-            return made
+                self.owned.add(state)
+            return state
 
     def _require_alike(self, make: jax.stages.Wrapped, args: Any) -> None:
         """Rejects a state that is not the same in all processes."""
@@ -276,7 +278,7 @@ class States:
             make, opened = self._maker(create, explicit)
             shapes = jax.eval_shape(make, *relabelled(args, self.mesh))
         plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
-        return _as_made(opened[0], abstract(shapes, plan))
+        return _in_user_form(opened[0], abstract(shapes, plan))
 
     def _maker(
         self, create: Callable[..., Any], explicit: tuple[str, ...]
@@ -292,14 +294,14 @@ class States:
         opened: list[OpenedState] = []
 
         def make(*args: Any) -> Parts:
-            made = create(*args)
-            parts = self.open(made if type(made) is tuple else (made,))
+            created = create(*args)
+            state = self.open(created if type(created) is tuple else (created,))
             # Shapes in place of the tracers, which must not leave the trace.
-            shapes = jax.tree.map(jaxprs.like, parts.parts)
-            opened.append(dataclasses.replace(parts, parts=shapes))
-            return jax.tree.map(jnp.asarray, parts.parts)
+            shapes = jax.tree.map(jaxprs.like, state.parts)
+            opened.append(dataclasses.replace(state, parts=shapes))
+            return jax.tree.map(jnp.asarray, state.parts)
 
-        def make_there(*args: Any) -> Parts:
+        def make_on_mesh(*args: Any) -> Parts:
             if explicit:
                 return evaluate(make, args, self.mesh, explicit)
             # No mesh is in the context, as under plain jit: with one, linen would constrain the
@@ -312,7 +314,7 @@ class States:
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return make(*args)
 
-        return jax.jit(make_there, inline=compat.INLINE), opened
+        return jax.jit(make_on_mesh, inline=compat.INLINE), opened
 
     def placed(self, opened: OpenedState, plan: Plan) -> Parts:
         """Places the arrays of a state as planned.
@@ -327,18 +329,22 @@ class States:
         """
         parts, wanted = opened.parts, plan.shardings()
         leaves, shardings = jax.tree.leaves(parts), jax.tree.leaves(wanted)
-        where = list(zip(leaves, shardings, plan.all_leaves(), strict=True))
-        lies = [not opened.plain and is_placed(*each) for each in where]
-        if not opened.any_pytree and all(lies) and len({*map(id, leaves)}) == len(leaves):
+        targets = list(zip(leaves, shardings, plan.all_leaves(), strict=True))
+        are_placed = [not opened.plain and is_placed(*each) for each in targets]
+        if not opened.any_pytree and all(are_placed) and len({*map(id, leaves)}) == len(leaves):
             return parts
         self.check_mesh(parts)
         if lockstep(self.mesh):
             require_same_values("the state", _by_path(parts))
-        kept = {id(x) for x in leaves} if all(lies) else set()
+        kept = {id(x) for x in leaves} if all(are_placed) else set()
         if opened.any_pytree:
-            kept = {id(x) for x, lie in zip(leaves, lies, strict=True) if lie and x in self.owned}
-        made = [self._owned(kept, *each) for each in where]
-        return jax.tree.unflatten(jax.tree.structure(parts), made)
+            kept = {
+                id(x)
+                for x, in_place in zip(leaves, are_placed, strict=True)
+                if in_place and x in self.owned
+            }
+        arrays = [self._owned(kept, *each) for each in targets]
+        return jax.tree.unflatten(jax.tree.structure(parts), arrays)
 
     def _owned(self, kept: set[int], x: Any, sharding: NamedSharding, leaf: Leaf) -> Any:
         """Places an array; copies it unless it is in ``kept``, from which it is removed."""
@@ -391,7 +397,7 @@ def _check_features(config: ZeroConfig, *, wrapped: bool) -> None:
 
 def of_parameters(config: ZeroConfig) -> list[str]:
     """Returns the keys in use for which zerojax must know the parameters of a state."""
-    asked = {
+    in_use = {
         "bf16 or fp16": config.compute_dtype is not None,
         "offload_optimizer": config.offload_optimizer is not None,
         "offload_param": config.offload_param is not None,
@@ -400,7 +406,7 @@ def of_parameters(config: ZeroConfig) -> list[str]:
         "zero_hpz_partition_size": config.zero_hpz_partition_size > 1,
         "zeropp_loco_param": config.zeropp_loco_param is not None,
     }
-    return [name for name, yes in asked.items() if yes]
+    return [name for name, is_used in in_use.items() if is_used]
 
 
 def is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
@@ -429,7 +435,7 @@ def take_apart(objects: tuple[Any, ...]) -> OpenedState:
     return open_pytree(objects)
 
 
-def _as_made(opened: OpenedState, parts: Parts) -> Any:
+def _in_user_form(opened: OpenedState, parts: Parts) -> Any:
     """Rebuilds the state in the form of the user's function: one object, or a tuple of several."""
     objects = opened.close(parts, opened.tx)
     return objects[0] if len(objects) == 1 else objects
@@ -476,17 +482,17 @@ def _full_precision_masters(parts: Parts, tx: optax.GradientTransformation) -> P
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(parts.params), strict=True)
     if all(new is old for new, old in pairs):
         return parts
-    made = jax.tree.leaves(jax.eval_shape(tx.init, params))
+    expected = jax.tree.leaves(jax.eval_shape(tx.init, params))
     leaves, tree = jax.tree.flatten(parts.opt_state)
-    opt_state = [x.astype(m.dtype) for x, m in zip(leaves, made, strict=True)]
+    opt_state = [x.astype(m.dtype) for x, m in zip(leaves, expected, strict=True)]
     return parts._replace(params=params, opt_state=jax.tree.unflatten(tree, opt_state))
 
 
 def _check_not_within(opt_state: Any) -> None:
-    def wrapped(x: Any) -> bool:
+    def is_wrapped(x: Any) -> bool:
         return isinstance(x, ZeroOptState)
 
-    if any(map(wrapped, jax.tree.leaves(opt_state, is_leaf=wrapped))):
+    if any(map(is_wrapped, jax.tree.leaves(opt_state, is_leaf=is_wrapped))):
         raise ValueError(
             "the state's optimizer has one of zero.optimizer() or zero.wrap() within it, which "
             "would clip and unscale twice: wrap the outermost transformation only."

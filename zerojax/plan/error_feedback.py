@@ -75,11 +75,11 @@ def one_bit_errors(leaf: Leaf, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
     count, n = math.prod(leaf.shape), mesh.size
     if count <= SMALL or n == 1:
         return ()
-    piece = -(-count // (8 * n)) * 8
-    errors = (jax.ShapeDtypeStruct((n, k), jnp.float32) for k in (n * piece, piece))
+    shard_size = -(-count // (8 * n)) * 8
+    errors = (jax.ShapeDtypeStruct((n, k), jnp.float32) for k in (n * shard_size, shard_size))
     if not leaf.sharded:
         return tuple(errors)
-    bits = jax.ShapeDtypeStruct((n, piece // 8), jnp.uint8)
+    bits = jax.ShapeDtypeStruct((n, shard_size // 8), jnp.uint8)
     return (*errors, bits, jax.ShapeDtypeStruct((n,), jnp.float32))
 
 
@@ -87,11 +87,11 @@ def _errors(
     config: ZeroConfig, leaf: Leaf, mesh: Mesh, axis: str
 ) -> Iterator[jax.ShapeDtypeStruct]:
     spec, n = layout.full(leaf.spec, len(leaf.shape)), axis_size(mesh, axis)
-    cut = layout.dimensions(spec, axis)
-    if len(cut) != 1 or layout.parts(spec[cut[0]], mesh) != n or n == 1:
+    dims = layout.dimensions(spec, axis)
+    if len(dims) != 1 or layout.parts(spec[dims[0]], mesh) != n or n == 1:
         return
-    (at,) = cut
-    extent, others = leaf.shape[at], (*leaf.shape[:at], *leaf.shape[at + 1 :])
+    (dim,) = dims
+    extent, others = leaf.shape[dim], (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
     if extent % n or block_of_piece((extent, *others), n, sent(config).gradients) is None:
         return
     for parts in sends(spec, mesh, axis):
@@ -113,10 +113,10 @@ def error_spec(mesh: Mesh, ndim: int) -> Spec:
 
 def error_leaf(path: str, x: Any, mesh: Mesh) -> Leaf:
     """Builds the leaf of an error, or of the 1-bit message that was sent last."""
-    whole = (None,) * len(x.shape)
+    replicated = (None,) * len(x.shape)
     if x.dtype == jnp.uint8 or len(x.shape) == 1:
-        return Leaf.of(path, x, whole, whole, "is what all devices were sent", mesh)
-    return Leaf.of(path, x, error_spec(mesh, len(x.shape)), whole, "", mesh)
+        return Leaf.of(path, x, replicated, replicated, "is what all devices were sent", mesh)
+    return Leaf.of(path, x, error_spec(mesh, len(x.shape)), replicated, "", mesh)
 
 
 def notes(config: ZeroConfig, errors: Sequence[Leaf], gradients: Sequence[Leaf]) -> Iterator[str]:
@@ -132,9 +132,9 @@ def notes(config: ZeroConfig, errors: Sequence[Leaf], gradients: Sequence[Leaf])
     if not errors:
         yield f"{key}: no gradient is sent quantized, so that there is no error to feed back"
         return
-    held = sum(leaf.bytes_per_device for leaf in errors)
-    whole = sum(math.prod(leaf.shape) * 4 for leaf in gradients)
+    error_bytes = sum(leaf.bytes_per_device for leaf in errors)
+    gradient_bytes = sum(math.prod(leaf.shape) * 4 for leaf in gradients)
     yield (
-        f"{key}: each device holds the errors of its own gradients, {size(held)}, and whole "
-        f"gradients until the update, {size(whole)}"
+        f"{key}: each device holds the errors of its own gradients, {size(error_bytes)}, and whole "
+        f"gradients until the update, {size(gradient_bytes)}"
     )

@@ -77,11 +77,11 @@ class ExtraState:
         children, tree = jax.tree_util.tree_flatten_with_path(
             value, is_leaf=lambda x: x is not value
         )
-        below = []
+        child_leaves = []
         for keys, child in children:
             key = jax.tree_util.keystr(keys)
-            below.append(self._below(path + key, child, of_optimizer or _names(key)))
-        return jax.tree.unflatten(tree, below)
+            child_leaves.append(self._below(path + key, child, of_optimizer or _names(key)))
+        return jax.tree.unflatten(tree, child_leaves)
 
     def _copy(self, path: str, value: Any) -> Any:
         arrays, tree = jax.tree.flatten(value)
@@ -100,8 +100,8 @@ class ExtraState:
 
     def _array(self, path: str, x: Any, of_optimizer: bool) -> Leaf:
         if reason := self._why_whole(x, of_optimizer):
-            whole = (None,) * x.ndim
-            return Leaf.of(path, x, whole, whole, reason, self._mesh)
+            replicated = (None,) * x.ndim
+            return Leaf.of(path, x, replicated, replicated, reason, self._mesh)
         return self._at_rest(path, x, None)
 
     def _why_whole(self, x: Any, of_optimizer: bool) -> str:

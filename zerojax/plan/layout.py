@@ -143,8 +143,8 @@ def piece(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh) 
 
 def padded(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     """Returns the shape with each dimension padded to a multiple of its number of slices."""
-    pieces = piece(shape, spec, mesh)
-    return tuple(n * parts(entry, mesh) for n, entry in zip(pieces, spec, strict=True))
+    shard_shape = piece(shape, spec, mesh)
+    return tuple(n * parts(entry, mesh) for n, entry in zip(shard_shape, spec, strict=True))
 
 
 def separate(spec: Iterable[Any], mesh: Mesh | AbstractMesh) -> Spec:
@@ -233,12 +233,12 @@ def _divided(mesh: AnyMesh, found: frozenset[SubAxis]) -> AnyMesh:
             names.append(axis)
             sizes.append(1)
     kinds = (mesh.axis_types[0],) * len(names)
-    made: Any = (
+    result: Any = (
         Mesh(np.reshape(mesh.devices, sizes), names, axis_types=kinds)
         if isinstance(mesh, Mesh)
         else AbstractMesh(tuple(sizes), tuple(names), axis_types=kinds)
     )
-    return made  # type: ignore[no-any-return]
+    return result  # type: ignore[no-any-return]
 
 
 def undivided(mesh: Mesh) -> Mesh:
@@ -260,15 +260,15 @@ def is_divided(sharding: Sharding) -> bool:
 def in_whole_axes(mesh: Mesh, spec: Iterable[Any], shape: Sequence[int]) -> NamedSharding:
     """Returns the sharding of an array on the undivided mesh, after an all-gather over incomplete
     axes and over axes that do not divide their dimension."""
-    on = undivided(mesh)
+    full_mesh = undivided(mesh)
     entries = [
-        _dividing(size, _whole_axes(axes(entry), on), on)
+        _dividing(size, _full_axes(axes(entry), full_mesh), full_mesh)
         for size, entry in zip(shape, full(tuple(spec), len(shape)), strict=True)
     ]
-    return NamedSharding(on, PartitionSpec(*entries))
+    return NamedSharding(full_mesh, PartitionSpec(*entries))
 
 
-def _whole_axes(names: Sequence[str], mesh: Mesh) -> list[str]:
+def _full_axes(names: Sequence[str], mesh: Mesh) -> list[str]:
     """Returns the axes of ``mesh`` of which ``names`` has all parts."""
     sizes: dict[str, int] = {}
     for name in names:
@@ -292,5 +292,5 @@ def sharding(
 ) -> NamedSharding:
     """Returns ``spec`` as a sharding on ``mesh``, divided where ``spec`` names parts of axes."""
     spec = separate(spec, mesh)
-    on: Any = divided(mesh, spec)
-    return NamedSharding(on, PartitionSpec(*spec), memory_kind=memory_kind)
+    divided_mesh: Any = divided(mesh, spec)
+    return NamedSharding(divided_mesh, PartitionSpec(*spec), memory_kind=memory_kind)

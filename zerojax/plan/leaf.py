@@ -47,7 +47,7 @@ class Leaf:
         """Builds the leaf of an array, abstract or concrete, with this spec, on the device."""
         named = not hasattr(x.dtype, "itemsize")  # a type, such as jnp.float32
         itemsize = jnp.dtype(x.dtype).itemsize if named else x.dtype.itemsize
-        piece = layout.piece(x.shape, spec, mesh)
+        shard_shape = layout.piece(x.shape, spec, mesh)
         return cls(
             path=path,
             shape=tuple(x.shape),
@@ -56,7 +56,7 @@ class Leaf:
             whole=_trimmed(whole),
             reason=reason,
             bytes=math.prod(x.shape) * itemsize,
-            bytes_per_device=math.prod(piece) * itemsize,
+            bytes_per_device=math.prod(shard_shape) * itemsize,
             padded=layout.padded(x.shape, spec, mesh),
         )
 

@@ -48,10 +48,10 @@ class Live:
         self._able = [leaf for leaf in compute if self._may_stay(leaf)] if drops else []
         chosen = self._chosen()
         self.leaves = tuple(
-            Leaf.of(leaf.path, leaf, whole, whole, "", mesh)
+            Leaf.of(leaf.path, leaf, unsharded, unsharded, "", mesh)
             for leaf in self._able
             if leaf.path in chosen
-            for whole in [layout.full(leaf.whole, len(leaf.shape))]
+            for unsharded in [layout.full(leaf.whole, len(leaf.shape))]
         )
 
     def __bool__(self) -> bool:
@@ -88,10 +88,10 @@ class Live:
         most, farthest = self._asked
         if not most or not self._able:
             return []
-        asked = f"stage3_max_live_parameters = {most:,}"
+        setting = f"stage3_max_live_parameters = {most:,}"
         if self:
             return [
-                f"{asked}: {len(self.leaves)} parameters of {self.elements:,} elements stay "
+                f"{setting}: {len(self.leaves)} parameters of {self.elements:,} elements stay "
                 f"gathered over an update, {size(self.bytes)} on each device; up to "
                 f"{size(self.saved)} less are gathered"
             ]
@@ -102,7 +102,7 @@ class Live:
                 f"up to {2 * (self._total - max(sizes)):,} elements of others lie between two "
                 f"uses, and stage3_max_reuse_distance is {farthest:,}"
             )
-        return [f"{asked}: nothing stays gathered, because {why}"]
+        return [f"{setting}: nothing stays gathered, because {why}"]
 
     @property
     def _asked(self) -> tuple[int, int | None]:

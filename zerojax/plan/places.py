@@ -97,18 +97,18 @@ def check_memories(config: ZeroConfig, mesh: Mesh) -> None:
     Raises:
       ValueError: names the platform and the memories that it has.
     """
-    asked = [
+    requested = [
         name
         for name in ("offload_optimizer", "offload_param", "cpu_checkpointing")
         if getattr(config, name)
     ]
     device = mesh.devices.flat[0]
-    if not asked or not are_there(mesh):
+    if not requested or not are_there(mesh):
         return
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     if PINNED not in kinds:
         raise ValueError(
-            f"{' and '.join(asked)} needs {PINNED} memory, but {device.platform} device "
+            f"{' and '.join(requested)} needs {PINNED} memory, but {device.platform} device "
             f"{device} ({device.device_kind}) has {', '.join(kinds)} alone: remove "
-            f"{'it' if len(asked) == 1 else 'them'} from the config, or update jax."
+            f"{'it' if len(requested) == 1 else 'them'} from the config, or update jax."
         )

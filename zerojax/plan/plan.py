@@ -113,14 +113,17 @@ class Plan:
     @property
     def lost(self) -> str:
         """A sentence on the bytes that each device holds beyond its share; empty for none."""
-        whole = [leaf for leaf in self.all_leaves() if leaf.lost]
-        if not whole:
+        affected = [leaf for leaf in self.all_leaves() if leaf.lost]
+        if not affected:
             return ""
-        lost, largest = sum(leaf.lost for leaf in whole), max(whole, key=lambda leaf: leaf.lost)
-        held = sum(leaf.bytes_per_device for leaf in self.all_leaves())
+        lost, largest = (
+            sum(leaf.lost for leaf in affected),
+            max(affected, key=lambda leaf: leaf.lost),
+        )
+        total = sum(leaf.bytes_per_device for leaf in self.all_leaves())
         return (
-            f"{table.size(lost)} of each device's {table.size(held)} is beyond "
-            f"its share: {len(whole)} arrays have no dimensions that all of "
+            f"{table.size(lost)} of each device's {table.size(total)} is beyond "
+            f"its share: {len(affected)} arrays have no dimensions that all of "
             f"{axis_size(self.mesh, self.axis)} devices divide, the largest {largest.path} "
             f"{largest.shape}"
         )
@@ -165,8 +168,8 @@ class Plan:
         """Removes the padding of one array, sharded as the leaf is; call under ``jit``."""
         if leaf.even:
             return x
-        whole = x[tuple(map(slice, leaf.shape))]
-        return lax.with_sharding_constraint(whole, self.sharding(leaf))
+        sliced = x[tuple(map(slice, leaf.shape))]
+        return lax.with_sharding_constraint(sliced, self.sharding(leaf))
 
     def stored(self, parts: Parts) -> Parts:
         """Replaces the leaves that the user sees by their arrays at rest."""
@@ -255,8 +258,8 @@ class Plan:
         for place, where in ((HOST, "host memory"), (DISK, "disk")):
             if n_bytes := self.bytes_in(place):
                 total += f", and {table.size(n_bytes)} of {where} for each"
-        for said in (self.lost, self.kept_whole):
-            title += f"\n{said}" if said else ""
+        for sentence in (self.lost, self.kept_whole):
+            title += f"\n{sentence}" if sentence else ""
         return table.render(title, {**at_rest, **self.leaves}, [total, *notes])
 
     __str__ = table
@@ -288,7 +291,7 @@ class Plan:
         if not offloads(self.config):
             return ()
         pairs = zip(self.compute, self.leaves["params"], strict=True)
-        return tuple(leaf for leaf, rest in pairs if leaf != rest)
+        return tuple(leaf for leaf, at_rest in pairs if leaf != at_rest)
 
     @functools.cached_property
     def live(self) -> Live:
@@ -323,9 +326,11 @@ class Plan:
             return None
         if not 1 < size < n or is_small(leaf.shape, spec, self.axis):
             return None
-        near = layout.inside(spec, self.axis, n // size)
-        alone = math.prod(layout.parts(e, self.mesh) for e in layout.only(near, [self.axis]))
-        return near if near != spec and alone == size else None
+        inner_spec = layout.inside(spec, self.axis, n // size)
+        n_shards = math.prod(
+            layout.parts(e, self.mesh) for e in layout.only(inner_spec, [self.axis])
+        )
+        return inner_spec if inner_spec != spec and n_shards == size else None
 
     def gradients(self) -> tuple[Leaf, ...]:
         """Returns the accumulated gradients, float32, in the form of ``grads``.
@@ -342,9 +347,11 @@ class Plan:
                     leaf.reason,
                     self.mesh,
                 ),
-                place=DEVICE if now.place == DEVICE else HOST,
+                place=DEVICE if compute_leaf.place == DEVICE else HOST,
             )
-            for leaf, spec, now in zip(self.leaves["params"], specs, self.compute, strict=True)
+            for leaf, spec, compute_leaf in zip(
+                self.leaves["params"], specs, self.compute, strict=True
+            )
         )
 
 

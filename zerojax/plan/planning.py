@@ -64,14 +64,14 @@ def make_plan(
     compute = tuple(
         _computing(leaf, place.compute, config) for leaf, place in zip(params, places, strict=True)
     )
-    still = {leaf.path for leaf, each in zip(params, frozen, strict=False) if each}
-    whole = config.stage < 2 or config.zeropp_loco_param is not None
+    frozen_paths = {leaf.path for leaf, is_frozen in zip(params, frozen, strict=False) if is_frozen}
+    unsharded_grads = config.stage < 2 or config.zeropp_loco_param is not None
     return Plan(
         mesh=mesh,
         axis=axis,
         config=config,
         params=specs(param_tree),
-        grads=specs(param_tree, "whole" if whole else "spec"),
+        grads=specs(param_tree, "whole" if unsharded_grads else "spec"),
         opt_state=specs(opt_tree),
         step=PartitionSpec(),
         rest=specs(rest_tree),
@@ -81,7 +81,7 @@ def make_plan(
             "rest": tuple(jax.tree.leaves(rest_tree, is_leaf=_is_leaf)),
         },
         compute=compute,
-        quantized=QuantizedWeights(config, compute, still, mesh, axis),
+        quantized=QuantizedWeights(config, compute, frozen_paths, mesh, axis),
     )
 
 
@@ -110,26 +110,26 @@ def _parameters(
 def _rule(mesh: Mesh, axis: str, config: ZeroConfig) -> AtRest:
     """Builds the rule that turns a path, an array and the user's spec into a leaf at rest."""
     smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
-    parts_too = not offloads(config)  # offload streams sub-groups as rows on one mesh
+    allow_parts = not offloads(config)  # offload streams sub-groups as rows on one mesh
 
     def at_rest(path: str, x: Any, own: Any) -> Leaf:
-        whole = layout.full(own, len(x.shape))
-        check_own_spec(path, x.shape, whole, mesh)
-        whole = layout.cutting(whole, mesh)
+        own_spec = layout.full(own, len(x.shape))
+        check_own_spec(path, x.shape, own_spec, mesh)
+        own_spec = layout.cutting(own_spec, mesh)
         if config.stage == 0:
-            cut = ShardSpec(whole, "stage 0 keeps the state whole")
+            chosen = ShardSpec(own_spec, "stage 0 keeps the state whole")
         else:
-            cut = shard_spec(
+            chosen = shard_spec(
                 x.shape,
-                whole,
+                own_spec,
                 mesh,
                 axis,
                 smallest,
-                parts=parts_too,
+                parts=allow_parts,
                 partition=config.zero_hpz_partition_size,
             )
-        leaf = Leaf.of(path, x, cut.spec, whole, cut.reason, mesh)
-        return dataclasses.replace(leaf, whole_over=cut.whole_over)
+        leaf = Leaf.of(path, x, chosen.spec, own_spec, chosen.reason, mesh)
+        return dataclasses.replace(leaf, whole_over=chosen.whole_over)
 
     return at_rest
 
@@ -139,20 +139,20 @@ def _computing(leaf: Leaf, place: str, config: ZeroConfig) -> Leaf:
     low = config.compute_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
     dtype = DTYPES[config.compute_dtype] if low else leaf.dtype
     itemsize = jnp.dtype(leaf.dtype).itemsize if low else 1
-    part = jnp.dtype(dtype).itemsize if low else 1
+    compute_itemsize = jnp.dtype(dtype).itemsize if low else 1
     return dataclasses.replace(
         leaf,
         dtype=dtype,
         place=place,
-        bytes=leaf.bytes // itemsize * part,
-        bytes_per_device=leaf.bytes_per_device // itemsize * part,
+        bytes=leaf.bytes // itemsize * compute_itemsize,
+        bytes_per_device=leaf.bytes_per_device // itemsize * compute_itemsize,
     )
 
 
 def _shown_path(path: Any) -> str:
     """Turns an array's path in a wrapped optimizer's state into its path in the user's state."""
-    of_optax = jax.tree_util.keystr(path[:1]) == ".inner"
-    return f"opt_state{jax.tree_util.keystr(path[1 if of_optax else 0 :])}"
+    is_wrapped = jax.tree_util.keystr(path[:1]) == ".inner"
+    return f"opt_state{jax.tree_util.keystr(path[1 if is_wrapped else 0 :])}"
 
 
 def _optimizer_leaves(
@@ -170,30 +170,30 @@ def _optimizer_leaves(
     error = getattr(parts.opt_state, "error", None)
     if error is not None:  # no optax transformation knows this field
         errors = jax.tree.map(lambda x: error_leaf(x[0], x[1], mesh), paths.error, is_leaf=_is_pair)
-        bare = parts._replace(opt_state=parts.opt_state._replace(error=None))
-        leaves = _optimizer_leaves(bare, tx, params, at_rest, mesh, moments)
+        without_error = parts._replace(opt_state=parts.opt_state._replace(error=None))
+        leaves = _optimizer_leaves(without_error, tx, params, at_rest, mesh, moments)
         return leaves._replace(error=errors)
 
-    def of_param(pair: Any, param: Leaf) -> Any:
+    def parameter_leaf(pair: Any, param: Leaf) -> Any:
         if not _is_pair(pair):
             return pair  # optax.masked puts a node without arrays for parameters it skips
         path, x = pair
         if tuple(x.shape) == param.shape:
-            spec, whole = (layout.full(s, len(x.shape)) for s in (param.spec, param.whole))
-            leaf = Leaf.of(path, x, spec, whole, param.reason, mesh)
+            spec, unsharded_spec = (layout.full(s, len(x.shape)) for s in (param.spec, param.whole))
+            leaf = Leaf.of(path, x, spec, unsharded_spec, param.reason, mesh)
             leaf = dataclasses.replace(leaf, whole_over=param.whole_over)
         else:
             leaf = at_rest(path, x, None)  # factored statistics have a shape of their own
         return dataclasses.replace(leaf, place=moments[param.path])
 
-    def anywhere(leaf: Leaf) -> Leaf:
+    def place_unowned(leaf: Leaf) -> Leaf:
         """Puts an array of no known parameter into the place of most moments."""
         if not leaf.shape:
             return leaf
-        named = list(moments.values())
-        return dataclasses.replace(leaf, place=max(named, key=named.count))
+        places = list(moments.values())
+        return dataclasses.replace(leaf, place=max(places, key=places.count))
 
-    def other(pair: tuple[str, Any]) -> Leaf:
+    def unowned_leaf(pair: tuple[str, Any]) -> Leaf:
         path, x = pair
         empty = (None,) * len(x.shape)
         return Leaf.of(path, x, empty, empty, "belongs to no parameter", mesh)
@@ -207,9 +207,9 @@ def _optimizer_leaves(
     if tx is None:
         return jax.tree.map(
             lambda x: (
-                jax.tree.map(of_param, x, params, is_leaf=_is_pair)
+                jax.tree.map(parameter_leaf, x, params, is_leaf=_is_pair)
                 if is_copy(x)
-                else anywhere(at_rest(*x, None))
+                else place_unowned(at_rest(*x, None))
             ),
             paths,
             is_leaf=lambda x: _is_pair(x) or is_copy(x),
@@ -217,15 +217,15 @@ def _optimizer_leaves(
     try:
         return optax.tree.map_params(
             tx,
-            of_param,
+            parameter_leaf,
             paths,
             params,
-            transform_non_params=other,
+            transform_non_params=unowned_leaf,
             is_leaf=lambda x: _is_pair(x) or isinstance(x, optax.MaskedNode),
         )
     except (AttributeError, IndexError, TypeError, ValueError):
         # Some transformations (adafactor, lbfgs) hide from optax which parameter owns a leaf.
-        return jax.tree.map(lambda p: anywhere(at_rest(*p, None)), paths, is_leaf=_is_pair)
+        return jax.tree.map(lambda p: place_unowned(at_rest(*p, None)), paths, is_leaf=_is_pair)
 
 
 def _is_leaf(x: Any) -> bool:

@@ -57,8 +57,10 @@ def block_of(
     """
     if how is None or len(shape) < 2 or math.prod(shape) <= rule.SMALL:
         return None
-    piece = [_piece(n, entry, mesh, axis) for n, entry in zip(shape, spec, strict=True)]
-    return extents(piece, how.block_size)
+    shard_shape = [
+        _shard_extent(n, entry, mesh, axis) for n, entry in zip(shape, spec, strict=True)
+    ]
+    return extents(shard_shape, how.block_size)
 
 
 def block_of_piece(
@@ -71,16 +73,16 @@ def block_of_piece(
     return None if how.format == "int4" and block is not None and block[-1] % 2 else block
 
 
-def _piece(size: int, entry: Any, mesh: Mesh, axis: str) -> int:
+def _shard_extent(size: int, entry: Any, mesh: Mesh, axis: str) -> int:
     """Returns the extent of a device's shard; 1 if the shards are not equal."""
     names = layout.axes(entry)
     if any(layout.whole_axis(name) == axis for name in names):
         others = tuple(name for name in names if layout.whole_axis(name) != axis)
-        pieces = layout.parts(others, mesh) * axis_size(mesh, axis)
-        if size % pieces == 0:
-            return size // pieces
-    pieces = layout.parts(entry, mesh)
-    return 1 if size % pieces else size // pieces
+        n_slices = layout.parts(others, mesh) * axis_size(mesh, axis)
+        if size % n_slices == 0:
+            return size // n_slices
+    n_slices = layout.parts(entry, mesh)
+    return 1 if size % n_slices else size // n_slices
 
 
 def extents(piece: Sequence[int], block_size: int | None) -> tuple[int, ...] | None:
@@ -96,15 +98,15 @@ def extents(piece: Sequence[int], block_size: int | None) -> tuple[int, ...] | N
       >>> extents((12, 40), 256) is None
       True
     """
-    found, left = [], block_size or BLOCK
+    found, remaining = [], block_size or BLOCK
     for extent in reversed(piece):
         if block_size:
-            found.append(math.gcd(extent, left))
-            left //= found[-1]
+            found.append(math.gcd(extent, remaining))
+            remaining //= found[-1]
         else:
-            found.append(_extent(extent, left))
-            left = -(-left // found[-1])
-    return None if block_size and left > 1 else tuple(reversed(found))
+            found.append(_extent(extent, remaining))
+            remaining = -(-remaining // found[-1])
+    return None if block_size and remaining > 1 else tuple(reversed(found))
 
 
 def _extent(size: int, least: int) -> int:
@@ -159,13 +161,14 @@ class QuantizedWeights:
     def _block(self, leaf: Leaf) -> tuple[int, ...] | None:
         spec = layout.full(leaf.spec, len(leaf.shape))
         block = block_of(leaf.shape, spec, self._mesh, self._axis, self._how)
-        asked = None if self._how is None else self._how.block_size
-        if asked and block is None:
-            piece = layout.piece(leaf.shape, spec, self._mesh)
+        block_size = None if self._how is None else self._how.block_size
+        if block_size and block is None:
+            shard_shape = layout.piece(leaf.shape, spec, self._mesh)
             raise ConfigError(
-                f"zero_optimization.zero_quantized_block_size = {asked} elements make no block of "
-                f"{leaf.path} {tuple(leaf.shape)}, of which a device has {piece}: set a size of "
-                f"which each dimension takes a divisor, such as {_dividing(piece, asked)}, or null"
+                f"zero_optimization.zero_quantized_block_size = {block_size} elements make no "
+                f"block of {leaf.path} {tuple(leaf.shape)}, of which a device has {shard_shape}: "
+                "set a size of which each dimension takes a divisor, such as "
+                f"{_dividing(shard_shape, block_size)}, or null"
             )
         return block
 
@@ -214,7 +217,7 @@ def _check_float8(device: Any) -> None:
 
 def _dividing(piece: Sequence[int], asked: int) -> int:
     """Returns a number of elements of a block that divides a shard, close to the one requested."""
-    left = asked
+    remaining = asked
     for n in reversed(piece):
-        left //= math.gcd(n, left)
-    return asked // left
+        remaining //= math.gcd(n, remaining)
+    return asked // remaining

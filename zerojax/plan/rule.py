@@ -73,18 +73,18 @@ class Cut(NamedTuple):
 
     def share(self, piece: Sequence[int]) -> int:
         """Returns the most elements of a shard ``piece`` that the cut leaves on one device."""
-        by = dict(self.pieces)
-        return math.prod(-(-size // by.get(d, 1)) for d, size in enumerate(piece))
+        slices = dict(self.pieces)
+        return math.prod(-(-size // slices.get(d, 1)) for d, size in enumerate(piece))
 
     def exact(self, piece: Sequence[int]) -> bool:
         return all(piece[d] % n == 0 for d, n in self.pieces)
 
     def inner(self, partition: int) -> list[int]:
         """Returns the number of slices of each cut dimension among the devices of a partition."""
-        left, sizes = partition, []
+        remaining, sizes = partition, []
         for _, k in reversed(self.pieces):
-            sizes.append(math.gcd(k, left))
-            left //= sizes[-1]
+            sizes.append(math.gcd(k, remaining))
+            remaining //= sizes[-1]
         return sizes[::-1]
 
     def nests(self, piece: Sequence[int], partition: int) -> bool:
@@ -92,7 +92,7 @@ class Cut(NamedTuple):
         inner = self.inner(partition)
         exact = [piece[d] % n == 0 for d, n in self.pieces]
         return math.prod(inner) == partition and all(
-            one == 1 or even for one, even in zip(inner, exact, strict=True)
+            k == 1 or divides for k, divides in zip(inner, exact, strict=True)
         )
 
     def padded(self, piece: Sequence[int]) -> int:
@@ -137,27 +137,31 @@ def shard_spec(
         reason = f"below stage3_param_persistence_threshold ({smallest:,} elements)"
         return ShardSpec(own, reason)
     partition = partition if 1 < partition < n else 1
-    piece = layout.piece(shape, own, mesh)
+    shard_shape = layout.piece(shape, own, mesh)
     free = tuple(d for d, entry in enumerate(own) if entry is None)
-    cut = _single(piece, free, n)
-    if cut is None and math.prod(piece) <= SMALL:
-        cut = _exact(piece, free, n, parts and math.prod(piece) >= TINY)
+    cut = _single(shard_shape, free, n)
+    if cut is None and math.prod(shard_shape) <= SMALL:
+        cut = _exact(shard_shape, free, n, parts and math.prod(shard_shape) >= TINY)
     elif cut is None:
-        cut = _best(piece, free, n, parts, partition)
-    into = math.prod(k for _, k in cut.pieces)
+        cut = _best(shard_shape, free, n, parts, partition)
+    n_slices = math.prod(k for _, k in cut.pieces)
     reason = ""
-    if into < n:
-        whole = str(tuple(shape))
-        what = whole if piece == tuple(shape) else f"{piece}, a piece of {whole},"
-        reason = f"{what} divides by {into} of {n}"
-        if into == 1:
-            reason = f"no dimension of {what} is divisible by {n}"
-    nests = cut.nests(piece, partition)
-    whole_over = n // into if math.prod(piece) >= n else 1
+    if n_slices < n:
+        shape_text = str(tuple(shape))
+        described = (
+            shape_text
+            if shard_shape == tuple(shape)
+            else f"{shard_shape}, a piece of {shape_text},"
+        )
+        reason = f"{described} divides by {n_slices} of {n}"
+        if n_slices == 1:
+            reason = f"no dimension of {described} is divisible by {n}"
+    nests = cut.nests(shard_shape, partition)
+    n_copies = n // n_slices if math.prod(shard_shape) >= n else 1
     spec = _spec(own, cut, axis, n, partition if nests else 1)
     if parts and not layout.separable(spec, mesh):
         return shard_spec(shape, own, mesh, axis, smallest, parts=False, partition=partition)
-    return ShardSpec(spec, reason, whole_over)
+    return ShardSpec(spec, reason, n_copies)
 
 
 def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
@@ -166,8 +170,8 @@ def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
     A parameter that is sharded over a second axis, or along two dimensions, is not.
     """
     named = [entry for entry in spec if entry is not None]
-    alone = len(named) == 1 and all(layout.whole_axis(a) == axis for a in layout.axes(named[0]))
-    return math.prod(shape) <= SMALL and alone
+    only_axis = len(named) == 1 and all(layout.whole_axis(a) == axis for a in layout.axes(named[0]))
+    return math.prod(shape) <= SMALL and only_axis
 
 
 def _single(piece: Sequence[int], free: Sequence[int], n: int) -> Cut | None:
@@ -198,19 +202,21 @@ def _best(
         return Cut(())
     cuts = [cut for cut in cuts if cut.nests(piece, partition)] or cuts
     least = min(cut.share(piece) for cut in cuts)
-    near = [c for c in cuts if c.share(piece) <= _NEAR * max(least, math.prod(piece) / n)]
-    return min(near, key=lambda cut: (cut.padded(piece), len(cut.pieces), -_smallest(piece, cut)))
+    candidates = [c for c in cuts if c.share(piece) <= _NEAR * max(least, math.prod(piece) / n)]
+    return min(
+        candidates, key=lambda cut: (cut.padded(piece), len(cut.pieces), -_smallest(piece, cut))
+    )
 
 
 def _cuts(free: Sequence[int], n: int, parts: bool, partly: bool) -> Iterator[Cut]:
     """Yields cuts of one or two dimensions over the axis; if ``partly``, over parts of it too."""
-    for into in _divisors(n) if parts and partly else [n]:
-        for d in free if into > 1 else ():
-            yield Cut(((d, into),))
-        for one, other in itertools.permutations(free, 2) if parts else ():
-            for k in _divisors(into):
-                if 1 < k < into:
-                    yield Cut(((one, k), (other, into // k)))
+    for n_slices in _divisors(n) if parts and partly else [n]:
+        for d in free if n_slices > 1 else ():
+            yield Cut(((d, n_slices),))
+        for outer, inner in itertools.permutations(free, 2) if parts else ():
+            for k in _divisors(n_slices):
+                if 1 < k < n_slices:
+                    yield Cut(((outer, k), (inner, n_slices // k)))
 
 
 def _smallest(piece: Sequence[int], cut: Cut) -> int:
@@ -237,12 +243,12 @@ def _spec(own: Spec, cut: Cut, axis: str, n: int, partition: int) -> Spec:
     """
     spec, outer = own, n // math.prod(k for _, k in cut.pieces)
     inner = n // partition
-    for (d, k), near in zip(cut.pieces, cut.inner(partition), strict=True):
-        for before, size in ((inner, near), (outer, k // near)):
+    for (d, k), n_inner in zip(cut.pieces, cut.inner(partition), strict=True):
+        for before, size in ((inner, n_inner), (outer, k // n_inner)):
             if size > 1:
                 name = axis if size == n else SubAxis(axis, before, size).name
                 spec = layout.within(spec, d, name)
-        inner, outer = inner * near, outer * (k // near)
+        inner, outer = inner * n_inner, outer * (k // n_inner)
     return spec
 
 
@@ -267,11 +273,11 @@ def check_own_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> N
             "the batch by itself."
         )
     taken = joined_axes(zero_axis(mesh)) if sequence_size(mesh) > 1 else ()
-    if both := [a for a in named if a in taken]:
+    if zero_axes := [a for a in named if a in taken]:
         raise ValueError(
-            f"{path}: its PartitionSpec {spec} names the axis {both[0]!r}, but ZeRO shards over "
-            f"{' and '.join(map(repr, taken))} together. Take {both[0]!r} out: zerojax shards over "
-            f"both by itself; {SEQUENCE!r} cuts the tokens of a batch, no parameter."
+            f"{path}: its PartitionSpec {spec} names the axis {zero_axes[0]!r}, but ZeRO shards "
+            f"over {' and '.join(map(repr, taken))} together. Take {zero_axes[0]!r} out: zerojax "
+            f"shards over both by itself; {SEQUENCE!r} cuts the tokens of a batch, no parameter."
         )
     for d, entry in enumerate(spec):
         unknown = [a for a in layout.axes(entry) if a not in mesh.axis_names]

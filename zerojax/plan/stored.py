@@ -97,9 +97,11 @@ class StoredArray:
         return getattr(self.whole(), name)
 
     def __repr__(self) -> str:
-        pieces = self.stored.sharding.shard_shape(self.stored.shape)
+        shard_shape = self.stored.sharding.shard_shape(self.stored.shape)
         spec = tuple(self.stored.sharding.spec)
-        return f"StoredArray({self.dtype}{list(self.shape)}, P{spec} in pieces of {list(pieces)})"
+        return (
+            f"StoredArray({self.dtype}{list(self.shape)}, P{spec} in pieces of {list(shard_shape)})"
+        )
 
 
 def _cut(x: Any, shape: tuple[int, ...]) -> Any:

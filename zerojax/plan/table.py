@@ -45,14 +45,14 @@ def kept_whole(rest: Sequence[Any]) -> str:
     Args:
       rest: The leaves of the extra state.
     """
-    whole = [leaf for leaf in rest if leaf.reason and not leaf.sharded and leaf.bytes]
-    held = sum(leaf.bytes_per_device for leaf in whole)
-    if held < MUCH:
+    replicated = [leaf for leaf in rest if leaf.reason and not leaf.sharded and leaf.bytes]
+    n_bytes = sum(leaf.bytes_per_device for leaf in replicated)
+    if n_bytes < MUCH:
         return ""
-    largest = max(whole, key=lambda leaf: leaf.bytes_per_device)
+    largest = max(replicated, key=lambda leaf: leaf.bytes_per_device)
     return (
-        f"{size(held)} of state beside the parameters lies whole on each device: {len(whole)} "
-        f"arrays, the largest {largest.path} {largest.shape} ({largest.reason})"
+        f"{size(n_bytes)} of state beside the parameters lies whole on each device: "
+        f"{len(replicated)} arrays, the largest {largest.path} {largest.shape} ({largest.reason})"
     )
 
 
@@ -81,11 +81,21 @@ def render(
       groups: the plan's leaves by group, see ``GROUPS``.
       notes: further lines, on what changes the numbers.
     """
-    there = {leaf.place for leaves in groups.values() for leaf in leaves}
-    places = [place for place in PLACES if place in there]
-    away = places != ["device"]
+    used_places = {leaf.place for leaves in groups.values() for leaf in leaves}
+    places = [place for place in PLACES if place in used_places]
+    is_offloaded = places != ["device"]
     listed = [*groups["params"], *(x for x in groups["rest"] if math.prod(x.shape) > rule.SMALL)]
-    rows = [("parameter", "shape", "dtype", "spec", "bytes/device", *(["in"] if away else []), WHY)]
+    rows = [
+        (
+            "parameter",
+            "shape",
+            "dtype",
+            "spec",
+            "bytes/device",
+            *(["in"] if is_offloaded else []),
+            WHY,
+        )
+    ]
     rows += [
         (
             leaf.path,
@@ -93,12 +103,12 @@ def render(
             str(leaf.dtype),
             str(leaf.spec).replace("PartitionSpec", "P"),
             size(leaf.bytes_per_device),
-            *([leaf.place] if away else []),
+            *([leaf.place] if is_offloaded else []),
             leaf.reason,
         )
         for leaf in listed
     ]
-    heads = [PLACES[place] for place in places] if away else ["bytes/device"]
+    heads = [PLACES[place] for place in places] if is_offloaded else ["bytes/device"]
     totals = [("", "bytes in all", *heads)]
     totals += [
         (

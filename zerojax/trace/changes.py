@@ -44,13 +44,13 @@ def find_sums(jaxpr: Any) -> dict[Any, Any]:
     if not any(map(is_change, graph.named("jit"))):
         return {}
 
-    def changed(one: Any, other: Any) -> Any:
-        """Returns the new value if ``other`` is a change of ``one``, else None."""
+    def changed(term: Any, other: Any) -> Any:
+        """Returns the new value if ``other`` is a change of ``term``, else None."""
         _, eqn = origin(jaxpr, other)
         if eqn is None or not is_change(eqn):
             return None
         new, old, _ = eqn.invars
-        return new if origin(jaxpr, one)[0] is origin(jaxpr, old)[0] else None
+        return new if origin(jaxpr, term)[0] is origin(jaxpr, old)[0] else None
 
     replaced: dict[Any, Any] = {}
     for eqn in graph.named("add"):

@@ -53,11 +53,11 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
     params = [jaxpr.invars[i] for i in jax.tree.leaves(numbered.params)]
     lateness = jax.tree.unflatten(jax.tree.structure(results), depends_on(jaxpr, updates))
     outs = jax.tree.unflatten(jax.tree.structure(results), list(jaxpr.outvars))
-    same = unchanged(jaxpr)
-    at = jax.tree.unflatten(jax.tree.structure(results), range(len(same)))[0].opt_state.inner
-    held = jax.tree_util.tree_leaves_with_path(numbered.opt_state.inner)
-    for (path, i), result in zip(held, jax.tree.leaves(at), strict=True):
-        if same[result] != i:
+    source = unchanged(jaxpr)
+    index = jax.tree.unflatten(jax.tree.structure(results), range(len(source)))[0].opt_state.inner
+    inner_leaves = jax.tree_util.tree_leaves_with_path(numbered.opt_state.inner)
+    for (path, i), result in zip(inner_leaves, jax.tree.leaves(index), strict=True):
+        if source[result] != i:
             raise NotImplementedError(
                 f"{name} changes state.opt_state{jax.tree_util.keystr(path)}; under offload the "
                 "update is made after the step. Change it between two steps, or train without "
@@ -98,10 +98,10 @@ def _is_sum(jaxpr: Any, out: Any, one: Any, other: Any) -> bool:
     if eqn is None:
         return False
     # By identity: a literal has no hash.
-    made_of = [id(origin(jaxpr, v)[0]) for v in eqn.invars]
+    operand_ids = [id(origin(jaxpr, v)[0]) for v in eqn.invars]
     if eqn.primitive in jaxprs.CALLS:
         inner = jaxprs.open_jaxpr(jaxprs.called(eqn))[0]
-        at = dict(zip(made_of, inner.invars, strict=True))
-        terms = at.get(id(one)), at.get(id(other))
+        inner_args = dict(zip(operand_ids, inner.invars, strict=True))
+        terms = inner_args.get(id(one)), inner_args.get(id(other))
         return None not in terms and _is_sum(inner, inner.outvars[eqn.outvars.index(v)], *terms)
-    return eqn.primitive.name == "add" and {*made_of} == {id(one), id(other)}
+    return eqn.primitive.name == "add" and {*operand_ids} == {id(one), id(other)}

@@ -189,13 +189,13 @@ def _opens(eqn: Any) -> bool:
 
 def _equation(eqn: Any, values: list[Any], mesh: Mesh) -> Sequence[Any]:
     requests = (jaxprs.param(eqn, name, None) for name in _ASKING)
-    asked = next((sharding for sharding in requests if sharding is not None), None)
-    if not isinstance(asked, NamedSharding) or not explicit_axes(asked.mesh):
-        asked = None
+    requested = next((sharding for sharding in requests if sharding is not None), None)
+    if not isinstance(requested, NamedSharding) or not explicit_axes(requested.mesh):
+        requested = None
     if eqn.primitive.name in ("reshard", "mesh_cast"):
-        return [_placed(values[0], asked, mesh)]
-    if eqn.primitive is prims.sharding_constraint_p and asked is not None:
-        return [_placed(values[0], asked, mesh)]
+        return [_placed(values[0], requested, mesh)]
+    if eqn.primitive is prims.sharding_constraint_p and requested is not None:
+        return [_placed(values[0], requested, mesh)]
     if eqn.primitive.name == "shard_map":
         raise NotImplementedError(
             "jax.shard_map in a step under jax.set_mesh with explicit axes: make the mesh with "
@@ -203,10 +203,10 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh) -> Sequence[Any]:
         )
     params = {name: _parameter(x, mesh) for name, x in eqn.params.items()}
     if eqn.primitive is not prims.sharding_constraint_p:
-        params |= {name: None for name in _ASKING if name in params and asked is not None}
+        params |= {name: None for name in _ASKING if name in params and requested is not None}
     outs = jaxprs.bind(eqn, values, params)
-    if eqn.primitive is prims.dot_general_p and asked is not None:
-        return [_placed(outs[0], asked, mesh)]
+    if eqn.primitive is prims.dot_general_p and requested is not None:
+        return [_placed(outs[0], requested, mesh)]
     return outs
 
 

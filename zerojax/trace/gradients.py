@@ -47,8 +47,8 @@ def value_and_grad(
         loss, aux = out if has_aux else (out, None)
         if not jnp.issubdtype(jnp.result_type(loss), jnp.inexact):
             return loss, (loss, aux)  # for jax to refuse
-        one = mark(jnp.ones((), jnp.float32), SEED)
-        scale = one if loss_scale is None else jnp.asarray(loss_scale, jnp.float32)
+        seed = mark(jnp.ones((), jnp.float32), SEED)
+        scale = seed if loss_scale is None else jnp.asarray(loss_scale, jnp.float32)
         # In float32: a loss in fp16 would overflow here.
         return mark(loss, LOSS) * scale, (loss, aux)
 
@@ -84,11 +84,11 @@ def grad(
       >>> float(grad(lambda w: 3.0 * w)(jnp.float32(2.0)))
       3.0
     """
-    both = value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options)
+    with_value = value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        value, grads = both(*args, **kwargs)
+        value, grads = with_value(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return wrapped

@@ -29,24 +29,24 @@ def replacements(
         return {}
     _check_scaled(jaxprs.open_jaxpr(closed)[0])
     scale = loss_scale.scale
-    return {SEED: lambda one: one * scale}
+    return {SEED: lambda seed: seed * scale}
 
 
 def _check_scaled(jaxpr: Any) -> None:
     origins = made_from(jaxpr, SEED)
     gradients = origins[GRADIENT]
-    if any(MadeFrom.MARK in way for way in origins[LOSS]):
+    if any(MadeFrom.MARK in origin for origin in origins[LOSS]):
         raise ValueError(
             "a loss that zerojax.value_and_grad or zerojax.grad takes the gradient of has such a "
             "gradient in it, with the loss scale: take the inner one with jax.grad."
         )
-    if missing := sum(MadeFrom.MARK not in way for way in gradients):
+    if missing := sum(MadeFrom.MARK not in origin for origin in gradients):
         raise ValueError(
             f"fp16 is on, but {missing} of {len(gradients)} gradients reach the optimizer without "
             "the loss scale: take them with zerojax.value_and_grad or zerojax.grad, which scale "
             "the loss (without loss_scale=), in place of jax's, nnx's or flax DynamicScale's."
         )
-    if mixed := sum(MadeFrom.MIXED in way for way in gradients):
+    if mixed := sum(MadeFrom.MIXED in origin for origin in gradients):
         raise ValueError(
             f"fp16 is on, and {mixed} of {len(gradients)} gradients are clipped, or added to "
             "something else, before they reach the optimizer: there they still are larger by the "

@@ -102,37 +102,37 @@ def made_from(jaxpr: Any, name: str) -> dict[str, list[MadeFrom]]:
     """
     origins: dict[str, list[MadeFrom]] = {GRADIENT: [], LOSS: []}
 
-    def of_results(eqn: Any, ins: Sequence[MadeFrom]) -> list[MadeFrom]:
-        out = _together(ins) | (MadeFrom.MARK if holds(eqn, name) else MadeFrom(0))
+    def result_origins(eqn: Any, ins: Sequence[MadeFrom]) -> list[MadeFrom]:
+        out = _union(ins) | (MadeFrom.MARK if holds(eqn, name) else MadeFrom(0))
         return [out | (MadeFrom.MIXED if _mixes(eqn, ins) else MadeFrom(0))] * len(eqn.outvars)
 
-    analysis = Analysis(MadeFrom(0), operator.or_, of_results, control=False)
-    analysis.rule("scan", "while", "shard_map")(of_results)
+    analysis = Analysis(MadeFrom(0), operator.or_, result_origins, control=False)
+    analysis.rule("scan", "while", "shard_map")(result_origins)
 
     @analysis.rule("name")
     def _(eqn: Any, ins: Sequence[MadeFrom]) -> list[MadeFrom]:
         if (mark := jaxprs.param(eqn, "name")) in origins and ins[0]:
             origins[mark].append(ins[0])
-        return of_results(eqn, ins)
+        return result_origins(eqn, ins)
 
     analysis.forward(jaxpr, [MadeFrom.INPUT] * len(jaxpr.invars))
     return origins
 
 
-def _together(parts: Iterable[MadeFrom]) -> MadeFrom:
+def _union(parts: Iterable[MadeFrom]) -> MadeFrom:
     return functools.reduce(operator.or_, parts, MadeFrom(0))
 
 
 def _mixes(eqn: Any, ins: Sequence[MadeFrom]) -> bool:
     """Returns whether an equation adds or compares values with and without the mark."""
-    marked = [MadeFrom.MARK in way for way in ins]
+    marked = [MadeFrom.MARK in origin for origin in ins]
     if not any(marked) or all(marked):
         return False
     if eqn.primitive.name in COMPARISONS:
         return True
     # Zeros do no harm, and a constant that is not a literal is zeros as a rule.
     return eqn.primitive.name in SUMS and any(
-        MadeFrom.INPUT in way or (isinstance(v, core.Literal) and np.any(v.val))
-        for v, way, yes in zip(eqn.invars, ins, marked, strict=True)
-        if not yes
+        MadeFrom.INPUT in origin or (isinstance(v, core.Literal) and np.any(v.val))
+        for v, origin, is_marked in zip(eqn.invars, ins, marked, strict=True)
+        if not is_marked
     )

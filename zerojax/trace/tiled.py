@@ -65,14 +65,14 @@ def tiled(fn: Callable[..., Any], *, chunks: int, shards: int = 1) -> Callable[.
         stretch = length // shards
         if chunks > stretch:
             raise ValueError(f"tiled({name}): {chunks} chunks of {stretch} positions; take fewer")
-        each = -(-stretch // chunks)
-        count, size = -(-stretch // each), each * shards
-        stacks = jax.tree.map(lambda x: _stack(x, shards, count, each), args)
+        chunk_size = -(-stretch // chunks)
+        count, size = -(-stretch // chunk_size), chunk_size * shards
+        stacks = jax.tree.map(lambda x: _stack(x, shards, count, chunk_size), args)
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacks)
         run = _function(name, fn)
         _check(name, run, first, size)
-        again = jax.checkpoint(lambda chunk: run(*chunk), prevent_cse=False)
-        results = jax.lax.map(again, stacks)
+        recomputed = jax.checkpoint(lambda chunk: run(*chunk), prevent_cse=False)
+        results = jax.lax.map(recomputed, stacks)
         return jax.tree.map(lambda x: _unstack(x, shards, stretch), results)
 
     return functools.wraps(fn)(by_chunks) if not isinstance(fn, nn.Module) else by_chunks
@@ -146,7 +146,7 @@ def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
     try:
-        traced, made = hijax.trace(run, *first)
+        traced, results = hijax.trace(run, *first)
     except TraceContextError as error:
         raise ValueError(
             f"tiled({name}): the function changes an NNX module ({error.args[0].split(' (')[0]}), "
@@ -160,7 +160,7 @@ def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
             "draw the same ones; draw before or behind it, or call it without tiled. A linen "
             "module draws its parameters: give tiled the module, not a function that calls it"
         )
-    for path, x in jax.tree_util.tree_leaves_with_path(made):
+    for path, x in jax.tree_util.tree_leaves_with_path(results):
         if x.ndim < 2 or x.shape[1] != size:
             raise ValueError(
                 f"tiled({name}): of {size} positions result {jax.tree_util.keystr(path)} has shape "

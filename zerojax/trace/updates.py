@@ -38,12 +38,12 @@ def find_gradients(jaxpr: Any, state: Sequence[int]) -> list[Any]:
     if not gradients or len(gradients) > len(params):
         return []
     reached = [origins(v, gradients, graph) for v in new.values()]
-    of_params = _from_backward([new[v] for v in params], graph)
+    used_gradients = _from_backward([new[v] for v in params], graph)
     certain = (
         all(len(found) < 2 for found in reached)
         and set().union(*reached) == {*gradients}
-        and {*of_params} == {*gradients}
-        and not _go_on(gradients, jaxpr)
+        and {*used_gradients} == {*gradients}
+        and not _backward_reads_updates(gradients, jaxpr)
         and all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in gradients)
     )
     return gradients if certain else []
@@ -96,7 +96,7 @@ def _from_backward(values: Collection[Any], graph: Graph) -> list[Any]:
     return found
 
 
-def _go_on(gradients: Collection[Any], jaxpr: Any) -> bool:
+def _backward_reads_updates(gradients: Collection[Any], jaxpr: Any) -> bool:
     """Returns whether a backward pass reads values that an update has computed from gradients."""
     updated = set[Any]()
     for eqn in jaxpr.eqns:

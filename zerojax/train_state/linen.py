@@ -54,11 +54,11 @@ def open_state(state: Any) -> OpenedState:
     empty = kind(**fields)
 
     def close(parts: Parts, tx: Any) -> tuple[Any]:
-        opt_state, made = parts.opt_state, kind
+        opt_state, state_class = parts.opt_state, kind
         if has_inner(opt_state):
-            (tx, opt_state), made = bind(tx, opt_state), _bound_kind(kind)
+            (tx, opt_state), state_class = bind(tx, opt_state), _bound_kind(kind)
         arrays = {"params": parts.params, "opt_state": opt_state, "step": parts.step, **parts.rest}
-        return (made(**fields | arrays | {"tx": tx}),)
+        return (state_class(**fields | arrays | {"tx": tx}),)
 
     return OpenedState(
         parts=split(state),
@@ -83,21 +83,21 @@ def _bound_kind(kind: type) -> type:
         kw_only=field.kw_only,
     )
     named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made = types.new_class(
+    subclass = types.new_class(
         kind.__name__,
         (kind,),
         exec_body=lambda body: body.update(
             named | {"__annotations__": {"tx": Any}, "tx": node, _PLAIN: kind}
         ),
     )
-    return made if issubclass(kind, flax.struct.PyTreeNode) else flax.struct.dataclass(made)
+    return subclass if issubclass(kind, flax.struct.PyTreeNode) else flax.struct.dataclass(subclass)
 
 
 def is_train_state(x: Any) -> bool:
     """Returns whether an object is a flax ``TrainState``, or acts like one. Several states stacked
     into one, as by ``jax.vmap`` over seeds, count as any other pytree."""
-    acts = hasattr(x, "opt_state") and hasattr(x, "apply_gradients")
-    return acts and not np.ndim(getattr(x, "step", 0))
+    is_state_like = hasattr(x, "opt_state") and hasattr(x, "apply_gradients")
+    return is_state_like and not np.ndim(getattr(x, "step", 0))
 
 
 def own_specs(params: Any) -> tuple[Any, ...]:

@@ -39,15 +39,15 @@ def ordered(objects: Sequence[Any]) -> list[int]:
         )
     optimizer: Any = objects[optimizers[0]]
     others = [i for i in range(len(objects)) if i != optimizers[0]]
-    able = [i for i in others if isinstance(objects[i], nnx.Module)]
-    if len(able) != 1:  # metrics and Rngs are usually not modules
-        able = [i for i in others if _parameters(objects[i], optimizer)]
-    if len(able) > 1:
+    candidates = [i for i in others if isinstance(objects[i], nnx.Module)]
+    if len(candidates) != 1:  # metrics and Rngs are usually not modules
+        candidates = [i for i in others if _parameters(objects[i], optimizer)]
+    if len(candidates) > 1:
         # Several could be trained: choose the model that the optimizer's state fits.
-        able = [i for i in able if _fits(objects[i], optimizer)] or able
-    if not able:
+        candidates = [i for i in candidates if _fits(objects[i], optimizer)] or candidates
+    if not candidates:
         raise _untrainable([objects[i] for i in others], optimizer)
-    return [able[0], optimizers[0], *(i for i in others if i != able[0])]
+    return [candidates[0], optimizers[0], *(i for i in others if i != candidates[0])]
 
 
 def open_objects(objects: tuple[Any, ...]) -> OpenedState:
@@ -61,13 +61,13 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
       TypeError: The objects are not one optimizer and its model.
     """
     order = ordered(objects)
-    at = order[1]
+    index = order[1]
     nodes = [order[0], *order[2:]]  # one graph, as they may share variables
-    optimizer, count = objects[at], len(objects)  # closures below must not keep objects alive
-    of_optimizer = nnx.filterlib.to_predicate(optimizer.wrt)
+    optimizer, count = objects[index], len(objects)  # closures below must not keep objects alive
+    matches_wrt = nnx.filterlib.to_predicate(optimizer.wrt)
 
     def trained(path: Any, x: Any) -> bool:
-        return path[0] == 0 and of_optimizer(path[1:], x)
+        return path[0] == 0 and matches_wrt(path[1:], x)
 
     def opened(objects: tuple[Any, ...]) -> tuple[Any, list[Any]]:
         graph, *states = nnx.split(tuple(objects[i] for i in nodes), trained, ...)
@@ -75,12 +75,15 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
 
     def split(*objects: Any) -> Parts:
         params, rest = (nnx.as_pure(state) for state in opened(objects)[1])
-        optimizer = objects[at]
+        optimizer = objects[index]
         return Parts(
-            _of(params, 0),
+            _object_variables(params, 0),
             nnx.as_pure(bound_to(optimizer)[1]),
             optimizer.step.get_value(),
-            {MODEL: _of(rest, 0), **{str(i + 1): _of(rest, i) for i in range(1, len(nodes))}},
+            {
+                MODEL: _object_variables(rest, 0),
+                **{str(i + 1): _object_variables(rest, i) for i in range(1, len(nodes))},
+            },
         )
 
     def joined(parts: Parts) -> tuple[Any, Any]:
@@ -99,18 +102,18 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
     def close(parts: Parts, tx: Any) -> tuple[Any, ...]:
         closed = nnx.merge(optimizer_graph, shapes)
         adopt(closed, parts, tx)
-        made = dict(zip(nodes, nnx.merge(graph, *joined(parts)), strict=True))
-        return tuple(closed if i == at else made[i] for i in range(count))
+        merged = dict(zip(nodes, nnx.merge(graph, *joined(parts)), strict=True))
+        return tuple(closed if i == index else merged[i] for i in range(count))
 
     def write_back(objects: tuple[Any, ...], parts: Parts, tx: Any) -> None:
         nnx.update(tuple(objects[i] for i in nodes), *joined(parts))
-        optimizer = objects[at]
+        optimizer = objects[index]
         # Not nnx.update, which skips a value that it does not recognize as an array: one on disk.
         old, variables = bound_to(optimizer)
-        held = jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        if old is not tx or len(held) != len(jax.tree.leaves(parts.opt_state)):
+        leaves = jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        if old is not tx or len(leaves) != len(jax.tree.leaves(parts.opt_state)):
             return adopt(optimizer, parts, tx)
-        for variable, x in zip(held, jax.tree.leaves(parts.opt_state), strict=True):
+        for variable, x in zip(leaves, jax.tree.leaves(parts.opt_state), strict=True):
             variable.set_value(x)
         optimizer.step.set_value(parts.step)
 
@@ -182,7 +185,7 @@ def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:
     optimizer.step.set_value(parts.step)
 
 
-def _of(state: Any, i: int) -> Any:
+def _object_variables(state: Any, i: int) -> Any:
     """Returns the variables of one of several objects; a bare Variable is an array."""
     found = state.raw_mapping.get(i, {})
     return nnx.State(found) if isinstance(found, dict) else found
@@ -202,6 +205,8 @@ def _untrainable(objects: Sequence[Any], optimizer: Any) -> TypeError:
 
 def _fits(model: Any, optimizer: Any) -> bool:
     """Returns whether the optimizer's state has the shapes for this model."""
-    made = jax.eval_shape(optimizer.tx.init, nnx.as_pure(nnx.state(model, optimizer.wrt)))
-    held = nnx.as_pure(optimizer.opt_state)
-    return [x.shape for x in jax.tree.leaves(made)] == [x.shape for x in jax.tree.leaves(held)]
+    expected = jax.eval_shape(optimizer.tx.init, nnx.as_pure(nnx.state(model, optimizer.wrt)))
+    actual = nnx.as_pure(optimizer.opt_state)
+    return [x.shape for x in jax.tree.leaves(expected)] == [
+        x.shape for x in jax.tree.leaves(actual)
+    ]

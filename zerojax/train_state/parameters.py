@@ -17,7 +17,7 @@ Select = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class _At:
+class _Placeholder:
     """A placeholder for a leaf of the state.
 
     Attributes:
@@ -44,14 +44,15 @@ def find_parameters(objects: tuple[Any, ...], keys: str, select: Select | None) 
     leaves, tree = jax.tree.flatten(objects, is_leaf=has_inner)
     optimizers = [i for i, x in enumerate(leaves) if has_inner(x)]
     if len(optimizers) != 1:
-        there_is = f"there are {len(optimizers)}" if optimizers else "there is none"
+        count_text = f"there are {len(optimizers)}" if optimizers else "there is none"
         raise ValueError(
             f"{keys}: the training state has to hold one state of an optimizer of zero.wrap(tx) or "
-            f"zero.optimizer(), and {there_is} in it. Update all parameters by one such optimizer, "
-            "or take the keys out of the config."
+            f"zero.optimizer(), and {count_text} in it. Update all parameters by one such "
+            "optimizer, or take the keys out of the config."
         )
     marked: Any = jax.tree.unflatten(
-        tree, [_At(i) if given else None for i, given in enumerate(are_given(leaves, tree))]
+        tree,
+        [_Placeholder(i) if given else None for i, given in enumerate(are_given(leaves, tree))],
     )
     state = marked[0] if len(objects) == 1 else marked
     if select is None:
@@ -59,7 +60,7 @@ def find_parameters(objects: tuple[Any, ...], keys: str, select: Select | None) 
     else:
         params = select(state)
     found, form = jax.tree.flatten(params)
-    positions = [x.i for x in found if isinstance(x, _At)]
+    positions = [x.i for x in found if isinstance(x, _Placeholder)]
     if not found or len({*positions} - {*optimizers}) < len(found):
         raise ValueError(
             f"params= of zerojax.zero returned {params!r:.80}, which is no part of the state "
@@ -74,7 +75,7 @@ def _like_moments(state: Any, leaves: Sequence[Any], moments: Any, keys: str) ->
 
     def shapes(node: Any) -> Any:
         found, tree = jax.tree.flatten(node)
-        arrays = [leaves[x.i] if isinstance(x, _At) else x for x in found]
+        arrays = [leaves[x.i] if isinstance(x, _Placeholder) else x for x in found]
         return None if any(map(has_inner, arrays)) else (tree, tuple(map(np.shape, arrays)))
 
     parts = defaultdict(list)

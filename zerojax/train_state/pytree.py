@@ -15,8 +15,8 @@ from zerojax.train_state.bound import has_inner
 from zerojax.train_state.linen import own_specs
 from zerojax.train_state.state_parts import OpenedState, Parts
 
-_ONE = "state"
-_NOTHING = optax.identity()
+_STATE_KEY = "state"
+_IDENTITY = optax.identity()
 """The optimizer of a state that the step updates itself."""
 
 
@@ -64,18 +64,18 @@ def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) 
             )
     others = {i: x for i, (x, given) in enumerate(zip(nodes, is_given, strict=True)) if not given}
     known = [] if parameters is None else [*parameters.positions, parameters.opt_state]
-    names = [_ONE if len(objects) == 1 else f"{_ONE}[{i}]" for i in range(len(objects))]
+    names = [_STATE_KEY if len(objects) == 1 else f"{_STATE_KEY}[{i}]" for i in range(len(objects))]
 
     def split(*objects: Any) -> Parts:
         values = tree.flatten_up_to(objects)
-        mine = [values[i] for i in known]
+        known_leaves = [values[i] for i in known]
         for i in (*others, *known):
             values[i] = None
         rest = dict(zip(names, jax.tree.unflatten(tree, values), strict=True))
         step = jnp.zeros((), jnp.int32)
         if parameters is None:
             return Parts({}, optax.EmptyState(), step, rest)
-        *params, opt_state = mine
+        *params, opt_state = known_leaves
         return Parts(jax.tree.unflatten(parameters.tree, params), opt_state, step, rest)
 
     def close(parts: Parts, tx: Any) -> tuple[Any, ...]:
@@ -83,10 +83,10 @@ def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) 
         if not others and parameters is None:
             return rest
         values = tree.flatten_up_to(rest)
-        mine = []
+        known_leaves = []
         if parameters is not None:
-            mine = [*parameters.tree.flatten_up_to(parts.params), parts.opt_state]
-        for i, x in (*others.items(), *zip(known, mine, strict=True)):
+            known_leaves = [*parameters.tree.flatten_up_to(parts.params), parts.opt_state]
+        for i, x in (*others.items(), *zip(known, known_leaves, strict=True)):
             values[i] = x
         closed: tuple[Any, ...] = jax.tree.unflatten(tree, values)
         return closed
@@ -94,7 +94,7 @@ def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) 
     parts = split(*objects)
     return OpenedState(
         parts=parts,
-        tx=_NOTHING,
+        tx=_IDENTITY,
         split=split,
         close=close,
         key=(tree, *others.values(), *known),

@@ -69,8 +69,8 @@ def beside(results: Any) -> Any:
         return ()
     if type(results) is not tuple:
         return results
-    left = tuple(x for x in results if not isinstance(x, Passed))
-    return left[0] if len(left) == 1 < len(results) else left
+    others = tuple(x for x in results if not isinstance(x, Passed))
+    return others[0] if len(others) == 1 < len(results) else others
 
 
 def summary(results: Any) -> str:

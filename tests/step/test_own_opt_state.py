@@ -58,7 +58,7 @@ def replaces_the_rate(state: TrainState, batch: Any) -> Any:
 def by_hand(state: TrainState, batch: Any) -> Any:
     """``tx.update`` in place of ``apply_gradients``; the moments are of the results."""
     loss, grads = gradients(state, batch)
-    updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
+    updates, opt_state = state.tx.update(grads, state.opt_state, params=state.params)
     params = optax.apply_updates(state.params, updates)
     moments = opt_state.inner_state[0].mu
     new = state.replace(step=state.step + 1, params=params, opt_state=opt_state)

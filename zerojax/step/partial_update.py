@@ -48,31 +48,31 @@ def to_shards(plan: Plan) -> Constrain:
     return lambda tree: jax.tree_util.tree_map_with_path(constrain, tree)
 
 
-def of_parts(tx: Any, name: str, params: Any, sizes: list[int]) -> Any:
+def of_parts(tx: Any, name: str, step_params: Any, sizes: list[int]) -> Any:
     """Extends ``tx``, an optimizer of views, to updates of a subtree of the parameters.
 
     Args:
       tx: See :mod:`zerojax.step.view`.
       name: The step's name.
-      params: The parameters that the step sees.
+      step_params: The parameters that the step sees.
       sizes: A list to which each update appends its number of gradients.
     """
-    full_structure: Any = jax.tree.structure(params)
+    full_structure: Any = jax.tree.structure(step_params)
 
-    def update(grads: Any, view: View, given: Any = None, **extra: Any) -> tuple[Any, View]:
+    def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
         sizes.append(len(jax.tree.leaves(grads)))
         if not isinstance(view, View):  # an optimizer that zerojax has not wrapped
-            return tx.update(grads, view, given, **extra)
-        structure: Any = jax.tree.structure(grads if given is None else given)
+            return tx.update(grads, view, params, **extra)
+        structure: Any = jax.tree.structure(grads if params is None else params)
         if view.grads is not None and jax.tree.structure(grads) != full_structure:
             raise NotImplementedError(WHOLE_UPDATES)
         if view.masters is None or structure == full_structure:
-            return tx.update(grads, view, given, **extra)
-        part = _Part(name, params, structure)
+            return tx.update(grads, view, params, **extra)
+        part = _Part(name, step_params, structure)
         part_view = dataclasses.replace(
             view, masters=part.of(view.masters), compute=part.of(view.compute)
         )
-        updates, after = tx.update(grads, part_view, given, **extra)
+        updates, after = tx.update(grads, part_view, params, **extra)
         compute = None if after.compute is None else part.put(after.compute, view.compute)
         return updates, dataclasses.replace(
             after, masters=part.put(after.masters, view.masters), compute=compute

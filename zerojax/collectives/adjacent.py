@@ -53,8 +53,8 @@ def uses(jaxpr: Any) -> dict[int, Wholes]:
 
 def _produced_after(graph: Graph, at: int, operands: Sequence[Any]) -> bool:
     """Returns whether an equation after place ``at`` produces one of the operands."""
-    made = [eqn for v in operands if (eqn := graph.producer(v)) is not None]
-    return any(graph.place(eqn) > at for eqn in made)
+    producers = [eqn for v in operands if (eqn := graph.producer(v)) is not None]
+    return any(graph.place(eqn) > at for eqn in producers)
 
 
 class Sums(NamedTuple):
@@ -107,20 +107,20 @@ def _terms(eqn: Any, graph: Graph) -> Any:
     reduction only in part."""
     terms: set[Any] = set()
     rows: set[int] = set()
-    left = jaxprs.variables(eqn.invars)
-    if len(left) != len(eqn.invars):
+    pending = jaxprs.variables(eqn.invars)
+    if len(pending) != len(eqn.invars):
         return None
-    while left:
-        v = left.pop()
-        maker = graph.producer(v)
-        if maker is None or graph.times_used(v) != 1:
+    while pending:
+        v = pending.pop()
+        producer = graph.producer(v)
+        if producer is None or graph.times_used(v) != 1:
             return None
         terms.add(v)
-        if maker.primitive.name in _PASSES or propagate.reversible(maker):
-            left += jaxprs.variables(maker.invars)
-        elif maker.primitive.name not in PRODUCTS:
+        if producer.primitive.name in _PASSES or propagate.reversible(producer):
+            pending += jaxprs.variables(producer.invars)
+        elif producer.primitive.name not in PRODUCTS:
             return None
-        elif maker.primitive is prims.dot_general_p:
-            (contracted, _), _ = jaxprs.param(maker, "dimension_numbers")
-            rows.add(math.prod(maker.invars[0].aval.shape[i] for i in contracted))
+        elif producer.primitive is prims.dot_general_p:
+            (contracted, _), _ = jaxprs.param(producer, "dimension_numbers")
+            rows.add(math.prod(producer.invars[0].aval.shape[i] for i in contracted))
     return terms if len(rows) <= 1 else None

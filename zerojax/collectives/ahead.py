@@ -82,17 +82,17 @@ class Ahead:
 
     def merged(self, come: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
         """Returns one iteration's entries of all stacks, sharded, in the order of ``xs``."""
-        came, here = iter(come), iter(rest)
-        return [next(came) if on_host(x) else next(here) for x in self._xs]
+        prefetched, sliced = iter(come), iter(rest)
+        return [next(prefetched) if on_host(x) else next(sliced) for x in self._xs]
 
     def wholes(self, come: Sequence[jax.Array]) -> list[jax.Array | None]:
         """Returns, for each stack, the unsharded entry that was gathered ahead; None for others."""
-        wholes: list[jax.Array | None] = [None] * len(self._xs)
-        for i, whole in self._whole(come):
+        unsharded: list[jax.Array | None] = [None] * len(self._xs)
+        for i, array in self._whole(come):
             # Otherwise XLA may carry the shard and gather in the iteration that uses the result.
             spec = layout.without(self._xs[i].spec[1:], self._gatherer.axis)
-            wholes[i] = self._gatherer.constrain(whole, spec)
-        return wholes
+            unsharded[i] = self._gatherer.constrain(array, spec)
+        return unsharded
 
     def _whole(self, come: Sequence[jax.Array]) -> Iterable[tuple[int, jax.Array]]:
         """Returns the gathered arrays among those read ahead, with the positions of their
@@ -111,8 +111,8 @@ class Ahead:
         """Returns the last gathered array that is unsharded on every device; None if there is
         none."""
         axis, gathered = self._gatherer.axis, self._whole(coming)
-        whole = [x for i, x in gathered if not any(layout.without(self._xs[i].spec, axis))]
-        return whole[-1] if whole else None
+        replicated = [x for i, x in gathered if not any(layout.without(self._xs[i].spec, axis))]
+        return replicated[-1] if replicated else None
 
 
 def decide(

@@ -59,20 +59,20 @@ class Behind:
     def order(self) -> tuple[jax.Array, jax.Array] | None:
         """Returns two int [length] arrays: for each iteration the index of the previous one (for
         the first its own), and its own index. None if no reduction is deferred."""
-        own, step = jnp.arange(self._length), 1 if self._reverse else -1
-        return (jnp.clip(own + step, 0, self._length - 1), own) if self._behind else None
+        indices, step = jnp.arange(self._length), 1 if self._reverse else -1
+        return (jnp.clip(indices + step, 0, self._length - 1), indices) if self._behind else None
 
     def first(self) -> list[tuple[jax.Array, jax.Array]]:
         """Returns the state that the first iteration receives: partial sums of zero, and stacks of
         shards filled with zeros."""
-        found = []
+        state = []
         for i, row_sum in self._behind.items():
             aval = self._stacks[i].aval
             shape, dtype = row_sum.shape(self._gatherer), row_sum.eqn.outvars[0].aval.dtype
-            found.append(
+            state.append(
                 (pinned(jnp.zeros(shape, dtype), self._gatherer), jnp.zeros(aval.shape, aval.dtype))
             )
-        return found
+        return state
 
     def hold(
         self, given: list[tuple[jax.Array, jax.Array]], whole: jax.Array | None
@@ -92,9 +92,10 @@ class Behind:
         """Reduces the partial sums of the previous iteration to gradients."""
         return [
             ReducedGradient(
-                total(PartialSum(parts, p, p.links), self._gatherer), self._want[i] or ()
+                total(PartialSum(parts, row_sum, row_sum.links), self._gatherer),
+                self._want[i] or (),
             )
-            for (i, p), (parts, _) in zip(self._behind.items(), given, strict=True)
+            for (i, row_sum), (parts, _) in zip(self._behind.items(), given, strict=True)
         ]
 
     def passed(
@@ -106,16 +107,18 @@ class Behind:
     ) -> tuple[list[tuple[jax.Array, jax.Array]], list[Any]]:
         """Returns the state that an iteration passes to the next one, and its results ``outs``, the
         last of which belong to the stacks, with None for each deferred gradient."""
-        passed, left, first = [], list(outs), len(outs) - len(self._stacks)
-        for i, (parts, stack), before in zip(self._behind, given, reduced, strict=True):
+        state, results, first = [], list(outs), len(outs) - len(self._stacks)
+        for i, (parts, stack), gradient in zip(self._behind, given, reduced, strict=True):
             assert at is not None
-            y, left[first + i] = left[first + i], None
+            y, results[first + i] = results[first + i], None
             if isinstance(y, PartialSum):
                 self._made.add(i)
-                passed.append((y.value, _put(stack, before.value, at[0])))
+                state.append((y.value, _put(stack, gradient.value, at[0])))
             else:
-                passed.append((parts, _put(stack, y, at[1])))
-        return passed, [total(x, self._gatherer) if isinstance(x, PartialSum) else x for x in left]
+                state.append((parts, _put(stack, y, at[1])))
+        return state, [
+            total(x, self._gatherer) if isinstance(x, PartialSum) else x for x in results
+        ]
 
     def finished(self, given: Sequence[tuple[jax.Array, jax.Array]]) -> dict[int, jax.Array]:
         """Reduces the last iteration's partial sums; returns the complete stacks by position."""

@@ -30,10 +30,10 @@ def has_rows_for_groups(eqn: Any, rows: int | None, devices: int) -> bool:
       rows: The number of rows of the batch; None if unknown.
       devices: The number of devices that share the batch.
     """
-    return devices > 1 and contains(eqn, _is_one, rows, devices, enters=runs_regions)
+    return devices > 1 and contains(eqn, _is_grouped_by_rows, rows, devices, enters=runs_regions)
 
 
-def _is_one(eqn: Any, rows: int | None, n: int) -> bool:
+def _is_grouped_by_rows(eqn: Any, rows: int | None, n: int) -> bool:
     """Returns whether an equation is such a convolution, for ``n`` devices."""
     if eqn.primitive is not prims.conv_general_dilated_p:
         return False
@@ -44,8 +44,8 @@ def _is_one(eqn: Any, rows: int | None, n: int) -> bool:
     of_batch = name == "batch_group_count"
     if not of_batch and batch % n:
         return True
-    elsewhere = not of_batch and rows is not None and batch % rows == 0 and groups % rows != 0
-    return jaxprs.is_batched(eqn) and not elsewhere
+    rows_in_batch = not of_batch and rows is not None and batch % rows == 0 and groups % rows != 0
+    return jaxprs.is_batched(eqn) and not rows_in_batch
 
 
 def on_own_rows(eqn: Any, values: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
@@ -53,17 +53,17 @@ def on_own_rows(eqn: Any, values: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
     axes, n = batch_axes(mesh), batch_devices(mesh)
     lhs, rhs, out = jaxprs.param(eqn, "dimension_numbers")
     name, groups = _groups(eqn)
-    own = {**eqn.params, name: groups // n}
-    left = lhs[0] if name == "batch_group_count" else lhs[1]
+    own_params = {**eqn.params, name: groups // n}
+    lhs_dimension = lhs[0] if name == "batch_group_count" else lhs[1]
 
-    def cut(dimension: int) -> PartitionSpec:
+    def sharded_at(dimension: int) -> PartitionSpec:
         return PartitionSpec(*(None,) * dimension, axes)
 
     result: jax.Array = jax.shard_map(
-        lambda *x: jaxprs.bind(eqn, x, own)[0],
+        lambda *x: jaxprs.bind(eqn, x, own_params)[0],
         mesh=mesh,
-        in_specs=(cut(left), cut(rhs[0])),
-        out_specs=cut(out[1]),
+        in_specs=(sharded_at(lhs_dimension), sharded_at(rhs[0])),
+        out_specs=sharded_at(out[1]),
         axis_names={*axes},
         check_vma=False,
     )(*values)

@@ -72,10 +72,10 @@ class Entries:
             return y
         gathered = None
         if y.whole is not None:
-            of = next((x for entry, x in self._whole if entry is y.whole), None)
-            if of is None and not self._brief:
+            source = next((x for entry, x in self._whole if entry is y.whole), None)
+            if source is None and not self._brief:
                 return y.whole
-            gathered = None if of is None else of.gathered
+            gathered = None if source is None else source.gathered
         self._forms[i] = _Form(y.spec, widenings(y), gathered, y.gathering.quantized)
         return plain(narrowest(y))
 
@@ -84,8 +84,8 @@ class Entries:
         if i not in self._forms:
             return y
         form = self._forms[i]
-        how = Gathering(quantized=form.quantized)
-        return widened(Shard(y, (None, *form.spec), form.gathered, how), form.dtypes)
+        gathering = Gathering(quantized=form.quantized)
+        return widened(Shard(y, (None, *form.spec), form.gathered, gathering), form.dtypes)
 
 
 def _as_read(x: Any) -> jax.Array | MovedStack | None:

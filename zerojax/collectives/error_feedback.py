@@ -64,18 +64,18 @@ class ErrorFeedback:
         sharded by ``spec``, float32."""
         (at,) = layout.dimensions(spec, self._gatherer.axis)
         value = pinned(jnp.moveaxis(parts.astype(jnp.float32), 1 + at, 1), self._gatherer)
-        before, after = iter(self._errors[parameter]), []
+        old_errors, new_errors = iter(self._errors[parameter]), []
 
-        def feed_back(x: jax.Array, lies: Sequence[Any], block: Sequence[int]) -> jax.Array:
-            old = self._as_sent(next(before), x.shape, lies)
-            whole = x + old * self._scale
-            new = self._beta * old + (1 - self._beta) * self._lost(whole, lies, block)
-            kept = self._at_rest(new, lies, value.ndim)
-            after.append(jnp.where(self._ends, jnp.zeros_like(kept), kept))
-            return whole
+        def feed_back(x: jax.Array, x_spec: Sequence[Any], block: Sequence[int]) -> jax.Array:
+            old = self._as_sent(next(old_errors), x.shape, x_spec)
+            corrected = x + old * self._scale
+            new = self._beta * old + (1 - self._beta) * self._lost(corrected, x_spec, block)
+            stored = self._at_rest(new, x_spec, value.ndim)
+            new_errors.append(jnp.where(self._ends, jnp.zeros_like(stored), stored))
+            return corrected
 
         total = summed(value, spec, self._gatherer, feed_back)
-        self.after[parameter] = tuple(after)
+        self.after[parameter] = tuple(new_errors)
         return total
 
     def _lost(self, x: jax.Array, lies: Sequence[Any], block: Sequence[int]) -> jax.Array:
@@ -99,12 +99,12 @@ class ErrorFeedback:
         order = self._devices_first(lies)
         x = lax.reshape(x, [x.shape[d] for d in order], order)
         x = self._gatherer.constrain(x, [lies[d] for d in order])
-        rest = x.shape[x.ndim - (ndim - 2) :]
-        return pinned(x.reshape(self._gatherer.mesh.size, -1, *rest), self._gatherer)
+        trailing = x.shape[x.ndim - (ndim - 2) :]
+        return pinned(x.reshape(self._gatherer.mesh.size, -1, *trailing), self._gatherer)
 
     def _devices_first(self, lies: Sequence[Any]) -> list[int]:
         """Returns the dimensions, with the sharded ones first, in the order of the devices."""
         axes = batch_axes(self._gatherer.mesh)
-        named = [d for d, name in enumerate(lies) if name is not None]
-        named.sort(key=lambda d: (axes.index(layout.whole_axis(lies[d])), layout.before(lies[d])))
-        return [*named, *(d for d, name in enumerate(lies) if name is None)]
+        sharded = [d for d, name in enumerate(lies) if name is not None]
+        sharded.sort(key=lambda d: (axes.index(layout.whole_axis(lies[d])), layout.before(lies[d])))
+        return [*sharded, *(d for d, name in enumerate(lies) if name is None)]

@@ -42,8 +42,8 @@ class Filling:
         iteration, in the layout of the collective."""
         if not self._dimensions:
             return []
-        wholes = self._ahead.wholes(coming)
-        chosen = [(x, d) for i, d in self._dimensions.items() if (x := wholes[i]) is not None]
+        unsharded = self._ahead.wholes(coming)
+        chosen = [(x, d) for i, d in self._dimensions.items() if (x := unsharded[i]) is not None]
         return [jnp.moveaxis(x, d - 1, 0) for x, d in chosen]
 
     def filled(

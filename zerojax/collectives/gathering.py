@@ -134,10 +134,10 @@ class Gatherer:
         """Returns a gatherer for a program that runs on lanes, see
         :mod:`zerojax.accumulation.lanes`: it constrains nothing along their ``axes``, and sums over
         no replica groups."""
-        apart = copy.copy(self)
-        apart.replicas, apart._apart = 1, frozenset(axes)
-        apart.ledger = self.ledger.on_lanes(axes)
-        return apart
+        for_lanes = copy.copy(self)
+        for_lanes.replicas, for_lanes._apart = 1, frozenset(axes)
+        for_lanes.ledger = self.ledger.on_lanes(axes)
+        return for_lanes
 
     def deferring_reductions(self) -> Self:
         """Returns a gatherer for a loop over micro-batches, after which XLA moves the reductions:
@@ -180,8 +180,8 @@ class Gatherer:
     def by_rows(self, value: Any, at: int = 0) -> Any:
         """Shards the rows of an array, along dimension ``at``, over the batch axes. Returns other
         values, and arrays whose rows do not divide among the devices, unchanged."""
-        array = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.number)
-        if self._apart or not array or value.ndim <= at:
+        is_numeric = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.number)
+        if self._apart or not is_numeric or value.ndim <= at:
             return value
         if value.shape[at] % batch_devices(self.mesh):
             return value
@@ -199,8 +199,8 @@ class Gatherer:
         pinned = self.placed(value, spec)
         # Outermost part first: XLA starts with the innermost, and sends that result between hosts.
         parts = layout.parts_of(spec, self.axis)[-2::-1]
-        nearer = [layout.inside(spec, self.axis, layout.before(part)) for _, part in parts]
-        for less in (*nearer, layout.without(spec, self.axis)):
+        intermediate = [layout.inside(spec, self.axis, layout.before(part)) for _, part in parts]
+        for less in (*intermediate, layout.without(spec, self.axis)):
             with self.ledger.gathers(pinned, spec, less):
                 pinned = self.placed(pinned, less)
             spec = less
@@ -242,17 +242,17 @@ class Gatherer:
         shard = scope.as_filled(shard)
         if shard.whole is not None:
             return shard.whole
-        how = shard.gathering
-        if how.narrow is not None:  # half the bytes, or less
-            return how.narrow.widen(self.gather(how.narrow.shard, scope, rest))
+        gathering = shard.gathering
+        if gathering.narrow is not None:  # half the bytes, or less
+            return gathering.narrow.widen(self.gather(gathering.narrow.shard, scope, rest))
         gathered = scope.gathered if scope.adjacent is None else scope.adjacent
         if id(shard) in gathered:
             return gathered[id(shard)][1]
-        if how.host:
-            whole = self.whole(fetched(shard.value), shard.spec, quantized=how.quantized)
+        if gathering.host:
+            unsharded = self.whole(fetched(shard.value), shard.spec, quantized=gathering.quantized)
             if scope.share:
-                scope.gathered[id(shard)] = shard, whole
-            return whole
+                scope.gathered[id(shard)] = shard, unsharded
+            return unsharded
         value = shard.value if scope.window is None else scope.window.after(shard)
         if not scope.share:
             if id(shard) in scope.seen and scope.token is not None:
@@ -261,10 +261,10 @@ class Gatherer:
             scope.token = next(
                 (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), scope.token
             )
-        whole = self.whole(value, shard.spec, quantized=how.quantized)
+        unsharded = self.whole(value, shard.spec, quantized=gathering.quantized)
         if scope.share or scope.adjacent is not None:
-            gathered[id(shard)] = shard, whole
-        return whole
+            gathered[id(shard)] = shard, unsharded
+        return unsharded
 
     def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:
         """Reduces a gradient to its shard: the sum over the devices becomes a reduce-scatter, and
@@ -300,8 +300,8 @@ class Gatherer:
                     shard = layout.within(shard, dimension, name)
                     gradient = self.constrain(gradient, shard)
                 return gradient if parts else self.constrain(gradient, shard)
-        over = self.ledger.over(layout.parts(name, self.mesh) for _, name in parts)
-        for (dimension, name), n in zip(parts, over, strict=True):
+        counts = self.ledger.over(layout.parts(name, self.mesh) for _, name in parts)
+        for (dimension, name), n in zip(parts, counts, strict=True):
             before, shard = shard, layout.within(shard, dimension, name)
             partly = name != parts[-1][1]
             with self.ledger.reduces(gradient, before, shard, over=n, partly=partly):
@@ -313,13 +313,13 @@ class Gatherer:
         it is reduce-scattered in the order of the devices, and the devices then exchange shards."""
         parts = layout.parts_of(spec, self.axis)
         if len(parts) > 1 and len({d for d, _ in parts}) == 1:
-            whole = layout.without(spec, self.axis)
-            flat = whole
+            full_spec = layout.without(spec, self.axis)
+            flat_spec = full_spec
             for dimension, name in reversed(parts):
-                flat = layout.within(flat, dimension, name)
-            gradient = self.constrain(gradient, whole)
-            with self.ledger.reduces(gradient, whole, flat):
-                gradient = self.constrain(gradient, flat)
+                flat_spec = layout.within(flat_spec, dimension, name)
+            gradient = self.constrain(gradient, full_spec)
+            with self.ledger.reduces(gradient, full_spec, flat_spec):
+                gradient = self.constrain(gradient, flat_spec)
             return self.constrain(gradient, spec)
         return self.scatter(gradient, spec)
 

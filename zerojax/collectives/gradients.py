@@ -35,30 +35,30 @@ def bind_summed(
     ``rows`` is the number of rows of the batch; None if unknown.
     """
     if gatherer.sent.gradients is not None and len(specs) == 1 and specs[0] is not None:
-        made = _bind_quantized(eqn, values, specs[0], gatherer, rows)
-        if made is not None:
-            return [made]
-    place = gatherer.scatter
+        result = _bind_quantized(eqn, values, specs[0], gatherer, rows)
+        if result is not None:
+            return [result]
+    scatter = gatherer.scatter
     if eqn.primitive is prims.scatter_add_p:
         # The gradient of a lookup of fewer rows than the table has: gathering the rows moves less.
-        place = gatherer.scatter_parts if _few_rows(eqn) else gatherer.scatter_table
+        scatter = gatherer.scatter_parts if _few_rows(eqn) else gatherer.scatter_table
     if len(specs) == 1 and (spec := specs[0]) is not None:
         groups, shape = gatherer.replicas, eqn.outvars[0].aval.shape
         if groups > 1 and is_sharded(spec, gatherer.axis) and can_split(eqn, groups):
-            parts, table, none = by_group(eqn, values, groups), values[0], (None,) * len(spec)
-            within = gatherer.mesh.size // groups
-            with gatherer.ledger.reduces(table, none, spec, over=within, partly=True):
+            parts, table, unsharded = by_group(eqn, values, groups), values[0], (None,) * len(spec)
+            group_size = gatherer.mesh.size // groups
+            with gatherer.ledger.reduces(table, unsharded, spec, over=group_size, partly=True):
                 parts = gatherer.constrain(parts, (REPLICA, *spec))
             with gatherer.ledger.reduces(table, spec, spec, over=groups):
                 return [table + add_up(parts, 0)]
-        even = layout.padded(shape, spec, gatherer.mesh)
-        padded = bind_padded(eqn, values, even) if even != shape else None
+        even_shape = layout.padded(shape, spec, gatherer.mesh)
+        padded = bind_padded(eqn, values, even_shape) if even_shape != shape else None
         if padded is not None:
-            whole = place(padded, spec)[tuple(map(slice, shape))]
-            return [gatherer.constrain(whole, spec)]
+            unpadded = scatter(padded, spec)[tuple(map(slice, shape))]
+            return [gatherer.constrain(unpadded, spec)]
     with _sent_instead(eqn, values, specs, gatherer):
         outs = jaxprs.bind(eqn, values)
-        return [o if s is None else place(o, s) for o, s in zip(outs, specs, strict=True)]
+        return [o if s is None else scatter(o, s) for o, s in zip(outs, specs, strict=True)]
 
 
 def _sent_instead(
@@ -72,14 +72,14 @@ def _sent_instead(
         return stack
     if eqn.primitive is prims.scatter_add_p and _few_rows(eqn):
         _, indices, rows = values
-        by_row = jaxprs.param(eqn, "dimension_numbers").inserted_window_dims
-        to_rows = any(d in by_row for d in layout.dimensions(spec, gatherer.axis))
+        row_dims = jaxprs.param(eqn, "dimension_numbers").inserted_window_dims
+        to_rows = any(d in row_dims for d in layout.dimensions(spec, gatherer.axis))
         stack.enter_context(
             ledger.place(decisions.PRODUCED, "fewer rows than the table's are sent")
         )
-        first = [-(-n // gatherer.mesh.size) for n in rows.shape[:1]]  # none of a single element
-        own = jax.ShapeDtypeStruct((*first, *rows.shape[1:]), rows.dtype)
-        sent = (decisions.GATHER, rows) if to_rows else (decisions.EXCHANGE, own)
+        leading = [-(-n // gatherer.mesh.size) for n in rows.shape[:1]]  # none of a single element
+        own_rows = jax.ShapeDtypeStruct((*leading, *rows.shape[1:]), rows.dtype)
+        sent = (decisions.GATHER, rows) if to_rows else (decisions.EXCHANGE, own_rows)
         stack.enter_context(ledger.instead((decisions.GATHER, indices), sent))
     elif eqn.primitive is prims.reduce_sum_p and len(layout.parts_of(spec, gatherer.axis)) > 1:
         stack.enter_context(ledger.place(decisions.PRODUCED, "the sum is all-reduced, then split"))

@@ -65,11 +65,11 @@ class _Needs(NamedTuple):
             moved = propagate.forward(eqn, spec, self.mesh)
             return self.unsharded(jaxpr, eqn.outvars[0], spec if moved is None else moved, varies)
         if eqn.primitive.name == "dynamic_slice":
-            layer = any(varies.get(v) for v in jaxprs.variables(eqn.invars[1:]))
-            layer = layer and eqn.invars[0].aval.ndim > 2
-            return not layer or propagate.forward(eqn, spec, self.mesh) is None
-        inside = regions(eqn) if eqn.primitive is prims.scan_p or jaxprs.bodies(eqn) else ()
-        return not inside or any(self._inside(each, eqn, i, spec, varies) for each in inside)
+            is_layer = any(varies.get(v) for v in jaxprs.variables(eqn.invars[1:]))
+            is_layer = is_layer and eqn.invars[0].aval.ndim > 2
+            return not is_layer or propagate.forward(eqn, spec, self.mesh) is None
+        inner = regions(eqn) if eqn.primitive is prims.scan_p or jaxprs.bodies(eqn) else ()
+        return not inner or any(self._inside(each, eqn, i, spec, varies) for each in inner)
 
     def _inside(
         self, region: Region, eqn: Any, i: int, spec: Spec, varies: Mapping[Any, bool]
@@ -79,8 +79,10 @@ class _Needs(NamedTuple):
             return True
         if region.is_entry(i):
             return False
-        given = [
+        argument_varies = [
             not isinstance(x, core.Literal) and varies.get(x, False)
             for x in (eqn.invars[at] for at in region.operands)
         ]
-        return self.unsharded(region.jaxpr, v, spec, DEPENDS.forward(region.jaxpr, given).of)
+        return self.unsharded(
+            region.jaxpr, v, spec, DEPENDS.forward(region.jaxpr, argument_varies).of
+        )

@@ -106,16 +106,16 @@ class Inserter(Scans):
         ``host`` sends gradients to host memory; None keeps them on the devices. ``rows`` is the
         number of rows of the batch; None if it differs between leaves of the batch.
         """
-        free = self.keep or self._apart or not self.overlap
-        window = None if free else Window.of(self.mesh, self.axis)
-        late = self.overlap and not self._apart and host is None
+        is_unlimited = self.keep or self._apart or not self.overlap
+        window = None if is_unlimited else Window.of(self.mesh, self.axis)
+        defers_reductions = self.overlap and not self._apart and host is None
         scope = Scope(
             share=self.share,
             replace=replace or {},
             host=host,
             window=window,
             batch_rows=rows,
-            behind=late,
+            behind=defers_reductions,
         )
         outs = [plain(o) for o in self.run(closed, args, scope, want)]
         if not self.left and residuals.some_stay(jaxprs.open_jaxpr(closed)[0]):
@@ -192,8 +192,8 @@ class Inserter(Scans):
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
         if convolutions.has_rows_for_groups(eqn, scope.batch_rows, self.devices):
             if eqn.primitive is prims.conv_general_dilated_p:
-                whole = self.all_whole(values, scope)
-                return [convolutions.on_own_rows(eqn, whole, self.mesh)]
+                unsharded = self.all_whole(values, scope)
+                return [convolutions.on_own_rows(eqn, unsharded, self.mesh)]
             return self._branch(eqn, values, scope)
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
             return self._use(eqn, values, scope)
@@ -230,10 +230,10 @@ class Inserter(Scans):
         shards = [v for v in values if isinstance(v, Shard)]
         shape = eqn.outvars[0].aval.shape if eqn.outvars else None
         # A value that a lane computes from a parameter and its own rows is not a shard.
-        alone = all(isinstance(v, Shard) or not isinstance(v, jax.Array) for v in values)
+        only_shards = all(isinstance(v, Shard) or not isinstance(v, jax.Array) for v in values)
         if (
             name in ELEMENTWISE
-            and (alone or not self.apart)
+            and (only_shards or not self.apart)
             and {(s.spec, s.value.shape) for s in shards}
             == {
                 (shards[0].spec, shape)  # not if a bias is broadcast against activations
@@ -261,9 +261,9 @@ class Inserter(Scans):
         ):
             return shards  # flax unboxes a parameter with the user's spec
         if name == "optimization_barrier":
-            through = [travelling(v) for v in values]
-            outs = jaxprs.bind(eqn, [plain(v) for v in through])
-            return list(map(arrived, values, map(like, through, outs)))
+            inputs = [travelling(v) for v in values]
+            outs = jaxprs.bind(eqn, [plain(v) for v in inputs])
+            return list(map(arrived, values, map(like, inputs, outs)))
         if (rows := lookups.look_up(eqn, values, self, scope)) is not None:
             return [rows]
         outs = jaxprs.bind(eqn, self.all_whole(values, scope))
@@ -276,15 +276,15 @@ class Inserter(Scans):
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
         gathered = copies.follow(eqn, values, self.axis)
         narrow = None
-        if isinstance(values[0], Shard) and (known := values[0].gathering.narrow) is not None:
-            if known.is_cast and propagate.follows(eqn):
-                (narrow_out,) = self._on_shards(eqn, [known.shard, *values[1:]], spec)
+        if isinstance(values[0], Shard) and (source := values[0].gathering.narrow) is not None:
+            if source.is_cast and propagate.follows(eqn):
+                (narrow_out,) = self._on_shards(eqn, [source.shard, *values[1:]], spec)
                 narrow = Narrow.cast(narrow_out, out.dtype)
             elif propagate.moves(eqn.primitive.name):
                 narrow = narrow_of(eqn, values)
         quantized = all(v.gathering.quantized for v in values if isinstance(v, Shard))
-        how = Gathering(quantized=quantized, narrow=narrow)
-        return [Shard(self.constrain(out, spec), spec, gathered, how)]
+        gathering = Gathering(quantized=quantized, narrow=narrow)
+        return [Shard(self.constrain(out, spec), spec, gathered, gathering)]
 
     def _call(
         self, eqn: Any, values: list[Any], scope: Scope, want: Sequence[Spec | None]
@@ -300,8 +300,8 @@ class Inserter(Scans):
         if jaxprs.runs_backward(eqn) and jaxprs.param(eqn, "prevent_cse"):
             values = self._in_turn(values, scope)
         outs = self.run(inner, values, scope.inner(scope.row_sums), want)
-        made = [(o, w) for o, w in zip(outs, want, strict=True) if not isinstance(o, PartialSum)]
-        scope.reduced.append([ReducedGradient(plain(o), w) for o, w in made if w is not None])
+        summed = [(o, w) for o, w in zip(outs, want, strict=True) if not isinstance(o, PartialSum)]
+        scope.reduced.append([ReducedGradient(plain(o), w) for o, w in summed if w is not None])
         return outs
 
     def _in_turn(self, values: list[Any], scope: Scope) -> list[Any]:
@@ -310,20 +310,20 @@ class Inserter(Scans):
         gradients to the end, and keeps the activations that they are computed from. With
         ``overlap`` the block's parameters wait only for the cotangents of the previous block, so
         that they are gathered while the previous block runs."""
-        here = [i for i, v in enumerate(values) if not on_host(v)]
-        through = [travelling(values[i]) for i in here]
-        held = lax.optimization_barrier([plain(v) for v in through])
-        early = [i for i, v in enumerate(through) if self.overlap and self._is_gathered(v)]
+        positions = [i for i, v in enumerate(values) if not on_host(v)]
+        inputs = [travelling(values[i]) for i in positions]
+        held = lax.optimization_barrier([plain(v) for v in inputs])
+        early = [i for i, v in enumerate(inputs) if self.overlap and self._is_gathered(v)]
         others = [x for i, x in enumerate(held) if i not in early]
         earlier, scope.cotangent = scope.cotangent, others[-1] if others else None
         if earlier is not None and early:
-            _, *free = lax.optimization_barrier([earlier, *(plain(through[i]) for i in early)])
-            for i, x in zip(early, free, strict=True):
+            _, *delayed = lax.optimization_barrier([earlier, *(plain(inputs[i]) for i in early)])
+            for i, x in zip(early, delayed, strict=True):
                 held[i] = x
-        operands = list(map(like, through, held))
+        operands = list(map(like, inputs, held))
         done = scope.reduced[-2] if len(scope.reduced) > 1 else []
         operands = order.hold_until(operands, done, self.constrain)
-        ordered = dict(zip(here, operands, strict=True))
+        ordered = dict(zip(positions, operands, strict=True))
         return [arrived(v, ordered[i]) if i in ordered else v for i, v in enumerate(values)]
 
     def _is_gathered(self, v: Any) -> bool:
@@ -344,8 +344,8 @@ class Inserter(Scans):
         if eqn.primitive is prims.while_p:
             return self._while(eqn, values, scope)
         # A branch that trains gathers within: that branch may need all of the memory.
-        before = self.keep and not loop_decisions.trains(eqn)
-        index, *operands = self._gathered(values, scope) if before else values
+        gathers_before = self.keep and not loop_decisions.trains(eqn)
+        index, *operands = self._gathered(values, scope) if gathers_before else values
         specs: list[set[Spec]] = [set() for _ in eqn.outvars]
         within = self._within(eqn, scope)
         branches = [self._closed(b, operands, within, specs) for b in jaxprs.param(eqn, "branches")]
@@ -396,17 +396,17 @@ class Inserter(Scans):
 
             def run(carry: Any) -> list[Any]:
                 with self.ledger.place(decisions.LOOP):
-                    given = (*consts, *self.carried(carry, updated))
-                    return self.run(jaxpr, given, within(), want)
+                    args = (*consts, *self.carried(carry, updated))
+                    return self.run(jaxpr, args, within(), want)
 
             return run
 
         cond, body = closed(loop.cond, consts[:a], ()), closed(loop.body, consts[a:], specs)
         with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
             start = self.all_whole(start, scope)
-        ended = lax.while_loop(
+        final = lax.while_loop(
             lambda carry: plain(cond(carry)[0]),
             lambda carry: list(map(self.passed_on, body(carry), specs)),
             start,
         )
-        return [x if spec is None else Shard(x, spec) for x, spec in zip(ended, specs, strict=True)]
+        return [x if spec is None else Shard(x, spec) for x, spec in zip(final, specs, strict=True)]

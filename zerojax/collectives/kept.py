@@ -97,14 +97,14 @@ def _decided(
     if how.together is not None:
         return how if dtypes else None
     dtype = next(iter(dtypes)) if len(dtypes) == 1 and v.aval.dtype not in dtypes else None
-    cut = layout.dimensions(x.spec, gatherer.axis)
-    if x.spec[0] is not None or len(cut) != 1:
+    dims = layout.dimensions(x.spec, gatherer.axis)
+    if x.spec[0] is not None or len(dims) != 1:
         return Kept(dtype=dtype)
     loops = list(readers(jaxpr, v))
     if fill and dtype is None and _fills(x, loops, gatherer):
         return Kept(by_loop=True)
-    moved = x.value.ndim > 2 and None not in loops
-    return Kept(dtype=dtype, first=cut[0] if moved else None)
+    is_moved = x.value.ndim > 2 and None not in loops
+    return Kept(dtype=dtype, first=dims[0] if is_moved else None)
 
 
 def _fills(x: Shard, loops: Sequence[Reader | None], gatherer: Gatherer) -> bool:
@@ -120,7 +120,7 @@ def _fills(x: Shard, loops: Sequence[Reader | None], gatherer: Gatherer) -> bool
 
 def gather(args: Sequence[Any], kept: Sequence[Kept | None], gatherer: Gatherer) -> list[Any]:
     """Returns ``args``, with unsharded copies of the arrays that are kept."""
-    given = [
+    gathered = [
         x if how is None or how.together is not None else _gathered(x, how, gatherer)
         for x, how in zip(args, kept, strict=True)
     ]
@@ -132,8 +132,8 @@ def gather(args: Sequence[Any], kept: Sequence[Kept | None], gatherer: Gatherer)
                 [args[i] for i in small], gatherer.mesh, gatherer.constrain, gatherer.ledger
             )
         for i, copy in zip(small, copies, strict=True):
-            given[i] = args[i].with_copy(copy)
-    return given
+            gathered[i] = args[i].with_copy(copy)
+    return gathered
 
 
 def _gathered(x: Shard, how: Kept, gatherer: Gatherer) -> Shard:

@@ -34,12 +34,12 @@ def layer_bytes(plan: Plan, *, backward: bool = True) -> int:
     if config.overlap_comm is False:
         return 0
     accumulates = config.batch(batch_devices(plan.mesh)).accumulation > 1
-    behind = backward and not (config.stage == 1 and accumulates)  # there each device sums locally
-    if config.stage < 3 and not behind:
+    defers = backward and not (config.stage == 1 and accumulates)  # there each device sums locally
+    if config.stage < 3 and not defers:
         return 0
     paths = jax.tree.leaves_with_path(plan.params, is_leaf=lambda x: isinstance(x, PartitionSpec))
     named = [(path, leaf) for (path, _), leaf in zip(paths, plan.compute, strict=True)]
-    if not behind:
+    if not defers:
         named = [(path, leaf) for path, leaf in named if leaf.path not in plan.live.paths]
     largest = _largest(named, 0)
     return largest if largest >= ROWS else 0
@@ -48,8 +48,8 @@ def layer_bytes(plan: Plan, *, backward: bool = True) -> int:
 def _largest(named: Sequence[tuple[tuple[Any, ...], Leaf]], depth: int) -> int:
     """Returns the bytes of the largest layer among the leaves below a node, whose paths are equal
     up to ``depth``."""
-    firsts = {leaf.shape[:1] for _, leaf in named}
-    length = next(iter(firsts)) if len(firsts) == 1 else ()
+    first_sizes = {leaf.shape[:1] for _, leaf in named}
+    length = next(iter(first_sizes)) if len(first_sizes) == 1 else ()
     if length and length[0] >= LEAST:
         return sum(leaf.bytes for _, leaf in named if leaf.sharded) // length[0]
     deeper = [(path, leaf) for path, leaf in named if len(path) > depth]

@@ -111,11 +111,11 @@ class Ledger:
         if self._deferred:
             return self._note()
         n = group(after, before, self._mesh)
-        rest = (self._over if over is None else over) // max(n, 1)
-        found = [(decisions.SCATTER, x, after, before, n)] if n > 1 else []
-        if rest > 1:
-            found.append((decisions.REDUCE, x, after, after, rest))
-        return self._note(*found, partly=partly or self._partly)
+        remaining = (self._over if over is None else over) // max(n, 1)
+        sent = [(decisions.SCATTER, x, after, before, n)] if n > 1 else []
+        if remaining > 1:
+            sent.append((decisions.REDUCE, x, after, after, remaining))
+        return self._note(*sent, partly=partly or self._partly)
 
     def instead(self, *sent: tuple[str, Any]) -> Any:
         """Records the collectives that XLA emits for an equation, as pairs of kind and array, in
@@ -124,8 +124,8 @@ class Ledger:
             return contextlib.nullcontext()
         self._replacing.add(len(self._noted))
         specs = ((None,) * len(x.shape) for _, x in sent)
-        found = zip(sent, specs, strict=True)
-        return self._note(*((kind, x, spec, spec, self._over) for (kind, x), spec in found))
+        pairs = zip(sent, specs, strict=True)
+        return self._note(*((kind, x, spec, spec, self._over) for (kind, x), spec in pairs))
 
     def over(self, parts: Iterable[int]) -> list[int]:
         """Returns the number of devices in each of several successive sums, the last of which is
@@ -150,12 +150,12 @@ class Ledger:
     def of_optimizer(self, x: Any, spec: Sequence[Any]) -> tuple[Decision, ...]:
         """Returns the reduction of a gradient to a spec at the optimizer, for a gradient that was
         not reduced before."""
-        before = len(self._noted)
+        start = len(self._noted)
         with self.place(decisions.UPDATE, "reduced where the optimizer takes the gradient"):
             self._reduces_to(x, spec)
-        found = tuple(each for noted in self._noted[before:] for each in noted)
-        del self._noted[before:]
-        return found
+        recorded = tuple(decision for entry in self._noted[start:] for decision in entry)
+        del self._noted[start:]
+        return recorded
 
     @contextlib.contextmanager
     def reduces_after_loop(self, x: Any, spec: Sequence[Any]) -> Iterator[None]:
@@ -166,9 +166,9 @@ class Ledger:
             yield
 
     def _reduces_to(self, x: Any, spec: Sequence[Any]) -> Any:
-        before = layout.without(spec, zero_axis(self._mesh))
-        even = layout.padded(x.shape, spec, self._mesh) == x.shape
-        return self.reduces(x, before, spec if even else before)  # uneven: XLA slices the full sum
+        full = layout.without(spec, zero_axis(self._mesh))
+        is_even = layout.padded(x.shape, spec, self._mesh) == x.shape
+        return self.reduces(x, full, spec if is_even else full)  # uneven: XLA slices the full sum
 
     def __len__(self) -> int:
         return len(self._noted)

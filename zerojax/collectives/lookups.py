@@ -50,9 +50,9 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
     if (spec := spec_by_rows(eqn, stored.spec, gatherer.mesh, gatherer.axis)) is not None:
         pinned = gatherer.constrain(gatherer.constrain(stored.value, stored.spec), spec)
         out = jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, stored.value.dtype)
-        ledger, why = gatherer.ledger, "each device looks rows up in its own shard"
+        ledger, reason = gatherer.ledger, "each device looks rows up in its own shard"
         sent = (decisions.GATHER, indices[0]), (decisions.SCATTER, out)
-        with ledger.place(decisions.USE, why), ledger.instead(*sent):
+        with ledger.place(decisions.USE, reason), ledger.instead(*sent):
             (rows,) = jaxprs.bind(eqn, [pinned, *indices])
         return rows.astype(table.value.dtype)
     if id(table) in scope.used_whole and by_columns(eqn, stored.spec, gatherer.mesh, gatherer.axis):
@@ -64,13 +64,13 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
         return None
     if table.value.size <= _looked_up(eqn, gatherer.mesh, 1):
         return None
-    held = table
+    delayed = table
     if scope.rows is not None:
         value, _ = lax.optimization_barrier((stored.value, scope.rows))
-        held = stored.with_value(value)
-    whole = gatherer.gather(held, scope, indices).astype(table.value.dtype)
+        delayed = stored.with_value(value)
+    unsharded = gatherer.gather(delayed, scope, indices).astype(table.value.dtype)
     scope.seen[id(table)] = table
-    (scope.rows,) = jaxprs.bind(eqn, [whole, *indices])
+    (scope.rows,) = jaxprs.bind(eqn, [unsharded, *indices])
     return scope.rows
 
 
@@ -89,16 +89,16 @@ def spec_by_rows(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
     if len(dims) != 1 or layout.padded(shape, spec, mesh) != shape:
         return None
     picked = jaxprs.param(eqn, "dimension_numbers").collapsed_slice_dims
-    (cut,), size = dims, eqn.invars[0].aval.size
-    pieces = layout.parts(spec[cut], mesh)
-    moved = _TIMES * _looked_up(eqn, mesh, pieces)
-    if cut not in picked:
-        free = [d for d in picked if spec[d] is None and shape[d] % pieces == 0]
-        if not free:
+    (sharded,), size = dims, eqn.invars[0].aval.size
+    shards = layout.parts(spec[sharded], mesh)
+    moved = _TIMES * _looked_up(eqn, mesh, shards)
+    if sharded not in picked:
+        candidates = [d for d in picked if spec[d] is None and shape[d] % shards == 0]
+        if not candidates:
             return None
-        row = max(free, key=lambda d: shape[d])
-        names = [a for a in layout.axes(spec[cut]) if layout.whole_axis(a) == axis]
-        spec, moved = layout.without(spec, axis), moved + size / pieces
+        row = max(candidates, key=lambda d: shape[d])
+        names = [a for a in layout.axes(spec[sharded]) if layout.whole_axis(a) == axis]
+        spec, moved = layout.without(spec, axis), moved + size / shards
         for name in names:
             spec = layout.within(spec, row, name)
     return spec if moved < size else None

@@ -82,18 +82,18 @@ def decide(
     sums = Sums(eqn, want[:n])
     carried = [i for i in range(n) if i not in sums.terms]
     # A loop that carries other gradients runs over micro-batches, and each iteration gathers.
-    left = [i for i in carried if i not in sums.stacks and i not in updated]
-    own = [spec for i in left if (spec := want[i]) is not None]
-    micro_batches = any(is_sharded(spec, gatherer.axis) for spec in own)
+    remaining = [i for i in carried if i not in sums.stacks and i not in updated]
+    gradient_specs = [spec for i in remaining if (spec := want[i]) is not None]
+    over_micro_batches = any(is_sharded(spec, gatherer.axis) for spec in gradient_specs)
     jaxpr = jaxprs.param(eqn, "jaxpr")
     gathered = {i for i, x in enumerate(xs) if isinstance(x, Shard) and x.spec[0]}
     read = [None if i in gathered else narrowest(x) for i, x in enumerate(xs)]
-    stacked = any(want[n:]) or bool(sums.stacks)
+    has_stacks = any(want[n:]) or bool(sums.stacks)
     return LoopDecisions(
         sums=sums,
         carried=carried,
         updated=updated,
-        held=set() if micro_batches else held.decide(jaxpr, consts, gatherer.mesh),
+        held=set() if over_micro_batches else held.decide(jaxpr, consts, gatherer.mesh),
         gathered=gathered,
         ahead=ahead.decide(eqn, read, gatherer, gathers=prefetch),
         filled={
@@ -102,7 +102,7 @@ def decide(
             if i not in gathered and isinstance(x, Shard) and x.gathering.by_loop
         },
         behind=behind.decide(eqn, want[n:], gatherer, scope.batch_rows if scope.behind else None),
-        of_layer=stacked and not any(want[i] for i in range(n) if i not in sums.stacks),
+        of_layer=has_stacks and not any(want[i] for i in range(n) if i not in sums.stacks),
         want=[*(updated.get(i, want[i]) for i in carried), *want[n:], *(None for _ in sums.roots)],
     )
 
@@ -122,7 +122,7 @@ def find_updated(eqn: Any, values: Sequence[Any], axis: str) -> dict[int, Spec]:
       axis: The axis over which ZeRO shards.
     """
     *_, body = regions(eqn)
-    found = {}
+    specs = {}
     for i, (result, argument) in enumerate(body.carries):
         x = values[body.operands[argument]]
         if (
@@ -132,5 +132,5 @@ def find_updated(eqn: Any, values: Sequence[Any], axis: str) -> dict[int, Spec]:
             and not is_small(x.value.shape, x.spec, axis)
             and body.jaxpr.outvars[result] is not body.jaxpr.invars[argument]
         ):
-            found[i] = x.spec
-    return found
+            specs[i] = x.spec
+    return specs

@@ -122,13 +122,13 @@ class Sums:
         eqn, uses = self._graph.producer(v), self._graph.times_used
         if eqn is None or eqn.primitive.name != "add_any" or uses(v) != 1:
             return None
-        for one, other in (eqn.invars, eqn.invars[::-1]):
-            if not _is_var(other) or other is start:
+        for partial, term in (eqn.invars, eqn.invars[::-1]):
+            if not _is_var(term) or term is start:
                 continue
-            if one is start:
-                return ([other], [eqn]) if uses(start) == 1 else None
-            if (rest := self._added(one, start)) is not None:
-                return [*rest[0], other], [*rest[1], eqn]
+            if partial is start:
+                return ([term], [eqn]) if uses(start) == 1 else None
+            if (inner := self._added(partial, start)) is not None:
+                return [*inner[0], term], [*inner[1], eqn]
         return None
 
     def _term(self, v: Any) -> Term:
@@ -144,9 +144,9 @@ class Sums:
         """Returns the loop's body without the sums, and with the roots after its other results. It
         does not read the carried values of the sums."""
         jaxpr = self._jaxpr
-        kept = [v for i, v in enumerate(jaxpr.outvars) if i not in self.terms]
+        results = [v for i, v in enumerate(jaxpr.outvars) if i not in self.terms]
         eqns = self._graph.without(self._adds)
-        return LoopBody(jaxpr.constvars, jaxpr.invars, eqns, [*kept, *self.roots], self._consts)
+        return LoopBody(jaxpr.constvars, jaxpr.invars, eqns, [*results, *self.roots], self._consts)
 
     def spec(self, root: Any, mesh: Mesh, axis: str) -> Spec | None:
         """Returns the spec of the sum of a root: the spec that its terms imply. If their specs
@@ -164,8 +164,8 @@ class Sums:
         if any(any(layout.without(spec, axis)) for _, spec in wants):
             return None
         shape = root.aval.shape
-        fits = [d for d, size in enumerate(shape) if size % axis_size(mesh, axis) == 0]
-        at = max(fits, key=lambda d: shape[d], default=None)
+        divisible = [d for d, size in enumerate(shape) if size % axis_size(mesh, axis) == 0]
+        at = max(divisible, key=lambda d: shape[d], default=None)
         return None if at is None else tuple(axis if d == at else None for d in range(len(shape)))
 
 
@@ -204,5 +204,5 @@ def _is_layer(jaxpr: Any, v: Any) -> bool:
     takes one layer."""
     graph = graph_of(jaxpr)
     eqn = graph.producer(v)
-    written = eqn is not None and eqn.primitive.name == "dynamic_update_slice"
-    return written and v.aval.ndim > 2 and graph.is_zeros(eqn.invars[0])
+    is_written = eqn is not None and eqn.primitive.name == "dynamic_update_slice"
+    return is_written and v.aval.ndim > 2 and graph.is_zeros(eqn.invars[0])

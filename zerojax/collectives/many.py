@@ -36,31 +36,31 @@ def gather_together(
       ledger: Records the gathers, if given.
     """
     ledger = Ledger(mesh) if ledger is None else ledger
-    whole = [shard.value for shard in shards]
+    arrays = [shard.value for shard in shards]
     kinds = [(shard.value.dtype, next(filter(None, shard.spec))) for shard in shards]
     for kind in dict.fromkeys(kinds):
         chosen, (_, axis) = [i for i, each in enumerate(kinds) if each == kind], kind
         devices = layout.parts(axis, mesh)
         dims = [shards[i].spec.index(axis) for i in chosen]
         # The shards are constrained to their specs first, else XLA may move a cast past the gather.
-        pinned = [constrain(whole[i], shards[i].spec) for i in chosen]
-        rows = [_row_a_device(x, dim, devices) for x, dim in zip(pinned, dims, strict=True)]
+        pinned = [constrain(arrays[i], shards[i].spec) for i in chosen]
+        rows = [_to_rows(x, dim, devices) for x, dim in zip(pinned, dims, strict=True)]
         matrix = constrain(jnp.concatenate(rows, axis=1), (axis, None))
         with ledger.gathers(matrix, (axis, None), (None, None)):
             matrix = constrain(matrix, (None, None))
         start = 0
         for i, row, dim in zip(chosen, rows, dims, strict=True):
-            piece = lax.slice_in_dim(matrix, start, start + row.shape[1], axis=1)
+            block = lax.slice_in_dim(matrix, start, start + row.shape[1], axis=1)
             # Without a barrier XLA's layout differs from that of a parameter gathered separately.
-            whole[i] = lax.optimization_barrier(_taken_back(piece, whole[i].shape, dim))
+            arrays[i] = lax.optimization_barrier(_from_rows(block, arrays[i].shape, dim))
             start += row.shape[1]
-    return whole
+    return arrays
 
 
-def _row_a_device(x: jax.Array, dim: int, devices: int) -> jax.Array:
+def _to_rows(x: jax.Array, dim: int, devices: int) -> jax.Array:
     return jnp.moveaxis(x, dim, 0).reshape(devices, -1)
 
 
-def _taken_back(rows: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
+def _from_rows(rows: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
     moved = shape[dim], *shape[:dim], *shape[dim + 1 :]
     return jnp.moveaxis(rows.reshape(moved), 0, dim)

@@ -35,9 +35,11 @@ def scan(body: Callable[..., Any], init: Any, xs: Any, **keywords: Any) -> Any:
 
     def entry(carry: Any, at: tuple[jax.Array, list[Any]]) -> Any:
         index, others = at
-        rest = iter(others)
-        here = [moved[i].layer(index) if i in moved else next(rest) for i in range(len(leaves))]
-        return body(carry, jax.tree.unflatten(tree, here))
+        unmoved = iter(others)
+        layers = [
+            moved[i].layer(index) if i in moved else next(unmoved) for i in range(len(leaves))
+        ]
+        return body(carry, jax.tree.unflatten(tree, layers))
 
     others = [x for i, x in enumerate(leaves) if i not in moved]
     return lax.scan(entry, init, (jnp.arange(keywords["length"]), others), **keywords)

@@ -88,14 +88,14 @@ class OneBitMomentum:
         last: Sequence[jax.Array],
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         n, beta, momentum = len(parts), self._how.beta, self._momenta[parameter]
-        whole = self._whole(momentum, last)
-        local = beta * whole + (1 - beta) * n * (parts / self._scale)
-        mean, after, bits = mean_in_one_bit(local.reshape(n, -1), errors, self._gatherer)
+        unsharded = self._whole(momentum, last)
+        local = beta * unsharded + (1 - beta) * n * (parts / self._scale)
+        mean, new_errors, bits = mean_in_one_bit(local.reshape(n, -1), errors, self._gatherer)
         new = self._gatherer.constrain(mean.reshape(momentum.shape), spec)
         new = jnp.where(self._squares[parameter] > 0, new, 0.0)
         gradient = (new - beta * momentum) / (1 - beta) * self._scale
-        kept = [jnp.where(beta > 0, x, jnp.zeros_like(x)) for x in bits] if last else []
-        return self._gatherer.constrain(gradient, spec), (*after, *kept)
+        new_bits = [jnp.where(beta > 0, x, jnp.zeros_like(x)) for x in bits] if last else []
+        return self._gatherer.constrain(gradient, spec), (*new_errors, *new_bits)
 
     def _whole(self, momentum: jax.Array, last: Sequence[jax.Array]) -> jax.Array:
         """Returns the unsharded momentum: if it is sharded, decoded from the bits that were sent
@@ -128,27 +128,31 @@ def mean_in_one_bit(
     """
     axes, constrain = batch_axes(gatherer.mesh), gatherer.constrain
     n, size = local.shape
-    piece = errors[1].shape[1]
-    rest = n * piece - size
-    there = (jnp.arange(n * piece) < size).reshape(n, piece)
+    slice_size = errors[1].shape[1]
+    padding = n * slice_size - size
+    is_element = (jnp.arange(n * slice_size) < size).reshape(n, slice_size)
 
-    whole = jnp.pad(local, ((0, 0), (0, rest))) + errors[0]
-    whole = constrain(whole, (axes, None))
-    scales = jnp.linalg.norm(whole, axis=1) / math.sqrt(size)
-    lost = jnp.where(there.reshape(-1), whole - scales[:, None] * signs(whole), 0.0)
-    codes = constrain(pack(whole.reshape(n, n, piece)), (axes, None, None))
+    corrected = jnp.pad(local, ((0, 0), (0, padding))) + errors[0]
+    corrected = constrain(corrected, (axes, None))
+    scales = jnp.linalg.norm(corrected, axis=1) / math.sqrt(size)
+    sent_errors = jnp.where(
+        is_element.reshape(-1), corrected - scales[:, None] * signs(corrected), 0.0
+    )
+    codes = constrain(pack(corrected.reshape(n, n, slice_size)), (axes, None, None))
     codes = constrain(codes, (None, axes, None))
     scales = constrain(constrain(scales, (axes,)), (None,))
-    own = add_up(unpack(codes) * scales[:, None, None], 0) / n + errors[1]
+    own_slice = add_up(unpack(codes) * scales[:, None, None], 0) / n + errors[1]
 
-    own = constrain(jnp.where(there, own, 0.0), (axes, None))
-    elements = jnp.maximum(there.sum(1), 1).astype(own.dtype)
-    scales = jnp.linalg.norm(own, axis=1) / jnp.sqrt(elements)
-    left = constrain(jnp.where(there, own - scales[:, None] * signs(own), 0.0), (axes, None))
-    codes = constrain(constrain(pack(own), (axes, None)), (None, None))
+    own_slice = constrain(jnp.where(is_element, own_slice, 0.0), (axes, None))
+    elements = jnp.maximum(is_element.sum(1), 1).astype(own_slice.dtype)
+    scales = jnp.linalg.norm(own_slice, axis=1) / jnp.sqrt(elements)
+    mean_errors = constrain(
+        jnp.where(is_element, own_slice - scales[:, None] * signs(own_slice), 0.0), (axes, None)
+    )
+    codes = constrain(constrain(pack(own_slice), (axes, None)), (None, None))
     scales = constrain(constrain(scales, (axes,)), (None,))
     mean = (unpack(codes) * scales[:, None]).reshape(-1)[:size]
-    return mean, (constrain(lost, (axes, None)), left), (codes, scales)
+    return mean, (constrain(sent_errors, (axes, None)), mean_errors), (codes, scales)
 
 
 def signs(x: jax.Array) -> jax.Array:

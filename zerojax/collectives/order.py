@@ -27,18 +27,18 @@ def hold_until(
     parameter, the last floating array, which is a cotangent, does. Those waits cost an all-reduce
     of one bit.
     """
-    left = list(done)
+    remaining = list(done)
     waits: list[jax.Array | None] = [None] * len(values)
     for i, v in enumerate(values):
-        twin = next((g for g in left if isinstance(v, Shard) and _alike(v, g)), None)
+        twin = next((g for g in remaining if isinstance(v, Shard) and _alike(v, g)), None)
         if twin is not None:
-            left = [g for g in left if g is not twin]
+            remaining = [g for g in remaining if g is not twin]
             waits[i] = impossible(twin.value)
     shards = [i for i, v in enumerate(values) if isinstance(v, Shard)]
     floats = [i for i, v in enumerate(values) if i not in shards and _is_float(v)]
     target = shards[0] if shards else floats[-1] if floats else None
     if target is not None:
-        for g in left:
+        for g in remaining:
             bit = jnp.any(impossible(g.value)) if any(g.spec) else impossible(_element(g.value))
             earlier = waits[target]
             waits[target] = bit if earlier is None else earlier | bit

@@ -79,8 +79,8 @@ class RowSum(NamedTuple):
         if self.eqn.primitive is prims.conv_general_dilated_p:
             value = self._convolved(values, gatherer)
         else:
-            apart = [self._apart(x, i, gatherer) for i, x in enumerate(values)]
-            value = self._multiplied(*apart) if len(apart) == 2 else self._added(*apart)
+            split = [self._apart(x, i, gatherer) for i, x in enumerate(values)]
+            value = self._multiplied(*split) if len(split) == 2 else self._added(*split)
             value = value.reshape(gatherer.mesh.size, *value.shape[len(self.cuts) :])
         value = jnp.moveaxis(value, 1 + self.at(gatherer.axis), 1)
         return PartialSum(pinned(value, gatherer), self)
@@ -132,8 +132,8 @@ class RowSum(NamedTuple):
 
     def _added(self, x: jax.Array) -> jax.Array:
         summed = self._own(0, jaxprs.param(self.eqn, "axes"))
-        left = [at - sum(d < at for d in summed) for at in self._devices(0)]
-        return jnp.moveaxis(add_up(x, *summed), left, range(len(left)))
+        device_dims = [at - sum(d < at for d in summed) for at in self._devices(0)]
+        return jnp.moveaxis(add_up(x, *summed), device_dims, range(len(device_dims)))
 
 
 def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
@@ -179,23 +179,23 @@ def _cuts_of(eqn: Any, rows: int, shared: int) -> tuple[tuple[int, ...], ...] | 
     elif eqn.primitive is prims.dot_general_p:
         contracted, batched = jaxprs.param(eqn, "dimension_numbers")
         # With automatic mesh axes the output sharding of a product names no axis.
-        placed = getattr(jaxprs.param(eqn, "out_sharding", None), "spec", ())
-        if any(batched) or any(placed):
+        out_spec = getattr(jaxprs.param(eqn, "out_sharding", None), "spec", ())
+        if any(batched) or any(out_spec):
             return None
         summed = list(zip(*contracted, strict=True))
     elif eqn.primitive is prims.conv_general_dilated_p:
         # In a kernel's gradient the batch takes the place of the input features.
         numbers = jaxprs.param(eqn, "dimension_numbers")
         groups = [jaxprs.param(eqn, f"{kind}_group_count") for kind in ("feature", "batch")]
-        alone = groups == [1, 1] and shared == 1
-        summed = [(numbers.lhs_spec[1], numbers.rhs_spec[1])] if alone else []
+        is_supported = groups == [1, 1] and shared == 1
+        summed = [(numbers.lhs_spec[1], numbers.rhs_spec[1])] if is_supported else []
     else:
         return None
     sizes = {dims: eqn.invars[0].aval.shape[dims[0]] for dims in summed}
     exact = [dims for dims, size in sizes.items() if size == rows]
-    several = [dims for dims, size in sizes.items() if size % rows == 0]
-    found = exact if exact else several if len(several) == 1 else []
-    if not found or shared == 1:
-        return (found[0],) if found else None
-    tokens = [dims for dims in summed if dims != found[0] and sizes[dims] % shared == 0]
-    return (found[0], tokens[0]) if len(tokens) == 1 else None
+    multiples = [dims for dims, size in sizes.items() if size % rows == 0]
+    of_rows = exact if exact else multiples if len(multiples) == 1 else []
+    if not of_rows or shared == 1:
+        return (of_rows[0],) if of_rows else None
+    tokens = [dims for dims in summed if dims != of_rows[0] and sizes[dims] % shared == 0]
+    return (of_rows[0], tokens[0]) if len(tokens) == 1 else None

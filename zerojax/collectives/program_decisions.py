@@ -72,8 +72,8 @@ def decide(
     reused = reuse.GoesOn(jaxpr, args, gatherer.axis)
     others = {} if gatherer.apart else reused.gradients
     wants = wanted.trace_back(jaxpr, want or [None] * len(jaxpr.outvars), mesh, others)
-    together = adjacent.sums(jaxpr, wants, mesh, of_layer=scope.of_layer)
-    wants = {v: spec for v, spec in wants.items() if v not in together.added}
+    sums = adjacent.sums(jaxpr, wants, mesh, of_layer=scope.of_layer)
+    wants = {v: spec for v, spec in wants.items() if v not in sums.added}
     shared: Mapping[int, Wholes] = {}
     order = tables.Order(jaxpr.eqns, {}, {}, {})
     if not scope.share:
@@ -82,7 +82,7 @@ def decide(
     return ProgramDecisions(
         order=order,
         wants=wants,
-        added_up=together.reduced,
+        added_up=sums.reduced,
         shared=shared,
         shrinking=shrinking.find(jaxpr, wants, scope.batch_rows, gatherer),
         leaving=set() if smallest is None else residuals.find(jaxpr, smallest),

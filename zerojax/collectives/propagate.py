@@ -65,8 +65,8 @@ def _slice(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
     shape = eqn.invars[0].aval.shape
     strides = param(eqn, "strides") or (1,) * len(shape)
     taken = zip(param(eqn, "start_indices"), param(eqn, "limit_indices"), strides, strict=True)
-    everything = [each == (0, n, 1) for each, n in zip(taken, shape, strict=True)]
-    return _where_complete(spec, everything)
+    complete = [each == (0, n, 1) for each, n in zip(taken, shape, strict=True)]
+    return _where_complete(spec, complete)
 
 
 def _dynamic_slice(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
@@ -83,7 +83,7 @@ def _gather(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
     sizes = zip(param(eqn, "slice_sizes"), stack.shape, strict=True)
     complete = [taken == n for taken, n in sizes]
     picked = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    if _where_complete(spec, [yes and d not in picked for d, yes in enumerate(complete)]) is None:
+    if _where_complete(spec, [full and d not in picked for d, full in enumerate(complete)]) is None:
         return None
     return tuple(entry for d, entry in enumerate(spec) if d not in picked)
 
@@ -105,8 +105,8 @@ def _scattered(eqn: Any, spec: Spec) -> Spec | None:
 def _where_complete(spec: Spec, complete: Sequence[bool]) -> Spec | None:
     """Returns the spec if each dimension that it shards is complete in operand and result, else
     None."""
-    parts = zip(spec, complete, strict=True)
-    return spec if all(entry is None or yes for entry, yes in parts) else None
+    pairs = zip(spec, complete, strict=True)
+    return spec if all(entry is None or is_complete for entry, is_complete in pairs) else None
 
 
 def side_by_side(eqn: Any, specs: Sequence[Spec | None]) -> bool:
@@ -184,22 +184,24 @@ def operand_specs(eqn: Any, spec: Spec, mesh: Mesh) -> dict[int, Spec]:
     """
     name = eqn.primitive.name
     if reversible(eqn):
-        found = backward(eqn, spec, mesh)
+        operand_spec = backward(eqn, spec, mesh)
     elif name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size:
-        found = tuple(spec[d] for d in param(eqn, "broadcast_dimensions"))
+        operand_spec = tuple(spec[d] for d in param(eqn, "broadcast_dimensions"))
     elif name == "pad":
-        found = _where_complete(spec, [not any(each) for each in param(eqn, "padding_config")])
+        operand_spec = _where_complete(
+            spec, [not any(each) for each in param(eqn, "padding_config")]
+        )
     elif name in SLICES:
-        found = TAKES[name](eqn, spec, mesh)
+        operand_spec = TAKES[name](eqn, spec, mesh)
     elif name == "scatter-add":
-        added = _scattered(eqn, spec)
-        return {} if added is None else {0: spec, 2: added}
+        entry_spec = _scattered(eqn, spec)
+        return {} if entry_spec is None else {0: spec, 2: entry_spec}
     elif name == "dynamic_update_slice":
         sizes = zip(eqn.invars[1].aval.shape, eqn.invars[0].aval.shape, strict=True)
-        found = _where_complete(spec, [written == n for written, n in sizes])
-        return {} if found is None else {0: found, 1: found}
+        operand_spec = _where_complete(spec, [written == n for written, n in sizes])
+        return {} if operand_spec is None else {0: operand_spec, 1: operand_spec}
     elif name == "concatenate" and spec[param(eqn, "dimension")] is None:
         return dict.fromkeys(range(len(eqn.invars)), spec)
     else:
-        found = None
-    return {} if found is None else {0: found}
+        operand_spec = None
+    return {} if operand_spec is None else {0: operand_spec}

@@ -43,19 +43,19 @@ def quantize(x: jax.Array, block: Sequence[int], format: Format) -> tuple[jax.Ar
       and scales, float32, one a block.
     """
     parts = _blocks(x.astype(jnp.float32), block)
-    within = tuple(range(1, parts.ndim, 2))
-    scales = jnp.max(jnp.abs(parts), axis=within, keepdims=True) * (1 / LARGEST[format])
+    block_dims = tuple(range(1, parts.ndim, 2))
+    scales = jnp.max(jnp.abs(parts), axis=block_dims, keepdims=True) * (1 / LARGEST[format])
     scales = jnp.where(scales < _TINY, 0.0, scales)  # NaN is not less
     scales = jnp.where(scales == jnp.inf, jnp.nan, scales)
     codes = parts * jnp.where(scales > 0, 1 / scales, 0.0)
-    most = LARGEST[format]
-    codes = jnp.clip(codes if format == "float8_e4m3fn" else jnp.round(codes), -most, most)
+    largest = LARGEST[format]
+    codes = jnp.clip(codes if format == "float8_e4m3fn" else jnp.round(codes), -largest, largest)
     if format == "int4":
         low, high = jnp.split(codes.astype(jnp.int32) & 15, 2, axis=-1)
-        made = (low | (high << 4)).astype(jnp.uint8)
+        packed = (low | (high << 4)).astype(jnp.uint8)
     else:
-        made = codes.astype(format)
-    return _together(made), scales.reshape(scales.shape[::2])
+        packed = codes.astype(format)
+    return _merged(packed), scales.reshape(scales.shape[::2])
 
 
 def dequantize(codes: jax.Array, scales: jax.Array, format: Format, dtype: Any) -> jax.Array:
@@ -63,15 +63,15 @@ def dequantize(codes: jax.Array, scales: jax.Array, format: Format, dtype: Any) 
     block = [n // k for n, k in zip(codes.shape, scales.shape, strict=True)]
     parts = _blocks(codes, block)
     if format == "int4":
-        both = parts.astype(jnp.int32)
+        pairs = parts.astype(jnp.int32)
         # The arithmetic right shift extends the sign of the four bits.
-        halves = [(both << 28) >> 28, (both << 24) >> 28]
+        halves = [(pairs << 28) >> 28, (pairs << 24) >> 28]
         parts = jnp.concatenate(halves, axis=-1)
-    by = scales.reshape([size for n in scales.shape for size in (n, 1)])
+    factors = scales.reshape([size for n in scales.shape for size in (n, 1)])
     # XLA computes wrong numbers for such a product of eight dimensions on CPUs without AVX-512.
     ones = tuple(i for i, n in enumerate(parts.shape) if n == 1)
-    product = parts.squeeze(ones).astype(jnp.float32) * by.squeeze(ones)
-    return _together(product.astype(dtype).reshape(parts.shape))
+    product = parts.squeeze(ones).astype(jnp.float32) * factors.squeeze(ones)
+    return _merged(product.astype(dtype).reshape(parts.shape))
 
 
 def _blocks(x: jax.Array, block: Sequence[int]) -> jax.Array:
@@ -79,6 +79,6 @@ def _blocks(x: jax.Array, block: Sequence[int]) -> jax.Array:
     return x.reshape([k for n, b in zip(x.shape, block, strict=True) for k in (n // b, b)])
 
 
-def _together(parts: jax.Array) -> jax.Array:
+def _merged(parts: jax.Array) -> jax.Array:
     sizes = zip(parts.shape[::2], parts.shape[1::2], strict=True)
     return lax.reshape(parts, [n * b for n, b in sizes])

@@ -20,8 +20,8 @@ from zerojax.plan.layout import Spec, SubAxis
 from zerojax.plan.quantized import Format, block_of_piece
 
 FeedBack = Callable[[jax.Array, Sequence[Any], Sequence[int]], jax.Array]
-"""Function of ``(x, lies, block)`` that returns the array to send in place of ``x``, of the spec
-``lies``."""
+"""Function of ``(x, spec, block)`` that returns the array to send in place of ``x``. ``spec`` is
+the spec of both, ``block`` the extent of a quantized block in their last dimensions."""
 
 
 def axes_of(gatherer: Gatherer) -> list[tuple[str, ...]]:
@@ -62,23 +62,23 @@ def summed(
     parts = [name for _, name in layout.parts_of(spec, axis)]  # the innermost first
     how = gatherer.sent.gradients
     block = None if sequence_size(mesh) > 1 else block_of_piece(value.shape[1:], n, how)
-    pieces = [name for name in layout.axes(spec[at]) if layout.whole_axis(name) == axis]
+    split_order = [name for name in layout.axes(spec[at]) if layout.whole_axis(name) == axis]
     if block is not None and parts == [axis] and 1 < gatherer.near < n:
-        far = n // gatherer.near
-        pieces = [SubAxis(axis, 1, far).name, SubAxis(axis, far, gatherer.near).name]
-        parts = pieces[::-1]
+        outer = n // gatherer.near
+        split_order = [SubAxis(axis, 1, outer).name, SubAxis(axis, outer, gatherer.near).name]
+        parts = split_order[::-1]
     devices = [p for name in axes for p in (reversed(parts) if name == axis else [name])]
     x = value.reshape(*(layout.parts(name, mesh) for name in devices), *value.shape[1:])
     if block is None or how is None:
         x = _scattered(x, devices, parts, gatherer)
     else:
-        x = _exchanged(x, devices, parts, pieces, block, how.format, gatherer, feed_back)
-    groups, rest = [a for a in axes if a not in joined_axes(axis)], (None,) * (value.ndim - 2)
+        x = _exchanged(x, devices, parts, split_order, block, how.format, gatherer, feed_back)
+    groups, unsharded = [a for a in axes if a not in joined_axes(axis)], (None,) * (value.ndim - 2)
     if groups:
-        cut = tuple(pieces), *rest
-        one = jax.ShapeDtypeStruct(value.shape[1:], value.dtype)
-        with gatherer.ledger.reduces(one, cut, cut, over=gatherer.replicas):
-            x = gatherer.constrain(add_up(x, *range(len(groups))), cut)
+        shard_spec = tuple(split_order), *unsharded
+        aval = jax.ShapeDtypeStruct(value.shape[1:], value.dtype)
+        with gatherer.ledger.reduces(aval, shard_spec, shard_spec, over=gatherer.replicas):
+            x = gatherer.constrain(add_up(x, *range(len(groups))), shard_spec)
     return gatherer.constrain(jnp.moveaxis(x.astype(value.dtype), 0, at), spec)
 
 
@@ -91,14 +91,17 @@ def _scattered(
     for name in parts:
         x = add_up(x, *map(devices.index, joined_axes(name)))
         devices = [each for each in devices if each not in joined_axes(name)]
-        rest = (None,) * (x.ndim - len(devices) - 1)
-        x = gatherer.constrain(x, (*devices, cut or None, *rest))
+        unsharded = (None,) * (x.ndim - len(devices) - 1)
+        x = gatherer.constrain(x, (*devices, cut or None, *unsharded))
         before, cut = cut, (*cut, name)
-        one = jax.ShapeDtypeStruct(x.shape[len(devices) :], x.dtype)
-        n, rest = layout.parts(name, gatherer.mesh), (None,) * (one.ndim - 1)
-        specs, partly = ((before or None, *rest), (cut, *rest)), bool(devices) or name != parts[-1]
-        with gatherer.ledger.reduces(one, *specs, over=n, partly=partly):
-            x = gatherer.constrain(x, (*devices, cut, *rest))
+        aval = jax.ShapeDtypeStruct(x.shape[len(devices) :], x.dtype)
+        n, unsharded = layout.parts(name, gatherer.mesh), (None,) * (aval.ndim - 1)
+        specs, partly = (
+            ((before or None, *unsharded), (cut, *unsharded)),
+            bool(devices) or name != parts[-1],
+        )
+        with gatherer.ledger.reduces(aval, *specs, over=n, partly=partly):
+            x = gatherer.constrain(x, (*devices, cut, *unsharded))
     return x
 
 
@@ -125,26 +128,29 @@ def _exchanged(
       feed_back: See :func:`summed`.
     """
     sizes, shape = [layout.parts(name, gatherer.mesh) for name in pieces], x.shape[len(devices) :]
-    piece = shape[0] // math.prod(sizes), *shape[1:]
-    x = x.reshape(*x.shape[: len(devices)], *sizes, *piece)
-    lies: list[Any] = [*devices, *(None for _ in (*pieces, *piece))]
+    shard_shape = shape[0] // math.prod(sizes), *shape[1:]
+    x = x.reshape(*x.shape[: len(devices)], *sizes, *shard_shape)
+    spec: list[Any] = [*devices, *(None for _ in (*pieces, *shard_shape))]
     for name in parts:
-        source, to = lies.index(name), len(lies) - len(piece) - len(pieces) + pieces.index(name)
+        source, target = (
+            spec.index(name),
+            len(spec) - len(shard_shape) - len(pieces) + pieces.index(name),
+        )
         if feed_back is not None:
-            x = feed_back(x, lies, block)
-        comes = list(lies)
-        comes[source], comes[to] = None, name
-        widths = [*(1 for _ in range(x.ndim - len(piece))), *block]
+            x = feed_back(x, spec, block)
+        new_spec = list(spec)
+        new_spec[source], new_spec[target] = None, name
+        widths = [*(1 for _ in range(x.ndim - len(shard_shape))), *block]
         sent = []
-        for y in quantize(gatherer.constrain(x, lies), widths, form):
-            y = gatherer.constrain(y, lies)
-            with gatherer.ledger.exchanges(y, lies, layout.parts(name, gatherer.mesh)):
-                sent.append(gatherer.constrain(y, comes))
+        for y in quantize(gatherer.constrain(x, spec), widths, form):
+            y = gatherer.constrain(y, spec)
+            with gatherer.ledger.exchanges(y, spec, layout.parts(name, gatherer.mesh)):
+                sent.append(gatherer.constrain(y, new_spec))
         codes, scales = sent
-        x, lies = add_up(dequantize(codes, scales, form, jnp.float32), source), comes
-        lies.pop(source)
-        x = gatherer.constrain(x, lies)
-    return x.reshape(*x.shape[: len(lies) - len(piece) - len(pieces)], *shape)
+        x, spec = add_up(dequantize(codes, scales, form, jnp.float32), source), new_spec
+        spec.pop(source)
+        x = gatherer.constrain(x, spec)
+    return x.reshape(*x.shape[: len(spec) - len(shard_shape) - len(pieces)], *shape)
 
 
 def add_up(x: jax.Array, *dimensions: int) -> jax.Array:
@@ -156,11 +162,11 @@ def cut_evenly(shape: Sequence[int], spec: Spec, gatherer: Gatherer) -> int | No
     """Returns the dimension that ``spec`` splits evenly over all devices of the shard axis; None if
     there is no such dimension."""
     axis, mesh = gatherer.axis, gatherer.mesh
-    cut, n = layout.dimensions(spec, axis), axis_size(mesh, axis)
-    if len(cut) != 1 or layout.parts(spec[cut[0]], mesh) != n or shape[cut[0]] % n:
+    dims, n = layout.dimensions(spec, axis), axis_size(mesh, axis)
+    if len(dims) != 1 or layout.parts(spec[dims[0]], mesh) != n or shape[dims[0]] % n:
         return None
     # Sums over a joined axis are over all of its members at once.
-    return cut[0] if len(joined_axes(axis)) == 1 or spec[cut[0]] == axis else None
+    return dims[0] if len(joined_axes(axis)) == 1 or spec[dims[0]] == axis else None
 
 
 def is_quantized(shape: Sequence[int], spec: Spec, gatherer: Gatherer) -> bool:

@@ -63,8 +63,8 @@ def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
     if marks.is_mark(eqn, marks.GRADIENT):  # the optimizer's uses are not followed
         return [False]
     size = _size(eqn.outvars[0])
-    alike = [_size(v) == size for v in eqn.invars if not isinstance(v, core.Literal)]
-    if not any(alike):  # a broadcast
+    same_size = [_size(v) == size for v in eqn.invars if not isinstance(v, core.Literal)]
+    if not any(same_size):  # a broadcast
         return [True] * len(eqn.invars)
     return [results[0] and _size(v) == size for v in eqn.invars]
 
@@ -73,8 +73,8 @@ def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
 def used_whole(jaxpr: Any) -> frozenset[Any]:
     """Returns the variables of an open jaxpr that an equation needs unsharded, in any layout and
     scale. Lookups do not count, nor do the optimizer's uses of its gradients."""
-    found = NEEDED.backward(jaxpr, [False] * len(jaxpr.outvars)).of
-    return frozenset(v for v, yes in found.items() if yes) - {*marks.gradients(jaxpr)}
+    needed = NEEDED.backward(jaxpr, [False] * len(jaxpr.outvars)).of
+    return frozenset(v for v, is_needed in needed.items() if is_needed) - {*marks.gradients(jaxpr)}
 
 
 class GoesOn:
@@ -101,10 +101,10 @@ class GoesOn:
         for v, x in params.items():
             if not is_small(v.aval.shape, x.spec, axis):
                 specs.setdefault(v.aval.shape, set()).add(x.spec)
-        only = {shape: some.pop() for shape, some in specs.items() if len(some) == 1}
+        only = {shape: choices.pop() for shape, choices in specs.items() if len(choices) == 1}
         likely = {v for v in self._whole - params.keys() if v.aval.shape in only}
-        given = [Origin.WEIGHT if v in params else _NOTHING for v in jaxpr.invars]
-        origins = ORIGINS.forward(jaxpr, given).of if likely else {}
+        argument_origins = [Origin.WEIGHT if v in params else _NOTHING for v in jaxpr.invars]
+        origins = ORIGINS.forward(jaxpr, argument_origins).of if likely else {}
         self.gradients = {
             v: only[v.aval.shape] for v, x in origins.items() if Origin.SUM in x and v in likely
         }
@@ -141,20 +141,20 @@ def _origins(*, transposed: bool) -> Analysis[Origin]:
 
     @analysis.rule(*_SAME_SIZE)
     def _(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
-        size, found = _size(eqn.outvars[0]), _NOTHING
-        given = list(zip(eqn.invars, operands, strict=True))
-        if any(Origin.WEIGHT in x and _size(v) == size for v, x in given):
-            found |= Origin.WEIGHT
-        sums = [Origin.SUM in x for v, x in given if not isinstance(v, core.Literal)]
+        size, origin = _size(eqn.outvars[0]), _NOTHING
+        pairs = list(zip(eqn.invars, operands, strict=True))
+        if any(Origin.WEIGHT in x and _size(v) == size for v, x in pairs):
+            origin |= Origin.WEIGHT
+        sums = [Origin.SUM in x for v, x in pairs if not isinstance(v, core.Literal)]
         if eqn.primitive.name in _MOVES and sums and all(sums):
-            found |= Origin.SUM
-        return [found]
+            origin |= Origin.SUM
+        return [origin]
 
     @analysis.rule(*PRODUCTS, "scatter-add")
     def _(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
-        backward = transposed or jaxprs.is_transposed(eqn)
-        own = backward and _adds_rows(eqn) and not any(Origin.WEIGHT in x for x in operands)
-        return [Origin.SUM if own else _NOTHING]
+        is_backward = transposed or jaxprs.is_transposed(eqn)
+        is_sum = is_backward and _adds_rows(eqn) and not any(Origin.WEIGHT in x for x in operands)
+        return [Origin.SUM if is_sum else _NOTHING]
 
     @analysis.rule("while", "shard_map")
     def _(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
@@ -162,9 +162,9 @@ def _origins(*, transposed: bool) -> Analysis[Origin]:
 
     @analysis.rule("scan", "cond", *(primitive.name for primitive in jaxprs.CALLS))
     def _(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
-        inside = ORIGINS_BACKWARD if transposed or jaxprs.is_transposed(eqn) else ORIGINS
+        inner = ORIGINS_BACKWARD if transposed or jaxprs.is_transposed(eqn) else ORIGINS
         weights = [x & Origin.WEIGHT for x in operands]
-        return [x & Origin.SUM for x in inside.through(eqn, weights)]
+        return [x & Origin.SUM for x in inner.through(eqn, weights)]
 
     return analysis
 

@@ -87,77 +87,79 @@ class Scans(Gatherer):
             [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
         )
         ahead = Ahead(eqn, entries.read, decided.ahead, self)
-        later = Behind(eqn, want[n:], decided.behind, self)
+        behind = Behind(eqn, want[n:], decided.behind, self)
         filling = Filling(xs, decided.filled, ahead, reverse=reverse)
         jaxpr, m = sums.body(), len(kept)
         stacks = eqn.outvars[n:]
-        gone: dict[int, Spec | None] = {}
+        sent_specs: dict[int, Spec | None] = {}
 
         def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
-            (carry, totals, come, given), (index, before, rest, rounded) = state, at
+            (carry, totals, come, given), (index, indices, rest, rounded) = state, at
             with self.ledger.place(decisions.PREFETCHED, "gathered one iteration ahead"):
                 coming = ahead.read(index)
             with self.ledger.place(decisions.DEFERRED, "reduced one iteration later"):
-                reduced = later.reduced(later.hold(given, ahead.last(coming)))
+                reduced = behind.reduced(behind.hold(given, ahead.last(coming)))
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
-            now = dict(zip(kept, ahead.hold(carry, coming), strict=True))
-            carried = self.carried([now.get(i) for i in range(n)], updated)
+            current = dict(zip(kept, ahead.hold(carry, coming), strict=True))
+            carried = self.carried([current.get(i) for i in range(n)], updated)
             # An iteration that updates the state is a separate step.
             share = self.share or not updated
-            within = scope.inner(
-                later.row_sums, of_layer=decided.of_layer, of_step=bool(updated), share=share
+            inner_scope = scope.inner(
+                behind.row_sums, of_layer=decided.of_layer, of_step=bool(updated), share=share
             )
             with self.ledger.place(decisions.LOOP):
-                outs = self.run(jaxpr, (*consts, *carried, *sliced), within, decided.want)
+                outs = self.run(jaxpr, (*consts, *carried, *sliced), inner_scope, decided.want)
             outs, added = outs[: m + len(stacks)], outs[m + len(stacks) :]
-            given, outs = later.passed(given, reduced, outs, before)
+            given, outs = behind.passed(given, reduced, outs, indices)
             ys = outs[m:]
             for i, spec in enumerate(want[n:]):
                 y = plain(ys[i])
                 if scope.host and spec is not None and scope.host.takes(y, length):
-                    gone[i] = spec
-                    at_rest = layout.padded(y.shape, spec, self.mesh)
-                    ys[i] = scope.host.send(pad(y, at_rest))
+                    sent_specs[i] = spec
+                    padded_shape = layout.padded(y.shape, spec, self.mesh)
+                    ys[i] = scope.host.send(pad(y, padded_shape))
                 elif stacks[i] in leaving and not isinstance(ys[i], Shard):
-                    gone[i], self.left = None, True
+                    sent_specs[i], self.left = None, True
                     ys[i] = sent(y)
                 else:
                     ys[i] = entries.stack(i, ys[i])
             totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]
-            passed = [self.passed_on(o, updated.get(i)) for i, o in zip(kept, outs, strict=False)]
-            return (passed, totals, coming, given), (ys, filling.layers(coming))
+            new_carry = [
+                self.passed_on(o, updated.get(i)) for i, o in zip(kept, outs, strict=False)
+            ]
+            return (new_carry, totals, coming, given), (ys, filling.layers(coming))
 
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
         first = ahead.first()
         (carry, totals, _, given), (ys, gathered) = moved_stacks.scan(
             body,
-            (carry, zeros, first, later.first()),
-            (ahead.order(), later.order(), ahead.rest(), entries.rounded),
+            (carry, zeros, first, behind.first()),
+            (ahead.order(), behind.order(), ahead.rest(), entries.rounded),
             length=length,
             reverse=reverse,
             unroll=jaxprs.param(eqn, "unroll"),
         )
-        ended: dict[int, Any] = dict(zip(kept, carry, strict=True))
-        ended |= {i: Shard(ended[i], spec) for i, spec in updated.items()}
+        final: dict[int, Any] = dict(zip(kept, carry, strict=True))
+        final |= {i: Shard(final[i], spec) for i, spec in updated.items()}
         with self.ledger.place(decisions.AFTER_LOOP, "summed over all iterations first"):
-            ended.update(self._summed(sums, totals, start, scope))
+            final.update(self._summed(sums, totals, start, scope))
 
         scope.filled |= {id(pair[0]): pair for pair in filling.filled(first, gathered)}
         with self.ledger.place(decisions.AFTER_LOOP, "the last iteration's gradients"):
-            finished = later.finished(given)
+            finished = behind.finished(given)
 
         def stacked(i: int, y: Any) -> Any:
             if i in finished:
                 return finished[i]
-            if i not in gone:
+            if i not in sent_specs:
                 return entries.stacked(i, y)
-            spec = gone[i]
+            spec = sent_specs[i]
             if spec is None:
                 return HostStack(y)
             value = unpadded(y[0], eqn.outvars[n + i].aval.shape)
             return HostGradient(value, (None, *spec), gathering=Gathering(host=True), sums=y[1])
 
-        return [*(ended[i] for i in range(n)), *(stacked(i, y) for i, y in enumerate(ys))]
+        return [*(final[i] for i in range(n)), *(stacked(i, y) for i, y in enumerate(ys))]
 
     def held(
         self, positions: Collection[int], consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
@@ -194,7 +196,7 @@ class Scans(Gatherer):
         the loop only if it is a sum of the full array.
         """
         specs = {v: sums.spec(v, self.mesh, self.axis) for v in sums.roots}
-        of = {
+        by_root = {
             v: x if (spec := specs[v]) is None else self.scatter_whole(x, spec)
             for v, x in zip(sums.roots, totals, strict=True)
         }
@@ -202,7 +204,9 @@ class Scans(Gatherer):
         for i, terms in sums.terms.items():
             (total,) = self.all_whole([start[i]], scope)
             for term in terms:
-                total = total + term.of(of[term.root])
-            whole = any(specs[term.root] is None for term in terms)
-            reduced[i] = (self.scatter_whole if whole else self.constrain)(total, sums.want[i])
+                total = total + term.of(by_root[term.root])
+            is_unsharded = any(specs[term.root] is None for term in terms)
+            reduced[i] = (self.scatter_whole if is_unsharded else self.constrain)(
+                total, sums.want[i]
+            )
         return reduced

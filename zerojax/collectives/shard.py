@@ -115,8 +115,8 @@ class Shard:
     def with_value(self, value: jax.Array, spec: Spec | None = None) -> Shard:
         """Returns a shard of another array, which is on the devices and not gathered yet. It is
         sent quantized if this shard is, and has this shard's spec unless ``spec`` is passed."""
-        how = Gathering(quantized=self.gathering.quantized)
-        return Shard(value, self.spec if spec is None else spec, gathering=how)
+        gathering = Gathering(quantized=self.gathering.quantized)
+        return Shard(value, self.spec if spec is None else spec, gathering=gathering)
 
     def with_copy(self, copy: jax.Array | None, stack: MovedStack | None = None) -> Shard:
         """Replaces the unsharded copy; None removes it."""

@@ -113,12 +113,12 @@ def _adds_up(eqn: Any, at: int, graph: Graph) -> bool:
     if eqn.primitive is not prims.jit_p:
         return False
     (body,) = jaxprs.bodies(eqn)
-    inside, v = graph_of(body), body.invars[at]
-    while inside.times_used(v) == 1 and inside.users(v):
-        ((user, position),) = inside.users(v)
+    inner, v = graph_of(body), body.invars[at]
+    while inner.times_used(v) == 1 and inner.users(v):
+        ((user, position),) = inner.users(v)
         if not _is_linear(user):
-            last = body.outvars == user.outvars
-            return last and _adds_up(user, position, inside)
+            is_last = body.outvars == user.outvars
+            return is_last and _adds_up(user, position, inner)
         (v,) = user.outvars
     return False
 
@@ -127,16 +127,16 @@ def _sums(v: Any, graph: Graph, rows: int) -> tuple[dict[Any, int], set[Any]] | 
     """Returns the sums over rows from which a value is computed, each with its dimension of rows,
     and all values between; None if the value is not linear in such sums, or one of them has another
     use."""
-    sums, results, left = dict[Any, int](), set[Any](), [v]
-    while left:
-        v = left.pop()
+    sums, results, pending = dict[Any, int](), set[Any](), [v]
+    while pending:
+        v = pending.pop()
         eqn = graph.producer(v)
         if eqn is None or graph.times_used(v) != 1:
             return None
         results.add(v)
         operands = jaxprs.variables(eqn.invars)
         if _is_linear(eqn) and len(operands) == len(eqn.invars):
-            left += operands
+            pending += operands
             continue
         if eqn.primitive is not prims.reduce_sum_p or not _is_floating(v):
             return None

@@ -79,7 +79,7 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
     copies: dict[Any, Sequence[Any]] = {}
     shared: dict[int, Wholes] = {}
     rows: dict[int, Sequence[Any]] = {}
-    behind: dict[int, list[Any]] = {}  # by id of the first lookup, the equations moved after it
+    followers: dict[int, list[Any]] = {}  # by id of the first lookup, the equations moved after it
     for v, x in zip(jaxpr.invars, args, strict=True):
         if not isinstance(x, Shard) or x.gathered is not None or x.gathering.host:
             continue
@@ -87,30 +87,30 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
             casts = [graph.producer(each) for each in repeated]
             uses = [use for each in (table, *repeated) for use in graph.users(each)]
             uses.sort(key=lambda use: graph.place(use.equation))
-            found = [_lookup(use.equation) for use in uses if use.position == 0]
-            lookups = [each for each in found if each and _gathers(each, x, gatherer)]
+            candidates = [_lookup(use.equation) for use in uses if use.position == 0]
+            lookups = [each for each in candidates if each and _gathers(each, x, gatherer)]
             if len(lookups) < 2:
                 continue
             first, *others = lookups
             group, moved = [first.equation], list[Any]()
             for other in others:
-                before = _moved(other.equation, first.equation, graph, [*casts, *moved])
-                if before is not None:
-                    moved += [*before, other.equation]
+                needed = _moved(other.equation, first.equation, graph, [*casts, *moved])
+                if needed is not None:
+                    moved += [*needed, other.equation]
                     group.append(other.equation)
             if len(group) > 1:
-                wholes: Wholes = {}
-                shared |= {id(eqn): wholes for eqn in group}
+                gathers: Wholes = {}
+                shared |= {id(eqn): gathers for eqn in group}
                 rows[id(group[-1])] = [eqn.outvars[0] for eqn in group]
-                behind[id(first.equation)] = moved
+                followers[id(first.equation)] = moved
                 copies[table] = repeated
-    if not behind:
+    if not followers:
         return Order(jaxpr.eqns, {}, {}, {})
     casts = [graph.producer(each) for repeated in copies.values() for each in repeated]
-    away = graph.without([*casts, *(eqn for moved in behind.values() for eqn in moved)])
-    equations = [each for eqn in away for each in (eqn, *behind.get(id(eqn), ()))]
-    once = {id(eqn): eqn for eqn in equations}  # indices of lookups in several tables
-    return Order([*once.values()], copies, shared, rows)
+    remaining = graph.without([*casts, *(eqn for moved in followers.values() for eqn in moved)])
+    equations = [each for eqn in remaining for each in (eqn, *followers.get(id(eqn), ()))]
+    unique = {id(eqn): eqn for eqn in equations}  # indices of lookups in several tables
+    return Order([*unique.values()], copies, shared, rows)
 
 
 def _forms(v: Any, graph: Graph) -> list[list[Any]]:
@@ -144,9 +144,9 @@ def _lookup(eqn: Any) -> Lookup | None:
 def _gathers(lookup: Lookup, table: Shard, gatherer: Gatherer) -> bool:
     """Returns whether a lookup gathers its table, and looks up no more rows on each device than the
     table has."""
-    eqn, where = lookup.gather, (table.spec, gatherer.mesh, gatherer.axis)
+    eqn, placement = lookup.gather, (table.spec, gatherer.mesh, gatherer.axis)
     is_layer = propagate.forward(eqn, table.spec, gatherer.mesh) is not None  # of a stack
-    if is_layer or spec_by_rows(eqn, *where) is not None or by_columns(eqn, *where):
+    if is_layer or spec_by_rows(eqn, *placement) is not None or by_columns(eqn, *placement):
         return False
     return eqn.outvars[0].aval.size <= table.value.size * batch_devices(gatherer.mesh)
 
@@ -154,20 +154,26 @@ def _gathers(lookup: Lookup, table: Shard, gatherer: Gatherer) -> bool:
 def _moved(eqn: Any, first: Any, graph: Graph, known: Sequence[Any]) -> list[Any] | None:
     """Returns the equations after ``first`` that compute the indices of a lookup, in order, without
     the ``known`` ones; None if they are more than :data:`MOST`, or not loop-free integer code."""
-    found: dict[int, Any] = {}
-    left = jaxprs.variables(eqn.invars)
-    have = {id(each) for each in known}
-    while left:
-        producer = graph.producer(left.pop())
-        if producer is None or graph.place(producer) < graph.place(first) or id(producer) in have:
+    producers: dict[int, Any] = {}
+    pending = jaxprs.variables(eqn.invars)
+    ids = {id(each) for each in known}
+    while pending:
+        producer = graph.producer(pending.pop())
+        if producer is None or graph.place(producer) < graph.place(first) or id(producer) in ids:
             continue
-        integers = all(
+        is_integer = all(
             jnp.issubdtype(v.aval.dtype, jnp.integer) or v.aval.dtype == jnp.bool_
             for v in producer.outvars
         )
-        loops = regions(producer) and producer.primitive not in jaxprs.CALLS
-        if not integers or producer is first or loops or producer.effects or len(found) == MOST:
+        has_loops = regions(producer) and producer.primitive not in jaxprs.CALLS
+        if (
+            not is_integer
+            or producer is first
+            or has_loops
+            or producer.effects
+            or len(producers) == MOST
+        ):
             return None
-        found[graph.place(producer)] = producer
-        left += jaxprs.variables(producer.invars)
-    return [found[at] for at in sorted(found)]
+        producers[graph.place(producer)] = producer
+        pending += jaxprs.variables(producer.invars)
+    return [producers[at] for at in sorted(producers)]

@@ -30,16 +30,16 @@ def _product(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any]
     each side."""
     (left, right), batch = jaxprs.param(eqn, "dimension_numbers")
     contracted, sizes = (left, right), list(shape)
-    together = [sizes.pop(0) for _ in batch[0]]
+    batch_sizes = [sizes.pop(0) for _ in batch[0]]
     operands = []
     for x, over, along in zip(values, contracted, batch, strict=True):
-        wide = list(x.shape)
-        for d, size in zip(along, together, strict=True):
-            wide[d] = size
+        padded_shape = list(x.shape)
+        for d, size in zip(along, batch_sizes, strict=True):
+            padded_shape[d] = size
         for d in range(x.ndim):
             if d not in over and d not in along:
-                wide[d] = sizes.pop(0)
-        operands.append(pad(x, wide))
+                padded_shape[d] = sizes.pop(0)
+        operands.append(pad(x, padded_shape))
     return operands
 
 
@@ -59,14 +59,14 @@ def _lookup(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any] 
     numbers = jaxprs.param(eqn, "dimension_numbers")
     rowwise = {*numbers.inserted_window_dims}  # an index beyond the table then adds to padding
     columns = [d for d in range(table.ndim) if d not in {*rowwise, *numbers.operand_batching_dims}]
-    wide = list(rows.shape)
+    padded_shape = list(rows.shape)
     for d, at in zip(columns, numbers.update_window_dims, strict=True):
         if rows.shape[at] == table.shape[d]:
-            wide[at] = shape[d]
+            padded_shape[at] = shape[d]
             rowwise.add(d)
     if any(shape[d] != table.shape[d] for d in range(table.ndim) if d not in rowwise):
         return None
-    return [pad(table, shape), indices, pad(rows, wide)]
+    return [pad(table, shape), indices, pad(rows, padded_shape)]
 
 
 _RULES = {prims.dot_general_p: _product, prims.reduce_sum_p: _sum, prims.scatter_add_p: _lookup}

@@ -58,7 +58,7 @@ class Uses:
 
     def _use(self, jaxpr: Any, eqn: Any, i: int, spec: Spec, beyond: _Beyond) -> _Dtypes:
         name, v = eqn.primitive.name, eqn.invars[i]
-        own = frozenset([v.aval.dtype])
+        own_dtype = frozenset([v.aval.dtype])
 
         def of_result(at: int, spec: Spec) -> _Dtypes:
             return self._dtypes(jaxpr, eqn.outvars[at], spec, beyond)
@@ -73,16 +73,16 @@ class Uses:
         if name == "optimization_barrier":
             return of_result(i, spec)
         if eqn.primitive is prims.sharding_constraint_p:
-            same = wanted.spec_of(eqn) == layout.without(spec, self._axis)
-            return of_result(0, spec) if same else own
+            is_unsharded = wanted.spec_of(eqn) == layout.without(spec, self._axis)
+            return of_result(0, spec) if is_unsharded else own_dtype
         if propagate.follows(eqn) and i == 0:
             moved = spec if name in LABELS else propagate.forward(eqn, spec, self._mesh)
-            return own if moved is None else of_result(0, moved)
+            return own_dtype if moved is None else of_result(0, moved)
         if name == CAST and widens_integers(eqn):
-            return own
+            return own_dtype
         if name == CAST:
             return _of_cast(v, eqn.outvars[0], of_result(0, spec))
-        return _NONE if _on_shards(eqn, i) else own
+        return _NONE if _on_shards(eqn, i) else own_dtype
 
     def _is_unsure(self, eqn: Any, i: int, spec: Spec) -> bool:
         if eqn.primitive is prims.gather_p and i == 0:
@@ -91,17 +91,17 @@ class Uses:
 
     def _in_loop(self, eqn: Any, i: int, spec: Spec, of_result: _Beyond) -> _Dtypes:
         (body,), (consts, carry) = jaxprs.inner(eqn), jaxprs.scan_counts(eqn)
-        own = frozenset([eqn.invars[i].aval.dtype])
-        stacked = i >= consts + carry
-        if consts <= i < consts + carry or (stacked and spec[0] is not None):
-            return own
-        if stacked and self._surely:
+        own_dtype = frozenset([eqn.invars[i].aval.dtype])
+        is_stacked = i >= consts + carry
+        if consts <= i < consts + carry or (is_stacked and spec[0] is not None):
+            return own_dtype
+        if is_stacked and self._surely:
             return _NONE
 
         def beyond(at: int, spec: Spec) -> _Dtypes:
-            return of_result(at, (None, *spec)) if at >= carry else own
+            return of_result(at, (None, *spec)) if at >= carry else own_dtype
 
-        return self._dtypes(body, body.invars[i], spec[1:] if stacked else spec, beyond)
+        return self._dtypes(body, body.invars[i], spec[1:] if is_stacked else spec, beyond)
 
 
 def _of_cast(old: Any, new: Any, needed: _Dtypes) -> _Dtypes:
@@ -160,5 +160,5 @@ def _on_shards(eqn: Any, i: int) -> bool:
     """Returns whether an equation runs on the shard of its operand ``i``: a reduction, or an
     element-wise equation, whose result is gathered in place of the operand."""
     name = eqn.primitive.name
-    same = name in ELEMENTWISE and eqn.outvars[0].aval.shape == eqn.invars[i].aval.shape
-    return same or name in REDUCTIONS
+    is_elementwise = name in ELEMENTWISE and eqn.outvars[0].aval.shape == eqn.invars[i].aval.shape
+    return is_elementwise or name in REDUCTIONS

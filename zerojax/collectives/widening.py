@@ -52,16 +52,16 @@ def whole_of(shard: Shard) -> jax.Array | None:
     narrow = shard.gathering.narrow
     if shard.whole is not None or narrow is None:
         return shard.whole
-    whole = whole_of(narrow.shard)
-    return None if whole is None else narrow.widen(whole)
+    unsharded = whole_of(narrow.shard)
+    return None if unsharded is None else narrow.widen(unsharded)
 
 
 def travelling(value: Any) -> Any:
     """Returns the value to send through a barrier in place of ``value``: for a widened shard the
     operand of the casts, for a shard that was gathered in advance the gathered array."""
     source = _source(value)
-    known = _gathered(source)
-    return source if known is None else known
+    gathered = _gathered(source)
+    return source if gathered is None else gathered
 
 
 def arrived(value: Any, new: Any) -> Any:
@@ -119,8 +119,8 @@ def narrow_of(eqn: Any, values: Sequence[Any]) -> Narrow | None:
         return None
 
     def widen(x: jax.Array) -> jax.Array:
-        wide = iter(codes)
-        operands = [next(wide).widen(x) if isinstance(v, Shard) else v for v in values]
+        remaining = iter(codes)
+        operands = [next(remaining).widen(x) if isinstance(v, Shard) else v for v in values]
         return jaxprs.bind(eqn, operands)[0]
 
     return Narrow(codes[0].shard, widen, count)

@@ -54,42 +54,42 @@ class Window:
 
     def used(self, shards: Sequence[Shard], results: Iterable[Any]) -> None:
         """Records that an equation has used unsharded parameters, and its results."""
-        made, *more = [*results] or [None]
-        if not shards or more:
+        result, *others = [*results] or [None]
+        if not shards or others:
             return
-        if not isinstance(made, jax.Array) or not jnp.issubdtype(made.dtype, jnp.floating):
+        if not isinstance(result, jax.Array) or not jnp.issubdtype(result.dtype, jnp.floating):
             return
         # [rows, ...], or [rows, tokens, ...] if devices share the tokens of a row.
-        cut = self._parts if self._parts[1] > 1 else self._parts[:1]
-        sizes = zip(made.shape, cut, strict=False)
-        if made.ndim > len(cut) and made.size and all(n % size == 0 for n, size in sizes):
-            self._uses.append(_Use(sum(x.value.size for x in shards), made))
+        counts = self._parts if self._parts[1] > 1 else self._parts[:1]
+        sizes = zip(result.shape, counts, strict=False)
+        if result.ndim > len(counts) and result.size and all(n % size == 0 for n, size in sizes):
+            self._uses.append(_Use(sum(x.value.size for x in shards), result))
 
     def after(self, shard: Shard) -> jax.Array:
         """Returns a shard's array that depends on the latest use at least ``AHEAD`` elements back.
 
         Each device waits for an element of its own rows, so that the wait sends nothing.
         """
-        left, result = AHEAD, None
+        remaining, result = AHEAD, None
         for use in reversed(self._uses):
-            left -= use.elements
-            if left < 0:
+            remaining -= use.elements
+            if remaining < 0:
                 result = use.result
                 break
-        cut = layout.dimensions(shard.spec, self._axis)
-        if result is None or len(cut) != 1 or shard.spec[cut[0]] != self._axis:
+        dims = layout.dimensions(shard.spec, self._axis)
+        if result is None or len(dims) != 1 or shard.spec[dims[0]] != self._axis:
             return shard.value
-        n, (at,), shape = self._mesh.size, cut, shard.value.shape
+        n, (at,), shape = self._mesh.size, dims, shard.value.shape
         if shape[at] % n:
             return shard.value
         first = self._first(result)
         first = lax.optimization_barrier(first)
         wait = lax.broadcast_in_dim(impossible(first), (n, shape[at] // n), (0,)).reshape(shape[at])
         wait = lax.with_sharding_constraint(wait, layout.sharding(self._mesh, (self._axis,)))
-        held = jnp.where(
+        delayed = jnp.where(
             lax.broadcast_in_dim(wait, shape, (at,)), jnp.zeros_like(shard.value), shard.value
         )
-        return lax.with_sharding_constraint(held, layout.sharding(self._mesh, shard.spec))
+        return lax.with_sharding_constraint(delayed, layout.sharding(self._mesh, shard.spec))
 
     def _first(self, result: jax.Array) -> jax.Array:
         """Returns one element from each device of an array sharded by rows, or by rows and

@@ -40,22 +40,22 @@ def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StoodIn:
         return StoodIn(set(), [f"auto: {wanted}, got {shown(auto)}"])
     autos = dict(_autos(raw, ""))
     replaced: set[str] = set()
-    others: dict[str, str] = {}
+    unmatched: dict[str, str] = {}
     for key, value in auto.items():
         path = renamed(key) if isinstance(key, str) else ""
         if path in autos:
             autos[path][path.rpartition(".")[2]] = value
             replaced.add(path)
         else:
-            others[shown(key)] = path
+            unmatched[shown(key)] = path
     listed = ", ".join([*autos][:20]) + ", ..." * (len(autos) > 20)
-    known = f'"auto" stands at: {listed}' if autos else 'nothing in it is "auto"'
+    fallback = f'"auto" stands at: {listed}' if autos else 'nothing in it is "auto"'
 
     def problem(key: str) -> str:
-        likely = hint(others[key], closest(others[key], autos), known)
+        likely = hint(unmatched[key], closest(unmatched[key], autos), fallback)
         return f'auto: {key} is not "auto" in the config; {likely}'
 
-    return StoodIn(replaced, problems_of([*others], problem))
+    return StoodIn(replaced, problems_of([*unmatched], problem))
 
 
 def _autos(raw: dict[str, Any], section: str) -> Iterator[tuple[str, dict[str, Any]]]:

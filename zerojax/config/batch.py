@@ -53,15 +53,15 @@ def solve(train: int | None, micro: int | None, accumulation: int | None, world:
         return BatchSizes(micro * steps * world if micro else None, micro, steps)
     if micro is None:
         steps = accumulation or 1
-        size, rest = divmod(train, steps * world)
+        size, remainder = divmod(train, steps * world)
         sizes = BatchSizes(train, size, steps)
     elif accumulation is None:
-        steps, rest = divmod(train, micro * world)
+        steps, remainder = divmod(train, micro * world)
         sizes = BatchSizes(train, micro, steps)
     else:
-        rest = train - micro * accumulation * world
+        remainder = train - micro * accumulation * world
         sizes = BatchSizes(train, micro, accumulation)
-    if rest or not sizes.micro or not sizes.accumulation:
+    if remainder or not sizes.micro or not sizes.accumulation:
         raise ConfigError(_mismatch(train, micro, accumulation, world))
     return sizes
 
@@ -72,19 +72,19 @@ def _mismatch(train: int, micro: int | None, accumulation: int | None, world: in
     if micro and accumulation:
         below = above = unit
     joined = " or ".join(str(size) for size in sorted({below, above}) if size)
-    fits = [f"train_batch_size {joined}"]
+    suggestions = [f"train_batch_size {joined}"]
     if micro and accumulation:
         if train % (micro * world) == 0:
-            fits.append(f"gradient_accumulation_steps {train // (micro * world)}")
+            suggestions.append(f"gradient_accumulation_steps {train // (micro * world)}")
         if train % (accumulation * world) == 0:
-            fits.append(f"train_micro_batch_size_per_gpu {train // (accumulation * world)}")
+            suggestions.append(f"train_micro_batch_size_per_gpu {train // (accumulation * world)}")
         if train % (micro * accumulation) == 0:
-            fits.append(f"{train // (micro * accumulation)} devices")
+            suggestions.append(f"{train // (micro * accumulation)} devices")
     return (
         "the batch sizes do not multiply out: train_batch_size "
         f"{train} = train_micro_batch_size_per_gpu {_given(micro)} * gradient_accumulation_steps "
         f"{_given(accumulation)} * {world} device{'s' if world > 1 else ''} does not hold in whole "
-        f"numbers; these would do: {', or '.join(fits)}"
+        f"numbers; these would do: {', or '.join(suggestions)}"
     )
 
 

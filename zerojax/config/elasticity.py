@@ -41,11 +41,11 @@ class ElasticBatch(NamedTuple):
           BatchSizes(train=48, micro=4, accumulation=2)
         """
         if world not in self.devices:
-            place = bisect(self.devices, world)
-            near = " or ".join(map(str, self.devices[max(0, place - 1) : place + 1]))
+            position = bisect(self.devices, world)
+            nearest = " or ".join(map(str, self.devices[max(0, position - 1) : position + 1]))
             raise ConfigError(
                 f"elasticity: a batch of {self.train} rows is not for {world} data-parallel "
-                f"device{'s' * (world != 1)}; take {near}, as zerojax.mesh(n) does, or change "
+                f"device{'s' * (world != 1)}; take {nearest}, as zerojax.mesh(n) does, or change "
                 "elasticity.micro_batch_sizes, min_gpus or max_gpus"
             )
         rows = self.train // world
@@ -59,10 +59,10 @@ class ElasticBatch(NamedTuple):
           >>> ElasticBatch(48, (4, 6, 8, 12)).listed()
           '4, 6, 8, 12'
         """
-        words = [str(number) for number in self.devices]
-        if len(words) > 16:
-            words[12:-1] = ["..."]
-        return ", ".join(words)
+        counts = [str(number) for number in self.devices]
+        if len(counts) > 16:
+            counts[12:-1] = ["..."]
+        return ", ".join(counts)
 
 
 def elastic_batch(

@@ -72,8 +72,8 @@ def problems_of(names: Sequence[str], problem: Callable[[str], str]) -> list[str
       ['k19: unknown key', 'k20: unknown key; and 279 more like it']
     """
     problems = [problem(name) for name in names[: _LISTED + 1]]
-    if rest := len(names) - len(problems):
-        problems[-1] += f"; and {rest} more like it"
+    if remaining := len(names) - len(problems):
+        problems[-1] += f"; and {remaining} more like it"
     return problems
 
 
@@ -84,8 +84,8 @@ def spelled(name: str) -> str:
       >>> print(spelled("stage"), spelled(""), spelled("a.b"))
       stage "" "a.b"
     """
-    plain = name and name.isprintable() and not re.search(r'[.:="]|\s', name)
-    return name if plain and len(name) <= _LONGEST else shown(name)
+    is_plain = name and name.isprintable() and not re.search(r'[.:="]|\s', name)
+    return name if is_plain and len(name) <= _LONGEST else shown(name)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -130,8 +130,8 @@ def foreign_letters(name: str) -> str:
 
 def _described(character: str) -> str:
     name = f"{unicodedata.name(character, 'a character')}, U+{ord(character):04X}"
-    visible = character.isprintable() and not unicodedata.combining(character)
-    return f"{character} is {name}" if visible else f"there is an invisible {name}"
+    is_visible = character.isprintable() and not unicodedata.combining(character)
+    return f"{character} is {name}" if is_visible else f"there is an invisible {name}"
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
@@ -145,12 +145,12 @@ def closest(name: str, known: Iterable[str]) -> str | None:
         return None
     by_lower = {other.lower(): other for other in islice(known, _COMPARED)}
     name = unicodedata.normalize("NFKC", name).lower()
-    ascii_ = sum(c.isascii() for c in name)
-    if not name.isascii() and ascii_ * 2 >= len(name):
+    ascii_count = sum(c.isascii() for c in name)
+    if not name.isascii() and ascii_count * 2 >= len(name):
         # A letter of another alphabet replaces one letter; an invisible character replaces none.
         pattern = "".join(re.escape(c) if c.isascii() else ".?" for c in name)
-        alike = [other for other in by_lower if re.fullmatch(pattern, other)]
-        if alike:
-            return by_lower[max(alike, key=len)]
+        lookalikes = [other for other in by_lower if re.fullmatch(pattern, other)]
+        if lookalikes:
+            return by_lower[max(lookalikes, key=len)]
     matches = difflib.get_close_matches(name, by_lower, n=1, cutoff=0.7)
     return by_lower[matches[0]] if matches else None

@@ -222,9 +222,9 @@ def _leaves(raw: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
     """Yields each (path, value) of a config, down to the keys of the table."""
     for name, value in raw.items():
         path = f"{section}{spelled(name)}"
-        known = renamed(path)
-        inner = known in sections() or known in PARAMS
-        if isinstance(value, Mapping) and value and inner:
+        key = renamed(path)
+        is_section = key in sections() or key in PARAMS
+        if isinstance(value, Mapping) and value and is_section:
             yield from _leaves(value, f"{path}.")
         else:
             yield path, value

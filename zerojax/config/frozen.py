@@ -192,13 +192,15 @@ class ZeroConfig:
         object.__setattr__(self, "steps_per_print", self.steps_per_print or None)
         largest = BY_FIELD["sub_group_size"].default
         object.__setattr__(self, "sub_group_size", self.sub_group_size or largest)
-        own, idle_ones = self._own_notes(), _idle_notes(checked, self.notes)
-        object.__setattr__(self, "notes", (*own, *elastic_notes(checked), *idle_ones))
+        own_notes, idle_notes = self._own_notes(), _idle_notes(checked, self.notes)
+        object.__setattr__(self, "notes", (*own_notes, *elastic_notes(checked), *idle_notes))
 
     def _own_notes(self) -> Iterator[Note]:
         """Returns the notes of the JSON, without those of keywords, which may have changed."""
-        ours = {*BY_FIELD, *OFFLOAD, "elasticity"}
-        return (n for n in self.notes if n.key in KEYS or n.key.partition(".")[0] not in ours)
+        keyword_names = {*BY_FIELD, *OFFLOAD, "elasticity"}
+        return (
+            n for n in self.notes if n.key in KEYS or n.key.partition(".")[0] not in keyword_names
+        )
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
@@ -285,11 +287,11 @@ class ZeroConfig:
         """
         size = self.zero_hpz_partition_size
         if size > 1 and world % size:
-            sizes = [k for k in range(1, world + 1) if world % k == 0]
+            divisors = [k for k in range(1, world + 1) if world % k == 0]
             raise ConfigError(
                 f"{ZERO}.zero_hpz_partition_size = {size} does not divide the {world} devices over "
-                f"which the state is sharded; set it to one of {', '.join(map(str, sizes))}: the "
-                "GPUs of a host, as a rule; 1 is off"
+                f"which the state is sharded; set it to one of {', '.join(map(str, divisors))}: "
+                "the GPUs of a host, as a rule; 1 is off"
             )
 
 

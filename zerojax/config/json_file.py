@@ -37,17 +37,17 @@ def _read_hjson(text: str, as_json: json.JSONDecodeError, source: str) -> Any:
 
     HJSON is only the fallback: its reader turns 3.0 into 3 and reports errors less precisely.
     """
-    at = f"line {as_json.lineno}, column {as_json.colno}"
-    broken = f"not valid JSON at {at}: {as_json.msg}"
+    position = f"line {as_json.lineno}, column {as_json.colno}"
+    message = f"not valid JSON at {position}: {as_json.msg}"
     if not text.strip():
-        raise ConfigError(f"{broken}; the file is empty", source)
+        raise ConfigError(f"{message}; the file is empty", source)
     try:
         return hjson.loads(text, object_pairs_hook=Object.of)
     except hjson.HjsonDecodeError as error:
-        also = f"line {error.lineno}, column {error.colno}"
-        if also != at:
-            broken += f" (and no HJSON at {also}: {error.msg})"
-        raise ConfigError(f"{broken}; mend it there", source) from None
+        hjson_position = f"line {error.lineno}, column {error.colno}"
+        if hjson_position != position:
+            message += f" (and no HJSON at {hjson_position}: {error.msg})"
+        raise ConfigError(f"{message}; mend it there", source) from None
     # 1e999; an open '''; more digits than Python reads
     except (ArithmeticError, LookupError, RecursionError, ValueError) as error:
         raise ConfigError(f"not a usable HJSON file: {error}", source) from None

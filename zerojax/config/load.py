@@ -84,8 +84,8 @@ def read(
         raw, repeated, yaml = _source(config, auto)
         reading = ConfigReading(raw, auto)
     except RecursionError:
-        deep = "nested too deeply, or within itself; it has three levels at most"
-        raise ConfigError(deep, source_of(config)) from None
+        message = "nested too deeply, or within itself; it has three levels at most"
+        raise ConfigError(message, source_of(config)) from None
     reading.source = source_of(config)
     if yaml is not None:
         reading.translated_from(yaml)
@@ -215,8 +215,8 @@ class ConfigReading:
         for name in idle(self.fields):  # an omitted key without effect keeps the field's default
             if BY_FIELD[name].path not in values:
                 self.fields[name] = getattr(ZeroConfig, name)
-        right = {k: v for k, v in self.fields.items() if self._path(k) not in wrong}
-        self.problems += contradictions(right, self._path)
+        valid = {k: v for k, v in self.fields.items() if self._path(k) not in wrong}
+        self.problems += contradictions(valid, self._path)
 
     def _path(self, field: str) -> str:
         """Returns the key of the JSON that sets a field."""
@@ -382,8 +382,8 @@ def _unknown_key(section: str, name: str) -> str:
     ]
     if elsewhere and len(elsewhere) <= 3:
         return f"{path}: unknown key here; it belongs at `{'` or `'.join(elsewhere)}`"
-    here = f" (known here: {', '.join(siblings)})" if len(siblings) <= 8 else ""
-    return f"{path}: unknown key; {hint(name, _guess(section, name), f'take it out{here}')}"
+    known_here = f" (known here: {', '.join(siblings)})" if len(siblings) <= 8 else ""
+    return f"{path}: unknown key; {hint(name, _guess(section, name), f'take it out{known_here}')}"
 
 
 def _guess(section: str, name: str) -> str | None:

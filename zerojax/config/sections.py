@@ -180,31 +180,33 @@ def from_keyword(section: str, given: Any) -> Section | None:
       >>> from_keyword("wandb", {"enabled": False}) is None
       True
     """
-    offload = section in OFFLOAD
-    cls: type[Section] = OFFLOAD[section] if offload else SWITCHED[section]
+    is_offload = section in OFFLOAD
+    cls: type[Section] = OFFLOAD[section] if is_offload else SWITCHED[section]
     if given is None or isinstance(given, cls):
         return given
-    if offload and isinstance(given, str):
+    if is_offload and isinstance(given, str):
         given = {"device": given}
     if not isinstance(given, Mapping):
-        or_devices = '"cpu", "none" or None' if offload else "or None"
-        wanted = f"{cls.__name__}, a mapping of its fields, {or_devices}"
+        alternatives = '"cpu", "none" or None' if is_offload else "or None"
+        wanted = f"{cls.__name__}, a mapping of its fields, {alternatives}"
         raise ConfigError(f"{section}: expected {wanted}, got {shown(given)}")
     known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
-    unknown = [str(name) for name in given if name not in known and (offload or name != "enabled")]
+    unknown = [
+        str(name) for name in given if name not in known and (is_offload or name != "enabled")
+    ]
     problems = problems_of(
         unknown, lambda name: f"{section}.{spelled(name)}: unknown key; {suggestion(name, known)}"
     )
     values = {name: given[name] for name in known if name in given}
-    on, config = False, None
+    is_on, config = False, None
     try:
-        on = FLAG.check(offload or given.get("enabled", True))
+        is_on = FLAG.check(is_offload or given.get("enabled", True))
     except ConfigError as error:
         problems.append(f"{section}.enabled: {error}")
-    if offload and given.get("device", "cpu") in ("none", None):
-        values["device"], on = "cpu", False
+    if is_offload and given.get("device", "cpu") in ("none", None):
+        values["device"], is_on = "cpu", False
     absent = list(missing(section, cls, values))
-    if on:
+    if is_on:
         problems += absent
     try:
         config = None if absent else cls(**values)
@@ -212,7 +214,7 @@ def from_keyword(section: str, given: Any) -> Section | None:
         problems += [f"{section}.{problem}" for problem in error.problems]
     if problems:
         raise ConfigError(problems)
-    return config if on else None
+    return config if is_on else None
 
 
 def missing(section: str, cls: type[Section], given: Container[str]) -> Iterator[str]:
@@ -257,41 +259,41 @@ def read_offload(
       {'offload_optimizer': None, 'offload_param': OffloadParam(device='cpu', nvme_path=None, \
 buffer_count=5, max_in_cpu=1000000000)}
     """
-    read = OffloadRead()
+    result = OffloadRead()
     for section, cls in OFFLOAD.items():
         path = f"{ZERO}.{section}"
         if any(f"{key}.".startswith(f"{path}.") for key in wrong):
-            read.unjudged.add(path)
+            result.unjudged.add(path)
             continue
         names = [item.name for item in fields(cls) if item.name != "device"]
         try:
-            read.paths[section], device = _device(section, checked, given)
+            result.paths[section], device = _device(section, checked, given)
             config = _config(section, device, {n: checked.get(f"{path}.{n}") for n in names})
         except ConfigError as error:
-            read.problems += error.problems
-            read.unjudged.add(path)
+            result.problems += error.problems
+            result.unjudged.add(path)
             continue
-        read.fields[section] = config
+        result.fields[section] = config
         idle = config.idle() if config else dict.fromkeys(names, "nothing of it is offloaded")
-        read.idle |= {f"{path}.{name}": reason for name, reason in idle.items()}
-    return read
+        result.idle |= {f"{path}.{name}": reason for name, reason in idle.items()}
+    return result
 
 
 def _device(section: str, checked: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, str]:
     """Returns the key that decides the device of a section, and the device."""
-    by = f"{ZERO}.{section}.device"
-    device = checked.get(by, "none" if given.get(by) == "auto" else None)
+    key = f"{ZERO}.{section}.device"
+    device = checked.get(key, "none" if given.get(key) == "auto" else None)
     for old in (f"{ZERO}.{name}" for name in OLD_SWITCHES[section]):
         if (switch := checked.get(old)) is None:
             continue
-        means = "cpu" if switch else "none"
-        if device not in (None, means):
+        implied = "cpu" if switch else "none"
+        if device not in (None, implied):
             raise ConfigError(
-                f"{old} = {shown(switch)} says otherwise than {by} = {shown(device)}; take it out"
+                f"{old} = {shown(switch)} says otherwise than {key} = {shown(device)}; take it out"
             )
         if device is None:
-            by, device = old, means
-    return by, device or "none"
+            key, device = old, implied
+    return key, device or "none"
 
 
 def _config(

@@ -19,8 +19,8 @@ class Object(dict[str, Any]):
         """Builds an object from names and values; the last value of a repeated name wins."""
         values = cls(pairs)
         if len(values) < len(pairs):
-            times = Counter(name for name, _ in pairs)
-            values.repeated = tuple(str(name) for name, n in times.items() if n > 1)
+            counts = Counter(name for name, _ in pairs)
+            values.repeated = tuple(str(name) for name, n in counts.items() if n > 1)
         return values
 
 
@@ -47,8 +47,8 @@ def text_of(path: str | os.PathLike[str]) -> str:
     """
     source = os.fspath(path)
     try:
-        regular = stat.S_ISREG(os.stat(path).st_mode)  # a pipe blocks, a device may have no end
-        text = Path(path).read_bytes().decode("utf-8-sig") if regular else ""
+        is_regular = stat.S_ISREG(os.stat(path).st_mode)  # a pipe blocks, a device may have no end
+        text = Path(path).read_bytes().decode("utf-8-sig") if is_regular else ""
     except FileNotFoundError:
         where = f" in {Path.cwd()}" if not Path(path).is_absolute() else ""
         raise ConfigError(f"no such file{where}; check the path", source) from None
@@ -56,6 +56,6 @@ def text_of(path: str | os.PathLike[str]) -> str:
         raise ConfigError("not a text file; text in UTF-8 is needed", source) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot be read: {error}", source) from None
-    if not regular:
+    if not is_regular:
         raise ConfigError("a pipe, a device or a folder; the path of a file is needed", source)
     return text

@@ -65,12 +65,12 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
                     "take it out, or set elasticity.ignore_non_elastic_batch_info to true"
                 )
     stage = values.get("stage")
-    for section, first, needs in _OFFLOADS:
+    for section, lowest_stage, requirement in _OFFLOADS:
         given = values.get(section)
-        if given is not None and stage is not None and stage < first:
+        if given is not None and stage is not None and stage < lowest_stage:
             yield (
-                f"{name(section)}: {shown(given.device)} needs {needs}, and the stage is {stage}; "
-                f"set {name('stage')} to {first}, or the device to none"
+                f"{name(section)}: {shown(given.device)} needs {requirement}, and the stage is "
+                f"{stage}; set {name('stage')} to {lowest_stage}, or the device to none"
             )
     partition = values.get("zero_hpz_partition_size", 1)
     if partition > 1:
@@ -83,11 +83,11 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
         yield from _beside_offload(
             values, name, f"{hpz} keeps a second shard of the parameters on the device"
         )
-    for quantized, what in QUANTIZED.items():
+    for quantized, operation in QUANTIZED.items():
         if values.get(quantized) and stage == 0:
             yield (
-                f"{name(quantized)} needs stage 1, 2 or 3, where {what}, and the stage is 0; set "
-                f"{name('stage')} to 1 or more, or {name(quantized)} to false"
+                f"{name(quantized)} needs stage 1, 2 or 3, where {operation}, and the stage is 0; "
+                f"set {name('stage')} to 1 or more, or {name(quantized)} to false"
             )
     block = values.get("zero_quantized_block_size")
     if values.get("zero_quantized_gradients_dtype") == "int4" and block and block % 2:

@@ -60,8 +60,10 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"not valid YAML{at}: {error.problem}; mend it there", source) from None
+        position = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(
+            f"not valid YAML{position}: {error.problem}; mend it there", source
+        ) from None
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        words = " ".join(str(error).split())
-        raise ConfigError(f"not a usable YAML file: {words}", source) from None
+        message = " ".join(str(error).split())
+        raise ConfigError(f"not a usable YAML file: {message}", source) from None

@@ -90,15 +90,15 @@ def to_disk() -> str:
 
 def kernels() -> str:
     """Checks that the default device can run the fused kernels, without running them."""
-    at = dispatch.target()
-    if "mosaic_gpu" not in dispatch.available(at):
+    target = dispatch.target()
+    if "mosaic_gpu" not in dispatch.available(target):
         raise RuntimeError(
-            f"they need an H100, H200 or B200, and this is {at.kind}. XLA computes the same "
+            f"they need an H100, H200 or B200, and this is {target.kind}. XLA computes the same "
             "in their place; pallas_kernels.compat.simulator() runs them here to test them"
         )
-    if dispatch.in_place(at) != "mosaic_gpu":
-        return f"on {at.kind}; for FusedAdam, which writes in place, take jax 0.11 or newer"
-    return f"on {at.kind}"
+    if dispatch.in_place(target) != "mosaic_gpu":
+        return f"on {target.kind}; for FusedAdam, which writes in place, take jax 0.11 or newer"
+    return f"on {target.kind}"
 
 
 def absent_gpus() -> str:
@@ -156,16 +156,16 @@ def tried(checks: Iterable[Try] = CHECKS) -> tuple[Check, ...]:
 def in_one_line(error: Exception) -> str:
     """Returns an error as one line, with its type if the text by itself is too vague."""
     text = " ".join(str(error).split())
-    plain = isinstance(error, ValueError | ImportError | RuntimeError)
-    return text if plain and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+    is_plain = isinstance(error, ValueError | ImportError | RuntimeError)
+    return text if is_plain and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _step(**config: Any) -> TrainState:
     """Runs a decorated step of a linear model, with one row per device, and returns the state."""
     n = len(jax.devices())
-    wanted = zero(stage3_param_persistence_threshold=0, **config)
+    decorator = zero(stage3_param_persistence_threshold=0, **config)
 
-    @wanted
+    @decorator
     def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
         def loss_fn(params: Any) -> jax.Array:
             return jnp.mean((batch @ params["w"]) ** 2)
@@ -177,21 +177,23 @@ def _step(**config: Any) -> TrainState:
         params = {"w": jnp.ones((n, 2))}
         return TrainState.create(apply_fn=jnp.dot, params=params, tx=optax.adam(0.1))
 
-    state, _ = jax.block_until_ready(step(wanted.init(create), jnp.ones((n, n))[process_rows(n)]))
+    state, _ = jax.block_until_ready(
+        step(decorator.init(create), jnp.ones((n, n))[process_rows(n)])
+    )
     return state
 
 
 def _compiled(kind: str, devices: int) -> str:
     """Compiles ``x * 2`` for absent devices, in a process that uses no accelerator."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _COMPILE, kind, str(devices)],
         capture_output=True,
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
-    if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:] or ["the process ended"]
-        raise RuntimeError(said[0].partition("Error: ")[2] or said[0])
+    if process.returncode:
+        error_lines = process.stderr.strip().splitlines()[-1:] or ["the process ended"]
+        raise RuntimeError(error_lines[0].partition("Error: ")[2] or error_lines[0])
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-    here = "" if platforms == "cpu" else "; a program of yours sets JAX_PLATFORMS=cpu for it"
-    return f'x * 2 for zerojax.topology("{kind}", {devices}){here}'
+    caveat = "" if platforms == "cpu" else "; a program of yours sets JAX_PLATFORMS=cpu for it"
+    return f'x * 2 for zerojax.topology("{kind}", {devices}){caveat}'

@@ -90,20 +90,20 @@ def _requirements(name: str, extra: str = "") -> Iterator[Requirement]:
         return
     for requirement in map(Requirement, metadata.requires(name) or ()):
         marker, requirement.marker = requirement.marker, None
-        always = marker is None or marker.evaluate({"extra": ""})
-        added = marker is not None and not always and marker.evaluate({"extra": extra})
-        if added if extra else always:
+        is_unconditional = marker is None or marker.evaluate({"extra": ""})
+        is_added = marker is not None and not is_unconditional and marker.evaluate({"extra": extra})
+        if is_added if extra else is_unconditional:
             yield requirement
 
 
 def _unmet(requirement: Requirement) -> Iterator[str]:
     """Yields the requirement if it is not met, and the unmet requirements of its extras."""
     version = _version(requirement.name)
-    plain = f"{requirement.name}{requirement.specifier}"
+    requirement_text = f"{requirement.name}{requirement.specifier}"
     if version is None:
-        yield plain
+        yield requirement_text
     elif not requirement.specifier.contains(version, prereleases=True):
-        yield f"{plain} (found {version})"
+        yield f"{requirement_text} (found {version})"
     for extra in sorted(requirement.extras):
         for inner in _requirements(requirement.name, extra):
             yield from _unmet(inner)

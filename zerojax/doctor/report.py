@@ -156,8 +156,8 @@ def devices() -> tuple[Devices, ...]:
 
 def _of_kind(group: list[jax.Device]) -> Devices:
     first = group[0]
-    near = [device for device in group if device.process_index == jax.process_index()]
-    stats = [_memory(device) for device in near]
+    local = [device for device in group if device.process_index == jax.process_index()]
+    stats = [_memory(device) for device in local]
     limits = [s["bytes_limit"] for s in stats if "bytes_limit" in s]
     used = [s["bytes_in_use"] for s in stats if "bytes_in_use" in s]
     return Devices(
@@ -165,7 +165,7 @@ def _of_kind(group: list[jax.Device]) -> Devices:
         kind=first.device_kind,
         count=len(group),
         processes=len({device.process_index for device in group}),
-        memories=tuple(sorted({m.kind for d in near for m in d.addressable_memories()})),
+        memories=tuple(sorted({m.kind for d in local for m in d.addressable_memories()})),
         limit=min(limits, default=None),
         in_use=max(used, default=None),
         driver=", ".join(first.client.platform_version.split("\n")),

@@ -88,19 +88,19 @@ def attribute(
         if computation is not None and each.instruction in computation.position:
             kind = _kind(program, callers, computation, each, known)
         kinds[kind] += each.bytes
-    rest = temporary - sum(each.bytes for each in held)
-    kinds[GAPS if held else OTHER] += max(rest, 0)
+    remaining = temporary - sum(each.bytes for each in held)
+    kinds[GAPS if held else OTHER] += max(remaining, 0)
     return {kind: kinds[kind] for kind in KINDS if kinds[kind]}
 
 
 def arguments(program: HloProgram, hosted: Collection[str]) -> collections.Counter[str]:
     """Returns the bytes of a program's arguments on the device, by kind."""
-    found = collections.Counter[str]()
+    sizes = collections.Counter[str]()
     for each in program.entry.instructions:
         if each.opcode == "parameter" and each.name not in hosted:
-            named = (kind for name, kind in _ARGUMENTS.items() if each.op_name.startswith(name))
-            found[next(named, OTHER)] += sum(shape.bytes for shape in each.shapes)
-    return found
+            kinds = (kind for name, kind in _ARGUMENTS.items() if each.op_name.startswith(name))
+            sizes[next(kinds, OTHER)] += sum(shape.bytes for shape in each.shapes)
+    return sizes
 
 
 def _kind(
@@ -110,31 +110,31 @@ def _kind(
     held: HeldBuffer,
     known: ParameterShapes,
 ) -> str:
-    made = computation[held.instruction]
-    if made.operation == "all-gather":
-        gathered = any(
+    instruction = computation[held.instruction]
+    if instruction.operation == "all-gather":
+        is_parameter = any(
             is_argument(program, callers, computation, each, gathered=True)
-            for each in made.operands
+            for each in instruction.operands
         )
-        return GATHERED if gathered else ACTIVATIONS
-    if made.operation in ("reduce-scatter", "all-reduce"):
+        return GATHERED if is_parameter else ACTIVATIONS
+    if instruction.operation in ("reduce-scatter", "all-reduce"):
         return GRADIENTS
-    op_name = made.op_name or _loop_name(callers, computation)
-    backward = "transpose(" in op_name
-    fitting = [i for i, shape in enumerate(made.shapes) if shape.bytes == held.bytes]
-    if fitting:
-        shape = made.shapes[fitting[0]]
+    op_name = instruction.op_name or _loop_name(callers, computation)
+    is_backward = "transpose(" in op_name
+    matches = [i for i, shape in enumerate(instruction.shapes) if shape.bytes == held.bytes]
+    if matches:
+        shape = instruction.shapes[matches[0]]
         if _key(shape.dims) in known.params:
-            element = fitting[0] if len(made.shapes) > 1 else None
-            if is_argument(program, callers, computation, made.name, element):
+            element = matches[0] if len(instruction.shapes) > 1 else None
+            if is_argument(program, callers, computation, instruction.name, element):
                 return PARAMETERS
-            if _reformed(computation, made):
+            if _reformed(computation, instruction):
                 return GATHERED
-            if backward:
+            if is_backward:
                 return GRADIENTS
         if known.vocabulary and known.vocabulary in shape.dims:
             return LOGITS
-    return ACTIVATIONS if backward or "jvp(" in op_name else OTHER
+    return ACTIVATIONS if is_backward or "jvp(" in op_name else OTHER
 
 
 def _loop_name(callers: Callers, computation: Computation) -> str:
@@ -149,8 +149,10 @@ def _reformed(computation: Computation, made: Instruction) -> bool:
 
 
 def _shard(leaf: Leaf, mesh: Mesh) -> Dims:
-    cut = layout.full(leaf.spec, len(leaf.shape))
-    return tuple(-(-n // layout.parts(each, mesh)) for n, each in zip(leaf.shape, cut, strict=True))
+    full_spec = layout.full(leaf.spec, len(leaf.shape))
+    return tuple(
+        -(-n // layout.parts(axes, mesh)) for n, axes in zip(leaf.shape, full_spec, strict=True)
+    )
 
 
 def _key(dims: Sequence[int]) -> Dims:

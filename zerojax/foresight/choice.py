@@ -18,13 +18,13 @@ from zerojax.config.batch import BATCH_SIZES
 
 Offload = Literal["none", "optimizer", "parameters", "optimizer and parameters"]
 # Whether (optimizer state, parameters) are offloaded, in ascending order of traffic.
-_HELD: dict[Offload, tuple[bool, bool]] = {
+_OFFLOADED: dict[Offload, tuple[bool, bool]] = {
     "none": (False, False),
     "optimizer": (True, False),
     "parameters": (False, True),
     "optimizer and parameters": (True, True),
 }
-OFFLOADS = tuple(_HELD)
+OFFLOADS = tuple(_OFFLOADED)
 TRIED: tuple[Offload, ...] = ("none", "optimizer", "optimizer and parameters")
 """The offloads that a search tries; offload of only parameters moves much and frees little."""
 
@@ -82,7 +82,7 @@ class Choice:
     @property
     def held(self) -> tuple[bool, bool]:
         """A pair of bools: the optimizer's state is offloaded, the parameters are offloaded."""
-        return _HELD[self.offload]
+        return _OFFLOADED[self.offload]
 
     @classmethod
     def of(cls, config: ZeroConfig, rows: int, world: int, remat: bool | None = None) -> Choice:
@@ -101,7 +101,7 @@ class Choice:
             micro=sizes.micro,
             accumulation=sizes.accumulation,
             remat=remat,
-            offload=next(name for name, each in _HELD.items() if each == held),
+            offload=next(name for name, each in _OFFLOADED.items() if each == held),
             live=config.stage3_max_live_parameters,
         )
 
@@ -127,10 +127,10 @@ class Choice:
         zero = {**(before.get("zero_optimization") or {}), "stage": self.stage}
         if self.drops and self.live != zero.get(LIVE, 0):
             zero[LIVE] = self.live
-        for name, offloaded in zip(SECTIONS, self.held, strict=True):
+        for name, is_offloaded in zip(SECTIONS, self.held, strict=True):
             section = zero.pop(name, None) or {}
             device = section.get("device")
-            if offloaded:
+            if is_offloaded:
                 zero[name] = {**section, "device": device if device in ("cpu", "nvme") else "cpu"}
         xla = {**(before.get("xla") or {}), **dict(self.xla)}
         return {

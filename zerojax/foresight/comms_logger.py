@@ -42,41 +42,45 @@ def table(
     if config.kinds == ():
         return "comms_logger: prof_all is false and prof_ops names no collective: nothing to list"
     groups: dict[tuple[object, ...], list[Sent]] = collections.defaultdict(list)
-    for at, each in enumerate(sent):
-        one = each.collective
-        if one.group_size < 2 or (config.kinds is not None and one.kind not in config.kinds):
+    for index, each in enumerate(sent):
+        collective = each.collective
+        if collective.group_size < 2 or (
+            config.kinds is not None and collective.kind not in config.kinds
+        ):
             continue
-        alike = one.kind, one.dtypes, one.payload_bytes, one.groups
-        apart = at if config.verbose else 0, one.op_name if config.debug else ""
-        groups[*alike, *apart].append(each)
+        shared_key = collective.kind, collective.dtypes, collective.payload_bytes, collective.groups
+        extra_key = index if config.verbose else 0, collective.op_name if config.debug else ""
+        groups[*shared_key, *extra_key].append(each)
     if not groups:
-        of = "" if config.kinds is None else f" of {', '.join(config.kinds)}"
-        return f"comms_logger: the step has no collectives{of}"
-    heads = ["collective", "dtype", "groups", "bytes", "times a step", "sent a step"]
-    heads += ["ms a step"] * (rates is not None) + ["from"] * config.debug
-    rows, total, whole = [tuple(heads)], 0.0, 0
-    for same in groups.values():
-        one = same[0].collective
-        times = sum(each.times * each.collective.times for each in same)
-        moved = sum(each.times * each.collective.moved_bytes for each in same)
-        seconds = times * rates.collective_seconds(sent_by(one, nodes)) if rates else 0.0
-        total, whole = total + seconds, whole + moved
+        suffix = "" if config.kinds is None else f" of {', '.join(config.kinds)}"
+        return f"comms_logger: the step has no collectives{suffix}"
+    header = ["collective", "dtype", "groups", "bytes", "times a step", "sent a step"]
+    header += ["ms a step"] * (rates is not None) + ["from"] * config.debug
+    rows, total_seconds, total_bytes = [tuple(header)], 0.0, 0
+    for members in groups.values():
+        collective = members[0].collective
+        times = sum(each.times * each.collective.times for each in members)
+        moved_bytes = sum(each.times * each.collective.moved_bytes for each in members)
+        seconds = times * rates.collective_seconds(sent_by(collective, nodes)) if rates else 0.0
+        total_seconds, total_bytes = total_seconds + seconds, total_bytes + moved_bytes
         rows.append(
             (
-                one.kind,
-                "+".join(one.dtypes),
-                f"{len(one.groups)} x {one.group_size}",
-                size(one.payload_bytes),
-                f"{times}" if all(each.collective.exact for each in same) else f"{times} or more",
-                size(moved),
+                collective.kind,
+                "+".join(collective.dtypes),
+                f"{len(collective.groups)} x {collective.group_size}",
+                size(collective.payload_bytes),
+                f"{times}"
+                if all(each.collective.exact for each in members)
+                else f"{times} or more",
+                size(moved_bytes),
                 *([f"{1e3 * seconds:.3g}"] if rates else []),
-                *([one.op_name] if config.debug else []),
+                *([collective.op_name] if config.debug else []),
             )
         )
-    said = (
-        f"{1e3 * total:.3g} ms under way, forecast for {rates.kind}"
+    time_text = (
+        f"{1e3 * total_seconds:.3g} ms under way, forecast for {rates.kind}"
         if rates
         else "no times: the forecast knows no such devices"
     )
-    first = f"comms_logger: each device sends {size(whole)} a step; {said}"
-    return "\n".join([first, *columns(rows, right=range(3, 6 + (rates is not None)))])
+    summary = f"comms_logger: each device sends {size(total_bytes)} a step; {time_text}"
+    return "\n".join([summary, *columns(rows, right=range(3, 6 + (rates is not None)))])

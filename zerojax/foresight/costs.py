@@ -214,40 +214,42 @@ def forecast(
     """
     known, nodes = ParameterShapes.of(plan), nodes_of(plan.mesh)
     costs: list[ProgramCost] = []
-    first, left_out = None, False
+    first, is_partial = None, False
     for name, lowered, times in programs:
         note(name)
-        one = measured(lowered, known, rates, nodes)
-        kinds = collections.Counter(one.memory)
-        kinds[GRADIENTS if name == FIRST else OTHER] += one.result
-        if not one.compiled:
+        measurement = measured(lowered, known, rates, nodes)
+        kinds = collections.Counter(measurement.memory)
+        kinds[GRADIENTS if name == FIRST else OTHER] += measurement.result
+        if not measurement.compiled:
             kinds[OTHER] = max(kinds[OTHER], rates.memory)
         elif name == FIRST:
-            first = one
+            first = measurement
             # Adds the state on the device that is not an argument; copies and batch are not state.
-            given = one.arguments - _copies(plan, DEVICE) - one.memory.get(BATCH, 0)
+            given = measurement.arguments - _copies(plan, DEVICE) - measurement.memory.get(BATCH, 0)
             kinds[STATE] += max(plan.bytes_in(DEVICE) - given, 0)
         elif first is not None:  # an update; other state, copies and gradients stay on the device
             kinds[STATE] += kinds.pop(OTHER, 0)
-            lying = plan.bytes_in(DEVICE) + _copies(plan, DEVICE) + first.result
-            kinds[GRADIENTS] += (rest := min(max(lying - one.between, 0), first.result))
-            kinds[PARAMETERS] += max(lying - one.between, 0) - rest
+            on_device = plan.bytes_in(DEVICE) + _copies(plan, DEVICE) + first.result
+            kinds[GRADIENTS] += (
+                gradient_bytes := min(max(on_device - measurement.between, 0), first.result)
+            )
+            kinds[PARAMETERS] += max(on_device - measurement.between, 0) - gradient_bytes
         costs.append(
             ProgramCost(
                 name=name,
                 memory={kind: kinds[kind] for kind in KINDS if kinds[kind]},
-                host=one.host_temporary,
-                seconds=one.seconds,
-                forward=one.forward,
-                traffic=one.traffic,
-                arguments=one.arguments,
-                again=one.again,
+                host=measurement.host_temporary,
+                seconds=measurement.seconds,
+                forward=measurement.forward,
+                traffic=measurement.traffic,
+                arguments=measurement.arguments,
+                again=measurement.again,
                 times=times,
-                compile_seconds=one.compile_seconds,
-                compiled=one.compiled,
+                compile_seconds=measurement.compile_seconds,
+                compiled=measurement.compiled,
             )
         )
-        if left_out := not one.compiled or (name != STEP and enough(costs[-1])):
+        if is_partial := not measurement.compiled or (name != STEP and enough(costs[-1])):
             break
     host = max(each.host for each in costs)
     if first is not None:
@@ -260,7 +262,7 @@ def forecast(
         programs=tuple(costs),
         host_bytes=plan.bytes_in(HOST) + host,
         disk_bytes=plan.bytes_in(DISK),
-        whole=not left_out,
+        whole=not is_partial,
     )
 
 
@@ -307,5 +309,5 @@ def _traffic(
     for copy in copied:
         kind = INWARD if copy.inward else OUTWARD
         add(kind, (), copy.times, copy.times * copy.bytes, 0, Place(copy.computation, copy.name))
-    for same in parts.values():
-        yield sum_traffic(same)
+    for group in parts.values():
+        yield sum_traffic(group)

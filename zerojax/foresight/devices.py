@@ -31,17 +31,17 @@ def parse_devices(text: str, network: str | None = None) -> tuple[Mesh, Rates]:
       ImportError: The compiler's wheels are not installed.
     """
     if text == HERE:
-        return (there := all_devices()), rates_here(there).over(network)
-    form = _FORM.fullmatch(text)
-    if form is None:
+        return (mesh := all_devices()), rates_here(mesh).over(network)
+    match = _FORM.fullmatch(text)
+    if match is None:
         raise ValueError(f"devices {text!r}: give KIND:N, as h100:8 or v5e:16x16")
-    sides = sorted(int(side) for side in (form[2] or "1").split("x"))
+    sides = sorted(int(side) for side in (match[2] or "1").split("x"))
     number = math.prod(sides)
-    speeds = rates(form[1]).over(network)  # an unknown name raises before a missing compiler does
+    speeds = rates(match[1]).over(network)  # an unknown name raises before a missing compiler does
     if len(sides) > 1 and sides != sorted(shape := torus(speeds.kind, number)):
-        wanted = "x".join(map(str, shape)) or "no torus"
-        raise ValueError(f"devices {text!r}: {number} of them are compiled for as {wanted}")
-    return topology(form[1], number), speeds
+        expected = "x".join(map(str, shape)) or "no torus"
+        raise ValueError(f"devices {text!r}: {number} of them are compiled for as {expected}")
+    return topology(match[1], number), speeds
 
 
 def rates_here(mesh: Mesh) -> Rates:
@@ -64,14 +64,14 @@ def rates_here(mesh: Mesh) -> Rates:
 
 def free_bytes(mesh: Mesh) -> int | None:
     """Returns the free bytes of the fullest device of all processes; None if no device reports."""
-    free_of_each = []
+    free_by_device = []
     for device in mesh.local_devices:
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:
-            free_of_each.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    free = min(free_of_each, default=None)
+            free_by_device.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    free = min(free_by_device, default=None)
     if jax.process_count() == 1:
         return free
     # All processes must decide the same: if only one raised, the others would wait for it.
-    known = multihost_utils.process_allgather(np.float64(math.inf if free is None else free))
-    return int(known.min()) if math.isfinite(known.min()) else None
+    all_free = multihost_utils.process_allgather(np.float64(math.inf if free is None else free))
+    return int(all_free.min()) if math.isfinite(all_free.min()) else None

@@ -175,11 +175,11 @@ def estimate_zero3_model_states_mem_needs_all_cold(
         else:
             gpu = 4 * layer + int(18 * p / (g * n))
             cpu = (layer * 4 * g * a, p * 4 * g * a)
-        places = [f"{'cpu' if yes else 'none':4}" for yes in (params, optimizer)]
+        places = [f"{'cpu' if is_offloaded else 'none':4}" for is_offloaded in (params, optimizer)]
         options = f"offload_param={places[0]}, offload_optimizer={places[1]}"
         needs += [
-            Need(int(c), gpu, f"{options}, zero_init={born}")
-            for born, c in zip((1, 0), cpu, strict=True)
+            Need(int(c), gpu, f"{options}, zero_init={zero_init}")
+            for zero_init, c in zip((1, 0), cpu, strict=True)
         ]
     return _shown(Estimate(3, p, layer, g, n, tuple(needs)))
 
@@ -279,15 +279,15 @@ def _tokens_of(model: linen.Module) -> list[jax.ShapeDtypeStruct]:
     Raises:
       TypeError: The model takes other inputs.
     """
-    taken = [*inspect.signature(type(model).__call__).parameters.values()][1:]
-    needed = [p.name for p in taken if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    if not _TOKENS.issuperset(needed):
+    arguments = [*inspect.signature(type(model).__call__).parameters.values()][1:]
+    required = [p.name for p in arguments if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if not _TOKENS.issuperset(required):
         raise TypeError(
-            f"model: {type(model).__name__} takes {', '.join(needed)}, on which its parameters may "
-            "depend: pass an input for each after the model, abstract ones will do, such as "
+            f"model: {type(model).__name__} takes {', '.join(required)}, on which its parameters "
+            "may depend: pass an input for each after the model, abstract ones will do, such as "
             "jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)"
         )
-    return [jax.ShapeDtypeStruct((1, 8), jnp.int32)] * len(needed)
+    return [jax.ShapeDtypeStruct((1, 8), jnp.int32)] * len(required)
 
 
 def _stacked(traced: Any) -> list[int]:
@@ -297,19 +297,19 @@ def _stacked(traced: Any) -> list[int]:
         eqn = graph_of(jaxpr).producer(v)
         if eqn is None:
             return 1
-        at = eqn.outvars.index(v)
+        index = eqn.outvars.index(v)
         if eqn.primitive is prims.scan_p:
             body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
-            if at < jaxprs.scan_counts(eqn).carry:
+            if index < jaxprs.scan_counts(eqn).carry:
                 return 1
             length: int = jaxprs.param(eqn, "length")
-            return length * layers(body, body.outvars[at])
+            return length * layers(body, body.outvars[index])
         if eqn.primitive in jaxprs.CALLS:
             body, _ = jaxprs.open_jaxpr(jaxprs.called(eqn))
-            return layers(body, body.outvars[at])
+            return layers(body, body.outvars[index])
         operands = jaxprs.variables(eqn.invars)  # for example a transpose or a cast
-        same = len(operands) == 1 and operands[0].aval.size == v.aval.size
-        return layers(jaxpr, operands[0]) if same else 1
+        is_same_size = len(operands) == 1 and operands[0].aval.size == v.aval.size
+        return layers(jaxpr, operands[0]) if is_same_size else 1
 
     jaxpr, _ = jaxprs.open_jaxpr(traced)
     return [layers(jaxpr, v) for v in jaxpr.outvars]
@@ -318,14 +318,14 @@ def _stacked(traced: Any) -> list[int]:
 def _checked(
     params: float, layer: float | None, gpus: int, nodes: int, factor: float
 ) -> tuple[int, int]:
-    named = {
+    values = {
         "total_params": params,
         "largest_layer_params": 1 if layer is None else layer,
         "num_gpus_per_node": gpus,
         "num_nodes": nodes,
         "additional_buffer_factor": factor,
     }
-    for name, value in named.items():
+    for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} is {value}; it must be above 0")
     if layer is not None and layer > params:

@@ -77,18 +77,18 @@ def attributed(root: Module, work: Mapping[str, OriginWork], times: int = 1) -> 
       work: The work by ``op_name``.
       times: Runs of the program in a step.
     """
-    for op_name, one in work.items():
-        root.work.add(one, times)
+    for op_name, origin_work in work.items():
+        root.work.add(origin_work, times)
         module = root
         for token in op_name.split("/")[:-1]:
             # transpose(jvp(GPT)) is GPT; wte.attend is the method of a module.
             name = _INNERMOST.search(token)[0].partition(".")[0]  # type: ignore[index]
             if name in module.inside:
                 module = module.inside[name]
-                module.work.add(one, times)
+                module.work.add(origin_work, times)
         if module is root:
             name = _ELSEWHERE if "jvp(" in op_name else _UPDATE
-            root.inside.setdefault(name, Module()).work.add(one, times)
+            root.inside.setdefault(name, Module()).work.add(origin_work, times)
 
 
 def table(
@@ -103,14 +103,14 @@ def table(
       forecast: The device kind of the forecast times of modules; "" if there are no times.
       waited: Seconds of the forecast in which a step waits for collectives and copies.
     """
-    whole, total = root.work, root.work.seconds + waited
+    work, total_seconds = root.work, root.work.seconds + waited
     lines = [
         f"flops_profiler: step {config.profile_step}, of each device",
-        f"parameters {_count(root.parameters)}; matrix products {_flops(whole.flops)}, "
-        f"{_flops(whole.forward)} of them in the forward pass",
-        f"measured: {1e3 * seconds:.3g} ms, {_flops(whole.flops / seconds)} a second",
-        f"forecast for {forecast}: {1e3 * total:.3g} ms, {waited / (total or 1):.1%} of it waiting "
-        "for collectives and copies"
+        f"parameters {_count(root.parameters)}; matrix products {_flops(work.flops)}, "
+        f"{_flops(work.forward)} of them in the forward pass",
+        f"measured: {1e3 * seconds:.3g} ms, {_flops(work.flops / seconds)} a second",
+        f"forecast for {forecast}: {1e3 * total_seconds:.3g} ms, "
+        f"{waited / (total_seconds or 1):.1%} of it waiting for collectives and copies"
         if forecast
         else "no time by module: the forecast knows no such devices",
     ]
@@ -119,37 +119,37 @@ def table(
             "no operation has the name of a module: flax linen writes names, in NNX "
             "jax.named_scope(...) in a __call__ does"
         )
-    deepest = math.inf if config.module_depth < 0 else config.module_depth
-    listed = [each for each in root.below() if each.depth <= deepest]
+    max_depth = math.inf if config.module_depth < 0 else config.module_depth
+    listed = [each for each in root.below() if each.depth <= max_depth]
     if config.top_modules:
         lines += _largest([each for each in listed if each.path not in _OUTSIDE], config)
     if config.detailed:
-        lines += _tree(listed, whole.flops, total if forecast else None)
+        lines += _tree(listed, work.flops, total_seconds if forecast else None)
     return "\n".join(lines)
 
 
 def _largest(listed: Sequence[Listed], config: FlopsProfilerConfig) -> Iterator[str]:
     """Yields a line for each depth, with its modules of most FLOPs."""
     for depth in sorted({each.depth for each in listed}):
-        at = [each for each in listed if each.depth == depth]
-        largest = sorted(at, key=lambda each: -each.module.work.flops)[: config.top_modules]
-        told = (f"{each.path or 'all'} {_flops(each.module.work.flops)}" for each in largest)
-        yield f"depth {depth}: {', '.join(told)}"
+        at_depth = [each for each in listed if each.depth == depth]
+        largest = sorted(at_depth, key=lambda each: -each.module.work.flops)[: config.top_modules]
+        entries = (f"{each.path or 'all'} {_flops(each.module.work.flops)}" for each in largest)
+        yield f"depth {depth}: {', '.join(entries)}"
 
 
 def _tree(listed: Sequence[Listed], flops: int, seconds: float | None) -> list[str]:
     """Returns a line for each module, indented, with its shares; ``seconds`` is None if unknown."""
-    times = seconds is not None
-    rows = [("module", "parameters", "FLOPs", "of FLOPs", *["of time"] * times)]
+    has_times = seconds is not None
+    rows = [("module", "parameters", "FLOPs", "of FLOPs", *["of time"] * has_times)]
     for path, depth, module in listed:
-        share = [f"{module.work.seconds / (seconds or 1):.1%}"] * times
+        time_share = [f"{module.work.seconds / (seconds or 1):.1%}"] * has_times
         rows.append(
             (
                 "  " * depth + (path.rpartition("/")[2] or "all"),
                 _count(module.parameters),
                 _count(module.work.flops),
                 f"{module.work.flops / (flops or 1):.1%}",
-                *share,
+                *time_share,
             )
         )
     return columns(rows, right=range(1, len(rows[0])))

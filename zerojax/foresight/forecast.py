@@ -148,15 +148,15 @@ class Forecast:
     @property
     def spare(self) -> int:
         """Additional bytes that the step could use and still fit, without values computed again."""
-        most = self.recomputes_above
-        return self.headroom if most is None else min(self.headroom, most - self.peak.bytes)
+        limit = self.recomputes_above
+        return self.headroom if limit is None else min(self.headroom, limit - self.peak.bytes)
 
     @property
     def seconds(self) -> float:
         """Predicted time of a step; the disk is read and written once a step, in parallel."""
-        beside = min(self.devices, GPUS_PER_HOST)
-        disk = 2 * self.disk_bytes * beside / self.rates.disk
-        return max(sum(each.times * each.seconds for each in self.programs), disk)
+        devices_per_host = min(self.devices, GPUS_PER_HOST)
+        disk_seconds = 2 * self.disk_bytes * devices_per_host / self.rates.disk
+        return max(sum(each.times * each.seconds for each in self.programs), disk_seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -167,8 +167,8 @@ class Forecast:
     def mfu(self) -> float:
         """Model FLOPs utilization (PaLM, appendix B, arXiv:2204.02311): 3 times the FLOPs of the
         forward pass's matrix products / (the step's time * the highest matrix rate)."""
-        model = 3 * sum(each.times * each.forward for each in self.programs)
-        return model / (self.seconds * max(self.rates.matrix.values()))
+        model_flops = 3 * sum(each.times * each.forward for each in self.programs)
+        return model_flops / (self.seconds * max(self.rates.matrix.values()))
 
     @property
     def compile_seconds(self) -> float:

@@ -31,14 +31,14 @@ def weighed(trials: Trials, choice: Choice) -> tuple[Trial, ...]:
     filled = with_room_filled(trials, choice)
     if filled is None:
         return ()
-    found = [Trial(choice, trials.forecast(choice))]
+    candidates = [Trial(choice, trials.forecast(choice))]
     half = _fitting(trials, choice, trials.plan(filled.choice).live.bytes // 2)
     if 0 < half < filled.choice.live:
-        some = dataclasses.replace(choice, live=half)
-        forecast = trials.tried(some)
+        half_choice = dataclasses.replace(choice, live=half)
+        forecast = trials.tried(half_choice)
         if forecast is not None and forecast.fits:
-            found.append(Trial(some, forecast))
-    return tuple(sorted([*found, filled], key=lambda trial: trial.seconds))
+            candidates.append(Trial(half_choice, forecast))
+    return tuple(sorted([*candidates, filled], key=lambda trial: trial.seconds))
 
 
 def with_room_filled(trials: Trials, choice: Choice) -> Trial | None:
@@ -77,8 +77,8 @@ def with_room_filled(trials: Trials, choice: Choice) -> Trial | None:
 def _fitting(trials: Trials, choice: Choice, room: int) -> int:
     """Returns the elements of parameters, taken largest first, that fit into ``room`` bytes."""
     elements = 0
-    able = trials.plan(dataclasses.replace(choice, live=ALL)).live.leaves
-    for leaf in sorted(able, key=lambda leaf: math.prod(leaf.shape), reverse=True):
+    eligible = trials.plan(dataclasses.replace(choice, live=ALL)).live.leaves
+    for leaf in sorted(eligible, key=lambda leaf: math.prod(leaf.shape), reverse=True):
         if leaf.bytes_per_device <= room:
             room -= leaf.bytes_per_device
             elements += math.prod(leaf.shape)

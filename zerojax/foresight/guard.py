@@ -81,16 +81,16 @@ class Guard:
             return
         room = free + plan.bytes_per_device + batch_bytes
         rates = rates_of(self._mesh.devices.flat[0], room)
-        weighed = functools.partial(measure_memory, several=offloads(self._config))
-        taken = forecast(programs(), plan, rates, measured=weighed).peak
-        if taken.bytes <= room:
+        measured = functools.partial(measure_memory, several=offloads(self._config))
+        peak = forecast(programs(), plan, rates, measured=measured).peak
+        if peak.bytes <= room:
             return
         try:
             advice = self._advice(rates, *step)
         except Exception as error:  # a failure of the search must not hide the result of the check
             advice = f"Settings that fit were not found: {type(error).__name__}: {error}"
         raise OutOfMemoryError(
-            f"the step takes {size(taken.bytes)} of each device's memory, and {size(room)} are "
+            f"the step takes {size(peak.bytes)} of each device's memory, and {size(room)} are "
             f"there for it, so it was not run.\n{advice}"
         )
 
@@ -102,13 +102,13 @@ class Guard:
             config = choice.config(self._config, self._world)
             return BuiltStep(*self._other(config, function, objects, batch, *rest), 0)
 
-        rows_at = function.form.batch_axis
-        rows = next(x.shape[rows_at] for x in jax.tree.leaves(batch) if x.shape)
+        batch_axis = function.form.batch_axis
+        rows = next(x.shape[batch_axis] for x in jax.tree.leaves(batch) if x.shape)
         given = Choice.of(self._config, rows, self._world)
-        trials = Trials(build, given, rates, _tell)
+        trials = Trials(build, given, rates, _log_progress)
         peak = trials.forecast(given).peak
-        listed = sorted(peak.memory.items(), key=lambda item: -item[1])
-        parts = ", ".join(f"{kind} {size(n)}" for kind, n in listed if n >= peak.bytes / 100)
+        by_size = sorted(peak.memory.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{kind} {size(n)}" for kind, n in by_size if n >= peak.bytes / 100)
         settings = [
             f"  {', '.join(changes(given, remedy.choice))}: {size(remedy.forecast.peak.bytes)}"
             for remedy in remedies(trials, wanted=2)
@@ -123,6 +123,6 @@ class Guard:
         return "\n".join([f"Its program {peak.name!r} takes {parts}.", advice, *settings])
 
 
-def _tell(text: str) -> None:
+def _log_progress(text: str) -> None:
     if log.is_first():
         print(f"zerojax: the step does not fit; compiling {text}", file=sys.stderr)

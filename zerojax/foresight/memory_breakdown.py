@@ -20,7 +20,7 @@ def table(forecast: Forecast) -> str:
     temporary = "activations, gathered parameters"
     if GRADIENTS not in peak.memory:
         temporary += f", gradients ({size(gradients)} where all exist at once)"
-    of = f" in {peak.name!r}" if len(forecast.programs) > 1 else ""
+    suffix = f" in {peak.name!r}" if len(forecast.programs) > 1 else ""
     rows = [
         ("temporaries" if kind == OTHER else kind, size(n), temporary if kind == OTHER else "")
         for kind, n in peak.memory.items()
@@ -30,4 +30,6 @@ def table(forecast: Forecast) -> str:
         rows.append(("host memory", size(forecast.host_bytes), "for each device"))
     if forecast.disk_bytes:
         rows.append(("disk", size(forecast.disk_bytes), "for each device"))
-    return "\n".join([f"memory_breakdown: bytes of each device{of}", *columns(rows, right=(1,))])
+    return "\n".join(
+        [f"memory_breakdown: bytes of each device{suffix}", *columns(rows, right=(1,))]
+    )

@@ -29,7 +29,7 @@ def remedies(trials: Trials, wanted: int = 3, compiles: int = COMPILES) -> list[
     for choice in milder_first(trials.given, stays=bool(trials.plan(trials.given).live)):
         if len(fitting) == wanted or tried == compiles:
             break
-        if any(_further(choice, each.choice) for each in fitting) or trials.hopeless(choice):
+        if any(_is_further(choice, each.choice) for each in fitting) or trials.hopeless(choice):
             continue
         tried += 1
         forecast = trials.tried(choice)
@@ -84,7 +84,7 @@ def _severity(given: Choice) -> Callable[[Choice], tuple[float, ...]]:
     return severity
 
 
-def _further(choice: Choice, than: Choice) -> bool:
+def _is_further(choice: Choice, than: Choice) -> bool:
     """Returns whether a choice goes at least as far as another choice in every setting."""
     return (
         choice.stage >= than.stage

@@ -85,7 +85,7 @@ class StepReports:
                 self._modules, profiler, seconds, self._kind or "", self._waited
             )
             if profiler.output_file is None:
-                _tell(text)
+                _log(text)
             elif jax.process_index() == 0:
                 Path(profiler.output_file).write_text(f"{text}\n")
         self._calls += 1
@@ -94,23 +94,25 @@ class StepReports:
         config, nodes = self._config, nodes_of(self._mesh)
         speeds = None if self._kind is None else rates(self._kind)
         stand_in = rates_of(self._mesh.devices.flat[0], 0)  # a memory forecast needs no speeds
-        weighed = forecast(programs, plan, stand_in, measured=measure_memory)
+        memory_forecast = forecast(programs, plan, stand_in, measured=measure_memory)
         if config.memory_breakdown:
-            _tell(memory_breakdown.table(weighed))
+            _log(memory_breakdown.table(memory_forecast))
         sent: list[comms_logger.Sent] = []
         self._modules = flops_profiler.modules(plan.leaves["params"])
         for each in programs:
             text = each.lowered.compile().as_text() or ""
-            program, here = parse(text), collectives(text)
-            sent += (comms_logger.Sent(one, each.times) for one in here)
+            program, program_collectives = parse(text), collectives(text)
+            sent += (
+                comms_logger.Sent(collective, each.times) for collective in program_collectives
+            )
             flops_profiler.attributed(self._modules, by_origin(program, speeds), each.times)
             if speeds is not None:
-                spent = program_time(program, here, host_copies(text), speeds, nodes)
+                spent = program_time(program, program_collectives, host_copies(text), speeds, nodes)
                 self._waited += each.times * sum(spent.waited.values())
         if config.comms_logger:
-            _tell(comms_logger.table(sent, config.comms_logger, speeds, nodes))
+            _log(comms_logger.table(sent, config.comms_logger, speeds, nodes))
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     if jax.process_index() == 0:
         lines.say(text)

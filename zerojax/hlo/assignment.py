@@ -99,10 +99,12 @@ def _peak(events: Sequence[Any], sizes: dict[int, int]) -> list[HeldBuffer]:
     totals = [total for total, _ in _heap(events, sizes)]
     if not totals:
         return []
-    at = totals.index(max(totals))
-    _, values = next(itertools.islice(_heap(events, sizes), at, None))
-    newest = ((sizes[buffer], list(made.values())[-1]) for buffer, made in values.items())
-    return [HeldBuffer(size, made.instruction, made.computation) for size, made in newest]
+    peak_index = totals.index(max(totals))
+    _, values = next(itertools.islice(_heap(events, sizes), peak_index, None))
+    newest = ((sizes[buffer], list(producer.values())[-1]) for buffer, producer in values.items())
+    return [
+        HeldBuffer(size, producer.instruction, producer.computation) for size, producer in newest
+    ]
 
 
 def _heap(
@@ -137,18 +139,22 @@ def _message() -> Any:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     kinds = descriptor_pb2.FieldDescriptorProto
-    plain = {"int32": kinds.TYPE_INT32, "int64": kinds.TYPE_INT64, "string": kinds.TYPE_STRING}
+    scalar_types = {
+        "int32": kinds.TYPE_INT32,
+        "int64": kinds.TYPE_INT64,
+        "string": kinds.TYPE_STRING,
+    }
     file = descriptor_pb2.FileDescriptorProto(name="zerojax.proto", package="zerojax")
     for name, fields in _SCHEMA.items():
         message = file.message_type.add(name=name)
         for field, (number, kind) in fields.items():
             base = kind.removesuffix("*")
             label = kinds.LABEL_REPEATED if kind != base else kinds.LABEL_OPTIONAL
-            made = message.field.add(name=field, number=number, label=label)
-            if base in plain:
-                made.type = plain[base]
+            field_proto = message.field.add(name=field, number=number, label=label)
+            if base in scalar_types:
+                field_proto.type = scalar_types[base]
             else:
-                made.type, made.type_name = kinds.TYPE_MESSAGE, f".zerojax.{base}"
+                field_proto.type, field_proto.type_name = kinds.TYPE_MESSAGE, f".zerojax.{base}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("zerojax.Hlo"))

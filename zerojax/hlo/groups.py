@@ -53,8 +53,8 @@ def _counted(groups: str, sizes: str, order: str | None) -> Groups:
 
 def _iota(sizes: str, order: str | None) -> np.ndarray:
     shape = _numbers(sizes)
-    counted = np.arange(math.prod(shape)).reshape(shape)
-    return counted.transpose(_numbers(order)) if order else counted
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    return numbers.transpose(_numbers(order)) if order else numbers
 
 
 @functools.lru_cache(maxsize=256)
@@ -62,16 +62,18 @@ def _along(axes: str, ids: str | None, order: str | None, listed: str | None, na
     """Returns the groups along axes of a mesh, where ``'a':(2)4`` is the middle of 2 x 4 x rest."""
     sizes = {name: int(size) for name, size in re.findall(r"([\w.]+)['\"]?=(\d+)", axes)}
     numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    at = dict(zip(sizes, np.indices(numbers.shape), strict=True))
-    inside, rest = np.zeros_like(numbers), numbers.copy()
+    coordinates = dict(zip(sizes, np.indices(numbers.shape), strict=True))
+    member_index, group_base = np.zeros_like(numbers), numbers.copy()
     for name, before, part in re.findall(r"['\"]([\w.]+)['\"](?::\((\d+)\)(\d+))?", named):
         size = int(part or sizes[name])
         step = sizes[name] // (int(before or 1) * size)
-        digit = at[name] // step % size
-        inside = inside * size + digit
+        digit = coordinates[name] // step % size
+        member_index = member_index * size + digit
         stride = math.prod(list(sizes.values())[list(sizes).index(name) + 1 :])
-        rest -= digit * step * stride
-    groups = np.lexsort((inside.ravel(), rest.ravel())).reshape(len(np.unique(rest)), -1)
+        group_base -= digit * step * stride
+    groups = np.lexsort((member_index.ravel(), group_base.ravel())).reshape(
+        len(np.unique(group_base)), -1
+    )
     devices = np.array(_numbers(listed)) if listed else _iota(ids, order) if ids else numbers
     return _rows(devices.ravel()[groups])
 

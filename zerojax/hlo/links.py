@@ -77,6 +77,6 @@ def _layout(groups: Groups, nodes: tuple[int, ...]) -> Layout:
     """Returns the layout of the group that sends most between nodes."""
     layouts = set()
     for group in groups:
-        on = collections.Counter(nodes[device] for device in group)
-        layouts.add(Layout(len(group), len(on), min(on.values())))
+        counts = collections.Counter(nodes[device] for device in group)
+        layouts.add(Layout(len(group), len(counts), min(counts.values())))
     return min(layouts, key=lambda each: (each.nodes == 1, each.fewest, -each.nodes))

@@ -66,13 +66,15 @@ def _add(
             _add(program, callee, runs, rates, work)
         if each.opcode in FREE or each.operation in KINDS or each.opcode.endswith(_BESIDE):
             continue
-        inside = sorted(products(program, computation, each), key=lambda product: product.flops)
-        for product in inside:
+        by_flops = sorted(products(program, computation, each), key=lambda product: product.flops)
+        for product in by_flops:
             forward = product.flops if is_forward(product.op_name) else 0
-            one = OriginWork(product.flops, forward)
-            work.setdefault(product.op_name, OriginWork()).add(one, times)
+            origin_work = OriginWork(product.flops, forward)
+            work.setdefault(product.op_name, OriginWork()).add(origin_work, times)
         if rates is not None:
-            whole = work_of(program, computation, each)
-            one = OriginWork(seconds=rates.compute_seconds(whole.flops, whole.bytes))
-            origin = inside[-1].op_name if inside else each.op_name
-            work.setdefault(origin, OriginWork()).add(one, times)
+            instruction_work = work_of(program, computation, each)
+            origin_work = OriginWork(
+                seconds=rates.compute_seconds(instruction_work.flops, instruction_work.bytes)
+            )
+            origin = by_flops[-1].op_name if by_flops else each.op_name
+            work.setdefault(origin, OriginWork()).add(origin_work, times)

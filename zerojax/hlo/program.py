@@ -77,8 +77,8 @@ class Instruction:
                 for key, name in _CALLED.findall(self.attributes)
                 if key != "to_apply" or self.opcode == "call"
             ]
-            for listed in _BRANCHES.findall(self.attributes):
-                names += _OPERAND.findall(listed)
+            for branches in _BRANCHES.findall(self.attributes):
+                names += _OPERAND.findall(branches)
             return tuple(names)
         return ()
 
@@ -157,8 +157,8 @@ class HloProgram:
         if test.opcode != "compare" or "direction=LT" not in test.attributes:
             return None
         left, right = (condition[name] for name in test.operands)
-        counts = left.opcode == "get-tuple-element" and right.opcode == "constant"
-        return int(right.argument) if counts and right.argument.isdigit() else None
+        is_counter = left.opcode == "get-tuple-element" and right.opcode == "constant"
+        return int(right.argument) if is_counter and right.argument.isdigit() else None
 
     def nested(self, instruction: Instruction) -> Iterator[Computation]:
         """Yields the computations that a loop, a call or a conditional runs in turn."""

@@ -62,7 +62,7 @@ def is_argument(
       element: The element of that instruction's tuple; None for a value that is not a tuple.
       gathered: Whether an all-gather counts as a move.
     """
-    same = functools.partial(is_argument, program, callers, gathered=gathered)
+    recurse = functools.partial(is_argument, program, callers, gathered=gathered)
     instruction = computation[name]
     if instruction.opcode in ("fusion-done", "async-done", "all-gather-done"):
         instruction = computation[instruction.operands[0]]
@@ -70,30 +70,30 @@ def is_argument(
         case "parameter" if computation.name in callers and element is not None:
             caller = callers[computation.name]
             carried = caller.loop.operands[0]
-            return same(caller.computation, carried, element)
+            return recurse(caller.computation, carried, element)
         case "parameter":
             return computation.name == program.entry_name
         case "get-tuple-element":
-            return same(computation, instruction.operands[0], instruction.index)
+            return recurse(computation, instruction.operands[0], instruction.index)
         case "tuple" if element is not None:
-            return same(computation, instruction.operands[element])
+            return recurse(computation, instruction.operands[element])
         case "while" if element is not None:
-            kept = all(hands_on(body, element) for body in program.callees(instruction))
-            return kept and same(computation, instruction.operands[0], element)
+            is_unchanged = all(hands_on(body, element) for body in program.callees(instruction))
+            return is_unchanged and recurse(computation, instruction.operands[0], element)
         case "all-gather" if gathered:
-            return same(computation, instruction.operands[element or 0])
+            return recurse(computation, instruction.operands[element or 0])
         case "fusion":
             sources: tuple[str, ...] = ()
-            for inside in program.callees(instruction):
-                numbers = moved_from(inside, result(inside, element))
+            for fused in program.callees(instruction):
+                numbers = moved_from(fused, result(fused, element))
                 sources = tuple(instruction.operands[number] for number in numbers)
-            return bool(sources) and all(same(computation, s) for s in sources)
+            return bool(sources) and all(recurse(computation, s) for s in sources)
     if instruction.opcode not in MOVES:
         return False
     if element is not None:  # a tuple passing through a barrier
-        return same(computation, instruction.operands[0], element)
+        return recurse(computation, instruction.operands[0], element)
     moved = _moved_operands(computation, instruction)
-    return bool(moved) and all(same(computation, each) for each in moved)
+    return bool(moved) and all(recurse(computation, each) for each in moved)
 
 
 def moved_from(fused: Computation, name: str) -> tuple[int, ...]:
@@ -141,9 +141,9 @@ def hands_on(body: Computation, element: int) -> bool:
     parameter, root = body.parameter(0), body.root
     if parameter is None or root.opcode != "tuple" or element >= len(root.operands):
         return False
-    kept = body[root.operands[element]]
+    returned = body[root.operands[element]]
     return (
-        kept.opcode == "get-tuple-element"
-        and kept.index == element
-        and kept.operands == (parameter.name,)
+        returned.opcode == "get-tuple-element"
+        and returned.index == element
+        and returned.operands == (parameter.name,)
     )

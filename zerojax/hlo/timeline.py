@@ -57,9 +57,9 @@ class ProgramTime:
         """Adds another part, which runs ``times`` times."""
         self.seconds += times * other.seconds
         self.forward += times * other.forward
-        for mine, theirs in ((self.waited, other.waited), (self.under_way, other.under_way)):
-            for key, seconds in theirs.items():
-                mine[key] = mine.get(key, 0.0) + times * seconds
+        for totals, added in ((self.waited, other.waited), (self.under_way, other.under_way)):
+            for key, seconds in added.items():
+                totals[key] = totals.get(key, 0.0) + times * seconds
 
 
 def program_time(
@@ -96,30 +96,34 @@ def _run(
     rates: Rates,
 ) -> ProgramTime:
     spent = ProgramTime()
-    free: dict[str, float] = {}  # link -> the time at which the link is free again
-    over: dict[str, float] = {}  # name of a transfer -> the time at which the transfer ends
+    free_at: dict[str, float] = {}  # link -> the time at which the link is free again
+    ends_at: dict[str, float] = {}  # name of a transfer -> the time at which the transfer ends
     for each in computation.instructions:
         key = Place(computation.name, each.name)
         if key in transfers:
             link, seconds = transfers[key]
-            over[each.name] = free[link] = max(spent.seconds, free.get(link, 0.0)) + seconds
+            ends_at[each.name] = free_at[link] = (
+                max(spent.seconds, free_at.get(link, 0.0)) + seconds
+            )
             spent.under_way[key] = spent.under_way.get(key, 0.0) + seconds
             if not each.opcode.endswith("-start"):
-                _wait(spent, key, over[each.name])
+                _wait(spent, key, ends_at[each.name])
         elif each.opcode.endswith(("-done", "-update")):
             started = _start(computation, each)
-            if started in over:
-                _wait(spent, Place(computation.name, started), over[started])
+            if started in ends_at:
+                _wait(spent, Place(computation.name, started), ends_at[started])
         elif each.opcode == "while":
             for body in program.callees(each):
                 spent.add(_run(program, body, transfers, rates), program.trips(each) or 1)
         elif each.opcode in ("call", "conditional"):
-            inner = [_run(program, callee, transfers, rates) for callee in program.callees(each)]
-            if inner:
-                spent.add(max(inner, key=lambda part: part.seconds))
+            callee_times = [
+                _run(program, callee, transfers, rates) for callee in program.callees(each)
+            ]
+            if callee_times:
+                spent.add(max(callee_times, key=lambda part: part.seconds))
         elif each.opcode not in FREE:
             _compute(program, computation, each, transfers, rates, spent)
-    for started, end in over.items():
+    for started, end in ends_at.items():
         _wait(spent, Place(computation.name, started), end)
     return spent
 
@@ -137,8 +141,8 @@ def _compute(
     spent.seconds += seconds
     spent.forward += work.forward
     # XLA for TPUs places a collective inside the fusion that hides it.
-    for inside in program.callees(each):
-        for key in (Place(inside.name, each.name) for each in inside.instructions):
+    for fused in program.callees(each):
+        for key in (Place(fused.name, each.name) for each in fused.instructions):
             if key in transfers:
                 under_way = transfers[key].seconds
                 spent.under_way[key] = spent.under_way.get(key, 0.0) + under_way

@@ -116,7 +116,7 @@ def _walk(
             groups = replica_groups(started, program.devices)
             yield Collective(
                 kind=kind,
-                shapes=_whole(started, each.shapes, len(groups[0])),
+                shapes=_full_shapes(started, each.shapes, len(groups[0])),
                 groups=groups,
                 times=times,
                 exact=exact,
@@ -126,24 +126,27 @@ def _walk(
             )
         if each.operation in _RING:
             continue
-        looped = each.opcode == "while"
-        trips = program.trips(each) if looped else 1
+        is_loop = each.opcode == "while"
+        trips = program.trips(each) if is_loop else 1
         for callee in program.callees(each):
             yield from _walk(
                 program, callee, times=times * (trips or 1), exact=exact and trips is not None
             )
 
 
-def _whole(started: Instruction, results: tuple[Shape, ...], group: int) -> tuple[Shape, ...]:
+def _full_shapes(started: Instruction, results: tuple[Shape, ...], group: int) -> tuple[Shape, ...]:
     """Returns a collective's arrays after gathering, or before scattering."""
     if started.operation != "reduce-scatter":
         return results
     match = re.search(r"\bdimensions=\{(\d+)\}", started.attributes)
-    scattered = int(match[1]) if match else 0
+    scattered_axis = int(match[1]) if match else 0
     return tuple(
         Shape(
             each.dtype,
-            tuple(size * group if at == scattered else size for at, size in enumerate(each.dims)),
+            tuple(
+                size * group if axis == scattered_axis else size
+                for axis, size in enumerate(each.dims)
+            ),
         )
         for each in results
     )

@@ -48,8 +48,8 @@ def host_copies(text: str) -> tuple[HostCopy, ...]:
 
 def in_host(text: str) -> frozenset[str]:
     """Returns the names of the instructions whose result is an array in host memory."""
-    lines = (_LINE.match(line) for line in text.splitlines() if _HOST in line)
-    return frozenset(match[1] for match in lines if match and _HOST in match[2])
+    matches = (_LINE.match(line) for line in text.splitlines() if _HOST in line)
+    return frozenset(match[1] for match in matches if match and _HOST in match[2])
 
 
 def _walk(
@@ -89,6 +89,8 @@ def _moved(
     the rest of the result is already in host memory."""
     if end.name not in host:
         return sum(shape.bytes for shape in end.shapes)
-    known = [name for name in start.operands if name in computation.position and name not in host]
-    arrays = [shape for name in known for shape in computation[name].shapes if shape.dims]
-    return max((shape.bytes for shape in arrays), default=0)
+    on_device = [
+        name for name in start.operands if name in computation.position and name not in host
+    ]
+    shapes = [shape for name in on_device for shape in computation[name].shapes if shape.dims]
+    return max((shape.bytes for shape in shapes), default=0)

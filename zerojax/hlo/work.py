@@ -60,8 +60,8 @@ class Product(NamedTuple):
 
 def products(program: HloProgram, computation: Computation, each: Instruction) -> Iterator[Product]:
     """Yields the matrix products of one instruction, including those fused into it."""
-    for where, product in _products(program, computation, each):
-        yield Product(product.op_name or each.op_name, *_flops(where, product))
+    for parent, product in _products(program, computation, each):
+        yield Product(product.op_name or each.op_name, *_flops(parent, product))
 
 
 def work_of(program: HloProgram, computation: Computation, each: Instruction) -> Work:
@@ -82,8 +82,8 @@ def is_forward(op_name: str) -> bool:
 def _products(
     program: HloProgram, computation: Computation, each: Instruction
 ) -> list[tuple[Computation, Instruction]]:
-    library = _LIBRARY.search(_target(each)) or _is_attention(each)
-    if each.opcode in ("dot", "convolution") or library:
+    is_library = _LIBRARY.search(_target(each)) or _is_attention(each)
+    if each.opcode in ("dot", "convolution") or is_library:
         return [(computation, each)]
     if each.operation not in ("fusion", "async"):
         return []
@@ -113,27 +113,27 @@ def _flops(computation: Computation, product: Instruction) -> tuple[str, int]:
     if _is_attention(product):
         return _mosaic_attention(computation, product)
     left = computation[product.operands[0]].shapes[0]
-    made = product.shapes[0]  # a library's workspace follows
+    result = product.shapes[0]  # a library's workspace follows
     if product.opcode == "convolution":
         summed = _convolved(product, computation[product.operands[1]].shapes[0])
     else:
-        summed = math.prod(left.dims[at] for at in _contracted(product))
-    return left.dtype, 2 * made.elements * summed
+        summed = math.prod(left.dims[axis] for axis in _contracted(product))
+    return left.dtype, 2 * result.elements * summed
 
 
 def _library_convolution(computation: Computation, call: Instruction) -> tuple[str, int]:
     """Returns dtype and FLOPs of cuDNN's convolutions: each pass multiplies as often as the
     forward pass."""
     first, second = (computation[name].shapes[0] for name in call.operands[:2])
-    target, made = _target(call), call.shapes[0]
-    out, kernel = made, second
+    target, result = _target(call), call.shapes[0]
+    output, kernel = result, second
     if "BackwardInput" in target:
-        out = first
+        output = first
     elif "BackwardFilter" in target:
-        out, kernel = second, made
+        output, kernel = second, result
     labels = re.search(r"dim_labels=\w+_(\w+)->", call.attributes)
     features = kernel.dims[labels[1].index("o")] if labels else 1
-    return first.dtype, 2 * out.elements * kernel.elements // features
+    return first.dtype, 2 * output.elements * kernel.elements // features
 
 
 def _library_attention(computation: Computation, call: Instruction) -> tuple[str, int]:
@@ -155,10 +155,10 @@ def _mosaic_attention(computation: Computation, call: Instruction) -> tuple[str,
     scope = _MOSAIC.search(call.op_name)
     assert scope
     *rows, queries, heads, width = query.dims
-    seen = min(key.dims[-3], int(scope[2])) if scope[2] else key.dims[-3]
-    made = sum(shape.dtype == query.dtype for shape in call.shapes)
-    products = _PRODUCTS.get(made, 5) if scope[1] else 2
-    return query.dtype, 2 * products * math.prod(rows) * heads * queries * seen * width
+    visible_keys = min(key.dims[-3], int(scope[2])) if scope[2] else key.dims[-3]
+    result_count = sum(shape.dtype == query.dtype for shape in call.shapes)
+    products = _PRODUCTS.get(result_count, 5) if scope[1] else 2
+    return query.dtype, 2 * products * math.prod(rows) * heads * queries * visible_keys * width
 
 
 def _convolved(product: Instruction, kernel: Shape) -> int:
@@ -171,17 +171,17 @@ def _convolved(product: Instruction, kernel: Shape) -> int:
     labels = re.search(r"dim_labels=\w+_(\w+)->", product.attributes)
     window = re.search(r"window=\{size=([\dx]+)", product.attributes)
     features = kernel.dims[labels[1].index("i")] if labels else 1
-    places = math.prod(int(n) for n in window[1].split("x")) if window else 1
-    return features * (1 if "lhs_dilate" in product.attributes else places)
+    positions = math.prod(int(n) for n in window[1].split("x")) if window else 1
+    return features * (1 if "lhs_dilate" in product.attributes else positions)
 
 
 def _contracted(product: Instruction) -> list[int]:
     match = re.search(r"\blhs_contracting_dims=\{([\d,]*)\}", product.attributes)
-    listed = match[1] if match else ""
+    axes = match[1] if match else ""
     for side, kind, numbers in _GEMM.findall(product.attributes):
         if (side, kind) == ("lhs", "contracting"):
-            listed = numbers.replace('"', "")
-    return [int(number) for number in listed.split(",") if number]
+            axes = numbers.replace('"', "")
+    return [int(number) for number in axes.split(",") if number]
 
 
 def _bytes(program: HloProgram, computation: Computation, each: Instruction) -> int:
@@ -221,9 +221,9 @@ def _read_of(inside: Computation, name: str, shapes: tuple[Shape, ...]) -> int:
 
 def _written(inside: Computation, shapes: list[Shape]) -> int:
     root = inside.root
-    made = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
     total = 0
-    for each in made:
+    for each in results:
         while each.opcode in ("bitcast", "copy") and each.operands:
             each = inside[each.operands[0]]
         if each.opcode == "dynamic-update-slice":

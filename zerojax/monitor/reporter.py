@@ -98,11 +98,11 @@ class Reporter:
         self._count += 1
         self._measure(step, times)
         # Until the first step is done, the number of earlier steps is unknown and counts as 0.
-        taken = (self._backlog.before or 0) + self._count
-        due = not config.steps_per_print or taken % config.steps_per_print == 0
-        if due and config.steps_per_print:
+        step_number = (self._backlog.before or 0) + self._count
+        is_due = not config.steps_per_print or step_number % config.steps_per_print == 0
+        if is_due and config.steps_per_print:
             lines.say(self._progress(report, by_tag))
-        if due and (line := self._clock.line()) is not None:
+        if is_due and (line := self._clock.line()) is not None:
             lines.say(line)
 
     def close(self) -> None:

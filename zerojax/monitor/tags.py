@@ -85,30 +85,30 @@ def _is_number(leaf: Any) -> bool:
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape != () or dtype is None:
         return False
-    real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
-    return real or jnp.issubdtype(dtype, jnp.bool_)
+    is_real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+    return is_real or jnp.issubdtype(dtype, jnp.bool_)
 
 
 def _names(path: tuple[Any, ...]) -> Iterator[str]:
     """Yields candidate names for the leaf at ``path``, the best one first."""
     parts = [_part(key) for key in path]
-    whole = [str(part) for part in parts]
-    front = next((i for i, part in enumerate(parts) if isinstance(part, str)), len(parts))
-    if front < len(parts):
-        yield "/".join(whole[front:])
-        yield "/".join(whole)
+    texts = [str(part) for part in parts]
+    name_start = next((i for i, part in enumerate(parts) if isinstance(part, str)), len(parts))
+    if name_start < len(parts):
+        yield "/".join(texts[name_start:])
+        yield "/".join(texts)
     elif any(parts):
-        yield "output_" + "_".join(whole)
+        yield "output_" + "_".join(texts)
     else:
         yield "train_loss"
     # The user's keys may equal any of these names.
     number = 2
     while True:
-        yield "/".join([*whole, str(number)])
+        yield "/".join([*texts, str(number)])
         number += 1
 
 
 def _part(key: Any) -> str | int:
     text = jax.tree_util.keystr((key,), simple=True)
-    position = isinstance(key, jax.tree_util.SequenceKey | jax.tree_util.FlattenedIndexKey)
-    return int(text) if position else text
+    is_position = isinstance(key, jax.tree_util.SequenceKey | jax.tree_util.FlattenedIndexKey)
+    return int(text) if is_position else text

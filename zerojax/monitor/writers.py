@@ -121,15 +121,15 @@ class CsvFiles:
         rows: dict[str, list[Event]] = {}
         for event in events:
             rows.setdefault(event[0], []).append(event)
-        failed: OSError | None = None
-        for tag, own in rows.items():
+        failure: OSError | None = None
+        for tag, tag_events in rows.items():
             path = os.path.join(self._folder, tag.replace("/", "_").replace(" ", "_") + ".csv")
             try:
-                self._append(path, tag.rpartition("/")[2], own)
+                self._append(path, tag.rpartition("/")[2], tag_events)
             except OSError as error:
-                failed = failed or OSError(error.errno, error.strerror, path)
-        if failed is not None:
-            raise failed
+                failure = failure or OSError(error.errno, error.strerror, path)
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """Does nothing: no file is open between writes."""
@@ -197,8 +197,8 @@ class WandbRun:
             wandb.init(project=config.project, entity=config.team, group=config.group)
 
     def write(self, events: Sequence[Event]) -> None:
-        for samples, together in groupby(events, key=lambda event: event[2]):
-            self._wandb.log({tag: value for tag, value, _ in together}, step=samples)
+        for samples, group in groupby(events, key=lambda event: event[2]):
+            self._wandb.log({tag: value for tag, value, _ in group}, step=samples)
 
     def close(self) -> None:
         if self._began:

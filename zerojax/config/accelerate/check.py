@@ -79,11 +79,11 @@ def check(file: Mapping[str, Any]) -> Checked:
             checked.problems.append(f"{path}: means the same as `{key}`; keep one of them")
         elif value is not None and value not in ({}, []):
             try:
-                right = KEYS[key].kind.check(value)
+                converted = KEYS[key].kind.check(value)
             except ConfigError as error:
                 checked.problems.append(f"{path}: {error}")
             else:
-                checked.values.update({key: right} if right is not None else {})
+                checked.values.update({key: converted} if converted is not None else {})
     problems = problems_of([*unknown], lambda path: _unknown(path, unknown[path]))
     return checked._replace(problems=checked.problems + problems)
 
@@ -93,12 +93,12 @@ def _leaves(file: Mapping[str, Any]) -> Iterator[Leaf]:
         if name in SECTIONS and isinstance(value, Mapping) and value:
             for inner, each in value.items():
                 path = f"{name}.{spelled(inner)}"
-                yield Leaf(path, _present(name, inner), each)
+                yield Leaf(path, _current_key(name, inner), each)
         else:
             yield Leaf(spelled(name), name if "." not in name else "", value)
 
 
-def _present(section: str, name: str) -> str:
+def _current_key(section: str, name: str) -> str:
     prefix = PREFIXES.get(section, "")
     path = f"{section}.{name if name.startswith(prefix) else prefix + name}"
     return RENAMED.get(path, path)

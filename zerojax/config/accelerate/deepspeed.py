@@ -27,7 +27,7 @@ def deepspeed(into: Translation, folder: Path) -> None:
       ConfigError: The JSON cannot be read.
     """
     if given := into.values.get(_FILE):
-        file = _found(Path(given), folder)
+        file = _find_file(Path(given), folder)
         into.file = str(file)
         into.raw, problems = _read(file)
         into.problems += problems + list(rename(into.raw))
@@ -52,17 +52,17 @@ def _read(path: Path) -> JsonConfig:
         raise ConfigError(problems) from None
 
 
-def _found(given: Path, folder: Path) -> Path:
+def _find_file(given: Path, folder: Path) -> Path:
     """Returns the file of a path that is relative to the YAML's folder or the current folder."""
-    places = [folder / given.expanduser(), given.expanduser()]
-    there = [place for place in places if place.exists()]
-    if len(there) == 2 and not there[0].samefile(there[1]):
+    candidates = [folder / given.expanduser(), given.expanduser()]
+    existing = [place for place in candidates if place.exists()]
+    if len(existing) == 2 and not existing[0].samefile(existing[1]):
         raise ConfigError(
             f"{_FILE}: {shown(str(given))} exists beside the YAML and in {Path.cwd()}; write the "
             "whole path"
         )
-    if not there:
+    if not existing:
         folders = dict.fromkeys(str(each.resolve()) for each in (folder, Path.cwd()))
         where = "" if given.is_absolute() else f" in {' or in '.join(folders)}"
         raise ConfigError(f"{_FILE}: no such file: {given}{where}; check the path")
-    return there[0]
+    return existing[0]

@@ -9,7 +9,7 @@ from zerojax.config.keys.row import ZERO
 
 _STAGE, _GROUP = f"{ZERO}.stage", f"{ZERO}.mics_shard_size"
 _OPTIMIZER, _PARAM = f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device"
-_KEEP = "activation_checkpointing.cpu_checkpointing"
+_CPU_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
 
 _STAGES = {
     "FULL_SHARD": 3,
@@ -46,7 +46,10 @@ def fsdp(into: Translation) -> None:
     for key in given:
         if into.values[key].startswith("HYBRID"):
             _hybrid(into, key, stage)
-    offload, keep = f"{FSDP}.fsdp_offload_params", f"{FSDP}.fsdp_activation_checkpointing_offload"
+    offload, activation_offload = (
+        f"{FSDP}.fsdp_offload_params",
+        f"{FSDP}.fsdp_activation_checkpointing_offload",
+    )
     if into.values.get(offload):
         paths = (_OPTIMIZER, _PARAM) if stage == 3 else (_OPTIMIZER,)
         for path in paths:
@@ -54,13 +57,16 @@ def fsdp(into: Translation) -> None:
         into.stands_for(offload, *paths)
     elif offload in into.values:
         into.stands_for(offload, reason="false: everything stays on the accelerators")
-    if into.values.get(keep) and not into.values.get(f"{FSDP}.fsdp_activation_checkpointing"):
+    if into.values.get(activation_offload) and not into.values.get(
+        f"{FSDP}.fsdp_activation_checkpointing"
+    ):
         into.problems.append(
-            f"{keep}: needs fsdp_activation_checkpointing; set that to true, or this to false"
+            f"{activation_offload}: needs fsdp_activation_checkpointing; set that to true, or "
+            "this to false"
         )
-    elif keep in into.values:
-        into.put(keep, _KEEP, into.values[keep])
-        into.stands_for(keep, _KEEP)
+    elif activation_offload in into.values:
+        into.put(activation_offload, _CPU_CHECKPOINTING, into.values[activation_offload])
+        into.stands_for(activation_offload, _CPU_CHECKPOINTING)
 
 
 def _hybrid(into: Translation, key: str, stage: int) -> None:
@@ -76,9 +82,9 @@ def _hybrid(into: Translation, key: str, stage: int) -> None:
             f"{machines}, for its groups; got {size}"
         )
     else:
-        each = size // machines
-        into.put(key, _GROUP, each)
-        reason = f"stage {stage} in groups of num_processes / num_machines = {each}"
+        group_size = size // machines
+        into.put(key, _GROUP, group_size)
+        reason = f"stage {stage} in groups of num_processes / num_machines = {group_size}"
         into.stands_for(key, _GROUP, _STAGE, reason=reason)
 
 
@@ -98,14 +104,15 @@ def parallelism(into: Translation, kind: str) -> None:
     if not sizes:
         return
     replicas, shards = into.values.get(_REPLICATE, 1), into.values.get(_SHARD, 1)
-    named, total = next(iter(sizes)), math.prod(sizes.values())
+    first_key, total = next(iter(sizes)), math.prod(sizes.values())
     processes = into.values.get("num_processes", -1)
     if processes > 0 and total != processes:
         product = " x ".join(
             f"{key.removeprefix(f'{PARALLELISM}.')} {n}" for key, n in sizes.items()
         )
         into.problems.append(
-            f"{named}: {product} is {total}, and num_processes is {processes}; change one of them"
+            f"{first_key}: {product} is {total}, and num_processes is {processes}; change one of "
+            "them"
         )
     for key in (_REPLICATE, _SHARD):
         if key in into.values:

@@ -23,7 +23,7 @@ _SCALER = {
 """The settings of `torch.amp.GradScaler`, which Accelerate uses without DeepSpeed: the scale starts
 at 2**16, doubles after 2000 good steps, and halves at each overflow."""
 
-_SEES = {
+_DTYPE_EFFECTS = {
     "no": "parameters keep their own dtype",
     "bf16": "bf16.enabled: the step's body sees parameters in bfloat16",
     "fp16": "fp16.enabled: the step's body sees parameters in float16, and the loss is scaled",
@@ -43,8 +43,9 @@ def translate(file: Mapping[str, Any], folder: Path) -> Translation:
     Example:
       >>> yaml = {"distributed_type": "FSDP", "mixed_precision": "bf16",
       ...         "fsdp_config": {"fsdp_reshard_after_forward": False}}
-      >>> made = translate(yaml, Path())
-      >>> made.raw["zero_optimization"], made.raw["bf16"]["enabled"], made.problems
+      >>> translation = translate(yaml, Path())
+      >>> json = translation.raw
+      >>> json["zero_optimization"], json["bf16"]["enabled"], translation.problems
       ({'stage': 2}, True, [])
     """
     checked = check(file)
@@ -128,7 +129,7 @@ def _precision(into: Translation, kind: str) -> None:
     if dtype == "fp8":
         into.refuse(key, "the compute dtypes are bf16 and fp16; write bf16")
         return
-    why = [_SEES[dtype]]
+    why = [_DTYPE_EFFECTS[dtype]]
     cast = dtype != "no" and (kind != "DEEPSPEED" or (dtype == "fp16" and "fp16" not in into.raw))
     # The dtype to turn off comes first: if the JSON turns it on, only this conflict is reported.
     switches = {

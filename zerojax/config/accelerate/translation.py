@@ -12,7 +12,7 @@ from zerojax.config.keys import KEYS as JSON_KEYS
 from zerojax.config.keys import NULLABLE
 from zerojax.config.notes import Note, Status
 
-_OF_THE_PROGRAM = (*BATCH_SIZES, "gradient_clipping")
+_PROGRAM_KEYS = (*BATCH_SIZES, "gradient_clipping")
 """Keys for values that an Accelerate program sets in code: in its data loaders, in `Accelerator`,
 and in `clip_grad_norm_`."""
 
@@ -68,21 +68,21 @@ class Translation:
           Whether the two values agree.
         """
         *sections, name = path.split(".")
-        where = self.raw
+        target = self.raw
         for i, section in enumerate(sections):
-            if where.get(section) is None and ".".join(sections[: i + 1]) in NULLABLE:
-                where[section] = {}
-            where = where.setdefault(section, {})
-            if not isinstance(where, dict):
+            if target.get(section) is None and ".".join(sections[: i + 1]) in NULLABLE:
+                target[section] = {}
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
                 return True  # the loader reports this problem
-        there = where.get(name)
-        if self.file and name in where:
-            self._both[path] = there
-        if there is None or there == "auto":
-            where[name] = value
-        elif value != "auto" and _checked(path, there) != _checked(path, value):
+        existing = target.get(name)
+        if self.file and name in target:
+            self._both[path] = existing
+        if existing is None or existing == "auto":
+            target[name] = value
+        elif value != "auto" and _checked(path, existing) != _checked(path, value):
             self.problems.append(
-                f"{key} = {shown(self.values[key])} says otherwise than {path} = {shown(there)} "
+                f"{key} = {shown(self.values[key])} says otherwise than {path} = {shown(existing)} "
                 f"in {self.file}; take one of them out"
             )
             return False
@@ -103,7 +103,7 @@ class Translation:
         Args:
           auto: Values in place of "auto", by dotted key of the JSON.
         """
-        for path in () if self.file else _OF_THE_PROGRAM:
+        for path in () if self.file else _PROGRAM_KEYS:
             if path in auto and (path not in self.raw or path in self.implied):
                 self.raw[path] = "auto"
                 self.implied.pop(path, None)
@@ -118,13 +118,13 @@ class Translation:
         Args:
           of_json: The loader's notes on `raw`.
         """
-        there, said = {note.key: note for note in of_json}, self.said
+        json_notes, yaml_keys = {note.key: note for note in of_json}, self.said
         notes = []
         for path, key, value in self.leaves:
             if (judged := self.judged.get(key)) is None:
                 continue
             sets, status, reason, holds = judged
-            first = there.get(sets[0]) if sets else None
+            first = json_notes.get(sets[0]) if sets else None
             if sets and first is None:
                 continue  # the JSON key has a problem, and so no note
             if first and not reason:
@@ -133,8 +133,8 @@ class Translation:
         for note in of_json:
             if note.key in self.implied:
                 notes.append(note._replace(status="default", reason=self.implied[note.key]))
-            elif note.key in self._both and note.key in said and note.value != "auto":
-                given, reason = self._both[note.key], f"{said[note.key]} says it"
+            elif note.key in self._both and note.key in yaml_keys and note.value != "auto":
+                given, reason = self._both[note.key], f"{yaml_keys[note.key]} says it"
                 notes.append(note._replace(value=given, status="resolved", reason=reason))
             elif note.key in self._both or note.key not in self.said_or_implied:
                 notes.append(note)
@@ -144,10 +144,10 @@ class Translation:
     def said(self) -> dict[str, str]:
         """The YAML key for each JSON key that only the YAML sets."""
         return {
-            said: path
+            json_key: path
             for path, key, _ in self.leaves
-            for said in (self.judged[key].sets if key in self.judged else ())
-            if self._both.get(said) in (None, "auto")
+            for json_key in (self.judged[key].sets if key in self.judged else ())
+            if self._both.get(json_key) in (None, "auto")
         }
 
     @property
@@ -179,7 +179,7 @@ def without(raw: Mapping[str, Any], paths: Iterable[str], section: str = "") -> 
       {'zero_optimization': {'stage': 2}}
     """
     paths = frozenset(paths)
-    rest: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for name, value in raw.items():
         path = f"{section}{name}"
         if path in paths:
@@ -188,5 +188,5 @@ def without(raw: Mapping[str, Any], paths: Iterable[str], section: str = "") -> 
             value = without(value, paths, f"{path}.")
             if not value:
                 continue
-        rest[name] = value
-    return rest
+        kept[name] = value
+    return kept

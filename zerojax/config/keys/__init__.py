@@ -55,15 +55,15 @@ BY_FIELD: dict[str, Key] = {key.field: key for key in KEYS.values() if key.field
 @cache
 def sections() -> dict[str, list[str]]:
     """Returns the names in each section, nested sections included, by path; "" is the top level."""
-    names_in: dict[str, list[str]] = {"": []}
+    names_by_section: dict[str, list[str]] = {"": []}
     for path in KEYS:
         names = path.split(".")
         for depth, name in enumerate(names):
             parent = ".".join(names[:depth])
-            siblings = names_in.setdefault(parent, [])
+            siblings = names_by_section.setdefault(parent, [])
             if name not in siblings:
                 siblings.append(name)
-    return names_in
+    return names_by_section
 
 
 def renamed(path: str) -> str:
@@ -98,12 +98,12 @@ def rename(raw: dict[str, Any]) -> Iterator[str]:
         raw[ZERO] = {"stage": int(switch)}
     for old, new in ALIASES.items():
         section, _, old_name = old.rpartition(".")
-        where = raw.get(section) if section else raw
-        if not isinstance(where, dict) or old_name not in where:
+        parent = raw.get(section) if section else raw
+        if not isinstance(parent, dict) or old_name not in parent:
             continue
         new_name = new.rpartition(".")[2]
-        if new_name in where:
+        if new_name in parent:
             yield f"{old}: means the same as `{new}`; keep one of them"
-            del where[old_name]
+            del parent[old_name]
         else:
-            where[new_name] = where.pop(old_name)
+            parent[new_name] = parent.pop(old_name)

@@ -54,7 +54,7 @@ class ValueKind:
             raise ConfigError(f"expected {self.says}, got {shown(value)}") from None
 
 
-def _whole_float(value: Any) -> Any:
+def _integral_to_int(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -94,7 +94,7 @@ def _number(says: str, *more: Any, **bounds: Any) -> ValueKind:
     return ValueKind(says, Annotated[_Number, Field(**bounds), *more])
 
 
-def _whole(says: str, *more: Any, **bounds: Any) -> ValueKind:
+def _integer(says: str, *more: Any, **bounds: Any) -> ValueKind:
     return ValueKind(says, Annotated[int, Field(strict=True, **bounds), *more])
 
 
@@ -103,18 +103,18 @@ FLAG = ValueKind("true or false", Annotated[StrictBool, BeforeValidator(_spelled
 ANYTHING = ValueKind("any value", Any)
 TEXT = ValueKind("a string", StrictStr)
 OBJECT = ValueKind("an object", dict[str, Any])
-INTEGER = _whole("a whole number")
-WHOLE = _whole("a whole number of at least 0", ge=0)
-POSITIVE = _whole("a whole number of at least 1", ge=1)
-BUFFERS = _whole("a whole number of at least 2", ge=2)
-GROUP = _whole("-1 (off) or a number of devices", ge=-1)
-STAGE = _whole("0, 1, 2 or 3", ge=0, le=3)
-POWER = _whole("a whole number from 0 to 126", ge=0, le=126)
+INTEGER = _integer("a whole number")
+WHOLE = _integer("a whole number of at least 0", ge=0)
+POSITIVE = _integer("a whole number of at least 1", ge=1)
+BUFFERS = _integer("a whole number of at least 2", ge=2)
+GROUP = _integer("-1 (off) or a number of devices", ge=-1)
+STAGE = _integer("0, 1, 2 or 3", ge=0, le=3)
+POWER = _integer("a whole number from 0 to 126", ge=0, le=126)
 # Sizes are often written 5e8, which JSON reads as a float.
-_FLOATS_TOO = BeforeValidator(_whole_float)
-SIZE = _whole("a whole number of at least 0 (5e8 will do)", _FLOATS_TOO, ge=0)
+_FLOATS_TOO = BeforeValidator(_integral_to_int)
+SIZE = _integer("a whole number of at least 0 (5e8 will do)", _FLOATS_TOO, ge=0)
 # Counters on the device are int32.
-COUNT = _whole(f"a whole number from 1 to {_INT32_MAX}", _FLOATS_TOO, ge=1, le=_INT32_MAX)
+COUNT = _integer(f"a whole number from 1 to {_INT32_MAX}", _FLOATS_TOO, ge=1, le=_INT32_MAX)
 NUMBER = _number("a finite number")
 AMOUNT = _number("a finite number of at least 0", ge=0)
 ABOVE_ZERO = _number("a finite number above 0", gt=0)

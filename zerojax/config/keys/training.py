@@ -293,7 +293,7 @@ SHARDING: tuple[Key, ...] = (
 )
 
 
-def _both(section: str, buffers: int, why: str) -> Iterator[Key]:
+def _offload_keys(section: str, buffers: int, why: str) -> Iterator[Key]:
     """Yields the keys that `offload_optimizer` and `offload_param` share."""
     path = f"{ZERO}.{section}"
     device = optional(choice("none", "cpu", "nvme"))
@@ -319,12 +319,12 @@ _OPTIMIZER = f"{ZERO}.offload_optimizer"
 _PARAM = f"{ZERO}.offload_param"
 
 OFFLOAD: tuple[Key, ...] = (
-    *_both(
+    *_offload_keys(
         "offload_optimizer",
         4,
         "master weights and moments lie in host memory (cpu) or on disk (nvme)",
     ),
-    *_both(
+    *_offload_keys(
         "offload_param",
         5,
         "parameters lie in host memory (cpu) or on disk (nvme, experimental), and come in before "

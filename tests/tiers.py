@@ -36,7 +36,7 @@ ROOT = Path(__file__).parent.parent
 RECORD = ROOT / ".ci" / "durations.json"
 """CPU seconds of each file by tier."""
 
-# A change in one of these can change what any step computes; half of the sweeps run then.
+# A change in one of these can change what any step computes.
 CORE = {
     "xla", "graph", "train_state", "plan", "optim", "trace", "collectives", "accumulation",
     "placement", "step", "evaluation", "api",
@@ -119,21 +119,20 @@ def chosen(sweeps: Iterable[str], paths: Iterable[str], sample: int, seed: str) 
     """Names of the sweeps that a change of ``paths`` can affect, and a sample of the others.
 
     A room of zerojax can affect the tests of its own and of all rooms above it, and of those beside
-    the rooms what imports it; the kernels and the programs of tests all; a helper of tests those
-    that import it. A room of the core can affect all: beside those of its own half of them, drawn
-    by the seed, so that a few changes meet all.
+    the rooms what imports it; a room of the core, the kernels and the programs of tests all; a
+    helper of tests those that import it. At most half of all sweeps are run, drawn by the seed, so
+    that a few changes meet all.
     """
     sweeps, paths = sorted(sweeps), [*paths]
-    affected = {name for name in sweeps if affects(paths, name)}
-    rest = [name for name in sweeps if name not in affected]
     draw = random.Random(hashlib.sha256(seed.encode()).hexdigest())
-    if any(path.startswith("zerojax/") and room_of(Path(path)) in CORE for path in paths):
-        sample = max(sample, len(sweeps) // 2 - len(affected))
-    return affected | set(draw.sample(rest, min(sample, len(rest))))
+    affected = [name for name in sweeps if affects(paths, name)]
+    rest = [name for name in sweeps if name not in {*affected}]
+    affected = draw.sample(affected, min(len(affected), len(sweeps) // 2))
+    return {*affected, *draw.sample(rest, min(sample, len(rest)))}
 
 
 def affects(paths: Iterable[str], test: str) -> bool:
-    """Whether a change of some files can affect a test, beside what the core does to all."""
+    """Whether a change of some files can affect a test."""
     file = Path(test.partition("::")[0])
     for path in map(Path, paths):
         package, inner = path.parts[0], room_of(path)
@@ -142,11 +141,9 @@ def affects(paths: Iterable[str], test: str) -> bool:
         helps = path in imported(file) or inner == "programs"
         if package == "tests" and path not in CHOICE and helps:
             return True
-        if package == "zerojax" and inner in CORE:
-            helps = inner == room_of(file)
-        elif len(file.parts) > 2:
+        if len(file.parts) > 2:
             helps = floor(path) <= floor(file)
-        if package == "zerojax" and helps:
+        if package == "zerojax" and (helps or inner in CORE):
             return True
         if package in ("examples", "benchmarks") and Path("tests", package) in file.parents:
             return True

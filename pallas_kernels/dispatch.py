@@ -24,16 +24,18 @@ def target() -> Target:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is not None:
         return Target(device.platform, device.device_kind)
-    found = compat.default_device()
-    return Target("gpu" if found.platform in ("cuda", "gpu") else found.platform, found.device_kind)
+    default = compat.default_device()
+    return Target(
+        "gpu" if default.platform in ("cuda", "gpu") else default.platform, default.device_kind
+    )
 
 
 def available(at: Target) -> tuple[Implementation, ...]:
     """Returns the usable implementations; Mosaic GPU needs Hopper or newer, or the simulator."""
-    new = at.platform == "gpu" and any(
+    is_supported = at.platform == "gpu" and any(
         name in at.kind for name in ("H100", "H200", "GH200", "B200")
     )
-    return ("xla", "mosaic_gpu") if new or compat.simulated() else ("xla",)
+    return ("xla", "mosaic_gpu") if is_supported or compat.simulated() else ("xla",)
 
 
 def in_place(at: Target) -> Implementation:
@@ -60,17 +62,18 @@ def choose(kernel: str, asked: str | None) -> Implementation:
         ...
       ValueError: rms_norm: unknown implementation 'cuda'; there are None, 'mosaic_gpu' and 'xla'.
     """
-    at = target()
-    works = available(at)
+    device = target()
+    usable = available(device)
     if asked is None:
-        fast = any(name in at.kind for name in FASTER.get(kernel, ()))
-        return "mosaic_gpu" if fast and "mosaic_gpu" in works else "xla"
+        is_faster = any(name in device.kind for name in FASTER.get(kernel, ()))
+        return "mosaic_gpu" if is_faster and "mosaic_gpu" in usable else "xla"
     if asked == "xla" or asked == "mosaic_gpu":
-        if asked in works:
+        if asked in usable:
             return asked
         raise ValueError(
             f"{kernel}: implementation {asked!r} needs an H100, H200 or B200, and this runs on "
-            f"{at.platform} ({at.kind}), where there are: {', '.join(works)}. Leave it None."
+            f"{device.platform} ({device.kind}), where there are: {', '.join(usable)}. Leave it "
+            "None."
         )
     raise ValueError(
         f"{kernel}: unknown implementation {asked!r}; there are None, 'mosaic_gpu' and 'xla'."

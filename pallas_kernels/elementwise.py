@@ -51,12 +51,12 @@ def elementwise(
     """
     settings = function, tuple(dtypes), tuple(over.items()), name, run
     by_size = sorted(range(len(groups)), key=lambda k: groups[k][0].size)
-    found: dict[int, list[jax.Array]] = {}
+    results: dict[int, list[jax.Array]] = {}
     for first in range(0, len(groups), PER_LAUNCH):
-        part = by_size[first : first + PER_LAUNCH]
-        made = _launch(*settings, scalars, [groups[k] for k in part])
-        found |= dict(zip(part, made, strict=True))
-    return [found[k] for k in range(len(groups))]
+        indices = by_size[first : first + PER_LAUNCH]
+        outputs = _launch(*settings, scalars, [groups[k] for k in indices])
+        results |= dict(zip(indices, outputs, strict=True))
+    return [results[k] for k in range(len(groups))]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -79,9 +79,9 @@ def _launch(
 
     def body(values: Any, *refs: Any) -> None:
         block = lax.axis_index("block")
-        numbers = [values[i] for i in range(scalars.size)]
+        scalar_values = [values[i] for i in range(scalars.size)]
 
-        def work(k: int, found: Sequence[Tile]) -> None:
+        def work(k: int, block_tiles: Sequence[Tile]) -> None:
             ins = refs[k * n_in : (k + 1) * n_in]
             outs = refs[len(flat) * n_in + k * n_out :][:n_out]
 
@@ -89,27 +89,27 @@ def _launch(
                 return [tiles.load(ref, (), tile) for ref in ins]
 
             def write(tile: Tile, arrays: Sequence[Any]) -> None:
-                for ref, value in zip(outs, function(numbers, arrays), strict=True):
+                for ref, value in zip(outs, function(scalar_values, arrays), strict=True):
                     ref[pl.ds(tile.start, tile.size)] = value.astype(ref.dtype)
 
             # Tiles that overlap another tile of this block are read before that tile is written.
-            late = [(tile, read(tile)) for tile in found if tile.again]
-            for tile in found:
+            overlapping = [(tile, read(tile)) for tile in block_tiles if tile.again]
+            for tile in block_tiles:
                 if not tile.again:
                     write(tile, read(tile))
-            for tile, arrays in late:
+            for tile, arrays in overlapping:
                 write(tile, arrays)
 
         def all_groups() -> None:
             tiles.of_block(cuts, block, work)
 
         if run is not None and compat.IN_PLACE:
-            pl.when(numbers[run] != 0)(all_groups)
+            pl.when(scalar_values[run] != 0)(all_groups)
         else:
             all_groups()
 
     outputs = [jax.ShapeDtypeStruct((size,), dtype) for size in sizes for dtype in dtypes]
-    made = compat.launch(
+    results = compat.launch(
         body,
         [scalars, *(x for arrays in flat for x in arrays)],
         outputs,
@@ -120,6 +120,6 @@ def _launch(
         kernel_name=name,
     )
     return [
-        [x.reshape(arrays[0].shape) for x in made[k * n_out : (k + 1) * n_out]]
+        [x.reshape(arrays[0].shape) for x in results[k * n_out : (k + 1) * n_out]]
         for k, arrays in enumerate(groups)
     ]

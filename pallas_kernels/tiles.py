@@ -67,8 +67,8 @@ def vector_of(itemsize: int, *strides: int) -> int:
 
     Lines begin at multiples of ``strides`` elements.
     """
-    most = 16 // itemsize
-    return math.gcd(most, *strides)
+    max_elements = 16 // itemsize
+    return math.gcd(max_elements, *strides)
 
 
 class Cut(NamedTuple):
@@ -103,16 +103,16 @@ def of_block(cuts: Sequence[Cut], block: Any, work: Callable[[int, list[Tile]], 
 
 
 def _of_line(cut: Cut, first: int, block: Any, work: Callable[[list[Tile]], None]) -> None:
-    def some(length: int, begin: Any) -> None:
-        found = tiles(length, cut.largest, cut.vector)
-        work([tile._replace(start=begin + tile.start) for tile in found])
+    def run(length: int, begin: Any) -> None:
+        run_tiles = tiles(length, cut.largest, cut.vector)
+        work([tile._replace(start=begin + tile.start) for tile in run_tiles])
 
-    last = first + cut.blocks - 1
+    last_block = first + cut.blocks - 1
     begin = (cut.blocks - 1) * cut.strip
     if cut.blocks > 1:
-        inside = (first <= block) & (block < last)
-        pl.when(inside)(lambda: some(cut.strip, (block - first) * cut.strip))
-    pl.when(block == last)(lambda: some(cut.length - begin, begin))
+        is_inner = (first <= block) & (block < last_block)
+        pl.when(is_inner)(lambda: run(cut.strip, (block - first) * cut.strip))
+    pl.when(block == last_block)(lambda: run(cut.length - begin, begin))
 
 
 def rows(x: Any) -> Any:

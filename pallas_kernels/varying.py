@@ -14,8 +14,10 @@ def alike(*arrays: Any) -> list[Any]:
     The cast's transpose sums the gradient of a weight that is replicated over devices.
     """
     axes = [None if x is None else jax.typeof(x).manual_axis_type.varying for x in arrays]
-    every = frozenset().union(*(own for own in axes if own is not None))
+    all_axes = frozenset().union(*(array_axes for array_axes in axes if array_axes is not None))
     return [
-        x if own is None or own == every else lax.pcast(x, tuple(every - own), to="varying")
-        for x, own in zip(arrays, axes, strict=True)
+        x
+        if array_axes is None or array_axes == all_axes
+        else lax.pcast(x, tuple(all_axes - array_axes), to="varying")
+        for x, array_axes in zip(arrays, axes, strict=True)
     ]

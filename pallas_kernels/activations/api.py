@@ -158,8 +158,8 @@ def _swiglu(gate: jax.Array, up: jax.Array, chosen: Implementation) -> jax.Array
 
 
 def _swiglu_backward(chosen: Implementation, saved: Any, dy: jax.Array) -> Any:
-    made = (reference if chosen == "xla" else mosaic_gpu).swiglu_backward(*saved, dy)
-    return tuple(x.astype(dy.dtype) for x in made)
+    grads = (reference if chosen == "xla" else mosaic_gpu).swiglu_backward(*saved, dy)
+    return tuple(x.astype(dy.dtype) for x in grads)
 
 
 _swiglu.defvjp(lambda gate, up, chosen: (_swiglu(gate, up, chosen), (gate, up)), _swiglu_backward)

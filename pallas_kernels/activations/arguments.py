@@ -40,25 +40,25 @@ def _swiglu(implementation: str) -> Callable[..., Any]:
 _X = jax.ShapeDtypeStruct((4096, 6400), jnp.bfloat16)
 _BIAS = jax.ShapeDtypeStruct((6400,), jnp.bfloat16)
 _GATE = jax.ShapeDtypeStruct((4096, 14336), jnp.bfloat16)
-_ONE, _OTHER = _X.size * 2, _GATE.size * 2
+_X_BYTES, _GATE_BYTES = _X.size * 2, _GATE.size * 2
 
 # Forward reads x and writes y. Backward reads x and dy and writes dx. For SwiGLU, x and dx count
 # twice.
 MEASURED = (
-    Measured(GELU, "4096 x 6400, forward", _bias_gelu, (_X, _BIAS), bytes=2 * _ONE),
+    Measured(GELU, "4096 x 6400, forward", _bias_gelu, (_X, _BIAS), bytes=2 * _X_BYTES),
     Measured(
         GELU,
         "4096 x 6400, forward and backward",
         and_backward(_bias_gelu),
         (_X, _X, _BIAS),
-        bytes=5 * _ONE,
+        bytes=5 * _X_BYTES,
     ),
-    Measured(SWIGLU, "4096 x 14336, forward", _swiglu, (_GATE, _GATE), bytes=3 * _OTHER),
+    Measured(SWIGLU, "4096 x 14336, forward", _swiglu, (_GATE, _GATE), bytes=3 * _GATE_BYTES),
     Measured(
         SWIGLU,
         "4096 x 14336, forward and backward",
         and_backward(_swiglu),
         (_GATE, _GATE, _GATE),
-        bytes=8 * _OTHER,
+        bytes=8 * _GATE_BYTES,
     ),
 )

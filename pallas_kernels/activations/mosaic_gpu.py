@@ -64,8 +64,8 @@ def bias_gelu_backward(
     """
     row = _Row(reference.bias_gelu_backward, kept is not None, approximate, rate)
     sums = bias is not None
-    found = _by_row("bias_gelu_backward", row, sums, BLOCKS, bias, x, dy, kept)
-    return found[0], jnp.sum(found[1], axis=0) if sums else None
+    outputs = _by_row("bias_gelu_backward", row, sums, BLOCKS, bias, x, dy, kept)
+    return outputs[0], jnp.sum(outputs[1], axis=0) if sums else None
 
 
 def erf(x: Any) -> Any:
@@ -78,8 +78,8 @@ def erf(x: Any) -> Any:
     series = t * _ERF[0]
     for factor in _ERF[1:]:
         series = (series + factor) * t
-    found = 1 - series * jnp.exp(-(size * size))
-    return jnp.where(x < 0, -found, found)
+    result = 1 - series * jnp.exp(-(size * size))
+    return jnp.where(x < 0, -result, result)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -103,42 +103,42 @@ def _by_row(
     largest = tiles.WARPGROUP * vector
     cut = Cut(width, largest, largest, vector)
     strips = min(rows, -(-most // cut.blocks))
-    each, longer = divmod(rows, strips)  # the first strips have one row more
+    each, longer_strips = divmod(rows, strips)  # the first strips have one row more
 
     def body(*refs: Any) -> None:
         ins, outs = refs[: len(arrays)], refs[len(arrays) + (bias is not None) :]
         strip = lax.axis_index("strip")
-        first = strip * each + lax.min(strip, longer)
+        first = strip * each + lax.min(strip, longer_strips)
 
         def work(tile: Tile) -> None:
             part = pl.ds(tile.start, tile.size)
             b = None if bias is None else tiles.load(refs[len(arrays)], (), tile)
 
-            def some(begin: Any, count: int, total: Any) -> Any:
+            def run_rows(begin: Any, count: int, total: Any) -> Any:
                 loaded = [[tiles.load(r, (begin + i,), tile) for r in ins] for i in range(count)]
                 for i, values in enumerate(loaded):
-                    made = row(values, b)
-                    outs[0][begin + i, part] = made.astype(outs[0].dtype)
-                    total = made if total is None else total + made
+                    result = row(values, b)
+                    outs[0][begin + i, part] = result.astype(outs[0].dtype)
+                    total = result if total is None else total + result
                 return total if sums else None
 
             head = each % AT_ONCE or min(each, AT_ONCE)
 
-            def more(i: Any, total: Any) -> Any:
-                return some(first + head + i * AT_ONCE, AT_ONCE, total)
+            def run_step(i: Any, total: Any) -> Any:
+                return run_rows(first + head + i * AT_ONCE, AT_ONCE, total)
 
-            total = some(first, head, None)
-            total = lax.fori_loop(0, (each - head) // AT_ONCE, more, total)
+            total = run_rows(first, head, None)
+            total = lax.fori_loop(0, (each - head) // AT_ONCE, run_step, total)
             if sums:
                 outs[1][strip, part] = total
 
-            if longer:
+            if longer_strips:
 
-                @pl.when(strip < longer)
+                @pl.when(strip < longer_strips)
                 def _() -> None:
-                    after = some(first + each, 1, total)
+                    with_last_row = run_rows(first + each, 1, total)
                     if sums:
-                        outs[1][strip, part] = after
+                        outs[1][strip, part] = with_last_row
 
         def columns(_: int, found: Sequence[Tile]) -> None:
             # If the last tile overlaps the tile before, both write the same values.
@@ -150,7 +150,7 @@ def _by_row(
     outputs = [jax.ShapeDtypeStruct((rows, width), arrays[0].dtype)]
     if sums:
         outputs.append(jax.ShapeDtypeStruct((strips, width), jnp.float32))
-    made, *totals = compat.launch(
+    result, *totals = compat.launch(
         body,
         [*arrays, *([] if bias is None else [bias])],
         outputs,
@@ -160,7 +160,7 @@ def _by_row(
         compiler_params=tiles.params(unsafe_no_auto_barriers=True),
         kernel_name=name,
     )
-    return [made.reshape(x.shape), *totals]
+    return [result.reshape(x.shape), *totals]
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -184,6 +184,6 @@ def _swiglu_backward(_: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, Any]
 def _elementwise(
     name: str, function: elementwise.Function, arrays: Sequence[jax.Array], results: int
 ) -> list[jax.Array]:
-    nothing = jnp.zeros(1, jnp.float32)
+    no_scalars = jnp.zeros(1, jnp.float32)
     dtypes = [arrays[0].dtype] * results
-    return elementwise.elementwise(function, nothing, [arrays], dtypes, {}, name=name)[0]
+    return elementwise.elementwise(function, no_scalars, [arrays], dtypes, {}, name=name)[0]

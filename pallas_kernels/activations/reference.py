@@ -30,15 +30,15 @@ def gelu(z: Any, approximate: bool, erf: Callable[[Any], Any] = erf) -> tuple[An
     negative z.
     """
     # Not lax.clamp: a kernel needs its bounds as full arrays, which a scanned model would carry.
-    near = jnp.maximum(jnp.minimum(z, _FAR), -_FAR)
-    square = near * near
+    clipped = jnp.maximum(jnp.minimum(z, _FAR), -_FAR)
+    square = clipped * clipped
     if approximate:
-        share = lax.logistic(_SLOPE * near * (1 + _CUBE * square))
+        share = lax.logistic(_SLOPE * clipped * (1 + _CUBE * square))
         slope = share * (1 - share) * (_SLOPE * (1 + 3 * _CUBE * square))
     else:
-        share = 0.5 * (1 + erf(near * math.sqrt(0.5)))
+        share = 0.5 * (1 + erf(clipped * math.sqrt(0.5)))
         slope = jnp.exp(-0.5 * square) * (1 / math.sqrt(2 * math.pi))
-    return z * share, share + near * slope
+    return z * share, share + clipped * slope
 
 
 def bias_gelu(
@@ -93,8 +93,8 @@ def swiglu(gate: Any, up: Any) -> Any:
 def swiglu_backward(gate: Any, up: Any, dy: Any) -> tuple[Any, Any]:
     """Computes the cotangents of gate and up, float32."""
     g, u, dy = (x.astype(jnp.float32) for x in (gate, up, dy))
-    share = lax.logistic(g)
-    return dy * u * (share * (1 + g * (1 - share))), dy * (g * share)
+    sigmoid = lax.logistic(g)
+    return dy * u * (sigmoid * (1 + g * (1 - sigmoid))), dy * (g * sigmoid)
 
 
 def over_rows(dz: jax.Array) -> jax.Array:

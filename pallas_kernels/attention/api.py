@@ -15,7 +15,7 @@ from pallas_kernels.dispatch import Target, target
 
 NAME = "attention"
 _BEFORE_AMPERE = ("Tesla", "Quadro", "TITAN", "GTX", "RTX 20", "NVIDIA T")
-_THERE_ARE = "there are None, 'mosaic_gpu', 'cudnn' and 'xla'"
+_CHOICES = "there are None, 'mosaic_gpu', 'cudnn' and 'xla'"
 
 
 def attention(
@@ -102,19 +102,19 @@ def attention(
             q, k, v, b, m, is_causal=is_causal, scale=scale, implementation="cudnn"
         )
 
-    at = target()
+    device = target()
     refusals: dict[str, Callable[[], str | None]] = {
-        "mosaic_gpu": lambda: tokamax_gpu.refusal(at, q, dropout_rate),
-        "cudnn": lambda: _refusal(at, cudnn, dropout_rate, q, k, v),
+        "mosaic_gpu": lambda: tokamax_gpu.refusal(device, q, dropout_rate),
+        "cudnn": lambda: _refusal(device, cudnn, dropout_rate, q, k, v),
         "xla": lambda: None,
     }
     if implementation is None:
-        implementation = next(name for name, why in refusals.items() if why() is None)
+        implementation = next(name for name, refusal in refusals.items() if refusal() is None)
     elif implementation not in refusals:
-        raise ValueError(f"{NAME}: unknown implementation {implementation!r}; {_THERE_ARE}.")
+        raise ValueError(f"{NAME}: unknown implementation {implementation!r}; {_CHOICES}.")
     elif (reason := refusals[implementation]()) is not None:
         raise ValueError(
-            f"{NAME}: implementation {implementation!r} {reason}. Leave it None; {_THERE_ARE}."
+            f"{NAME}: implementation {implementation!r} {reason}. Leave it None; {_CHOICES}."
         )
     if implementation == "mosaic_gpu":
         return tokamax_gpu.attention(q, k, v, bias, mask, seen, scale)
@@ -127,20 +127,20 @@ def attention(
 
 
 def _xla(q: jax.Array, k: jax.Array, v: jax.Array, *others: Any, **keywords: Any) -> jax.Array:
-    wide = [q, k, v]
+    operands = [q, k, v]
     if target().platform == "cpu" and q.dtype == jnp.float16:
         # XLA has no float16 matrix products on CPUs.
-        wide = [x.astype(jnp.float32) for x in wide]
-    made = jax.nn.dot_product_attention(*wide, *others, **keywords, implementation="xla")
-    return made.astype(q.dtype)
+        operands = [x.astype(jnp.float32) for x in operands]
+    out = jax.nn.dot_product_attention(*operands, *others, **keywords, implementation="xla")
+    return out.astype(q.dtype)
 
 
 def _refusal(
     at: Target, cudnn: Callable[..., jax.Array], dropout: float, *arrays: jax.Array
 ) -> str | None:
     """Returns the reason why cuDNN cannot run this attention, or None if it can."""
-    new = "NVIDIA" in at.kind and not any(name in at.kind for name in _BEFORE_AMPERE)
-    if at.platform != "gpu" or not new:
+    is_ampere_or_newer = "NVIDIA" in at.kind and not any(name in at.kind for name in _BEFORE_AMPERE)
+    if at.platform != "gpu" or not is_ampere_or_newer:
         return f"needs an NVIDIA GPU, Ampere or newer, and this runs on {at.platform} ({at.kind})"
     if arrays[0].dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, and q, k and v are {arrays[0].dtype}"
@@ -181,14 +181,14 @@ def _check_over(name: str, x: jax.Array, q: jax.Array, k: jax.Array, kind: Any) 
         raise TypeError(
             f"{NAME}: {name} has dtype {x.dtype}; a mask is of bool, and what is added is a bias"
         )
-    wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    found = (1,) * (4 - x.ndim) + x.shape
-    if len(found) != 4 or any(a not in (1, b) for a, b in zip(found, wanted, strict=True)):
+    expected = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    shape = (1,) * (4 - x.ndim) + x.shape
+    if len(shape) != 4 or any(a not in (1, b) for a, b in zip(shape, expected, strict=True)):
         raise ValueError(
             f"{NAME}: {name} has shape {x.shape}, which does not broadcast to [batch, heads, "
-            f"queries, keys] = {wanted}"
+            f"queries, keys] = {expected}"
         )
-    return x.reshape(found)
+    return x.reshape(shape)
 
 
 def _check_seen(

@@ -30,30 +30,30 @@ class Seen(NamedTuple):
 
         Each is int32 [1 or batch, 1, queries], or None for no limit besides ``is_causal``.
         """
-        at = jnp.arange(self.queries, dtype=jnp.int32)[None]
-        first = behind = None
+        positions = jnp.arange(self.queries, dtype=jnp.int32)[None]
+        first = end = None
         if self.segment_ids is not None:
-            first, behind = _runs(self.segment_ids)
+            first, end = _runs(self.segment_ids)
         if self.window is not None:
-            oldest = jnp.maximum(at - (self.window - 1), 0)
+            oldest = jnp.maximum(positions - (self.window - 1), 0)
             first = oldest if first is None else jnp.maximum(first, oldest)
         if self.is_causal:
-            behind = None
-        return _of_heads(first), _of_heads(behind)
+            end = None
+        return _of_heads(first), _of_heads(end)
 
     def mask(self, mask: jax.Array | None) -> jax.Array | None:
         """Excludes from ``mask`` the keys of other sequences and before the window.
 
         The result is bool [1 or batch, 1 or heads, queries, keys], or None for no limit.
         """
-        first, behind = self.range_of_keys()
-        at = jnp.arange(self.keys, dtype=jnp.int32)
-        for hidden in (
-            None if first is None else at >= first[..., None],
-            None if behind is None else at < behind[..., None],
+        first, end = self.range_of_keys()
+        positions = jnp.arange(self.keys, dtype=jnp.int32)
+        for visible in (
+            None if first is None else positions >= first[..., None],
+            None if end is None else positions < end[..., None],
         ):
-            if hidden is not None:
-                mask = hidden if mask is None else mask & hidden
+            if visible is not None:
+                mask = visible if mask is None else mask & visible
         return mask
 
 
@@ -68,9 +68,9 @@ def _runs(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     [[[0, 0, 2, 3]], [[2, 2, 3, 4]]]
     """
     length = ids.shape[1]
-    at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids.shape)
-    new = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    first = jax.lax.cummax(jnp.where(new, at, 0), axis=1)
-    last = jnp.pad(new[:, 1:], ((0, 0), (0, 1)), constant_values=True)
-    behind = jax.lax.cummin(jnp.where(last, at + 1, length), axis=1, reverse=True)
-    return first, behind
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids.shape)
+    is_start = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    first = jax.lax.cummax(jnp.where(is_start, positions, 0), axis=1)
+    is_end = jnp.pad(is_start[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+    end = jax.lax.cummin(jnp.where(is_end, positions + 1, length), axis=1, reverse=True)
+    return first, end

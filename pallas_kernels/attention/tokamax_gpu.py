@@ -79,7 +79,7 @@ def attention(
 
     The result and the softmax's sums are saved for the backward pass under the name ``SAVED``.
     """
-    where = _where()
+    device_context = _device_context()
     window = "" if seen.window is None else f"_of_{seen.window}"
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
@@ -91,7 +91,7 @@ def attention(
         return op, op.bind(q, k, v, bias=bias, mask=keys, logits_scale=scale)
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, others: Any) -> tuple[jax.Array, Any]:
-        with where(), jax.named_scope(SCOPE + window):
+        with device_context(), jax.named_scope(SCOPE + window):
             op, bound = operation(q, k, v, others)
             out, sums = op(
                 q, k, v, bias=others[0], mask=bound.kwargs["mask"], logits_scale=scale,
@@ -102,33 +102,33 @@ def attention(
         out, sums = jax.tree.map(lambda x: checkpoint_name(x, SAVED), (out, sums))
         return out, (q, k, v, others, out, sums)
 
-    def backward(kept: Any, gradient: jax.Array) -> Any:
-        q, k, v, others, out, sums = kept
-        with where(), jax.named_scope(f"{SCOPE}_backward{window}"):
+    def backward(residuals: Any, gradient: jax.Array) -> Any:
+        q, k, v, others, out, sums = residuals
+        with device_context(), jax.named_scope(f"{SCOPE}_backward{window}"):
             op, bound = operation(q, k, v, others)
             options = {x: y for x, y in bound.kwargs.items() if x != "return_residuals"}
-            made = op.vjp(sums, out, gradient, *bound.args, **options)
-        bias = None if others[0] is None else made["bias"].astype(others[0].dtype)
-        return made["q"], made["k"], made["v"], (bias, None, None, None)
+            grads = op.vjp(sums, out, gradient, *bound.args, **options)
+        bias = None if others[0] is None else grads["bias"].astype(others[0].dtype)
+        return grads["q"], grads["k"], grads["v"], (bias, None, None, None)
 
     run = jax.custom_vjp(lambda *args: forward(*args)[0])
     run.defvjp(forward, backward)
     return run(q, k, v, (bias, mask, *seen.range_of_keys()))
 
 
-def _where() -> Callable[[], contextlib.AbstractContextManager[None]]:
+def _device_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Returns a context in which tokamax compiles for the current default device.
 
     The backward pass is traced later, when the default device may differ.
     """
     device, config = compat.default_device(), package().config
-    there = bool(device.addressable_memories())
+    is_present = bool(device.addressable_memories())
 
     @contextlib.contextmanager
-    def where() -> Iterator[None]:
+    def device_context() -> Iterator[None]:
         # Tuning a kernel for a device changes neither results nor memory.
-        untuned = contextlib.nullcontext() if there else config.ignore_autotuning_cache(True)
-        with jax.default_device(device), config.cross_compile(not there), untuned:
+        untuned = contextlib.nullcontext() if is_present else config.ignore_autotuning_cache(True)
+        with jax.default_device(device), config.cross_compile(not is_present), untuned:
             yield
 
-    return where
+    return device_context

@@ -88,28 +88,28 @@ def softmax_cross_entropy(
             f"{NAME}: unknown weight_layout {weight_layout!r}; there are 'vocabulary_first' for "
             "[v, d] and 'vocabulary_last' for [d, v]."
         )
-    last = weight_layout == "vocabulary_last"
-    _check(hidden, weight, labels, bias, last)
+    vocabulary_last = weight_layout == "vocabulary_last"
+    _check(hidden, weight, labels, bias, vocabulary_last)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{NAME}: label_smoothing is {label_smoothing}, not from 0 to 1")
     if not z_loss >= 0:
         raise ValueError(f"{NAME}: z_loss is {z_loss}, not 0 or more")
     if chunk_tokens is not None and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
         raise ValueError(f"{NAME}: chunk_tokens is {chunk_tokens!r}, not a positive int or None")
-    vocabulary = weight.shape[last]
-    large = vocabulary >= mosaic_gpu.SMALLEST
+    vocabulary = weight.shape[vocabulary_last]
+    is_large = vocabulary >= mosaic_gpu.SMALLEST
     chosen = choose(NAME, implementation)
     settings = chunks.Settings(
-        rows=_MOSAIC_GPU if chosen == "mosaic_gpu" and large else _XLA,
+        rows=_MOSAIC_GPU if chosen == "mosaic_gpu" and is_large else _XLA,
         chunk=chunk_tokens or chunks.chunk_of(labels.size, hidden.shape[-1], vocabulary),
-        vocabulary_last=last,
+        vocabulary_last=vocabulary_last,
         ignore_index=ignore_index,
         label_smoothing=float(label_smoothing),
         z_loss=float(z_loss),
     )
     flat, classes = hidden.reshape(-1, hidden.shape[-1]), labels.astype(jnp.int32).reshape(-1)
-    found = chunks.losses(settings, *alike(flat, weight, classes, bias))
-    return found.reshape(labels.shape)
+    losses = chunks.losses(settings, *alike(flat, weight, classes, bias))
+    return losses.reshape(labels.shape)
 
 
 def _check(
@@ -130,12 +130,14 @@ def _check(
             "labels are hidden's shape without its last axis"
         )
     if weight.ndim != 2 or weight.shape[not last] != hidden.shape[-1]:
-        wanted, other = ("[d, v]", "vocabulary_first") if last else ("[v, d]", "vocabulary_last")
-        turned = weight.ndim == 2 and weight.shape[int(last)] == hidden.shape[-1]
-        remedy = f". Pass weight_layout={other!r}" if turned else ""
+        expected, other_layout = (
+            ("[d, v]", "vocabulary_first") if last else ("[v, d]", "vocabulary_last")
+        )
+        is_transposed = weight.ndim == 2 and weight.shape[int(last)] == hidden.shape[-1]
+        remedy = f". Pass weight_layout={other_layout!r}" if is_transposed else ""
         raise ValueError(
             f"{NAME}: hidden has shape {hidden.shape} and weight {weight.shape}, which is not "
-            f"{wanted} with d = {hidden.shape[-1] if hidden.ndim else None}{remedy}"
+            f"{expected} with d = {hidden.shape[-1] if hidden.ndim else None}{remedy}"
         )
     if bias is not None and bias.shape != (weight.shape[last],):
         raise ValueError(

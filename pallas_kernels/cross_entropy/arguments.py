@@ -22,8 +22,8 @@ def both_ways(implementation: str) -> Callable[..., Any]:
         def losses(hidden: Any, weight: Any) -> Any:
             return softmax_cross_entropy(hidden, weight, labels, implementation=implementation)
 
-        found, transposed = jax.vjp(losses, hidden, weight)
-        return (found, *transposed(cotangents))
+        values, vjp = jax.vjp(losses, hidden, weight)
+        return (values, *vjp(cotangents))
 
     return call
 

@@ -69,27 +69,31 @@ def _forward(
     bias: jax.Array | None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     smoothing = settings.label_smoothing
-    filled, filled_bias, vocabulary = _fill(settings, weight, bias)
+    padded_weight, padded_bias, vocabulary = _pad_vocabulary(settings, weight, bias)
 
     def of_chunk(_: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
         h, y = chunk
-        known = _known(settings, y, vocabulary)
-        logits = project(h, filled, filled_bias, settings.vocabulary_last)
-        lse, picked, total = settings.rows.statistics(logits, known, vocabulary, smoothing != 0)
+        valid_labels = _valid_labels(settings, y, vocabulary)
+        logits = project(h, padded_weight, padded_bias, settings.vocabulary_last)
+        lse, picked, total = settings.rows.statistics(
+            logits, valid_labels, vocabulary, smoothing != 0
+        )
         loss = lse - (1 - smoothing) * picked
         if total is not None:
             loss -= smoothing / vocabulary * total
         if settings.z_loss:
             loss += settings.z_loss * lse * lse
-        skipped = jnp.where(y == settings.ignore_index, 0, jnp.nan)
+        skipped_loss = jnp.where(y == settings.ignore_index, 0, jnp.nan)
         # If lse itself were returned, XLA would run its kernel twice, for lse and for the loss.
-        return None, tuple(jnp.where(known == SKIP, *x) for x in ((skipped, loss), (0, lse)))
+        return None, tuple(
+            jnp.where(valid_labels == SKIP, *x) for x in ((skipped_loss, loss), (0, lse))
+        )
 
     with jax.named_scope("cross_entropy"):
-        chunks = (_cut(settings, hidden, 0), _cut(settings, labels, settings.ignore_index))
-        _, (found, lse) = lax.scan(of_chunk, None, chunks)
-        found, lse = (x.reshape(-1)[: len(labels)] for x in (found, lse))
-    return found, (hidden, weight, labels, bias, lse)
+        chunks = (_chunked(settings, hidden, 0), _chunked(settings, labels, settings.ignore_index))
+        _, (token_losses, lse) = lax.scan(of_chunk, None, chunks)
+        token_losses, lse = (x.reshape(-1)[: len(labels)] for x in (token_losses, lse))
+    return token_losses, (hidden, weight, labels, bias, lse)
 
 
 def _backward(
@@ -97,37 +101,37 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, None, jax.Array | None]:
     hidden, weight, labels, bias, lse = kept
     smoothing = settings.label_smoothing
-    filled, filled_bias, vocabulary = _fill(settings, weight, bias)
+    padded_weight, padded_bias, vocabulary = _pad_vocabulary(settings, weight, bias)
 
     def of_chunk(sums: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         d_weight, d_bias = sums
-        h, y, ell, g = chunk
-        known = _known(settings, y, vocabulary)
-        g = jnp.where(known == SKIP, jnp.where(y == settings.ignore_index, 0, jnp.nan), g)
-        logits = project(h, filled, filled_bias, settings.vocabulary_last)
+        h, y, chunk_lse, g = chunk
+        valid_labels = _valid_labels(settings, y, vocabulary)
+        g = jnp.where(valid_labels == SKIP, jnp.where(y == settings.ignore_index, 0, jnp.nan), g)
+        logits = project(h, padded_weight, padded_bias, settings.vocabulary_last)
         factors = Factors(
-            probability=g * (1 + 2 * settings.z_loss * ell) if settings.z_loss else g,
+            probability=g * (1 + 2 * settings.z_loss * chunk_lse) if settings.z_loss else g,
             label=g * (1 - smoothing),
             # The smoothing term; in skipped rows g, which is 0, or NaN for an invalid label.
-            uniform=jnp.where(known == SKIP, g, g * (smoothing / vocabulary)),
+            uniform=jnp.where(valid_labels == SKIP, g, g * (smoothing / vocabulary)),
         )
-        d = settings.rows.gradient(logits, known, vocabulary, ell, factors, h.dtype)
-        pair = (h, d) if settings.vocabulary_last else (d, h)
-        d_weight += _product(*pair, 0, 0)
+        d = settings.rows.gradient(logits, valid_labels, vocabulary, chunk_lse, factors, h.dtype)
+        operands = (h, d) if settings.vocabulary_last else (d, h)
+        d_weight += _product(*operands, 0, 0)
         if d_bias is not None:
             d_bias += jnp.sum(d, axis=0, dtype=jnp.float32)
-        d_h = _product(d, filled, 1, settings.vocabulary_last)
+        d_h = _product(d, padded_weight, 1, settings.vocabulary_last)
         return (d_weight, d_bias), d_h.astype(h.dtype)
 
     with jax.named_scope("cross_entropy_backward"):
         chunks = (
-            _cut(settings, hidden, 0),
-            _cut(settings, labels, settings.ignore_index),
-            _cut(settings, lse, 0),
-            _cut(settings, cotangent, 0),
+            _chunked(settings, hidden, 0),
+            _chunked(settings, labels, settings.ignore_index),
+            _chunked(settings, lse, 0),
+            _chunked(settings, cotangent, 0),
         )
-        both = (filled, filled_bias)
-        zeros = [None if x is None else jnp.zeros(x.shape, jnp.float32) for x in both]
+        params = (padded_weight, padded_bias)
+        zeros = [None if x is None else jnp.zeros(x.shape, jnp.float32) for x in params]
         sums: tuple[Any, ...] = tuple(alike(labels, *zeros)[1:])
         (d_weight, d_bias), d_hidden = lax.scan(of_chunk, sums, chunks)
     d_hidden = d_hidden.reshape(-1, hidden.shape[1])[: len(hidden)]
@@ -140,25 +144,25 @@ def _backward(
 losses.defvjp(_forward, _backward)
 
 
-def _fill(
+def _pad_vocabulary(
     settings: Settings, weight: jax.Array, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, int]:
     """Pads weight and bias to a multiple of :data:`ALIGNED` words; also returns the vocabulary."""
     vocabulary = weight.shape[settings.vocabulary_last]
     if missing := -vocabulary % ALIGNED:
-        more = [(0, 0), (0, missing)] if settings.vocabulary_last else [(0, missing), (0, 0)]
-        weight = jnp.pad(weight, more)
+        padding = [(0, 0), (0, missing)] if settings.vocabulary_last else [(0, missing), (0, 0)]
+        weight = jnp.pad(weight, padding)
         bias = None if bias is None else jnp.pad(bias, (0, missing))
     return weight, bias, vocabulary
 
 
-def _known(settings: Settings, labels: jax.Array, vocabulary: int) -> jax.Array:
+def _valid_labels(settings: Settings, labels: jax.Array, vocabulary: int) -> jax.Array:
     """Replaces labels that are ignored or not in the vocabulary by :data:`SKIP`."""
-    good = (labels != settings.ignore_index) & (labels >= 0) & (labels < vocabulary)
-    return jnp.where(good, labels, SKIP)
+    is_valid = (labels != settings.ignore_index) & (labels >= 0) & (labels < vocabulary)
+    return jnp.where(is_valid, labels, SKIP)
 
 
-def _cut(settings: Settings, x: jax.Array, fill: int) -> jax.Array:
+def _chunked(settings: Settings, x: jax.Array, fill: int) -> jax.Array:
     """Splits x into [chunks, tokens of a chunk, ...], and pads the last chunk with ``fill``."""
     missing = -len(x) % settings.chunk
     if missing:

@@ -34,10 +34,10 @@ class _Row:
     def __init__(self, width: int, vocabulary: int, largest: int) -> None:
         self.size = min(largest, 2 ** int(math.log2(vocabulary)))
         self.vector = min(tiles.vector_of(4, width), self.size // tiles.WARPGROUP)
-        self.count, rest = divmod(vocabulary, self.size)
+        self.count, remainder = divmod(vocabulary, self.size)
         start = width - self.size
-        again = self.count * self.size - start
-        self.last = Tile(start, self.size, again, self.vector) if rest else None
+        overlap = self.count * self.size - start
+        self.last = Tile(start, self.size, overlap, self.vector) if remainder else None
         self.inside = vocabulary - start
 
     def tile(self, k: Any) -> Tile:
@@ -52,8 +52,8 @@ class _Row:
     def within(self, value: Any, fill: float, first: int = 0) -> Any:
         """Sets the last tile's values before ``first`` and beyond the vocabulary to ``fill``."""
         places = self.places()
-        good = lax.ge(places, first) & lax.lt(places, self.inside)
-        return jnp.where(good, value, self.full(fill))
+        is_inside = lax.ge(places, first) & lax.lt(places, self.inside)
+        return jnp.where(is_inside, value, self.full(fill))
 
 
 def statistics(logits: jax.Array, labels: jax.Array, vocabulary: int, total: bool) -> Statistics:
@@ -62,12 +62,14 @@ def statistics(logits: jax.Array, labels: jax.Array, vocabulary: int, total: boo
 
     def step(z: Any, sums: tuple[Any, ...]) -> tuple[Any, Any]:
         """Updates each thread's running maxima, and its sums of exponentials relative to them."""
-        most, parts = sums
-        apart = z - most
+        maxima, exp_sums = sums
+        difference = z - maxima
         # One exponential, of a value <= 0. The difference of equal infinities is NaN.
-        low = jnp.exp(jnp.minimum(apart, -apart))
-        low = jnp.where(z == most, cut.full(1.0), low)
-        return jnp.maximum(most, z), jnp.where(z > most, parts * low + 1.0, parts + low)
+        decay = jnp.exp(jnp.minimum(difference, -difference))
+        decay = jnp.where(z == maxima, cut.full(1.0), decay)
+        return jnp.maximum(maxima, z), jnp.where(
+            z > maxima, exp_sums * decay + 1.0, exp_sums + decay
+        )
 
     def body(logit: Any, label: Any, *results: Any) -> None:
         row = lax.axis_index("row")
@@ -80,16 +82,16 @@ def statistics(logits: jax.Array, labels: jax.Array, vocabulary: int, total: boo
         @pl.when(y != SKIP)
         def _() -> None:
             sums = (cut.full(_LOWEST), cut.full(0.0), *([cut.full(0.0)] if total else []))
-            most, parts, *totals = lax.fori_loop(0, cut.count, add, sums)
+            maxima, exp_sums, *totals = lax.fori_loop(0, cut.count, add, sums)
             if cut.last is not None:
                 z = tiles.load(logit, (row,), cut.last)
-                most, parts = step(cut.within(z, -jnp.inf, cut.last.again), (most, parts))
+                maxima, exp_sums = step(cut.within(z, -jnp.inf, cut.last.again), (maxima, exp_sums))
                 totals = [t + cut.within(z, 0.0, cut.last.again) for t in totals]
-            top = jnp.max(most)
-            parts = jnp.where(most == top, parts, parts * jnp.exp(most - top))
-            lse = top + jnp.log(jnp.sum(parts))
-            made = (lse, logit[row, y], *map(jnp.sum, totals))
-            for result, value in zip(results, made, strict=True):
+            top = jnp.max(maxima)
+            exp_sums = jnp.where(maxima == top, exp_sums, exp_sums * jnp.exp(maxima - top))
+            lse = top + jnp.log(jnp.sum(exp_sums))
+            values = (lse, logit[row, y], *map(jnp.sum, totals))
+            for result, value in zip(results, values, strict=True):
                 result[row] = value
 
         @pl.when(y == SKIP)
@@ -98,8 +100,8 @@ def statistics(logits: jax.Array, labels: jax.Array, vocabulary: int, total: boo
                 result[row] = jnp.float32(0)
 
     outputs = [jax.ShapeDtypeStruct(labels.shape, jnp.float32)] * (3 if total else 2)
-    found = _launch(body, [logits, labels], outputs, {}, "statistics")
-    return Statistics(found[0], found[1], found[2] if total else None)
+    arrays = _launch(body, [logits, labels], outputs, {}, "statistics")
+    return Statistics(arrays[0], arrays[1], arrays[2] if total else None)
 
 
 def gradient(
@@ -115,42 +117,42 @@ def gradient(
 
     def body(logit: Any, label: Any, *refs: Any) -> None:
         row = lax.axis_index("row")
-        *numbers, result = refs
+        *scalar_refs, result = refs
         y = label[row]
-        lse, probability, of_label, uniform = (ref[row] for ref in numbers)
+        lse, probability, of_label, uniform = (ref[row] for ref in scalar_refs)
 
         def write(tile: Tile, value: Any) -> None:
             value = cut.within(value, 0.0) if tile is cut.last else value
             result[row, pl.ds(tile.start, tile.size)] = value.astype(dtype)
 
-        def of(tile: Tile, z: Any) -> Any:
-            here = cut.places() == jnp.full((cut.size,), y - tile.start, jnp.int32)
-            mine = jnp.where(here, cut.full(of_label), cut.full(0.0))
-            return jnp.exp(z - lse) * probability - mine - uniform
+        def tile_gradient(tile: Tile, z: Any) -> Any:
+            is_label = cut.places() == jnp.full((cut.size,), y - tile.start, jnp.int32)
+            label_term = jnp.where(is_label, cut.full(of_label), cut.full(0.0))
+            return jnp.exp(z - lse) * probability - label_term - uniform
 
-        def each(function: Callable[[Tile], Any]) -> None:
-            def one(k: Any, _: None) -> None:
+        def for_each_tile(function: Callable[[Tile], Any]) -> None:
+            def write_tile(k: Any, _: None) -> None:
                 write(cut.tile(k), function(cut.tile(k)))
 
-            lax.fori_loop(0, cut.count, one, None)
+            lax.fori_loop(0, cut.count, write_tile, None)
 
         @pl.when(y != SKIP)
         def _() -> None:
             # Read the last tile before any of it is overwritten.
-            late = None if cut.last is None else tiles.load(logit, (row,), cut.last)
-            each(lambda tile: of(tile, tiles.load(logit, (row,), tile)))
+            last_logits = None if cut.last is None else tiles.load(logit, (row,), cut.last)
+            for_each_tile(lambda tile: tile_gradient(tile, tiles.load(logit, (row,), tile)))
             if cut.last is not None:
-                write(cut.last, of(cut.last, late))
+                write(cut.last, tile_gradient(cut.last, last_logits))
 
         @pl.when(y == SKIP)
         def _() -> None:
-            each(lambda tile: cut.full(uniform))
+            for_each_tile(lambda tile: cut.full(uniform))
             if cut.last is not None:
                 write(cut.last, cut.full(uniform))
 
-    over = {0: 0} if jnp.dtype(dtype) == logits.dtype else {}
+    aliases = {0: 0} if jnp.dtype(dtype) == logits.dtype else {}
     like = jax.ShapeDtypeStruct(logits.shape, dtype)
-    return _launch(body, [logits, labels, lse, *factors], [like], over, "gradient")[0]
+    return _launch(body, [logits, labels, lse, *factors], [like], aliases, "gradient")[0]
 
 
 def _launch(

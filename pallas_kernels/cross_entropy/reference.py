@@ -26,8 +26,8 @@ def softmax_cross_entropy(
     valid = (labels >= 0) & (labels < vocabulary)
     logits = jnp.where(ignored[..., None], 0, logits)
     lse = jax.nn.logsumexp(logits, axis=-1)
-    place = jnp.where(valid, labels, 0)
-    picked = jnp.take_along_axis(logits, place[..., None], axis=-1)[..., 0]
+    index = jnp.where(valid, labels, 0)
+    picked = jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
     losses = lse - (1 - label_smoothing) * jnp.where(valid, picked, jnp.nan)
     if label_smoothing:
         losses -= label_smoothing / vocabulary * jnp.sum(logits, axis=-1)

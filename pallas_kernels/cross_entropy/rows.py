@@ -45,8 +45,8 @@ class Statistics(NamedTuple):
 def statistics(logits: jax.Array, labels: jax.Array, vocabulary: int, total: bool) -> Statistics:
     """Computes statistics of the first ``vocabulary`` logits [t, v or more], labels int32 [t]."""
     logits = logits[:, :vocabulary]
-    place = jnp.maximum(labels, 0)[:, None]
-    picked = jnp.take_along_axis(logits, place, axis=1)[:, 0]
+    index = jnp.maximum(labels, 0)[:, None]
+    picked = jnp.take_along_axis(logits, index, axis=1)[:, 0]
     lse = jax.nn.logsumexp(logits, axis=1)
     return Statistics(lse, picked, jnp.sum(logits, axis=1) if total else None)
 
@@ -61,8 +61,8 @@ def gradient(
 ) -> jax.Array:
     """Computes the gradient by the logits, 0 beyond the vocabulary, see :class:`Factors`."""
     probability, label, uniform = (x[:, None] for x in factors)
-    place = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    mine = jnp.where(place == labels[:, None], label, 0)
-    found = probability * jnp.exp(logits - lse[:, None]) - mine - uniform
-    found = jnp.where(labels[:, None] == SKIP, uniform, found)
-    return jnp.where(place < vocabulary, found, 0).astype(dtype)
+    classes = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    label_term = jnp.where(classes == labels[:, None], label, 0)
+    d_logits = probability * jnp.exp(logits - lse[:, None]) - label_term - uniform
+    d_logits = jnp.where(labels[:, None] == SKIP, uniform, d_logits)
+    return jnp.where(classes < vocabulary, d_logits, 0).astype(dtype)

@@ -89,22 +89,22 @@ def fused_adamw(
     values = (scale, learning_rate, weight_decay, b1, b2, eps, 1 - b1**t, 1 - b2**t, run)
     scalars = [jnp.asarray(x, jnp.float32) for x in values]
     copy = None if copy_dtype is None else jnp.dtype(copy_dtype)
-    made: list[list[jax.Array]] = [[] for _ in leaves]
-    alike: dict[Any, list[int]] = defaultdict(list)
+    new_leaves: list[list[jax.Array]] = [[] for _ in leaves]
+    by_dtypes: dict[Any, list[int]] = defaultdict(list)
     for i, arrays in enumerate(leaves):
         if chosen == "mosaic_gpu" and arrays[0].size >= SMALLEST:
-            alike[tuple(x.dtype for x in arrays)].append(i)
+            by_dtypes[tuple(x.dtype for x in arrays)].append(i)
             continue
-        after = reference.update(scalars, arrays, decoupled)
-        made[i] = [x.astype(old.dtype) for x, old in zip(after, arrays[1:], strict=True)]
-        made[i] += [] if copy is None else [after[0].astype(copy)]
-    for indices in alike.values():
+        updated = reference.update(scalars, arrays, decoupled)
+        new_leaves[i] = [x.astype(old.dtype) for x, old in zip(updated, arrays[1:], strict=True)]
+        new_leaves[i] += [] if copy is None else [updated[0].astype(copy)]
+    for indices in by_dtypes.values():
         group = [leaves[i] for i in indices]
-        found = mosaic_gpu.update(jnp.stack(scalars), group, decoupled, copy)
-        for i, results in zip(indices, found, strict=True):
-            made[i] = results
+        group_results = mosaic_gpu.update(jnp.stack(scalars), group, decoupled, copy)
+        for i, results in zip(indices, group_results, strict=True):
+            new_leaves[i] = results
     tree = jax.tree.structure(params)
-    columns = [jax.tree.unflatten(tree, column) for column in zip(*made, strict=True)]
+    columns = [jax.tree.unflatten(tree, column) for column in zip(*new_leaves, strict=True)]
     return AdamWResult(*columns, *([None] if copy is None else []))
 
 
@@ -115,16 +115,16 @@ def _leaves(grads: Any, params: Any, mu: Any, nu: Any) -> list[list[jax.Array]]:
         raise ValueError(f"{NAME}: there are no parameters")
     columns = []
     for name, other in (("grads", grads), ("params", params), ("mu", mu), ("nu", nu)):
-        found: Any = jax.tree.structure(other)
-        if found != tree:
-            raise ValueError(f"{NAME}: {name} is a tree {found}, params one {tree}")
+        structure: Any = jax.tree.structure(other)
+        if structure != tree:
+            raise ValueError(f"{NAME}: {name} is a tree {structure}, params one {tree}")
         columns.append([jnp.asarray(x) for x in jax.tree.leaves(other)])
         for (path, x), y in zip(paths, columns[-1], strict=True):
-            where = name + jax.tree_util.keystr(path)
+            leaf_name = name + jax.tree_util.keystr(path)
             if y.shape != jnp.shape(x):
                 raise ValueError(
-                    f"{NAME}: {where} has shape {y.shape}, the parameter {jnp.shape(x)}"
+                    f"{NAME}: {leaf_name} has shape {y.shape}, the parameter {jnp.shape(x)}"
                 )
             if not jnp.issubdtype(y.dtype, jnp.floating):
-                raise TypeError(f"{NAME}: {where} has dtype {y.dtype}; only floats are updated")
+                raise TypeError(f"{NAME}: {leaf_name} has dtype {y.dtype}; only floats are updated")
     return [list(arrays) for arrays in zip(*columns, strict=True)]

@@ -18,8 +18,8 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 def root(x: Any) -> Any:
     """Computes the square root of x >= 0, because jax 0.10 lacks it for Mosaic."""
-    found = x * lax.rsqrt(jnp.maximum(x, _TINY))
-    return jnp.where(x == jnp.inf, x, found)  # inf * 0 is NaN
+    result = x * lax.rsqrt(jnp.maximum(x, _TINY))
+    return jnp.where(x == jnp.inf, x, result)  # inf * 0 is NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class _Update:
     copied: bool
 
     def __call__(self, scalars: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-        after = reference.update(scalars, arrays, self.decoupled, root)
-        return [*after, after[0]] if self.copied else after
+        updated = reference.update(scalars, arrays, self.decoupled, root)
+        return [*updated, updated[0]] if self.copied else updated
 
 
 def update(

@@ -40,6 +40,6 @@ def update(
     step = (mu_after / rest1) / (root(nu_after / rest2) + eps)
     if decoupled:
         step = step + decay * p
-    after = [p - rate * step, mu_after, nu_after]
-    done = jnp.full(p.shape, run) != 0  # kernels cannot select by a scalar
-    return [jnp.where(done, x, old) for x, old in zip(after, (p, mu, nu), strict=True)]
+    updated = [p - rate * step, mu_after, nu_after]
+    is_applied = jnp.full(p.shape, run) != 0  # kernels cannot select by a scalar
+    return [jnp.where(is_applied, x, old) for x, old in zip(updated, (p, mu, nu), strict=True)]

@@ -48,15 +48,15 @@ def grad_norm_finite(grads: Any, *, implementation: str | None = None) -> NormFi
     pairs = jax.tree_util.tree_flatten_with_path(grads)[0]
     for path, x in pairs:
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            where = jax.tree_util.keystr(path)
-            raise TypeError(f"{NAME}: grads{where} has dtype {x.dtype}; gradients are floats")
+            leaf_name = jax.tree_util.keystr(path)
+            raise TypeError(f"{NAME}: grads{leaf_name} has dtype {x.dtype}; gradients are floats")
     leaves = [x for _, x in pairs]
     chosen = choose(NAME, implementation)
     smallest = SMALLEST if chosen == "mosaic_gpu" else float("inf")
     large = [x for x in leaves if x.size >= smallest]
-    found = [reference.of_leaf(x) for x in leaves if x.size < smallest]
-    found += [mosaic_gpu.of_leaves(large)] if large else []
+    partials = [reference.of_leaf(x) for x in leaves if x.size < smallest]
+    partials += [mosaic_gpu.of_leaves(large)] if large else []
     total, finite = jnp.zeros((), jnp.float32), jnp.asarray(True)
-    for square_sum, whole in found:
-        total, finite = total + square_sum, finite & whole
+    for square_sum, leaf_finite in partials:
+        total, finite = total + square_sum, finite & leaf_finite
     return NormFinite(total, finite)

@@ -24,10 +24,10 @@ def of_leaves(leaves: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     finite, even if the squares overflow.
     """
     by_size = sorted(leaves, key=lambda x: x.size)
-    found = [
+    results = [
         _launch(by_size[first : first + PER_LAUNCH]) for first in range(0, len(leaves), PER_LAUNCH)
     ]
-    sums, zeros = (jnp.concatenate(parts) for parts in zip(*found, strict=True))
+    sums, zeros = (jnp.concatenate(parts) for parts in zip(*results, strict=True))
     return jnp.sum(sums), jnp.sum(zeros) == 0
 
 
@@ -44,7 +44,9 @@ def _launch(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     def body(*refs: Any) -> None:
         block = lax.axis_index("block")
         sums, zeros = refs[len(flat) :]
-        tiles.of_block(cuts, block, lambda k, found: _note(refs[k], found, sums, zeros, block))
+        tiles.of_block(
+            cuts, block, lambda k, found: _store_sums(refs[k], found, sums, zeros, block)
+        )
 
     out = jax.ShapeDtypeStruct((blocks,), jnp.float32)
     return compat.launch(
@@ -59,16 +61,16 @@ def _launch(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     )
 
 
-def _note(ref: Any, found: Sequence[Tile], sums: Any, zeros: Any, block: Any) -> None:
+def _store_sums(ref: Any, found: Sequence[Tile], sums: Any, zeros: Any, block: Any) -> None:
     """Writes the block's two sums; adds tiles of the same shape before reducing over threads."""
     by_shape: dict[tuple[int, int], list[Any]] = {}
     for tile in found:
         x = tiles.load(ref, (), tile).astype(jnp.float32)
         fresh = tiles.fresh(tile)
         x = x if fresh is None else jnp.where(fresh, x, jnp.zeros_like(x))
-        both = [x * x, x - x]
-        known = by_shape.setdefault((tile.size, tile.vector), both)
-        if known is not both:
-            by_shape[tile.size, tile.vector] = [a + b for a, b in zip(known, both, strict=True)]
+        pair = [x * x, x - x]
+        totals = by_shape.setdefault((tile.size, tile.vector), pair)
+        if totals is not pair:
+            by_shape[tile.size, tile.vector] = [a + b for a, b in zip(totals, pair, strict=True)]
     sums[block] = sum(jnp.sum(squares) for squares, _ in by_shape.values())
-    zeros[block] = sum(jnp.sum(nothing) for _, nothing in by_shape.values())
+    zeros[block] = sum(jnp.sum(zero_sums) for _, zero_sums in by_shape.values())

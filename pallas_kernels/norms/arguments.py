@@ -40,22 +40,22 @@ def _rms(implementation: str) -> Callable[..., Any]:
 
 def _measured(width: int) -> list[Measured]:
     x = jax.ShapeDtypeStruct((4096, width), jnp.bfloat16)
-    number = jax.ShapeDtypeStruct((width,), jnp.float32)
-    found = []
-    for name, call, numbers in ((LAYER, _layer, [number] * 2), (RMS, _rms, [number])):
-        shape, once = f"4096 x {width}", x.size * 2
+    param = jax.ShapeDtypeStruct((width,), jnp.float32)
+    entries = []
+    for name, call, params in ((LAYER, _layer, [param] * 2), (RMS, _rms, [param])):
+        shape, array_bytes = f"4096 x {width}", x.size * 2
         # Forward reads x and writes y. Backward reads x and dy and writes dx. The rest is small.
-        found += [
-            Measured(name, f"{shape}, forward", call, (x, *numbers), bytes=2 * once),
+        entries += [
+            Measured(name, f"{shape}, forward", call, (x, *params), bytes=2 * array_bytes),
             Measured(
                 name,
                 f"{shape}, forward and backward",
                 and_backward(call),
-                (x, x, *numbers),
-                bytes=5 * once,
+                (x, x, *params),
+                bytes=5 * array_bytes,
             ),
         ]
-    return found
+    return entries
 
 
 MEASURED = (*_measured(1600), *_measured(4096), *_measured(16384))

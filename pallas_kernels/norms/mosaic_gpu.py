@@ -35,7 +35,7 @@ def forward(
 
     def body(**refs: Any) -> None:
         first = lax.axis_index("block") * at_once
-        lines = [first + i for i in range(at_once)]
+        group_rows = [first + i for i in range(at_once)]
 
         def read(name: str, row: Any, k: Any) -> Any:
             return tiles.load(refs[name], (row,), cut.tile(k))
@@ -48,12 +48,12 @@ def forward(
             h = dropped(h.astype(jnp.float32), mask, how.rate)
             return (read("residual", row, k).astype(jnp.float32) + h).astype(x.dtype)
 
-        known: list[list[Any]] = [[] for _ in lines]
+        loaded: list[list[Any]] = [[] for _ in group_rows]
         if cut.held:
-            known = [[sum_of(row, k) for k in range(cut.count)] for row in lines]
+            loaded = [[sum_of(row, k) for k in range(cut.count)] for row in group_rows]
 
         def value(i: int, k: Any) -> Any:
-            h = known[i][k] if cut.held else sum_of(lines[i], k)
+            h = loaded[i][k] if cut.held else sum_of(group_rows[i], k)
             return h.astype(jnp.float32)
 
         def mean(i: int) -> Any:
@@ -64,13 +64,13 @@ def forward(
 
         def variance(i: int, mean: Any) -> Any:
             def add(k: Any, total: Any) -> Any:
-                apart = value(i, k) if mean is None else value(i, k) - mean
-                return total + cut.fresh(k, apart * apart)
+                deviation = value(i, k) if mean is None else value(i, k) - mean
+                return total + cut.fresh(k, deviation * deviation)
 
             return cut.mean(cut.each(add, cut.zeros()))
 
         means, scales = [], []
-        for i, row in enumerate(lines):
+        for i, row in enumerate(group_rows):
             means.append(mean(i) if how.centered else None)
             scales.append(lax.rsqrt(variance(i, means[i]) + how.eps))
             refs["scale"][row] = scales[i]
@@ -82,7 +82,7 @@ def forward(
             b = None
             if bias is not None:
                 b = tiles.load(refs["bias"], (), cut.tile(k)).astype(jnp.float32)
-            for i, row in enumerate(lines):
+            for i, row in enumerate(group_rows):
                 z = value(i, k)
                 y = normalized(z, means[i], scales[i]) * w
                 refs["y"][row, cut.part(k)] = (y if b is None else y + b).astype(x.dtype)
@@ -94,17 +94,17 @@ def forward(
     inputs = {"x": tiles.rows(x), "residual": tiles.rows(residual), "kept": tiles.rows(kept)}
     inputs |= {"weight": weight, "bias": bias}
     like = jax.ShapeDtypeStruct((rows, width), x.dtype)
-    number = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    row_statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     outputs = {
         "y": like,
         "h": None if residual is None else like,
-        "mean": number if how.centered else None,
-        "scale": number,
+        "mean": row_statistic if how.centered else None,
+        "scale": row_statistic,
     }
-    made = launch(how.name, body, inputs, outputs, rows // at_once)
+    results = launch(how.name, body, inputs, outputs, rows // at_once)
     return Forward(
-        made["y"].reshape(x.shape),
-        x if residual is None else made["h"].reshape(x.shape),
-        made["mean"].reshape(x.shape[:-1]) if how.centered else None,
-        made["scale"].reshape(x.shape[:-1]),
+        results["y"].reshape(x.shape),
+        x if residual is None else results["h"].reshape(x.shape),
+        results["mean"].reshape(x.shape[:-1]) if how.centered else None,
+        results["scale"].reshape(x.shape[:-1]),
     )

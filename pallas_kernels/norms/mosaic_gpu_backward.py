@@ -36,7 +36,7 @@ def backward(
     at_once = cut.together(rows, 2)
     groups = rows // at_once
     blocks = min(groups, BLOCKS)
-    added = ["weight"] if how.bias is None else ["weight", "bias"]
+    param_names = ["weight"] if how.bias is None else ["weight", "bias"]
 
     def body(*sums: Any, **refs: Any) -> None:
         block = lax.axis_index("block")
@@ -45,43 +45,45 @@ def backward(
             return tiles.load(refs[name], (row,), cut.tile(k))
 
         def group(first: Any) -> None:
-            lines = [first + i for i in range(at_once)]
-            known: list[list[Any]] = [[] for _ in lines]
+            group_rows = [first + i for i in range(at_once)]
+            loaded: list[list[Any]] = [[] for _ in group_rows]
             if cut.held:
                 pairs = [
                     [(read("h", row, k), read("dy", row, k)) for k in range(cut.count)]
-                    for row in lines
+                    for row in group_rows
                 ]
-                known = pairs
-            scales = [refs["scale"][row] for row in lines]
-            means = [refs["mean"][row] if how.centered else None for row in lines]
+                loaded = pairs
+            scales = [refs["scale"][row] for row in group_rows]
+            means = [refs["mean"][row] if how.centered else None for row in group_rows]
 
             def values(i: int, k: Any) -> tuple[Any, Any]:
                 """Returns the normalized row, and dy."""
-                z, d = known[i][k] if cut.held else [read(n, lines[i], k) for n in ("h", "dy")]
+                z, d = (
+                    loaded[i][k] if cut.held else [read(n, group_rows[i], k) for n in ("h", "dy")]
+                )
                 return normalized(z.astype(jnp.float32), means[i], scales[i]), d.astype(jnp.float32)
 
             def add(k: Any, totals: Any) -> Any:
                 w = tiles.load(refs["weight"], (), cut.tile(k)).astype(jnp.float32)
-                after = []
+                new_totals = []
                 for i, old in enumerate(totals):
                     hat, d = values(i, k)
                     g = cut.fresh(k, d * w)
-                    after.append([a + b for a, b in zip(old, (g * hat, g), strict=False)])
-                return after
+                    new_totals.append([a + b for a, b in zip(old, (g * hat, g), strict=False)])
+                return new_totals
 
-            zeros = [[cut.zeros()] * (2 if how.centered else 1) for _ in lines]
+            zeros = [[cut.zeros()] * (2 if how.centered else 1) for _ in group_rows]
             # Per row, the terms to subtract for the variance and for the mean.
-            off = [[cut.mean(total) for total in totals] for totals in cut.each(add, zeros)]
+            corrections = [[cut.mean(total) for total in totals] for totals in cut.each(add, zeros)]
 
             def write(k: Any, _: None) -> None:
                 w = tiles.load(refs["weight"], (), cut.tile(k)).astype(jnp.float32)
                 totals = [compat.laid_out(ref[cut.own(k)], cut.layout) for ref in sums]
-                for i, row in enumerate(lines):
+                for i, row in enumerate(group_rows):
                     hat, d = values(i, k)
                     totals = [a + b for a, b in zip(totals, (d * hat, d), strict=False)]
-                    g = d * w - hat * off[i][0]
-                    g = (g - off[i][1] if how.centered else g) * scales[i]
+                    g = d * w - hat * corrections[i][0]
+                    g = (g - corrections[i][1] if how.centered else g) * scales[i]
                     if dh is not None:
                         g = g + read("dh", row, k).astype(jnp.float32)
                         refs["d_residual"][row, cut.part(k)] = g.astype(h.dtype)
@@ -98,17 +100,17 @@ def backward(
             for ref in sums:
                 ref[cut.own(k)] = cut.zeros()
 
-        def turn(i: Any, _: None) -> None:
-            at = block + i * blocks
-            pl.when(at < groups)(lambda: group(at * at_once))
+        def run_group(i: Any, _: None) -> None:
+            group_index = block + i * blocks
+            pl.when(group_index < groups)(lambda: group(group_index * at_once))
 
-        def leave(k: Any, _: None) -> None:
-            for name, ref in zip(added, sums, strict=True):
+        def write_sums(k: Any, _: None) -> None:
+            for name, ref in zip(param_names, sums, strict=True):
                 refs[f"d_{name}"][block, cut.part(k)] = compat.laid_out(ref[cut.own(k)], cut.layout)
 
         cut.each(clear)
-        lax.fori_loop(0, -(-groups // blocks), turn, None)
-        cut.each(leave)
+        lax.fori_loop(0, -(-groups // blocks), run_group, None)
+        cut.each(write_sums)
 
     inputs = {
         "h": tiles.rows(h),
@@ -124,13 +126,15 @@ def backward(
         "dx": like if dh is None or kept is not None else None,
         "d_residual": None if dh is None else like,
     }
-    outputs |= {f"d_{name}": jax.ShapeDtypeStruct((blocks, width), jnp.float32) for name in added}
-    scratch = [cut.sums() for _ in added]
-    made = launch(f"{how.name}_backward", body, inputs, outputs, blocks, scratch)
-    d_residual = None if dh is None else made["d_residual"].reshape(h.shape)
+    outputs |= {
+        f"d_{name}": jax.ShapeDtypeStruct((blocks, width), jnp.float32) for name in param_names
+    }
+    scratch = [cut.sums() for _ in param_names]
+    results = launch(f"{how.name}_backward", body, inputs, outputs, blocks, scratch)
+    d_residual = None if dh is None else results["d_residual"].reshape(h.shape)
     return Backward(
-        made["dx"].reshape(h.shape) if "dx" in made else d_residual,
+        results["dx"].reshape(h.shape) if "dx" in results else d_residual,
         d_residual,
-        jnp.sum(made["d_weight"], axis=0),
-        None if how.bias is None else jnp.sum(made["d_bias"], axis=0),
+        jnp.sum(results["d_weight"], axis=0),
+        None if how.bias is None else jnp.sum(results["d_bias"], axis=0),
     )

@@ -21,9 +21,9 @@ def norm(x: Any, weight: Any, bias: Any, residual: Any, key: Any, how: How) -> A
 def _forward(x: Any, weight: Any, bias: Any, residual: Any, key: Any, how: How) -> Any:
     kept = drawn(x, key, how.rate)
     run = reference.forward if how.chosen == "xla" else mosaic_gpu.forward
-    found = run(x, weight, bias, residual, kept, how)
-    result = found.y if residual is None else (found.y, found.h)
-    return result, (found.h, weight, found.mean, found.scale, key)
+    outputs = run(x, weight, bias, residual, kept, how)
+    result = outputs.y if residual is None else (outputs.y, outputs.h)
+    return result, (outputs.h, weight, outputs.mean, outputs.scale, key)
 
 
 def _backward(how: How, saved: Any, cotangents: Any) -> Any:
@@ -31,9 +31,9 @@ def _backward(how: How, saved: Any, cotangents: Any) -> Any:
     dy, dh = cotangents if isinstance(cotangents, (tuple, list)) else (cotangents, None)
     kept = drawn(h, key, how.rate)
     run = reference.backward if how.chosen == "xla" else mosaic_gpu_backward.backward
-    found = run(h, weight, mean, scale, kept, dy, dh, how)
-    d_bias = None if how.bias is None else found.bias.astype(how.bias)
-    return found.x, found.scale.astype(weight.dtype), d_bias, found.residual, None
+    grads = run(h, weight, mean, scale, kept, dy, dh, how)
+    d_bias = None if how.bias is None else grads.bias.astype(how.bias)
+    return grads.x, grads.scale.astype(weight.dtype), d_bias, grads.residual, None
 
 
 norm.defvjp(_forward, _backward)

@@ -84,8 +84,8 @@ def forward(
         h = (residual.astype(jnp.float32) + added).astype(x.dtype)
     z = h.astype(jnp.float32)
     mean = jnp.mean(z, axis=-1, keepdims=True) if how.centered else None
-    apart = z if mean is None else z - mean
-    scale = lax.rsqrt(jnp.mean(apart * apart, axis=-1, keepdims=True) + how.eps)
+    deviation = z if mean is None else z - mean
+    scale = lax.rsqrt(jnp.mean(deviation * deviation, axis=-1, keepdims=True) + how.eps)
     y = normalized(z, mean, scale) * weight.astype(jnp.float32)
     y = y if bias is None else y + bias.astype(jnp.float32)
     return Forward(y.astype(x.dtype), h, None if mean is None else mean[..., 0], scale[..., 0])
@@ -115,10 +115,10 @@ def backward(
     hat = normalized(h.astype(jnp.float32), None if mean is None else mean[..., None], scale)
     d = dy.astype(jnp.float32)
     g = d * weight.astype(jnp.float32)
-    off = hat * jnp.mean(g * hat, axis=-1, keepdims=True)
+    correction = hat * jnp.mean(g * hat, axis=-1, keepdims=True)
     if how.centered:
-        off += jnp.mean(g, axis=-1, keepdims=True)
-    total = (g - off) * scale
+        correction += jnp.mean(g, axis=-1, keepdims=True)
+    total = (g - correction) * scale
     if dh is not None:
         total += dh.astype(jnp.float32)
     rows = tuple(range(h.ndim - 1))

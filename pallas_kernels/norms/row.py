@@ -36,8 +36,8 @@ class Row:
     """
 
     def __init__(self, width: int, itemsize: int) -> None:
-        most = min(tiles.vector_of(itemsize, width), width // tiles.WARPGROUP)
-        vectors = [2**i for i in range(most.bit_length())]
+        max_vector = min(tiles.vector_of(itemsize, width), width // tiles.WARPGROUP)
+        vectors = [2**i for i in range(max_vector.bit_length())]
         # Balances the number of overlapping elements against the number of reads.
         self.vector = min(vectors, key=lambda v: -(-width // (tiles.WARPGROUP * v)) * (v + 1))
         self.width = width
@@ -46,9 +46,9 @@ class Row:
         self.held = self.bytes_each <= HELD
         if not self.held:
             self.size *= AGAIN
-        self.whole, rest = divmod(width, self.size)
-        self.last = Tile(width - self.size, self.size, self.size - rest, self.vector)
-        self.count = self.whole + (rest > 0)
+        self.whole, remainder = divmod(width, self.size)
+        self.last = Tile(width - self.size, self.size, self.size - remainder, self.vector)
+        self.count = self.whole + (remainder > 0)
         self.layout = self.last.layout
 
     def tile(self, k: Any) -> Tile:
@@ -81,8 +81,8 @@ class Row:
 
     def together(self, rows: int, arrays: int) -> int:
         """Returns how many rows of ``arrays`` arrays fit in a block at a time; divides ``rows``."""
-        fit = max(1, min(AT_ONCE, HELD // (arrays * self.bytes_each)))
-        return math.gcd(rows, 1 << (fit.bit_length() - 1))
+        max_rows = max(1, min(AT_ONCE, HELD // (arrays * self.bytes_each)))
+        return math.gcd(rows, 1 << (max_rows.bit_length() - 1))
 
     def part(self, k: Any) -> Any:
         """Returns the tile's slice of a row."""
@@ -113,12 +113,12 @@ def launch(
     ins = {key: value for key, value in inputs.items() if value is not None}
     outs = {key: value for key, value in outputs.items() if value is not None}
 
-    def named(*refs: Any) -> None:
+    def with_names(*refs: Any) -> None:
         count = len(ins) + len(outs)
         body(*refs[count:], **dict(zip([*ins, *outs], refs[:count], strict=True)))
 
-    found = compat.launch(
-        named,
+    results = compat.launch(
+        with_names,
         [*ins.values()],
         [*outs.values()],
         {},
@@ -129,4 +129,4 @@ def launch(
         compiler_params=tiles.params(unsafe_no_auto_barriers=True),
         kernel_name=name,
     )
-    return dict(zip(outs, found, strict=True))
+    return dict(zip(outs, results, strict=True))

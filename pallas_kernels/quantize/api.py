@@ -111,13 +111,13 @@ def quantize_blockwise(
     flat = x.reshape(-1)
     if missing := blocks * block_size - x.size:
         flat = jnp.pad(flat, (0, missing))
-    lines = flat.reshape(blocks, block_size)
-    noise = None if key is None else reference.draw(key, lines.shape)
+    rows = flat.reshape(blocks, block_size)
+    noise = None if key is None else reference.draw(key, rows.shape)
     if chosen == "mosaic_gpu" and mosaic_gpu.fits(blocks, block_size):
-        values, scales = mosaic_gpu.quantize(lines, noise, bits)
+        values, scales = mosaic_gpu.quantize(rows, noise, bits)
     else:
-        drawn = [] if noise is None else reference.parts(noise, bits)
-        values, scales = reference.quantize(reference.parts(lines, bits), drawn, bits)
+        noise_parts = [] if noise is None else reference.parts(noise, bits)
+        values, scales = reference.quantize(reference.parts(rows, bits), noise_parts, bits)
     return Quantized(values, scales, x.shape, x.dtype, bits)
 
 
@@ -155,24 +155,24 @@ def dequantize_blockwise(
     dtype = jnp.dtype(q.dtype if dtype is None else dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{DEQUANTIZE}: dtype is {dtype}; it must be of floats")
-    size, found = math.prod(q.shape), q.values.size * 8 // q.bits
-    if q.values.ndim != 2 or q.scales.shape != q.values.shape[:1] or not 0 < size <= found:
+    size, stored_size = math.prod(q.shape), q.values.size * 8 // q.bits
+    if q.values.ndim != 2 or q.scales.shape != q.values.shape[:1] or not 0 < size <= stored_size:
         raise ValueError(
             f"{DEQUANTIZE}: values {q.values.shape} of {q.bits} bits and scales {q.scales.shape} "
             f"do not make an array {q.shape}; it takes [blocks, bytes of a block] and [blocks]"
         )
-    blocks, block_size = q.values.shape[0], found // q.values.shape[0]
+    blocks, block_size = q.values.shape[0], stored_size // q.values.shape[0]
     chosen = choose(DEQUANTIZE, implementation)
-    fit = block_size % 128 == 0
-    if implementation == "mosaic_gpu" and not fit:
+    is_supported = block_size % 128 == 0
+    if implementation == "mosaic_gpu" and not is_supported:
         raise ValueError(
             f"{DEQUANTIZE}: the blocks have {block_size} elements; 'mosaic_gpu' needs a multiple "
             "of 128. Leave the implementation None."
         )
     values, scales = jax.lax.stop_gradient((q.values, q.scales))
-    if chosen == "mosaic_gpu" and fit and mosaic_gpu.fits(blocks, block_size):
-        made = mosaic_gpu.dequantize(values, scales, q.bits, dtype)
+    if chosen == "mosaic_gpu" and is_supported and mosaic_gpu.fits(blocks, block_size):
+        rows = mosaic_gpu.dequantize(values, scales, q.bits, dtype)
     else:
-        made = jnp.concatenate(reference.dequantize(values, scales, q.bits), axis=1).astype(dtype)
-    flat = made.reshape(-1)
-    return (flat if found == size else flat[:size]).reshape(q.shape)
+        rows = jnp.concatenate(reference.dequantize(values, scales, q.bits), axis=1).astype(dtype)
+    flat = rows.reshape(-1)
+    return (flat if stored_size == size else flat[:size]).reshape(q.shape)

@@ -56,11 +56,11 @@ def _measured(bits: int) -> tuple[Measured, Measured]:
     x = jax.ShapeDtypeStruct((SIZE,), jnp.bfloat16)
     values = jax.ShapeDtypeStruct((SIZE // BLOCK, BLOCK * bits // 8), jnp.int8)
     scales = jax.ShapeDtypeStruct((SIZE // BLOCK,), jnp.float32)
-    moved = x.size * 2 + values.size + scales.size * 4
+    bytes_moved = x.size * 2 + values.size + scales.size * 4
     shape = f"2^26 bf16, {bits} bits"
     return (
-        Measured(QUANTIZE, shape, _quantize(bits), (x,), bytes=moved),
-        Measured(DEQUANTIZE, shape, _dequantize(bits), (values, scales), bytes=moved),
+        Measured(QUANTIZE, shape, _quantize(bits), (x,), bytes=bytes_moved),
+        Measured(DEQUANTIZE, shape, _dequantize(bits), (values, scales), bytes=bytes_moved),
     )
 
 

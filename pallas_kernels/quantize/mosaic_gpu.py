@@ -60,23 +60,25 @@ def _launch(
     number of blocks, the first dimension of all arrays, is not a multiple of 4.
     """
     blocks = inputs[0].shape[0]
-    together = max(1, AT_ONCE * LANES // block_size)
-    each = together * WARPS
-    programs = max(1, blocks // each)
+    groups_at_once = max(1, AT_ONCE * LANES // block_size)
+    blocks_per_program = groups_at_once * WARPS
+    programs = max(1, blocks // blocks_per_program)
 
     def body(*refs: Any) -> None:
         program = lax.axis_index("program")
 
-        def some(begin: Any, count: int) -> None:
+        def run_range(begin: Any, count: int) -> None:
             starts = [*range(0, count - WARPS + 1, WARPS)]
             starts += [count - WARPS] if count % WARPS else []
-            for i in range(0, len(starts), together):
-                work([begin + start for start in starts[i : i + together]], refs)
+            for i in range(0, len(starts), groups_at_once):
+                work([begin + start for start in starts[i : i + groups_at_once]], refs)
 
         if programs > 1:
-            pl.when(program < programs - 1)(lambda: some(program * each, each))
-        begin = (programs - 1) * each
-        pl.when(program == programs - 1)(lambda: some(begin, blocks - begin))
+            pl.when(program < programs - 1)(
+                lambda: run_range(program * blocks_per_program, blocks_per_program)
+            )
+        begin = (programs - 1) * blocks_per_program
+        pl.when(program == programs - 1)(lambda: run_range(begin, blocks - begin))
 
     return compat.launch(
         body,
@@ -107,11 +109,11 @@ def quantize(x: jax.Array, noise: jax.Array | None, bits: int) -> tuple[jax.Arra
             for start in starts
         ]
         for start, halves in zip(starts, loaded, strict=True):
-            at = pl.ds(start, WARPS)
+            rows = pl.ds(start, WARPS)
             values, drawn = [h[0] for h in halves], [h[1] for h in halves if len(h) > 1]
             code, scale = reference.quantize(values, drawn, bits)
-            compat.store(codes, (at, pl.ds(0, width)), code)
-            compat.store(scales, (at,), scale)
+            compat.store(codes, (rows, pl.ds(0, width)), code)
+            compat.store(scales, (rows,), scale)
 
     outputs = [
         jax.ShapeDtypeStruct((blocks, width), jnp.int8),
@@ -138,8 +140,8 @@ def dequantize(codes: jax.Array, scales: jax.Array, bits: int, dtype: Any) -> ja
         ]
         for start, (code, scale) in zip(starts, loaded, strict=True):
             for i, x in enumerate(reference.dequantize(code, scale, bits)):
-                at = pl.ds(start, WARPS), pl.ds(i * width, width)
-                compat.store(out, at, x.astype(out.dtype))
+                index = pl.ds(start, WARPS), pl.ds(i * width, width)
+                compat.store(out, index, x.astype(out.dtype))
 
     outputs = [jax.ShapeDtypeStruct((blocks, size), dtype)]
     return _launch("dequantize_blockwise", work, [codes, scales], outputs, size)[0]

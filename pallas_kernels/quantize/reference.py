@@ -44,16 +44,18 @@ def quantize(values: Sequence[Any], noise: Sequence[Any], bits: int) -> tuple[An
     scale = largest * jnp.float32(1 / LIMIT[bits])
     scale = jnp.where(scale < _TINY, jnp.zeros(scale.shape), scale)  # NaN is not less
     scale = jnp.where(scale == jnp.inf, jnp.full(scale.shape, jnp.nan), scale)
-    good = scale > 0
-    inverse = jnp.where(good, 1 / jnp.where(good, scale, jnp.ones(scale.shape)), scale)
+    is_positive = scale > 0
+    inverse = jnp.where(
+        is_positive, 1 / jnp.where(is_positive, scale, jnp.ones(scale.shape)), scale
+    )
     codes = []
     for i, x in enumerate(values):
         factor = lax.broadcast_in_dim(inverse, x.shape, (0,))
         x = jnp.where(factor > 0, x * factor, jnp.zeros(x.shape))
         if noise:
             x = x + (noise[i].astype(jnp.float32) + 0.5) * (1 / 2**16)
-        most = jnp.full(x.shape, float(LIMIT[bits]))
-        x = lax.clamp(-most, lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN), most)
+        limit = jnp.full(x.shape, float(LIMIT[bits]))
+        x = lax.clamp(-limit, lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN), limit)
         codes.append(x.astype(jnp.int32))
     packed = codes[0] if bits == 8 else (codes[0] & 15) | (codes[1] << 4)
     return packed.astype(jnp.int8), scale
@@ -62,9 +64,9 @@ def quantize(values: Sequence[Any], noise: Sequence[Any], bits: int) -> tuple[An
 def dequantize(codes: Any, scale: Any, bits: int) -> list[Any]:
     """Computes the parts of the blocks, float32, see :func:`quantize`."""
     codes = codes.astype(jnp.int32)
-    found = [codes] if bits == 8 else [(codes << 28) >> 28, codes >> 4]
+    unpacked = [codes] if bits == 8 else [(codes << 28) >> 28, codes >> 4]
     factor = lax.broadcast_in_dim(scale, codes.shape, (0,))
-    return [x.astype(jnp.float32) * factor for x in found]
+    return [x.astype(jnp.float32) * factor for x in unpacked]
 
 
 def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -34,8 +34,8 @@ def assumed_attention(per_device: Callable[..., Any]) -> Callable[..., jax.Array
         out, sums = (checkpoint_name(x, NAME) for x in per_device(_forward)(q, k, v))
         return out, (q, k, v, out, sums)
 
-    def backward(kept: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(per_device(_backward)(*kept, gradient))
+    def backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(per_device(_backward)(*residuals, gradient))
 
     attention.defvjp(forward, backward)
     return attention
@@ -50,8 +50,8 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
 def _backward(
     q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, sums: jax.Array, gradient: jax.Array
 ) -> Any:
-    made = tuple(map(_like, (q, k, v)))
-    return _call("__cudnn$fmhaSoftmaxBackward", made, q, k, v, out, sums, gradient)
+    outputs = tuple(map(_like, (q, k, v)))
+    return _call("__cudnn$fmhaSoftmaxBackward", outputs, q, k, v, out, sums, gradient)
 
 
 def _call(target: str, made: Any, q: jax.Array, k: jax.Array, *rest: jax.Array) -> Any:

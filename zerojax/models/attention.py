@@ -73,9 +73,9 @@ def chosen(zero: Zero | None, asked: str) -> str:
         return "plain"
     device = zero.mesh.devices.flat[0]
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
-    head = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.bfloat16)
+    query = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.bfloat16)
     with jax.default_device(device):
-        if tokamax_gpu.refusal(Target(platform, device.device_kind), head, 0.0) is None:
+        if tokamax_gpu.refusal(Target(platform, device.device_kind), query, 0.0) is None:
             return "mosaic_gpu"
     return "cudnn" if are_there(zero.mesh) and platform == "gpu" else "plain"
 

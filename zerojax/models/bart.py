@@ -99,8 +99,8 @@ class Bart(nn.Module):
         deterministic: bool = True,
     ) -> jax.Array:
         """Encodes a source [B, S] as a memory [B, S, D]."""
-        x, places = self._embedded(input_ids), jnp.arange(input_ids.shape[1])
-        return self.encoder(x, places, deterministic, _keys(attention_mask))[0]
+        x, positions = self._embedded(input_ids), jnp.arange(input_ids.shape[1])
+        return self.encoder(x, positions, deterministic, _keys(attention_mask))[0]
 
     def decode(
         self,
@@ -118,14 +118,14 @@ class Bart(nn.Module):
         returns `memorized` for the next calls. `attention_mask` [B, S] is the source's.
         """
         scan, length = self.config.scan, jax.tree.leaves(cache)[0].shape[-3]
-        each: Any = (cache, memorized)
+        caches: Any = (cache, memorized)
         if not scan:
-            each = [*zip(cache, memorized or [None] * len(cache), strict=True)]
-        x, each = self.decoder(
+            caches = [*zip(cache, memorized or [None] * len(cache), strict=True)]
+        x, caches = self.decoder(
             self._embedded(tokens[:, None]), jnp.asarray(position)[None], True,
-            memory, jnp.arange(length) <= position, _keys(attention_mask), position, cache=each,
+            memory, jnp.arange(length) <= position, _keys(attention_mask), position, cache=caches,
         )  # fmt: skip
-        cache, memorized = each if scan else zip(*each, strict=True)
+        cache, memorized = caches if scan else zip(*caches, strict=True)
         return self._logits(x)[:, 0], cache, memorized
 
     def empty_cache(self, rows: int, length: int) -> Any:
@@ -163,8 +163,8 @@ def shifted(labels: jax.Array, config: BartConfig) -> jax.Array:
     Array([[1, 5, 6, 2, 0]], dtype=int32)
     """
     start = jnp.full_like(labels[:, :1], config.decoder_start_token_id)
-    before = jnp.concatenate([start, labels[:, :-1]], axis=1)
-    return jnp.where(before < 0, config.pad_token_id, before)
+    inputs = jnp.concatenate([start, labels[:, :-1]], axis=1)
+    return jnp.where(inputs < 0, config.pad_token_id, inputs)
 
 
 def _keys(mask: jax.Array | None) -> jax.Array | None:

@@ -69,12 +69,14 @@ class EncoderBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None, mask: jax.Array | None) -> tuple[jax.Array, None]:
-        c, before = self.config, x
-        read = Attention(c, c.encoder_attention_heads, self.deterministic, name="self_attn")
+        c, block_input = self.config, x
+        self_attention = Attention(
+            c, c.encoder_attention_heads, self.deterministic, name="self_attn"
+        )
         branch, mlp = _branch(c, self.deterministic), _mlp(c, c.encoder_ffn_dim, self.deterministic)
-        x, _ = branch(x, "self_attn_layer_norm", lambda x: read(x, x, mask))
+        x, _ = branch(x, "self_attn_layer_norm", lambda x: self_attention(x, x, mask))
         x, _ = branch(x, "final_layer_norm", mlp)
-        return _left_out(self, c.encoder_layerdrop, before, x), None
+        return _layer_drop(self, c.encoder_layerdrop, block_input, x), None
 
 
 class DecoderBlock(nn.Module):
@@ -97,19 +99,23 @@ class DecoderBlock(nn.Module):
         memory_mask: jax.Array | None,
         position: jax.Array | int,
     ) -> tuple[jax.Array, Any]:
-        c, before, (own, memorized) = self.config, x, cache or (None, None)
-        read, look = (
+        c, block_input, (self_cache, memorized) = self.config, x, cache or (None, None)
+        self_attention, cross_attention = (
             Attention(c, c.decoder_attention_heads, self.deterministic, name=name)
             for name in ("self_attn", "encoder_attn")
         )
         branch, mlp = _branch(c, self.deterministic), _mlp(c, c.decoder_ffn_dim, self.deterministic)
-        x, own = branch(x, "self_attn_layer_norm", lambda x: read(x, x, mask, own, position))
+        x, self_cache = branch(
+            x, "self_attn_layer_norm", lambda x: self_attention(x, x, mask, self_cache, position)
+        )
         x, memorized = branch(
-            x, "encoder_attn_layer_norm", lambda x: look(x, memory, memory_mask, memorized)
+            x,
+            "encoder_attn_layer_norm",
+            lambda x: cross_attention(x, memory, memory_mask, memorized),
         )
         x, _ = branch(x, "final_layer_norm", mlp)
-        x = _left_out(self, c.decoder_layerdrop, before, x)
-        return x, None if cache is None else (own, memorized)
+        x = _layer_drop(self, c.decoder_layerdrop, block_input, x)
+        return x, None if cache is None else (self_cache, memorized)
 
 
 def _branch(c: BartConfig, deterministic: bool) -> Callable[..., tuple[jax.Array, Any]]:
@@ -118,10 +124,10 @@ def _branch(c: BartConfig, deterministic: bool) -> Callable[..., tuple[jax.Array
     def branch(
         x: jax.Array, norm: str, f: Callable[[jax.Array], tuple[jax.Array, Any]]
     ) -> tuple[jax.Array, Any]:
-        normal = layer_norm(c, norm)
-        y, more = f(normal(x) if c.normalize_before else x)
+        norm_layer = layer_norm(c, norm)
+        y, extra = f(norm_layer(x) if c.normalize_before else x)
         x = x + nn.Dropout(c.dropout, deterministic=deterministic)(y)
-        return (x if c.normalize_before else normal(x)), more
+        return (x if c.normalize_before else norm_layer(x)), extra
 
     return branch
 
@@ -139,7 +145,7 @@ def _mlp(
     return mlp
 
 
-def _left_out(block: Any, rate: float, before: jax.Array, after: jax.Array) -> jax.Array:
+def _layer_drop(block: Any, rate: float, before: jax.Array, after: jax.Array) -> jax.Array:
     """Applies LayerDrop: skips the block at this rate, for all rows at once. arXiv:1909.11556."""
     if block.deterministic or not rate:
         return after

@@ -119,32 +119,34 @@ def beam_search(
         vocabulary = scores.shape[-1] // num_beams
         scores, chosen = jax.lax.top_k(scores, 2 * num_beams)
         beams, tokens = jnp.divmod(chosen, vocabulary)
-        longer = _of_beams(state.running.tokens, beams).at[:, :, state.length].set(tokens)
+        extended = _select_beams(state.running.tokens, beams).at[:, :, state.length].set(tokens)
         length = state.length + 1
         ended = (tokens == end) | (length >= max_length)
 
         order = jax.lax.top_k(scores + NEVER * ended, num_beams)[1]
-        running = Beams(_of_beams(longer, order), _of_beams(scores + NEVER * ended, order))
-        beams = flat(_of_beams(beams, order) + num_beams * jnp.arange(rows)[:, None])
+        running = Beams(
+            _select_beams(extended, order), _select_beams(scores + NEVER * ended, order)
+        )
+        beams = flat(_select_beams(beams, order) + num_beams * jnp.arange(rows)[:, None])
         cache = jax.tree.map(lambda x: jnp.take(x, beams, axis=cache_axis), cache)
 
-        first = jnp.arange(2 * num_beams) < num_beams
+        is_top = jnp.arange(2 * num_beams) < num_beams
         full = state.complete.all(-1) & (early_stopping is True)
-        closed = (full | ~state.improvable)[:, None] | ~(ended & first)
-        candidates = scores / (length - 1.0) ** length_penalty + NEVER * closed
+        is_excluded = (full | ~state.improvable)[:, None] | ~(ended & is_top)
+        candidates = scores / (length - 1.0) ** length_penalty + NEVER * is_excluded
         candidates = jnp.concatenate([state.finished.scores, candidates], axis=1)
         best, order = jax.lax.top_k(candidates, num_beams)
-        both = jnp.concatenate([state.finished.tokens, longer], axis=1)
-        complete = jnp.concatenate([state.complete, ended & first], axis=1)
-        complete = _of_beams(complete, order)
+        all_tokens = jnp.concatenate([state.finished.tokens, extended], axis=1)
+        complete = jnp.concatenate([state.complete, ended & is_top], axis=1)
+        complete = _select_beams(complete, order)
 
-        until = max_length if early_stopping == "never" and length_penalty > 0 else length
-        reachable = running.scores[:, 0] / (until - 1.0) ** length_penalty
+        final_length = max_length if early_stopping == "never" and length_penalty > 0 else length
+        reachable = running.scores[:, 0] / (final_length - 1.0) ** length_penalty
         worst = jnp.where(complete, best.min(-1, keepdims=True), NEVER)
         return State(
             length=length,
             running=running,
-            finished=Beams(_of_beams(both, order), best),
+            finished=Beams(_select_beams(all_tokens, order), best),
             complete=complete,
             improvable=state.improvable & (reachable[:, None] > worst).any(-1),
             stuck=ended.all(),
@@ -157,10 +159,10 @@ def beam_search(
 
     empty = jnp.full((rows, num_beams, max_length), pad, jnp.int32).at[:, :, 0].set(start)
     # All beams of a row are equal at the start, so only the first may be extended.
-    unlike = jnp.where(jnp.arange(num_beams) == 0, 0.0, NEVER)
+    first_scores = jnp.where(jnp.arange(num_beams) == 0, 0.0, NEVER)
     state = State(
         length=jnp.int32(1),
-        running=Beams(empty, jnp.broadcast_to(unlike, (rows, num_beams))),
+        running=Beams(empty, jnp.broadcast_to(first_scores, (rows, num_beams))),
         finished=Beams(empty, jnp.full((rows, num_beams), NEVER)),
         complete=jnp.zeros((rows, num_beams), bool),
         improvable=jnp.ones(rows, bool),
@@ -187,7 +189,7 @@ def check_options(
         raise ValueError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
 
 
-def _of_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
+def _select_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
     """Selects K of each row's J beams: x [B, J, ...] at beams int [B, K] -> [B, K, ...]."""
     return jnp.take_along_axis(x, beams.reshape(*beams.shape, *[1] * (x.ndim - 2)), axis=1)
 
@@ -222,8 +224,8 @@ def generate(
       ValueError: The model has no positions for `max_length` tokens, or an option is out of range.
     """
     c, rows = model.config, input_ids.shape[0]
-    stop, shortest = options.get("early_stopping", False), options.get("min_length", 0)
-    check_options(num_beams, max_length, shortest, stop)
+    early_stopping, min_length = options.get("early_stopping", False), options.get("min_length", 0)
+    check_options(num_beams, max_length, min_length, early_stopping)
     if max_length > c.max_position_embeddings:
         raise ValueError(
             f"max_length = {max_length}, but max_position_embeddings = {c.max_position_embeddings}"
@@ -236,9 +238,9 @@ def generate(
     mask = repeated(attention_mask)
     memory = repeated(call(input_ids, attention_mask, method="encode"))
     empty = call(rows * num_beams, max_length, method="empty_cache")
-    starts = jnp.full(rows * num_beams, c.decoder_start_token_id)
+    start_tokens = jnp.full(rows * num_beams, c.decoder_start_token_id)
     # The memory's keys and values are the same in each step.
-    _, _, memorized = call(starts, 0, empty, None, memory, mask, method="decode")
+    _, _, memorized = call(start_tokens, 0, empty, None, memory, mask, method="decode")
 
     def step(tokens: jax.Array, position: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         decoded = call(tokens, position, cache, memorized, None, mask, method="decode")

@@ -90,8 +90,8 @@ class Conv(nn.Module):
         c, size = self.config, (self.config.conv_kernel_size,)
         init = nn.initializers.normal(c.initializer_range)
         conv = nn.Conv(c.hidden_size, size, dtype=c.dtype, kernel_init=init, name="conv")
-        near = hidden_dropout(c, self.deterministic)(_masked(conv(x), mask))
-        return _masked(_layer_norm(c)(y + ACTIVATIONS[c.conv_act](near)), mask)
+        convolved = hidden_dropout(c, self.deterministic)(_masked(conv(x), mask))
+        return _masked(_layer_norm(c)(y + ACTIVATIONS[c.conv_act](convolved)), mask)
 
 
 class Embeddings(nn.Module):

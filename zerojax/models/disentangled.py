@@ -25,12 +25,12 @@ def bucket_of(distances: np.ndarray, buckets: int, farthest: int) -> np.ndarray:
     >>> bucket_of(np.array([-2, 4, 5, 8, 16, 31]), buckets=8, farthest=32)
     array([-2,  4,  5,  6,  7,  7])
     """
-    middle = buckets // 2
-    far = np.maximum(np.abs(distances), middle).astype(np.float32) / np.float32(middle)
-    widest = np.log(np.float32((farthest - 1) / middle))
-    logarithmic = np.ceil(np.log(far) / widest * np.float32(middle - 1)) + middle
-    exact = np.abs(distances) <= middle
-    return np.where(exact, distances, np.sign(distances) * logarithmic).astype(np.int64)
+    half = buckets // 2
+    ratio = np.maximum(np.abs(distances), half).astype(np.float32) / np.float32(half)
+    log_range = np.log(np.float32((farthest - 1) / half))
+    logarithmic = np.ceil(np.log(ratio) / log_range * np.float32(half - 1)) + half
+    is_exact = np.abs(distances) <= half
+    return np.where(is_exact, distances, np.sign(distances) * logarithmic).astype(np.int64)
 
 
 def rows_by_distance(config: DebertaConfig, tokens: int) -> np.ndarray:
@@ -53,9 +53,9 @@ def by_pairs(scores: jax.Array) -> jax.Array:
            [ 2,  1,  0]], dtype=int32)
     """
     *batch, tokens, distances = scores.shape
-    longer = jnp.pad(scores, [(0, 0)] * len(batch) + [(0, 0), (0, 1)])
-    string = longer.reshape(*batch, -1)[..., tokens - 1 : tokens - 1 + tokens * distances]
-    return string.reshape(*batch, tokens, distances)[..., :tokens]
+    padded = jnp.pad(scores, [(0, 0)] * len(batch) + [(0, 0), (0, 1)])
+    flat = padded.reshape(*batch, -1)[..., tokens - 1 : tokens - 1 + tokens * distances]
+    return flat.reshape(*batch, tokens, distances)[..., :tokens]
 
 
 class SelfAttention(nn.Module):
@@ -80,12 +80,12 @@ class SelfAttention(nn.Module):
 
         if table is not None:
             # Only the rows for these distances are projected.
-            rows, places = np.unique(rows_by_distance(c, x.shape[1]), return_inverse=True)
+            rows, row_indices = np.unique(rows_by_distance(c, x.shape[1]), return_inverse=True)
             table = hidden_dropout(c, self.deterministic)(table)[rows[0] : rows[-1] + 1]
 
             def positions(shared: nn.Dense, name: str) -> jax.Array:
                 layer = shared if c.share_att_key else dense(c.hidden_size, c, name)
-                return split_heads(layer(table), c.num_attention_heads)[places]
+                return split_heads(layer(table), c.num_attention_heads)[row_indices]
 
             if "c2p" in c.pos_att_type:
                 p_k = positions(key, "pos_key_proj")

@@ -140,12 +140,12 @@ class SelfAttention(nn.Module):
             parts = jnp.split(_dense(3 * c.n_embd, INIT_STD, c, "c_attn")(x), 3, axis=-1)
         q, k, v = (a.reshape(*x.shape[:2], c.n_head, -1) for a in parts)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
-        certain = self.deterministic or not c.dropout
-        if self.kernels and certain and not self.attention:
+        has_no_dropout = self.deterministic or not c.dropout
+        if self.kernels and has_no_dropout and not self.attention:
             y = self.kernels.attention(q, k, v, attention)
         else:
-            plain = functools.partial(attention, dropout=dropout)
-            attend = self.attention if self.attention and certain else plain
+            unfused = functools.partial(attention, dropout=dropout)
+            attend = self.attention if self.attention and has_no_dropout else unfused
             cut = tensor.cut if tensor else None
             y = (self.sequence.attention(attend, cut=cut) if self.sequence else attend)(q, k, v)
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(y.reshape(x.shape))
@@ -160,12 +160,12 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        c, wide = self.config, 4 * self.config.n_embd
+        c, width = self.config, 4 * self.config.n_embd
         if self.kernels:
             init = nn.initializers.normal(INIT_STD)
-            h = FusedDenseGelu(self.kernels, wide, init, c.dtype, name="c_fc")(x)
+            h = FusedDenseGelu(self.kernels, width, init, c.dtype, name="c_fc")(x)
         else:
-            h = nn.gelu(_dense(wide, INIT_STD, c, "c_fc")(x), approximate=True)
+            h = nn.gelu(_dense(width, INIT_STD, c, "c_fc")(x), approximate=True)
         h = self.tensor.features(h) if self.tensor else h
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(h)
 
@@ -194,8 +194,8 @@ class Block(nn.Module):
         attn, mlp = (tensor.between(attn), tensor.between(mlp)) if tensor else (attn, mlp)
         a = dropout(attn(_layer_norm(c, "ln_1", kernels)(x)))
         ln_2 = _layer_norm(c, "ln_2", kernels)
-        normal, x = ln_2(a, x) if kernels else (ln_2(x + a), x + a)
-        return x + dropout(mlp(normal)), None
+        normalized, x = ln_2(a, x) if kernels else (ln_2(x + a), x + a)
+        return x + dropout(mlp(normalized)), None
 
 
 class GPT(nn.Module):

@@ -103,13 +103,13 @@ class Block(nnx.Module):
         mlp: Callable[..., Any] = self.mlp
         if self.tensor:
             attn, mlp = self.tensor.between(attn), self.tensor.between(mlp)
-        a = self.dropout(attn(_normal(self.ln_1, x, self.kernels)))
+        a = self.dropout(attn(_normalize(self.ln_1, x, self.kernels)))
         if self.kernels:
-            normal, x = _normal(self.ln_2, a, self.kernels, x)
+            normalized, x = _normalize(self.ln_2, a, self.kernels, x)
         else:
             x = x + a
-            normal = self.ln_2(x)
-        return x + self.dropout(mlp(normal))
+            normalized = self.ln_2(x)
+        return x + self.dropout(mlp(normalized))
 
 
 class GPT(nnx.Module):
@@ -149,7 +149,7 @@ class GPT(nnx.Module):
         run_block = nnx.remat(_run_block) if c.remat else _run_block
         for i in range(c.n_layer):
             x = run_block(getattr(self, f"h_{i}"), x)
-        x = _normal(self.ln_f, x, self.kernels)
+        x = _normalize(self.ln_f, x, self.kernels)
         if self.kernels and targets is not None:
             return self.kernels.losses(x, self.wte.embedding[...], targets)
         logits = self.wte.attend(tensor.gathered(x) if tensor else x)
@@ -175,7 +175,7 @@ def _layer_norm(c: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(c.n_embd, epsilon=LAYER_NORM_EPS, dtype=c.dtype, rngs=rngs)
 
 
-def _normal(
+def _normalize(
     norm: Any, x: jax.Array, kernels: Kernels | None, residual: jax.Array | None = None
 ) -> Any:
     """Applies a LayerNorm to x; with a residual (fused only), to the sum, and returns both."""

@@ -81,9 +81,9 @@ def run_blocks(
             length=len(layers),
         )
         return stack(*fields, name=name)(x, each, *inputs)
-    own: Sequence[Any] = each or [None] * len(layers)
-    returned = []
-    for i, mine in zip(layers, own, strict=True):
-        x, other = block(*fields, name=f"{name}_{i}")(x, mine, *inputs)
-        returned.append(other)
-    return x, returned
+    block_inputs: Sequence[Any] = each or [None] * len(layers)
+    block_outputs = []
+    for i, block_input in zip(layers, block_inputs, strict=True):
+        x, block_output = block(*fields, name=f"{name}_{i}")(x, block_input, *inputs)
+        block_outputs.append(block_output)
+    return x, block_outputs

@@ -86,8 +86,8 @@ class LlamaConfig:
             )
         for name in ("rope_theta", "rms_norm_eps"):
             value = getattr(self, name)
-            known = isinstance(value, int | float) and not isinstance(value, bool)
-            if not known or not 0 < value < math.inf:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 < value < math.inf:
                 raise ValueError(f"LlamaConfig.{name} must be a positive number, not {value!r}")
         for name in ("tie_word_embeddings", "scan", "remat"):
             value = getattr(self, name)
@@ -162,8 +162,8 @@ def rotate(x: jax.Array, tables: Tables) -> jax.Array:
     """
     cos, sin = tables
     low, high = jnp.split(widen(x), 2, axis=-1)
-    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def grouped_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -173,8 +173,8 @@ def grouped_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     of a group are an extra dimension of q only.
     """
     grouped = q.reshape(*k.shape[:3], -1, q.shape[-1])
-    one_of_each = jax.vmap(attention, (3, None, None), 3)
-    return one_of_each(grouped, k, v).reshape(q.shape)
+    attend_group = jax.vmap(attention, (3, None, None), 3)
+    return attend_group(grouped, k, v).reshape(q.shape)
 
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -285,8 +285,8 @@ class Llama(nn.Module):
         tables = jax.tree.map(sequence.positions, tables) if sequence else tables
 
         # XLA does no CSE across iterations of a scan, so that the barrier would only cost time.
-        again = functools.partial(nn.remat, prevent_cse=not c.scan, policy=self.policy)
-        block = again(Block) if c.remat else Block
+        remat = functools.partial(nn.remat, prevent_cse=not c.scan, policy=self.policy)
+        block = remat(Block) if c.remat else Block
         if c.scan:
             stack = nn.scan(
                 block,

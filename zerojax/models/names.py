@@ -29,9 +29,9 @@ def _gpt(
     zero: Zero | None = None,
     attention: str = "auto",
 ) -> gpt.GPT:
-    config = gpt.GPTConfig(**_longer(gpt.SIZES[name], seq), remat=remat, scan=scan)
-    fused, over = _on_devices(zero, attention)
-    return gpt.GPT(config, attention=fused, **over)
+    config = gpt.GPTConfig(**_with_block_size(gpt.SIZES[name], seq), remat=remat, scan=scan)
+    fused, parallel = _on_devices(zero, attention)
+    return gpt.GPT(config, attention=fused, **parallel)
 
 
 def _llama(
@@ -42,9 +42,9 @@ def _llama(
     zero: Zero | None = None,
     attention: str = "auto",
 ) -> llama.Llama:
-    config = llama.LlamaConfig(**_longer(llama.SIZES[name], seq), remat=remat, scan=scan)
-    fused, over = _on_devices(zero, attention)
-    return llama.Llama(config, fused or llama.grouped_attention, **over)
+    config = llama.LlamaConfig(**_with_block_size(llama.SIZES[name], seq), remat=remat, scan=scan)
+    fused, parallel = _on_devices(zero, attention)
+    return llama.Llama(config, fused or llama.grouped_attention, **parallel)
 
 
 def _on_devices(zero: Zero | None, attention: str) -> tuple[Attention | None, dict[str, Any]]:
@@ -54,7 +54,7 @@ def _on_devices(zero: Zero | None, attention: str) -> tuple[Attention | None, di
     return fused, {"sequence": zero.sequence if zero else None, "tensor": tensor}
 
 
-def _longer(size: dict[str, Any], seq: int) -> dict[str, Any]:
+def _with_block_size(size: dict[str, Any], seq: int) -> dict[str, Any]:
     return size | {"block_size": max(seq, size["block_size"])}
 
 

@@ -31,10 +31,10 @@ def completes(
     rows, windows = history.shape[0], history.shape[1] - size + 1
     if windows < 1:
         return jnp.zeros((rows, vocabulary), bool)
-    begun = jax.lax.dynamic_slice_in_dim(written, length - (size - 1), size - 1, 1)
+    prefix = jax.lax.dynamic_slice_in_dim(written, length - (size - 1), size - 1, 1)
     ends = jnp.arange(windows) + size - 1
-    same = jnp.broadcast_to((ends < count) & (length >= size - 1), (rows, windows))
+    is_match = jnp.broadcast_to((ends < count) & (length >= size - 1), (rows, windows))
     for i in range(size - 1):
-        same &= history[:, i : i + windows] == begun[:, i : i + 1]
+        is_match &= history[:, i : i + windows] == prefix[:, i : i + 1]
     found = jnp.zeros((rows, vocabulary), bool)
-    return found.at[jnp.arange(rows)[:, None], history[:, size - 1 :]].max(same)
+    return found.at[jnp.arange(rows)[:, None], history[:, size - 1 :]].max(is_match)

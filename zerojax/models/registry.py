@@ -37,8 +37,8 @@ def find(name: str) -> Callable[..., Any]:
         return _imported(name, *name.split(":", 1))
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
     if name not in entries:
-        close = difflib.get_close_matches(name, entries, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        matches = difflib.get_close_matches(name, entries, n=1)
+        hint = f" Did you mean {matches[0]!r}?" if matches else ""
         raise ModelError(
             f"unknown model {name!r}.{hint} Known: {', '.join(sorted(entries)) or 'none'}; or give "
             "module:function for a flax model of yours"
@@ -65,12 +65,12 @@ def bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[
     Raises:
       ModelError: The function requires another argument.
     """
-    wanted = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
     missing = [
         name
-        for name, each in wanted.items()
-        if each.default is each.empty
-        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         and name not in options
     ]
     if missing:
@@ -78,7 +78,7 @@ def bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[
             f"{getattr(function, '__name__', 'the function')} wants {', '.join(missing)}; it may "
             f"take {', '.join(options)}, and give others a default"
         )
-    return functools.partial(function, **{k: v for k, v in options.items() if k in wanted})
+    return functools.partial(function, **{k: v for k, v in options.items() if k in parameters})
 
 
 def takes(function: Callable[..., Any], option: str) -> bool:

@@ -121,8 +121,8 @@ class TensorParallel:
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         names = names[:-1] if names[-1] == "value" else names
         module, name = names[-2:] if len(names) > 1 else ("", names[-1])
-        at = CUT.get(module, {}).get(name)
-        if at is None:
+        dim = CUT.get(module, {}).get(name)
+        if dim is None:
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)}: tensor parallelism knows no module "
                 f"{module!r} with a parameter {name!r}. It knows those of zerojax.models.gpt and "
@@ -130,7 +130,7 @@ class TensorParallel:
                 f"zerojax.zero(..., specs={{...: PartitionSpec(None, {self.axis!r})}}), or leave "
                 f"{self.axis!r} out of the mesh"
             )
-        return PartitionSpec(*[None] * (x.ndim + at), self.axis) if at else PartitionSpec()
+        return PartitionSpec(*[None] * (x.ndim + dim), self.axis) if dim else PartitionSpec()
 
     def check(self, config: Any, *names: str) -> None:
         """Rejects sizes of a model that the axis does not divide.
@@ -144,19 +144,19 @@ class TensorParallel:
         """
         kind, n = type(config).__name__, self.devices
         sizes = {f"{kind}.{name}": getattr(config, name) for name in names}
-        if wrong := {name: size for name, size in sizes.items() if size % n}:
-            (name, size), common = next(iter(wrong.items())), math.gcd(*sizes.values())
-            fits = [str(k) for k in range(2, common + 1) if common % k == 0]
-            written = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+        if indivisible := {name: size for name, size in sizes.items() if size % n}:
+            (name, size), gcd = next(iter(indivisible.items())), math.gcd(*sizes.values())
+            divisors = [str(k) for k in range(2, gcd + 1) if gcd % k == 0]
+            listing = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             raise ValueError(
                 f"{name} = {size} does not divide among the {n} devices of the mesh axis "
                 f"{self.axis!r}: make it {nearest_multiples(size, n)}, or "
                 + (
-                    f"{self.axis!r} {_listed(fits)}"
-                    if fits
+                    f"{self.axis!r} {_listed(divisors)}"
+                    if divisors
                     else f"leave {self.axis!r} out of the mesh"
                 )
-                + f" (it cuts {written})"
+                + f" (it cuts {listing})"
             )
 
     def check_tokens(self, tokens: jax.Array) -> None:
@@ -209,10 +209,10 @@ class TensorParallel:
         A kernel [D, count F] has sharded rows at rest, a bias [count F] is not sharded. The
         resharding moves shards between devices, in the gradient too.
         """
-        *rest, wide = weights.shape
-        split = weights.reshape(*rest, count, wide // count)
+        *leading, width = weights.shape
+        split = weights.reshape(*leading, count, width // count)
         columns = NamedSharding(self.mesh, PartitionSpec(*[None] * (split.ndim - 1), self.axis))
-        rows = NamedSharding(self.mesh, PartitionSpec(self.axis) if rest else PartitionSpec())
+        rows = NamedSharding(self.mesh, PartitionSpec(self.axis) if leading else PartitionSpec())
         # The gradient is computed with sharded F; otherwise XLA would gather the activations.
         return lax.with_sharding_constraint(_resharded(split, columns, rows), columns)
 
@@ -250,9 +250,9 @@ class SideBySide(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> list[jax.Array]:
-        wide = self.count * self.features
-        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], wide))
-        bias = self.param("bias", nn.initializers.zeros, (wide,))
+        width = self.count * self.features
+        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], width))
+        bias = self.param("bias", nn.initializers.zeros, (width,))
         return side_by_side(x, kernel, bias, self.count, self.tensor, self.dtype)
 
 
@@ -321,15 +321,15 @@ def _product_bwd(tensor: TensorParallel, kept: Any, gradient: jax.Array) -> Any:
     x, kernel = kept
     (rows,), model = batch_axes(tensor.mesh), tensor.axis
 
-    def at(value: jax.Array, *spec: Any) -> jax.Array:
+    def constrain(value: jax.Array, *spec: Any) -> jax.Array:
         return lax.with_sharding_constraint(value, NamedSharding(tensor.mesh, PartitionSpec(*spec)))
 
-    of_x = jnp.einsum("nbtf,dnf->btd", gradient, at(kernel, None, None, model))
+    d_x = jnp.einsum("nbtf,dnf->btd", gradient, constrain(kernel, None, None, model))
     split = x.reshape(*x.shape[:2], tensor.devices, -1)
-    of_kernel = jnp.einsum("btme,nbtf->menf", split, gradient)
+    d_kernel = jnp.einsum("btme,nbtf->menf", split, gradient)
     for spec in ((None, None, None, model), (None, rows, None, model), (model, rows, None, None)):
-        of_kernel = at(of_kernel, *spec)
-    return of_x, of_kernel.reshape(kernel.shape)
+        d_kernel = constrain(d_kernel, *spec)
+    return d_x, d_kernel.reshape(kernel.shape)
 
 
 _product.defvjp(_product_fwd, _product_bwd)

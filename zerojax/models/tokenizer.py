@@ -43,7 +43,7 @@ def load_tokenizer(folder: str | os.PathLike[str], vocab_size: int | None = None
         raise
     except Exception as error:  # the library raises Exception itself
         raise ValueError(f"{file} is no tokenizer's file: {error}") from error
-    return _fitting(tokenizer, vocab_size, str(file))
+    return _checked(tokenizer, vocab_size, str(file))
 
 
 def gpt2_tokenizer(merges: str | os.PathLike[str], vocab_size: int | None = None) -> Any:
@@ -84,7 +84,7 @@ def gpt2_tokenizer(merges: str | os.PathLike[str], vocab_size: int | None = None
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
-    return _fitting(tokenizer, vocab_size, str(file))
+    return _checked(tokenizer, vocab_size, str(file))
 
 
 def byte_symbols() -> list[str]:
@@ -100,7 +100,7 @@ def byte_symbols() -> list[str]:
     return [chr(byte) for byte in visible] + [chr(256 + i) for i in range(others)]
 
 
-def _fitting(tokenizer: Any, vocab_size: int | None, source: str) -> Any:
+def _checked(tokenizer: Any, vocab_size: int | None, source: str) -> Any:
     """Returns the tokenizer after checking that its ids are within a model's vocabulary.
 
     Raises:

@@ -62,7 +62,7 @@ def _listed(value: Any) -> Any:
     return tuple(value.split()) if isinstance(value, str) else value
 
 
-def _of(kind: ValueKind, default: Any) -> Any:
+def _argument(kind: ValueKind, default: Any) -> Any:
     return field(default=default, metadata={"kind": kind})
 
 
@@ -131,68 +131,68 @@ class TrainingArguments:
 did you mean `learning_rate`?
     """
 
-    output_dir: str = _of(_PATH, "trainer_output")
-    overwrite_output_dir: bool = _of(FLAG, False)
-    per_device_train_batch_size: int = _of(POSITIVE, 8)
-    per_device_eval_batch_size: int = _of(POSITIVE, 8)
-    gradient_accumulation_steps: int = _of(POSITIVE, 1)
-    learning_rate: float = _of(AMOUNT, 5e-5)
-    weight_decay: float = _of(AMOUNT, 0.0)
-    adam_beta1: float = _of(BETA, 0.9)
-    adam_beta2: float = _of(BETA, 0.999)
-    adam_epsilon: float = _of(AMOUNT, 1e-8)
-    optim: str = _of(choice(*OPTIMIZERS), "adamw_torch")
-    max_grad_norm: float = _of(AMOUNT, 1.0)
-    num_train_epochs: float = _of(ABOVE_ZERO, 3.0)
-    max_steps: int = _of(INTEGER, -1)
-    lr_scheduler_type: str = _of(choice(*SCHEDULES), "linear")
-    lr_scheduler_kwargs: Mapping[str, Any] | None = _of(optional(OBJECT), None)
-    warmup_steps: float = _of(AMOUNT, 0)
-    warmup_ratio: float = _of(optional(FRACTION), 0.0)
-    bf16: bool = _of(FLAG, False)
-    fp16: bool = _of(FLAG, False)
-    gradient_checkpointing: bool = _of(optional(FLAG), False)
-    logging_strategy: str = _of(_STRATEGY, "steps")
-    logging_steps: float = _of(ABOVE_ZERO, 500)
-    logging_first_step: bool = _of(FLAG, False)
-    eval_strategy: str = _of(_STRATEGY, "no")
-    eval_steps: float | None = _of(optional(ABOVE_ZERO), None)
-    eval_on_start: bool = _of(FLAG, False)
-    eval_delay: float = _of(AMOUNT, 0)
-    prediction_loss_only: bool = _of(FLAG, False)
-    save_strategy: str = _of(_STRATEGY, "steps")
-    save_steps: float = _of(ABOVE_ZERO, 500)
-    save_total_limit: int | None = _of(optional(POSITIVE), None)
-    load_best_model_at_end: bool = _of(FLAG, False)
-    metric_for_best_model: str = _of(optional(TEXT), None)
-    greater_is_better: bool = _of(optional(FLAG), None)
-    report_to: tuple[str, ...] = _of(_NAMES, ())
-    logging_dir: str | None = _of(optional(_PATH), None)
-    run_name: str | None = _of(optional(TEXT), None)
-    project: str | None = _of(optional(TEXT), None)
-    seed: int = _of(WHOLE, 42)
-    data_seed: int | None = _of(optional(WHOLE), None)
-    dataloader_drop_last: bool = _of(FLAG, False)
-    remove_unused_columns: bool = _of(FLAG, True)
-    label_names: tuple[str, ...] = _of(_NAMES, ("labels",))
-    disable_tqdm: bool = _of(optional(FLAG), False)
+    output_dir: str = _argument(_PATH, "trainer_output")
+    overwrite_output_dir: bool = _argument(FLAG, False)
+    per_device_train_batch_size: int = _argument(POSITIVE, 8)
+    per_device_eval_batch_size: int = _argument(POSITIVE, 8)
+    gradient_accumulation_steps: int = _argument(POSITIVE, 1)
+    learning_rate: float = _argument(AMOUNT, 5e-5)
+    weight_decay: float = _argument(AMOUNT, 0.0)
+    adam_beta1: float = _argument(BETA, 0.9)
+    adam_beta2: float = _argument(BETA, 0.999)
+    adam_epsilon: float = _argument(AMOUNT, 1e-8)
+    optim: str = _argument(choice(*OPTIMIZERS), "adamw_torch")
+    max_grad_norm: float = _argument(AMOUNT, 1.0)
+    num_train_epochs: float = _argument(ABOVE_ZERO, 3.0)
+    max_steps: int = _argument(INTEGER, -1)
+    lr_scheduler_type: str = _argument(choice(*SCHEDULES), "linear")
+    lr_scheduler_kwargs: Mapping[str, Any] | None = _argument(optional(OBJECT), None)
+    warmup_steps: float = _argument(AMOUNT, 0)
+    warmup_ratio: float = _argument(optional(FRACTION), 0.0)
+    bf16: bool = _argument(FLAG, False)
+    fp16: bool = _argument(FLAG, False)
+    gradient_checkpointing: bool = _argument(optional(FLAG), False)
+    logging_strategy: str = _argument(_STRATEGY, "steps")
+    logging_steps: float = _argument(ABOVE_ZERO, 500)
+    logging_first_step: bool = _argument(FLAG, False)
+    eval_strategy: str = _argument(_STRATEGY, "no")
+    eval_steps: float | None = _argument(optional(ABOVE_ZERO), None)
+    eval_on_start: bool = _argument(FLAG, False)
+    eval_delay: float = _argument(AMOUNT, 0)
+    prediction_loss_only: bool = _argument(FLAG, False)
+    save_strategy: str = _argument(_STRATEGY, "steps")
+    save_steps: float = _argument(ABOVE_ZERO, 500)
+    save_total_limit: int | None = _argument(optional(POSITIVE), None)
+    load_best_model_at_end: bool = _argument(FLAG, False)
+    metric_for_best_model: str = _argument(optional(TEXT), None)
+    greater_is_better: bool = _argument(optional(FLAG), None)
+    report_to: tuple[str, ...] = _argument(_NAMES, ())
+    logging_dir: str | None = _argument(optional(_PATH), None)
+    run_name: str | None = _argument(optional(TEXT), None)
+    project: str | None = _argument(optional(TEXT), None)
+    seed: int = _argument(WHOLE, 42)
+    data_seed: int | None = _argument(optional(WHOLE), None)
+    dataloader_drop_last: bool = _argument(FLAG, False)
+    remove_unused_columns: bool = _argument(FLAG, True)
+    label_names: tuple[str, ...] = _argument(_NAMES, ("labels",))
+    disable_tqdm: bool = _argument(optional(FLAG), False)
     deepspeed: Any = field(default=None, metadata={"kind": ANYTHING})
-    fsdp: tuple[str, ...] = _of(_NAMES, ())
+    fsdp: tuple[str, ...] = _argument(_NAMES, ())
     fsdp_config: Any = field(default=None, metadata={"kind": ANYTHING})
-    use_cpu: bool = _of(FLAG, False)
+    use_cpu: bool = _argument(FLAG, False)
     given: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __init__(self, output_dir: str = "trainer_output", **arguments: Any) -> None:
         given = {"output_dir": output_dir} | {RENAMED.get(k, k): v for k, v in arguments.items()}
-        own = {f.name: f for f in fields(self) if f.init}
-        problems = [*_others(given, own)]
-        for name, f in own.items():
-            value = given.get(name, f.default)
+        init_fields = {spec.name: spec for spec in fields(self) if spec.init}
+        problems = [*_argument_problems(given, init_fields)]
+        for name, spec in init_fields.items():
+            value = given.get(name, spec.default)
             try:
-                value = f.metadata["kind"].check(value)
+                value = spec.metadata["kind"].check(value)
             except ConfigError as error:
                 problems.append(f"{name}: {error}")
-                value = f.default
+                value = spec.default
             object.__setattr__(self, name, value)
         object.__setattr__(self, "given", frozenset(given))
         options = fsdp_options(self.fsdp_config if self.fsdp else None)
@@ -296,12 +296,12 @@ did you mean `learning_rate`?
         return math.ceil(number * steps) if number < 1 else int(number)
 
 
-def _others(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+def _argument_problems(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
     """Yields a problem for each argument that is unknown, or that zerojax refuses."""
     known = [*own, *WITHOUT_EFFECT, *REFUSED]
     for name, value in given.items():
-        off, why = REFUSED.get(name, ((), ""))
-        if why and value not in off:
-            yield f"{name} = {shown(value)} is not supported: {why}"
+        accepted, reason = REFUSED.get(name, ((), ""))
+        if reason and value not in accepted:
+            yield f"{name} = {shown(value)} is not supported: {reason}"
         elif name not in known:
             yield f"{name}: unknown argument; {hint(name, closest(name, known), 'take it out')}"

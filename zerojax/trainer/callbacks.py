@@ -151,25 +151,25 @@ class Callbacks:
 
     def __init__(self, given: Iterable[Any], args: TrainingArguments) -> None:
         self._args = args
-        self._all = [each() if isinstance(each, type) else each for each in given]
-        for each in self._all:
-            if not isinstance(each, TrainerCallback):
+        self._all = [callback() if isinstance(callback, type) else callback for callback in given]
+        for callback in self._all:
+            if not isinstance(callback, TrainerCallback):
                 raise TypeError(
-                    f"callbacks: {each!r} is no callback; derive its class from "
+                    f"callbacks: {callback!r} is no callback; derive its class from "
                     "zerojax.trainer.TrainerCallback"
                 )
-            for name in dir(each):
+            for name in dir(callback):
                 if name.startswith("on_") and name not in EVENTS:
                     raise TypeError(
-                        f"callbacks: {type(each).__name__}.{name} would never be called; "
+                        f"callbacks: {type(callback).__name__}.{name} would never be called; "
                         f"{suggestion(name, EVENTS)}"
                     )
 
     def __call__(
         self, event: str, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        for each in self._all:
-            getattr(each, event)(self._args, state, control, **kwargs)
+        for callback in self._all:
+            getattr(callback, event)(self._args, state, control, **kwargs)
 
 
 def due(args: TrainingArguments, state: TrainerState, control: TrainerControl, epoch: int) -> None:
@@ -181,18 +181,18 @@ def due(args: TrainingArguments, state: TrainerState, control: TrainerControl, e
       control: The flags, changed in place.
       epoch: Updates of an epoch.
     """
-    step, last = state.global_step, state.global_step >= state.max_steps
+    step, is_last = state.global_step, state.global_step >= state.max_steps
 
-    def now(event: str) -> bool:
-        every = args.every(event, state.max_steps, epoch)
-        by_epoch = getattr(args, f"{event}_strategy") == "epoch"
-        return bool(every) and (step % every == 0 or (last and by_epoch))
+    def is_due(event: str) -> bool:
+        interval = args.every(event, state.max_steps, epoch)
+        is_by_epoch = getattr(args, f"{event}_strategy") == "epoch"
+        return bool(interval) and (step % interval == 0 or (is_last and is_by_epoch))
 
-    waited = state.epoch if args.eval_strategy == "epoch" else step
-    control.should_training_stop |= last
-    control.should_log |= now("logging") or (step == 1 and args.logging_first_step)
-    control.should_evaluate |= now("eval") and waited >= args.eval_delay
-    control.should_save |= now("save") or (last and args.save_strategy != "no")
+    progress = state.epoch if args.eval_strategy == "epoch" else step
+    control.should_training_stop |= is_last
+    control.should_log |= is_due("logging") or (step == 1 and args.logging_first_step)
+    control.should_evaluate |= is_due("eval") and progress >= args.eval_delay
+    control.should_save |= is_due("save") or (is_last and args.save_strategy != "no")
     # Ranking the checkpoints requires an evaluation at each of them.
     control.should_evaluate |= control.should_save and args.load_best_model_at_end
 

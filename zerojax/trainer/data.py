@@ -35,8 +35,8 @@ def check(name: str, dataset: Any) -> int:
       ValueError: The dataset is empty.
       TypeError: The dataset has no length, or no rows by index.
     """
-    has = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not has or isinstance(dataset, Mapping):
+    is_sequence = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not is_sequence or isinstance(dataset, Mapping):
         raise TypeError(
             f"{name}: {type(dataset).__name__} has no rows by number and no length, which a run "
             "needs to go on where it stopped: pass a list, a datasets.Dataset or a grain.MapDataset"
@@ -76,35 +76,35 @@ class Epochs(NamedTuple):
         Raises:
           ValueError: ``dataloader_drop_last`` drops all rows.
         """
-        micro = world * args.per_device_train_batch_size
-        batch = micro * args.gradient_accumulation_steps
+        micro_batch = world * args.per_device_train_batch_size
+        batch = micro_batch * args.gradient_accumulation_steps
         seed = args.seed if args.data_seed is None else args.data_seed
         if dataset is None:  # for evaluations
             return cls(0, 0, batch, 1, max(1, args.max_steps), seed)
         rows = check("train_dataset", dataset)
-        read = rows - rows % micro if args.dataloader_drop_last else rows
-        if not read:
+        rows_read = rows - rows % micro_batch if args.dataloader_drop_last else rows
+        if not rows_read:
             raise ValueError(
-                f"train_dataset has {rows} rows, fewer than the {micro} of a micro-batch "
+                f"train_dataset has {rows} rows, fewer than the {micro_batch} of a micro-batch "
                 f"(per_device_train_batch_size {args.per_device_train_batch_size} x {world} "
                 "devices), and dataloader_drop_last leaves them out: lower the first, or take the "
                 "second out"
             )
-        updates = math.ceil(read / batch)
+        updates = math.ceil(rows_read / batch)
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates)
-        return cls(rows, read, batch, updates, steps, seed)
+        return cls(rows, rows_read, batch, updates, steps, seed)
 
     def indices(self, step: int) -> np.ndarray:
         """Returns the row indices of an update, a function of the seed and the step only."""
-        epoch, at = divmod(step, self.updates)
+        epoch, update = divmod(step, self.updates)
         order = np.random.default_rng((self.seed, epoch)).permutation(self.rows)[: self.read]
-        return order[at * self.batch : (at + 1) * self.batch]
+        return order[update * self.batch : (update + 1) * self.batch]
 
     @property
     def last(self) -> int | None:
         """Rows of an epoch's last update if the run reaches one that is not full, else None."""
-        left = self.read % self.batch
-        return left if left and self.steps >= self.updates else None
+        remainder = self.read % self.batch
+        return remainder if remainder and self.steps >= self.updates else None
 
 
 class Update(NamedTuple):
@@ -148,20 +148,20 @@ class Reader:
         """Returns this process's rows of a batch as arrays."""
         blocks = BatchRows(self._mesh).blocks
         if len(indices) % blocks:  # an evaluation's last rows: every process reads all of them
-            whole = NamedSharding(self._mesh, PartitionSpec())
+            replicated = NamedSharding(self._mesh, PartitionSpec())
             rows = self._checked(indices)
             return {
-                k: jax.make_array_from_callback(x.shape, whole, x.__getitem__)
+                k: jax.make_array_from_callback(x.shape, replicated, x.__getitem__)
                 for k, x in rows.items()
             }
         return self._checked(indices[process_rows(len(indices), self._mesh)])
 
     def update(self, indices: np.ndarray, size: int) -> Update:
         """Returns this process's rows of an update; copies that pad to ``size`` do not count."""
-        own = process_rows(size, self._mesh)
-        batch = self._checked(np.resize(indices, size)[own])
+        local_rows = process_rows(size, self._mesh)
+        batch = self._checked(np.resize(indices, size)[local_rows])
         counts = np.arange(size) < len(indices)
-        return Update(batch, None if counts.all() else counts[own], len(indices))
+        return Update(batch, None if counts.all() else counts[local_rows], len(indices))
 
     def sample(self) -> Batch:
         """Returns a batch of the first row, the same in every process."""
@@ -174,9 +174,9 @@ class Reader:
 
     def _read(self, indices: Sequence[int] | np.ndarray) -> tuple[Batch, list[str]]:
         """Returns a batch, and the names of the non-numeric columns."""
-        places, left_out = [int(i) for i in indices], list[str]()
-        many = getattr(self.dataset, "__getitems__", None)  # one read of many rows
-        rows = list(many(places)) if many else [self.dataset[i] for i in places]
+        row_numbers, left_out = [int(i) for i in indices], list[str]()
+        getitems = getattr(self.dataset, "__getitems__", None)  # one read of many rows
+        rows = list(getitems(row_numbers)) if getitems else [self.dataset[i] for i in row_numbers]
         if self._numbers_only:
             if isinstance(rows[0], Mapping):
                 left_out = [name for name, value in rows[0].items() if _text(value)]
@@ -188,11 +188,11 @@ class Reader:
             )
         arrays = {name: np.asarray(x) for name, x in batch.items()}
         for name, x in arrays.items():
-            if x.dtype.kind not in "biufV" or not x.ndim or len(x) != len(places):
+            if x.dtype.kind not in "biufV" or not x.ndim or len(x) != len(row_numbers):
                 raise TypeError(
                     f"the batch's {name} is {x.dtype}{list(x.shape)}, and numbers with "
-                    f"{len(places)} rows are needed: take the column out, or pad and convert it in "
-                    "data_collator"
+                    f"{len(row_numbers)} rows are needed: take the column out, or pad and convert "
+                    "it in data_collator"
                 )
         return arrays, left_out
 
@@ -200,8 +200,8 @@ class Reader:
         """Yields batches of at most ``size`` rows in order, each with its number of rows."""
         n = len(self.dataset) if limit is None else limit
         for start in range(0, n, size):
-            places = np.arange(start, min(start + size, n))
-            yield len(places), self.batch(places)
+            row_numbers = np.arange(start, min(start + size, n))
+            yield len(row_numbers), self.batch(row_numbers)
 
 
 def _numbers(row: Any) -> Any:

@@ -62,7 +62,7 @@ class Evaluator:
           TypeError: ``compute_metrics`` does not return a dict.
           Exception: Any error of ``compute_metrics``, with a note of the shapes that it received.
         """
-        began, losses, weights = time.perf_counter(), [], []
+        start, losses, weights = time.perf_counter(), [], []
         predictions, labels, n = [], [], 0
         function = self._with_predictions if keep else self._loss_alone
         for rows, batch in reader.all(self._rows, limit):
@@ -78,13 +78,13 @@ class Evaluator:
         metrics: dict[str, float] = {}
         if total := sum(map(float, weights)):
             metrics[f"{prefix}_loss"] = sum(map(float, losses)) / total
-        given = EvalPrediction(joined(predictions), joined(labels))
-        if keep and self.compute_metrics is not None and given.label_ids is not None:
-            metrics |= self._computed(given, prefix)
-        seconds = time.perf_counter() - began
-        figures = {"runtime": seconds, "samples_per_second": n / seconds}
-        metrics |= {f"{prefix}_{name}": value for name, value in figures.items()}
-        return PredictionOutput(*given, metrics)
+        evaluated = EvalPrediction(joined(predictions), joined(labels))
+        if keep and self.compute_metrics is not None and evaluated.label_ids is not None:
+            metrics |= self._computed(evaluated, prefix)
+        seconds = time.perf_counter() - start
+        speed = {"runtime": seconds, "samples_per_second": n / seconds}
+        metrics |= {f"{prefix}_{name}": value for name, value in speed.items()}
+        return PredictionOutput(*evaluated, metrics)
 
     def _computed(self, given: EvalPrediction, prefix: str) -> dict[str, float]:
         assert self.compute_metrics is not None
@@ -139,11 +139,11 @@ class Evaluator:
         predictions: Any = forward.predictions
         labels = {name: batch[name] for name in self._labels if name in batch}
         if self._preprocess is not None:
-            one, label = (
+            prediction, label = (
                 (next(iter(x.values())) if len(x) == 1 else tuple(x.values()) or None)
                 for x in (predictions, labels)
             )
-            predictions = {"predictions": self._preprocess(one, label)}
+            predictions = {"predictions": self._preprocess(prediction, label)}
         return _loss(forward, batch) | {"predictions": predictions, "labels": labels}
 
     def write(self, metrics: Mapping[str, Any], samples: int) -> None:
@@ -151,8 +151,8 @@ class Evaluator:
         if jax.process_index():
             return
         self._writers = self._writers or open_writers(self._zero.config)
-        numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
-        events = [(f"Eval/Samples/{k}", v, samples) for k, v in numbers.items()]
+        scalars = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+        events = [(f"Eval/Samples/{k}", v, samples) for k, v in scalars.items()]
         for writer in self._writers:
             writer.write(events)
 

@@ -42,9 +42,13 @@ class Limits:
         self._loss, self._traced, self._devices, self._labels = loss, traced, devices, labels
         self._ready = loss in (classification_loss, causal_lm_loss)
         config = getattr(model, "config", None)
-        size = getattr(config, "vocab_size", None)
-        further = getattr(config, "decoder_vocab_size", None)  # for example, of another language
-        self._vocabulary = {"input_ids": size, "decoder_input_ids": further or size}
+        vocab_size = getattr(config, "vocab_size", None)
+        # A decoder may have its own vocabulary, for example of another language.
+        decoder_size = getattr(config, "decoder_vocab_size", None)
+        self._vocabulary = {
+            "input_ids": vocab_size,
+            "decoder_input_ids": decoder_size or vocab_size,
+        }
         self._name, self._masks = _takes_mask(model)
         self._known: dict[frozenset[str], Forward] = {}
         self._named: set[str] = set()
@@ -105,14 +109,14 @@ class Limits:
         values = batch.get(name)
         if values is None or not values.size or values.dtype.kind not in "iub":
             return
-        wrong = (values < 0) | (values >= size)
+        out_of_range = (values < 0) | (values >= size)
         if name == "labels":
-            wrong &= values != IGNORED
-        if wrong.any():
-            spare = f" ({IGNORED} is a label that does not count)" * (name == "labels")
+            out_of_range &= values != IGNORED
+        if out_of_range.any():
+            note = f" ({IGNORED} is a label that does not count)" * (name == "labels")
             raise ValueError(
-                f"{name} have {values[wrong][0]}, and {of} has {size}: number them from 0, or give "
-                f"the model more{spare}"
+                f"{name} have {values[out_of_range][0]}, and {of} has {size}: number them from 0, "
+                f"or give the model more{note}"
             )
 
     def _of_all(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -57,8 +57,8 @@ def _entries(given: Any) -> Mapping[str, Any]:
     elif hasattr(result, "loss") and not isinstance(result, Mapping):
         result = vars(result)
     if not isinstance(result, Mapping):
-        alone = isinstance(result, tuple) or not jnp.ndim(result)
-        result = {"loss": result} if alone else {"logits": result}
+        is_loss = isinstance(result, tuple) or not jnp.ndim(result)
+        result = {"loss": result} if is_loss else {"logits": result}
     return result
 
 
@@ -82,8 +82,8 @@ def forward_of(given: Any) -> Forward:
         values, weights = loss
         mean = weighted_mean(values, weights)
         weights = jnp.asarray(weights, mean.dtype)
-        kept = jnp.where(weights == 0, 0, jnp.asarray(values, mean.dtype))
-        return Forward(mean, (jnp.sum(kept * weights), jnp.sum(weights)), predictions)
+        counted = jnp.where(weights == 0, 0, jnp.asarray(values, mean.dtype))
+        return Forward(mean, (jnp.sum(counted * weights), jnp.sum(weights)), predictions)
     if isinstance(loss, tuple) or jnp.ndim(loss):
         shapes = jax.tree.map(jnp.shape, loss)
         raise TypeError(
@@ -125,22 +125,24 @@ def call(model: Any, batch: Mapping[str, Any], *, without: tuple[str, ...] = ())
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         names = [*names, *batch]
     fields = {k: v for k, v in batch.items() if k in names and k not in without}
-    needs = [
+    missing = [
         name
         for name, p in [*parameters.items()][1:]
         if p.default is p.empty
         and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         and name not in (*fields, *_SWITCHES)
     ]
-    if needs or not fields:
+    if missing or not fields:
         raise TypeError(
             f"{type(model).__name__}.__call__ takes {', '.join(names)}, and the batch has "
             f"{', '.join(batch)} (without columns of text): name the fields alike, or pass "
             "Trainer(loss=lambda model, batch: ...)"
         )
     if isinstance(model, nn.Module):
-        drops = model.has_rng("dropout")
-        fields |= {k: drops is on for k, on in _SWITCHES.items() if k in names}
+        is_training = model.has_rng("dropout")
+        fields |= {
+            k: is_training is train_value for k, train_value in _SWITCHES.items() if k in names
+        }
     return model(**fields)
 
 
@@ -162,8 +164,8 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     not 0.
     """
     inputs = batch["input_ids"]
-    tokens = {**batch, "tokens": inputs} if "tokens" not in batch else batch
-    logits = call(model, tokens, without=("labels",))
+    fields = {**batch, "tokens": inputs} if "tokens" not in batch else batch
+    logits = call(model, fields, without=("labels",))
     if (labels := batch.get("labels")) is None:
         mask = batch.get("attention_mask")
         if mask is not None and mask.shape != inputs.shape:

@@ -171,17 +171,17 @@ class Linen:
     ) -> tuple[jax.Array, Any]:
         """Returns the mean loss, and the changed variables."""
 
-        def given(params: Any, variables: Any, key: jax.Array, batch: Any) -> tuple[Any, Any]:
+        def apply_loss(params: Any, variables: Any, key: jax.Array, batch: Any) -> tuple[Any, Any]:
             apply = nn.apply(self._loss, self._module, mutable=[*variables])
             loss, changed = apply({"params": params, **variables}, batch, rngs={"dropout": key})
             return loss, changed
 
         args = params, variables, key
         if partial is not None:
-            remembers = bool(jax.tree.leaves(variables))
+            has_state = bool(jax.tree.leaves(variables))
             fields, counts = batch
-            return partial_mean(given, args, fields, counts, partial, remembers=remembers)
-        loss, changed = given(*args, batch)
+            return partial_mean(apply_loss, args, fields, counts, partial, remembers=has_state)
+        loss, changed = apply_loss(*args, batch)
         return mean_loss(loss), changed
 
     def train_step(self, zero: Zero) -> Any:
@@ -211,8 +211,8 @@ class Linen:
         @zero.evaluate
         def evaluate(state: Any, batch: Any) -> Any:
             variables = {"params": state.params, **state.variables}
-            given = nn.apply(self._loss, self._module)(variables, batch)
-            return function(forward_of(given), batch)
+            outputs = nn.apply(self._loss, self._module)(variables, batch)
+            return function(forward_of(outputs), batch)
 
         return evaluate
 
@@ -235,14 +235,14 @@ class Nnx:
         self._model, self._loss, self._seed = model, loss, seed
 
     def create(self, tx: optax.GradientTransformation, sample: Any) -> Create:
-        def both(model: nnx.Module) -> tuple[nnx.Module, nnx.Optimizer]:
+        def with_optimizer(model: nnx.Module) -> tuple[nnx.Module, nnx.Optimizer]:
             model.train()
             return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
         if isinstance(self._model, nnx.Module):
             graph, arrays = nnx.split(self._model)
-            return (lambda arrays: both(nnx.merge(graph, arrays))), (arrays,)
-        return (lambda: both(self._model(rngs=nnx.Rngs(self._seed)))), ()
+            return (lambda arrays: with_optimizer(nnx.merge(graph, arrays))), (arrays,)
+        return (lambda: with_optimizer(self._model(rngs=nnx.Rngs(self._seed)))), ()
 
     def traced(self, batch: Any) -> Traced:
         create, arrays = self.create(optax.identity(), batch)
@@ -256,14 +256,16 @@ class Nnx:
             return mean_loss(self._loss(model, batch))
         graph, arrays = nnx.split(model)
 
-        def given(arrays: Any, batch: Any) -> tuple[Any, Any]:
+        def apply_loss(arrays: Any, batch: Any) -> tuple[Any, Any]:
             model = nnx.merge(graph, arrays)
             return self._loss(model, batch), nnx.state(model, nnx.Not(nnx.Param))
 
-        others = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
-        remembers = bool(jax.tree.leaves(others))
+        other_state = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
+        has_state = bool(jax.tree.leaves(other_state))
         fields, counts = batch
-        mean, changed = partial_mean(given, (arrays,), fields, counts, partial, remembers=remembers)
+        mean, changed = partial_mean(
+            apply_loss, (arrays,), fields, counts, partial, remembers=has_state
+        )
         nnx.update(model, changed)
         return mean
 
@@ -289,9 +291,9 @@ class Nnx:
         @zero.evaluate
         def evaluate(model: nnx.Module, batch: Any) -> Any:
             model.eval()
-            given = self._loss(model, batch)
+            outputs = self._loss(model, batch)
             model.train()
-            return function(forward_of(given), batch)
+            return function(forward_of(outputs), batch)
 
         return evaluate
 

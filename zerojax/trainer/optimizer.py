@@ -48,8 +48,8 @@ def optimizer_of(
         Run(named.with_defaults().get("lr", args.learning_rate), args.warmup(steps), steps),
         args.lr_scheduler_kwargs,
     )
-    masked = config.optimizer is None and args.weight_decay
-    mask = no_bias_and_norm if masked else None
+    is_masked = config.optimizer is None and args.weight_decay
+    mask = no_bias_and_norm if is_masked else None
     tx, learning_rate = named_optimizer(named, rate, weight_decay_mask=mask)
     return wrap(tx, learning_rate=learning_rate, **features(config))
 

@@ -111,9 +111,9 @@ def refuse(given: Mapping[str, Any], known: Iterable[str]) -> None:
     for name, value in given.items():
         if name in OF_TRAINER and value is None:
             continue
-        why = OF_TRAINER.get(name) or hint(name, closest(name, [*known]), "take it out")
-        what = "not supported" if name in OF_TRAINER else "unknown argument"
-        raise TypeError(f"Trainer: {name}: {what}; {why}")
+        reason = OF_TRAINER.get(name) or hint(name, closest(name, [*known]), "take it out")
+        problem = "not supported" if name in OF_TRAINER else "unknown argument"
+        raise TypeError(f"Trainer: {name}: {problem}; {reason}")
 
 
 class FsdpOptions(NamedTuple):
@@ -159,21 +159,21 @@ def fsdp_options(given: Any) -> FsdpOptions:
     options.problems.extend(f"fsdp_config: {problem}" for problem in problems)
     known = [key.removeprefix(f"{FSDP}.fsdp_") for key in YAML_KEYS if key.startswith(f"{FSDP}.")]
     for name, value in raw.items():
-        short = name.removeprefix("fsdp_")
-        key = YAML_KEYS.get(f"{FSDP}.fsdp_{short}")
-        off, why = _IN_FSDP.get(short, (None, ""))
-        if short in _REMAT:
+        suffix = name.removeprefix("fsdp_")
+        key = YAML_KEYS.get(f"{FSDP}.fsdp_{suffix}")
+        accepted, reason = _IN_FSDP.get(suffix, (None, ""))
+        if suffix in _REMAT:
             try:
                 options = options._replace(remat=FLAG.check(value) or options.remat)
             except ConfigError as error:
                 options.problems.append(f"fsdp_config.{name}: {error}")
-        elif short in _OF_XLA:
+        elif suffix in _OF_XLA:
             options.unused.append(f"fsdp_config.{name} ({_XLA})")
         elif key is None:
-            remedy = hint(name, closest(short, [*known, *_REMAT, *_OF_XLA]), "take it out")
+            remedy = hint(name, closest(suffix, [*known, *_REMAT, *_OF_XLA]), "take it out")
             options.problems.append(f"fsdp_config.{name}: unknown key; {remedy}")
-        elif why and value not in (off, None):
-            options.problems.append(f"fsdp_config.{name} = {shown(value)}: {why}")
+        elif reason and value not in (accepted, None):
+            options.problems.append(f"fsdp_config.{name} = {shown(value)}: {reason}")
         elif key.treatment == "off only" and value not in key.accepts:
             options.problems.append(
                 f"fsdp_config.{name} = {shown(value)} is not supported: {key.why}"

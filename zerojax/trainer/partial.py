@@ -112,30 +112,32 @@ def _by_rows(
     Raises:
       Undivided: The function combines rows in a way other than a reduction.
     """
-    here = counts.shape[0]
+    batch_rows = counts.shape[0]
     # For a micro-batch only the equations matter, not this number of rows: accumulation takes the
     # numbers in them from the trace of the global batch.
-    rows = partial.rows if here == partial.full else here + 1
+    rows = partial.rows if batch_rows == partial.full else batch_rows + 1
 
     def mean(args: tuple[Any, ...], batch: Any) -> tuple[jax.Array, Any]:
-        given, changed = function(*args, batch)
-        return mean_loss(given), changed
+        outputs, changed = function(*args, batch)
+        return mean_loss(outputs), changed
 
     def traced(n: int) -> Any:
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
-        return jax.make_jaxpr(mean, return_shape=True)(args, like)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
+        return jax.make_jaxpr(mean, return_shape=True)(args, shapes)
 
-    sizes = Sizes(rows, here)
-    part, out = traced(sizes.traced)
+    sizes = Sizes(rows, batch_rows)
+    micro_jaxpr, out_shapes = traced(sizes.traced)
     try:
-        whole, _ = traced(sizes.whole)
+        global_jaxpr, _ = traced(sizes.whole)
     except Exception as error:
         raise Undivided(f"on {rows} rows it fails ({type(error).__name__})") from error
-    leaves, others = jax.tree.leaves(batch), jax.tree.leaves(args)
-    is_batch = [*[False] * len(others), *[True] * len(leaves)]
-    by_rows = ByRows(whole, part, sizes, is_batch, padded=True, differentiated=True, noise=True)
+    batch_leaves, arg_leaves = jax.tree.leaves(batch), jax.tree.leaves(args)
+    is_batch = [*[False] * len(arg_leaves), *[True] * len(batch_leaves)]
+    by_rows = ByRows(
+        global_jaxpr, micro_jaxpr, sizes, is_batch, padded=True, differentiated=True, noise=True
+    )
     if by_rows.stacked:
         raise Undivided("the state has an array with rows of the batch")
-    totals, _ = by_rows.part([*others, *leaves], counts)
-    outs = by_rows.finish([*others, *[None] * len(leaves)], totals, [])
-    return jax.tree.unflatten(jax.tree.structure(out), outs)  # type: ignore[no-any-return]
+    totals, _ = by_rows.part([*arg_leaves, *batch_leaves], counts)
+    out_leaves = by_rows.finish([*arg_leaves, *[None] * len(batch_leaves)], totals, [])
+    return jax.tree.unflatten(jax.tree.structure(out_shapes), out_leaves)  # type: ignore[no-any-return]

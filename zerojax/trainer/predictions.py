@@ -36,12 +36,12 @@ class PredictionOutput(NamedTuple):
 def to_host(tree: Any) -> Any:
     """Returns global arrays, which may span several processes, as NumPy arrays."""
 
-    def whole(x: Any) -> np.ndarray:
+    def gathered(x: Any) -> np.ndarray:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return np.asarray(multihost_utils.process_allgather(x, tiled=True))
         return np.asarray(x)
 
-    return jax.tree.map(whole, tree)
+    return jax.tree.map(gathered, tree)
 
 
 def joined(parts: list[dict[str, Any]]) -> Any:
@@ -59,10 +59,12 @@ def _concatenated(parts: list[Any]) -> Any:
     if isinstance(parts[0], Mapping):
         return {k: _concatenated([part[k] for part in parts]) for k in parts[0]}
     if isinstance(parts[0], tuple | list):
-        return tuple(_concatenated([*each]) for each in zip(*parts, strict=True))
+        return tuple(_concatenated([*group]) for group in zip(*parts, strict=True))
     if parts[0].ndim < 2 or len({x.shape[1] for x in parts}) == 1:
         return np.concatenate(parts)
     longest = max(x.shape[1] for x in parts)
-    fill = [((0, 0), (0, longest - x.shape[1]), *[(0, 0)] * (x.ndim - 2)) for x in parts]
-    filled = (np.pad(x, f, constant_values=IGNORED) for x, f in zip(parts, fill, strict=True))
-    return np.concatenate([*filled])
+    padding = [((0, 0), (0, longest - x.shape[1]), *[(0, 0)] * (x.ndim - 2)) for x in parts]
+    padded = (
+        np.pad(x, widths, constant_values=IGNORED) for x, widths in zip(parts, padding, strict=True)
+    )
+    return np.concatenate([*padded])

@@ -25,8 +25,8 @@ class TrainingProgress:
     """
 
     def __init__(self, steps: int, done: int, mesh: Mesh, bar: bool) -> None:
-        speaks = jax.process_index() == 0
-        self._console = Console(quiet=not speaks)
+        is_main = jax.process_index() == 0
+        self._console = Console(quiet=not is_main)
         self._steps, self._mesh = steps, mesh
         self._mark: float | None = None
         self._seconds, self._tokens, self._rows = 0.0, 0, 0
@@ -37,7 +37,7 @@ class TrainingProgress:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self._console,
-            disable=not (bar and speaks and self._console.is_terminal),
+            disable=not (bar and is_main and self._console.is_terminal),
             expand=True,
         )
         self._task = self._bar.add_task("", total=steps, completed=done, figures="")
@@ -120,8 +120,8 @@ class MeanLoss:
 def _device_bytes(mesh: Mesh) -> int:
     """Returns the largest peak over devices if they report it, else the bytes of live arrays."""
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
-    if all("peak_bytes_in_use" in each for each in stats):
-        return max(each["peak_bytes_in_use"] for each in stats)
+    if all("peak_bytes_in_use" in device_stats for device_stats in stats):
+        return max(device_stats["peak_bytes_in_use"] for device_stats in stats)
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.live_arrays()

@@ -56,7 +56,7 @@ def resolved(
       (0.5, 0.0001)
     """
     if args.deepspeed is None:
-        return _alone(args)
+        return _without_json(args)
     source = source_of(args.deepspeed)
     raw, problems = read_json(args.deepspeed)
     problems += rename(raw)
@@ -70,10 +70,11 @@ def resolved(
         if given == "auto" or (given is None and entry.absent and entry.names):
             _set(raw, entry.path, entry.value)
         elif given is not None and entry.names and not _same(entry, given):
-            defaults = args.given.isdisjoint(entry.names)
+            is_default = args.given.isdisjoint(entry.names)
             problems.append(
-                f"{entry.path} = {shown(given)}, but TrainingArguments say {_said(args, entry)}"
-                f'{" (the default)" * defaults}; write "auto" in the JSON, or give both one value'
+                f"{entry.path} = {shown(given)}, but TrainingArguments say "
+                f"{_described(args, entry)}"
+                f'{" (the default)" * is_default}; write "auto" in the JSON, or give both one value'
             )
     for section, monitor in _monitors(args).items():
         raw.setdefault(section, monitor)
@@ -82,7 +83,7 @@ def resolved(
     return raw
 
 
-def _said(args: TrainingArguments, entry: Entry) -> str:
+def _described(args: TrainingArguments, entry: Entry) -> str:
     """Formats the argument with its value, or the value with the arguments that determine it."""
     if len(entry.names) == 1 and getattr(args, entry.names[0]) == entry.value:
         return f"{entry.names[0]} = {shown(entry.value)}"
@@ -146,7 +147,7 @@ def _same(entry: Entry, given: Any) -> bool:
     return bool((list(given) if isinstance(given, tuple) else given) == entry.value)
 
 
-def _alone(args: TrainingArguments) -> dict[str, Any]:
+def _without_json(args: TrainingArguments) -> dict[str, Any]:
     """Returns the config of a run without a JSON; fp16 scales as PyTorch's GradScaler does."""
     zero: dict[str, Any] = {"stage": args.stage}
     if "offload" in args.fsdp:

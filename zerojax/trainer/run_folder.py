@@ -72,23 +72,25 @@ class RunFolder:
         Raises:
           CheckpointError: As for ``Trainer.train``.
         """
-        there, steps = self.checkpoints.directory, self._epochs.steps
+        directory, steps = self.checkpoints.directory, self._epochs.steps
         if resume is None or resume is False:
             self._check_room(after=-1)
             begun = Begun(fresh(), TrainerState(max_steps=steps), [])
             self._make_room(after=-1)
             return begun
-        folder, step = (there, None) if resume is True else _found(pathlib.Path(resume))
+        folder, step = (
+            (directory, None) if resume is True else _folder_and_step(pathlib.Path(resume))
+        )
         with contextlib.ExitStack() as stack:
             source = self.checkpoints
-            if pathlib.Path(folder).resolve() != pathlib.Path(there).resolve():
+            if pathlib.Path(folder).resolve() != pathlib.Path(directory).resolve():
                 source = stack.enter_context(Checkpointer(folder, self._zero, read_only=True))
             step = source.latest_step() if step is None else step
             if step is None:
-                what = "has no checkpoint" if folder.exists() else "does not exist: nothing"
+                problem = "has no checkpoint" if folder.exists() else "does not exist: nothing"
                 raise CheckpointError(
-                    f"{folder} {what} to go on from: train() without resume_from_checkpoint begins "
-                    "a new run"
+                    f"{folder} {problem} to go on from: train() without resume_from_checkpoint "
+                    "begins a new run"
                 )
             extra = source.extra(step, process=0)
             self._check(extra, f"{folder}/{step}")
@@ -132,14 +134,14 @@ class RunFolder:
                 f"{where} was not saved by a Trainer, and has no position in the data; start from "
                 "its parameters: Trainer(params=...)"
             )
-        before, now = dict(extra["data"]), self._data()
-        steps = before.pop("steps"), now.pop("steps")
-        differ = [f"{k} ({before.get(k)} there, {v} here)" for k, v in now.items()
-                  if before.get(k) != v]  # fmt: skip
-        if differ:
+        previous, current = dict(extra["data"]), self._data()
+        steps = previous.pop("steps"), current.pop("steps")
+        differences = [f"{k} ({previous.get(k)} there, {v} here)" for k, v in current.items()
+                       if previous.get(k) != v]  # fmt: skip
+        if differences:
             raise CheckpointError(
-                f"{where} is of other data: {', '.join(differ)}; a run goes on with the same, and "
-                "a new one may start from its parameters: Trainer(params=...)"
+                f"{where} is of other data: {', '.join(differences)}; a run goes on with the same, "
+                "and a new one may start from its parameters: Trainer(params=...)"
             )
         if steps[0] != steps[1]:
             log.warning(
@@ -172,8 +174,8 @@ class RunFolder:
 
 def preemption_notice() -> contextlib.AbstractContextManager[Preemption | None]:
     """Returns a context that records SIGTERM; only the main thread can handle Python signals."""
-    main = threading.current_thread() is threading.main_thread()
-    return Preemption() if main else contextlib.nullcontext()
+    is_main = threading.current_thread() is threading.main_thread()
+    return Preemption() if is_main else contextlib.nullcontext()
 
 
 def _fields(config: Any) -> dict[str, Any] | None:
@@ -184,7 +186,7 @@ def _fields(config: Any) -> dict[str, Any] | None:
     return {k: v for k, v in values.items() if isinstance(v, int | float | str | tuple)}
 
 
-def _found(path: pathlib.Path) -> tuple[pathlib.Path, int | None]:
+def _folder_and_step(path: pathlib.Path) -> tuple[pathlib.Path, int | None]:
     """Splits the path of a run, of its checkpoints or of a step into steps folder and step."""
     if (step := steps_folder.number(path.name)) is not None:
         return path.parent, step

@@ -51,47 +51,47 @@ def schedule(name: str, run: Run, options: Options | None = None) -> optax.Sched
       >>> [float(rate(t)) for t in range(7)]
       [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
-    after, known = SCHEDULES[name]
-    chosen = {**known, **(options or {})}
-    for option in chosen.keys() - known.keys():
+    decay, defaults = SCHEDULES[name]
+    chosen = {**defaults, **(options or {})}
+    for option in chosen.keys() - defaults.keys():
         raise ConfigError(
-            f"lr_scheduler_kwargs: {name} has no {option}; {suggestion(option, known)}"
+            f"lr_scheduler_kwargs: {name} has no {option}; {suggestion(option, defaults)}"
         )
     if chosen.get("lr_end", 0) and chosen["lr_end"] >= run.rate:
         raise ConfigError(
             f"lr_scheduler_kwargs: lr_end = {chosen['lr_end']:g} must lie below learning_rate = "
             f"{run.rate:g}"
         )
-    span = max(1, run.steps - run.warmup)
+    decay_steps = max(1, run.steps - run.warmup)
 
     def rate(count: jax.typing.ArrayLike) -> jax.Array:
         t = jnp.asarray(count)
-        x = jnp.asarray(t - run.warmup, float) / span
-        share = after(run, t, x, chosen)
+        x = jnp.asarray(t - run.warmup, float) / decay_steps
+        factor = decay(run, t, x, chosen)
         if name != "constant":
-            share = jnp.where(t < run.warmup, jnp.asarray(t, float) / max(1, run.warmup), share)
-        return run.rate * share
+            factor = jnp.where(t < run.warmup, jnp.asarray(t, float) / max(1, run.warmup), factor)
+        return run.rate * factor
 
     return rate
 
 
-def _wave(x: jax.Array, cycles: float) -> jax.Array:
+def _cosine(x: jax.Array, cycles: float) -> jax.Array:
     return jnp.maximum(0.0, 0.5 * (1 + jnp.cos(2 * math.pi * cycles * x)))
 
 
 def _restarts(run: Run, t: jax.Array, x: jax.Array, options: Options) -> jax.Array:
     # In integer arithmetic: at a restart, a rounding error would give 0 in place of 1.
     span, cycles = max(1, run.steps - run.warmup), options["num_cycles"]
-    into = (t - run.warmup) * cycles % span / span
-    return jnp.where(x >= 1, 0.0, 0.5 * (1 + jnp.cos(math.pi * into)))
+    phase = (t - run.warmup) * cycles % span / span
+    return jnp.where(x >= 1, 0.0, 0.5 * (1 + jnp.cos(math.pi * phase)))
 
 
 def _floored(run: Run, t: jax.Array, x: jax.Array, options: Options) -> jax.Array:
-    share, rate = options["min_lr_rate"], options["min_lr"]
-    if (share is None) == (rate is None):
+    floor_factor, floor_rate = options["min_lr_rate"], options["min_lr"]
+    if (floor_factor is None) == (floor_rate is None):
         raise ConfigError("lr_scheduler_kwargs: cosine_with_min_lr takes min_lr or min_lr_rate")
-    floor = rate / run.rate if share is None else share
-    return floor + (1 - floor) * _wave(x, options["num_cycles"])
+    floor = floor_rate / run.rate if floor_factor is None else floor_factor
+    return floor + (1 - floor) * _cosine(x, options["num_cycles"])
 
 
 def _polynomial(run: Run, t: jax.Array, x: jax.Array, options: Options) -> jax.Array:
@@ -104,18 +104,18 @@ def _inverse_sqrt(run: Run, t: jax.Array, x: jax.Array, options: Options) -> jax
     return 1 / jnp.sqrt(jnp.maximum(1.0, (t - run.warmup + scale) / scale))
 
 
-def _one(run: Run, t: jax.Array, x: jax.Array, options: Options) -> jax.Array:
+def _constant(run: Run, t: jax.Array, x: jax.Array, options: Options) -> jax.Array:
     return jnp.ones_like(x)
 
 
 SCHEDULES: dict[str, tuple[After, dict[str, Any]]] = {
     "linear": (lambda run, t, x, options: jnp.maximum(0.0, 1 - x), {}),
-    "cosine": (lambda run, t, x, options: _wave(x, options["num_cycles"]), {"num_cycles": 0.5}),
+    "cosine": (lambda run, t, x, options: _cosine(x, options["num_cycles"]), {"num_cycles": 0.5}),
     "cosine_with_restarts": (_restarts, {"num_cycles": 1}),
     "cosine_with_min_lr": (_floored, {"num_cycles": 0.5, "min_lr": None, "min_lr_rate": None}),
     "polynomial": (_polynomial, {"lr_end": 1e-7, "power": 1.0}),
-    "constant": (_one, {}),
-    "constant_with_warmup": (_one, {}),
+    "constant": (_constant, {}),
+    "constant_with_warmup": (_constant, {}),
     "inverse_sqrt": (_inverse_sqrt, {"timescale": None}),
 }
 """Function of each schedule after its warm-up, and its options with their defaults."""

@@ -159,20 +159,20 @@ class Trainer:
         reader = self._reader(self.train_dataset, "train_dataset")
         self._check_last(reader)
         key = jax.random.split(jax.random.key(args.seed), 3)[2]  # model init uses the rest
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         with self._folder() as folder:
             if self.state.global_step or resume_from_checkpoint:
                 self.train_state = None  # free memory before the next state is created
             begun = folder.begin(resume_from_checkpoint, self._ready, self._abstract)
             self.train_state, self.state, self._losses = (*begun[:2], MeanLoss(begun.losses))
             state, start, control = self.state, self.state.global_step, TrainerControl()
-            there, self.control = folder.checkpoints.all_steps(), control
-            self._saved = start if start in there else None
-            trained = 0
+            stored_steps, self.control = folder.checkpoints.all_steps(), control
+            self._saved = start if start in stored_steps else None
+            trained_rows = 0
             self.callbacks("on_train_begin", state, control)
             if args.eval_strategy != "no":
-                rows, keep = self._reader(self.eval_dataset), self._keeps_predictions()
-                self._evaluator.try_metrics(self.train_state, rows, keep, args)
+                eval_reader, keep = self._reader(self.eval_dataset), self._keeps_predictions()
+                self._evaluator.try_metrics(self.train_state, eval_reader, keep, args)
             if args.eval_on_start and not start:
                 self.evaluate()
             bar = TrainingProgress(epochs.steps, start, self.zero.mesh, not args.disable_tqdm)
@@ -186,7 +186,7 @@ class Trainer:
                     self._losses.add(metrics["loss"])
                     self._saved = None
                     state.global_step, state.epoch = step + 1, (step + 1) / epochs.updates
-                    trained += update.rows
+                    trained_rows += update.rows
                     bar.advance(update.rows, update.batch)
                     self.callbacks("on_step_end", state, control)
                     if (step + 1) % epochs.updates == 0 or step + 1 == epochs.steps:
@@ -213,12 +213,12 @@ class Trainer:
                 if (best := folder.checkpoints.best_step()) is not None:
                     self.train_state, self._saved = None, best
                     self.train_state = folder.checkpoints.restore(self._abstract(), best)
-        seconds, made = time.perf_counter() - began, state.global_step - start
+        seconds, steps_run = time.perf_counter() - start_time, state.global_step - start
         figures = {
             "train_loss": self._losses.of_run(),
             "train_runtime": seconds,
-            "train_samples_per_second": trained / seconds,
-            "train_steps_per_second": made / seconds,
+            "train_samples_per_second": trained_rows / seconds,
+            "train_steps_per_second": steps_run / seconds,
         }
         self._log(figures)
         self._step.close()
@@ -270,8 +270,8 @@ class Trainer:
 
     def _reader(self, dataset: Any, name: str = "the dataset") -> data.Reader:
         data.check(name, dataset)
-        numbers, check = self.args.remove_unused_columns, self._limits.check
-        return data.Reader(dataset, self._collator, self.zero.mesh, numbers, check)
+        numbers_only, check = self.args.remove_unused_columns, self._limits.check
+        return data.Reader(dataset, self._collator, self.zero.mesh, numbers_only, check)
 
     def _partial(self, rows: int) -> Partial:
         return Partial(rows, self.epochs.batch, self.args.gradient_accumulation_steps)
@@ -313,14 +313,14 @@ class Trainer:
 
     def _log_step(self) -> dict[str, float]:
         """Logs the mean loss since the last log, and the last step's figures."""
-        last, names = telemetry(self.train_state), ("grad_norm", "learning_rate")
-        logs = {"loss": self._losses.take(), **{name: float(last[name]) for name in names}}
+        values, names = telemetry(self.train_state), ("grad_norm", "learning_rate")
+        logs = {"loss": self._losses.take(), **{name: float(values[name]) for name in names}}
         self._log(logs)
         return logs
 
     def _log(self, logs: dict[str, float]) -> None:
-        at = {"epoch": self.state.epoch, "step": self.state.global_step}
-        self.state.log_history.append({**logs, **at})
+        position = {"epoch": self.state.epoch, "step": self.state.global_step}
+        self.state.log_history.append({**logs, **position})
         self.callbacks("on_log", self.state, self.control, logs=logs)
 
 

@@ -83,7 +83,7 @@ class Cache:
             with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
                 file.write(text)
             os.replace(file.name, path)
-            newest = sorted(self._folder.glob("*.json"), key=lambda each: -each.stat().st_mtime)
+            newest = sorted(self._folder.glob("*.json"), key=lambda entry: -entry.stat().st_mtime)
             for old in newest[KEPT:]:
                 old.unlink(missing_ok=True)
         except OSError:

@@ -118,15 +118,15 @@ def fit(
     """
     if jax.process_count() > 1:  # each would stop its search by its own clock
         raise ValueError("fit: give all processes one config: run `zerojax fit --out` before, once")
-    raw, wrong = as_json(config, auto)
-    if problems := wrong + stand_in(raw, auto or {}).problems:
+    raw, read_problems = as_json(config, auto)
+    if problems := read_problems + stand_in(raw, auto or {}).problems:
         raise ConfigError(problems)
     function = find(model) if isinstance(model, str) else model
     mesh = all_devices() if mesh is None else mesh
     rates = (rates_here(mesh) if rates is None else rates).over(network)
     if xla and mesh.devices.flat[0].platform not in GPUS:
         raise ValueError(f"xla: its options are for GPUs, and the devices are {rates.kind}")
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     world = batch_devices(mesh)
     remats = (False, True) if takes(function, "remat") else (None,)
     space, fixed = left_open(raw, train_batch_size, world, remats)
@@ -146,12 +146,12 @@ def fit(
     if not ranking and study.failed is not None:
         raise study.failed
     if not ranking:
-        raise OutOfMemoryError(_nothing(study, searched, f"{mesh.size} x {rates.kind}"))
+        raise OutOfMemoryError(_nothing_fits(study, searched, f"{mesh.size} x {rates.kind}"))
     if xla:
         run = study.run if are_there(mesh) else None
-        left = until - time.monotonic()
+        remaining = deadline - time.monotonic()
         ranking = (
-            *search_options(study, ranking[0], fixed.get("xla") or (), left, run),
+            *search_options(study, ranking[0], fixed.get("xla") or (), remaining, run),
             *ranking[1:],
         )
     chosen = ranking[0].choice
@@ -160,18 +160,18 @@ def fit(
     )
 
 
-def _nothing(study: Study, searched: Searched, devices: str) -> str:
+def _nothing_fits(study: Study, searched: Searched, devices: str) -> str:
     """Returns a message that explains why no choice fits, and what to do."""
     if searched.unseen:
         return (
             f"nothing that was compiled fits {devices}, and the limit of compiles or of seconds "
             f"came before these: {listed(searched.unseen)}. Raise the limit"
         )
-    least = study.least(searched.leanest) / 1e9
-    more = "" if searched.leanest.remat else ", or a model that takes `remat`"
+    least_gb = study.least(searched.leanest) / 1e9
+    hint = "" if searched.leanest.remat else ", or a model that takes `remat`"
     return (
-        f"nothing fits {devices}: {searched.leanest} needs at least {least:.1f} of "
-        f"{study.rates.room / 1e9:.1f} GB. Take more devices{more}"
+        f"nothing fits {devices}: {searched.leanest} needs at least {least_gb:.1f} of "
+        f"{study.rates.room / 1e9:.1f} GB. Take more devices{hint}"
     )
 
 

@@ -52,10 +52,10 @@ def search_options(
       run: A function that runs a choice and returns the seconds of a step, or None if the choice
         does not run; None if the devices do not exist.
     """
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     fitting: list[Trial] = []
-    for choice in (best.choice, *_under_options(best.choice, fixed)):
-        if fitting and time.monotonic() >= until:
+    for choice in (best.choice, *_with_options(best.choice, fixed)):
+        if fitting and time.monotonic() >= deadline:
             break
         forecast = trials.tried(choice)
         if forecast is None or not forecast.fits:
@@ -66,11 +66,11 @@ def search_options(
     return ranked(fitting) or [best]
 
 
-def _under_options(choice: Choice, fixed: Collection[str]) -> Iterator[Choice]:
+def _with_options(choice: Choice, fixed: Collection[str]) -> Iterator[Choice]:
     """Yields the choice under each distinct candidate."""
-    known = {choice}
+    seen = {choice}
     for candidate in CANDIDATES:
         options = tuple((name, value) for name, value in candidate.items() if name not in fixed)
-        if (under := dataclasses.replace(choice, xla=options)) not in known:
-            known.add(under)
-            yield under
+        if (variant := dataclasses.replace(choice, xla=options)) not in seen:
+            seen.add(variant)
+            yield variant

@@ -28,14 +28,14 @@ def seconds_of_a_step(zero: Zero, workload: Workload, steps: int = STEPS) -> flo
     step, batch, args = zero(workload.train_step), *map(_zeros, (workload.batch, workload.args))
     times = []
     for _ in range(1 + steps):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         if isinstance(state, tuple):  # NNX: updated in place
             out = step(*state, batch, *args)
         else:
             state, out = step(state, batch, *args)
         arrays = [nnx.state(x) for x in state] if isinstance(state, tuple) else state
         jax.block_until_ready((arrays, out))
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
 

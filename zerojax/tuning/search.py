@@ -61,29 +61,30 @@ def search(
     shortest = bounds is not None and bounds.metric == "latency"
     modes, sizes = list(space.modes()), space.sizes()
     leanest = {mode.offload: space.choice(mode, sizes[0]) for mode in modes}  # the last of each
-    last = [*leanest.values()][-1]
+    leanest_mode = [*leanest.values()][-1]
     at_most = bounds.num_tuning_micro_batch_sizes if bounds else len(sizes)
-    limits, in_vain = _Limits(trials, compiles, seconds), set[Offload]()
+    limits, infeasible = _Limits(trials, compiles, seconds), set[Offload]()
     fitting: dict[Choice, Trial] = {}
-    for at, mode in enumerate(modes):
-        done(at, len(modes))
-        if mode.offload in in_vain or any(_less(each, mode) for each in fitting):
+    for index, mode in enumerate(modes):
+        done(index, len(modes))
+        if mode.offload in infeasible or any(_offloads_less(other, mode) for other in fitting):
             continue
         try:
             least = leanest[mode.offload]
             if (forecast := limits.fitting(least)) is None:
-                in_vain.add(mode.offload)
+                infeasible.add(mode.offload)
                 continue
             fitting[least] = Trial(least, forecast)
             for trial in _of_mode(limits, space, mode, sizes, at_most):
                 fitting[trial.choice] = trial
         except TimeoutError:
             unseen = [
-                each
-                for each in modes[at:]
-                if each.offload not in in_vain and not any(_less(x, each) for x in fitting)
+                other
+                for other in modes[index:]
+                if other.offload not in infeasible
+                and not any(_offloads_less(x, other) for x in fitting)
             ]
-            return Searched(ranked(fitting.values(), shortest), unseen, last)
+            return Searched(ranked(fitting.values(), shortest), unseen, leanest_mode)
     if space.live is None:
         fastest = [x.choice for x in ranked(fitting.values(), shortest) if x.choice.drops]
         for choice in fastest[:REFINED]:
@@ -93,7 +94,7 @@ def search(
                 fitting[filled.choice] = filled
             limits.compiles -= TRIES
     done(len(modes), len(modes))
-    return Searched(ranked(fitting.values(), shortest), [], last)
+    return Searched(ranked(fitting.values(), shortest), [], leanest_mode)
 
 
 class _Limits:
@@ -135,18 +136,18 @@ def _of_mode(
     Raises:
       TimeoutError: The search reached its limits.
     """
-    low, high, at = 0, len(sizes), 0  # sizes before low fit, sizes from high on do not
+    low, high, index = 0, len(sizes), 0  # sizes before low fit, sizes from high on do not
     for _ in range(at_most):
-        choice = space.choice(mode, sizes[at])
+        choice = space.choice(mode, sizes[index])
         if forecast := limits.fitting(choice):
             yield Trial(choice, forecast)
-            low = at + 1
-            at = _fills(forecast, sizes[at], sizes, limits.trials.rates.room)
-            if at < low:
+            low = index + 1
+            index = _largest_fitting(forecast, sizes[index], sizes, limits.trials.rates.room)
+            if index < low:
                 break  # the next size exceeds the memory by more than the estimate's error
         else:
-            high = at
-        at = min(at, high - 1)
+            high = index
+        index = min(index, high - 1)
         if low >= high:
             break
 
@@ -166,20 +167,22 @@ def listed(modes: Sequence[Choice]) -> str:
     return "; ".join(names[:8]) + f"; and {len(names) - 8} more" * (len(names) > 8)
 
 
-def _less(fitting: Choice, mode: Choice) -> bool:
+def _offloads_less(fitting: Choice, mode: Choice) -> bool:
     """Returns whether a choice that fits offloads less than a mode."""
     return OFFLOADS.index(fitting.offload) < OFFLOADS.index(mode.offload)
 
 
-def _fills(forecast: Forecast, micro: int, sizes: Sequence[int], room: int) -> int:
+def _largest_fitting(forecast: Forecast, micro: int, sizes: Sequence[int], room: int) -> int:
     """Returns the index of the largest micro-batch that should fit; scales the bytes that grow."""
-    grows = [
+    batch_bytes = [
         sum(program.memory.get(kind, 0) for kind in (ACTIVATIONS, LOGITS, BATCH))
         for program in forecast.programs
     ]
 
     def fits(size: int) -> bool:
-        each = zip(forecast.programs, grows, strict=True)
-        return all(program.bytes + grown * (size / micro - 1) <= room for program, grown in each)
+        pairs = zip(forecast.programs, batch_bytes, strict=True)
+        return all(
+            program.bytes + growing * (size / micro - 1) <= room for program, growing in pairs
+        )
 
-    return max((at for at, size in enumerate(sizes) if fits(size)), default=0)
+    return max((index for index, size in enumerate(sizes) if fits(size)), default=0)

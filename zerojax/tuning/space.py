@@ -136,20 +136,20 @@ def left_open(
       >>> space.stages, space.sizes(), space.offloads
       ((2,), [1, 2, 4, 8], ('none', 'optimizer', 'optimizer and parameters'))
     """
-    rest = copy.deepcopy(dict(config))
-    if problems := list(rename(rest)):
+    fixed = copy.deepcopy(dict(config))
+    if problems := list(rename(fixed)):
         raise ConfigError(problems)
-    bounds = load({"autotuning": rest.get("autotuning", {})}).autotuning
+    bounds = load({"autotuning": fixed.get("autotuning", {})}).autotuning
     if bounds is not None:
-        del rest["autotuning"]
-    zero = rest.get("zero_optimization")
+        del fixed["autotuning"]
+    zero = fixed.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
-    for section, keys in ((rest, BATCH_SIZES), (zero, _ZERO)):
+    for section, keys in ((fixed, BATCH_SIZES), (zero, _ZERO)):
         for key in keys:
             if section.get(key) == "auto" or section.get(key, 0) is None:
                 del section[key]
-    total, micro, accumulation = (rest.get(key) for key in BATCH_SIZES)
-    if elasticity := elastic(rest):
+    total, micro, accumulation = (fixed.get(key) for key in BATCH_SIZES)
+    if elasticity := elastic(fixed):
         total, micro, accumulation = elasticity.sizes(world)
     total = agreed(rows, total)
     if isinstance(total, int) and total % world:
@@ -157,13 +157,13 @@ def left_open(
             f"train_batch_size: {total} rows do not divide among {world} devices; take "
             + nearest_multiples(total, world)
         )
-    one_bit = _is_one_bit(rest)
-    shards = zero.get(LOCO) is not None or any(zero.get(key) for key in QUANTIZED)
-    stages = (0, 1) if one_bit else (1, 2, 3) if shards else (0, 1, 2, 3)
+    is_one_bit = _is_one_bit(fixed)
+    needs_shards = zero.get(LOCO) is not None or any(zero.get(key) for key in QUANTIZED)
+    stages = (0, 1) if is_one_bit else (1, 2, 3) if needs_shards else (0, 1, 2, 3)
     space = Space(
         stages=(zero["stage"],) if "stage" in zero else stages,
         remats=remats,
-        offloads=_offloads(zero, without=one_bit or zero.get(LOCO) is not None),
+        offloads=_offloads(zero, without=is_one_bit or zero.get(LOCO) is not None),
         micro=micro,
         accumulation=accumulation,
         rows=total // world if isinstance(total, int) else None,
@@ -173,7 +173,7 @@ def left_open(
         bounds=bounds,
         world=world,
     )
-    return space, rest
+    return space, fixed
 
 
 def _is_one_bit(config: Mapping[str, Any]) -> bool:
@@ -191,22 +191,24 @@ def _offloads(zero: dict[str, Any], *, without: bool) -> tuple[Offload, ...]:
     """
     wanted = []
     for section in SECTIONS:
-        old = [bool(zero.pop(name)) for name in OLD_SWITCHES[section] if name in zero]
-        if any(old) and section not in zero:
+        old_switches = [bool(zero.pop(name)) for name in OLD_SWITCHES[section] if name in zero]
+        if any(old_switches) and section not in zero:
             zero[section] = {"device": "cpu"}
-        found = zero.get(section)
-        if isinstance(found, dict) and found.get("device") == "auto":
-            del found["device"]
-            found = None
-        given = found.get("device", "none") != "none" if isinstance(found, dict) else None
-        given = False if given is None and without else given
-        wanted.append(any(old) if old and given is None else given)
-    tried = OFFLOADS if wanted[1] and not wanted[0] else TRIED
+        entry = zero.get(section)
+        if isinstance(entry, dict) and entry.get("device") == "auto":
+            del entry["device"]
+            entry = None
+        is_on = entry.get("device", "none") != "none" if isinstance(entry, dict) else None
+        is_on = False if is_on is None and without else is_on
+        wanted.append(any(old_switches) if old_switches and is_on is None else is_on)
+    candidates = OFFLOADS if wanted[1] and not wanted[0] else TRIED
     return tuple(
-        each
-        for each in tried
+        offload
+        for offload in candidates
         if all(
-            want in (None, held)
-            for want, held in zip(wanted, Choice(stage=3, micro=1, offload=each).held, strict=True)
+            wish in (None, held)
+            for wish, held in zip(
+                wanted, Choice(stage=3, micro=1, offload=offload).held, strict=True
+            )
         )
     )

@@ -71,20 +71,20 @@ class Study(Trials):
         measured: Measure = measure,
     ) -> None:
         self._function, self._config, self._seq = function, quiet(config), seq
-        groups, words = config.mics_shard_size, config.words("mics_shard_size")
-        self._mesh, self.world = in_groups(mesh, groups, words), batch_devices(mesh)
-        remats = takes(function, "remat")
+        group_size, words = config.mics_shard_size, config.words("mics_shard_size")
+        self._mesh, self.world = in_groups(mesh, group_size, words), batch_devices(mesh)
+        has_remat = takes(function, "remat")
         sizes = config.batch(self.world)
         rows = agreed(rows, sizes.train) or (sizes.micro or 1) * sizes.accumulation * self.world
-        given = Choice.of(config, rows, self.world, bool(remat) if remats else None)
-        super().__init__(self._from_model, given, rates, note, measured)
+        default_choice = Choice.of(config, rows, self.world, bool(remat) if has_remat else None)
+        super().__init__(self._from_model, default_choice, rates, note, measured)
 
     def run(self, choice: Choice) -> float | None:
         """Runs a choice on the devices; returns seconds per step, or None if it does not run."""
-        decorated, made = self._decorated(choice.config(self._config, self.world), choice)
+        decorated, work = self._decorated(choice.config(self._config, self.world), choice)
         self._note(f"{choice}: running")
         try:
-            return seconds_of_a_step(decorated, made)
+            return seconds_of_a_step(decorated, work)
         except (jax.errors.JaxRuntimeError, OutOfMemoryError) as error:
             self._note(f"{choice}: {type(error).__name__}: {error}")
             return None
@@ -92,10 +92,10 @@ class Study(Trials):
     def _decorated(self, config: ZeroConfig, choice: Choice) -> tuple[Zero, Workload]:
         """Returns the decorator and the workload of a choice; the decorator has its specs."""
         decorated = zero(config, mesh=self._mesh)
-        made = self._workload(decorated, choice)
-        if made.specs is not None:
-            decorated = zero(config, mesh=self._mesh, specs=made.specs)
-        return decorated, made
+        work = self._workload(decorated, choice)
+        if work.specs is not None:
+            decorated = zero(config, mesh=self._mesh, specs=work.specs)
+        return decorated, work
 
     def _workload(self, decorated: Zero, choice: Choice) -> Workload:
         rows = choice.micro * choice.accumulation * self.world
@@ -104,12 +104,12 @@ class Study(Trials):
 
     def collectives(self, choice: Choice) -> CollectivesTable:
         """Returns the collectives that zerojax chooses for a choice's step; compiles nothing."""
-        _, step, given, _ = self._step(choice)
-        return step.collectives(*given)
+        _, step, step_args, _ = self._step(choice)
+        return step.collectives(*step_args)
 
     def _from_model(self, choice: Choice) -> BuiltStep:
-        plan, step, given, tokens = self._step(choice)
-        return BuiltStep(plan, lambda: step.programs(*given), tokens)
+        plan, step, step_args, tokens = self._step(choice)
+        return BuiltStep(plan, lambda: step.programs(*step_args), tokens)
 
     def _step(self, choice: Choice) -> tuple[Plan, Step[Any, Any], tuple[Any, ...], int]:
         """Returns the plan of a choice's state, its step, the step's arguments, and its tokens."""
@@ -118,21 +118,26 @@ class Study(Trials):
             # A program that reads a disk cannot be compiled for absent devices. In both cases a
             # parameter passes through host memory on its way to the device.
             config = dataclasses.replace(config, offload_param=OffloadParam())
-        decorated, made = self._decorated(config, choice)
-        state = decorated.abstract_state(made.create_state, jax.random.key(0))
+        decorated, work = self._decorated(config, choice)
+        state = decorated.abstract_state(work.create_state, jax.random.key(0))
         objects = state if isinstance(state, tuple) else (state,)
-        step = decorated(made.train_step)
-        given = (*objects, made.batch, *made.args)
+        step = decorated(work.train_step)
+        step_args = (*objects, work.batch, *work.args)
         plan = decorated.plan(*objects)
         _check_axes(plan)
-        return plan, step, given, made.tokens
+        return plan, step, step_args, work.tokens
 
 
 def _check_axes(plan: Plan) -> None:
     """Rejects a mesh axis that shards neither the batch nor the model."""
-    cuts = {axis for leaf in plan.leaves["params"] for e in leaf.whole for axis in layout.axes(e)}
+    sharded_axes = {
+        axis
+        for leaf in plan.leaves["params"]
+        for entry in leaf.whole
+        for axis in layout.axes(entry)
+    }
     for axis, size in plan.mesh.shape.items():
-        if size > 1 and axis not in {*cuts, *batch_axes(plan.mesh), SEQUENCE}:
+        if size > 1 and axis not in {*sharded_axes, *batch_axes(plan.mesh), SEQUENCE}:
             raise ValueError(
                 f"no parameter is cut over the mesh axis {axis!r}, so that its {size} devices "
                 "would all compute the same. The GPTs and Llamas of zerojax are cut over "

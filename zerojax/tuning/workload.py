@@ -184,8 +184,8 @@ def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Worklo
     tx = zero.optimizer() if zero.config.optimizer else optax.adamw(LEARNING_RATE)
     batch = {"tokens": jax.ShapeDtypeStruct((rows, seq + 1), jnp.int32)}
     if zero.sequence:
-        alike = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
-        batch = {"tokens": alike, "targets": alike}
+        shape = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
+        batch = {"tokens": shape, "targets": shape}
     if isinstance(model, linen.Module):
         create_state, train_step = _linen(model, tx, seq)
     else:
@@ -202,18 +202,19 @@ def _logits(model: Any, call: Callable[[jax.Array], Any], tokens: jax.Array) -> 
     Raises:
       ModelError: The call fails, or does not return logits: the model is not a language model.
     """
-    name, given = type(model).__name__, f"tokens {tokens.dtype}{list(tokens.shape)}"
+    name, inputs = type(model).__name__, f"tokens {tokens.dtype}{list(tokens.shape)}"
     try:
         logits = call(tokens)
     except Exception as error:
         raise ModelError(
-            f"{name} fails on {given}:\n"
+            f"{name} fails on {inputs}:\n"
             f"{type(error).__name__}: {error}\n{_TAKEN_AS.format(name=name)}"
         ) from error
     if getattr(logits, "shape", ())[:-1] != tokens.shape:
-        made = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", logits)
+        shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", logits)
         raise ModelError(
-            f"{name} gives {made} for {given}, which are no logits.\n{_TAKEN_AS.format(name=name)}"
+            f"{name} gives {shapes} for {inputs}, which are no logits.\n"
+            f"{_TAKEN_AS.format(name=name)}"
         )
     return logits
 
@@ -234,16 +235,16 @@ def _linen(
         variables: dict[str, Any] = {}
 
         def init(tokens: jax.Array) -> Any:
-            logits, made = model.init_with_output(key, tokens)
-            variables.update(made)
+            logits, new_variables = model.init_with_output(key, tokens)
+            variables.update(new_variables)
             return logits
 
         _logits(model, init, jnp.zeros((1, seq), jnp.int32))
-        if more := set(variables) - {"params"}:
+        if others := set(variables) - {"params"}:
             name = type(model).__name__
             raise ModelError(
-                f"{name} has {', '.join(sorted(more))} beside its parameters, which the step of a "
-                f"bare model does not carry.\n{_TAKEN_AS.format(name=name)}"
+                f"{name} has {', '.join(sorted(others))} beside its parameters, which the step "
+                f"of a bare model does not carry.\n{_TAKEN_AS.format(name=name)}"
             )
         return TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx)
 

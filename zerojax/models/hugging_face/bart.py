@@ -80,8 +80,10 @@ def config_from_hf(values: Mapping[str, Any]) -> BartConfig:
     check_supported(values, SUPPORTED, "zerojax.models.bart")
     kind = KINDS[values.get("model_type", "bart")]
     flags = {"normalize_before", "normalize_embedding", "add_final_layer_norm"} & set(values)
-    fixed = BartConfig(**kind)
-    check_supported(values, {key: (getattr(fixed, key),) for key in flags}, "zerojax.models.bart")
+    defaults = BartConfig(**kind)
+    check_supported(
+        values, {key: (getattr(defaults, key),) for key in flags}, "zerojax.models.bart"
+    )
     fields = kind | of_fields(BartConfig, values)
     return BartConfig(**fields, hugging_face=config_file.kept(values))
 
@@ -106,13 +108,17 @@ def config_to_hf(config: BartConfig) -> dict[str, Any]:
       ValueError: The config is neither BART's nor BlenderBot's.
     """
     flags = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "position_offset")
-    found = [getattr(config, flag) for flag in flags]
+    flag_values = [getattr(config, flag) for flag in flags]
     kinds = {name: BartConfig(**sizes) for name, sizes in KINDS.items()}
-    same = [name for name, one in kinds.items() if found == [getattr(one, flag) for flag in flags]]
-    if not same:
-        given = dict(zip(flags, found, strict=True))
+    matching = [
+        name
+        for name, preset in kinds.items()
+        if flag_values == [getattr(preset, flag) for flag in flags]
+    ]
+    if not matching:
+        given = dict(zip(flags, flag_values, strict=True))
         raise ValueError(f"transformers has no such model: {given}; known are {', '.join(KINDS)}")
-    kind = same[0]
+    kind = matching[0]
     return {
         **config_file.carried(config),
         "architectures": [ARCHITECTURES[kind]],

@@ -17,11 +17,11 @@ def check_supported(
         ...
     ValueError: hidden_act = 'relu' is not supported: zerojax.models.deberta computes 'gelu'
     """
-    for key, known in supported.items():
-        if key in values and values[key] not in known:
+    for key, accepted in supported.items():
+        if key in values and values[key] not in accepted:
             raise ValueError(
                 f"{key} = {values[key]!r} is not supported: {module} computes "
-                f"{' or '.join(map(repr, known))}"
+                f"{' or '.join(map(repr, accepted))}"
             )
 
 

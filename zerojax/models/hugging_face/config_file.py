@@ -24,8 +24,8 @@ def kept(values: Mapping[str, Any], without: Collection[str] = ()) -> str:
     >>> kept({"eos_token_id": 5, "torch_dtype": "float16"})
     '{"config.json": {"eos_token_id": 5}}'
     """
-    left = {k: v for k, v in values.items() if k not in (*_OF_FILES, *without)}
-    return json.dumps({CONFIG_FILE: left})
+    remaining = {k: v for k, v in values.items() if k not in (*_OF_FILES, *without)}
+    return json.dumps({CONFIG_FILE: remaining})
 
 
 def carried(config: Any, file: str = CONFIG_FILE) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def texts(config: Any, about: Mapping[str, Any]) -> dict[str, str]:
       about: The content of its `config.json`.
     """
     generation = carried(config, GENERATION_FILE)
-    more = {GENERATION_FILE: json_text(generation)} if generation else {}
-    return {CONFIG_FILE: json_text(about), **more}
+    extra = {GENERATION_FILE: json_text(generation)} if generation else {}
+    return {CONFIG_FILE: json_text(about), **extra}
 
 
 def read(folder: str | os.PathLike[str], from_hf: Callable[[Mapping[str, Any]], Config]) -> Config:
@@ -96,9 +96,9 @@ def check_supported(
     Raises:
       ValueError: A value is not supported.
     """
-    for key, able in supported.items():
-        if key in values and values[key] not in able:
+    for key, accepted in supported.items():
+        if key in values and values[key] not in accepted:
             raise ValueError(
                 f"{key} = {values[key]!r} is not supported: {module} computes "
-                f"{' or '.join(map(repr, able))}"
+                f"{' or '.join(map(repr, accepted))}"
             )

@@ -123,15 +123,15 @@ def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
     Raises:
       ValueError: `extra` has no such fields, or the parameters do not match them.
     """
-    sizes = [ours for ours, _, _ in SIZES]
-    about = fields_of(extra, sizes, "GPTConfig")
-    fields = {name: about[name] for name in sizes}
+    names = [field for field, _, _ in SIZES]
+    model_fields = fields_of(extra, names, "GPTConfig")
+    fields = {name: model_fields[name] for name in names}
     scan = any(name.startswith("h.") for name in leaves)
     config = GPTConfig(
         **fields,
-        dropout=about.get("dropout", 0.0),
+        dropout=model_fields.get("dropout", 0.0),
         scan=scan,
-        hugging_face=about.get("hugging_face", ""),
+        hugging_face=model_fields.get("hugging_face", ""),
     )
     wanted(GPT(config), nested(leaves))
     return Renamed(NAMES, config_file.texts(config, config_to_hf(config)))

@@ -48,7 +48,7 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
       ValueError: `zerojax.models.gpt` does not support a value, such as another activation.
     """
     config_file.check_supported(values, SUPPORTED, "zerojax.models.gpt")
-    sizes = {ours: values.get(theirs, default) for ours, theirs, default in SIZES}
+    sizes = {field: values.get(hf_key, default) for field, hf_key, default in SIZES}
     if values.get("n_inner") not in (None, 4 * sizes["n_embd"]):
         raise ValueError(
             f"n_inner = {values['n_inner']!r} is not supported: zerojax.models.gpt's MLP is "
@@ -70,15 +70,15 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     `scan`, `remat` and `dtype` are omitted.
     """
     end_of_text = 50256  # transformers' default, an error if the vocabulary is smaller
-    known = config.vocab_size > end_of_text
+    in_vocabulary = config.vocab_size > end_of_text
     return {
         **{key: supported[0] for key, supported in SUPPORTED.items()},
         "initializer_range": INIT_STD,
-        "bos_token_id": end_of_text if known else None,
-        "eos_token_id": end_of_text if known else None,
+        "bos_token_id": end_of_text if in_vocabulary else None,
+        "eos_token_id": end_of_text if in_vocabulary else None,
         **config_file.carried(config),
         "architectures": ["GPT2LMHeadModel"],
-        **{theirs: getattr(config, ours) for ours, theirs, _ in SIZES},
+        **{hf_key: getattr(config, field) for field, hf_key, _ in SIZES},
         **{key: config.dropout for key in DROPOUTS},
         "n_inner": None,
     }

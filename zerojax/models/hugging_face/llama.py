@@ -94,11 +94,11 @@ def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
     Raises:
       ValueError: `extra` has no such fields, or the parameters do not match them.
     """
-    names = [ours for ours, _, _ in SIZES] + ["rope_theta"]
-    about = fields_of(extra, names, "LlamaConfig")
+    names = [field for field, _, _ in SIZES] + ["rope_theta"]
+    model_fields = fields_of(extra, names, "LlamaConfig")
     scan = any(name.startswith("layers.") for name in leaves)
-    fields = {name: about[name] for name in names}
-    config = LlamaConfig(**fields, scan=scan, hugging_face=about.get("hugging_face", ""))
+    fields = {name: model_fields[name] for name in names}
+    config = LlamaConfig(**fields, scan=scan, hugging_face=model_fields.get("hugging_face", ""))
     wanted(Llama(config), nested(leaves))
     return Renamed(NAMES, config_file.texts(config, config_to_hf(config)))
 

@@ -53,7 +53,7 @@ def config_from_hf(values: Mapping[str, Any]) -> LlamaConfig:
     rope = values.get("rope_parameters") or {}
     config_file.check_supported(values, SUPPORTED, module)
     config_file.check_supported(rope, {"rope_type": ("default",)}, module)
-    sizes = {ours: values.get(theirs, default) for ours, theirs, default in SIZES}
+    sizes = {field: values.get(hf_key, default) for field, hf_key, default in SIZES}
     if sizes["n_kv_head"] == sizes["n_head"]:
         sizes["n_kv_head"] = None  # LlamaConfig's form
     config = LlamaConfig(
@@ -81,7 +81,7 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
         "eos_token_id": 2 if config.vocab_size > 2 else None,
         **config_file.carried(config),
         "architectures": ["LlamaForCausalLM"],
-        **{theirs: getattr(config, ours) for ours, theirs, _ in SIZES},
+        **{hf_key: getattr(config, field) for field, hf_key, _ in SIZES},
         "num_key_value_heads": config.kv_heads,
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},

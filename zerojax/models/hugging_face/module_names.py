@@ -31,17 +31,17 @@ def module_names(prefix: str, stacks: Mapping[str, range]) -> dict[str, Tensor]:
     names = {
         "{module:path}/conv/kernel": Tensor(f"{prefix}{{module}}.conv.weight", "o i k -> k i o")
     }
-    for leaf, tensor, theirs, ours in LEAVES:
+    for leaf, tensor, tensor_axes, param_axes in LEAVES:
         for stack, layers in stacks.items():
             names[f"{stack}/{{module:path}}/{leaf}"] = Tensor(
                 f"{prefix}{stack.replace('/', '.')}.{{layer}}.{{module}}.{tensor}",
-                f"{theirs} -> layer {ours}",
+                f"{tensor_axes} -> layer {param_axes}",
                 {"layer": [str(layer) for layer in layers]},
             )
         names[f"{{stack:path}}_{{layer:int}}/{{module:path}}/{leaf}"] = Tensor(
-            f"{prefix}{{stack}}.{{layer}}.{{module}}.{tensor}", f"{theirs} -> {ours}"
+            f"{prefix}{{stack}}.{{layer}}.{{module}}.{tensor}", f"{tensor_axes} -> {param_axes}"
         )
         names[f"{{module:path}}/{leaf}"] = Tensor(
-            f"{prefix}{{module}}.{tensor}", f"{theirs} -> {ours}"
+            f"{prefix}{{module}}.{tensor}", f"{tensor_axes} -> {param_axes}"
         )
     return names

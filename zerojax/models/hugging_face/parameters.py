@@ -33,27 +33,27 @@ def wanted(model: nn.Module, like: Any = None, dtype: Any = None) -> Any:
     shapes = abstract(model)
     like = shapes if like is None else like
     expected, given = by_path(shapes), by_path(like)
-    if odd := expected.keys() ^ given.keys():
-        path = min(odd)
-        whose = name if path in expected else "the tree given"
+    if unmatched := expected.keys() ^ given.keys():
+        path = min(unmatched)
+        owner = name if path in expected else "the tree given"
         raise ValueError(
-            f"only {whose} has the parameter {path} ({len(odd)} such parameters): give the config "
-            "that the model was made with, its n_layer and scan among them"
+            f"only {owner} has the parameter {path} ({len(unmatched)} such parameters): give the "
+            "config that the model was made with, its n_layer and scan among them"
         )
     leaves = []
     for path, leaf in given.items():
         shape = expected[path].shape
-        placed = isinstance(leaf, Sharding)
-        if not placed and tuple(leaf.shape) != shape:
+        is_sharding = isinstance(leaf, Sharding)
+        if not is_sharding and tuple(leaf.shape) != shape:
             raise ValueError(
                 f"the parameter {path} is {list(leaf.shape)} in the tree given, "
                 f"{list(shape)} in {name}: give the config that the model was made with"
             )
-        kind = jnp.dtype(dtype or getattr(leaf, "dtype", jnp.float32))
-        if not jnp.issubdtype(kind, jnp.floating):
-            raise ValueError(f"the parameter {path} shall be {kind}: weights are floats")
-        sharding = leaf if placed else getattr(stored(leaf), "sharding", None)
-        leaves.append(jax.ShapeDtypeStruct(shape, kind, sharding=sharding))
+        leaf_dtype = jnp.dtype(dtype or getattr(leaf, "dtype", jnp.float32))
+        if not jnp.issubdtype(leaf_dtype, jnp.floating):
+            raise ValueError(f"the parameter {path} shall be {leaf_dtype}: weights are floats")
+        sharding = leaf if is_sharding else getattr(stored(leaf), "sharding", None)
+        leaves.append(jax.ShapeDtypeStruct(shape, leaf_dtype, sharding=sharding))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -81,8 +81,8 @@ def saved_config(extra: Any, config: type) -> Any:
     """
     fields = dataclasses.fields(config)
     required = [f.name for f in fields if f.default is dataclasses.MISSING]
-    about = fields_of(extra, required, config.__name__)
-    given = {f.name: about[f.name] for f in fields if f.name in about}
+    model_fields = fields_of(extra, required, config.__name__)
+    given = {f.name: model_fields[f.name] for f in fields if f.name in model_fields}
     return config(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
 
@@ -92,10 +92,10 @@ def fields_of(extra: Any, needed: list[str], config: str) -> Mapping[str, Any]:
     Raises:
       ValueError: `extra` lacks needed fields.
     """
-    about = extra.get("model") if isinstance(extra, Mapping) else None
-    if not isinstance(about, Mapping) or not about.keys() >= set(needed):
+    model_fields = extra.get("model") if isinstance(extra, Mapping) else None
+    if not isinstance(model_fields, Mapping) or not model_fields.keys() >= set(needed):
         raise ValueError(
-            f"its extra['model'] is {about!r}, but {', '.join(needed)} of the {config} are needed: "
-            "save(step, state, extra={'model': {...}})"
+            f"its extra['model'] is {model_fields!r}, but {', '.join(needed)} of the {config} are "
+            "needed: save(step, state, extra={'model': {...}})"
         )
-    return about
+    return model_fields

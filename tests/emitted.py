@@ -17,7 +17,7 @@ from programs import PROGRAMS, ROWS, Kind, Program
 from programs.basic import gpt
 
 import zerojax
-from zerojax.placement.states import abstract, take_apart
+from zerojax.placement.states import abstract, split_state
 from zerojax.step.arguments import Arguments
 from zerojax.step.body import Body
 from zerojax.step.call import Call, divide, join
@@ -129,7 +129,7 @@ def users(name: str) -> Users:
     state = (nnx.eval_shape if source.nnx else jax.eval_shape)(source.create)
     arguments = Arguments(source.step, **source.options)
     call = called(arguments, lambda step: source.call(step, state, source.arguments))
-    opened = take_apart(call.objects)
+    opened = split_state(call.objects)
     body = Body(arguments.rearranged(call.form), opened, "", (), None)
     arrays, static = divide(call.args, call.kwargs)
 

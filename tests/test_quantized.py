@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax.checkpoint import Checkpointer
 from zerojax.collectives.quantization import dequantize, quantize
-from zerojax.plan.quantized import Quantization, block_of, block_of_piece
+from zerojax.plan.quantized import Quantization, block_of, block_of_slice
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -106,7 +106,7 @@ def sent_by_devices(parts: np.ndarray, spec: P, how: Quantization = INT8) -> np.
     if len(at) != 1:
         return parts.sum(0)
     moved = jnp.moveaxis(jnp.asarray(parts), 1 + at[0], 1)
-    block = block_of_piece(moved.shape[1:], DEVICES, how)
+    block = block_of_slice(moved.shape[1:], DEVICES, how)
     if block is None:
         return parts.sum(0)
     pieces = moved.reshape(DEVICES, DEVICES, -1, *moved.shape[2:])

@@ -79,7 +79,9 @@ def save(directory: Path, step: int, saved: Any, **keywords: Any) -> Path:
     return folder
 
 
-def write(folder: Path, saved: Any, whole: int = records.WHOLE_FILE_BYTES, **fields: Any) -> Record:
+def write(
+    folder: Path, saved: Any, whole: int = records.FULL_DIGEST_BYTES, **fields: Any
+) -> Record:
     """Writes the record of a step that is there; files of more than ``whole`` get no digest."""
     record = Record(
         **{

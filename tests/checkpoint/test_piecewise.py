@@ -137,7 +137,7 @@ def test_plain_orbax_reads_the_shape_without_padding(folder: Path, expected: Any
 def test_a_flipped_byte_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zero = zero_of(3, 7)
     state = filled(abstract_of(zero))
-    monkeypatch.setattr("zerojax.checkpoint.record.WHOLE_FILE_BYTES", 0)
+    monkeypatch.setattr("zerojax.checkpoint.record.FULL_DIGEST_BYTES", 0)
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, state)
         checkpointer.wait()

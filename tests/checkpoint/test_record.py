@@ -83,7 +83,7 @@ def test_changed_files_are_named(folder: epath.Path) -> None:
 
 
 def test_a_digest_counts_whatever_the_limit_was(folder: epath.Path) -> None:
-    write(Path(folder), {}, whole=records.WHOLE_FILE_BYTES)
+    write(Path(folder), {}, whole=records.FULL_DIGEST_BYTES)
     flip(Path(folder) / "state" / "d" / "data", 3)
     (problem,) = changed(folder)
     assert "d/data is not as it was written" in problem

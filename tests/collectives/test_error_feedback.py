@@ -20,7 +20,7 @@ from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.config.keys.loco import Loco
 from zerojax.plan import layout
-from zerojax.plan.quantized import Quantization, Sent, block_of_piece
+from zerojax.plan.quantized import Quantization, Sent, block_of_slice
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 ROWS, WIDTH, N, RATE = 32, 96, 8, 0.5
@@ -98,7 +98,7 @@ class OnOneDevice:
             return sum(parts)  # type: ignore[return-value]
         at = {"table": 0, "stack": 1, "head": 1}[name]  # what the devices have pieces of
         moved = [jnp.moveaxis(g, at, 0) for g in parts]
-        block = block_of_piece(moved[0].shape, N, self.how)
+        block = block_of_slice(moved[0].shape, N, self.how)
         assert block is not None
         errors = self.errors.get(name, [jnp.zeros_like(g) for g in moved])
         total, after, beta = jnp.zeros_like(moved[0]), [], self.loco.err_beta
@@ -253,7 +253,7 @@ def test_between_hosts_the_second_error_is_fed_back_too(form: Any) -> None:
         return feedback.reduced(0, parts, spec), feedback.after[0]
 
     total, after = run(parts, errors)
-    block = block_of_piece((96, 160), 8, sent.gradients)
+    block = block_of_slice((96, 160), 8, sent.gradients)
     assert block is not None
 
     def coded(x: Any) -> Any:

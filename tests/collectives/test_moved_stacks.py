@@ -71,7 +71,7 @@ def rematerialised(w: jax.Array, x: jax.Array) -> Any:
 
 
 MOVED = [loop, backwards, in_a_call, rounded, rounded_within, updated]
-AS_THEY_ARE = [transposed, returned, rematerialised]
+UNQUANTIZED = [transposed, returned, rematerialised]
 
 
 def inserted(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:
@@ -93,10 +93,10 @@ def arguments() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("function", [*MOVED, *AS_THEY_ARE], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [*MOVED, *UNQUANTIZED], ids=lambda f: f.__name__)
 def test_what_is_gathered(function: Callable[..., Any], spec: Any) -> None:
     order = (
-        (0, 1, 2) if function in AS_THEY_ARE else (spec.index("data"), 0, 3 - spec.index("data"))
+        (0, 1, 2) if function in UNQUANTIZED else (spec.index("data"), 0, 3 - spec.index("data"))
     )
     shape = tuple((LAYERS, INTO, OUT)[i] for i in order)
     jaxpr = jax.make_jaxpr(inserted(function, spec))(*arguments()).jaxpr
@@ -106,14 +106,14 @@ def test_what_is_gathered(function: Callable[..., Any], spec: Any) -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("function", [*MOVED, *AS_THEY_ARE], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [*MOVED, *UNQUANTIZED], ids=lambda f: f.__name__)
 def test_what_is_inserted_is_an_identity(function: Callable[..., Any], spec: Any) -> None:
     assert exact.differing(inserted(function, spec), function, *arguments()) == []
 
 
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
-    ("spec", "function"), swept(product(SPECS, [loop, *MOVED[1:], *AS_THEY_ARE]))
+    ("spec", "function"), swept(product(SPECS, [loop, *MOVED[1:], *UNQUANTIZED]))
 )
 def test_same_values(function: Callable[..., Any], spec: Any) -> None:
     want = jax.jit(function)(*arguments())

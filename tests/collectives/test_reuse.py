@@ -90,9 +90,9 @@ def test_a_gradient_for_the_optimizer_alone_stays_as_it_was() -> None:
         return g @ g.T  # as in Muon
 
     jaxpr = jax.make_jaxpr(step)(*abstract((N, M), (16, N))).jaxpr
-    goes_on = reuse.GoesOn(jaxpr, [Shard(W, SPEC), X], "data")
+    goes_on = reuse.ReusedGradients(jaxpr, [Shard(W, SPEC), X], "data")
     assert goes_on.gradients == {}
-    assert goes_on.used_whole != set()
+    assert goes_on.used_unsharded != set()
 
 
 def test_an_activation_of_a_parameters_shape_is_no_gradient() -> None:
@@ -100,7 +100,7 @@ def test_an_activation_of_a_parameters_shape_is_no_gradient() -> None:
         return jax.grad(lambda x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w.T)))(x) @ w
 
     closed = jax.make_jaxpr(step)(*abstract((N, N), (N, N)))
-    goes_on = reuse.GoesOn(closed.jaxpr, [Shard(W, ("data", None)), X], "data")
+    goes_on = reuse.ReusedGradients(closed.jaxpr, [Shard(W, ("data", None)), X], "data")
     assert goes_on.gradients == {}
 
 
@@ -110,7 +110,7 @@ def test_a_call_may_return_a_constant() -> None:
         return g * one
 
     jaxpr = jax.make_jaxpr(step)(*abstract((N, M), (16, N))).jaxpr
-    assert reuse.GoesOn(jaxpr, [Shard(W, SPEC), X], "data").gradients == {}
+    assert reuse.ReusedGradients(jaxpr, [Shard(W, SPEC), X], "data").gradients == {}
 
 
 LAYERS, WIDTH = 3, 512

@@ -238,9 +238,9 @@ def scalars_too(state: Any) -> Iterator[tuple[str, Any]]:
     import jax
     import jax.numpy as jnp
 
-    from zerojax.placement.states import take_apart
+    from zerojax.placement.states import split_state
 
-    parts = take_apart(state if isinstance(state, tuple) else (state,)).parts
+    parts = split_state(state if isinstance(state, tuple) else (state,)).parts
     for path, x in jax.tree_util.tree_leaves_with_path(parts):
         is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         yield jax.tree_util.keystr(path), jax.random.key_data(x) if is_key else x

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax.offload.groups import LARGEST, ArrayPlacement, Group, disk_pieces, groups
+from zerojax.offload.groups import LARGEST, ArrayPlacement, Group, disk_chunks, groups
 from zerojax.offload.separate import Cluster
 
 MESH = zerojax.mesh(8)
@@ -64,7 +64,7 @@ def test_every_row_once(shapes: list[list[int]], largest: int, sharded: bool) ->
             ends.append(start + count)
         assert ends[-1] == rows[0]
         width = math.prod(rows[1:])
-        assert disk_pieces(array, MESH, largest) == [
+        assert disk_chunks(array, MESH, largest) == [
             range(a * width, b * width) for a, b in itertools.pairwise(ends)
         ]
     for group in found:
@@ -86,7 +86,7 @@ def test_every_row_once(shapes: list[list[int]], largest: int, sharded: bool) ->
     ],
 )
 def test_pieces_are_alike_where_that_costs_little(rows: int, most: int, sizes: list[int]) -> None:
-    found = disk_pieces(placed(rows, 10), MESH, 2 * 10 * most)
+    found = disk_chunks(placed(rows, 10), MESH, 2 * 10 * most)
     assert [len(piece) // 10 for piece in found] == sizes
 
 
@@ -100,7 +100,7 @@ def test_rows_are_those_of_a_device() -> None:
     sharded = placed(16, 4, spec=P("data"))
     assert sharded.local(MESH) == (2, 4)
     assert sharded.axes() == ("data",)
-    assert disk_pieces(sharded, MESH, 8) == [range(4), range(4, 8)]
+    assert disk_chunks(sharded, MESH, 8) == [range(4), range(4, 8)]
     stack = placed(3, 16, 8, spec=P(None, None, "data"))
     assert stack.rows(MESH) == (48, 1)
 
@@ -110,7 +110,7 @@ def test_one_dimension_and_none() -> None:
     found = made(arrays, 64)
     assert pieces_of(found, 0) == [(0, 25), (25, 25), (50, 25), (75, 25)]
     assert pieces_of(found, 1) == [(0, None)]
-    assert disk_pieces(placed(7), MESH, 8) == [range(4), range(4, 7)]
+    assert disk_chunks(placed(7), MESH, 8) == [range(4), range(4, 7)]
 
 
 def test_whole_clusters_go_alone() -> None:

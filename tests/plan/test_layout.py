@@ -79,7 +79,7 @@ def test_axes_of_one_device_cut_nothing() -> None:
 
 
 def test_piece() -> None:
-    assert layout.piece((24, 6, 7), (("model", "data"), "model", "data"), MESH) == (3, 3, 2)
+    assert layout.shard_shape((24, 6, 7), (("model", "data"), "model", "data"), MESH) == (3, 3, 2)
 
 
 SEQ = AbstractMesh((6, 2), ("data", "seq"))

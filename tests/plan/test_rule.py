@@ -128,7 +128,7 @@ def test_within_five_percent_of_an_equal_share(devices: int, vocabulary: int) ->
     ]
     for shapes in [*models, *map(stacked, models)]:
         specs = [shard_spec(s, (None,) * len(s), mesh, "data", 0).spec for s in shapes]
-        pieces = [layout.piece(s, spec, mesh) for s, spec in zip(shapes, specs, strict=True)]
+        pieces = [layout.shard_shape(s, spec, mesh) for s, spec in zip(shapes, specs, strict=True)]
         assert sum(map(math.prod, pieces)) * devices <= 1.05 * sum(map(math.prod, shapes))
 
 

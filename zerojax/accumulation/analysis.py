@@ -145,7 +145,7 @@ class Analysis(EquationAnalysis):
         if has_rows or grows(pair):
             return self.of_rows(pair, kinds, path, backward)
         nested = len(path) > 1
-        if any(k.needs_whole for k in kinds):
+        if any(k.needs_all_rows for k in kinds):
             return self.of_numbers(eqn, kinds, nested)
         if any(k.name == "own" for k in kinds):
             return [RowKind("own", adds=is_sum(eqn, kinds), **together(kinds))] * len(eqn.outvars)

@@ -119,12 +119,12 @@ class EquationAnalysis:
         if name == "optimization_barrier":
             return [k.but(home=None) for k in kinds]
         adds_up = name in SCATTER_ADDS and kinds[0].name == "sum"
-        if numbers := [k for k in kinds[adds_up:] if k.needs_whole]:
+        if numbers := [k for k in kinds[adds_up:] if k.needs_all_rows]:
             if self.hopeful:
                 self.conflicts += [Conflict(k, backward, path) for k in numbers]
                 kinds = [
                     RowKind("own", **together([k]))
-                    if k.needs_whole and not (adds_up and i == 0)
+                    if k.needs_all_rows and not (adds_up and i == 0)
                     else k
                     for i, k in enumerate(kinds)
                 ]
@@ -208,7 +208,7 @@ class EquationAnalysis:
         values computed from them."""
         result = RowKind("whole", **together(kinds))
         if any(k.name == "own" for k in kinds):
-            if eqn.primitive.name == "select_n" and kinds[0].needs_whole:
+            if eqn.primitive.name == "select_n" and kinds[0].needs_all_rows:
                 return [result.but(guarded=tuple(eqn.invars[1:]))]
             # A micro-batch's share of a sum, times its own value, is its share of another sum.
             if all(k.name in ("own", "fixed", "sum") for k in kinds) and is_sum(eqn, kinds):
@@ -229,10 +229,10 @@ class EquationAnalysis:
     def of_row(self, eqn: Any, kinds: Kinds) -> Kinds:
         """Returns the kinds of an equation's results on one row, within a loop over the rows."""
         inherited = together(kinds)
-        if not any(k.needs_whole for k in kinds):
+        if not any(k.needs_all_rows for k in kinds):
             return [RowKind("row", learned=inherited["learned"])] * len(eqn.outvars)
         adds = eqn.primitive.name in ADDS | SCATTER_ADDS
-        numbers = [k for k in kinds if k.needs_whole]
+        numbers = [k for k in kinds if k.needs_all_rows]
         if adds and [k.name for k in numbers] == ["sum"]:
             return [numbers[0].but(home=None, **inherited)]
         return refused(eqn, LOOPS)

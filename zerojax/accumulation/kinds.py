@@ -104,7 +104,7 @@ class RowKind:
         return self.name in REDUCTIONS
 
     @property
-    def needs_whole(self) -> bool:
+    def needs_all_rows(self) -> bool:
         """True if the value is known only after all micro-batches."""
         return self.reduced or self.name == "whole"
 

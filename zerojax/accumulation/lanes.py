@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.accumulation.kinds import RowKind
 from zerojax.collectives import moved_stacks
-from zerojax.collectives.gathering import is_whole, plain
+from zerojax.collectives.gathering import is_gathered, plain
 from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
 from zerojax.graph.primitives import NEVER_ON_LANES, NOT_ON_LANES
 from zerojax.graph.search import equations
@@ -73,7 +73,7 @@ class Lanes(NamedTuple):
         stays a shard, which holds that layout."""
         if self.axes == (REPLICA,):
             return list(args)
-        return [x.whole if is_whole(x) and moved_stacks.of(x) is None else x for x in args]
+        return [x.whole if is_gathered(x) and moved_stacks.of(x) is None else x for x in args]
 
     def run(
         self, task: Callable[[Sequence[jax.Array]], Sequence[Any]], rows: Sequence[jax.Array]

@@ -20,7 +20,7 @@ from zerojax.accumulation.pairs import EquationPair, Sizes, alike_in_shape, othe
 from zerojax.xla import jaxprs
 
 
-def with_numbers_of_whole(analysis: Analysis) -> list[Any]:
+def with_global_sizes(analysis: Analysis) -> list[Any]:
     """Returns the micro-batch's equations in order, with the numbers of the global batch."""
     return [_equation(pair, (i,), analysis) for i, pair in enumerate(analysis.pairs)]
 

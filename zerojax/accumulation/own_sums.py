@@ -89,7 +89,7 @@ def check_sums(
     sums = [parameters.get(x.variable) for x in split.crossing if x.how == "sum"]
     reach = marks.gradients(flat)
     for i in sorted({*parameters.values()}):
-        if sums.count(i) > 1 or (not sums.count(i) and analysis.kind(reach[i]).needs_whole):
+        if sums.count(i) > 1 or (not sums.count(i) and analysis.kind(reach[i]).needs_all_rows):
             raise ValueError(
                 f"{key}: the gradient of {names[i]} is no single sum over the rows of the batch in "
                 "the parameter's own form, to which an error could be added: hand the optimizer "

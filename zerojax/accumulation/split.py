@@ -13,7 +13,7 @@ from jax.extend import core
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
-from zerojax.accumulation.literals import with_numbers_of_whole
+from zerojax.accumulation.literals import with_global_sizes
 from zerojax.graph.graph import graph_of
 from zerojax.graph.primitives import LABELS, LINEAR, RESHAPES, SCALES
 from zerojax.plan.layout import Spec
@@ -104,7 +104,7 @@ def split(
     pairs = list(enumerate(analysis.pairs))
     effect_positions = {i for i, pair in pairs if pair.whole.effects} - chosen.eqns
     outs = [*chosen.crossing, *last, *(whole.outvars[i] for i in stacked), *carry.values()]
-    eqns = with_numbers_of_whole(analysis)
+    eqns = with_global_sizes(analysis)
     # Constants, too, may depend on the number of rows.
     consts = [
         w if np.shape(w) == np.shape(m) else m
@@ -221,7 +221,7 @@ class _Once:
         effects = []
         for i, pair in enumerate(self._analysis.pairs):
             kinds = [self._analysis.kind(v) for v in pair.whole.invars]
-            if pair.whole.effects and all(k.needs_whole or k.name == "fixed" for k in kinds):
+            if pair.whole.effects and all(k.needs_all_rows or k.name == "fixed" for k in kinds):
                 self.eqns.add(i)
                 effects.append(pair)
         return effects

@@ -29,7 +29,7 @@ FILE = steps_folder.RECORD
 MARK = {"record": FILE}
 """Custom metadata in orbax's metadata of a state with a record; reveals the loss of the record."""
 
-WHOLE_FILE_BYTES = 16 * 2**20
+FULL_DIGEST_BYTES = 16 * 2**20
 """The largest file with a CRC-32; larger files hold arrays, which have checksums."""
 
 Spec = list[str | list[str] | None]
@@ -154,7 +154,7 @@ def read(folder: epath.Path) -> Record | None:
         raise cannot_be_read(file, error) from None
 
 
-def files(folder: epath.Path, whole: int = WHOLE_FILE_BYTES) -> dict[str, FileRecord]:
+def files(folder: epath.Path, whole: int = FULL_DIGEST_BYTES) -> dict[str, FileRecord]:
     """Returns every file in subfolders of ``folder``; files directly in it are written later.
 
     Args:

@@ -26,7 +26,7 @@ from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.offload.disk.array import DiskArray
 from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.wrap import ZeroTransformation, adopt
-from zerojax.placement.states import abstract, take_apart
+from zerojax.placement.states import abstract, split_state
 from zerojax.plan import layout
 from zerojax.plan.places import DISK, PINNED
 from zerojax.plan.plan import Leaf
@@ -128,7 +128,7 @@ def _read_local_arrays(folder: epath.Path, abstract_state: Any, zero: Zero) -> _
 
 def _full_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
     objects = state if form == "nnx" else (state,)
-    opened: OpenedState = take_apart(objects)
+    opened: OpenedState = split_state(objects)
     if not isinstance(opened.tx, ZeroTransformation):
         opened = zero.states.open(objects)
     leaves, tree = jax.tree.flatten(opened.parts)
@@ -186,12 +186,12 @@ def _check_arrays(params: Any) -> None:
 
 def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
     """Targets all arrays of a pytree; uses the plan's shardings unless every array has its own."""
-    opened = take_apart((state,))
+    opened = split_state((state,))
     given = jax.tree.leaves(opened.parts.rest)
     if not all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in given):
         planned = zero.states.open((state,))
         shapes = abstract(planned.parts, zero.states.plan(planned))
-        opened = take_apart(planned.close(shapes, planned.tx))
+        opened = split_state(planned.close(shapes, planned.tx))
     (arrays,) = opened.parts.rest.values()
     leaves, tree = jax.tree.flatten(opened.parts.rest)
     structs = [_struct(x, stored(x).sharding) for x in leaves]

@@ -21,7 +21,7 @@ DELETED = ".deleted"
 UNDER_WAY = ".orbax-checkpoint-tmp"
 """Suffix of a step's folder while the step is written to a disk; orbax uses the same."""
 
-WHOLE = "commit_success.txt"
+COMMITTED = "commit_success.txt"
 """The last file of a step in a bucket; a folder without it does not count as a step. Orbax uses
 the same."""
 
@@ -199,7 +199,7 @@ def folders(directory: epath.PathLike) -> dict[int, epath.Path]:
     root = path_of(directory)
     numbered = _numbered(root)
     if in_bucket(root):
-        numbered = {step: x for step, x in numbered.items() if (x / WHOLE).exists()}
+        numbered = {step: x for step, x in numbered.items() if (x / COMMITTED).exists()}
     return dict(sorted(numbered.items()))
 
 
@@ -221,7 +221,7 @@ def under_way(directory: epath.Path, step: int) -> epath.Path:
 def complete(folder: epath.Path, step: int) -> None:
     """Turns a completely written folder into a step, atomically."""
     if in_bucket(folder):
-        (folder / WHOLE).write_text(f"step {step}")
+        (folder / COMMITTED).write_text(f"step {step}")
     else:
         folder.rename(folder.parent / str(step))
 
@@ -230,7 +230,7 @@ def remove(directory: epath.Path, step: int) -> None:
     """Removes a step; on a disk, its files remain in ``.deleted`` until :func:`sweep`."""
     folder = directory / str(step)
     if in_bucket(directory):
-        (folder / WHOLE).unlink()
+        (folder / COMMITTED).unlink()
         discard(folder)
     else:  # the remains of an interrupted removal must not look like a step
         (directory / DELETED).mkdir(exist_ok=True)

@@ -28,17 +28,17 @@ NEAR = 16
 
 _PASSES = LINEAR | {"add_any"}
 
-Wholes = dict[int, tuple[Shard, jax.Array]]
+GatheredArrays = dict[int, tuple[Shard, jax.Array]]
 """By ``id`` of a shard, the shard and its unsharded array."""
 
 
-def uses(jaxpr: Any) -> dict[int, Wholes]:
+def uses(jaxpr: Any) -> dict[int, GatheredArrays]:
     """Returns the gathers that adjacent products with a common operand share, by ``id`` of their
     equations. Neither product needs the other's result, unlike those of the backward pass, which
     need the forward pass."""
     graph = graph_of(jaxpr)
     firsts: dict[Any, tuple[int, Any]] = {}
-    shared: dict[int, Wholes] = {}
+    shared: dict[int, GatheredArrays] = {}
     products = graph.named(*PRODUCTS)
     for i, eqn in sorted((graph.place(eqn), eqn) for eqn in products):
         operands = jaxprs.variables(eqn.invars)

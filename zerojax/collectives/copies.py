@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax.collectives import propagate
-from zerojax.collectives.gathering import is_whole
+from zerojax.collectives.gathering import is_gathered
 from zerojax.collectives.shard import Gathered, HostStack, Shard
 from zerojax.collectives.uses import CAST
-from zerojax.collectives.widening import whole_of
+from zerojax.collectives.widening import unsharded_of
 from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs
 
@@ -29,10 +29,10 @@ def follow(eqn: Any, values: Sequence[Any], axis: str) -> Gathered | None:
     if name == CAST and rounded is not None and rounded.array.dtype == eqn.outvars[0].aval.dtype:
         return rounded
     small = all(
-        _is_number(v) or (is_whole(v) and is_small(v.value.shape, v.spec, axis)) for v in values
+        _is_number(v) or (is_gathered(v) and is_small(v.value.shape, v.spec, axis)) for v in values
     )
     follows = propagate.follows(eqn)
-    copies = [whole_of(v) if isinstance(v, Shard) else v for v in values]
+    copies = [unsharded_of(v) if isinstance(v, Shard) else v for v in values]
     if copies[0] is None and follows and rounded is not None:
         copies[0] = rounded.array
     if copies[0] is None or not (small or follows or name == CAST):

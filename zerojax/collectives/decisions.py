@@ -76,7 +76,7 @@ def payload(
     shape: Sequence[int], dtype: Any, cut: Sequence[Any], less: Sequence[Any], mesh: Any
 ) -> int:
     """Returns the bytes of the shards by ``cut`` that form one device's shard by ``less``."""
-    shard = math.prod(layout.piece(shape, cut, mesh))
+    shard = math.prod(layout.shard_shape(shape, cut, mesh))
     return shard * group(cut, less, mesh) * jnp.dtype(dtype).itemsize
 
 

@@ -106,5 +106,5 @@ class ErrorFeedback:
         """Returns the dimensions, with the sharded ones first, in the order of the devices."""
         axes = batch_axes(self._gatherer.mesh)
         sharded = [d for d, name in enumerate(lies) if name is not None]
-        sharded.sort(key=lambda d: (axes.index(layout.whole_axis(lies[d])), layout.before(lies[d])))
+        sharded.sort(key=lambda d: (axes.index(layout.full_axis(lies[d])), layout.before(lies[d])))
         return [*sharded, *(d for d, name in enumerate(lies) if name is None)]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.collectives.adjacent import Wholes
+from zerojax.collectives.adjacent import GatheredArrays
 from zerojax.collectives.host import Host, fetched
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.quantization import dequantize, quantize
@@ -22,7 +22,7 @@ from zerojax.devices.mesh import REPLICA, batch_axes, batch_devices, sequence_si
 from zerojax.devices.network import near
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.plan.quantized import AS_THEY_ARE, Sent, block_of
+from zerojax.plan.quantized import UNQUANTIZED, Sent, block_of
 from zerojax.trace import marks
 
 # By the name of a mark, the function that replaces the mark: from its operand to its result.
@@ -47,7 +47,7 @@ class Scope:
       token: an array operand of the last use that gathered; the next gather of the same shard waits
         for the array.
       reduced: the gradients of each block of the backward pass, in order.
-      used_whole: by ``id``, the shards that a use other than a lookup needs unsharded.
+      used_unsharded: by ``id``, the shards that a use other than a lookup needs unsharded.
       rows: the rows last looked up in a gathered table; the gather of the next such table waits for
         them.
       adjacent: the gathers that an equation, and the equations of a function that it calls, share
@@ -69,9 +69,9 @@ class Scope:
     seen: dict[int, Shard] = field(default_factory=dict)
     token: jax.Array | None = None
     reduced: list[list[ReducedGradient]] = field(default_factory=list)
-    used_whole: set[int] = field(default_factory=set)
+    used_unsharded: set[int] = field(default_factory=set)
     rows: jax.Array | None = None
-    adjacent: Wholes | None = None
+    adjacent: GatheredArrays | None = None
     window: Window | None = None
     cotangent: jax.Array | None = None
     batch_rows: int | None = None
@@ -118,16 +118,17 @@ class Gatherer:
       sent: The formats in which parameters and gradients are sent.
 
     Attributes:
-      as_they_are: Large gradients that are sent unquantized although gradients are to be quantized:
+      sent_unquantized: Large gradients that are sent in their own dtype although gradients are to be
+        quantized:
         the primitive that produces each, and its shape.
       ledger: Records the collectives.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, *, keep: bool, sent: Sent = AS_THEY_ARE) -> None:
+    def __init__(self, mesh: Mesh, axis: str, *, keep: bool, sent: Sent = UNQUANTIZED) -> None:
         self.mesh, self.axis, self.keep, self.sent = mesh, axis, keep, sent
         self.replicas = mesh.shape.get(REPLICA, 1)
         self._apart: frozenset[str] = frozenset()
-        self.as_they_are: list[tuple[str, tuple[int, ...]]] = []
+        self.sent_unquantized: list[tuple[str, tuple[int, ...]]] = []
         self.ledger = Ledger(mesh)
 
     def on_lanes(self, axes: Sequence[str]) -> Self:
@@ -278,9 +279,9 @@ class Gatherer:
         """
         if self.replicas > 1 and len(spec) > 1:
             return self.scatter_parts(gradient, spec)
-        return self.scatter_whole(gradient, spec)
+        return self.scatter_unsharded(gradient, spec)
 
-    def scatter_whole(self, gradient: jax.Array, spec: Spec) -> jax.Array:
+    def scatter_unsharded(self, gradient: jax.Array, spec: Spec) -> jax.Array:
         """Constrains the full gradient, and then reduces it to its shard. If several parts of the
         axis shard the gradient the first constraint is left out: XLA takes a mesh of parts for
         another mesh, and shards no operand by it."""
@@ -330,7 +331,7 @@ class Gatherer:
             return self.gather(v, scope, ())
         return v.with_value(self.constrain(fetched(v.value), v.spec))
 
-    def all_whole(self, values: Sequence[Any], scope: Scope) -> list[Any]:
+    def gather_all(self, values: Sequence[Any], scope: Scope) -> list[Any]:
         """Returns the operands of one equation, with the shards among them gathered."""
         return [self.gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
 
@@ -345,7 +346,7 @@ class Gatherer:
                 else v
                 for v in values
             ]
-        return [v.whole if is_whole(v) else v for v in values]
+        return [v.whole if is_gathered(v) else v for v in values]
 
 
 def is_sharded(spec: Spec, axis: str) -> bool:
@@ -353,7 +354,7 @@ def is_sharded(spec: Spec, axis: str) -> bool:
     return layout.without(spec, axis) != spec
 
 
-def is_whole(value: Any) -> bool:
+def is_gathered(value: Any) -> bool:
     """Returns whether ``value`` is a shard that was gathered in advance, in its own dtype."""
     return isinstance(value, Shard) and value.whole is not None
 

@@ -101,7 +101,7 @@ def _bind_quantized(
         return None  # sending the rows moves fewer bytes
     if gatherer.alone and can_split(eqn, devices):
         return values[0] + reduction.of_all(by_group(eqn, values, devices), spec, gatherer)
-    gatherer.as_they_are.append((eqn.primitive.name, shape))
+    gatherer.sent_unquantized.append((eqn.primitive.name, shape))
     return None
 
 

@@ -51,7 +51,7 @@ from zerojax.distributed import log
 from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.plan.quantized import AS_THEY_ARE, Sent
+from zerojax.plan.quantized import UNQUANTIZED, Sent
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
 
@@ -82,7 +82,7 @@ class Inserter(Scans):
         share: bool = False,
         away: int | None = None,
         overlap: bool = True,
-        sent: Sent = AS_THEY_ARE,
+        sent: Sent = UNQUANTIZED,
     ) -> None:
         super().__init__(mesh, axis, keep=keep, sent=sent)
         self.share, self.overlap = share or keep, overlap
@@ -128,7 +128,7 @@ class Inserter(Scans):
     ) -> list[Any]:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         decided = program_decisions.decide(jaxpr, args, want, self, scope, self.smallest)
-        scope.used_whole |= decided.reused.used_whole
+        scope.used_unsharded |= decided.reused.used_unsharded
         outer = scope.adjacent  # shared by the call that runs this jaxpr
         env: dict[Any, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
@@ -192,7 +192,7 @@ class Inserter(Scans):
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
         if convolutions.has_rows_for_groups(eqn, scope.batch_rows, self.devices):
             if eqn.primitive is prims.conv_general_dilated_p:
-                unsharded = self.all_whole(values, scope)
+                unsharded = self.gather_all(values, scope)
                 return [convolutions.on_own_rows(eqn, unsharded, self.mesh)]
             return self._branch(eqn, values, scope)
         if any(isinstance(v, Shard) for v in values) or scope.replaces(eqn):
@@ -250,7 +250,7 @@ class Inserter(Scans):
             and (name in propagate.FORWARD or name in propagate.TAKES)
             and id(shards[0]) in scope.gathered
         ):
-            return jaxprs.bind(eqn, self.all_whole(values, scope))  # a tied embedding's head
+            return jaxprs.bind(eqn, self.gather_all(values, scope))  # a tied embedding's head
         if name in REDUCTIONS:
             return jaxprs.bind(eqn, [plain(v) for v in values])
         first = values[0]  # not an index
@@ -266,7 +266,7 @@ class Inserter(Scans):
             return list(map(arrived, values, map(like, inputs, outs)))
         if (rows := lookups.look_up(eqn, values, self, scope)) is not None:
             return [rows]
-        outs = jaxprs.bind(eqn, self.all_whole(values, scope))
+        outs = jaxprs.bind(eqn, self.gather_all(values, scope))
         if scope.window is not None:
             scope.window.used(shards, outs)
         return outs
@@ -403,7 +403,7 @@ class Inserter(Scans):
 
         cond, body = closed(loop.cond, consts[:a], ()), closed(loop.body, consts[a:], specs)
         with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
-            start = self.all_whole(start, scope)
+            start = self.gather_all(start, scope)
         final = lax.while_loop(
             lambda carry: plain(cond(carry)[0]),
             lambda carry: list(map(self.passed_on, body(carry), specs)),

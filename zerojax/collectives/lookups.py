@@ -43,7 +43,11 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
     table, *indices = values
     if eqn.primitive is not prims.gather_p or not isinstance(table, Shard):
         return None
-    if gatherer.apart or table.whole is not None or (scope.share and id(table) in scope.used_whole):
+    if (
+        gatherer.apart
+        or table.whole is not None
+        or (scope.share and id(table) in scope.used_unsharded)
+    ):
         return None
     narrow = table.gathering.narrow
     stored = narrow.shard if narrow is not None and narrow.is_cast else table  # half the bytes
@@ -55,7 +59,9 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
         with ledger.place(decisions.USE, reason), ledger.instead(*sent):
             (rows,) = jaxprs.bind(eqn, [pinned, *indices])
         return rows.astype(table.value.dtype)
-    if id(table) in scope.used_whole and by_columns(eqn, stored.spec, gatherer.mesh, gatherer.axis):
+    if id(table) in scope.used_unsharded and by_columns(
+        eqn, stored.spec, gatherer.mesh, gatherer.axis
+    ):
         (rows,) = jaxprs.bind(eqn, [gatherer.constrain(stored.value, stored.spec), *indices])
         columns = gatherer.constrain(rows, (None, None, gatherer.axis))
         rows = gatherer.constrain(columns, (gatherer.axis, None, None))
@@ -97,7 +103,7 @@ def spec_by_rows(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
         if not candidates:
             return None
         row = max(candidates, key=lambda d: shape[d])
-        names = [a for a in layout.axes(spec[sharded]) if layout.whole_axis(a) == axis]
+        names = [a for a in layout.axes(spec[sharded]) if layout.full_axis(a) == axis]
         spec, moved = layout.without(spec, axis), moved + size / shards
         for name in names:
             spec = layout.within(spec, row, name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.collectives import adjacent, residuals, reuse, shrinking, tables, wanted
-from zerojax.collectives.adjacent import Wholes
+from zerojax.collectives.adjacent import GatheredArrays
 from zerojax.collectives.gathering import Gatherer, Scope
 from zerojax.plan.layout import Spec
 from zerojax.trace import changes
@@ -36,11 +36,11 @@ class ProgramDecisions:
     order: tables.Order
     wants: Mapping[Any, Spec]
     added_up: set[Any]
-    shared: Mapping[int, Wholes]
+    shared: Mapping[int, GatheredArrays]
     shrinking: shrinking.Shrinking
     leaving: set[Any]
     replaced: Mapping[Any, Any]
-    reused: reuse.GoesOn
+    reused: reuse.ReusedGradients
 
     def places(self, eqn: Any) -> bool:
         """Returns whether a gradient is computed from a result, or a result is sent to host
@@ -69,12 +69,12 @@ def decide(
         host memory; None keeps all residuals on the devices.
     """
     mesh = gatherer.mesh
-    reused = reuse.GoesOn(jaxpr, args, gatherer.axis)
+    reused = reuse.ReusedGradients(jaxpr, args, gatherer.axis)
     others = {} if gatherer.apart else reused.gradients
     wants = wanted.trace_back(jaxpr, want or [None] * len(jaxpr.outvars), mesh, others)
     sums = adjacent.sums(jaxpr, wants, mesh, of_layer=scope.of_layer)
     wants = {v: spec for v, spec in wants.items() if v not in sums.added}
-    shared: Mapping[int, Wholes] = {}
+    shared: Mapping[int, GatheredArrays] = {}
     order = tables.Order(jaxpr.eqns, {}, {}, {})
     if not scope.share:
         order = tables.order(jaxpr, args, gatherer)

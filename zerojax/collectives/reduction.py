@@ -17,7 +17,7 @@ from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.devices.mesh import SEQUENCE, axis_size, batch_axes, joined_axes, sequence_size
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SubAxis
-from zerojax.plan.quantized import Format, block_of_piece
+from zerojax.plan.quantized import Format, block_of_slice
 
 FeedBack = Callable[[jax.Array, Sequence[Any], Sequence[int]], jax.Array]
 """Function of ``(x, spec, block)`` that returns the array to send in place of ``x``. ``spec`` is
@@ -61,8 +61,8 @@ def summed(
     (at,), n = layout.dimensions(spec, axis), axis_size(mesh, axis)
     parts = [name for _, name in layout.parts_of(spec, axis)]  # the innermost first
     how = gatherer.sent.gradients
-    block = None if sequence_size(mesh) > 1 else block_of_piece(value.shape[1:], n, how)
-    split_order = [name for name in layout.axes(spec[at]) if layout.whole_axis(name) == axis]
+    block = None if sequence_size(mesh) > 1 else block_of_slice(value.shape[1:], n, how)
+    split_order = [name for name in layout.axes(spec[at]) if layout.full_axis(name) == axis]
     if block is not None and parts == [axis] and 1 < gatherer.near < n:
         outer = n // gatherer.near
         split_order = [SubAxis(axis, 1, outer).name, SubAxis(axis, outer, gatherer.near).name]
@@ -176,4 +176,4 @@ def is_quantized(shape: Sequence[int], spec: Spec, gatherer: Gatherer) -> bool:
         return False
     moved = shape[at], *shape[:at], *shape[at + 1 :]
     n = axis_size(gatherer.mesh, gatherer.axis)
-    return block_of_piece(moved, n, gatherer.sent.gradients) is not None
+    return block_of_slice(moved, n, gatherer.sent.gradients) is not None

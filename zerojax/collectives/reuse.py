@@ -70,14 +70,14 @@ def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
 
 
 @cached_by_jaxpr
-def used_whole(jaxpr: Any) -> frozenset[Any]:
+def used_unsharded(jaxpr: Any) -> frozenset[Any]:
     """Returns the variables of an open jaxpr that an equation needs unsharded, in any layout and
     scale. Lookups do not count, nor do the optimizer's uses of its gradients."""
     needed = NEEDED.backward(jaxpr, [False] * len(jaxpr.outvars)).of
     return frozenset(v for v, is_needed in needed.items() if is_needed) - {*marks.gradients(jaxpr)}
 
 
-class GoesOn:
+class ReusedGradients:
     """The gradients from which a jaxpr computes further values, and which are sharded for that.
 
     Args:
@@ -89,14 +89,14 @@ class GoesOn:
       gradients: By variable the spec of its shard, for the gradients that have the shape of a
         sharded parameter. They affect only placement: a value that is mistaken for a gradient keeps
         its numbers.
-      used_whole: By ``id``, the shards among ``args`` that a use other than a lookup needs
+      used_unsharded: By ``id``, the shards among ``args`` that a use other than a lookup needs
         unsharded.
     """
 
     def __init__(self, jaxpr: Any, args: Sequence[Any], axis: str) -> None:
-        self._whole, self._axis = used_whole(jaxpr), axis
+        self._whole, self._axis = used_unsharded(jaxpr), axis
         params = {v: x for v, x in zip(jaxpr.invars, args, strict=True) if isinstance(x, Shard)}
-        self.used_whole = {id(x) for v, x in params.items() if v in self._whole}
+        self.used_unsharded = {id(x) for v, x in params.items() if v in self._whole}
         specs: dict[tuple[int, ...], set[Spec]] = {}
         for v, x in params.items():
             if not is_small(v.aval.shape, x.spec, axis):

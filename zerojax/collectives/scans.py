@@ -75,7 +75,7 @@ class Scans(Gatherer):
         consts = self.held(decided.held, consts, scope, values)
         with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):
             given = [plain(start[i]) if i in updated else start[i] for i in kept]
-            carry = self.all_whole(given, scope)
+            carry = self.gather_all(given, scope)
             xs = [
                 self.gather(x, scope, values) if i in decided.gathered else x
                 for i, x in enumerate(xs)
@@ -197,16 +197,16 @@ class Scans(Gatherer):
         """
         specs = {v: sums.spec(v, self.mesh, self.axis) for v in sums.roots}
         by_root = {
-            v: x if (spec := specs[v]) is None else self.scatter_whole(x, spec)
+            v: x if (spec := specs[v]) is None else self.scatter_unsharded(x, spec)
             for v, x in zip(sums.roots, totals, strict=True)
         }
         reduced = {}
         for i, terms in sums.terms.items():
-            (total,) = self.all_whole([start[i]], scope)
+            (total,) = self.gather_all([start[i]], scope)
             for term in terms:
                 total = total + term.of(by_root[term.root])
             is_unsharded = any(specs[term.root] is None for term in terms)
-            reduced[i] = (self.scatter_whole if is_unsharded else self.constrain)(
+            reduced[i] = (self.scatter_unsharded if is_unsharded else self.constrain)(
                 total, sums.want[i]
             )
         return reduced

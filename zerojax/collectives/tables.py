@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import primitives as prims
 
 from zerojax.collectives import propagate
-from zerojax.collectives.adjacent import Wholes
+from zerojax.collectives.adjacent import GatheredArrays
 from zerojax.collectives.gathering import Gatherer, plain
 from zerojax.collectives.lookups import by_columns, spec_by_rows
 from zerojax.collectives.shard import Shard
@@ -53,7 +53,7 @@ class Order(NamedTuple):
 
     equations: Sequence[Any]
     copies: Mapping[Any, Sequence[Any]]
-    shared: Mapping[int, Wholes]
+    shared: Mapping[int, GatheredArrays]
     rows: Mapping[int, Sequence[Any]]
 
     def follow(self, eqn: Any, env: dict[Any, Any]) -> None:
@@ -77,7 +77,7 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
     """
     graph = graph_of(jaxpr)
     copies: dict[Any, Sequence[Any]] = {}
-    shared: dict[int, Wholes] = {}
+    shared: dict[int, GatheredArrays] = {}
     rows: dict[int, Sequence[Any]] = {}
     followers: dict[int, list[Any]] = {}  # by id of the first lookup, the equations moved after it
     for v, x in zip(jaxpr.invars, args, strict=True):
@@ -99,7 +99,7 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
                     moved += [*needed, other.equation]
                     group.append(other.equation)
             if len(group) > 1:
-                gathers: Wholes = {}
+                gathers: GatheredArrays = {}
                 shared |= {id(eqn): gathers for eqn in group}
                 rows[id(group[-1])] = [eqn.outvars[0] for eqn in group]
                 followers[id(first.equation)] = moved

@@ -46,13 +46,13 @@ def widened(shard: Shard, dtypes: Sequence[Any]) -> Shard:
     return shard
 
 
-def whole_of(shard: Shard) -> jax.Array | None:
+def unsharded_of(shard: Shard) -> jax.Array | None:
     """Returns the unsharded array of a shard if it, or the shard from which it was computed, was
     gathered in advance; otherwise None."""
     narrow = shard.gathering.narrow
     if shard.whole is not None or narrow is None:
         return shard.whole
-    unsharded = whole_of(narrow.shard)
+    unsharded = unsharded_of(narrow.shard)
     return None if unsharded is None else narrow.widen(unsharded)
 
 

@@ -340,6 +340,6 @@ def same_devices(a: Mesh, b: Mesh) -> bool:
     return a.axis_names == b.axis_names and np.array_equal(a.devices, b.devices)
 
 
-def are_there(given: Mesh) -> bool:
+def are_present(given: Mesh) -> bool:
     """Returns whether the mesh's devices exist, unlike those of a topology."""
     return bool(given.devices.flat[0].addressable_memories())

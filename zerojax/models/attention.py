@@ -16,7 +16,7 @@ import pallas_kernels
 from pallas_kernels.attention import tokamax_gpu
 from pallas_kernels.dispatch import Target
 from zerojax.api import Zero
-from zerojax.devices.mesh import SEQUENCE, are_there
+from zerojax.devices.mesh import SEQUENCE, are_present
 from zerojax.models.assumed_attention import assumed_attention
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -77,7 +77,7 @@ def chosen(zero: Zero | None, asked: str) -> str:
     with jax.default_device(device):
         if tokamax_gpu.refusal(Target(platform, device.device_kind), query, 0.0) is None:
             return "mosaic_gpu"
-    return "cudnn" if are_there(zero.mesh) and platform == "gpu" else "plain"
+    return "cudnn" if are_present(zero.mesh) and platform == "gpu" else "plain"
 
 
 def planned_attention(
@@ -90,7 +90,7 @@ def planned_attention(
     name = chosen(zero, asked)
     if zero is None or name == "plain":
         return None
-    if name == "cudnn" and not are_there(zero.mesh):
+    if name == "cudnn" and not are_present(zero.mesh):
         heads = _heads_cut(zero, cut)
         return assumed_attention(functools.partial(zero.per_device, cut=heads))
     return fused_attention(zero, name, cut=cut)

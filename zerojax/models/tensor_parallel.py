@@ -41,7 +41,7 @@ MODEL = "model"
 
 COLUMNS = {"kernel": -1, "bias": -1}
 ROWS = {"kernel": -2, "bias": 0}  # the bias is added once, after the sum over devices
-WHOLE = {"embedding": 0, "scale": 0, "bias": 0}
+REPLICATED = {"embedding": 0, "scale": 0, "bias": 0}
 
 CUT: dict[str, dict[str, int]] = {
     "q_proj": COLUMNS,
@@ -59,13 +59,13 @@ CUT: dict[str, dict[str, int]] = {
     "c_attn": ROWS,
     "wte": {"embedding": -2},
     "embed_tokens": {"embedding": -2},
-    "wpe": WHOLE,
-    "ln_1": WHOLE,
-    "ln_2": WHOLE,
-    "ln_f": WHOLE,
-    "norm": WHOLE,
-    "input_layernorm": WHOLE,
-    "post_attention_layernorm": WHOLE,
+    "wpe": REPLICATED,
+    "ln_1": REPLICATED,
+    "ln_2": REPLICATED,
+    "ln_f": REPLICATED,
+    "norm": REPLICATED,
+    "input_layernorm": REPLICATED,
+    "post_attention_layernorm": REPLICATED,
 }
 """Dimension that the axis shards, by module and parameter, counted from the last; 0 for none."""
 

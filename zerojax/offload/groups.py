@@ -33,7 +33,7 @@ class ArrayPlacement(NamedTuple):
 
     def local(self, mesh: Mesh) -> tuple[int, ...]:
         """Returns the shape of one device's shard."""
-        return layout.piece(self.padded, layout.full(self.spec, len(self.shape)), mesh)
+        return layout.shard_shape(self.padded, layout.full(self.spec, len(self.shape)), mesh)
 
     def rows(self, mesh: Mesh) -> tuple[int, ...]:
         """Returns the shape of one device's shard as rows: all dimensions but the last merged."""
@@ -60,7 +60,7 @@ class GroupRows(NamedTuple):
 Group = tuple[GroupRows, ...]
 
 
-def goes_whole(group: Group) -> bool:
+def is_sent_unsplit(group: Group) -> bool:
     """Returns whether the group is one cluster that passes through the device unsplit."""
     return any(part.rows is None for part in group)
 
@@ -108,7 +108,7 @@ def _split(
             yield GroupRows(cluster, rows.start, len(rows))
 
 
-def disk_pieces(placement: ArrayPlacement, mesh: Mesh, largest: int) -> list[range]:
+def disk_chunks(placement: ArrayPlacement, mesh: Mesh, largest: int) -> list[range]:
     """Returns the element ranges of the chunks into which flat shards are split on a disk."""
     width = placement.row_size(mesh)
     rows = _row_ranges(placement, mesh, _half(largest))

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.collectives.host import fetched, sent
 from zerojax.collectives.order import impossible
-from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, goes_whole
+from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, is_sent_unsplit
 from zerojax.offload.separate import Separated
 from zerojax.plan import layout
 from zerojax.plan.places import DISK, HOST, PINNED
@@ -139,7 +139,7 @@ class GroupPrograms:
         """
         key = self._signature(group), self._signature(coming), self._shared(group, coming)
         if key not in self._programs:
-            is_unsplit = goes_whole(group)
+            is_unsplit = is_sent_unsplit(group)
             self._programs[key] = (
                 self._whole(group[0]) if is_unsplit else self._advance(group, coming)
             )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.offload.disk.array import DiskLeaf
-from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, goes_whole, groups
+from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, groups, is_sent_unsplit
 from zerojax.offload.separate import Separated
 from zerojax.offload.stream import GroupPrograms, GroupResults
 from zerojax.plan.plan import Plan
@@ -98,8 +98,12 @@ class Update:
         last = {id(p.cluster): p for group in groups for p in group}
         is_loaded = False  # whether the previous turn brings the group in
         for group, after in zip(groups, [*groups, ()][1:], strict=True):
-            load = None if is_loaded or goes_whole(group) else GroupUpdate(self.programs, (), group)
-            is_loaded = not (goes_whole(group) or goes_whole(after))
+            load = (
+                None
+                if is_loaded or is_sent_unsplit(group)
+                else GroupUpdate(self.programs, (), group)
+            )
+            is_loaded = not (is_sent_unsplit(group) or is_sent_unsplit(after))
             done = [
                 i
                 for p in group

@@ -17,7 +17,7 @@ from zerojax.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from zerojax.offload.compute_copies import ComputeCopies
 from zerojax.offload.disk.array import DiskLeaf
 from zerojax.offload.disk.store import DiskStore
-from zerojax.offload.groups import ArrayPlacement, disk_pieces
+from zerojax.offload.groups import ArrayPlacement, disk_chunks
 from zerojax.plan.places import DISK
 from zerojax.plan.plan import Leaf, Plan
 from zerojax.plan.stored import pad, shown
@@ -115,7 +115,7 @@ class Placer:
         """Creates a leaf on the disk, not yet written."""
         at_rest = tuple(shape)
         placement = ArrayPlacement(at_rest, jnp.dtype(dtype), sharding.spec, DISK, at_rest)
-        chunks = disk_pieces(placement, self._mesh, self._config.sub_group_size)
+        chunks = disk_chunks(placement, self._mesh, self._config.sub_group_size)
         name = f"{path} ({next(self._number)})"
         return DiskLeaf(store or self.store, name, shape, dtype, sharding, chunks)
 
@@ -135,7 +135,7 @@ class Placer:
             x = on_disk.advance()
         return shown(x, leaf.shape)
 
-    def born(
+    def create_sharded(
         self, make: Callable[..., Parts], args: Sequence[Any], plan: Plan, shapes: Parts
     ) -> Parts:
         """Creates a state a few leaves at a time, so that no device holds much of it.

@@ -118,7 +118,7 @@ class States:
           TypeError: The objects are not a state.
           ValueError: The state has no parameters, or its optimizer is wrapped differently.
         """
-        opened = self.take_apart(objects)
+        opened = self.split_state(objects)
         has_own = opened.any_pytree and find_zero_state(objects) is not None
         if opened.any_pytree:
             _check_features(self.config, wrapped=has_own)
@@ -157,10 +157,10 @@ class States:
         tx = opened.tx if is_wrapped else self.wrap(opened.tx)
         return dataclasses.replace(opened, parts=parts, tx=tx, plain=plain)
 
-    def take_apart(self, objects: tuple[Any, ...]) -> OpenedState:
+    def split_state(self, objects: tuple[Any, ...]) -> OpenedState:
         """Splits a state into its arrays; finds its parameters if the config needs them."""
         keys = of_parameters(self.config)
-        opened = take_apart(objects)
+        opened = split_state(objects)
         if not opened.any_pytree or not keys or find_zero_state(objects) is None:
             return opened
         parameters = find_parameters(objects, " and ".join(keys), self.params)
@@ -211,7 +211,7 @@ class States:
         if sum(leaf.lost for leaf in leaves) > LITTLE * n_bytes and not self._warned:
             self._warned = True
             log.warning("%s.", plan.lost)
-        if (message := plan.kept_whole) and message not in self._told:
+        if (message := plan.replicated_state) and message not in self._told:
             self._told.add(message)
             log.warning("%s.", message)
         return plan
@@ -253,7 +253,7 @@ class States:
             plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
             if offloads(self.config):
                 check_memories(self.config, self.mesh)
-                parts = self.placer.born(make, args, plan, shapes)
+                parts = self.placer.create_sharded(make, args, plan, shapes)
             else:
                 create_sharded = jax.jit(  # does not trace `make` again, which is jitted
                     lambda *args: plan.at_rest(make(*args)), out_shardings=plan.shardings()
@@ -422,7 +422,7 @@ def is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
     )
 
 
-def take_apart(objects: tuple[Any, ...]) -> OpenedState:
+def split_state(objects: tuple[Any, ...]) -> OpenedState:
     """Splits a ``(TrainState,)``, NNX objects with an optimizer among them, or any pytree.
 
     Raises:

@@ -99,12 +99,12 @@ class ExtraState:
         return jax.tree.unflatten(tree, copies)
 
     def _array(self, path: str, x: Any, of_optimizer: bool) -> Leaf:
-        if reason := self._why_whole(x, of_optimizer):
+        if reason := self._why_replicated(x, of_optimizer):
             replicated = (None,) * x.ndim
             return Leaf.of(path, x, replicated, replicated, reason, self._mesh)
         return self._at_rest(path, x, None)
 
-    def _why_whole(self, x: Any, of_optimizer: bool) -> str:
+    def _why_replicated(self, x: Any, of_optimizer: bool) -> str:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return "keys stay whole"
         if self._params.shapes and x.size <= rule.SMALL:

@@ -53,7 +53,7 @@ class SubAxis(NamedTuple):
         return cls(match[1], int(match[2]), int(match[3])) if match else None
 
 
-def whole_axis(name: str) -> str:
+def full_axis(name: str) -> str:
     """Returns the axis that a name stands for, in full or in part."""
     part = SubAxis.of(name)
     return name if part is None else part.axis
@@ -87,7 +87,7 @@ def without(spec: Sequence[Any], axis: str) -> Spec:
     """Returns ``spec`` after an all-gather over ``axis``, or over the axes that it joins."""
     gone = {axis, *joined_axes(axis)}
     return tuple(
-        _entry(tuple(a for a in axes(entry) if whole_axis(a) not in gone)) for entry in spec
+        _entry(tuple(a for a in axes(entry) if full_axis(a) not in gone)) for entry in spec
     )
 
 
@@ -104,7 +104,7 @@ def inside(spec: Sequence[Any], axis: str, least: int) -> Spec:
 
 def only(spec: Sequence[Any], names: Collection[str]) -> Spec:
     """Returns ``spec`` with only these axes."""
-    return tuple(_entry(tuple(a for a in axes(entry) if whole_axis(a) in names)) for entry in spec)
+    return tuple(_entry(tuple(a for a in axes(entry) if full_axis(a) in names)) for entry in spec)
 
 
 def within(spec: Sequence[Any], dimension: int, axis: str) -> Spec:
@@ -116,17 +116,17 @@ def within(spec: Sequence[Any], dimension: int, axis: str) -> Spec:
 
 def cutting(spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> Spec:
     """Returns ``spec`` without the axes of size 1, which shard nothing."""
-    return only(spec, [whole_axis(name) for name, size in mesh.shape.items() if size > 1])
+    return only(spec, [full_axis(name) for name, size in mesh.shape.items() if size > 1])
 
 
 def dimensions(spec: Sequence[Any], axis: str) -> list[int]:
     """Returns the dimensions that ``axis`` or parts of the axis shard."""
-    return [d for d, entry in enumerate(spec) if axis in map(whole_axis, axes(entry))]
+    return [d for d, entry in enumerate(spec) if axis in map(full_axis, axes(entry))]
 
 
 def parts_of(spec: Sequence[Any], axis: str) -> list[tuple[int, str]]:
     """Returns a pair (dimension, name) for ``axis`` or each part of the axis, innermost first."""
-    named = [(d, a) for d, entry in enumerate(spec) for a in axes(entry) if whole_axis(a) == axis]
+    named = [(d, a) for d, entry in enumerate(spec) for a in axes(entry) if full_axis(a) == axis]
     return sorted(named, key=lambda pair: -before(pair[1]))
 
 
@@ -136,15 +136,17 @@ def parts(entry: Any, mesh: Mesh | AbstractMesh) -> int:
     return math.prod(axis_size(mesh, a) if part is None else part.size for part, a in named)
 
 
-def piece(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+def shard_shape(
+    shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh
+) -> tuple[int, ...]:
     """Returns the shape of one device's shard; of the largest if shards differ."""
     return tuple(-(-n // parts(entry, mesh)) for n, entry in zip(shape, spec, strict=True))
 
 
 def padded(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     """Returns the shape with each dimension padded to a multiple of its number of slices."""
-    shard_shape = piece(shape, spec, mesh)
-    return tuple(n * parts(entry, mesh) for n, entry in zip(shard_shape, spec, strict=True))
+    local = shard_shape(shape, spec, mesh)
+    return tuple(n * parts(entry, mesh) for n, entry in zip(local, spec, strict=True))
 
 
 def separate(spec: Iterable[Any], mesh: Mesh | AbstractMesh) -> Spec:
@@ -157,14 +159,14 @@ def separate(spec: Iterable[Any], mesh: Mesh | AbstractMesh) -> Spec:
     """
     return tuple(
         _entry(tuple(name for a in axes(entry) for name in _separate(a, mesh)))
-        if any(len(joined_axes(whole_axis(a))) > 1 for a in axes(entry))
+        if any(len(joined_axes(full_axis(a))) > 1 for a in axes(entry))
         else entry
         for entry in spec
     )
 
 
 def _separate(name: str, mesh: Mesh | AbstractMesh) -> Iterator[str]:
-    members, part = joined_axes(whole_axis(name)), SubAxis.of(name)
+    members, part = joined_axes(full_axis(name)), SubAxis.of(name)
     if len(members) == 1:
         yield name
         return
@@ -243,12 +245,12 @@ def _divided(mesh: AnyMesh, found: frozenset[SubAxis]) -> AnyMesh:
 
 def undivided(mesh: Mesh) -> Mesh:
     """Returns ``mesh`` with the parts of its axes merged into full axes."""
-    names = [*dict.fromkeys(map(whole_axis, mesh.axis_names))]
+    names = [*dict.fromkeys(map(full_axis, mesh.axis_names))]
     if len(names) == len(mesh.axis_names):
         return mesh
     sizes = dict.fromkeys(names, 1)
     for name, size in mesh.shape.items():
-        sizes[whole_axis(name)] *= size
+        sizes[full_axis(name)] *= size
     return Mesh(np.reshape(mesh.devices, [*sizes.values()]), names)
 
 
@@ -257,7 +259,7 @@ def is_divided(sharding: Sharding) -> bool:
     return isinstance(sharding, NamedSharding) and any(map(SubAxis.of, sharding.mesh.axis_names))
 
 
-def in_whole_axes(mesh: Mesh, spec: Iterable[Any], shape: Sequence[int]) -> NamedSharding:
+def on_full_axes(mesh: Mesh, spec: Iterable[Any], shape: Sequence[int]) -> NamedSharding:
     """Returns the sharding of an array on the undivided mesh, after an all-gather over incomplete
     axes and over axes that do not divide their dimension."""
     full_mesh = undivided(mesh)

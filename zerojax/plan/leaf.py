@@ -25,7 +25,7 @@ class Leaf:
       reason: why ZeRO does not shard the array over all of the axis; empty if it does.
       bytes: the bytes of the full array; ``bytes_per_device`` those of the largest shard.
       place: its memory, see :mod:`zerojax.plan.places`.
-      whole_over: devices that hold the same elements, for want of a dimension that divides.
+      n_copies: devices that hold the same elements, for want of a dimension that divides.
       padded: its shape at rest, with dimensions padded with zeros to give equal shards; ``shape``
         without padding.
     """
@@ -39,7 +39,7 @@ class Leaf:
     bytes: int
     bytes_per_device: int
     place: str = DEVICE
-    whole_over: int = 1
+    n_copies: int = 1
     padded: tuple[int, ...] = ()
 
     @classmethod
@@ -47,7 +47,7 @@ class Leaf:
         """Builds the leaf of an array, abstract or concrete, with this spec, on the device."""
         named = not hasattr(x.dtype, "itemsize")  # a type, such as jnp.float32
         itemsize = jnp.dtype(x.dtype).itemsize if named else x.dtype.itemsize
-        shard_shape = layout.piece(x.shape, spec, mesh)
+        shard_shape = layout.shard_shape(x.shape, spec, mesh)
         return cls(
             path=path,
             shape=tuple(x.shape),
@@ -67,7 +67,7 @@ class Leaf:
     @property
     def lost(self) -> int:
         """Bytes on each device beyond the array's share, for want of a dimension that divides."""
-        return self.bytes_per_device - self.bytes_per_device // self.whole_over
+        return self.bytes_per_device - self.bytes_per_device // self.n_copies
 
     @property
     def even(self) -> bool:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import are_there
+from zerojax.devices.mesh import are_present
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 PINNED = "pinned_host"
@@ -103,7 +103,7 @@ def check_memories(config: ZeroConfig, mesh: Mesh) -> None:
         if getattr(config, name)
     ]
     device = mesh.devices.flat[0]
-    if not requested or not are_there(mesh):
+    if not requested or not are_present(mesh):
         return
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     if PINNED not in kinds:

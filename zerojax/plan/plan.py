@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import (
     REPLICA,
-    are_there,
+    are_present,
     axis_size,
     batch_axes,
     batch_devices,
@@ -129,11 +129,11 @@ class Plan:
         )
 
     @property
-    def kept_whole(self) -> str:
+    def replicated_state(self) -> str:
         """A sentence on the extra state that every device replicates; empty if that state is small
         or no devices could share it."""
         shared = self.config.stage > 0 and axis_size(self.mesh, self.axis) > 1
-        return table.kept_whole(self.leaves["rest"]) if shared else ""
+        return table.replicated_state(self.leaves["rest"]) if shared else ""
 
     @property
     def streamed(self) -> list[bool]:
@@ -219,7 +219,7 @@ class Plan:
     def lowering_mesh(self) -> Any:
         """The mesh to lower for: abstract if its devices do not exist and arrays may be in host
         memory, because JAX drops the memory kind for such devices."""
-        virtual = reaches_host(self.config) and not are_there(self.mesh)
+        virtual = reaches_host(self.config) and not are_present(self.mesh)
         return self.mesh.abstract_mesh if virtual else self.mesh
 
     def table(self) -> str:
@@ -258,7 +258,7 @@ class Plan:
         for place, where in ((HOST, "host memory"), (DISK, "disk")):
             if n_bytes := self.bytes_in(place):
                 total += f", and {table.size(n_bytes)} of {where} for each"
-        for sentence in (self.lost, self.kept_whole):
+        for sentence in (self.lost, self.replicated_state):
             title += f"\n{sentence}" if sentence else ""
         return table.render(title, {**at_rest, **self.leaves}, [total, *notes])
 

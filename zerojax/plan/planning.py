@@ -129,7 +129,7 @@ def _rule(mesh: Mesh, axis: str, config: ZeroConfig) -> AtRest:
                 partition=config.zero_hpz_partition_size,
             )
         leaf = Leaf.of(path, x, chosen.spec, own_spec, chosen.reason, mesh)
-        return dataclasses.replace(leaf, whole_over=chosen.whole_over)
+        return dataclasses.replace(leaf, n_copies=chosen.n_copies)
 
     return at_rest
 
@@ -181,7 +181,7 @@ def _optimizer_leaves(
         if tuple(x.shape) == param.shape:
             spec, unsharded_spec = (layout.full(s, len(x.shape)) for s in (param.spec, param.whole))
             leaf = Leaf.of(path, x, spec, unsharded_spec, param.reason, mesh)
-            leaf = dataclasses.replace(leaf, whole_over=param.whole_over)
+            leaf = dataclasses.replace(leaf, n_copies=param.n_copies)
         else:
             leaf = at_rest(path, x, None)  # factored statistics have a shape of their own
         return dataclasses.replace(leaf, place=moments[param.path])

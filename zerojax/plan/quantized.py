@@ -43,7 +43,7 @@ class Sent(NamedTuple):
     gradients: Quantization | None = None
 
 
-AS_THEY_ARE = Sent()
+UNQUANTIZED = Sent()
 
 
 def block_of(
@@ -63,7 +63,7 @@ def block_of(
     return extents(shard_shape, how.block_size)
 
 
-def block_of_piece(
+def block_of_slice(
     shape: Sequence[int], pieces: int, how: Quantization | None
 ) -> tuple[int, ...] | None:
     """Returns the block of an array in ``pieces`` equal slices along its first dimension."""
@@ -76,8 +76,8 @@ def block_of_piece(
 def _shard_extent(size: int, entry: Any, mesh: Mesh, axis: str) -> int:
     """Returns the extent of a device's shard; 1 if the shards are not equal."""
     names = layout.axes(entry)
-    if any(layout.whole_axis(name) == axis for name in names):
-        others = tuple(name for name in names if layout.whole_axis(name) != axis)
+    if any(layout.full_axis(name) == axis for name in names):
+        others = tuple(name for name in names if layout.full_axis(name) != axis)
         n_slices = layout.parts(others, mesh) * axis_size(mesh, axis)
         if size % n_slices == 0:
             return size // n_slices
@@ -163,7 +163,7 @@ class QuantizedWeights:
         block = block_of(leaf.shape, spec, self._mesh, self._axis, self._how)
         block_size = None if self._how is None else self._how.block_size
         if block_size and block is None:
-            shard_shape = layout.piece(leaf.shape, spec, self._mesh)
+            shard_shape = layout.shard_shape(leaf.shape, spec, self._mesh)
             raise ConfigError(
                 f"zero_optimization.zero_quantized_block_size = {block_size} elements make no "
                 f"block of {leaf.path} {tuple(leaf.shape)}, of which a device has {shard_shape}: "
@@ -194,7 +194,7 @@ class QuantizedWeights:
 def sent(config: ZeroConfig) -> Sent:
     """Returns the formats in which a config sends sharded arrays."""
     if config.stage == 0:
-        return AS_THEY_ARE
+        return UNQUANTIZED
     block = config.zero_quantized_block_size
     weights = Quantization(config.zero_quantized_weights_dtype, block)  # type: ignore[arg-type]
     grads = Quantization(config.zero_quantized_gradients_dtype, block)  # type: ignore[arg-type]

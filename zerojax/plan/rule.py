@@ -56,13 +56,13 @@ class ShardSpec(NamedTuple):
       spec: One entry a dimension, the user's axes included. If an entry does not divide its
         dimension, the dimension is padded at rest.
       reason: Why the array is not sharded over all of the shard axis; empty if it is.
-      whole_over: Devices that hold the same elements, for want of a dimension that divides; 1
+      n_copies: Devices that hold the same elements, for want of a dimension that divides; 1
         for any other reason.
     """
 
     spec: Spec
     reason: str
-    whole_over: int = 1
+    n_copies: int = 1
 
 
 class Cut(NamedTuple):
@@ -126,7 +126,7 @@ def shard_spec(
       >>> shard_spec((6, 16), (None, None), zerojax.mesh(), "data", 0).spec
       (None, 'data')
       >>> shard_spec((30, 50), (None, None), zerojax.mesh(), "data", 0)
-      ShardSpec(spec=('data:(2)2', 'data:(4)2'), reason='(30, 50) divides by 4 of 8', whole_over=2)
+      ShardSpec(spec=('data:(2)2', 'data:(4)2'), reason='(30, 50) divides by 4 of 8', n_copies=2)
     """
     n = axis_size(mesh, axis)
     if any(axis in layout.axes(entry) for entry in own):
@@ -137,7 +137,7 @@ def shard_spec(
         reason = f"below stage3_param_persistence_threshold ({smallest:,} elements)"
         return ShardSpec(own, reason)
     partition = partition if 1 < partition < n else 1
-    shard_shape = layout.piece(shape, own, mesh)
+    shard_shape = layout.shard_shape(shape, own, mesh)
     free = tuple(d for d, entry in enumerate(own) if entry is None)
     cut = _single(shard_shape, free, n)
     if cut is None and math.prod(shard_shape) <= SMALL:
@@ -170,7 +170,7 @@ def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
     A parameter that is sharded over a second axis, or along two dimensions, is not.
     """
     named = [entry for entry in spec if entry is not None]
-    only_axis = len(named) == 1 and all(layout.whole_axis(a) == axis for a in layout.axes(named[0]))
+    only_axis = len(named) == 1 and all(layout.full_axis(a) == axis for a in layout.axes(named[0]))
     return math.prod(shape) <= SMALL and only_axis
 
 

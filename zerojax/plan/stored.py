@@ -55,7 +55,7 @@ class StoredArray:
         shards at rest is ``stored.sharding``.
         """
         at_rest = self.stored.sharding
-        return layout.in_whole_axes(at_rest.mesh, at_rest.spec, self.shape)
+        return layout.on_full_axes(at_rest.mesh, at_rest.spec, self.shape)
 
     @property
     def addressable_shards(self) -> Any:

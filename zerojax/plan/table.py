@@ -39,7 +39,7 @@ def size(n: float) -> str:
     return f"{n:.3g} TB"
 
 
-def kept_whole(rest: Sequence[Any]) -> str:
+def replicated_state(rest: Sequence[Any]) -> str:
     """Returns a sentence on the extra state that every device replicates; empty below ``MUCH``.
 
     Args:

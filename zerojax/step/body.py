@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
-from zerojax.placement.states import take_apart
+from zerojax.placement.states import split_state
 from zerojax.step.gradient_norm import with_gradient_norm
 from zerojax.step.jitted import name_of
 from zerojax.step.partial_update import of_parts
 from zerojax.step.view import STARTS_AGAIN, View, WrappedView, beginning
 from zerojax.trace.dependence import unchanged
-from zerojax.trace.explicit import Types, automatic_update, typed_whole
+from zerojax.trace.explicit import Types, automatic_update, typed_replicated
 from zerojax.trace.marks import GRADIENT, count
 from zerojax.train_state.results import summary, take_out
 from zerojax.train_state.state_parts import OpenedState, Parts
@@ -69,7 +69,7 @@ class Body:
           ValueError: The step does not update its model.
         """
         if self.types is not None:
-            tx, (args, kwargs) = automatic_update(tx), typed_whole((args, kwargs))
+            tx, (args, kwargs) = automatic_update(tx), typed_replicated((args, kwargs))
         self._sizes.clear()
         tx = of_parts(tx, self.name, parts.params, self._sizes)
         view = parts.opt_state
@@ -103,7 +103,7 @@ class Body:
                 )
             new = tuple(found[i] for i in range(len(state)))
             if not self._any_pytree:
-                new_parts = take_apart(new).parts
+                new_parts = split_state(new).parts
             elif self._optimizer_in_step:
                 new_parts = self.split(*new)
                 new_parts = new_parts._replace(

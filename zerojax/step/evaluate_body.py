@@ -173,9 +173,9 @@ def _micro_batches(
 
 def _warn_of_unquantized(setting: StepSetting) -> None:
     """Warns of the gradients that are sent in their own dtype while others are sent quantized."""
-    if setting.inserter.as_they_are:
+    if setting.inserter.sent_unquantized:
         names = ", ".join(
-            f"{name} {shape}" for name, shape in dict.fromkeys(setting.inserter.as_they_are)
+            f"{name} {shape}" for name, shape in dict.fromkeys(setting.inserter.sent_unquantized)
         )
         log.warning(
             "%s: zero_quantized_gradients: each device's own part of these gradients is not known, "
@@ -183,7 +183,7 @@ def _warn_of_unquantized(setting: StepSetting) -> None:
             setting.body.name,
             names,
         )
-        setting.inserter.as_they_are.clear()
+        setting.inserter.sent_unquantized.clear()
 
 
 def _error_feedback(setting: StepSetting, start: Parts) -> Reducer | None:

@@ -38,7 +38,7 @@ class FurtherArguments(NamedTuple):
     specs: tuple[Spec | None, ...]
 
 
-class Lying(NamedTuple):
+class ArrayLayout(NamedTuple):
     """Shape and sharding of one array of an argument.
 
     Attributes:
@@ -61,7 +61,7 @@ class ArgumentReader:
         self._plan = plan
         self._form: Any = jax.tree.structure(plan.params, is_leaf=_is_spec)
         self._own = tuple(
-            Lying(leaf.shape, layout.full(leaf.spec, len(leaf.shape)))
+            ArrayLayout(leaf.shape, layout.full(leaf.spec, len(leaf.shape)))
             for leaf in plan.leaves["params"]
         )
         # Cached, because every step asks for every array.
@@ -79,16 +79,16 @@ class ArgumentReader:
 
     def _specs(self, argument: Any) -> Sequence[Spec | None]:
         leaves, tree = jax.tree.flatten(argument)
-        arrays = [self._lying(x) for x in leaves if is_array(x)]
+        arrays = [self._layout_of(x) for x in leaves if is_array(x)]
         sharded = [x for x in arrays if x.spec is not None]
         if sharded and (self._is_copy(tree, arrays) or self._by_rule(tuple(sharded))):
             return [x.spec for x in arrays]
         return [None] * len(arrays)
 
-    def _lying(self, x: Any) -> Lying:
+    def _layout_of(self, x: Any) -> ArrayLayout:
         sharding, shape = getattr(x, "sharding", None), tuple(np.shape(x))
         named = isinstance(sharding, NamedSharding)
-        return Lying(shape, self._spec(sharding, len(shape)) if named else None)
+        return ArrayLayout(shape, self._spec(sharding, len(shape)) if named else None)
 
     def _spec_of(self, sharding: NamedSharding, ndim: int) -> Spec | None:
         mesh: Any = sharding.mesh
@@ -99,13 +99,13 @@ class ArgumentReader:
         spec = layout.joined(spec, self._plan.axis, plan_mesh)
         return spec if layout.dimensions(spec, self._plan.axis) else None
 
-    def _is_copy(self, tree: Any, arrays: Sequence[Lying]) -> bool:
+    def _is_copy(self, tree: Any, arrays: Sequence[ArrayLayout]) -> bool:
         """Returns whether an argument is a copy of the parameters, each unsharded or as planned."""
         return tree == self._form and all(
             x in (own, own._replace(spec=None)) for x, own in zip(arrays, self._own, strict=True)
         )
 
-    def _rule(self, sharded: tuple[Lying, ...]) -> bool:
+    def _rule(self, sharded: tuple[ArrayLayout, ...]) -> bool:
         """Returns whether arrays are sharded by the rule for parameters, unlike rows of data."""
         plan = self._plan
         is_unlike_rows = any(0 not in layout.dimensions(x.spec or (), plan.axis) for x in sharded)

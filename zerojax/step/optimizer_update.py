@@ -21,7 +21,7 @@ from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import full_precision
 from zerojax.plan.places import DEVICE, HOST
 from zerojax.plan.plan import DTYPES, Leaf
-from zerojax.step.partial_update import WHOLE_UPDATES
+from zerojax.step.partial_update import FULL_TREE_ONLY
 from zerojax.step.program import StepSetting
 
 
@@ -107,7 +107,7 @@ class OptimizerUpdate:
         except (TypeError, ValueError) as error:
             if self._takes_all():
                 raise
-            raise NotImplementedError(WHOLE_UPDATES) from error
+            raise NotImplementedError(FULL_TREE_ONLY) from error
         separated = self.by_groups.separated
         read = {i for cluster in separated.clusters for i in cluster.inputs}
         read |= separated.read_by_prelude

@@ -16,7 +16,7 @@ from jax import lax
 from zerojax.plan.plan import Plan
 from zerojax.step.view import Constrain, View
 
-WHOLE_UPDATES = (
+FULL_TREE_ONLY = (
     "offload_optimizer and offload_param: the optimizer takes gradients in another tree than that "
     "of state.params, whose update comes after the step under offload. Train without offload, or "
     "keep in state.params what the optimizer updates, and the rest in another field of the state."
@@ -65,7 +65,7 @@ def of_parts(tx: Any, name: str, step_params: Any, sizes: list[int]) -> Any:
             return tx.update(grads, view, params, **extra)
         structure: Any = jax.tree.structure(grads if params is None else params)
         if view.grads is not None and jax.tree.structure(grads) != full_structure:
-            raise NotImplementedError(WHOLE_UPDATES)
+            raise NotImplementedError(FULL_TREE_ONLY)
         if view.masters is None or structure == full_structure:
             return tx.update(grads, view, params, **extra)
         part = _Part(name, step_params, structure)

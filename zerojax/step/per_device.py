@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.devices.mesh import SEQUENCE, are_there, batch_axes, batch_devices
+from zerojax.devices.mesh import SEQUENCE, are_present, batch_axes, batch_devices
 
 
 def per_device(
@@ -88,5 +88,5 @@ def _spec(rank: int, axes: tuple[str, ...], cut: Mapping[str, int]) -> Partition
 
 def _traced_for(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     """Sets an absent device as default, because kernels ask the default device for its kind."""
-    devices_exist = are_there(mesh)
+    devices_exist = are_present(mesh)
     return contextlib.nullcontext() if devices_exist else jax.default_device(mesh.devices.flat[0])

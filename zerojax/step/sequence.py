@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.devices.mesh import (
     SEQUENCE,
-    are_there,
+    are_present,
     batch_axes,
     batch_devices,
     explicit_axes,
@@ -124,7 +124,7 @@ class SequenceAxis(NamedTuple):
                 f"{', '.join(map(repr, explicit))} explicit: call the step outside of "
                 "jax.set_mesh, or set zerojax.mesh(...), whose axes are automatic."
             )
-        mesh: Any = self.mesh if are_there(self.mesh) else self.mesh.abstract_mesh
+        mesh: Any = self.mesh if are_present(self.mesh) else self.mesh.abstract_mesh
         return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
     def _check(self, shape: tuple[int, ...], at: int) -> None:

@@ -145,7 +145,7 @@ class Types:
         return jax.tree.unflatten(jax.tree.structure(tree), specs)
 
 
-def typed_whole(tree: Any) -> Any:
+def typed_replicated(tree: Any) -> Any:
     """Returns arrays from outside the trace as replicated arrays of explicit axes."""
     return jax.tree.map(
         lambda x: jax.sharding.reshard(x, PartitionSpec()) if isinstance(x, jax.Array) else x, tree

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from zerojax.optim.loss_scale import LossScaleState
-from zerojax.trace.marks import GRADIENT, LOSS, SEED, MadeFrom, made_from
+from zerojax.trace.marks import GRADIENT, LOSS, SEED, MarkOrigins, origins_of
 from zerojax.xla import jaxprs
 
 
@@ -33,20 +33,20 @@ def replacements(
 
 
 def _check_scaled(jaxpr: Any) -> None:
-    origins = made_from(jaxpr, SEED)
+    origins = origins_of(jaxpr, SEED)
     gradients = origins[GRADIENT]
-    if any(MadeFrom.MARK in origin for origin in origins[LOSS]):
+    if any(MarkOrigins.MARK in origin for origin in origins[LOSS]):
         raise ValueError(
             "a loss that zerojax.value_and_grad or zerojax.grad takes the gradient of has such a "
             "gradient in it, with the loss scale: take the inner one with jax.grad."
         )
-    if missing := sum(MadeFrom.MARK not in origin for origin in gradients):
+    if missing := sum(MarkOrigins.MARK not in origin for origin in gradients):
         raise ValueError(
             f"fp16 is on, but {missing} of {len(gradients)} gradients reach the optimizer without "
             "the loss scale: take them with zerojax.value_and_grad or zerojax.grad, which scale "
             "the loss (without loss_scale=), in place of jax's, nnx's or flax DynamicScale's."
         )
-    if mixed := sum(MadeFrom.MIXED in origin for origin in gradients):
+    if mixed := sum(MarkOrigins.MIXED in origin for origin in gradients):
         raise ValueError(
             f"fp16 is on, and {mixed} of {len(gradients)} gradients are clipped, or added to "
             "something else, before they reach the optimizer: there they still are larger by the "

@@ -83,7 +83,7 @@ def count(jaxpr: Any, name: str) -> tuple[int, int, int]:
     return straight, branched, looped
 
 
-class MadeFrom(enum.IntFlag):
+class MarkOrigins(enum.IntFlag):
     """The origins of a value."""
 
     INPUT = enum.auto()
@@ -94,45 +94,47 @@ class MadeFrom(enum.IntFlag):
     """The mark and something without it, so that the value is not proportional to the mark."""
 
 
-def made_from(jaxpr: Any, name: str) -> dict[str, list[MadeFrom]]:
+def origins_of(jaxpr: Any, name: str) -> dict[str, list[MarkOrigins]]:
     """Returns the origins of each gradient that reaches the optimizer, and of each loss, with
     respect to marks of this name.
 
     Zeros, the gradients of unused parameters, are left out. Loops are not entered.
     """
-    origins: dict[str, list[MadeFrom]] = {GRADIENT: [], LOSS: []}
+    origins: dict[str, list[MarkOrigins]] = {GRADIENT: [], LOSS: []}
 
-    def result_origins(eqn: Any, ins: Sequence[MadeFrom]) -> list[MadeFrom]:
-        out = _union(ins) | (MadeFrom.MARK if holds(eqn, name) else MadeFrom(0))
-        return [out | (MadeFrom.MIXED if _mixes(eqn, ins) else MadeFrom(0))] * len(eqn.outvars)
+    def result_origins(eqn: Any, ins: Sequence[MarkOrigins]) -> list[MarkOrigins]:
+        out = _union(ins) | (MarkOrigins.MARK if holds(eqn, name) else MarkOrigins(0))
+        return [out | (MarkOrigins.MIXED if _mixes(eqn, ins) else MarkOrigins(0))] * len(
+            eqn.outvars
+        )
 
-    analysis = Analysis(MadeFrom(0), operator.or_, result_origins, control=False)
+    analysis = Analysis(MarkOrigins(0), operator.or_, result_origins, control=False)
     analysis.rule("scan", "while", "shard_map")(result_origins)
 
     @analysis.rule("name")
-    def _(eqn: Any, ins: Sequence[MadeFrom]) -> list[MadeFrom]:
+    def _(eqn: Any, ins: Sequence[MarkOrigins]) -> list[MarkOrigins]:
         if (mark := jaxprs.param(eqn, "name")) in origins and ins[0]:
             origins[mark].append(ins[0])
         return result_origins(eqn, ins)
 
-    analysis.forward(jaxpr, [MadeFrom.INPUT] * len(jaxpr.invars))
+    analysis.forward(jaxpr, [MarkOrigins.INPUT] * len(jaxpr.invars))
     return origins
 
 
-def _union(parts: Iterable[MadeFrom]) -> MadeFrom:
-    return functools.reduce(operator.or_, parts, MadeFrom(0))
+def _union(parts: Iterable[MarkOrigins]) -> MarkOrigins:
+    return functools.reduce(operator.or_, parts, MarkOrigins(0))
 
 
-def _mixes(eqn: Any, ins: Sequence[MadeFrom]) -> bool:
+def _mixes(eqn: Any, ins: Sequence[MarkOrigins]) -> bool:
     """Returns whether an equation adds or compares values with and without the mark."""
-    marked = [MadeFrom.MARK in origin for origin in ins]
+    marked = [MarkOrigins.MARK in origin for origin in ins]
     if not any(marked) or all(marked):
         return False
     if eqn.primitive.name in COMPARISONS:
         return True
     # Zeros do no harm, and a constant that is not a literal is zeros as a rule.
     return eqn.primitive.name in SUMS and any(
-        MadeFrom.INPUT in origin or (isinstance(v, core.Literal) and np.any(v.val))
+        MarkOrigins.INPUT in origin or (isinstance(v, core.Literal) and np.any(v.val))
         for v, origin, is_marked in zip(eqn.invars, ins, marked, strict=True)
         if not is_marked
     )

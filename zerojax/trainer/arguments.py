@@ -20,10 +20,10 @@ from zerojax.config.keys.row import (
     FLAG,
     FRACTION,
     INTEGER,
+    NON_NEGATIVE,
     OBJECT,
     POSITIVE,
     TEXT,
-    WHOLE,
     ValueKind,
     choice,
     optional,
@@ -170,8 +170,8 @@ did you mean `learning_rate`?
     logging_dir: str | None = _argument(optional(_PATH), None)
     run_name: str | None = _argument(optional(TEXT), None)
     project: str | None = _argument(optional(TEXT), None)
-    seed: int = _argument(WHOLE, 42)
-    data_seed: int | None = _argument(optional(WHOLE), None)
+    seed: int = _argument(NON_NEGATIVE, 42)
+    data_seed: int | None = _argument(optional(NON_NEGATIVE), None)
     dataloader_drop_last: bool = _argument(FLAG, False)
     remove_unused_columns: bool = _argument(FLAG, True)
     label_names: tuple[str, ...] = _argument(_NAMES, ("labels",))

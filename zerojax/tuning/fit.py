@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from zerojax.config import ConfigError, load
 from zerojax.config.auto import stand_in
 from zerojax.config.load import as_json
-from zerojax.devices.mesh import are_there, batch_devices
+from zerojax.devices.mesh import are_present, batch_devices
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice
@@ -148,7 +148,7 @@ def fit(
     if not ranking:
         raise OutOfMemoryError(_nothing_fits(study, searched, f"{mesh.size} x {rates.kind}"))
     if xla:
-        run = study.run if are_there(mesh) else None
+        run = study.run if are_present(mesh) else None
         remaining = deadline - time.monotonic()
         ranking = (
             *search_options(study, ranking[0], fixed.get("xla") or (), remaining, run),

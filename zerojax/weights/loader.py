@@ -16,7 +16,7 @@ from zerojax.plan import layout
 from zerojax.plan.stored import shown, stored
 from zerojax.weights.arrangement import Bounds, Link
 from zerojax.weights.names import Linked, Names, Tensor, link, refuse
-from zerojax.weights.pieces import clipped, from_pieces, zeros
+from zerojax.weights.pieces import clipped, from_shards, zeros
 from zerojax.weights.reader import open_tensors
 from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import Path
@@ -234,4 +234,4 @@ def _array(leaf: Any, dtype: np.dtype, links: Sequence[Link], sources: Mapping[s
     padded_shape = shape
     if isinstance(sharding, NamedSharding):
         padded_shape = layout.padded(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
-    return shown(from_pieces(padded_shape, sharding, read), shape)
+    return shown(from_shards(padded_shape, sharding, read), shape)

@@ -3,7 +3,7 @@
 >>> from jax.sharding import SingleDeviceSharding
 >>> rows = np.arange(6.0, dtype=np.float32).reshape(3, 2)
 >>> sharding = SingleDeviceSharding(jax.devices()[0])
->>> array = from_pieces((3, 2), sharding, lambda bounds: rows[*(slice(*b) for b in bounds)])
+>>> array = from_shards((3, 2), sharding, lambda bounds: rows[*(slice(*b) for b in bounds)])
 >>> [(bounds, shard.tolist()) for bounds, shard in to_host(array)]
 [(((0, 3), (0, 2)), [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])]
 """
@@ -26,7 +26,7 @@ from zerojax.weights.arrangement import Bounds
 _ALIGNMENT = 64
 
 
-def from_pieces(
+def from_shards(
     shape: tuple[int, ...], sharding: Sharding | None, read: Callable[[Bounds], np.ndarray]
 ) -> jax.Array:
     """Creates an array from shards that are read one after the other, each once for its devices.

@@ -14,12 +14,12 @@ from zerojax.config.keys.row import (
     ANYTHING,
     FLAG,
     FLAG_OFF,
+    NON_NEGATIVE,
     OBJECT,
     POSITIVE,
     STAGE,
     TEXT,
     TEXT_OR_NULL,
-    WHOLE,
     ZERO,
     Key,
     ValueKind,
@@ -91,7 +91,7 @@ def _strategy(value: Any) -> Any:
     return value.upper().removeprefix("_") if isinstance(value, str) else value
 
 
-_WHOLE, _POSITIVE = _before(WHOLE, _number), _before(POSITIVE, _number)
+_NON_NEGATIVE, _POSITIVE = _before(NON_NEGATIVE, _number), _before(POSITIVE, _number)
 _DEVICE = _before(choice("none", "cpu", "nvme"), _no)
 _PATH = _before(optional(TEXT), _none)
 _STRATEGY = _before(choice(*_STRATEGIES), _strategy)
@@ -131,9 +131,9 @@ _TOP: tuple[Key, ...] = (
     *left_to_launch(
         "",
         _LAUNCH,
-        machine_rank=(_WHOLE, 0),
+        machine_rank=(_NON_NEGATIVE, 0),
         main_process_ip=TEXT_OR_NULL,
-        main_process_port=(optional(_WHOLE), None),
+        main_process_port=(optional(_NON_NEGATIVE), None),
     ),
     *no_effect(
         "",
@@ -247,7 +247,7 @@ _FSDP: tuple[Key, ...] = (
             "NO_WRAP",
         ),
         fsdp_transformer_layer_cls_to_wrap=(ANYTHING, None),
-        fsdp_min_num_params=(_WHOLE, 0),
+        fsdp_min_num_params=(_NON_NEGATIVE, 0),
         fsdp_use_orig_params=FLAG_OFF,
     ),
     *left_to_xla(

@@ -7,6 +7,7 @@ from zerojax.config.errors import shown
 from zerojax.config.keys.row import (
     FLAG,
     FLAG_OFF,
+    NON_NEGATIVE,
     NUMBER,
     OBJECT,
     OFF,
@@ -14,7 +15,6 @@ from zerojax.config.keys.row import (
     SIZE,
     TEXT,
     TEXT_OR_NULL,
-    WHOLE,
     Key,
     ValueKind,
     choice,
@@ -46,7 +46,7 @@ def _monitor(section: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
 REPORTS: tuple[Key, ...] = (
     setting(
         "steps_per_print",
-        optional(WHOLE),
+        optional(NON_NEGATIVE),
         None,
         "a line is printed every so many updates; 0 or null prints none",
         auto=OFF,
@@ -95,7 +95,7 @@ OTHERS: tuple[Key, ...] = (
         _REMAT,
         "the compiler lays out what a block keeps once, before the run",
         contiguous_memory_optimization=FLAG_OFF,
-        number_checkpoints=(optional(WHOLE), None),
+        number_checkpoints=(optional(NON_NEGATIVE), None),
         synchronize_checkpoint_boundary=FLAG_OFF,
     ),
     *no_effect(
@@ -136,13 +136,15 @@ OTHERS: tuple[Key, ...] = (
         verbose=FLAG_OFF,
         **free("max_iter tol stability gas_boundary_resolution layer_name layer_num"),
     ),
-    *no_effect("", "the model knows its own", vocabulary_size=(optional(WHOLE), None)),
+    *no_effect("", "the model knows its own", vocabulary_size=(optional(NON_NEGATIVE), None)),
     # Parallelism other than ZeRO.
-    *off_only("tensor_parallel", _AXIS, autotp_size=(WHOLE, 0, 1), tp_size=(WHOLE, 1)),
+    *off_only(
+        "tensor_parallel", _AXIS, autotp_size=(NON_NEGATIVE, 0, 1), tp_size=(NON_NEGATIVE, 1)
+    ),
     *off_only(
         "",
         'give the mesh an axis "seq": zerojax.mesh(axes={"data": ..., "seq": ...})',
-        sequence_parallel_size=(WHOLE, 1),
+        sequence_parallel_size=(NON_NEGATIVE, 1),
     ),
     *off_only("", "pipeline parallelism is not supported", pipeline=_EMPTY),
     *off_section("expert_parallel", _EXPERTS),
@@ -204,7 +206,7 @@ OTHERS: tuple[Key, ...] = (
     # Data.
     *off_only("", _INPUT, dataloader_drop_last=FLAG_OFF),
     *off_section(
-        "data_efficiency", _INPUT, seed=(WHOLE, 1234), **free("data_sampling data_routing")
+        "data_efficiency", _INPUT, seed=(NON_NEGATIVE, 1234), **free("data_sampling data_routing")
     ),
     *off_section(
         "curriculum_learning",

@@ -8,13 +8,13 @@ from zerojax.config.errors import shown
 from zerojax.config.keys.row import (
     FLAG,
     FLAG_OFF,
+    NON_NEGATIVE,
     NUMBER,
     OBJECT,
     OFF,
     POSITIVE,
     TEXT,
     TEXT_OR_NULL,
-    WHOLE,
     Key,
     ValueKind,
     choice,
@@ -39,9 +39,13 @@ _SECTIONS: dict[str, tuple[str, dict[str, tuple[ValueKind, object, str]]]] = {
     "flops_profiler": (
         "true: FLOPs, parameters and forecast time of each module, and the time of one step",
         {
-            "profile_step": (WHOLE, 1, "the step that is timed, counted from 0"),
+            "profile_step": (NON_NEGATIVE, 1, "the step that is timed, counted from 0"),
             "module_depth": (_DEPTH, -1, "how deep modules are listed; -1 is every depth"),
-            "top_modules": (WHOLE, 1, "so many modules of each depth, those of most FLOPs first"),
+            "top_modules": (
+                NON_NEGATIVE,
+                1,
+                "so many modules of each depth, those of most FLOPs first",
+            ),
             "detailed": (FLAG, True, "true: the tree of modules below the largest of each depth"),
             "output_file": (*TEXT_OR_NULL, "the file in place of the log"),
         },
@@ -103,8 +107,8 @@ PROFILING: tuple[Key, ...] = (
     *no_effect(
         "autotuning",
         "fit compiles each choice and runs none",
-        start_profile_step=(WHOLE, 3),
-        end_profile_step=(WHOLE, 5),
+        start_profile_step=(NON_NEGATIVE, 3),
+        end_profile_step=(NON_NEGATIVE, 5),
         metric_path=TEXT_OR_NULL,
         fast=(FLAG, True),
     ),
@@ -112,8 +116,8 @@ PROFILING: tuple[Key, ...] = (
         "autotuning",
         "fit has one search, which its --compiles and --minutes end",
         tuner_type=(choice("gridsearch", "random", "model_based"), "gridsearch"),
-        tuner_early_stopping=(WHOLE, 5),
-        tuner_num_trials=(WHOLE, 50),
+        tuner_early_stopping=(NON_NEGATIVE, 5),
+        tuner_num_trials=(NON_NEGATIVE, 50),
     ),
     *no_effect(
         "autotuning",

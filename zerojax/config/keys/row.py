@@ -29,7 +29,7 @@ class ValueKind:
     Example:
       >>> SIZE.check(5e8)
       500000000
-      >>> WHOLE.check("3")
+      >>> NON_NEGATIVE.check("3")
       Traceback (most recent call last):
       zerojax.config.errors.ConfigError: expected a whole number of at least 0, got "3"
     """
@@ -104,7 +104,7 @@ ANYTHING = ValueKind("any value", Any)
 TEXT = ValueKind("a string", StrictStr)
 OBJECT = ValueKind("an object", dict[str, Any])
 INTEGER = _integer("a whole number")
-WHOLE = _integer("a whole number of at least 0", ge=0)
+NON_NEGATIVE = _integer("a whole number of at least 0", ge=0)
 POSITIVE = _integer("a whole number of at least 1", ge=1)
 BUFFERS = _integer("a whole number of at least 2", ge=2)
 GROUP = _integer("-1 (off) or a number of devices", ge=-1)

@@ -16,6 +16,7 @@ from zerojax.config.keys.row import (
     FRACTION,
     GROUP,
     MICRO_BATCHES,
+    NON_NEGATIVE,
     OBJECT,
     OFF,
     POSITIVE,
@@ -25,7 +26,6 @@ from zerojax.config.keys.row import (
     SIZE,
     STAGE,
     TEXT,
-    WHOLE,
     ZERO,
     Key,
     ValueKind,
@@ -85,7 +85,7 @@ TRAINING: tuple[Key, ...] = (
         auto=OFF,
     ),
     *(honoured(f"elasticity.{name}", *key) for name, *key in _ELASTICITY),
-    *no_effect("elasticity", "the cluster's scheduler reads it", min_time=(WHOLE, 0)),
+    *no_effect("elasticity", "the cluster's scheduler reads it", min_time=(NON_NEGATIVE, 0)),
     setting(
         "gradient_clipping",
         AMOUNT,
@@ -210,7 +210,7 @@ SHARDING: tuple[Key, ...] = (
     ),
     setting(
         f"{ZERO}.zero_hpz_partition_size",
-        WHOLE,
+        NON_NEGATIVE,
         1,
         "the GPUs of a host, say: parameters are gathered from other hosts once a step, and "
         "within the host at each use; 1 is off",

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 
 from zerojax.offload.disk.pieces import (
     Index,
-    StoredPiece,
+    StoredChunk,
     boxes,
-    flat_piece,
+    flat_chunk,
     meet,
     moved,
     results,
@@ -86,17 +86,17 @@ class DiskLeaf:
         data = {shard.device: shard.data for shard in array.addressable_shards}
         firsts = [shard.devices[0] for shard in self.shards]
         for k, chunk in enumerate(self.pieces):
-            self.write(k, {device: flat_piece(data[device], chunk) for device in firsts})
+            self.write(k, {device: flat_chunk(data[device], chunk) for device in firsts})
         self._torn = False
 
-    def read(self, k: int) -> StoredPiece:
+    def read(self, k: int) -> StoredChunk:
         """Starts to read chunk ``k`` of every shard.
 
         Raises:
           DiskStateError: the leaf is torn, or an earlier write failed.
         """
         reads = [self.read_shard(i, k) for i in range(len(self.shards))]
-        return StoredPiece(self.shards, reads, self.dtype)
+        return StoredChunk(self.shards, reads, self.dtype)
 
     def read_shard(self, i: int, k: int) -> Future[np.ndarray]:
         """Starts to read chunk ``k`` of shard ``i``, uint8 [bytes]."""

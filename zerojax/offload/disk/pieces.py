@@ -119,7 +119,7 @@ def stored_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Stor
     )
 
 
-class StoredPiece(NamedTuple):
+class StoredChunk(NamedTuple):
     """A chunk of every shard, being read from the disk."""
 
     shards: Sequence[StoredShard]
@@ -151,7 +151,7 @@ def results(begin: Iterable[Callable[[], Future[Any]]], n: int) -> Iterator[Any]
         yield under_way.popleft().result()
 
 
-def flat_piece(x: jax.Array, piece: range) -> Data:
+def flat_chunk(x: jax.Array, piece: range) -> Data:
     """Returns a chunk of a flattened shard.
 
     An accelerator slices the chunk itself, as the host would have to fetch the complete shard.

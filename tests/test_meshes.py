@@ -76,7 +76,7 @@ def planned(shape: tuple[int, ...], own: PartitionSpec | None, axes: dict[str, i
         ((7, 9), None, MESHES[0], P(), "no dimension of (7, 9) is divisible by 4"),
         (
             (12, 7), P("tensor"), MESHES[0], P("tensor"),
-            "no dimension of (6, 7), a piece of (12, 7), is divisible by 4",
+            "no dimension of (6, 7), a shard of (12, 7), is divisible by 4",
         ),
         ((7, 9), P("fsdp", "tensor"), MESHES[1], P(), "no dimension of (7, 9) is divisible by 8"),
         ((8, 8), P("data"), MESHES[0], P("data"), "its own spec takes the 'data' axis"),

@@ -34,7 +34,7 @@ def test_the_state_is_cut_within_a_group_and_copied_between_groups() -> None:
     title = str(zero.plan(state)).splitlines()[0]
     assert title == "ZeRO stage 3 over 4 devices (axis 'data') in each of 2 replica groups"
     title = str(zero_for(0, axes=AXES).plan(state)).splitlines()[0]
-    assert title == "ZeRO stage 0: a whole state on each of 8 devices"
+    assert title == "ZeRO stage 0: a full state on each of 8 devices"
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ def _check_seen(
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(f"{NAME}: sliding_window must be a positive int, not {window!r}")
         if not is_causal:
-            raise ValueError(f"{NAME}: sliding_window looks back alone; add is_causal=True")
+            raise ValueError(f"{NAME}: sliding_window only looks back; add is_causal=True")
     if ids is None:
         return
     if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -212,6 +212,6 @@ def _check_seen(
 
 def _check_dropout(rate: float, key: jax.Array | None) -> None:
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
-        raise ValueError(f"{NAME}: dropout_rate must lie in [0, 1), not {rate!r}")
+        raise ValueError(f"{NAME}: dropout_rate must be in [0, 1), not {rate!r}")
     if rate and key is None:
         raise ValueError(f"{NAME}: dropout_rate {rate} needs a dropout_key")

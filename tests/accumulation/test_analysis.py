@@ -158,7 +158,7 @@ def test_numbers_of_all_rows(function: Callable[..., Any], name: str) -> None:
             "combines", "scan",
         ),
         (lambda w, b: (b["x"] @ w).sum() * jnp.ones(len(b["x"]) ** 2).sum(), "combines", "broad"),
-        (lambda w, b: (b["x"] @ w)[0].sum(), "makes numbers of the batch's size", "pad"),
+        (lambda w, b: (b["x"] @ w)[0].sum(), "creates numbers of the batch's size", "pad"),
         (lambda w, b: jnp.sort(b["x"] @ w, axis=0)[:, 0].sum(), "combines", "sort"),
         (lambda w, b: jnp.cumsum(b["x"] @ w, axis=0).sum(), "combines", "cumsum"),
         (lambda w, b: ((b["x"] @ w).sum(1) * jnp.arange(len(b["x"]))).sum(), "combines", "dot"),

@@ -137,7 +137,7 @@ def test_quick_inspection_reads_no_arrays(made: Path, steps: Path) -> None:
     shutil.rmtree(steps / "200")
     shutil.copytree(made / "200", steps / "200")
     flipped(0.5)(data_of(steps / "200"))
-    assert looked(steps, quick=True).status == "files whole"
+    assert looked(steps, quick=True).status == "files complete"
     assert looked(steps).status == "damaged"
 
 
@@ -310,7 +310,7 @@ def restored_or_refused(steps: Path, file: Path, trained: tuple[Path, Any, Any])
         return False
     first, *_, last = str(error).splitlines()
     assert names_something((first,), file, {*state_tree.named(state_tree.tree_of(state))}), error
-    assert last.startswith("Step 100 looks whole: restore(abstract_state, step=100)")
+    assert last.startswith("Step 100 looks complete: restore(abstract_state, step=100)")
     return error.whole == 100
 
 

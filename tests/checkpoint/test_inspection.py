@@ -38,7 +38,7 @@ def test_what_is_told_of_a_step(made: Path) -> None:
     assert found.newest_whole is found.steps[1]
     assert found.damaged == found.unfinished == found.deleted == ()
     step = found.steps[1]
-    assert (step.status, step.problems, step.notes) == ("whole", (), ())
+    assert (step.status, step.problems, step.notes) == ("complete", (), ())
     assert (step.form, step.saved) == ("linen", "2026-01-02T03:04:05+00:00")
     assert step.folder == f"{made}/100"
     assert step.record == records.read(epath.Path(made / "100"))
@@ -71,7 +71,7 @@ def test_nnx(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(7, zero.init(create_nnx, KEY))
     step = only(tmp_path)
-    assert (step.form, step.status) == ("nnx", "whole")
+    assert (step.form, step.status) == ("nnx", "complete")
     groups = {array.name: array.group for array in step.arrays}
     assert groups["0.linear.kernel.value"] == "parameters"
     assert groups["1.opt_state.0.mu.linear.kernel.value"] == "optimizer state"
@@ -156,7 +156,7 @@ def test_a_step_that_goes_meanwhile(steps: Path) -> None:
 def test_quick_reads_no_array(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved.SavedArrays, "blocks", pytest.fail)
     found = inspect(made, quick=True)
-    assert {step.status for step in found.steps} == {"files whole"}
+    assert {step.status for step in found.steps} == {"files complete"}
     assert found.newest_whole is found.steps[1]
     assert len(found.steps[1].arrays) == 10
 

@@ -163,7 +163,7 @@ def test_export_and_inspection_tell_the_shape_without_padding(
     assert line.split()[1:] == ["60x150", "float32", "P('data:(1)4',", "'data:(4)2')", "36", "kB"]
     told = CliRunner().invoke(app, [*command, "--step", str(SEVEN), "--json"]).output
     (step,) = json.loads(told)["steps"]
-    assert step["status"] == "whole"
+    assert step["status"] == "complete"
     (rows,) = [leaf for leaf in step["leaves"] if leaf["name"] == "params.rows"]
     assert rows["shape"] == [100, 200]
     assert rows["spec"] == [None, "data"]

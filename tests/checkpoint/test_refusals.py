@@ -122,7 +122,7 @@ def test_what_cannot_be_saved(there: Path, zero: zerojax.Zero) -> None:
         with pytest.raises(CheckpointError, match=r"has no step 11; it has 10, 20"):
             checkpointer.delete(11)
         for step in (-1, 3.0, True, None, "30"):
-            with pytest.raises(CheckpointError, match="a whole number of updates, 0 or more"):
+            with pytest.raises(CheckpointError, match="an integer number of updates, 0 or more"):
                 checkpointer.save(step, state)  # type: ignore[arg-type]
         with pytest.raises(CheckpointError, match="is abstract, ShapeDtypeStruct"):
             checkpointer.save(30, zero.abstract_state(create(a=(8, 4)), KEY))
@@ -145,7 +145,7 @@ def test_what_cannot_be_saved(there: Path, zero: zerojax.Zero) -> None:
         ({"keep_best": 2}, "give all three"),
         ({"keep": 2, "metric": "loss"}, "give all three"),
         ({"keep_best": 2, "metric": "loss"}, "give all three"),
-        ({"keep": "3"}, "whole numbers"),
+        ({"keep": "3"}, "integers"),
         ({"mode": "maximum"}, "one of min, max"),
     ],
 )

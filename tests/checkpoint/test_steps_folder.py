@@ -74,11 +74,11 @@ def test_a_bucket(url: str) -> None:
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(bytes(data))
-        with pytest.raises(DamagedCheckpointError, match="Step 2 looks whole") as told:
+        with pytest.raises(DamagedCheckpointError, match="Step 2 looks complete") as told:
             checkpointer.restore(abstract)
         assert file.name in str(told.value)
         assert_same(checkpointer.restore(abstract, 2), state)
-    assert [(x.step, x.status) for x in inspect(run).steps] == [(2, "whole"), (4, "damaged")]
+    assert [(x.step, x.status) for x in inspect(run).steps] == [(2, "complete"), (4, "damaged")]
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_a_folder_of_any_name_works_or_is_refused(
             checkpointer.wait()
             assert not left.exists()
             assert_same(checkpointer.restore(state), state)
-        assert [(x.step, x.status) for x in inspect(folder).steps] == [(3, "whole")]
+        assert [(x.step, x.status) for x in inspect(folder).steps] == [(3, "complete")]
 
 
 def test_a_folder_that_etils_takes_for_a_bucket() -> None:

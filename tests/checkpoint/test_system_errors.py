@@ -63,7 +63,7 @@ def refused(error: CheckpointError, says: str) -> None:
     assert says in said
     assert "The system refused, which is no sign of damage" in said
     assert "delete nothing" in said
-    assert "whole" not in said
+    assert "complete" not in said
 
 
 def test_too_many_open_files(saved: tuple[Path, zerojax.Zero, Any]) -> None:
@@ -132,8 +132,8 @@ def test_another_step_that_cannot_be_looked_at(
         pytest.raises(DamagedCheckpointError) as told,
     ):
         checkpointer.restore(state)
-    assert "No other step is whole" not in str(told.value)
-    assert "Whether another step is whole is not known:\n" in str(told.value)
+    assert "No other step is complete" not in str(told.value)
+    assert "Whether another step is complete is not known:\n" in str(told.value)
     assert f"{folder}/1 cannot be read: Permission denied" in str(told.value)
 
 

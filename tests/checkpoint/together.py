@@ -118,7 +118,7 @@ def take_every_turn(process: int, folder: Path) -> None:
         for x, y in zip(jax.tree.leaves(got.params), jax.tree.leaves(state.params), strict=True):
             for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
                 np.testing.assert_array_equal(a.data, b.data)
-        with pytest.raises(CheckpointError, match=r"^step is this process's alone: save a state"):
+        with pytest.raises(CheckpointError, match=r"^step is only this process's: save a state"):
             checkpointer.save(5, state.replace(step=jnp.asarray(5)))
     with (
         Checkpointer(folder, zero, read_only=True) as checkpointer,

@@ -103,7 +103,7 @@ def test_stand_ins(path):
     rows = json.loads(run(path, "--json", "--auto", f"{key}=300").output)["keys"]
     assert [row["resolved"] for row in rows if row["key"] == key] == [300]
     wrong = run(path, "--auto", f"{key}=many")
-    assert 'expected a whole number of at least 1, got "many"' in wrong.output
+    assert 'expected an integer of at least 1, got "many"' in wrong.output
     assert "expected KEY=VALUE" in run(path, "--auto", key).output
 
 

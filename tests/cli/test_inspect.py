@@ -42,7 +42,7 @@ def test_whole_steps(made: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     on_disk = sum(f.stat().st_size for f in (made / "100").rglob("*") if f.is_file())
-    assert row(result.output, "90")[1:4] == ["2026-01-02", "03:04", "whole"]
+    assert row(result.output, "90")[1:4] == ["2026-01-02", "03:04", "complete"]
     assert row(result.output, "100")[4:7] == ["10", "12.5", "kB"]
     assert row(result.output, "100")[7] == f"{on_disk / 1000:.3g}"
     lines = [line.strip() for line in result.output.splitlines()]
@@ -83,21 +83,21 @@ def test_damage_is_told_and_another_step_offered(steps: Path) -> None:
     data = damage(steps / "100")
     result = run(steps)
     assert result.exit_code == 1
-    assert row(result.output, "90")[3] == "whole"
+    assert row(result.output, "90")[3] == "complete"
     assert row(result.output, "100")[3] == "damaged"
     lines = result.output.splitlines()
     assert lines[lines.index("step 100 is damaged:") :] == [
         "step 100 is damaged:",
         f"  {data} is not as it was written: its CRC differs",
         f"  {steps}/100/state: opt_state.0.mu holds other numbers than were saved",
-        "step 90 is whole: restore(abstract_state, step=90)",
+        "step 90 is complete: restore(abstract_state, step=90)",
     ]
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--quick"], "step 90's files are whole: restore(abstract_state, step=90)"),
+        (["--quick"], "step 90's files are complete: restore(abstract_state, step=90)"),
         (["--step", "100"], "other steps were not looked at: leave out --step"),
     ],
 )
@@ -116,7 +116,7 @@ def test_no_step_is_whole(steps: Path) -> None:
     (steps / "90").mkdir()
     output = run(steps).output
     assert f"  {steps}/90 holds no arrays" in output
-    assert output.splitlines()[-1] == "no step is known to be whole"
+    assert output.splitlines()[-1] == "no step is known to be complete"
 
 
 def test_the_last_step_that_holds_arrays_is_told_of(steps: Path) -> None:
@@ -124,7 +124,7 @@ def test_the_last_step_that_holds_arrays_is_told_of(steps: Path) -> None:
     output = run(steps).output
     assert "step 100:\n" in output
     assert "step 110 is damaged:" in output
-    assert output.splitlines()[-1] == "step 100 is whole: restore(abstract_state, step=100)"
+    assert output.splitlines()[-1] == "step 100 is complete: restore(abstract_state, step=100)"
 
 
 def test_many_problems_are_cut_short(steps: Path) -> None:
@@ -240,5 +240,5 @@ def test_the_module_runs(made: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert row(done.stdout, "100")[3] == "whole"
+    assert row(done.stdout, "100")[3] == "complete"
     assert "inspect" in CliRunner().invoke(app, []).output

@@ -53,7 +53,7 @@ def launch(words: str, **environ: str) -> Result:
         ),
         ("--nproc-per-node 0 train.py", "--nproc-per-node: expected 8, or 8,4"),
         ("--nproc-per-node 2,2,2 --hostfile hosts train.py", "2 machines"),
-        ("--log-dir train.py train.py", "--log-dir train.py cannot be made: File exists"),
+        ("--log-dir train.py train.py", "--log-dir train.py cannot be created: File exists"),
         ("--nproc-per-node 2,2 train.py", "several machines need --hostfile"),
         ("--nproc-per-node 99999 train.py", "--nproc-per-node 99999: this machine has "),
         ("--include localhost:0 train.py", "choose GPUs, and this machine has none"),

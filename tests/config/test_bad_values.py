@@ -112,7 +112,7 @@ def test_fp16_masters():
             (
                 "scheduler",
                 {"type": "WarmupLR", "params": {"warmup_num_steps": steps}},
-                "scheduler.params.warmup_num_steps: expected a whole number of at least 1",
+                "scheduler.params.warmup_num_steps: expected an integer of at least 1",
             )
             for steps in (0, -1, 1.5, True, "100", NAN)
         ),

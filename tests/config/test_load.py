@@ -266,7 +266,7 @@ def test_every_off_key_is_refused_when_on(path):
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
-            "warmup_num_steps: expected a whole number of at least 1, got 0",
+            "warmup_num_steps: expected an integer of at least 1, got 0",
         ),
         ({3: 4}, "keys are strings"),
         ([], "expected the path of a JSON file, a mapping or a ZeroConfig"),

@@ -117,7 +117,7 @@ def test_it_copies_hashes_and_replaces():
         ),
         (
             of(offload_param=DISK | {"buffer_count": 1}),
-            "offload_param.buffer_count: expected a whole number of at least 2, got 1",
+            "offload_param.buffer_count: expected an integer of at least 2, got 1",
         ),
         (of(offload_param=DISK | {"max_in_cpu": -1}), "offload_param.max_in_cpu: expected"),
         (of(offload_param=DISK | {"nvme_path": 3}), "offload_param.nvme_path: expected a string"),
@@ -135,7 +135,7 @@ def test_it_copies_hashes_and_replaces():
         ),
         (of(cpu_offload=True, offload_optimizer={"device": "auto"}), '.device = "none"; take it'),
         (of(cpu_offload_param=True, cpu_offload_params=False), "cpu_offload_params = false says"),
-        (of(sub_group_size=-1), "sub_group_size: expected a whole number of at least 0"),
+        (of(sub_group_size=-1), "sub_group_size: expected an integer of at least 0"),
     ],
 )
 def test_what_a_json_cannot_say(zero, says):
@@ -162,7 +162,7 @@ def test_what_a_json_cannot_say(zero, says):
         ({"stage": 1, "offload_optimizer": {"ratio": 0.0}}, "offload_optimizer.ratio = 0.0 offloa"),
         ({"stage": 1, "offload_optimizer": {"buffer_count": True}}, "buffer_count: expected a who"),
         ({"cpu_checkpointing": 1}, "cpu_checkpointing: expected true or false"),
-        ({"sub_group_size": 0.5}, "sub_group_size: expected a whole number"),
+        ({"sub_group_size": 0.5}, "sub_group_size: expected an integer"),
         ({"cpu_offload": True}, "cpu_offload: unknown keyword"),
     ],
 )

@@ -98,7 +98,7 @@ def test_off_sections_set_nothing():
         ({"autotuning": {"mp_size": 2}}, "autotuning.mp_size = 2 is not supported: fit searches"),
         (
             {"autotuning": {"enabled": True, "min_train_batch_size": 9, "max_train_batch_size": 8}},
-            "autotuning.min_train_batch_size = 9 lies above max_train_batch_size = 8",
+            "autotuning.min_train_batch_size = 9 is above max_train_batch_size = 8",
         ),
         ({"memory_breakdown": 1}, "memory_breakdown: expected true or false, got 1"),
     ],

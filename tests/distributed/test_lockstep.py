@@ -75,7 +75,7 @@ def test_one_process_alone(name: str, tmp_path: Path) -> None:
     shown = told.err.partition("zerojax launch: process ")[2]
     assert "failed first: status 1" in shown
     assert re.search(said, shown), shown
-    assert "Every process makes the same steps" in shown
+    assert "Every process runs the same steps" in shown
 
 
 def test_where_two_stand_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,7 @@ def test_rows_that_meet_are_not_divided(name: str, sizes: Sizes) -> None:
     [
         (lambda x: jnp.cumsum(x, 0), r"its cumsum brings rows together \(test_rows.py:\d+\)"),
         (lambda x: x - x.mean(0), "its sub takes rows together with a result of all rows"),
-        (lambda x: x @ x.T, r"it makes an array of shape \(6, 6\) of 6 rows"),
+        (lambda x: x @ x.T, r"it creates an array of shape \(6, 6\) of 6 rows"),
         (lambda x: jnp.ones(len(x) ** 2).sum() + x, r"array of shape \(36,\) of 6 rows"),
         (lambda x: x * np.arange(1.0, len(x) + 1)[:, None], "a constant with an entry for each"),
         (lambda x: jnp.sin(x) if len(x) == 6 else jnp.cos(x), "its sin depends on the number"),

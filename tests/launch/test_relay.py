@@ -38,7 +38,7 @@ def test_the_lines_do_not_depend_on_the_pieces(pieces: list[bytes]) -> None:
 
 
 def test_a_line_without_end_takes_one_pass() -> None:
-    """Ten million bytes in pieces of a hundred."""
+    """Ten million bytes in shards of a hundred."""
     source = Source(b"", 1, None)
     passed = sum(len(line) for _ in range(100_000) for line in source.lines(b"." * 100))
     assert passed + len(source.take()) == 10_000_000

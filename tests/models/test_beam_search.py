@@ -107,7 +107,7 @@ def test_beams_enough_find_the_likeliest_of_all(penalty: float) -> None:
     [
         ({"num_beams": 0}, "num_beams = 0 must be 1 or more"),
         ({"max_length": 1}, "max_length = 1 must be 2 or more"),
-        ({"min_length": 21}, "min_length = 21 must lie between 0 and max_length = 20"),
+        ({"min_length": 21}, "min_length = 21 must be between 0 and max_length = 20"),
         ({"early_stopping": "always"}, "True, False or 'never', not 'always'"),
         ({"max_length": 25}, "max_length = 25, but max_position_embeddings = 24"),
     ],

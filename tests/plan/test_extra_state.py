@@ -124,7 +124,7 @@ def test_much_that_stays_whole_is_told_once(
     with caplog.at_level(logging.WARNING, "zerojax"):
         state = zero.abstract_state(create_frozen)
         plan = zero.plan(state)
-    says = "67.1 MB of state beside the parameters lies whole on each device"
+    says = "67.1 MB of state beside the parameters is replicated on each device"
     lines = [r.getMessage() for r in caplog.records]
     assert sum(says in line for line in lines) == told
     assert (says in str(plan).splitlines()[1]) == told

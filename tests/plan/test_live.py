@@ -74,11 +74,11 @@ def test_as_deepspeed_configs_print_both_keys_small_models_stay() -> None:
         return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
 
     plan = zero(**keys).plan(zero().abstract_state(large))
-    assert plan.live  # 600,000,000 elements: up to 600,000,000 lie between two uses
+    assert plan.live  # 600,000,000 elements: up to 600,000,000 come between two uses
     keys["stage3_max_reuse_distance"] = 5e8
     plan = zero(**keys).plan(zero().abstract_state(large))
     assert not plan.live
-    assert "up to 600,000,000 elements of others lie between two uses" in str(plan)
+    assert "up to 600,000,000 elements of others come between two uses" in str(plan)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_the_order_of_pieces_in_partitions(
             (7, 12),
             (None, "model"),
             0,
-            "no dimension of (7, 6), a piece of (7, 12), is divisible by 4",
+            "no dimension of (7, 6), a shard of (7, 12), is divisible by 4",
         ),
         ((8, 8), ("data", None), 0, "its own spec takes the 'data' axis"),
         ((8, 8), (("model", "data"), None), 0, "its own spec takes the 'data' axis"),

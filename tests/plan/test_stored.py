@@ -99,6 +99,6 @@ def test_looks_like_an_array() -> None:
     assert (x.shape, x.ndim, x.size, x.nbytes) == ((100, 200), 2, 20000, 80000)
     assert jax.eval_shape(lambda x: x, x).shape == (100, 200)
     assert [s.data.shape for s in x.addressable_shards] == [(100, 29)] * 7
-    assert repr(x) == "StoredArray(float32[100, 200], P(None, 'data') in pieces of [100, 29])"
+    assert repr(x) == "StoredArray(float32[100, 200], P(None, 'data') in shards of [100, 29])"
     x.delete()
     assert x.is_deleted()

@@ -65,7 +65,10 @@ def test_of_the_global_batch(caplog: pytest.LogCaptureFixture) -> None:
     (warning,) = said(caplog, zerojax.zero(stage=3), experts)
     lines = Path(__file__).read_text().splitlines()
     number = next(i for i, line in enumerate(lines, 1) if line.endswith("# the line"))
-    assert f"ragged_dot at test_ragged_products.py:{number} runs whole on each of the 8" in warning
+    assert (
+        f"ragged_dot at test_ragged_products.py:{number} runs on all rows on each of the 8"
+        in warning
+    )
     assert "zero.per_device(experts, whole=[...])" in warning
 
 

@@ -27,7 +27,7 @@ def mlp(w: jax.Array, x: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("chunks", [1, 4, 5, 13])
 def test_numbers_and_gradients(chunks: int) -> None:
-    """13 positions: in one piece, in pieces of which the last is not full, and of one each."""
+    """13 positions: in one piece, in shards of which the last is not full, and of one each."""
 
     def loss(w: jax.Array, x: jax.Array, pieces: int | None) -> Any:
         fn = lambda x: mlp(w, x)  # noqa: E731

@@ -95,7 +95,7 @@ def test_checkpointing_of_fsdp_is_the_models_remat(
     [
         ({"learning_rat": 1}, "learning_rat: unknown argument; did you mean `learning_rate`?"),
         ({"learning_rate": "1e-4"}, "learning_rate: expected a finite number of at least 0, got"),
-        ({"per_device_train_batch_size": 0}, "expected a whole number of at least 1, got 0"),
+        ({"per_device_train_batch_size": 0}, "expected an integer of at least 1, got 0"),
         ({"lr_scheduler_type": "cosin"}, 'lr_scheduler_type: expected one of "linear", "cosine"'),
         ({"fp16": True, "bf16": True}, "bf16 and fp16 are both true"),
         ({"push_to_hub": True}, "push_to_hub = true is not supported: save_model()"),

@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_model_removes_nothing(made: Path, zero: zerojax
     for resume in (made / "other", made / "own/checkpoints/2"):
         with pytest.raises(CheckpointError, match="holds another model"):
             begin(made / "own", zero, resume, 5, overwrite_output_dir=True)
-    with pytest.raises(TypeError):  # a model that cannot be made
+    with pytest.raises(TypeError):  # a model that cannot be created
         begin(made / "own", zero, None, "5", overwrite_output_dir=True)
     assert steps(made / "own") == [2, 4, 6]
 

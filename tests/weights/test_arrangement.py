@@ -87,10 +87,10 @@ def test_any_piece_is_numpys(case: tuple[Any, ...]) -> None:
         ("o i", 'is no arrangement: write "o i -> i o"'),
         ("o i -> (i o", r"'\(i o' is no axis"),
         ("o o -> o", "o twice on one side"),
-        ("... -> o i", "has ... on one side alone"),
+        ("... -> o i", "has ... on one side only"),
         ("o i -> i", r"1 dimensions for a parameter \[3, 4\]"),
-        ("o -> i o", "i is an axis of the parameter alone, and not in w"),
-        ("o i e -> i o", "e is an axis of the tensor alone, and not in the path"),
+        ("o -> i o", "i is an axis of only the parameter, and not in w"),
+        ("o i e -> i o", "e is an axis of only the tensor, and not in the path"),
         ("(h d) i -> (h d) i", "the lengths of h and d are not known: give sizes"),
     ],
 )

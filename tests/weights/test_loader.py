@@ -341,7 +341,7 @@ def without(path: str) -> Any:
         ),
         (
             STACKED.tensors | {"h/attn/kernel": Tensor(FUSED, "i (part o) -> layer i o", QKV)},
-            "h/attn/kernel .* part is an axis of the tensor alone, and not in the path",
+            "h/attn/kernel .* part is an axis of only the tensor, and not in the path",
         ),
         (STACKED.tensors | {"norm/{x:any}": "a"}, r"{x:any} is none of {x}, {x:int}, {x:path}"),
     ],

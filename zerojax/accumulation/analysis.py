@@ -242,7 +242,9 @@ class Analysis(EquationAnalysis):
         eqn, micro = pair
         index, *operands = kinds
         if index.name not in ("fixed", "own"):
-            return refused(eqn, "chooses what to do with the rows by a number made of all rows")
+            return refused(
+                eqn, "chooses what to do with the rows by a number computed from all rows"
+            )
         both = zip(jaxprs.param(eqn, "branches"), jaxprs.param(micro, "branches"), strict=True)
         branches = [self._body(b, operands, path, backward, i) for i, b in enumerate(both)]
         outs = branches[0]

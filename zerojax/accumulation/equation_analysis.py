@@ -14,7 +14,7 @@ from zerojax.graph.primitives import ADDS, CALLBACKS, KERNELS, SCATTER_ADDS, ZER
 from zerojax.xla import jaxprs
 
 MIXES = "combines rows of the batch with each other"
-TAKES = "uses a number made of all rows within the rows"
+TAKES = "uses a number computed from all rows within the rows"
 LOOPS = "loops over the rows and carries numbers along"
 BRINGS = "has an array of the batch's size of its own"
 LASTS = "loops as long as rows of the batch say"
@@ -109,7 +109,7 @@ class EquationAnalysis:
                     RowKind("rows", dim=dims[0], zero=kinds[0].zero, learned=inherited["learned"])
                 )
             else:
-                outs.append(mixed("makes numbers of the batch's size", where(eqn)))
+                outs.append(mixed("creates numbers of the batch's size", where(eqn)))
         return outs
 
     def of_rows(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
@@ -141,7 +141,7 @@ class EquationAnalysis:
         if out is None:
             both_outs = zip(eqn.outvars, pair.micro.outvars, strict=True)
             shape = next(filter(None, (self._misshapen(w, m) for w, m in both_outs)), None)
-            why = MIXES if rule is not None else "is not known to keep rows apart"
+            why = MIXES if rule is not None else "is not known to keep rows separate"
             return [mixed(why, where(eqn), shape)] * len(eqn.outvars)
         if name.startswith(("random_", "threefry")) and out.index:
             self.drawn.append(where(eqn))
@@ -213,7 +213,7 @@ class EquationAnalysis:
             # A micro-batch's share of a sum, times its own value, is its share of another sum.
             if all(k.name in ("own", "fixed", "sum") for k in kinds) and is_sum(eqn, kinds):
                 return [RowKind("sum", **together(kinds))] * len(eqn.outvars)
-            return refused(eqn, "combines a micro-batch's own number with the whole batch's")
+            return refused(eqn, "combines a number of a micro-batch with one of the global batch")
         if eqn.primitive.name == "optimization_barrier":
             return [k.but(home=None) for k in kinds]
         if not any(k.name == "whole" for k in kinds):
@@ -221,7 +221,7 @@ class EquationAnalysis:
             if total is not None:
                 return [total] * len(eqn.outvars)
         if nested:
-            return refused(eqn, "computes with a number made of all rows inside a loop")
+            return refused(eqn, "computes with a number computed from all rows inside a loop")
         if eqn.primitive.name == "select_n":
             result = result.but(guarded=tuple(eqn.invars[1:]))
         return [result] * len(eqn.outvars)

@@ -137,16 +137,16 @@ def per_micro_batch(
             raise refusal(
                 i,
                 f"depends on what {kind.problem.why} ({kind.problem.where}), so that micro-batches "
-                f"would give other numbers than the whole batch. {remedy}",
+                f"would give other numbers than the global batch. {remedy}",
             )
         if i in state:
             if kind.rows or (kind.name == "own" and v not in passed):
-                raise refusal(i, f"is made of the rows of the batch themselves. {REMEDY}")
+                raise refusal(i, f"is computed from the rows of the batch themselves. {REMEDY}")
         elif kind.index:
             raise refusal(
                 i,
-                "is made of the numbers of rows within the batch, which a micro-batch does not "
-                "know. Make them part of the batch.",
+                "is computed from the numbers of rows within the batch, which a micro-batch does "
+                "not know. Add them to the batch.",
             )
         elif kind.rows or kind.name == "own":
             stacked.append(i)
@@ -166,13 +166,13 @@ def warn_of_differences(name: str, analysis: Analysis, k: int) -> None:
     if analysis.owners:
         log.warning(
             "%s: each of the %d micro-batches has statistics of its own rows (%s); those of the "
-            "whole batch would be other numbers.",
+            "global batch would be other numbers.",
             name, k, _some(analysis.owners),
         )  # fmt: skip
     if analysis.drawn:
         log.warning(
             "%s: noise in the batch's shape (%s) is drawn for each of the %d micro-batches anew; "
-            "the whole batch's would be other numbers.",
+            "the global batch would give other numbers.",
             name, _some(analysis.drawn), k,
         )  # fmt: skip
 

@@ -76,8 +76,8 @@ def _number_written_out(error: Exception, rows: int, whole: int) -> UnevenError:
         f"{f' at {place}' if place else ''}: {first.removesuffix('.')}"
     )
     uneven.remedy = (
-        f"Where the step has the {whole} rows of the whole batch as a number, write the array's own"
-        " (len(x), or -1 in reshape); or set gradient_accumulation_steps to 1."
+        f"Where the step has the {whole} rows of the global batch as a number, write the array's "
+        "own (len(x), or -1 in reshape); or set gradient_accumulation_steps to 1."
     )
     return uneven
 

@@ -302,14 +302,14 @@ class Checkpointer:
                 unreadable.append(str(other))
                 continue
             return DamagedCheckpointError(
-                f"{error}\nStep {step} looks whole: restore(abstract_state, step={step}). To go on "
-                "saving from there delete later ones first.",
+                f"{error}\nStep {step} looks complete: restore(abstract_state, step={step}). To go "
+                "on saving from there delete later ones first.",
                 step,
             )
-        offer = "No other step is whole."
+        offer = "No other step is complete."
         if unreadable:
             more = f"\nand {len(unreadable) - 1} more" if unreadable[1:] else ""
-            offer = f"Whether another step is whole is not known:\n{unreadable[0]}{more}"
+            offer = f"Whether another step is complete is not known:\n{unreadable[0]}{more}"
         return DamagedCheckpointError(f"{error}\n{offer}")
 
     def all_steps(self) -> list[int]:
@@ -393,5 +393,5 @@ def _step_number(step: Any) -> int:
     except TypeError:
         number = -1
     if number < 0 or isinstance(step, bool):
-        raise CheckpointError(f"step {step!r}: a whole number of updates, 0 or more")
+        raise CheckpointError(f"step {step!r}: an integer number of updates, 0 or more")
     return number

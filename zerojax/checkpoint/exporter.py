@@ -75,7 +75,7 @@ def export(
     config_texts = {} if config is None else config_files(config)
     _check_free(out)
     if out.resolve().is_relative_to(pathlib.Path(checkpoint).resolve()):
-        raise CheckpointError(f"{out} lies within the checkpoint {checkpoint}: choose another OUT")
+        raise CheckpointError(f"{out} is within the checkpoint {checkpoint}: choose another OUT")
     saved = find(checkpoint, step)
     leaves = parameters(saved)
     linked, texts = rename(leaves, names, saved)

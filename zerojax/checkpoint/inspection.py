@@ -21,7 +21,7 @@ from zerojax.checkpoint.saved import SavedArray, SavedArrays, alike, differs, un
 from zerojax.checkpoint.state_tree import NUMBERS, OPTIMIZER, PARAMS, Form
 from zerojax.checkpoint.steps_folder import DELETED, UNDER_WAY
 
-Status = Literal["whole", "files whole", "not verifiable", "damaged"]
+Status = Literal["complete", "files complete", "not verifiable", "damaged"]
 
 Progress = Callable[[int, int], None]
 """A callback, called with the bytes of arrays read so far and the bytes of all arrays."""
@@ -51,9 +51,9 @@ class InspectedStep:
     Attributes:
       step: Its number; None for a folder without a record whose name is not a step number.
       folder: Its path.
-      status: ``"whole"``: every array equals the saved one; ``"files whole"``: sizes and digests
-        of the files match, and arrays were not read; ``"not verifiable"``: no record exists to
-        compare with, or the operating system refuses to read the files; ``"damaged"``: there are
+      status: ``"complete"``: every array equals the saved one; ``"files complete"``: sizes and
+        digests of the files match, and arrays were not read; ``"not verifiable"``: no record
+        exists to compare with, or the operating system refuses to read the files; ``"damaged"``: there are
         problems.
       saved: The time of the save, ISO 8601 in UTC; None if unknown.
       form: The kind of state; None if the arrays fit none that zerojax knows.
@@ -116,7 +116,9 @@ class Inspection:
     @property
     def newest_whole(self) -> InspectedStep | None:
         """The newest step without problems that could be verified."""
-        intact = (step for step in reversed(self.steps) if step.status in ("whole", "files whole"))
+        intact = (
+            step for step in reversed(self.steps) if step.status in ("complete", "files complete")
+        )
         return next(intact, None)
 
 
@@ -241,7 +243,7 @@ class StepInspector:
         """Returns the step as inspected so far; ``quick`` if :meth:`read` was skipped."""
         record = self._record
         form = record.form if record else _form(self.arrays)
-        intact: Status = "files whole" if quick else "whole"
+        intact: Status = "files complete" if quick else "complete"
         named_step = steps_folder.step_of(self.folder)
         return InspectedStep(
             step=record.step if record and named_step is None else named_step,

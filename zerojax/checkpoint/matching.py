@@ -129,6 +129,6 @@ def _described(path: Path, leaf: Any) -> str:
 def _differences(where: str, problems: list[str]) -> str:
     more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
     return "\n  ".join([f"{where} holds another model or optimizer:", *problems[:SHOWN], *more]) + (
-        "\nMake the state with the model and the optimizer that were saved; for parameters alone, "
-        "restore(abstract_state.params)."
+        "\nCreate the state with the model and the optimizer that were saved; for only the "
+        "parameters, restore(abstract_state.params)."
     )

@@ -220,7 +220,7 @@ def _check_arrays(tree: Any) -> None:
             raise CheckpointError(x.leaf.interrupted)
         if jax.process_count() > 1 and getattr(x, "is_fully_addressable", True):
             raise CheckpointError(
-                f"{name} is this process's alone: save a state that zero.init or a decorated "
+                f"{name} is only this process's: save a state that zero.init or a decorated "
                 "step returned"
             )
 

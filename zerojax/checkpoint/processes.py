@@ -117,7 +117,7 @@ def share_a_folder(directory: epath.Path, claim: Callable[[], None], seconds: fl
     if jax.process_count() == 1:
         claim()
         return ""
-    exchange_name, process_index = "a Checkpointer is made", jax.process_index()
+    exchange_name, process_index = "a Checkpointer is created", jax.process_index()
 
     def begin() -> str:
         claim()

@@ -38,7 +38,7 @@ class Retention:
         are_ints = all(type(n) is int for n in (self.keep or 1, self.keep_best))
         if not are_ints or (self.keep is not None and self.keep < 1) or self.keep_best < 0:
             raise CheckpointError(
-                f"keep={self.keep!r}, keep_best={self.keep_best!r}: whole numbers, and keep at "
+                f"keep={self.keep!r}, keep_best={self.keep_best!r}: integers, and keep at "
                 "least 1 step, or None for all"
             )
         if bool(self.keep_best) != (self.metric is not None) or (

@@ -90,7 +90,7 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
     if scheme == "file":
         alternative = f"the path alone: /{rest}"
     raise CheckpointError(
-        f"directory: {path} is a URL ({scheme}://); orbax writes to folders and to gs:// alone. "
+        f"directory: {path} is a URL ({scheme}://); orbax writes only to folders and to gs://. "
         f"Give a local folder, or {alternative}. (A folder of that name is ./{path}.)"
     )
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from zerojax.checkpoint.inspection import InspectedStep, Inspection, Status
 
 STYLES: dict[Status, str] = {
-    "whole": "green",
-    "files whole": "green",
+    "complete": "green",
+    "files complete": "green",
     "not verifiable": "yellow",
     "damaged": "bold red",
 }
@@ -31,7 +31,7 @@ SHOWN = 20
 
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="A folder of steps, or one step's folder.")],
-    step: Annotated[int | None, typer.Option(help="Look at this step alone.")] = None,
+    step: Annotated[int | None, typer.Option(help="Look only at this step.")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Compare records and files, read no arrays.")
     ] = False,
@@ -123,7 +123,7 @@ def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> Non
             console.print(escape(line), soft_wrap=True)
         if leaves:
             console.print(_leaves(last))
-        console.print("weights alone: python -m zerojax export CHECKPOINT OUT", soft_wrap=True)
+        console.print("only the weights: python -m zerojax export CHECKPOINT OUT", soft_wrap=True)
     for name in found.unfinished:
         console.print(f"{escape(name)}: being saved, or left by a killed run", soft_wrap=True)
     for name in found.deleted:
@@ -148,11 +148,11 @@ def _named(step: InspectedStep) -> str:
 def _restore_hint(found: Inspection, alone: bool) -> str:
     newest = found.newest_whole
     if newest:
-        files = "'s files are" if newest.status == "files whole" else " is"
-        return f"step {newest.step}{files} whole: restore(abstract_state, step={newest.step})"
+        files = "'s files are" if newest.status == "files complete" else " is"
+        return f"step {newest.step}{files} complete: restore(abstract_state, step={newest.step})"
     if alone:
         return "other steps were not looked at: leave out --step"
-    return "no step is known to be whole"
+    return "no step is known to be complete"
 
 
 def _about(step: InspectedStep) -> list[tuple[str, str]]:

@@ -43,7 +43,7 @@ def launch(
         int | None, typer.Option(min=1, help="How many machines; the hostfile's first ones.")
     ] = None,
     node_rank: Annotated[
-        int | None, typer.Option(min=0, help="Start this machine's part alone: its number.")
+        int | None, typer.Option(min=0, help="Start only this machine's part: its number.")
     ] = None,
     coordinator: Annotated[
         str | None, typer.Option(help="HOST:PORT of the first machine; else a free port.")
@@ -270,7 +270,7 @@ def _create_folder(folder: Path | None) -> None:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--log-dir {folder} cannot be made: {in_a_line(error)}") from None
+        raise UsageError(f"--log-dir {folder} cannot be created: {in_a_line(error)}") from None
 
 
 def _watchdog(given: str | None) -> str | None:

@@ -140,7 +140,7 @@ def _about_memory(planned: Planned) -> Iterator[str]:
         share = forecast.peak.bytes / forecast.rates.memory
         yield (
             f"The step takes {share:.0%} of the device's memory, "
-            "and JAX preallocates 75% unless told otherwise: set "
+            "and JAX preallocates 75% by default: set "
             f"XLA_PYTHON_CLIENT_MEM_FRACTION={planned.fraction:.2f}"
         )
 

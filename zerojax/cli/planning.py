@@ -41,8 +41,8 @@ MeshAxes = Annotated[
     typer.Option(
         "--mesh",
         metavar="AXIS=N,...",
-        help='Of the devices, outermost first, as data=4,model=2: "model" cuts GPTs and Llamas '
-        "(tensor parallelism), seq shares a row's tokens, replica makes groups; else all are data.",
+        help='Of the devices, outermost first, as data=4,model=2: "model" splits GPTs and Llamas '
+        "(tensor parallelism), seq shares a row's tokens, replica adds groups; else all are data.",
     ),
 ]
 Seq = Annotated[int, typer.Option(min=1, help="Tokens in a row.")]

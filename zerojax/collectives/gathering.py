@@ -118,9 +118,8 @@ class Gatherer:
       sent: The formats in which parameters and gradients are sent.
 
     Attributes:
-      sent_unquantized: Large gradients that are sent in their own dtype although gradients are to be
-        quantized:
-        the primitive that produces each, and its shape.
+      sent_unquantized: Large gradients that are sent unquantized despite the config: the primitive
+        that produces each, and its shape.
       ledger: Records the collectives.
     """
 

@@ -47,7 +47,9 @@ def solve(train: int | None, micro: int | None, accumulation: int | None, world:
       BatchSizes(train=64, micro=2, accumulation=4)
     """
     if isinstance(world, bool) or not isinstance(world, int) or world < 1:
-        raise ConfigError(f"world: expected a whole number of devices, at least 1, got {world!r}")
+        raise ConfigError(
+            f"world: expected an integer number of devices, at least 1, got {world!r}"
+        )
     if train is None:
         steps = accumulation or 1
         return BatchSizes(micro * steps * world if micro else None, micro, steps)
@@ -83,8 +85,8 @@ def _mismatch(train: int, micro: int | None, accumulation: int | None, world: in
     return (
         "the batch sizes do not multiply out: train_batch_size "
         f"{train} = train_micro_batch_size_per_gpu {_given(micro)} * gradient_accumulation_steps "
-        f"{_given(accumulation)} * {world} device{'s' if world > 1 else ''} does not hold in whole "
-        f"numbers; these would do: {', or '.join(suggestions)}"
+        f"{_given(accumulation)} * {world} device{'s' if world > 1 else ''} does not hold for "
+        f"integers; these would do: {', or '.join(suggestions)}"
     )
 
 

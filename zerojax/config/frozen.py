@@ -331,5 +331,5 @@ def _unknown_keyword(name: str, known: list[str]) -> str:
     if f"{name}.enabled" in KEYS and (key := KEYS[f"{name}.enabled"]).treatment == "off only":
         return f"{name}: not supported: {key.why}"
     if name in sections:
-        return f"{name}: a key of the JSON, not a keyword; pass the whole config as a dict"
+        return f"{name}: a key of the JSON, not a keyword; pass the complete config as a dict"
     return f"{spelled(name)}: unknown keyword; {suggestion(name, known)}"

@@ -133,4 +133,4 @@ class AutotuningConfig(Section):
         for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
             low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if high is not None and low > high:
-                yield f"min_{name} = {low} lies above max_{name} = {high}; lower the one"
+                yield f"min_{name} = {low} is above max_{name} = {high}; lower the one"

@@ -52,7 +52,7 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
     smallest, power = values.get("min_loss_scale"), values.get("initial_scale_power")
     if scale == 0 and smallest is not None and power is not None and smallest > 2.0**power:
         yield (
-            f"{name('min_loss_scale')} = {shown(smallest)} lies above the initial scale, "
+            f"{name('min_loss_scale')} = {shown(smallest)} is above the initial scale, "
             f"2**{name('initial_scale_power')} = {2.0**power:g}; lower it, or raise the power"
         )
 
@@ -131,7 +131,7 @@ def _of_error_feedback(values: Mapping[str, Any], name: Callable[[str], str]) ->
             f"is 0; set {name('stage')} to 1, or take {loco} out"
         )
     yield from _beside_offload(
-        values, name, f"{loco} keeps whole gradients and their errors on the device"
+        values, name, f"{loco} keeps unsharded gradients and their errors on the device"
     )
 
 
@@ -139,14 +139,14 @@ def _of_one_bit(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterat
     one_bit, stage = f'optimizer.type = "{values["optimizer"].type}"', values.get("stage")
     if stage is not None and stage > 1:
         yield (
-            f"{one_bit} has each device sum up whole gradients, at stages 0 and 1, and "
+            f"{one_bit} has each device sum up unsharded gradients, at stages 0 and 1, and "
             f"{name('stage')} is {stage}; set it to 1, or the type to AdamW with "
             "zero_quantized_gradients"
         )
     yield from _beside_offload(values, name, f"{one_bit} keeps errors on the device")
     if clipping := values.get("gradient_clipping"):
         yield (
-            f"{one_bit}: no device has the whole gradient, whose norm {name('gradient_clipping')} "
+            f"{one_bit}: no device has the full gradient, whose norm {name('gradient_clipping')} "
             f"= {shown(clipping)} would clip; set it to 0, or the type to AdamW"
         )
 
@@ -179,7 +179,7 @@ def idle(values: Mapping[str, Any]) -> dict[str, str]:
     elif values.get("check_finite"):
         reasons["check_grad_overflow"] = "check_finite skips every update that is not finite anyhow"
     if values.get("stage") != 3:
-        reasons["stage3_param_persistence_threshold"] = "only stage 3 keeps small parameters whole"
+        reasons["stage3_param_persistence_threshold"] = "only stage 3 replicates small parameters"
     live = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
     if values.get("stage") != 3:
         reasons |= dict.fromkeys(live, "only stage 3 drops gathered parameters")

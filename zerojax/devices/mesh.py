@@ -262,25 +262,25 @@ def shard_axis(given: Mesh | AbstractMesh) -> str:
     if names == (SEQUENCE,):
         n = given.shape[SEQUENCE]
         raise ValueError(
-            f"the mesh has the axis {SEQUENCE!r} alone, which cuts tokens, and none is called "
-            f"{AXIS!r}, which cuts rows: write axes={{{AXIS!r}: 1, {SEQUENCE!r}: {n}}}"
+            f"the mesh has the axis {SEQUENCE!r} only, which shards tokens, and none is called "
+            f"{AXIS!r}, which shards rows: write axes={{{AXIS!r}: 1, {SEQUENCE!r}: {n}}}"
         )
     if len(names) == 1 and names[0] != REPLICA:
         return names[0]
     if names == (REPLICA,):
         n = given.shape[REPLICA]
         raise ValueError(
-            f"the mesh has the axis {REPLICA!r} alone, which copies the state, and none is called "
-            f"{AXIS!r}, over which ZeRO shards within a group. To shard over all {n} devices write "
-            f"axes={{{AXIS!r}: {n}}}; for groups axes={{{REPLICA!r}: ..., {AXIS!r}: ...}}, or "
-            "replicas=..."
+            f"the mesh has the axis {REPLICA!r} only, which replicates the state, and none is "
+            f"called {AXIS!r}, over which ZeRO shards within a group. To shard over all {n} "
+            f"devices write axes={{{AXIS!r}: {n}}}; for groups "
+            f"axes={{{REPLICA!r}: ..., {AXIS!r}: ...}}, or replicas=..."
         )
     if mistaken := [name for name in names if name != REPLICA and _LIKE_REPLICA.search(name)]:
         raise ValueError(
             f"the mesh has axes {names}, of which {mistaken[0]!r} is not known to zerojax, and a "
-            f"batch would lie whole along it. If it is the axis between replica groups, call it "
-            f"{REPLICA!r}, and the axis within a group {AXIS!r}; if it is the only axis of the "
-            f"batch, {AXIS!r}; any other axis takes a name that says what it cuts, as 'model'."
+            f"batch would be replicated along it. If it is the axis between replica groups, "
+            f"call it {REPLICA!r}, and the axis within a group {AXIS!r}; if it is the only axis of "
+            f"the batch, {AXIS!r}; any other axis takes a name that says what it shards, as 'model'."
         )
     if AXIS in names:
         return AXIS

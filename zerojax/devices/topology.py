@@ -129,7 +129,7 @@ def lookup(name: str) -> tuple[str, dict[str, Any]]:
 def _gpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.Device]:
     if devices > GPUS_PER_HOST and devices % GPUS_PER_HOST:
         raise ValueError(
-            f"devices={devices} does not fill whole hosts of {GPUS_PER_HOST} GPUs: take "
+            f"devices={devices} is not a multiple of hosts of {GPUS_PER_HOST} GPUs: take "
             f"{_neighbours(devices, GPUS_PER_HOST)}, or at most {GPUS_PER_HOST}"
         )
     if _missing("jax_plugins.xla_cuda13") and _missing("jax_plugins.xla_cuda12"):
@@ -185,7 +185,7 @@ def _plugin_remedy(name: str) -> str:
 def _tpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.Device]:
     if devices % TPUS_PER_HOST:
         raise ValueError(
-            f"devices={devices} does not fill whole hosts of {TPUS_PER_HOST} {name} chips: take "
+            f"devices={devices} is not a multiple of hosts of {TPUS_PER_HOST} {name} chips: take "
             f"{_neighbours(devices, TPUS_PER_HOST)}"
         )
     if _missing("libtpu"):

@@ -96,7 +96,7 @@ class Lockstep(threading.Thread):
         error = LaunchError(
             f"the processes do not call the same: call {number} of zerojax is {other} in process "
             f"{process}, which is at {place}, and {own} in process {self._me}, which is at "
-            f"{_place()}. Every process makes the same steps, evaluations, saves and restores, "
+            f"{_place()}. Every process runs the same steps, evaluations, saves and restores, "
             "with the same numbers beside the batch; process 0 may print and log alone"
         )
         sys.excepthook(LaunchError, error, None)

@@ -78,7 +78,7 @@ def _objects_subject(objects: tuple[Any, ...], opened: OpenedState) -> Subject:
         if old_tree != new_tree:
             raise TypeError(
                 f"{function.__name__} adds or removes variables of its NNX objects, such as those "
-                "that sow makes: do that outside zero.evaluate."
+                "of sow: do that outside zero.evaluate."
             )
         _check_kept(parts.params, updated.params)
         pairs = zip(jax.tree.leaves(parts.rest), jax.tree.leaves(updated.rest), strict=True)

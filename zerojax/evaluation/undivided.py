@@ -29,7 +29,7 @@ class Undivided(Exception):
     def because(cls, problem: Problem, sizes: Sizes) -> Undivided:
         """Returns the error for a result with a problem, in a function of ``sizes.whole`` rows."""
         if problem.shape is not None:
-            return cls(f"it makes an array of shape {problem.shape} of {sizes.whole} rows")
+            return cls(f"it creates an array of shape {problem.shape} of {sizes.whole} rows")
         if problem.why == BRINGS:
             return cls("it has a constant with an entry for each row")
         return cls.at(problem.where, _DOES.get(problem.why, TOGETHER))

@@ -330,7 +330,7 @@ def _checked(
             raise ValueError(f"{name} is {value}; it must be above 0")
     if layer is not None and layer > params:
         raise ValueError(
-            f"largest_layer_params is {layer:,.0f}, more than the {params:,.0f} of the whole model"
+            f"largest_layer_params is {layer:,.0f}, more than the {params:,.0f} of the full model"
         )
     return int(params), int(layer or 0)
 

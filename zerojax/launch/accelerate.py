@@ -50,7 +50,7 @@ def read(path: Path) -> Given:
     environment = values.get("compute_environment", "LOCAL_MACHINE")
     if environment != "LOCAL_MACHINE":
         raise UsageError(
-            f"{where}: compute_environment {environment} is not supported: LOCAL_MACHINE alone is"
+            f"{where}: compute_environment {environment} is not supported: only LOCAL_MACHINE is"
         )
     if problems:
         raise UsageError(f"{where}: {'; '.join(problems)}")

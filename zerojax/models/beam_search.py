@@ -183,7 +183,7 @@ def check_options(
         raise ValueError(f"max_length = {max_length} must be 2 or more: it counts the start token")
     if not 0 <= min_length <= max_length:
         raise ValueError(
-            f"min_length = {min_length} must lie between 0 and max_length = {max_length}"
+            f"min_length = {min_length} must be between 0 and max_length = {max_length}"
         )
     if early_stopping not in (True, False, "never"):
         raise ValueError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")

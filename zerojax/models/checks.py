@@ -18,7 +18,7 @@ def dropout_rates(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise ValueError(f"{type(config).__name__}.{name} must lie in [0, 1), not {value!r}")
+            raise ValueError(f"{type(config).__name__}.{name} must be in [0, 1), not {value!r}")
 
 
 def even_heads(config: Any, width: str, heads: str) -> None:

@@ -77,7 +77,7 @@ class GPTConfig:
             )
         rate = self.dropout
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
-            raise ValueError(f"GPTConfig.dropout must lie in [0, 1), not {self.dropout!r}")
+            raise ValueError(f"GPTConfig.dropout must be in [0, 1), not {self.dropout!r}")
 
     @property
     def residual_std(self) -> float:
@@ -230,8 +230,8 @@ class GPT(nn.Module):
             kernels = attention = sequence = tensor = None
         if kernels and sequence:
             raise ValueError(
-                "GPT: its fused kernels take whole rows, but the mesh's axis 'seq' cuts them along "
-                "their tokens: pass kernels or sequence, not both"
+                "GPT: its fused kernels take full rows, but the mesh's axis 'seq' splits them "
+                "along their tokens: pass kernels or sequence, not both"
             )
         if tensor:
             tensor.check_tokens(tokens)

@@ -33,8 +33,8 @@ def load_tokenizer(folder: str | os.PathLike[str], vocab_size: int | None = None
     file = file if file.is_file() else file / "tokenizer.json"
     if not file.exists():
         raise FileNotFoundError(
-            f"{file} is not there. Where the model has another kind of tokenizer file alone "
-            "(spm.model, vocab.json with merges.txt), transformers makes one: "
+            f"{file} is not there. Where the model has only another kind of tokenizer file "
+            "(spm.model, vocab.json with merges.txt), transformers converts it: "
             "AutoTokenizer.from_pretrained(folder, use_fast=True).save_pretrained(folder)"
         )
     try:
@@ -74,7 +74,7 @@ def gpt2_tokenizer(merges: str | os.PathLike[str], vocab_size: int | None = None
         if len(pair) != 2 or not known >= set(pair):
             raise ValueError(
                 f"{file}:{number}: {line!r} merges no two symbols of the lines before: give the "
-                "whole vocab.bpe or merges.txt of a GPT-2"
+                "full vocab.bpe or merges.txt of a GPT-2"
             )
         pairs.append(pair)
         tokens.append("".join(pair))
@@ -111,7 +111,7 @@ def _checked(tokenizer: Any, vocab_size: int | None, source: str) -> Any:
     if vocab_size is not None and ids[token] >= vocab_size:
         beyond = sum(i >= vocab_size for i in ids.values())
         raise ValueError(
-            f"{source} does not fit the model: {beyond} ids, up to {ids[token]} ({token!r}), lie "
+            f"{source} does not fit the model: {beyond} ids, up to {ids[token]} ({token!r}), are "
             f"beyond vocab_size = {vocab_size}. Take the tokenizer of the model's own folder, or "
             f"a model of vocab_size = {ids[token] + 1} or more"
         )

@@ -94,7 +94,7 @@ class FiniteWatch:
     def _warn(self, step: int, names: list[str]) -> None:
         self._warned = True
         log.warning(
-            "step %d: %s no longer finite (NaN or inf), and the update was made with it. Look at "
+            "step %d: %s no longer finite (NaN or inf), and the update used it. Look at "
             "the batch of that step, or lower the learning rate; "
             "zerojax.zero(..., check_finite=True) skips such steps and counts them. "
             "This is said once.",

@@ -287,9 +287,9 @@ class States:
         arrays, which tracing the function fills."""
         if is_nnx(create) or not callable(create):
             raise TypeError(
-                f"zero.init and zero.abstract_state take a function that makes the state, and not "
-                f"a {type(create).__name__}: write zero.init(create_state, key), or pass the state "
-                "to the step, which places it."
+                f"zero.init and zero.abstract_state take a function that creates the state, "
+                f"and not a {type(create).__name__}: write zero.init(create_state, key), or pass "
+                "the state to the step, which places it."
             )
         opened: list[OpenedState] = []
 
@@ -364,7 +364,7 @@ class States:
                 continue
             if not isinstance(sharding, NamedSharding) or not _same_mesh(sharding.mesh, self.mesh):
                 raise ValueError(
-                    f"the state lies on another mesh: {jax.tree_util.keystr(path)} is placed with "
+                    f"the state is on another mesh: {jax.tree_util.keystr(path)} is placed with "
                     f"{sharding}, zero's mesh is {dict(self.mesh.shape)} over "
                     f"{self.mesh.devices.size} devices. Make the state with this zero.init, or "
                     "bring it to the host first (jax.device_get)."

@@ -135,6 +135,6 @@ def notes(config: ZeroConfig, errors: Sequence[Leaf], gradients: Sequence[Leaf])
     error_bytes = sum(leaf.bytes_per_device for leaf in errors)
     gradient_bytes = sum(math.prod(leaf.shape) * 4 for leaf in gradients)
     yield (
-        f"{key}: each device holds the errors of its own gradients, {size(error_bytes)}, and whole "
-        f"gradients until the update, {size(gradient_bytes)}"
+        f"{key}: each device holds the errors of its own gradients, {size(error_bytes)}, and "
+        f"unsharded gradients until the update, {size(gradient_bytes)}"
     )

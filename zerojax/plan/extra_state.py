@@ -106,11 +106,11 @@ class ExtraState:
 
     def _why_replicated(self, x: Any, of_optimizer: bool) -> str:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            return "keys stay whole"
+            return "keys are replicated"
         if self._params.shapes and x.size <= rule.SMALL:
-            return f"extra state of at most {rule.SMALL:,} elements stays whole"
+            return f"extra state of at most {rule.SMALL:,} elements is replicated"
         if self._stage in (1, 2) and not of_optimizer:
-            return f"stage {self._stage} keeps extra state whole, stage 3 shards it"
+            return f"stage {self._stage} replicates extra state, stage 3 shards it"
         return ""
 
 

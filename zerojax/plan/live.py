@@ -99,7 +99,7 @@ class Live:
         why = f"the smallest parameter has {min(sizes):,} elements"
         if min(sizes) <= most and farthest is not None:
             why = (
-                f"up to {2 * (self._total - max(sizes)):,} elements of others lie between two "
+                f"up to {2 * (self._total - max(sizes)):,} elements of others come between two "
                 f"uses, and stage3_max_reuse_distance is {farthest:,}"
             )
         return [f"{setting}: nothing stays gathered, because {why}"]

@@ -228,7 +228,7 @@ class Plan:
         groups = self.mesh.shape.get(REPLICA)
         title = f"ZeRO stage {config.stage} over {n} devices (axis {self.axis!r})"
         if groups and config.stage == 0:
-            title = f"ZeRO stage 0: a whole state on each of {batch_devices(self.mesh)} devices"
+            title = f"ZeRO stage 0: a full state on each of {batch_devices(self.mesh)} devices"
         elif groups:
             title += f" in each of {groups} replica groups"
         others = {

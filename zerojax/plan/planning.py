@@ -117,7 +117,7 @@ def _rule(mesh: Mesh, axis: str, config: ZeroConfig) -> AtRest:
         check_own_spec(path, x.shape, own_spec, mesh)
         own_spec = layout.cutting(own_spec, mesh)
         if config.stage == 0:
-            chosen = ShardSpec(own_spec, "stage 0 keeps the state whole")
+            chosen = ShardSpec(own_spec, "stage 0 replicates the state")
         else:
             chosen = shard_spec(
                 x.shape,

@@ -151,7 +151,7 @@ def shard_spec(
         described = (
             shape_text
             if shard_shape == tuple(shape)
-            else f"{shard_shape}, a piece of {shape_text},"
+            else f"{shard_shape}, a shard of {shape_text},"
         )
         reason = f"{described} divides by {n_slices} of {n}"
         if n_slices == 1:

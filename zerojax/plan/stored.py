@@ -100,7 +100,7 @@ class StoredArray:
         shard_shape = self.stored.sharding.shard_shape(self.stored.shape)
         spec = tuple(self.stored.sharding.spec)
         return (
-            f"StoredArray({self.dtype}{list(self.shape)}, P{spec} in pieces of {list(shard_shape)})"
+            f"StoredArray({self.dtype}{list(self.shape)}, P{spec} in shards of {list(shard_shape)})"
         )
 
 

@@ -27,7 +27,7 @@ PLACES = {
     "host": "in host memory, for each device",
     "disk": "on disk, for each device",
 }
-WHY = "why whole"
+WHY = "why replicated"
 
 
 def size(n: float) -> str:
@@ -51,7 +51,7 @@ def replicated_state(rest: Sequence[Any]) -> str:
         return ""
     largest = max(replicated, key=lambda leaf: leaf.bytes_per_device)
     return (
-        f"{size(n_bytes)} of state beside the parameters lies whole on each device: "
+        f"{size(n_bytes)} of state beside the parameters is replicated on each device: "
         f"{len(replicated)} arrays, the largest {largest.path} {largest.shape} ({largest.reason})"
     )
 

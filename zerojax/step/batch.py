@@ -90,7 +90,7 @@ class BatchLayout:
                 raise ValueError(
                     f"every process passes {own} rows, which is train_batch_size already, and "
                     f"{blocks} processes make {n} of it: numpy leaves are the process's own rows. "
-                    "Let the loader read those alone, or cut them out of the global batch: "
+                    "Let the loader read only those, or take them from the global batch: "
                     f"batch[{':, ' * self.axis}zerojax.process_rows({train})]."
                 )
             raise ValueError(

@@ -98,8 +98,8 @@ class Body:
                 raise self._not_returned(state, found, returned)
             if not self._any_pytree and take_out(out, matches)[0]:
                 raise TypeError(
-                    f"{self.name} returns two states ({summary(returned)}): return the new one "
-                    "alone, and of another what is needed of it (its parameters)."
+                    f"{self.name} returns two states ({summary(returned)}): return only the "
+                    "new one, and of the other only what you need (its parameters)."
                 )
             new = tuple(found[i] for i in range(len(state)))
             if not self._any_pytree:
@@ -158,9 +158,9 @@ class Body:
         kinds = [type(_without_views(x)).__name__ for i, x in enumerate(state) if i not in found]
         return TypeError(
             f"{self.name} returned {summary(returned)}, without the new state ({', '.join(kinds)}) "
-            "among it: return what the step makes of the state, alone or among other results, with "
-            "the tree, shapes and dtypes that it had, in tuples, lists and dicts; or name the "
-            "arguments that are the state with state_argnums."
+            "among it: return the new state, by itself or among other results, with the tree, "
+            "shapes and dtypes that it had, in tuples, lists and dicts; or name the arguments that "
+            "are the state with state_argnums."
         )
 
     def check(self, jaxpr: Any, start: Parts, made: Parts) -> None:
@@ -179,7 +179,8 @@ class Body:
         if other := _other_shapes(start, made):
             raise TypeError(
                 f"{self.name} changed the shape of {other}: an array of a training state keeps its "
-                "shape from step to step. Reshape what the step makes, or create the state so."
+                "shape from step to step. Reshape the step's result, or create the state in that "
+                "shape."
             )
         if not self._knows_parameters:  # its updates have no marks
             return

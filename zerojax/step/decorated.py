@@ -129,7 +129,7 @@ class Decorated(abc.ABC, Generic[P, R]):
         if not hasattr(instance, "__dict__"):
             raise TypeError(
                 f"{self._attribute} is a step in {type(instance).__name__}, whose instances have "
-                "__slots__ alone: decorate the bound method of an instance instead."
+                "only __slots__: decorate the bound method of an instance instead."
             )
         bound = vars(instance).get(self._attribute)  # Python looks here first, except for odd names
         if not isinstance(bound, type(self)):

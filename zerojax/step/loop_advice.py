@@ -25,7 +25,7 @@ STACKED = (
 )
 MICRO_BATCHES = (
     "%s: the loop at %s adds up gradients over parts of the batch, and reduces each of them: "
-    "compute the gradient of the whole batch in its place, and set gradient_accumulation_steps to "
+    "compute the gradient of the global batch in its place, and set gradient_accumulation_steps to "
     "the number of parts."
 )
 

@@ -37,8 +37,8 @@ class OffloadedStep:
         self.setting, plan = setting, setting.plan
         if not setting.donate and plan.bytes_in(DISK):
             raise ValueError(
-                "donate=False keeps the state that a step is given, but what lies on disk is "
-                'written over in place: leave it out, or offload to device "cpu".'
+                "donate=False keeps the state that a step is given, but arrays on disk are "
+                'overwritten in place: leave it out, or offload to device "cpu".'
             )
         self._copies = setting.states.placer.copies(plan)
         self.update = OptimizerUpdate(setting, self._copies)

@@ -142,7 +142,9 @@ def _check_batch_axis(config: ZeroConfig, accumulation: int, batch_axis: int) ->
 def _once(config: ZeroConfig, accumulation: int) -> str:
     """Returns why a step may update only once, with the remedy; empty if it may more often."""
     if offloads(config):
-        return "streamed to where the optimizer state lies: update once, or train without offload"
+        return (
+            "streamed to where the optimizer state is stored: update once, or train without offload"
+        )
     if key := key_of(config):
         return f"sent with one error ({key}): update once, or take {key} out"
     if accumulation > 1:

@@ -31,10 +31,10 @@ def warn_of_ragged_products(name: str, jaxpr: Any, devices: int) -> None:
         return
     known = ", ".join(place for place in places if place) or "a line that is not known"
     log.warning(
-        "%s: jax.lax.ragged_dot at %s runs whole on each of the %d devices, as under any jit: its "
-        "groups are made of the rows of all devices. Put the sort and the products into a function "
-        "of one device's rows, zero.per_device(experts, whole=[...]); docs/mixture-of-experts.md "
-        "has one.",
+        "%s: jax.lax.ragged_dot at %s runs on all rows on each of the %d devices, as under any "
+        "jit: its groups come from the rows of all devices. Put the sort and the products into a "
+        "function of one device's rows, zero.per_device(experts, whole=[...]); "
+        "docs/mixture-of-experts.md has one.",
         name,
         known,
         devices,

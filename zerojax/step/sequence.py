@@ -120,7 +120,7 @@ class SequenceAxis(NamedTuple):
     def _constrained(self, x: jax.Array, *entries: Any) -> jax.Array:
         if explicit := explicit_axes(jax.sharding.get_abstract_mesh()):
             raise ValueError(
-                "zero.sequence leaves the placing to XLA, but jax.set_mesh has made the axes "
+                "zero.sequence leaves the placement to XLA, but jax.set_mesh declares the axes "
                 f"{', '.join(map(repr, explicit))} explicit: call the step outside of "
                 "jax.set_mesh, or set zerojax.mesh(...), whose axes are automatic."
             )

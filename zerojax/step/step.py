@@ -309,7 +309,7 @@ def _check_concrete(name: str, tree: Any) -> None:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(
             f"{name} is decorated with zero, and was called inside jax.jit, scan, vmap, pmap, "
-            "grad or eval_shape: it is compiled as a whole for all devices, places its state "
+            "grad or eval_shape: it is compiled as one program for all devices, places its state "
             "and cannot be part of another program. Call it in a plain Python loop; what is to be "
             "compiled with it goes into its body, and shapes come from its lower()."
         )

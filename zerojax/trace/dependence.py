@@ -60,7 +60,7 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
         if source[result] != i:
             raise NotImplementedError(
                 f"{name} changes state.opt_state{jax.tree_util.keystr(path)}; under offload the "
-                "update is made after the step. Change it between two steps, or train without "
+                "update follows the step. Change it between two steps, or train without "
                 "offload."
             )
     late = [*_named("state", lateness[0].rest), *_named("its result", beside(lateness[1]))]
@@ -69,7 +69,7 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
     if late:
         raise NotImplementedError(
             f"{name} computes {', '.join(late[:3])} from the parameters it has just updated; under "
-            "offload the update is made after the step, sub-group by sub-group. Compute it from "
+            "offload the update follows the step, sub-group by sub-group. Compute it from "
             "the state that the step returns, or with the parameters before the update."
         )
 

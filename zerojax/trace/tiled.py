@@ -128,7 +128,7 @@ def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         except (ScopeCollectionNotFound, ScopeParamNotFoundError) as error:
             raise ValueError(
                 f"tiled({name}): the module reads variables that are not its own, as one that was "
-                "given submodules made outside of it does; make these inside, or tile each"
+                "given submodules created outside of it does; create these inside, or tile each"
             ) from error
         if names := [
             key
@@ -136,7 +136,7 @@ def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
             if any(id(x) not in read for x in jax.tree.leaves(tree))
         ]:
             raise ValueError(
-                f"tiled({name}): the module changes {', '.join(names)}, which pieces of a sequence "
+                f"tiled({name}): the module changes {', '.join(names)}, which chunks of a sequence "
                 "cannot do; call it without tiled"
             )
         return out
@@ -150,14 +150,14 @@ def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
     except TraceContextError as error:
         raise ValueError(
             f"tiled({name}): the function changes an NNX module ({error.args[0].split(' (')[0]}), "
-            "such as the keys of dropout or running means, which pieces of a sequence cannot do; "
+            "such as the keys of dropout or running means, which chunks of a sequence cannot do; "
             "call it without tiled"
         ) from error
     drawn = {eqn.primitive.name for eqn in equations(open_jaxpr(traced)[0])}
     if DRAWS & drawn:
         raise ValueError(
-            f"tiled({name}): the function draws random numbers (dropout?), and each piece would "
-            "draw the same ones; draw before or behind it, or call it without tiled. A linen "
+            f"tiled({name}): the function draws random numbers (dropout?), and each chunk would "
+            "draw the same ones; draw before or after it, or call it without tiled. A linen "
             "module draws its parameters: give tiled the module, not a function that calls it"
         )
     for path, x in jax.tree_util.tree_leaves_with_path(results):

@@ -230,8 +230,8 @@ def stacked(rows: list[Any]) -> Batch:
     first = rows[0]
     if not isinstance(first, Mapping):
         raise TypeError(
-            f"a row is {type(first).__name__}, not a dict: pass data_collator, which makes a dict "
-            "of arrays of a list of rows"
+            f"a row is {type(first).__name__}, not a dict: pass data_collator, which turns a list "
+            "of rows into a dict of arrays"
         )
     batch = {}
     for name in first:

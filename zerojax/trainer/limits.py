@@ -76,7 +76,7 @@ class Limits:
         if labels is not None:
             if labels.dtype.kind not in "iub":
                 raise TypeError(
-                    f"labels are {labels.dtype}, and {self._loss.__name__} wants whole numbers: "
+                    f"labels are {labels.dtype}, and {self._loss.__name__} needs integers: "
                     "convert them, or pass Trainer(loss=...) for another loss"
                 )
             classes = next(iter(forward.predictions.values())).shape[-1]

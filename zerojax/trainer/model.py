@@ -103,7 +103,7 @@ def model_of(model: Any, loss: Loss, seed: int, remat: bool) -> Model:
         return Nnx(model, loss, seed)
     raise TypeError(
         f"model: {type(model).__name__} is neither a flax.linen nor an nnx module, nor a function "
-        "that makes an nnx module of rngs"
+        "from rngs to an nnx module"
     )
 
 

@@ -96,7 +96,7 @@ OF_TRAINER: dict[str, str] = {
     ),
     "optimizers": "optimizer= takes an optax transformation, with its schedule inside",
     "optimizer_cls_and_kwargs": "optimizer= takes an optax transformation",
-    "model_init": "model= takes a module, or a function of rngs that makes an NNX module",
+    "model_init": "model= takes a module, or a function from rngs to an NNX module",
     "compute_loss_func": "loss= takes a function (model, batch) -> loss",
 }
 """Alternatives to parameters of Hugging Face's ``Trainer``."""

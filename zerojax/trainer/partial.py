@@ -83,9 +83,9 @@ def partial_mean(
     except Undivided as reason:
         if partial.times > 1:
             raise ValueError(
-                f"an epoch's last update has {partial.rows} of {partial.full} rows, and the loss "
-                f"of those alone cannot be found under accumulation: {reason}. Let the loss be a "
-                "pair (values, weights) of rows, set gradient_accumulation_steps to 1, or give "
+                f"an epoch's last update has {partial.rows} of {partial.full} rows, and their "
+                f"loss cannot be computed separately under accumulation: {reason}. Let the loss be "
+                "a pair (values, weights) of rows, set gradient_accumulation_steps to 1, or give "
                 f"train_dataset a multiple of {partial.full} rows"
             ) from None
     given, changed = function(*args, jax.tree.map(lambda x: x[: partial.rows], batch))

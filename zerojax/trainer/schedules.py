@@ -59,7 +59,7 @@ def schedule(name: str, run: Run, options: Options | None = None) -> optax.Sched
         )
     if chosen.get("lr_end", 0) and chosen["lr_end"] >= run.rate:
         raise ConfigError(
-            f"lr_scheduler_kwargs: lr_end = {chosen['lr_end']:g} must lie below learning_rate = "
+            f"lr_scheduler_kwargs: lr_end = {chosen['lr_end']:g} must be below learning_rate = "
             f"{run.rate:g}"
         )
     decay_steps = max(1, run.steps - run.warmup)

@@ -172,7 +172,7 @@ class Arrangement(NamedTuple):
             raise ValueError(f'"{text}" is no arrangement: write "o i -> i o"')
         tensor, parameter = (_dimensions(side, text) for side in sides)
         if ((_ELLIPSIS,) in tensor) != ((_ELLIPSIS,) in parameter):
-            raise ValueError(f'"{text}" has ... on one side alone')
+            raise ValueError(f'"{text}" has ... on one side only')
         return cls(tensor, parameter)
 
     def links(
@@ -260,13 +260,13 @@ class _Links:
         if stray := [axis for axis in self.numbered if axis not in of_parameter - of_tensor]:
             raise self._error(
                 f"{name} has {{{stray[0]}}}, which is neither in the parameter's path nor an axis "
-                "of the parameter alone"
+                "of only the parameter"
             )
         self.chosen = of_tensor - of_parameter
         if wrong := of_parameter - of_tensor - {*self.numbered}:
-            raise self._error(f"{min(wrong)} is an axis of the parameter alone, and not in {name}")
+            raise self._error(f"{min(wrong)} is an axis of only the parameter, and not in {name}")
         if wrong := self.chosen - given.keys():
-            raise self._error(f"{min(wrong)} is an axis of the tensor alone, and not in the path")
+            raise self._error(f"{min(wrong)} is an axis of only the tensor, and not in the path")
         if wrong := {axis for axis in self.sections if not self._leads(axis)}:
             raise self._error(f"{min(wrong)} has sizes and must be the first of several axes")
 

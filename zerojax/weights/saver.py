@@ -62,7 +62,7 @@ def save(
     for path, leaf in opened.leaves.items():
         if not getattr(stored(leaf), "is_fully_addressable", True):
             raise ValueError(
-                f"params: {path} {[*leaf.shape]} lies on devices of other processes too: save a "
+                f"params: {path} {[*leaf.shape]} is on devices of other processes too: save a "
                 "checkpoint and write its parameters by `python -m zerojax export`, or gather them "
                 "(jax.experimental.multihost_utils.process_allgather) and save in one process"
             )

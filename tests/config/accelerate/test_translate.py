@@ -120,7 +120,7 @@ def test_a_mapping_and_a_json_of_accelerates_form(path: Path) -> None:
         ("distributed_type: MEGATRON_LM", "DEEPSPEED with zero_stage 1"),
         ("distributed_type: NO\nmixed_precision: fp8", "the compute dtypes are bf16 and fp16"),
         ("distributed_type: NO\nmixed_precision: fp32", 'expected one of "no", "fp16", "bf16"'),
-        ("distributed_type: NO\nnum_machines: 0", "expected a whole number of at least 1, got 0"),
+        ("distributed_type: NO\nnum_machines: 0", "expected an integer of at least 1, got 0"),
         ("distributed_type: NO\nuse_cpu: 3", "use_cpu: expected true or false, got 3"),
         ("distributed_type: FSDP\nfsdp_config: 3", "fsdp_config: expected an object, got 3"),
         ("distributed_type: NO\nnum_machines: 1\nnum_machines: 1", "more than once"),

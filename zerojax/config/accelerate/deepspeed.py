@@ -59,7 +59,7 @@ def _find_file(given: Path, folder: Path) -> Path:
     if len(existing) == 2 and not existing[0].samefile(existing[1]):
         raise ConfigError(
             f"{_FILE}: {shown(str(given))} exists beside the YAML and in {Path.cwd()}; write the "
-            "whole path"
+            "full path"
         )
     if not existing:
         folders = dict.fromkeys(str(each.resolve()) for each in (folder, Path.cwd()))

@@ -107,7 +107,7 @@ _SIZE = (_POSITIVE, 1)
 _TEXT_ANY = (ANYTHING, None)
 _XLA = "every step is one compiled program, whose collectives the compiler schedules"
 _WRAP = "nothing is wrapped: each parameter is gathered where it is used, and dropped"
-_INIT = "zero.init makes every array sharded from the start"
+_INIT = "zero.init creates every array sharded from the start"
 _LAUNCH = "`zerojax launch --config-file` takes it"
 _AXIS = 'give zero() a mesh with a "model" axis and the parameters a PartitionSpec on it'
 
@@ -259,7 +259,7 @@ _FSDP: tuple[Key, ...] = (
     *no_effect(
         FSDP,
         "checkpoints hold sharded arrays and restore on any number of devices; `python -m zerojax "
-        "export` writes whole weights",
+        "export` writes unsharded weights",
         fsdp_state_dict_type=(
             _before(choice("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"), _upper),
             "FULL_STATE_DICT",
@@ -270,7 +270,7 @@ _FSDP: tuple[Key, ...] = (
     ),
     *off_only(
         FSDP,
-        "give parameters that are to stay whole a PartitionSpec of their own: "
+        "give parameters that are not to be sharded a PartitionSpec of their own: "
         "zerojax.zero(..., specs=...)",
         fsdp_ignored_modules=(optional(ANYTHING), None),
     ),

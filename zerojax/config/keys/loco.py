@@ -36,6 +36,6 @@ def _loco(value: Any) -> Any:
 
 LOCO = ValueKind(
     'an object as {"err_beta": 0.8, "reset_T": 1024}, with err_beta from 0 to below 1 and reset_T '
-    "a whole number of at least 1",
+    "an integer of at least 1",
     Annotated[Loco, BeforeValidator(_loco)],
 )

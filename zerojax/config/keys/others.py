@@ -55,7 +55,7 @@ REPORTS: tuple[Key, ...] = (
         "wall_clock_breakdown",
         FLAG,
         False,
-        "true: the time of a step, blocked on the device, is told with each line",
+        "true: the time of a step, blocked on the device, is logged with each line",
         auto=OFF,
     ),
     *no_effect(
@@ -74,7 +74,7 @@ REPORTS: tuple[Key, ...] = (
     *_monitor("wandb", group=TEXT_OR_NULL, team=TEXT_OR_NULL, project=(TEXT, "deepspeed")),
     *no_effect(
         "wandb",
-        "wandb tells runs apart by group, team and project",
+        "wandb distinguishes runs by group, team and project",
         output_path=TEXT_OR_NULL,
         job_name=TEXT_OR_NULL,
     ),

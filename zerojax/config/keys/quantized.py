@@ -24,7 +24,7 @@ QUANTIZED: tuple[Key, ...] = (
         f"{ZERO}.zero_quantized_nontrainable_weights",
         FLAG,
         False,
-        "true: those are that the optimizer does not update; at rest they lie as before",
+        "true: those are that the optimizer does not update; at rest they are stored as before",
         auto=OFF,
     ),
     setting(
@@ -60,7 +60,7 @@ QUANTIZED: tuple[Key, ...] = (
         optional(LOCO),
         None,
         "the error of a quantized gradient is kept on each device, and part of it added to the "
-        "next one (LoCo): each device holds whole gradients and their errors",
+        "next one (LoCo): each device holds unsharded gradients and their errors",
         auto=OFF,
     ),
 )

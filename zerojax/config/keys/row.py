@@ -31,7 +31,7 @@ class ValueKind:
       500000000
       >>> NON_NEGATIVE.check("3")
       Traceback (most recent call last):
-      zerojax.config.errors.ConfigError: expected a whole number of at least 0, got "3"
+      zerojax.config.errors.ConfigError: expected an integer of at least 0, got "3"
     """
 
     says: str
@@ -103,18 +103,18 @@ FLAG = ValueKind("true or false", Annotated[StrictBool, BeforeValidator(_spelled
 ANYTHING = ValueKind("any value", Any)
 TEXT = ValueKind("a string", StrictStr)
 OBJECT = ValueKind("an object", dict[str, Any])
-INTEGER = _integer("a whole number")
-NON_NEGATIVE = _integer("a whole number of at least 0", ge=0)
-POSITIVE = _integer("a whole number of at least 1", ge=1)
-BUFFERS = _integer("a whole number of at least 2", ge=2)
+INTEGER = _integer("an integer")
+NON_NEGATIVE = _integer("an integer of at least 0", ge=0)
+POSITIVE = _integer("an integer of at least 1", ge=1)
+BUFFERS = _integer("an integer of at least 2", ge=2)
 GROUP = _integer("-1 (off) or a number of devices", ge=-1)
 STAGE = _integer("0, 1, 2 or 3", ge=0, le=3)
-POWER = _integer("a whole number from 0 to 126", ge=0, le=126)
+POWER = _integer("an integer from 0 to 126", ge=0, le=126)
 # Sizes are often written 5e8, which JSON reads as a float.
 _FLOATS_TOO = BeforeValidator(_integral_to_int)
-SIZE = _integer("a whole number of at least 0 (5e8 will do)", _FLOATS_TOO, ge=0)
+SIZE = _integer("an integer of at least 0 (5e8 will do)", _FLOATS_TOO, ge=0)
 # Counters on the device are int32.
-COUNT = _integer(f"a whole number from 1 to {_INT32_MAX}", _FLOATS_TOO, ge=1, le=_INT32_MAX)
+COUNT = _integer(f"an integer from 1 to {_INT32_MAX}", _FLOATS_TOO, ge=1, le=_INT32_MAX)
 NUMBER = _number("a finite number")
 AMOUNT = _number("a finite number of at least 0", ge=0)
 ABOVE_ZERO = _number("a finite number above 0", gt=0)
@@ -130,7 +130,7 @@ BETAS = ValueKind(
 )
 DTYPE = choice("fp32", "bf16", "fp16")
 MICRO_BATCHES = ValueKind(
-    "a list of at most 64 whole numbers of at least 1, as [2, 4]",
+    "a list of at most 64 integers of at least 1, as [2, 4]",
     Annotated[
         tuple[Annotated[int, Field(strict=True, ge=1)], ...],
         BeforeValidator(_as_tuple),

@@ -92,14 +92,14 @@ TRAINING: tuple[Key, ...] = (
         1.0,
         "the largest global norm of the averaged gradient; 0 is off",
         auto="DeepSpeed's default, a global norm of 1.0",
-        loud="DeepSpeed clips the global norm to 1.0 unless told otherwise; 0 turns it off",
+        loud="DeepSpeed clips the global norm to 1.0 by default; 0 turns it off",
     ),
     setting(
         "check_finite",
         FLAG,
         False,
         "zerojax's own key: true skips updates that are not finite at any precision, as fp16 "
-        "does and bf16 with check_grad_overflow; DeepSpeed makes such updates in fp32",
+        "does and bf16 with check_grad_overflow; DeepSpeed applies such updates in fp32",
         auto=OFF,
     ),
     setting(
@@ -128,8 +128,7 @@ TRAINING: tuple[Key, ...] = (
         True,
         "true: updates that are not finite are skipped",
         auto="DeepSpeed's default, true",
-        loud="DeepSpeed skips updates in bf16 that are not finite unless told otherwise; "
-        "false turns it off",
+        loud="DeepSpeed skips updates in bf16 that are not finite by default; false turns it off",
     ),
     *off_only(
         "bf16", _MASTERS, bf16_master_weights_and_grads=FLAG_OFF, bf16_optimizer_states=FLAG_OFF
@@ -189,7 +188,7 @@ SHARDING: tuple[Key, ...] = (
         f"{ZERO}.stage3_param_persistence_threshold",
         SIZE,
         100_000,
-        "parameters of fewer elements stay whole",
+        "parameters of fewer elements are replicated",
         auto="DeepSpeed's default, 100000 elements",
     ),
     setting(
@@ -259,7 +258,7 @@ SHARDING: tuple[Key, ...] = (
     ),
     *no_effect(
         ZERO,
-        "stage3_param_persistence_threshold alone says what stays whole",
+        "only stage3_param_persistence_threshold decides what is replicated",
         stage3_model_persistence_threshold=(SIZE, 2**63 - 1),
     ),
     *no_effect(
@@ -309,7 +308,7 @@ def _offload_keys(section: str, buffers: int, why: str) -> Iterator[Key]:
         f"{path}.buffer_count",
         BUFFERS,
         buffers,
-        "so many pieces lie in host memory at a time, read ahead and written behind",
+        "the number of blocks in host memory at a time, prefetched and written back later",
         auto=f"DeepSpeed's default, {buffers}",
     )
     yield from no_effect(path, "host memory is always pinned", pin_memory=FLAG_OFF)
@@ -322,13 +321,13 @@ OFFLOAD: tuple[Key, ...] = (
     *_offload_keys(
         "offload_optimizer",
         4,
-        "master weights and moments lie in host memory (cpu) or on disk (nvme)",
+        "master weights and moments are stored in host memory (cpu) or on disk (nvme)",
     ),
     *_offload_keys(
         "offload_param",
         5,
-        "parameters lie in host memory (cpu) or on disk (nvme, experimental), and come in before "
-        "their use",
+        "parameters are stored in host memory (cpu) or on disk (nvme, experimental), and fetched "
+        "before their use",
     ),
     honoured(
         f"{_OPTIMIZER}.ratio",
@@ -351,7 +350,7 @@ OFFLOAD: tuple[Key, ...] = (
         pipeline_read=FLAG_OFF,
         pipeline_write=FLAG_OFF,
     ),
-    *no_effect(_OPTIMIZER, "zero.init makes the state where it lies", fast_init=FLAG_OFF),
+    *no_effect(_OPTIMIZER, "zero.init creates the state where it is stored", fast_init=FLAG_OFF),
     *no_effect(
         _OPTIMIZER,
         "compute_on says where the update runs",
@@ -374,7 +373,7 @@ OFFLOAD: tuple[Key, ...] = (
         SIZE,
         1_000_000_000,
         "an upper bound, in elements, on what is updated at a time under offload: zerojax "
-        "streams in pieces of at most 33,554,432; 0 sets no bound of its own",
+        "streams in blocks of at most 33,554,432; 0 sets no bound of its own",
         auto="DeepSpeed's default, 1000000000 elements, as an upper bound",
     ),
     *no_effect(

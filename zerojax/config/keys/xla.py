@@ -18,7 +18,7 @@ _OPTIONS: tuple[tuple[str, ValueKind, str], ...] = (
     (
         "xla_gpu_enable_latency_hiding_scheduler",
         FLAG,
-        "true: the schedule is made to hide collectives behind computation",
+        "true: the schedule hides collectives behind computation",
     ),
     ("xla_gpu_all_gather_combine_threshold_bytes", SIZE, _COMBINED),
     ("xla_gpu_reduce_scatter_combine_threshold_bytes", SIZE, _COMBINED),

@@ -38,7 +38,7 @@ def wanted(model: nn.Module, like: Any = None, dtype: Any = None) -> Any:
         owner = name if path in expected else "the tree given"
         raise ValueError(
             f"only {owner} has the parameter {path} ({len(unmatched)} such parameters): give the "
-            "config that the model was made with, its n_layer and scan among them"
+            "config that the model was created with, its n_layer and scan among them"
         )
     leaves = []
     for path, leaf in given.items():
@@ -47,7 +47,7 @@ def wanted(model: nn.Module, like: Any = None, dtype: Any = None) -> Any:
         if not is_sharding and tuple(leaf.shape) != shape:
             raise ValueError(
                 f"the parameter {path} is {list(leaf.shape)} in the tree given, "
-                f"{list(shape)} in {name}: give the config that the model was made with"
+                f"{list(shape)} in {name}: give the config that the model was created with"
             )
         leaf_dtype = jnp.dtype(dtype or getattr(leaf, "dtype", jnp.float32))
         if not jnp.issubdtype(leaf_dtype, jnp.floating):

@@ -122,7 +122,7 @@ class DiskLeaf:
         shard_data = [next(piece[d] for d in shard.devices if d in piece) for shard in self.shards]
         if wrong := [x.nbytes for x in shard_data if x.nbytes != size * self.dtype.itemsize]:
             raise ValueError(
-                f"{self.name}: piece {k} has {size} elements of {self.dtype}, and "
+                f"{self.name}: block {k} has {size} elements of {self.dtype}, and "
                 f"{wrong[0]} bytes were given"
             )
         self.half = True
@@ -147,7 +147,7 @@ class DiskLeaf:
         self._torn = True
 
     def _key(self, shard: int, k: int) -> str:
-        return f"{self.name}, shard {shard}, piece {k}"
+        return f"{self.name}, shard {shard}, block {k}"
 
 
 class DiskArray:
@@ -175,7 +175,7 @@ class DiskArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError(f"{self!r} is read from the disk, which always makes a copy")
+            raise ValueError(f"{self!r} is read from the disk, which always creates a copy")
         values = self.read_slice(whole(self.shape))
         return values if dtype is None else values.astype(dtype, copy=False)
 

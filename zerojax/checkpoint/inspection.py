@@ -53,8 +53,8 @@ class InspectedStep:
       folder: Its path.
       status: ``"complete"``: every array equals the saved one; ``"files complete"``: sizes and
         digests of the files match, and arrays were not read; ``"not verifiable"``: no record
-        exists to compare with, or the operating system refuses to read the files; ``"damaged"``: there are
-        problems.
+        exists to compare with, or the operating system refuses to read the files;
+        ``"damaged"``: there are problems.
       saved: The time of the save, ISO 8601 in UTC; None if unknown.
       form: The kind of state; None if the arrays fit none that zerojax knows.
       record: The record that zerojax wrote; None for plain orbax.

@@ -280,7 +280,7 @@ def shard_axis(given: Mesh | AbstractMesh) -> str:
             f"the mesh has axes {names}, of which {mistaken[0]!r} is not known to zerojax, and a "
             f"batch would be replicated along it. If it is the axis between replica groups, "
             f"call it {REPLICA!r}, and the axis within a group {AXIS!r}; if it is the only axis of "
-            f"the batch, {AXIS!r}; any other axis takes a name that says what it shards, as 'model'."
+            f"the batch, {AXIS!r}; any other axis takes a name of what it shards, as 'model'."
         )
     if AXIS in names:
         return AXIS

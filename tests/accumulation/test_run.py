@@ -268,7 +268,7 @@ def test_the_batchs_size_as_a_number_is_named(reshaped: Any, stage: int, k: int)
         ValueError, match=rf"traced on a micro-batch of {rows} rows.*test_run\.py:\d+"
     ) as caught:
         zero(step)(start(), batch())
-    assert f"the {ROWS} rows of the whole batch" in str(caught.value)
+    assert f"the {ROWS} rows of the global batch" in str(caught.value)
     assert caught.value.__cause__.__cause__ is not None
 
 
@@ -282,7 +282,7 @@ def test_the_batchs_size_as_a_number_is_named(reshaped: Any, stage: int, k: int)
                 ),
                 0,
             ),
-            ["state.params['a']", "uses a number made of all rows", "test_run.py:", "to 1"],
+            ["state.params['a']", "uses a number computed from all rows", "test_run.py:", "to 1"],
         ),
         (
             lambda s, b: (
@@ -298,7 +298,7 @@ def test_the_batchs_size_as_a_number_is_named(reshaped: Any, stage: int, k: int)
                 s.apply_gradients(grads=jax.grad(losses("sum"))(s.params, b)),
                 {"deviation": apply(s.params, b["x"]).std()},
             ),
-            ["its result['deviation']", "uses a number made of all rows", "outside the step"],
+            ["its result['deviation']", "uses a number computed from all rows", "outside the step"],
         ),
     ],
 )  # fmt: skip

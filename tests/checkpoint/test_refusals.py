@@ -84,7 +84,7 @@ def test_another_optimizer(there: Path, zero: zerojax.Zero) -> None:
     said = str(told.value)
     assert "only in the state: opt_state.0.trace.a [8, 4] float32" in said
     assert "only in the checkpoint: opt_state.0.mu.a [8, 4] float32" in said
-    assert "params" not in said.split("Make the state")[0].split("optimizer:")[1]
+    assert "params" not in said.split("Create the state")[0].split("optimizer:")[1]
 
 
 def test_other_parameters_alone(there: Path, zero: zerojax.Zero) -> None:

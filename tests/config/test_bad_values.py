@@ -81,7 +81,7 @@ def test_fp16_with_bf16():
 
 
 def test_min_loss_scale_above_the_initial_scale():
-    says = r"min_loss_scale = 8.0 lies above the initial scale, 2\*\*.*initial_scale_power = 4; "
+    says = r"min_loss_scale = 8.0 is above the initial scale, 2\*\*.*initial_scale_power = 4; "
     with pytest.raises(ConfigError, match=r"^fp16\." + says + "lower it, or raise the power"):
         load({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}})
     with pytest.raises(ConfigError, match="^" + says):

@@ -173,7 +173,7 @@ def test_dropout() -> None:
     np.testing.assert_allclose(almost, attention(q, k, v, is_causal=True), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"dropout_rate 0.5 needs a dropout_key"):
         attention(q, k, v, dropout_rate=0.5)
-    with pytest.raises(ValueError, match=r"dropout_rate must lie in \[0, 1\), not 1"):
+    with pytest.raises(ValueError, match=r"dropout_rate must be in \[0, 1\), not 1"):
         attention(q, k, v, dropout_rate=1, dropout_key=key)
 
 
@@ -285,7 +285,7 @@ def test_bad_input() -> None:
         attention(q, k, v, implementation="flash")
     with pytest.raises(ValueError, match=r"'cudnn' needs an NVIDIA GPU.* runs on cpu"):
         attention(q, k, v, implementation="cudnn")
-    with pytest.raises(ValueError, match="sliding_window looks back alone; add is_causal"):
+    with pytest.raises(ValueError, match="sliding_window only looks back; add is_causal"):
         attention(q, k, v, sliding_window=2)
     with pytest.raises(ValueError, match="sliding_window must be a positive int, not 0"):
         attention(q, k, v, sliding_window=0, is_causal=True)

@@ -84,7 +84,7 @@ def test_parameters_decide_the_compute_dtype(name: str, dtype: Any) -> None:
     [
         ({"d_model": 30}, "d_model = 30 does not divide into encoder_attention_heads = 4"),
         ({"decoder_layers": 0}, "decoder_layers must be a positive int, not 0"),
-        ({"encoder_layerdrop": 1}, "encoder_layerdrop must lie in"),
+        ({"encoder_layerdrop": 1}, "encoder_layerdrop must be in"),
     ],
 )
 def test_config_names_what_is_wrong(change: dict[str, Any], message: str) -> None:

@@ -109,7 +109,7 @@ def test_parameters_decide_the_compute_dtype(dtype: Any) -> None:
     [
         ({"hidden_size": 33}, "hidden_size = 33 does not divide into num_attention_heads = 4"),
         ({"num_labels": 0}, "num_labels must be a positive int, not 0"),
-        ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob must lie in"),
+        ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob must be in"),
         ({"norm_rel_ebd": "rms"}, "norm_rel_ebd must be 'layer_norm' or 'none', not 'rms'"),
         ({"pos_att_type": ("p2p",)}, r"pos_att_type must be .* not \('p2p',\)"),
         ({"conv_kernel_size": 4}, "conv_kernel_size must be odd, or 0"),

@@ -202,8 +202,8 @@ def test_nnx_dropout_draws_anew_and_rests_in_eval() -> None:
         ({"n_embd": 33}, "n_embd = 33"),
         ({"n_layer": 0}, "n_layer must be a positive int, not 0"),
         ({"n_head": 2.0}, "n_head must be a positive int"),
-        ({"dropout": 1.0}, "dropout must lie in"),
-        ({"dropout": "0.1"}, "dropout must lie in"),
+        ({"dropout": 1.0}, "dropout must be in"),
+        ({"dropout": "0.1"}, "dropout must be in"),
     ],
 )
 def test_config_names_what_is_wrong(change: dict, message: str) -> None:

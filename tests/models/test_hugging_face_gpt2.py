@@ -648,7 +648,7 @@ def test_config_there_and_back() -> None:
         ({"attn_pdrop": 0.2}, "one dropout rate for all"),
         ({"n_positions": "1024"}, "block_size must be a positive int"),
         ({"n_head": 7}, "does not divide into n_head = 7"),
-        (dict.fromkeys(hf_config.DROPOUTS, "0.1"), "dropout must lie in"),
+        (dict.fromkeys(hf_config.DROPOUTS, "0.1"), "dropout must be in"),
     ],
 )
 def test_what_the_model_does_not_compute_is_refused(

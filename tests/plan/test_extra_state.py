@@ -128,7 +128,7 @@ def test_much_that_stays_whole_is_told_once(
     lines = [r.getMessage() for r in caplog.records]
     assert sum(says in line for line in lines) == told
     assert (says in str(plan).splitlines()[1]) == told
-    assert all("base[0] (4096, 4096) (stage 2 keeps" in line for line in lines)
+    assert all("base[0] (4096, 4096) (stage 2 replicates" in line for line in lines)
 
 
 def test_variables_that_the_optimizer_does_not_train() -> None:

@@ -172,7 +172,7 @@ def test_deepspeeds_section_bounds_the_search() -> None:
 def test_bounds_that_hold_nothing() -> None:
     section = {"enabled": True, "max_train_micro_batch_size_per_gpu": 4}
     config = {"autotuning": section, "train_micro_batch_size_per_gpu": 8}
-    with pytest.raises(ConfigError, match="autotuning: no micro-batch of 8 rows lies within"):
+    with pytest.raises(ConfigError, match="autotuning: no micro-batch of 8 rows is within"):
         zerojax.fit(config, small, seq=4, rates=room(10**9))
     with pytest.raises(ConfigError, match=r"autotuning\.metrik: unknown key"):
         zerojax.fit({"autotuning": {"metrik": "latency"}}, small, rates=room(10**9))

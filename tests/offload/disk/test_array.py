@@ -153,7 +153,7 @@ def test_damage_names_the_leaf(store: DiskStore, mesh: Mesh) -> None:
     store.wait()
     file = max(store.path.glob("0*"))
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(DiskStateError, match=rf"{file}, .* of mu\.w, shard 3, piece 0, is damaged"):
+    with pytest.raises(DiskStateError, match=rf"{file}, .* of mu\.w, shard 3, block 0, is damaged"):
         np.asarray(handle)
     with pytest.raises(DiskStateError, match="is damaged"):
         leaf.read(0).result()
@@ -166,7 +166,7 @@ def test_a_pytree_leaf(store: DiskStore, mesh: Mesh) -> None:
 
 def test_not_without_a_copy(store: DiskStore, mesh: Mesh) -> None:
     _, handle = filled(store, array(mesh, (8, 8), P("a")))
-    with pytest.raises(ValueError, match="always makes a copy"):
+    with pytest.raises(ValueError, match="always creates a copy"):
         np.asarray(handle, copy=False)
     assert np.asarray(handle, np.float64).dtype == np.float64
 
@@ -178,7 +178,7 @@ def test_what_does_not_fit(store: DiskStore, mesh: Mesh) -> None:
         leaf.fill(x[:, :4])
     with pytest.raises(ValueError, match=r"mu\.w: expected .*'a',\).*got .*'b',\)"):
         leaf.fill(jax.device_put(x, NamedSharding(mesh, P("b"))))
-    with pytest.raises(ValueError, match=r"piece 0 has 16 elements of float32, and 4 bytes"):
+    with pytest.raises(ValueError, match=r"block 0 has 16 elements of float32, and 4 bytes"):
         leaf.write(0, dict.fromkeys(jax.devices(), np.zeros(1, np.float32)))
     with pytest.raises(ValueError, match=r"mu\.w: .* are not a shard of 16 elements"):
         DiskLeaf(store, "mu.w", x.shape, x.dtype, x.sharding, [range(8), range(9, 16)])

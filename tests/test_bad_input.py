@@ -404,7 +404,7 @@ class TestZero:
         "name", ["replicas", "dp_replicate", "dcn", "dcn_data", "dp", "Replica"]
     )
     def test_a_replica_axis_by_another_name(self, name: str) -> None:
-        with pytest.raises(ValueError, match=f"'{name}'.*batch would be replicated.*call it 'replica'"):
+        with pytest.raises(ValueError, match=f"'{name}'.*would be replicated.*call it 'replica'"):
             zerojax.zero(stage=3, mesh=zerojax.mesh(axes={name: 2, "data": 4}))
 
     def test_a_data_axis_by_another_name(self) -> None:

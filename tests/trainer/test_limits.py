@@ -47,7 +47,7 @@ def test_labels_are_of_the_models_classes(model: Any) -> None:
     for wrong in (4, -1):
         with pytest.raises(ValueError, match=rf"labels have {wrong}, and .* has 4: number them"):
             check({"x": X, "labels": np.array([0, wrong, 1])})
-    with pytest.raises(TypeError, match="labels are float64, and classification_loss needs integers"):
+    with pytest.raises(TypeError, match="float64, and classification_loss needs integers"):
         check({"x": X, "labels": np.zeros(3)})
 
 

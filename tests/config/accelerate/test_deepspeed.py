@@ -143,9 +143,7 @@ def test_problems_of_the_json_name_the_json(folder: Path) -> None:
 def test_the_json_beside_the_yaml_or_in_the_current_folder(folder: Path) -> None:
     here = folder.parent / "here" / "ds.json"
     here.write_text(json.dumps(JSON | {"steps_per_print": 7}))
-    with pytest.raises(
-        ConfigError, match=r"exists beside the YAML and in .*/here; write the full"
-    ):
+    with pytest.raises(ConfigError, match=r"exists beside the YAML and in .*/here; write the full"):
         load(yaml(folder))
     (folder / "ds.json").unlink()
     assert load(yaml(folder)).steps_per_print == 7

@@ -418,7 +418,7 @@ class TestZero:
 
     @pytest.mark.parametrize("axes", [{"replica": 8}, {"replica": 1}])
     def test_replicas_alone(self, axes: dict[str, int]) -> None:
-        says = r"'replica' alone.*none is called 'data'.*axes=\{'data': \d\};.*'replica': \.\.\."
+        says = r"'replica' only.*none is called 'data'.*axes=\{'data': \d\};.*'replica': \.\.\."
         mesh = zerojax.mesh(devices=axes["replica"], axes=axes)
         with pytest.raises(ValueError, match=says):
             zerojax.zero(stage=3, mesh=mesh)

@@ -298,7 +298,7 @@ SAID = {
     "in one alone": "at call 4: 9 in process 0, 8 in process 1.",
     "the global batch": "every process passes 32 rows, which is train_batch_size already, and 2 "
     "processes make 64 of it",
-    "the global batch, stacked": "cut them out of the global batch: batch[:, "
+    "the global batch, stacked": "take them from the global batch: batch[:, "
     "zerojax.process_rows(32)]",
     "other than the config": "the batch has 48 rows (24 in each of 2 processes), but "
     "train_batch_size is 32",

@@ -238,7 +238,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[epath.Path, bytes]:
 
 
 @settings(
-    max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_a_record_that_was_changed_is_itself_or_one_error(

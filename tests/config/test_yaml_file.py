@@ -112,7 +112,7 @@ def texts(draw: Callable[..., Any]) -> tuple[str, str]:
 
 
 @given(texts())
-@settings(deadline=2000, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 def test_any_text_is_read_or_refused(written: tuple[str, str]) -> None:
     """By lines that name the file, in little memory."""
     ending, text = written

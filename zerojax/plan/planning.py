@@ -198,22 +198,19 @@ def _optimizer_leaves(
         empty = (None,) * len(x.shape)
         return Leaf.of(path, x, empty, empty, "belongs to no parameter", mesh)
 
+    structure: Any = jax.tree.structure(params, is_leaf=_is_leaf)
+
     def is_copy(node: Any) -> bool:
-        form: Any = jax.tree.structure(node, is_leaf=_is_pair)
-        return bool(form == jax.tree.structure(params, is_leaf=_is_leaf)) and any(
-            x.ndim for _, x in jax.tree.leaves(node, is_leaf=_is_pair)
-        )
+        pairs, node_structure = jax.tree.flatten(node, is_leaf=_is_pair)
+        return bool(node_structure == structure) and any(x.ndim for _, x in pairs)
+
+    def by_form(node: Any) -> Any:
+        if is_copy(node):
+            return jax.tree.map(parameter_leaf, node, params, is_leaf=_is_pair)
+        return place_unowned(at_rest(*node, None))
 
     if tx is None:
-        return jax.tree.map(
-            lambda x: (
-                jax.tree.map(parameter_leaf, x, params, is_leaf=_is_pair)
-                if is_copy(x)
-                else place_unowned(at_rest(*x, None))
-            ),
-            paths,
-            is_leaf=lambda x: _is_pair(x) or is_copy(x),
-        )
+        return jax.tree.map(by_form, paths, is_leaf=lambda x: _is_pair(x) or is_copy(x))
     try:
         return optax.tree.map_params(
             tx,

@@ -13,7 +13,7 @@ from zerojax.plan.extra_state import is_optimizer_state
 from zerojax.plan.places import PINNED
 from zerojax.step.call import Constant, is_array, is_key
 from zerojax.step.jitted import Slot
-from zerojax.train_state.pytree import are_arrays, form_of, of_form
+from zerojax.train_state.pytree import are_arrays, form_of, has_form
 from zerojax.train_state.results import summary, take_out
 from zerojax.xla import jaxprs
 
@@ -56,7 +56,7 @@ def find_state(
     results = _shapes_of_results(function, given, free)
     candidates = [slot for slot in free if slot not in batch and _may_be_state(given[slot])]
     forms = {slot: form_of(given[slot]) for slot in candidates}
-    found, _ = take_out(results, [of_form(given[slot]) for slot in candidates])
+    found, _ = take_out(results, [has_form(forms[slot]) for slot in candidates])
     back = [slot for i, slot in enumerate(candidates) if i in found]
     alike = [
         slot

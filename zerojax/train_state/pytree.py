@@ -100,15 +100,17 @@ def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) 
         key=(tree, *others.values(), *known),
         specs=() if parameters is None else own_specs(parts.params),
         # A step that adds fp32 updates to 16-bit parameters returns wider parameters.
-        matches=lambda state: [of_form(x, dtypes=parameters is None) for x in state],
+        matches=lambda state: [
+            has_form(form_of(x, dtypes=parameters is None), dtypes=parameters is None)
+            for x in state
+        ],
         any_pytree=True,
         knows_parameters=parameters is not None,
     )
 
 
-def of_form(like: Any, *, dtypes: bool = True) -> Callable[[Any], bool]:
-    """Returns a test for values with the tree, shapes and, if ``dtypes``, dtypes of ``like``."""
-    form = form_of(like, dtypes=dtypes)
+def has_form(form: Any, *, dtypes: bool = True) -> Callable[[Any], bool]:
+    """Returns a test for values of a form, as :func:`form_of` has it with or without ``dtypes``."""
     return lambda x: bool(form_of(x, dtypes=dtypes) == form)
 
 

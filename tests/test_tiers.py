@@ -8,13 +8,19 @@ from typing import Any
 import pytest
 from pairwise import cover, pairs
 from rooms import ROOMS
-from tiers import BOUNDS, CORE, ROOT, SLACK, Durations, affects, chosen, cpu_seconds, peak, resident
+from tiers import (
+    BOUNDS, CORE, ROOT, SLACK, SWEEP_SECONDS, Durations, affects, chosen, cpu_seconds,
+    expected_seconds, peak, resident,
+)  # fmt: skip
 
 SWEEPS = [
     "tests/config/test_load.py::test_a", "tests/optim/test_named.py::test_a",
     "tests/checkpoint/test_kill.py::test_a", "tests/launch/test_kubernetes.py::test_a",
     "tests/benchmarks/test_memory.py::test_a", "tests/test_features.py::test_a",
 ]  # fmt: skip
+
+
+SECONDS = dict.fromkeys(SWEEPS, SWEEP_SECONDS / 3)
 
 
 def names(*paths: str) -> list[str]:
@@ -30,10 +36,12 @@ def test_the_core_affects_all_sweeps() -> None:
     assert {room.partition(".")[0] for room in ROOMS} >= CORE
 
 
-def test_at_most_half_of_them_run() -> None:
-    drawn = [chosen(SWEEPS, ["zerojax/optim/named.py"], 0, seed) for seed in "abcdef"]
-    assert {len(each) for each in drawn} == {len(SWEEPS) // 2}
+def test_they_take_a_bounded_time_by_the_record() -> None:
+    drawn = [chosen(SWEEPS, ["zerojax/optim/named.py"], 0, seed, SECONDS) for seed in "abcdef"]
+    assert {len(each) for each in drawn} == {3}
     assert set.union(*drawn) == set(SWEEPS)
+    known = expected_seconds(["tests/test_conformance.py::test_a", "tests/test_new.py::test_b"])
+    assert all(seconds > 0.0 for seconds in known.values())
 
 
 def test_a_room_affects_those_above_it() -> None:
@@ -48,9 +56,9 @@ def test_a_room_affects_those_above_it() -> None:
 
 
 def test_a_sample_of_the_others_follows_from_the_seed() -> None:
-    samples = [chosen(SWEEPS, [], 2, seed) for seed in "abcdef"]
+    samples = [chosen(SWEEPS, [], 2, seed, SECONDS) for seed in "abcdef"]
     assert {len(sample) for sample in samples} == {2}
-    assert samples == [chosen(reversed(SWEEPS), [], 2, seed) for seed in "abcdef"]
+    assert samples == [chosen(reversed(SWEEPS), [], 2, seed, SECONDS) for seed in "abcdef"]
     assert len({frozenset(sample) for sample in samples}) > 1
 
 
@@ -97,9 +105,9 @@ def test_a_test_over_its_bound_is_named_with_the_remedy(durations: Durations) ->
 def test_what_grew_is_reported(durations: Durations, tmp_path: Path) -> None:
     durations.pytest_runtest_logreport(Report("t.py::a", "sweep", 20.0))  # type: ignore[arg-type]
     before = tmp_path / "durations.json"
-    before.write_text(json.dumps({"sweep": {"t.py": 10.0}}))
+    before.write_text(json.dumps({"sweep": {"t.py": [20.0, 2]}}))
     assert durations.grown(before) == ["t.py (sweep) 10 -> 20 CPU s"]
-    before.write_text(json.dumps({"sweep": {"t.py": 19.0}}))
+    before.write_text(json.dumps({"sweep": {"t.py": [19.0, 1]}}))
     assert durations.grown(before) == []
 
 

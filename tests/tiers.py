@@ -5,6 +5,7 @@ A test belongs to one tier: "fast" (no mark), "slow" or "sweep". ``conftest.py``
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -12,7 +13,7 @@ import re
 import resource
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import zerojax
 BOUNDS = {"fast": 3.0, "slow": 90.0, "sweep": 90.0}
 """CPU seconds of a test, with its fixtures and the processes that it waits for."""
 SLACK = 2.0
-"""A busy or slow machine may take so many times the bound before it is an error."""
+"""A test is reported from so many times its bound, as a busy or slow machine takes longer."""
 REMEDY = {
     "fast": "mark it slow",
     "slow": "make it smaller, or a sweep",
@@ -34,7 +35,9 @@ GREW = 1.3, 5.0
 """Factor and seconds by which a file's CPU seconds grow before the file is reported."""
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / ".ci" / "durations.json"
-"""CPU seconds of each file by tier."""
+"""By tier and file: the CPU seconds of the tests that ran, and their number."""
+SWEEP_SECONDS = 900.0
+"""CPU seconds by that record that the sweeps of one run may take."""
 
 # A change in one of these can change what any step computes.
 CORE = {
@@ -58,7 +61,6 @@ STARTED = pytest.StashKey[float]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
-    group.addoption("--bounds", action="store_true", help="a test over its tier's bound fails")
     group.addoption("--record", metavar="FILE", help="write CPU seconds a file to this JSON")
     group.addoption(
         "--changed-since", metavar="COMMIT",
@@ -93,9 +95,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep = {item for item in items if tier(item) != "sweep"}
     elif since:
         sweeps = {item.nodeid: item for item in items if tier(item) == "sweep"}
-        names = chosen(
-            sweeps, changed(since), config.getoption("sample"), config.getoption("seed") or head()
-        )
+        sample, seed = config.getoption("sample"), config.getoption("seed") or head()
+        names = chosen(sweeps, changed(since), sample, seed, expected_seconds(sweeps))
         keep -= {item for name, item in sweeps.items() if name not in names}
     config.hook.pytest_deselected(items=[item for item in items if item not in keep])
     items[:] = [item for item in items if item in keep]
@@ -115,20 +116,32 @@ def changed(since: str) -> list[str]:
     return git("diff", "--name-only", since).split()
 
 
-def chosen(sweeps: Iterable[str], paths: Iterable[str], sample: int, seed: str) -> set[str]:
+def expected_seconds(tests: Iterable[str]) -> dict[str, float]:
+    """CPU seconds that each sweep takes by the record: the mean of its file's, or else of all."""
+    known = json.loads(RECORD.read_text())["sweep"]
+    mean = sum(seconds for seconds, _ in known.values()) / sum(count for _, count in known.values())
+    of_file = {file: seconds / count for file, (seconds, count) in known.items()}
+    return {test: of_file.get(test.partition("::")[0], mean) for test in tests}
+
+
+def chosen(
+    sweeps: Iterable[str], paths: Iterable[str], sample: int, seed: str, seconds: Mapping[str, float]
+) -> set[str]:
     """Names of the sweeps that a change of ``paths`` can affect, and a sample of the others.
 
     A room of zerojax can affect the tests of its own and of all rooms above it, and of those beside
     the rooms what imports it; a room of the core, the kernels and the programs of tests all; a
-    helper of tests those that import it. At most half of all sweeps are run, drawn by the seed, so
-    that a few changes meet all.
+    helper of tests those that import it. Those that are run are drawn by the seed until they take
+    ``SWEEP_SECONDS``, so that a few changes meet all.
     """
     sweeps, paths = sorted(sweeps), [*paths]
     draw = random.Random(hashlib.sha256(seed.encode()).hexdigest())
     affected = [name for name in sweeps if affects(paths, name)]
     rest = [name for name in sweeps if name not in {*affected}]
-    affected = draw.sample(affected, min(len(affected), len(sweeps) // 2))
-    return {*affected, *draw.sample(rest, min(sample, len(rest)))}
+    drawn = draw.sample(affected, len(affected))
+    totals = itertools.accumulate(seconds[name] for name in drawn)
+    drawn = [name for name, total in zip(drawn, totals, strict=True) if total <= SWEEP_SECONDS]
+    return {*drawn, *draw.sample(rest, min(sample, len(rest)))}
 
 
 def affects(paths: Iterable[str], test: str) -> bool:
@@ -224,6 +237,7 @@ class Durations:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.files: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.counts: Counter[tuple[str, str]] = Counter()
         self.over: list[tuple[float, str]] = []
         self.peak = 0.0
 
@@ -232,34 +246,35 @@ class Durations:
         if report.when != "teardown" or "cpu" not in figures:
             return
         name, cpu = str(figures["tier"]), float(str(figures["cpu"]))
-        self.files[name][report.nodeid.partition("::")[0]] += cpu
+        file = report.nodeid.partition("::")[0]
+        self.files[name][file] += cpu
+        self.counts[name, file] += 1
         self.peak = max(self.peak, float(str(figures["peak"])))
         if cpu > BOUNDS[name] * SLACK:
             bound = f"{cpu:.1f} CPU s, the bound of {name} tests is {BOUNDS[name]:.0f}"
             self.over.append((cpu, f"{report.nodeid}: {bound}; {REMEDY[name]}"))
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.over and self.config.getoption("bounds") and session.exitstatus == 0:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
     def write(self, record: Path) -> None:
         """Replaces the figures of the tiers that ran."""
         known = json.loads(record.read_text()) if record.exists() else {}
         for name, files in self.files.items():
-            known[name] = {file: round(files[file], 1) for file in sorted(files)}
-        record.write_text(json.dumps(known, indent=1) + "\n")
+            known[name] = {
+                file: [round(files[file], 1), self.counts[name, file]] for file in sorted(files)
+            }
+        record.write_text(json.dumps(known) + "\n")
 
     def grown(self, record: Path) -> list[str]:
-        """Files that took longer than in the run that a record is of."""
+        """Files whose tests took longer than in the run that a record is of."""
         before = json.loads(record.read_text()) if record.exists() else {}
         factor, seconds = GREW
-        return [
-            f"{file} ({name}) {old:.0f} -> {cpu:.0f} CPU s"
-            for name, files in self.files.items()
-            for file, cpu in files.items()
-            if cpu > max(factor * (old := before.get(name, {}).get(file, 0.0)), old + seconds)
-        ]
+        lines = []
+        for name, files in self.files.items():
+            for file, cpu in files.items():
+                old, count = before.get(name, {}).get(file, (0.0, 1))
+                old *= min(1.0, self.counts[name, file] / count)
+                if cpu > max(factor * old, old + seconds):
+                    lines.append(f"{file} ({name}) {old:.0f} -> {cpu:.0f} CPU s")
+        return lines
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         write = terminalreporter.write_line

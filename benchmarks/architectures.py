@@ -115,10 +115,13 @@ def lower_architecture(
 def _lower_plain(architecture: Architecture, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
     state = jax.eval_shape(architecture.create, jax.random.key(0))
     shardings = jax.tree.map(functools.partial(fsdp_sharding, mesh), state)
-    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
+    rows, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
     step = architecture.step(lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
     jitted = jax.jit(
-        step, in_shardings=(shardings, rows), out_shardings=(shardings, whole), donate_argnums=0
+        step,
+        in_shardings=(shardings, rows),
+        out_shardings=(shardings, replicated),
+        donate_argnums=0,
     )
     batch = architecture.batch(DEVICES * architecture.rows)
     return jitted.lower(state, batch), _count(state.params)

@@ -213,7 +213,7 @@ class Ended(NamedTuple):
       status: The launch's; None where it did not end.
       seconds: From the fault until no process was left.
       text: The output.
-      saved: The last step that is whole on the disk.
+      saved: The last step that is complete on the disk.
       problems: What is not as expected.
     """
 
@@ -249,7 +249,7 @@ def end(fault: Fault, folder: Path, steps: int, count: int = 2) -> Ended:
             time.sleep(0.02)
         seconds = time.monotonic() - start
         status = None if left else training.launcher.wait()
-        saved = training.whole_steps()[-1]
+        saved = training.complete_steps()[-1]
         text, last = training.output.text(), training.last_words()
     problems = []
     if status != fault.status:

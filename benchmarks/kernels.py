@@ -115,11 +115,11 @@ def _compiled(
     begin = time.perf_counter()
     function, arguments = call.call(implementation), call.arguments
     if not here:
-        mesh, whole = zerojax.topology("h100", devices=devices), jax.sharding.PartitionSpec()
-        sharding = jax.sharding.NamedSharding(mesh, whole)
-        # Every device makes the whole call: this is about one device's program.
+        mesh, replicated = zerojax.topology("h100", devices=devices), jax.sharding.PartitionSpec()
+        sharding = jax.sharding.NamedSharding(mesh, replicated)
+        # Every device makes the complete call: this is about one device's program.
         function = jax.shard_map(
-            function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+            function, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
         )
         arguments = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments

@@ -259,11 +259,11 @@ def expected_moved(case: Case, parameters: int) -> dict[str, int]:
     between groups, ``2 * (r-1)/r * 2P/d``.
     """
     size, d, r = COMPUTE_BYTES * parameters, case.group, case.replicas
-    whole = round(2 * (case.devices - 1) / case.devices * size)
+    all_reduced = round(2 * (case.devices - 1) / case.devices * size)
     once = round((d - 1) / d * size)
     g = case.accumulate
     if case.stage == 0:
-        return {"all-reduce": whole}
+        return {"all-reduce": all_reduced}
     pieces = {"all-reduce": round(2 * (r - 1) / r * size / d)} if r > 1 else {}
     scatters = 1 if case.stage == 1 else g
     gathered = once if case.stage in (1, 2) or case.live else 2 * g * once
@@ -380,7 +380,7 @@ def lower_plain(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
 
 
 def fsdp_sharding(mesh: Mesh, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-    """A leaf's largest dimension that divides cut over all devices; small leaves whole."""
+    """A leaf's largest dimension that divides cut over all devices; small leaves are replicated."""
     spec: list[str | None] = [None] * len(leaf.shape)
     divisible = [at for at, size in enumerate(leaf.shape) if size % mesh.size == 0]
     if leaf.size >= PERSISTENCE_THRESHOLD and divisible:

@@ -1,4 +1,4 @@
-"""Training steps that need little of what they could hold or send whole.
+"""Training steps that need little of what they could hold or send unsharded.
 
 Tables of which few rows are looked up, a table tied to the output, a head in float32, a frozen
 base, gradients of gradients, and experts that choose among all tokens: programs that
@@ -23,7 +23,7 @@ from zerojax.models.loss import loss_fn
 BF16 = jnp.bfloat16
 
 
-def whole_state(params: Any, tx: Any = None) -> TrainState:
+def train_state(params: Any, tx: Any = None) -> TrainState:
     """A state of these parameters, by default under AdamW."""
     return TrainState.create(apply_fn=None, params=params, tx=tx or optax.adamw(1e-3))
 
@@ -45,7 +45,7 @@ def tables(
 
     def create(key: jax.Array) -> TrainState:
         params = {f"table{i}": jnp.zeros((rows, width)) for i in range(number)}
-        return whole_state({**params, "out": jnp.zeros((number * width, 1024))})
+        return train_state({**params, "out": jnp.zeros((number * width, 1024))})
 
     def loss(params: Any, ids: jax.Array) -> jax.Array:
         found = [jnp.take(params[f"table{i}"], ids[:, i], axis=0) for i in range(number)]
@@ -76,7 +76,7 @@ class Language:
         )  # fmt: skip
 
     def create(self, key: jax.Array, tx: Any = None) -> TrainState:
-        return whole_state(self.model().init(key, jnp.zeros((1, 8), jnp.int32))["params"], tx)
+        return train_state(self.model().init(key, jnp.zeros((1, 8), jnp.int32))["params"], tx)
 
     def loss(self, params: Any, tokens: jax.Array, dtype: Any = None) -> jax.Array:
         logits = self.model(dtype).apply({"params": params}, tokens[:, :-1])
@@ -126,7 +126,7 @@ def head_in_float32(layers: int = 24, width: int = 1024, vocabulary: int = 50304
     def create(key: jax.Array) -> TrainState:
         stacks = {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}
         params = {name: jnp.zeros(shape) for name, shape in stacks.items()}
-        return whole_state({**params, "table": jnp.zeros((vocabulary, width))})
+        return train_state({**params, "table": jnp.zeros((vocabulary, width))})
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         @jax.checkpoint
@@ -192,7 +192,7 @@ def used_twice(layers: int = 24, width: int = 1024, vocabulary: int = 50304) -> 
 
     def create(key: jax.Array) -> TrainState:
         stack = jnp.zeros((layers, width, width))
-        return whole_state({"stack": stack, "table": jnp.zeros((vocabulary, width))})
+        return train_state({"stack": stack, "table": jnp.zeros((vocabulary, width))})
 
     def loss(params: Any, words: jax.Array) -> jax.Array:
         @jax.checkpoint
@@ -220,7 +220,7 @@ def experts(
             "back": (number, 4 * width, width),
         }  # fmt: skip
         layer = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-        return whole_state([jax.tree.map(jnp.copy, layer) for _ in range(layers)])
+        return train_state([jax.tree.map(jnp.copy, layer) for _ in range(layers)])
 
     def apply(x: jax.Array, chosen: jax.Array, into: jax.Array, back: jax.Array) -> jax.Array:
         rows = x.reshape(-1, width)
@@ -247,7 +247,7 @@ def experts(
         return descend(loss)
 
     def bind(zero: zerojax.Zero) -> Callable[..., Any]:
-        return step(zero.per_device(apply, whole=[2, 3]))
+        return step(zero.per_device(apply, replicated=[2, 3]))
 
     def batch(devices: int) -> Any:
         return jax.ShapeDtypeStruct((devices, tokens, width), BF16)
@@ -264,7 +264,7 @@ def taken_apart(way: str, layers: int = 16, width: int = 512) -> Program:
     def create(key: jax.Array) -> TrainState:
         shapes = {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}
         stacks = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-        return whole_state({**stacks, "bias": jnp.zeros((layers, width))})
+        return train_state({**stacks, "bias": jnp.zeros((layers, width))})
 
     @jax.checkpoint
     def layer(x: jax.Array, w: Any) -> jax.Array:

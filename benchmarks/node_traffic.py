@@ -45,7 +45,7 @@ class Setting:
     Attributes:
       stage: the ZeRO stage.
       near: what keeps gathers inside a host.
-      replicated: every host is a replica group, which holds the whole state.
+      replicated: every host is a replica group, which holds the complete state.
       zero: further keywords of :func:`zerojax.zero`.
     """
 

@@ -120,13 +120,13 @@ def formula(stage: int, parameters: int, gpus: int) -> float:
     >>> [formula(stage, 70 * 10**9, 8) / 1e9 for stage in range(4)]
     [1120.0, 385.0, 262.5, 140.0]
     """
-    whole, cut = FORMULAS[stage]
-    return parameters * (whole + cut / gpus)
+    replicated, sharded = FORMULAS[stage]
+    return parameters * (replicated + sharded / gpus)
 
 
 def _states(stage: int, forecast: Forecast) -> Row:
-    whole, cut = FORMULAS[stage]
-    terms = [f"{whole}P"] * bool(whole) + [f"{cut}P/{GPUS}"] * bool(cut)
+    replicated, sharded = FORMULAS[stage]
+    terms = [f"{replicated}P"] * bool(replicated) + [f"{sharded}P/{GPUS}"] * bool(sharded)
     nominal, own = (formula(stage, p, GPUS) / GIGA for p in (NOMINAL, forecast.parameters))
     resting = forecast.plan.bytes_per_device
     in_all = resting * (GPUS if stage else 1) / forecast.parameters
@@ -140,12 +140,12 @@ def _states(stage: int, forecast: Forecast) -> Row:
 
 
 _TWICE = (
-    "the weights are gathered whole before the forward pass, and the largest stack of layers "
+    "all weights are gathered before the forward pass, and the largest stack of layers "
     "(37.6 GB) is there twice meanwhile, before and after its transposition"
 )
 STATES_WHY = {
     0: "the same 16 bytes",
-    1: f"without accumulation no whole gradients are kept (2P less); {_TWICE}",
+    1: f"without accumulation no unsharded gradients are kept (2P less); {_TWICE}",
     2: f"{_TWICE}; the gradients are not there yet",
     3: "the same 16 bytes, all cut; a layer's gathered weights are in it",
 }

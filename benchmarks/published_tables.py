@@ -26,7 +26,7 @@ class Setup:
       seq: tokens in a row.
       precision: "fp16" or "bf16".
       remat: of functions that take it.
-      replicas: groups of devices, each of which holds the whole state.
+      replicas: groups of devices, each of which holds the complete state.
       shared: devices that share the tokens of a row, on the axis "seq".
       network: as ``zerojax plan`` names it; None for that of the devices.
       rates: figures in which the devices differ from those of their kind.

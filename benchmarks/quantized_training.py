@@ -94,7 +94,7 @@ class Run:
     Attributes:
       weights: Paths of the parameters that are gathered quantized, as the plan says.
       gathered, exchanged: Bytes of codes in the compiled step's all-gathers and all-to-alls, of
-        whole arrays.
+        unsharded arrays.
       train: The loss of every step.
       held_out: (steps, loss) at each evaluation.
       seconds: Of compilation, steps and evaluations.
@@ -286,7 +286,7 @@ def write(folder: Path, runs: Sequence[Run], sizes: Mapping[str, int], unit: str
         f"Gradients of {len(named)} arrays ({sum(named.values()):,} elements) are sent in codes: "
         f"{_listed(named)}. Of these qwZ gathers the kernels. The {len(sizes) - len(named)} others "
         f"({small:,} elements) have at most {SMALL} elements each and go as they are. Bytes of "
-        "codes are those of whole arrays in the compiled step."
+        "codes are those of unsharded arrays in the compiled step."
     )
     results = {"device": jax.devices()[0].device_kind, "devices": jax.device_count(),
                "rows": ROWS, "model": dataclasses.asdict(MODEL) | {"dtype": None},
@@ -330,8 +330,8 @@ def main() -> None:
 
 
 def _means(losses: Sequence[float]) -> np.ndarray:
-    whole = len(losses) // WINDOW * WINDOW
-    return np.array(losses[:whole]).reshape(-1, WINDOW).mean(1)
+    complete = len(losses) // WINDOW * WINDOW
+    return np.array(losses[:complete]).reshape(-1, WINDOW).mean(1)
 
 
 def _listed(sizes: Mapping[str, int]) -> str:

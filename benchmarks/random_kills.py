@@ -49,7 +49,7 @@ def random_kills(folder: Path, count: int, seed: int, alone: str, most: float = 
             processes = training.processes(folders)
             folders |= {process.run_dir for process in processes}
             wait_for(moment, training, number, random_of)
-            victim, saved = random_of.randrange(4), training.whole_steps()[-1]
+            victim, saved = random_of.randrange(4), training.complete_steps()[-1]
             os.kill(processes[victim].pid, signal.SIGKILL)
             seconds = seconds_until_gone([process.pid for process in processes])
             attempt = training.attempts()[number]

@@ -142,7 +142,7 @@ def ways(model: GPT, mesh: Mesh) -> dict[str, Callable[[], tuple[Step, Any]]]:
         )
         return step, jax.jit(create_state, out_shardings=shardings)(key)
 
-    def whole() -> tuple[Step, Any]:
+    def replicated() -> tuple[Step, Any]:
         return plain(lambda leaf: NamedSharding(mesh, PartitionSpec()))
 
     def decorated(stage: int) -> tuple[Step, TrainState]:
@@ -150,8 +150,8 @@ def ways(model: GPT, mesh: Mesh) -> dict[str, Callable[[], tuple[Step, Any]]]:
         return zero(train_step_of(model)), zero.init(create_state_of(model), jax.random.key(0))
 
     return {
-        DATA_PARALLEL: whole,
-        AGAIN: whole,
+        DATA_PARALLEL: replicated,
+        AGAIN: replicated,
         FSDP: lambda: plain(functools.partial(fsdp_sharding, mesh)),
         **{f"stage {stage}": functools.partial(decorated, stage) for stage in STAGES},
     }

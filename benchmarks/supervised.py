@@ -158,7 +158,7 @@ class Training:
                     found.append(int(command.parent.name))
         return found
 
-    def whole_steps(self) -> list[int]:
+    def complete_steps(self) -> list[int]:
         """The steps that are saved, 0 for none."""
         return [0, *sorted(int(each.name) for each in self.checkpoints.glob("[0-9]*[0-9]"))]
 

@@ -96,7 +96,7 @@ class Sent:
       beside: Over the axis of the model, but blocks' activations.
       zero, theory: Over the axis "data", and what ZeRO's three passes over the parameters take.
       largest: Of the arrays that a collective moves.
-      logits: Of the device's rows, whole.
+      logits: Of the device's rows, unsharded.
       state: Of parameters and moments at rest.
     """
 

@@ -41,12 +41,12 @@ def primitives(jaxpr: Any) -> list[str]:
 
 
 def gathers(jaxpr: Any, axis: str = "data") -> list[Move]:
-    """Where an array that lies cut over ``axis`` is constrained to lie whole."""
+    """Where an array that lies cut over ``axis`` is constrained to be unsharded."""
     return _moves(jaxpr, axis, cut_first=True)
 
 
 def scatters(jaxpr: Any, axis: str = "data") -> list[Move]:
-    """Where an array that lies whole is constrained to lie cut over ``axis``."""
+    """Where an unsharded array is constrained to lie cut over ``axis``."""
     return _moves(jaxpr, axis, cut_first=False)
 
 

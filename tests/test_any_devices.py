@@ -29,7 +29,7 @@ OPTIMIZERS = {
 
 @pytest.fixture
 def padded_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small arrays, which otherwise stay whole where no dimension divides, are padded too."""
+    """Small arrays, which otherwise stay replicated where no dimension divides, are padded too."""
     monkeypatch.setattr(rule, "SMALL", 0)
 
 

@@ -1,4 +1,4 @@
-"""Programs as users write them: the numbers of plain jit on the whole batch, or words."""
+"""Programs as users write them: the numbers of plain jit on the global batch, or words."""
 
 import logging
 from collections.abc import Iterator

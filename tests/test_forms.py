@@ -1,5 +1,5 @@
 """Programs with their state in other forms than a ``TrainState``: the numbers of plain jit on the
-whole batch, or an error."""
+global batch, or an error."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def cells() -> Iterator[Any]:
-    """Each program in one form, in turn whole and by micro-batch, stages in turn. One small program
-    in each form is of the core."""
+    """Each program in one form, in turn unsplit and by micro-batch, stages in turn. One small
+    program in each form is of the core."""
     core = [name for name in NAMES if not name.startswith(("gpt", "conv"))][: len(FORMS)]
     for i, name in enumerate(sorted(NAMES, key=lambda name: name not in core)):
         turn, at = divmod(i, len(FORMS))

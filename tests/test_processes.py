@@ -87,7 +87,7 @@ def nnx_step(model: Any, optimizer: Any, batch: Any) -> Any:
     return {"loss": loss, "rows": losses}
 
 
-def whole(x: Any, mesh: Any) -> Any:
+def gathered(x: Any, mesh: Any) -> Any:
     """Results on the host, in every process."""
     gathered = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(x)
     return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)).tolist(), gathered)
@@ -107,7 +107,7 @@ def trained(zero: zerojax.Zero, kind: str, feed: Callable[..., Any] = cut) -> An
         else:
             results = step(*state, batch)
         found.append(results)
-    return whole(found, zero.mesh)
+    return gathered(found, zero.mesh)
 
 
 def at_stage(stage: int, mesh: Any = None, **more: Any) -> zerojax.Zero:
@@ -151,7 +151,7 @@ def evaluated(counts: list[int]) -> Any:
         return jax.lax.cummax(batch["x"] @ state.params["w"], axis=0)
 
     batches = [cut(rows_of(0, count)) for count in counts]
-    return whole([f(state, x) for f in (each, together) for x in batches], zero.mesh)
+    return gathered([f(state, x) for f in (each, together) for x in batches], zero.mesh)
 
 
 def scanned(state: TrainState, batch: Any) -> Any:
@@ -165,7 +165,7 @@ def stacked() -> Any:
     state = zero.init(create_state, jax.random.key(0))
     parts = [cut(rows_of(seed)) for seed in range(STEPS)]
     batch = jax.tree.map(lambda *parts: np.stack(parts), *parts)
-    return whole(zero(scanned, batch_axis=1)(state, batch)[1], zero.mesh)
+    return gathered(zero(scanned, batch_axis=1)(state, batch)[1], zero.mesh)
 
 
 def across() -> Any:
@@ -179,7 +179,7 @@ def everything(process: int, counts: Sequence[int]) -> Any:
     results["replica groups"] = trained(at_stage(3, by_replicas()), "linen")
     results["a model axis"] = trained(at_stage(1, by_model()), "linen")
     results["a model axis across processes"] = trained(at_stage(1, across()), "linen")
-    results["whole batch"] = trained(at_stage(2, gradient_accumulation_steps=1), "linen")
+    results["global batch"] = trained(at_stage(2, gradient_accumulation_steps=1), "linen")
     results["global arrays"] = trained(at_stage(2), "linen", as_global)
     results["mixed"] = trained(at_stage(2), "linen", mixed)
     results["batches stacked by step"] = stacked()

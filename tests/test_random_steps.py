@@ -1,4 +1,4 @@
-"""Steps put together at random compute what plain jit computes, whole or by micro-batch."""
+"""Steps put together at random compute what plain jit computes, unsplit or by micro-batch."""
 
 import random
 from collections.abc import Callable

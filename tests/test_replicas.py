@@ -90,7 +90,7 @@ def test_a_function_per_device_has_its_own_rows() -> None:
         assert x.shape == (2, 4)
         return jnp.tanh(x * w)
 
-    over = zero_for(0, axes=AXES).per_device(own, whole=[1])
+    over = zero_for(0, axes=AXES).per_device(own, replicated=[1])
     x, w = np.random.default_rng(0).normal(size=(16, 4)), np.arange(4.0)
     np.testing.assert_allclose(jax.jit(over)(x, w), np.tanh(x * w), rtol=1e-9)
     grad = jax.jit(jax.grad(lambda w: jnp.sum(over(x, w))))(w)

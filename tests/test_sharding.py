@@ -96,12 +96,12 @@ class TestBorn:
             assert len(sizes) == DEVICES
             assert set(sizes) == {x.size // DEVICES if x.ndim else 1}
 
-    def test_stage_0_is_whole_everywhere(self) -> None:
+    def test_stage_0_is_replicated_everywhere(self) -> None:
         for x in arrays(zero_for(0).init(create("mlp"), KEY)):
             assert x.sharding.is_fully_replicated
             assert len(x.sharding.device_set) == DEVICES
 
-    def test_what_eight_does_not_divide_is_whole(self) -> None:
+    def test_what_eight_does_not_divide_is_replicated(self) -> None:
         state = zero_for(3).init(create("odd"), KEY)
         assert all(x.sharding.is_fully_replicated for x in arrays(state))
 
@@ -122,7 +122,7 @@ class TestBorn:
                 assert x.ndim == 0
         assert found
 
-    def test_an_average_lies_as_its_parameter_and_other_state_is_whole(self) -> None:
+    def test_an_average_lies_as_its_parameter_and_other_state_is_replicated(self) -> None:
         state = zero_for(3).init(create("average_in_state"), KEY)
         assert specs(state.average) == specs(state.params)
         state = zero_for(3).init(create("convnet"), KEY)
@@ -471,7 +471,7 @@ class TestPlan:
         assert "stage3_param_persistence_threshold" in text
         assert f"{plan.bytes_per_device / 1000:.3g} kB" in text
 
-    def test_every_whole_leaf_has_a_reason(self) -> None:
+    def test_every_replicated_leaf_has_a_reason(self) -> None:
         for stage in (0, 1, 3):
             plan = zero_for(stage).plan(unplaced("convnet"))
             for group in plan.leaves.values():

@@ -262,36 +262,36 @@ class Zero:
         self,
         function: Callable[..., Any],
         *,
-        whole: Collection[int] = (),
-        cut: Mapping[str, int] | None = None,
+        replicated: Collection[int] = (),
+        sharded: Mapping[str, int] | None = None,
     ) -> Callable[..., Any]:
         """Returns ``function`` such that each device runs it on its own rows of a batch.
 
         A decorated step is written for the global batch, and XLA partitions the work. Use this
         method for a function that XLA cannot partition, such as a kernel of ``pallas_kernels``;
-        the step may differentiate the result. Gradients of ``whole`` arguments are summed over the
-        devices.
+        the step may differentiate the result. Gradients of ``replicated`` arguments are summed over
+        the devices.
 
         Args:
           function: A function of arrays (or trees of them) [rows of the batch, ...] that returns
             such arrays; a row's results must not depend on other rows.
-          whole: Positions of the arguments that are replicated: weights, scalars.
-          cut: Mesh axes other than those of the batch, and the dimension that each axis shards, in
-            all results and in those sharded arguments that have the dimension: ``{"model": 2}`` for
-            the heads of attention [B, T, H, d] under tensor parallelism.
+          replicated: Positions of the arguments that are replicated: weights, scalars.
+          sharded: Mesh axes other than those of the batch, and the dimension that each axis shards,
+            in all results and in those arguments, not replicated, that have the dimension:
+            ``{"model": 2}`` for the heads of attention [B, T, H, d] under tensor parallelism.
 
         Raises:
-          ValueError: On a call, a first dimension, or a dimension of ``cut``, does not divide among
-            the devices; ``cut`` names an axis that the mesh lacks, or one of the batch.
+          ValueError: On a call, a first dimension, or a dimension of ``sharded``, does not divide
+            among the devices; ``sharded`` names an axis that the mesh lacks, or one of the batch.
 
         Example:
           >>> import jax.numpy as jnp, pallas_kernels, zerojax
           >>> zero = zerojax.zero(stage=3)
-          >>> norm = zero.per_device(pallas_kernels.rms_norm, whole=[1])
+          >>> norm = zero.per_device(pallas_kernels.rms_norm, replicated=[1])
           >>> norm(jnp.ones((8, 4)), jnp.full(4, 2.0)).shape
           (8, 4)
         """
-        return per_device(function, self.states.mesh, whole, cut or {})
+        return per_device(function, self.states.mesh, replicated, sharded or {})
 
 
 def zero(

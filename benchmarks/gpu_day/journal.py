@@ -44,7 +44,7 @@ class Journal:
         self.results.pop(name, None)
 
     def write(self, name: str, figures: dict[str, Any]) -> None:
-        """Adds a result; the file is whole at every moment."""
+        """Adds a result; the file is complete at every moment."""
         self.results[name] = figures
         self._path.parent.mkdir(parents=True, exist_ok=True)
         written = self._path.with_suffix(".new")

@@ -35,7 +35,7 @@ OWN, FUSED, MOSAIC = "own", "fused", "mosaic_gpu"
 by cuDNN; fused with Mosaic's kernels everywhere."""
 
 
-def on_one(function: Callable[..., Any], whole: Any = ()) -> Callable[..., Any]:
+def on_one(function: Callable[..., Any], replicated: Any = ()) -> Callable[..., Any]:
     """``zero.per_device`` for a plain step on one device."""
     return function
 

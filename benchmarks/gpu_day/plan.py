@@ -144,18 +144,18 @@ def _offload(toy: bool) -> list[Measurement]:
     if toy:
         streamed = {"size": models.TOY_GPT, "tokens": 16, "steps": 2, "nbytes": 2**16}
         xl = {"size": models.TOY_GPT, "rows": 2, "seq": 16, "steps": 2}
-    whole: dict[str, Any] = {"part": 5, "function": "training:decorated", "seconds": 60}
+    training: dict[str, Any] = {"part": 5, "function": "training:decorated", "seconds": 60}
     return [
         Measurement(
             name="update from the host", part=5, tier=1, function="offload:streamed", seconds=50,
             arguments=streamed,
         ),
         Measurement(
-            name="GPT-2 XL, both on the host", tier=1, **whole,
+            name="GPT-2 XL, both on the host", tier=1, **training,
             arguments=xl | {"stage": 3, "offload": offload.BOTH},
         ),
         Measurement(
-            name="GPT-2 XL, optimizer on the host", tier=2, **whole,
+            name="GPT-2 XL, optimizer on the host", tier=2, **training,
             arguments=xl | {"stage": 2, "offload": offload.OPTIMIZER},
         ),
     ]  # fmt: skip

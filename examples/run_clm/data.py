@@ -92,7 +92,7 @@ def split(documents: Sequence[bytes], block_size: int, tokenizer: Any = None) ->
     """Documents to a training and a held-out stream, each long enough for one block; of a
     `tokenizers.Tokenizer`'s tokens where one is given.
 
-    With `HELD_OUT_EVERY` documents or more, every tenth is held out whole; with fewer, the last
+    With `HELD_OUT_EVERY` documents or more, every tenth document is held out; with fewer, the last
     tenth of each.
     """
     if len(documents) >= HELD_OUT_EVERY:

@@ -22,7 +22,7 @@ from examples.run_clm.progress import Progress, told
 from examples.run_clm.run_folder import History, RunFolder
 from examples.run_clm.workload import specs_on
 
-GATHERED = ("always whole", "whole in a step", "whole in a step", "whole in use")
+GATHERED = ("replicated", "gathered once a step", "gathered once a step", "gathered where used")
 AWAY = {"host": "in host memory", "disk": "on disk"}
 
 
@@ -51,13 +51,13 @@ def bytes_by_stage(
     for column in ("stage", "at rest", "gradients", "together", "share", *away):
         table.add_column(column, justify="right")
     table.add_column("parameters", no_wrap=True)
-    whole = sum(bytes_in(plans[0], "device"))
+    replicated = sum(bytes_in(plans[0], "device"))
     for stage, (plan, gathered) in enumerate(zip(plans, GATHERED, strict=True)):
         rest, grads = bytes_in(plan, "device")
         table.add_row(
             f"{'→ ' * (stage == config.stage)}{stage}",
             *(size(n) for n in (rest, grads, rest + grads)),
-            f"{(rest + grads) / whole:.1%}",
+            f"{(rest + grads) / replicated:.1%}",
             *(size(sum(bytes_in(plan, place))) for place in away),
             gathered,
             style="bold" if stage == config.stage else "",

@@ -155,6 +155,6 @@ class RunFolder:
 
 def _offer(error: DamagedCheckpointError) -> str:
     """What the user of the main job can do about damage."""
-    if error.whole is None:
+    if error.newest_intact is None:
         return f"{error}\nNothing is left to go on from: --restart begins again."
-    return f"{error}\n--from-step {error.whole} goes on from there."
+    return f"{error}\n--from-step {error.newest_intact} goes on from there."

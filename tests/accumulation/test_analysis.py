@@ -31,12 +31,12 @@ def batch(rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 def analysis(function: Callable[..., Any], rest: tuple[int, ...] = ()) -> tuple[Analysis, Any]:
     """Of ``function(w, batch)``, whose results are all part of the state."""
-    whole, micro = (
+    global_flat, micro_flat = (
         flatten(jax.make_jaxpr(function)(W, batch(rows)), [0], [1, 2, 3]) for rows in (B, B // K)
     )
     given = [FIXED.but(learned=True), *[RowKind("rows", dim=0, outer=1)] * 3]
-    found, _ = analyse(whole, micro, given, rest)
-    return found, [found.kind(v) for v in whole.outvars]
+    found, _ = analyse(global_flat, micro_flat, given, rest)
+    return found, [found.kind(v) for v in global_flat.outvars]
 
 
 def convolved(kernel: jax.Array, row: jax.Array) -> jax.Array:
@@ -103,17 +103,17 @@ def test_rows_stay_apart(function: Callable[..., Any], dim: int, outer: int | No
         (lambda w, b: b["x"].min(0), "min"),
         (lambda w, b: b["x"].prod(0), "prod"),
         (lambda w, b: (b["x"].prod(0) * b["t"].prod((0, 1))).prod(), "prod"),
-        (lambda w, b: 2 * b["x"].prod(0), "whole"),
+        (lambda w, b: 2 * b["x"].prod(0), "global"),
         (lambda w, b: (b["x"] > 0).any(), "or"),
         (lambda w, b: (b["x"] > 0).all(), "and"),
         (lambda w, b: jnp.zeros(4).at[jnp.arange(len(b["x"])) % 4].add(b["x"][:, 0]), "mixed"),
-        (lambda w, b: jnp.exp((b["x"] @ w).mean()), "whole"),
-        (lambda w, b: jnp.isfinite((b["x"] @ w).mean()), "whole"),
-        (lambda w, b: (b["x"] @ w).mean() ** 2, "whole"),
-        (lambda w, b: (b["x"] @ w).mean() + 1, "whole"),
-        (lambda w, b: optax.tree.norm(jax.grad(lambda w: (b["x"] @ w).sum())(w)), "whole"),
-        (lambda w, b: jnp.where((b["x"] @ w).mean() > 0, w, 2 * w), "whole"),
-        (lambda w, b: w.astype(int)[0].at[b["y"]].add(1), "whole"),
+        (lambda w, b: jnp.exp((b["x"] @ w).mean()), "global"),
+        (lambda w, b: jnp.isfinite((b["x"] @ w).mean()), "global"),
+        (lambda w, b: (b["x"] @ w).mean() ** 2, "global"),
+        (lambda w, b: (b["x"] @ w).mean() + 1, "global"),
+        (lambda w, b: optax.tree.norm(jax.grad(lambda w: (b["x"] @ w).sum())(w)), "global"),
+        (lambda w, b: jnp.where((b["x"] @ w).mean() > 0, w, 2 * w), "global"),
+        (lambda w, b: w.astype(int)[0].at[b["y"]].add(1), "global"),
         (lambda w, b: 3 * w, "fixed"),
         (lambda w, b: lax.fori_loop(0, len(b["x"]), lambda i, c: 2 * c, w), "fixed"),
         (lambda w, b: b["x"].shape[0] * w, "fixed"),
@@ -204,7 +204,7 @@ def test_statistics_that_are_kept_are_a_micro_batchs_own() -> None:
         return w - grads, 0.9 * w[0] + 0.1 * mean + square, value
 
     found, (params, running, loss) = analysis(step, rest=(1,))
-    assert (params.name, running.name, loss.name) == ("whole", "own", "sum")
+    assert (params.name, running.name, loss.name) == ("global", "own", "sum")
     assert any("test_analysis.py" in place for place in found.owners)
     _, (params, *_) = analysis(step)  # nothing is kept
     assert params.name == "mixed"
@@ -277,7 +277,7 @@ def test_backward_functions_in_which_rows_meet(how: Any, rule: Any, statistics: 
         return w - grads, kept, value
 
     _, (params, kept, value) = analysis(step, rest=(1,) if statistics else ())
-    assert (params.name, kept.name) == ("mixed", "own" if statistics else "whole")
+    assert (params.name, kept.name) == ("mixed", "own" if statistics else "global")
     assert value.name == "sum"
     assert params.problem is not None
     assert "a number computed from all rows" in params.problem.why
@@ -325,7 +325,7 @@ def test_the_backward_pass_of_statistics_that_are_kept(around: Any, scanned: boo
         return w - grads, *kept, value
 
     _, kinds = analysis(step, rest=(1, 2))
-    assert [k.name for k in kinds] == ["whole", "own", "own", "sum"], kinds
+    assert [k.name for k in kinds] == ["global", "own", "own", "sum"], kinds
 
 
 def test_noise_in_the_batchs_shape() -> None:

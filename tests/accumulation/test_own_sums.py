@@ -153,7 +153,7 @@ def test_other_axes_are_refused() -> None:
         zero(step_of(mean)).lower(start(), batch())
 
 
-def test_two_replica_groups_have_the_numbers_of_the_whole_batch() -> None:
+def test_two_replica_groups_have_the_numbers_of_the_global_batch() -> None:
     zero = zero_of(mesh=zerojax.mesh(replicas=2))
     got, _ = zero(step_of(mean))(start(), batch())
     want, _ = jax.jit(step_of(mean))(start(), batch())

@@ -1,4 +1,4 @@
-"""A step in micro-batches beside the plain step on the whole batch."""
+"""A step in micro-batches beside the plain step on the global batch."""
 
 import logging
 from collections.abc import Callable

@@ -55,7 +55,7 @@ def test_three_units_fall_to_two() -> None:
     dropped, kept = record(DROPPED), record(KEPT)
     total = [sum(units(each, kind) for kind in each.moved_bytes) for each in (dropped, kept)]
     assert total == pytest.approx([3, 2], abs=0.05)
-    # The parameters whole, and not twice; what lies between steps is the same.
+    # The parameters unsharded, and not twice; what lies between steps is the same.
     assert kept.resting_bytes == dropped.resting_bytes
     assert kept.peak_bytes - dropped.peak_bytes < 1.25 * 2 * kept.parameters
 

@@ -39,7 +39,7 @@ def parameter(claim: Claim) -> object:
 def test_theory(claim: Claim) -> None:
     cost = cost_of(claim)
     assert claim.found(cost) == pytest.approx(claim.theory, rel=WITHIN)
-    # What is all-reduced are norms, vectors and what is whole by the config.
+    # What is all-reduced are norms, vectors and what is replicated by the config.
     assert cost.units.get("all-reduce", 0) < 0.01
     # A table's gradient that goes on changes places, and no activation does.
     assert cost.units.get("all-to-all", 0) < (0.15 if claim.program.name == PENALTY else 1e-9)

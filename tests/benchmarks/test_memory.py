@@ -178,8 +178,9 @@ def test_loss_scaling_costs_next_to_nothing():
 
 @pytest.mark.parametrize("devices", [24, sweep(256), sweep(1000)])
 def test_a_number_that_divides_no_dimension(devices):
-    """GPT-2's vocabulary and width. What is whole is persistent by the config, 0.5M parameters.
-    The tied table, gathered a third time, is a tenth of this shallow model's traffic."""
+    """GPT-2's vocabulary and width. What is replicated is persistent by the config, 0.5M
+    parameters. The tied table, gathered a third time, is a tenth of this shallow model's
+    traffic."""
     case = replace(SCANNED, devices=devices, n_layer=4, vocab_size=50257)
     found, persistent = record(case), 20_800 * 4 + 2 * 1600
     held = found.expected_resting_bytes + 12 * persistent

@@ -68,7 +68,7 @@ def test_traffic_between_hosts_falls_from_3_passes_to_2(changes, passes):
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_memory_rises_by_the_secondary_shard():
     """2P/8 bytes of bf16, in place of the 2P/16 of which the other case gathers at each use; both
-    carry a layer's gradients whole into the next iteration."""
+    carry a layer's gradients unsharded into the next iteration."""
     flat, near = (measure(case, compiled(case)) for case in (FLAT, NEAR))
     theory = 2 * flat.parameters * (1 / 8 - 1 / 16)
     assert near.temporary_bytes - flat.temporary_bytes == pytest.approx(theory, rel=0.15)

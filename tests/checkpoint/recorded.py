@@ -80,9 +80,9 @@ def save(directory: Path, step: int, saved: Any, **keywords: Any) -> Path:
 
 
 def write(
-    folder: Path, saved: Any, whole: int = records.FULL_DIGEST_BYTES, **fields: Any
+    folder: Path, saved: Any, max_bytes: int = records.FULL_DIGEST_BYTES, **fields: Any
 ) -> Record:
-    """Writes the record of a step that is there; files of more than ``whole`` get no digest."""
+    """Writes the record of a step that is there; files of more than ``max_bytes`` get no digest."""
     record = Record(
         **{
             "step": int(folder.name),
@@ -97,7 +97,7 @@ def write(
             "processes": 1,
             "config": {"stage": 2},
             "leaves": {name: _leaf(x) for name, x in state_tree.named(saved).items()},
-            "files": records.files(epath.Path(folder), whole),
+            "files": records.files(epath.Path(folder), max_bytes),
             "metrics": {"loss": 2.5},
             "extra": None,
             **fields,

@@ -40,7 +40,7 @@ def abstract(zero: zerojax.Zero) -> Any:
     return zero.abstract_state(create_linen, KEY)
 
 
-def test_steps_appear_when_they_are_whole(tmp_path: Path, zero: Any, state: Any) -> None:
+def test_steps_appear_when_they_are_complete(tmp_path: Path, zero: Any, state: Any) -> None:
     with Checkpointer(tmp_path, zero) as checkpointer:
         assert checkpointer.latest_step() is None
         assert checkpointer.all_steps() == []

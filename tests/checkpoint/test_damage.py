@@ -81,7 +81,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (100, 200):
         folder = save(directory, step, tree(step))
         data = data_of(folder)
-        record = write(folder, tree(step), whole=data.stat().st_size - 1)
+        record = write(folder, tree(step), max_bytes=data.stat().st_size - 1)
         assert [name for name, f in record.files.items() if f.crc32 is None] == [
             str(data.relative_to(folder))
         ]
@@ -183,7 +183,7 @@ def swap_contents(a: Path, b: Path) -> None:
 
 
 def replace_state(steps: Path) -> None:
-    """By that of the other step, whole in itself, with a record of the right step."""
+    """By that of the other step, intact in itself, with a record of the right step."""
     shutil.rmtree(steps / "200" / "state")
     shutil.copytree(steps / "100" / "state", steps / "200" / "state")
 
@@ -229,7 +229,7 @@ def folder_in_place_of_a_file(steps: Path) -> None:
     data_of(steps / "100").with_name("x").mkdir()
 
 
-WHOLE_STEPS: dict[str, tuple[Callable[[Path], None], str]] = {
+INTACT_STEPS: dict[str, tuple[Callable[[Path], None], str]] = {
     "steps swapped": (lambda steps: swap(steps / "100", steps / "200"), "is of step 100"),
     "data swapped": (
         lambda steps: swap_contents(data_of(steps / "100"), data_of(steps / "200")),
@@ -251,16 +251,16 @@ WHOLE_STEPS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WHOLE_STEPS)
+@pytest.mark.parametrize("kind", INTACT_STEPS)
 def test_more_than_a_file(steps: Path, kind: str) -> None:
-    damage, says = WHOLE_STEPS[kind]
+    damage, says = INTACT_STEPS[kind]
     damage(steps)
     found = inspect(steps)
     assert [step.step for step in found.steps] == [100, 200]
     assert found.steps[-1].status == "damaged"
     assert any(says in problem for problem in found.steps[-1].problems), found.steps[-1].problems
     if kind not in ("steps swapped", "data swapped"):
-        assert found.newest_whole is found.steps[0]
+        assert found.newest_intact is found.steps[0]
     if kind not in ("data swapped", "other state, files agree"):  # which take reading the arrays
         with pytest.raises(DamagedCheckpointError, match=re.escape(says)):
             SavedStep(steps / "200")
@@ -311,7 +311,7 @@ def restored_or_refused(steps: Path, file: Path, trained: tuple[Path, Any, Any])
     first, *_, last = str(error).splitlines()
     assert names_something((first,), file, {*state_tree.named(state_tree.tree_of(state))}), error
     assert last.startswith("Step 100 looks complete: restore(abstract_state, step=100)")
-    return error.whole == 100
+    return error.newest_intact == 100
 
 
 @pytest.mark.one_in(2)
@@ -361,4 +361,4 @@ def test_restoring_what_plain_orbax_wrote(trained: tuple[Path, Any, Any], tmp_pa
         pytest.raises(DamagedCheckpointError, match="200/state cannot be read") as caught,
     ):
         checkpointer.restore(abstract)
-    assert caught.value.whole == 100
+    assert caught.value.newest_intact == 100

@@ -35,7 +35,7 @@ def only(checkpoint: Path, **keywords: Any) -> InspectedStep:
 def test_what_is_told_of_a_step(made: Path) -> None:
     found = inspect(made)
     assert [step.step for step in found.steps] == [90, 100]
-    assert found.newest_whole is found.steps[1]
+    assert found.newest_intact is found.steps[1]
     assert found.damaged == found.unfinished == found.deleted == ()
     step = found.steps[1]
     assert (step.status, step.problems, step.notes) == ("complete", (), ())
@@ -91,7 +91,7 @@ def test_plain_orbax(tmp_path: Path) -> None:
     assert step.saved.endswith("+00:00")
     assert len(step.arrays) == 10
     assert {array.spec for array in step.arrays} == {None}
-    assert inspect(tmp_path).newest_whole is None
+    assert inspect(tmp_path).newest_intact is None
     for text in "", "[]", '{"commit_timestamp_nsecs": null}', '{"commit_timestamp_nsecs": 1e999}':
         (folder / "_CHECKPOINT_METADATA").write_text(text)
         assert only(tmp_path).saved is None
@@ -157,7 +157,7 @@ def test_quick_reads_no_array(made: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(saved.SavedArrays, "blocks", pytest.fail)
     found = inspect(made, quick=True)
     assert {step.status for step in found.steps} == {"files complete"}
-    assert found.newest_whole is found.steps[1]
+    assert found.newest_intact is found.steps[1]
     assert len(found.steps[1].arrays) == 10
 
 
@@ -211,7 +211,7 @@ def test_everything_is_told_of_a_damaged_step(steps: Path) -> None:
     shutil.rmtree(steps / "90")
     (steps / "90").mkdir()
     found = inspect(steps)
-    assert found.newest_whole is None
+    assert found.newest_intact is None
     first, second = found.damaged
     assert first.problems == (
         f"{steps}/90 holds no arrays (state/_METADATA or the like): it is empty",
@@ -235,7 +235,7 @@ def test_files_that_the_disk_does_not_give(steps: Path, monkeypatch: pytest.Monk
     found = inspect(steps)
     assert {step.status for step in found.steps} == {"not verifiable"}  # and not damaged
     assert found.damaged == ()
-    assert found.newest_whole is None
+    assert found.newest_intact is None
     assert any("Input/output error" in line for line in found.steps[1].notes)
 
 

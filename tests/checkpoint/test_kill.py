@@ -44,7 +44,7 @@ def reference(
     ("chain", "kills"),
     [(0, 4), *(pytest.param(chain, 12, marks=pytest.mark.sweep) for chain in (1, 2))],
 )
-def test_every_restart_finds_a_whole_checkpoint(
+def test_every_restart_finds_a_complete_checkpoint(
     processes: ForkServerContext,
     reference: tuple[dict[int, str], Path],
     tmp_path: Path,

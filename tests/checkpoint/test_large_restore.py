@@ -1,4 +1,4 @@
-"""A state of a gigabyte is restored, and no device and no process holds it whole."""
+"""A state of a gigabyte is restored, and no device and no process holds all of it."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -60,7 +60,7 @@ class Watch(threading.Thread):
             self.looks += 1
 
 
-def test_no_device_holds_it_whole(large: Path) -> None:
+def test_no_device_holds_all_of_it(large: Path) -> None:
     zero = zerojax.zero(stage=3)
     abstract = zero.abstract_state(together.create_large, KEY)
     with Checkpointer(large, zero, read_only=True) as checkpointer, Watch() as watch:
@@ -68,20 +68,20 @@ def test_no_device_holds_it_whole(large: Path) -> None:
     assert watch.looks > 20
     assert watch.largest == together.SHAPE[0] * together.SHAPE[1] * 4 / 8
     held = together.held(restored, growth=0)
-    assert held.whole > 0.85 * together.BYTES
-    assert all(held.whole / 8 < each < held.whole / 8 + SMALL for each in held.devices)
+    assert held.complete > 0.85 * together.BYTES
+    assert all(held.complete / 8 < each < held.complete / 8 + SMALL for each in held.devices)
     together.assert_large(restored)
 
 
 @pytest.mark.sweep
-def test_no_process_holds_it_whole(
+def test_no_process_holds_all_of_it(
     folder: Path, large: Path, in_two_processes: Callable[..., list[together.Held]]
 ) -> None:
     """Two processes restore it and save it again, together; one reads that on other devices."""
     for held in in_two_processes(together.restore_and_save, large, folder / "again"):
         assert len(held.devices) == 4
-        assert all(held.whole / 8 < each < held.whole / 8 + SMALL for each in held.devices)
-        assert held.whole / 2 < held.growth < 0.7 * held.whole
+        assert all(held.complete / 8 < each < held.complete / 8 + SMALL for each in held.devices)
+        assert held.complete / 2 < held.growth < 0.7 * held.complete
     zero = zerojax.zero(stage=2, mesh=zerojax.mesh(2))
     with Checkpointer(folder / "again", zero, read_only=True) as checkpointer:
         restored = checkpointer.restore(zero.abstract_state(together.create_large, KEY))

@@ -251,7 +251,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("piece", [7, 29, 1000])
-def test_every_chunk_is_written_once_and_whole(
+def test_every_chunk_is_written_once_and_completely(
     tmp_path: Path, swap: Path, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
     monkeypatch.setattr(piecewise, "CHUNK_BYTES", 40)

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> epath.Path:
     (folder / "state" / "_METADATA").write_text("{}")
     (folder / "state" / "d" / "data").write_bytes(bytes(range(100)))
     (folder / "_CHECKPOINT_METADATA").write_text("orbax changes it while it commits")
-    write(folder, {}, whole=50)
+    write(folder, {}, max_bytes=50)
     return epath.Path(folder)
 
 
@@ -44,7 +44,7 @@ def test_none_where_there_is_none(tmp_path: Path) -> None:
 
 
 def test_what_is_recorded_of_files(folder: epath.Path) -> None:
-    files = records.files(folder, whole=50)
+    files = records.files(folder, max_bytes=50)
     assert {name: file.bytes for name, file in files.items()} == {
         "state/_METADATA": 2,
         "state/d/data": 100,
@@ -83,7 +83,7 @@ def test_changed_files_are_named(folder: epath.Path) -> None:
 
 
 def test_a_digest_counts_whatever_the_limit_was(folder: epath.Path) -> None:
-    write(Path(folder), {}, whole=records.FULL_DIGEST_BYTES)
+    write(Path(folder), {}, max_bytes=records.FULL_DIGEST_BYTES)
     flip(Path(folder) / "state" / "d" / "data", 3)
     (problem,) = changed(folder)
     assert "d/data is not as it was written" in problem

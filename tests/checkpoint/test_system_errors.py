@@ -116,7 +116,7 @@ def test_each_place_that_reads(
 def test_another_step_that_cannot_be_looked_at(
     saved: tuple[Path, zerojax.Zero, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then it is not said that none is whole."""
+    """Then it is not said that none is intact."""
     folder, zero, state = saved
     flip(folder / "2" / records.FILE, 40)
     read = records.read

@@ -46,9 +46,9 @@ def assert_large(state: TrainState) -> None:
 
 
 class Held(NamedTuple):
-    """Bytes: of the whole state, on each device, and by how much this process grew at most."""
+    """Bytes: of the complete state, on each device, and by how much this process grew at most."""
 
-    whole: int
+    complete: int
     devices: list[int]
     growth: int
 

@@ -98,5 +98,5 @@ def nnx_model():
     return nnx.Linear(3, 5, rngs=nnx.Rngs(0))
 
 
-def whole_workload(zero, rows, seq):
+def complete_workload(zero, rows, seq):
     return workload(plain, zero, rows, seq)

@@ -39,7 +39,7 @@ def test_blocks_are_counted_one_by_one() -> None:
 
 def test_nnx_and_workloads() -> None:
     assert counted("mine:nnx_model", 8) == (3 * 5 + 5, 3 * 5 + 5)
-    assert counted("mine:whole_workload", 8) == counted("mine:sound", 8)
+    assert counted("mine:complete_workload", 8) == counted("mine:sound", 8)
 
 
 @pytest.mark.parametrize(

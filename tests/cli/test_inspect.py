@@ -37,7 +37,7 @@ def row(output: str, first: str) -> list[str]:
     return line.split()
 
 
-def test_whole_steps(made: Path) -> None:
+def test_complete_steps(made: Path) -> None:
     result = run(made)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
@@ -110,7 +110,7 @@ def test_what_is_offered_where_less_was_looked_at(
     assert result.output.splitlines()[-1] == says
 
 
-def test_no_step_is_whole(steps: Path) -> None:
+def test_no_step_is_complete(steps: Path) -> None:
     damage(steps / "100")
     shutil.rmtree(steps / "90")
     (steps / "90").mkdir()
@@ -165,7 +165,7 @@ def test_json_says_the_same(steps: Path) -> None:
     assert result.exit_code == 1
     told = json.loads(result.stdout)
     found = inspect(steps)
-    assert told["newest_whole"] == 90
+    assert told["newest_intact"] == 90
     assert told["unfinished"] == ["110.orbax-checkpoint-tmp"]
     assert [step["step"] for step in told["steps"]] == [90, 100]
     step = told["steps"][1]

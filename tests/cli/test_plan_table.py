@@ -155,7 +155,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_programs_that_were_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    made = planned(forecast(cost("gradients"), kind="rtx-3090", whole=False))
+    made = planned(forecast(cost("gradients"), kind="rtx-3090", is_complete=False))
     lines = printed(made, capsys)
     assert "'gradients' does not fit; the programs after it were not compiled." in lines
     assert not any("predicted step time" in line for line in lines)

@@ -80,8 +80,8 @@ def test_a_padded_gradient_is_reduced_where_it_is_made() -> None:
 def test_few_gradients_wait_for_others_that_are_made_far_apart(
     towers: int, found: tuple[int, int]
 ) -> None:
-    """A deep model that is run on two inputs would have all its gradients whole; a layer in a loop
-    has no more than its own."""
+    """A deep model that is run on two inputs would have all its gradients unsharded; a layer in a
+    loop has no more than its own."""
 
     def tower(ws: Any, x: Any) -> Any:
         for w in ws:

@@ -1,4 +1,4 @@
-"""A layer's parameters are whole before its iteration begins, and are the same numbers."""
+"""A layer's parameters are gathered before its iteration begins, and are the same numbers."""
 
 import functools
 from collections.abc import Callable
@@ -202,11 +202,11 @@ class TestStacks:
     class Twice:
         """A :class:`zerojax.collectives.host.Fetchable` of twice the stack."""
 
-        def whole(self) -> jax.Array:
+        def fetched(self) -> jax.Array:
             return jnp.asarray(2 * TestStacks.STACK)
 
         def entry(self, index: Any) -> jax.Array:
-            return self.whole()[index]
+            return self.fetched()[index]
 
     def ahead(self, xs: list[Any], *, reverse: bool = False) -> Ahead:
         inserter = Inserter(MESH, "data", keep=False)

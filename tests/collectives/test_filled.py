@@ -1,4 +1,4 @@
-"""A stack that stays gathered is made whole by the first loop over it: the numbers of plain jit."""
+"""A stack that stays gathered is gathered by the first loop over it: the numbers of plain jit."""
 
 from collections.abc import Callable
 from itertools import product
@@ -38,7 +38,7 @@ def loss_of(run: Callable[[Any, Any], Any]) -> Loss:
 
 
 def with_ends(x: Any, ws: Any) -> Any:
-    """The loop, and its last layer used again whole."""
+    """The loop, and its last layer used again unsharded."""
     return layers(x, ws) @ ws[-1]
 
 

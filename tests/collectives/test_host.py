@@ -16,7 +16,7 @@ STACK = np.arange(12, dtype="float32").reshape(4, 3)
 class Twice:
     """A :class:`Fetchable` of twice the stack."""
 
-    def whole(self) -> jax.Array:
+    def fetched(self) -> jax.Array:
         return jnp.asarray(2 * STACK)
 
     def entry(self, index: Any) -> jax.Array:

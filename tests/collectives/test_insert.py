@@ -209,7 +209,7 @@ def sorted_and_reduced(params: Any, x: Any) -> Any:
 
 CASES: dict[str, tuple[Callable[..., Any], list[np.ndarray], list[Spec]]] = {
     "mlp": (mlp, [W, B, W + 1], [COLUMNS, ("data",), ROWS]),
-    "mlp partly whole": (mlp, [W, B, W + 1], [COLUMNS, (None,), ROWS]),
+    "mlp partly replicated": (mlp, [W, B, W + 1], [COLUMNS, (None,), ROWS]),
     "scan": (scanned, [STACK], [(None, "data", None)]),
     "scan over a cut stack": (scanned, [normal(8, N, N)], [("data", None, None)]),
     "scan that captures": (scanned_captured, [W], [COLUMNS]),
@@ -237,7 +237,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[np.ndarray], list[Spec]]] = {
     "reductions": (sorted_and_reduced, [W], [ROWS]),
 }
 DIFFERENTIABLE = [
-    "mlp", "mlp partly whole", "scan", "scan over a cut stack", "scan that captures",
+    "mlp", "mlp partly replicated", "scan", "scan over a cut stack", "scan that captures",
     "scan of remat", "remat", "custom_vjp", "custom_jvp", "lookup", "lookup across",
 ]  # fmt: skip
 
@@ -311,7 +311,7 @@ def test_a_second_use_gathers_anew_and_waits() -> None:
 
 
 def test_gathered_in_advance_is_not_gathered_again() -> None:
-    """Stages 1 and 2 hand the whole parameter in."""
+    """Stages 1 and 2 hand the gathered parameter in."""
     inserter = Inserter(MESH, "data", keep=True)
 
     def run(w: Any, whole: Any, x: Any) -> Any:

@@ -27,7 +27,7 @@ def noted(
     ledger = gatherer.ledger = Ledger(mesh, asked=True)
 
     def run(x: jax.Array) -> jax.Array:
-        return gatherer.scatter_parts(x, spec) if gradient else gatherer.whole(x, spec)
+        return gatherer.scatter_parts(x, spec) if gradient else gatherer.all_gather(x, spec)
 
     closed = jax.make_jaxpr(run)(jax.ShapeDtypeStruct(shape, jnp.float32))
     names = [str(eqn.source_info.name_stack) for eqn in closed.eqns]
@@ -99,6 +99,6 @@ def test_places_nest() -> None:
 def test_nothing_is_noted_that_nobody_asked_for() -> None:
     gatherer = Gatherer(zerojax.mesh(), "data", keep=False)
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    closed = jax.make_jaxpr(lambda x: gatherer.whole(x, ("data", None)))(x)
+    closed = jax.make_jaxpr(lambda x: gatherer.all_gather(x, ("data", None)))(x)
     assert all("zerojax" not in str(eqn.source_info.name_stack) for eqn in closed.eqns)
     assert len(gatherer.ledger) == 0

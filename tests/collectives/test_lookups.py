@@ -86,7 +86,7 @@ def test_rows_are_those_of_the_table(mode: str, spec: Spec) -> None:
     np.testing.assert_array_equal(jax.jit(run)(placed, ids_placed), function(TABLE, ids))
 
 
-def test_a_table_that_is_whole_anyway_serves_its_lookups() -> None:
+def test_a_table_that_is_gathered_anyway_serves_its_lookups() -> None:
     """In an evaluation one gather serves all uses."""
     inserter = Inserter(MESH, "data", keep=False, share=True)
     ids = np.arange(8)
@@ -130,7 +130,7 @@ def lowered(accumulate: int) -> jax.stages.Lowered:
 @pytest.mark.usefixtures("require_gpu_compiler")
 @pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.sweep)])
 def test_rows_are_all_that_is_sent_of_the_tables(accumulate: int) -> None:
-    """Forward summed over the devices, backward gathered; and no table is ever whole."""
+    """Forward summed over the devices, backward gathered; and no table is ever gathered."""
     compiled: Any = lowered(accumulate).compile()
     units: dict[str, float] = {}
     row_bytes = 2 * accumulate * TABLES * BATCH * FEATURES

@@ -1,4 +1,4 @@
-"""What a loop uses whole is gathered once, before it; its gradient is reduced once, after it."""
+"""What a loop uses unsharded is gathered once, before it; its gradient is reduced once, after."""
 
 from collections.abc import Callable
 from typing import Any

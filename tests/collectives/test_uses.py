@@ -1,4 +1,4 @@
-"""The dtypes in which a layer needs a parameter whole."""
+"""The dtypes in which a layer needs a parameter unsharded."""
 
 from collections.abc import Callable
 from typing import Any

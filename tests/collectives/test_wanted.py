@@ -47,13 +47,13 @@ def test_from_the_constraint_of_a_named_gradient() -> None:
     assert "mul" not in dict(made)
 
 
-def test_from_a_named_gradient_that_stays_whole() -> None:
+def test_from_a_named_gradient_that_stays_unsharded() -> None:
     made, _, _ = reached(lambda x, y: checkpoint_name(x @ y, GRADIENT), (4, 8), (8, 16))
     assert ("dot_general", (None, None)) in made
 
 
 def test_not_from_a_constraint_of_an_activation() -> None:
-    """It lies in pieces as it is made; wanted whole first, all of it would be gathered."""
+    """It lies in pieces as it is made; wanted unsharded first, all of it would be gathered."""
     made, _, _ = reached(lambda x, y: jnp.tanh(cut(x @ y, "data")), (4, 8), (8, 16))
     assert made == []
 

@@ -22,7 +22,7 @@ LAYER = 2 * 12 * WIDTH**2  # bytes of its matrices in bf16
 @pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
-def test_no_more_than_two_layers_are_whole_at_once() -> None:
+def test_no_more_than_two_layers_are_gathered_at_once() -> None:
     """On 64 GPUs the gathers of a layer take longer than its products: XLA would gather all layers
     first."""
     case = Case(

@@ -251,7 +251,7 @@ def test_average_of_the_parameters_is_gathered_as_they_are() -> None:
 
 
 class TestRowsThatMeet:
-    """Functions that cannot be cut run on the whole batch, and say so once."""
+    """Functions that cannot be cut run on the full batch, and say so once."""
 
     @pytest.mark.one_in(2)
     @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ class TestRowsThatMeet:
              else jnp.sin(b["x"]), "depends on the number of rows"),
         ],
     )  # fmt: skip
-    def test_run_whole(self, function: Any, says: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_run_unsplit(self, function: Any, says: str, caplog: pytest.LogCaptureFixture) -> None:
         zero = zero_for(0, train_micro_batch_size_per_gpu=1, mesh=zerojax.mesh(2))
         state, batch = zero.init(create, KEY), batch_of(20)
         evaluate = zero.evaluate(function)

@@ -103,19 +103,19 @@ REDUCED: dict[str, Callable[[jax.Array], Any]] = {
 def divided(
     function: Callable[[jax.Array], Any], sizes: Sizes, padded: bool | None = None, **more: Any
 ) -> tuple[ByRows, Any]:
-    """A function of ``sizes.whole`` rows of five, and its jaxpr."""
+    """A function of ``sizes.global_rows`` rows of five, and its jaxpr."""
 
     def trace(rows: int) -> Any:
         return jax.make_jaxpr(function)(jnp.ones((rows, 5), jnp.float32))
 
-    padded = bool(sizes.whole % sizes.micro) if padded is None else padded
-    whole = trace(sizes.whole)
-    return ByRows(whole, trace(sizes.traced), sizes, [True], padded=padded, **more), whole
+    padded = bool(sizes.global_rows % sizes.micro_rows) if padded is None else padded
+    full = trace(sizes.global_rows)
+    return ByRows(full, trace(sizes.traced), sizes, [True], padded=padded, **more), full
 
 
 def check(function: Callable[[jax.Array], Any], sizes: Sizes, *, stacked: bool) -> None:
     """Holds a function by parts, the last filled up with copies, to the function itself."""
-    by_rows, whole = divided(function, sizes)
+    by_rows, full = divided(function, sizes)
     assert by_rows.stacked == ([0] if stacked else [])
     n, part, _ = sizes
     x = np.random.default_rng(0).normal(size=(n, 5)).astype(np.float32)
@@ -132,7 +132,7 @@ def check(function: Callable[[jax.Array], Any], sizes: Sizes, *, stacked: bool) 
         stacked = [jnp.concatenate(own)[order] for own in zip(*rows, strict=True)]
         return by_rows.finish([None], totals, stacked)
 
-    got, want = jax.jit(run)(x), jax.jit(jax.extend.core.jaxpr_as_fun(whole))(x)
+    got, want = jax.jit(run)(x), jax.jit(jax.extend.core.jaxpr_as_fun(full))(x)
     for a, b in zip(got, want, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(a, b, 2e-5, 2e-5)

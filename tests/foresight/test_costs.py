@@ -55,7 +55,7 @@ def test_a_step_that_is_refused_does_not_fit() -> None:
 
     found = told(TEMPORARIES)
     assert not found.fits
-    assert not found.whole
+    assert not found.is_complete
     assert found.peak.bytes == 34.5 * 2**30
     assert not told("RESOURCE_EXHAUSTED: no").fits
     assert told("RESOURCE_EXHAUSTED: no").peak.bytes == v5e.memory

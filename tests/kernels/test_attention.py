@@ -250,7 +250,7 @@ def test_tokamax_compiles_for_h100s() -> None:
         return attention(q, k, v, is_causal=True, sliding_window=256, segment_ids=ids)
 
     def layer(x: jax.Array, ids: jax.Array) -> jax.Array:
-        return zero.per_device(local, cut={"model": 2})(x, x[:, :, ::2], x[:, :, 1::2], ids) + x
+        return zero.per_device(local, sharded={"model": 2})(x, x[:, :, ::2], x[:, :, 1::2], ids) + x
 
     def loss(x: jax.Array, ids: jax.Array) -> jax.Array:
         kept = jax.checkpoint(layer, policy=zerojax.remat_policy("names:attention"))

@@ -91,7 +91,7 @@ def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
     assert told.out.splitlines()[-1].endswith("script.py', '-v'] __main__")
 
 
-def test_lines_are_whole_and_bytes_unchanged(tmp_path: Path) -> None:
+def test_lines_are_complete_and_bytes_unchanged(tmp_path: Path) -> None:
     told = launched(
         tmp_path,
         """

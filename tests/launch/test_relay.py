@@ -81,7 +81,7 @@ def test_a_failure_that_is_reported_has_its_types(noise: bytes) -> None:
     assert reported(told) == failure
 
 
-def test_logs_are_whole_where_nobody_reads_the_terminal(tmp_path: Path) -> None:
+def test_logs_are_complete_where_nobody_reads_the_terminal(tmp_path: Path) -> None:
     """The terminal is a pipe that is full."""
     read, terminal = os.pipe()
     os.set_blocking(terminal, False)

@@ -45,7 +45,7 @@ def assert_same(got: Any, want: Any) -> None:
 @pytest.mark.parametrize("number", [0, 1], ids=["Llama", "GPT"])
 def test_fused_attention_computes_the_same(number: int) -> None:
     mesh = zerojax.mesh(axes={"data": 4, "model": 2})
-    fused = fused_attention(zerojax.zero(stage=3, mesh=mesh), cut={"model": 2})
+    fused = fused_attention(zerojax.zero(stage=3, mesh=mesh), sharded={"model": 2})
     model = models(scan=True)[number]
     assert_same(gradients(dataclasses.replace(model, attention=fused)), gradients(model))
 

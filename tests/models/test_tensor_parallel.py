@@ -125,7 +125,7 @@ QUICK = {
         if case in QUICK
         or (
             i % 5 == 0
-            # Micro-batches draw other noise than the whole batch.
+            # Micro-batches draw other noise than the global batch.
             and ("dropout" not in case[0] or case[3] == 1)
         )
     ],
@@ -134,7 +134,7 @@ def test_computes_what_one_device_does(name: str, mesh: str, stage: int, accumul
     with jax.enable_x64(True):
         zero, tensor = zero_on(mesh, stage, gradient_accumulation_steps=accumulation)
         # As a kernel runs, each device on its own heads; and what XLA makes of the model's.
-        heads = zero.per_device(grouped_attention, cut=tensor.cut)
+        heads = zero.per_device(grouped_attention, sharded=tensor.sharded_heads)
         own = {"attention": heads} if name == "llama" else {}
         model = model_of(CONFIGS[name], tensor=tensor, **own)
         state = zero.init(create_for(model, jnp.float64), KEY)

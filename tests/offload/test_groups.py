@@ -14,23 +14,23 @@ from zerojax.offload.groups import LARGEST, ArrayPlacement, Group, disk_chunks, 
 from zerojax.offload.separate import Cluster
 
 MESH = zerojax.mesh(8)
-WHOLE = P()
+REPLICATED = P()
 
 
-def placed(*shape: int, spec: P = WHOLE) -> ArrayPlacement:
+def placed(*shape: int, spec: P = REPLICATED) -> ArrayPlacement:
     return ArrayPlacement(shape, jnp.dtype(jnp.float32), spec, "host", shape)
 
 
-def clusters_of(arrays: list[ArrayPlacement], whole: tuple[int, ...] = ()) -> list[Cluster]:
+def clusters_of(arrays: list[ArrayPlacement], unsplit: tuple[int, ...] = ()) -> list[Cluster]:
     """One cluster an array, by shape alike."""
     return [
-        Cluster((i,), (i,), i not in whole and bool(x.shape), f"{x.shape}{x.spec}{i in whole}")
+        Cluster((i,), (i,), i not in unsplit and bool(x.shape), f"{x.shape}{x.spec}{i in unsplit}")
         for i, x in enumerate(arrays)
     ]
 
 
-def made(arrays: list[ArrayPlacement], largest: int, whole: tuple[int, ...] = ()) -> list[Group]:
-    return groups(clusters_of(arrays, whole), arrays, MESH, largest)
+def made(arrays: list[ArrayPlacement], largest: int, unsplit: tuple[int, ...] = ()) -> list[Group]:
+    return groups(clusters_of(arrays, unsplit), arrays, MESH, largest)
 
 
 def pieces_of(found: list[Group], i: int) -> list[tuple[int, int | None]]:
@@ -113,14 +113,14 @@ def test_one_dimension_and_none() -> None:
     assert disk_chunks(placed(7), MESH, 8) == [range(4), range(4, 7)]
 
 
-def test_whole_clusters_go_alone() -> None:
+def test_unsplit_clusters_go_alone() -> None:
     arrays = [placed(4, 4), placed(400, 4), placed(4, 4), placed(4, 4)]
-    found = made(arrays, 1000, whole=(1, 2))
+    found = made(arrays, 1000, unsplit=(1, 2))
     assert [sorted(p.cluster.inputs[0] for p in g) for g in found] == [[0, 3], [2], [1]]
     assert [[p.rows for p in g] for g in found] == [[4, 4], [None], [None]]
 
 
-def test_a_cluster_whose_arrays_lie_differently_goes_whole() -> None:
+def test_a_cluster_whose_arrays_lie_differently_goes_unsplit() -> None:
     arrays = [placed(16, 4, spec=P("data")), placed(16, 4)]
     (group,) = groups([Cluster((0, 1), (0,), True, "")], arrays, MESH, 100)
     assert [p.rows for p in group] == [None]

@@ -41,7 +41,7 @@ class Update:
             else x for x in leaves
         ]  # fmt: skip
 
-    def whole(self) -> list[Any]:
+    def unsplit(self) -> list[Any]:
         return jax.jit(self.update)(*self.values)
 
     def apart(self, run: Callable[[Separated, Cluster, list[Any], Any], list[Any]]) -> list[Any]:
@@ -64,7 +64,7 @@ def at_once(separated: Separated, cluster: Cluster, values: list[Any], scalars: 
 
 
 def in_two(separated: Separated, cluster: Cluster, values: list[Any], scalars: Any) -> list[Any]:
-    """Flat halves of unequal size; whole where a cluster cannot be cut."""
+    """Flat halves of unequal size; unsplit where a cluster cannot be cut."""
     if not cluster.elementwise:
         return at_once(separated, cluster, values, scalars)
     flat = [x.reshape(-1) for x in values]
@@ -115,7 +115,7 @@ UPDATES: dict[str, tuple[Callable[[], Update], list[bool]]] = {
 def test_the_parts_make_what_the_whole_makes(name: str) -> None:
     make, cut = UPDATES[name]
     update = make()
-    want = update.whole()
+    want = update.unsplit()
     clusters = update.separated.clusters
     assert [c.elementwise for c in clusters] == cut
     for run in (at_once, in_two) if any(cut) else (at_once,):

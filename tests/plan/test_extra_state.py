@@ -76,12 +76,12 @@ def test_a_copy_of_the_parameters_lies_as_they_do_wherever_it_stands(stage: int)
     assert plan.params["w"] == P("data")
 
 
-def test_stage_0_keeps_everything_whole() -> None:
+def test_stage_0_keeps_everything_replicated() -> None:
     plan = planned(0)
     assert not any(leaf.sharded for leaf in plan.leaves["rest"])
 
 
-def test_every_array_that_stays_whole_has_a_reason() -> None:
+def test_every_array_that_stays_replicated_has_a_reason() -> None:
     for stage in (0, 1, 3):
         for leaf in planned(stage).leaves["rest"]:
             assert leaf.sharded != bool(leaf.reason), leaf
@@ -117,7 +117,7 @@ def create_frozen() -> Frozen:
 
 
 @pytest.mark.parametrize(("stage", "told"), [(0, False), (2, True), (3, False)])
-def test_much_that_stays_whole_is_told_once(
+def test_much_that_stays_replicated_is_told_once(
     stage: int, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     zero = zerojax.zero(stage=stage)

@@ -1,4 +1,4 @@
-"""Which dimension of an array is sharded, and why one is whole."""
+"""Which dimension of an array is sharded, and why one is replicated."""
 
 import math
 from typing import Any
@@ -76,7 +76,9 @@ def test_the_order_of_pieces_in_partitions(
         ((8, 8), (None, None), 65, "below stage3_param_persistence_threshold (65 elements)"),
     ],
 )
-def test_whole_with_a_reason(shape: tuple[int, ...], own: Spec, smallest: int, reason: str) -> None:
+def test_replicated_with_a_reason(
+    shape: tuple[int, ...], own: Spec, smallest: int, reason: str
+) -> None:
     found = shard_spec(shape, own, MESH, "data", smallest)
     assert (found.spec, found.reason) == (own, reason)
 
@@ -92,7 +94,7 @@ def test_whole_with_a_reason(shape: tuple[int, ...], own: Spec, smallest: int, r
         ((4096, 4096), 1000, ("data:(1)8", "data:(8)125")),  # factors, and padding
         ((32, 4096, 11008), 24, (None, "data", None)),  # the layers of a stack are left alone
         ((24, 4096, 11008), 24, (None, "data", None)),
-        ((1600,), 24, ("data:(3)8",)),  # small: whole over the other 3
+        ((1600,), 24, ("data:(3)8",)),  # small: replicated over the other 3
         ((5, 7), 24, (None, None)),
     ],
 )

@@ -81,7 +81,7 @@ def test_lies_on_the_mesh_itself() -> None:
     by_parts = layout.sharding(zerojax.mesh(), (("data:(4)2", "data:(1)4"), None))
     x = StoredArray(jax.device_put(VALUES[:80], by_parts), (80, 200))  # in another order
     assert x.sharding == NamedSharding(zerojax.mesh(), P("data", None))
-    np.testing.assert_array_equal(x.whole(), VALUES[:80])
+    np.testing.assert_array_equal(x.gathered(), VALUES[:80])
 
 
 def test_says_how_it_lies_and_what_jax_gets() -> None:

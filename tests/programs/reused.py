@@ -209,7 +209,7 @@ PROGRAMS = (
     *programs(
         "reused_experts", experts, names=("experts_in", "experts_out"), accumulated=INTERACT,
         on=lambda zero: functools.partial(
-            experts, apart=zero.per_device(chosen, whole=[1, 2])
+            experts, apart=zero.per_device(chosen, replicated=[1, 2])
         ),
     ),
 )  # fmt: skip

@@ -165,8 +165,8 @@ def check(name: str, stage: int, k: int, **config: Any) -> None:
 
 
 def cells() -> Iterator[Any]:
-    """Every program at stage 3 on the whole batch, and some at another stage or with micro-batches.
-    Names choose which, so that a program more leaves the others as they are."""
+    """Every program at stage 3 on the global batch, and some at another stage or with
+    micro-batches. Names choose which, so that a program more leaves the others as they are."""
     others = [(1, 1), (1, 4), (2, 1), (2, 4), (3, 4)]
     for name, program in PROGRAMS.items():
         number = zlib.crc32(name.encode())

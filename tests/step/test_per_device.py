@@ -21,7 +21,7 @@ def scaled(x: Any, w: Any) -> Any:
 
 
 def test_it_computes_the_same_and_its_gradient() -> None:
-    over = zerojax.zero(stage=0).per_device(scaled, whole=[1])
+    over = zerojax.zero(stage=0).per_device(scaled, replicated=[1])
 
     def loss(x: Any, w: Any) -> Any:
         return jnp.sum(over({"rows": x}, w)["rows"] ** 2)
@@ -37,17 +37,17 @@ def test_it_computes_the_same_and_its_gradient() -> None:
 
 
 def test_what_does_not_divide() -> None:
-    over = zerojax.zero(stage=0).per_device(scaled, whole=[1])
+    over = zerojax.zero(stage=0).per_device(scaled, replicated=[1])
     with pytest.raises(
         ValueError, match=r"per_device\(scaled\): argument 0\['rows'\] has shape \(3"
     ):
         over({"rows": X[:3]}, W)
-    with pytest.raises(ValueError, match="make it a multiple, or add 0 to `whole`"):
+    with pytest.raises(ValueError, match="make it a multiple, or add 0 to `replicated`"):
         over({"rows": jnp.float32(1)}, W)
 
 
 def test_a_dimension_cut_over_an_axis_of_the_users() -> None:
-    """Heads [B, T, H, d] over "model", ids [B, T] by rows alone, a scale whole."""
+    """Heads [B, T, H, d] over "model", ids [B, T] by rows alone, a replicated scale."""
     mesh = zerojax.mesh(axes={"data": 4, "model": 2})
     x = np.random.default_rng(1).normal(size=(8, 3, 6, 2)).astype(np.float32)
     ids = np.arange(24).reshape(8, 3).astype(np.int32)
@@ -56,7 +56,7 @@ def test_a_dimension_cut_over_an_axis_of_the_users() -> None:
         assert (x.shape, ids.shape) == ((2, 3, 3, 2), (2, 3))
         return jnp.tanh(x * w) + ids[..., None, None]
 
-    over = zerojax.zero(stage=0, mesh=mesh).per_device(local, whole=[2], cut={"model": 2})
+    over = zerojax.zero(stage=0, mesh=mesh).per_device(local, replicated=[2], sharded={"model": 2})
 
     def loss(x: Any, w: Any) -> Any:
         return jnp.sum(over(x, ids, w) ** 2)
@@ -72,11 +72,11 @@ def test_a_dimension_cut_over_an_axis_of_the_users() -> None:
     ):
         over(x[:, :, :5], ids, W[:2])
     for axis in ("data", "heads"):
-        with pytest.raises(ValueError, match=f"cut names '{axis}', no axis of your own"):
-            zerojax.zero(stage=0, mesh=mesh).per_device(local, cut={axis: 2})
+        with pytest.raises(ValueError, match=f"`sharded` names '{axis}', no axis of your own"):
+            zerojax.zero(stage=0, mesh=mesh).per_device(local, sharded={axis: 2})
     for at in (0, -1, True):
-        with pytest.raises(ValueError, match=r"cut has 'model': .*; count dimensions from"):
-            zerojax.zero(stage=0, mesh=mesh).per_device(local, cut={"model": at})
+        with pytest.raises(ValueError, match=r"`sharded` has 'model': .*; count dimensions from"):
+            zerojax.zero(stage=0, mesh=mesh).per_device(local, sharded={"model": at})
     mesh = zerojax.mesh(axes={"data": 2, "model": 2, "rows": 2})
-    with pytest.raises(ValueError, match="cut has dimension 2 twice"):
-        zerojax.zero(stage=0, mesh=mesh).per_device(local, cut={"model": 2, "rows": 2})
+    with pytest.raises(ValueError, match="`sharded` has dimension 2 twice"):
+        zerojax.zero(stage=0, mesh=mesh).per_device(local, sharded={"model": 2, "rows": 2})

@@ -69,12 +69,12 @@ def test_of_the_global_batch(caplog: pytest.LogCaptureFixture) -> None:
         f"ragged_dot at test_ragged_products.py:{number} runs on all rows on each of the 8"
         in warning
     )
-    assert "zero.per_device(experts, whole=[...])" in warning
+    assert "zero.per_device(experts, replicated=[...])" in warning
 
 
 def test_of_one_devices_rows_and_of_one_row(caplog: pytest.LogCaptureFixture) -> None:
     zero = zerojax.zero(stage=3)
-    assert said(caplog, zero, zero.per_device(experts, whole=[1])) == []
+    assert said(caplog, zero, zero.per_device(experts, replicated=[1])) == []
     assert said(caplog, zero, by_row) == []
 
 

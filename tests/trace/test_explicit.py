@@ -153,7 +153,7 @@ def test_a_step_for_explicit_axes_with_its_state_in_host_memory() -> None:
 
 @pytest.mark.parametrize("placed", [False, True])
 def test_the_batch_has_the_type_that_it_is_passed_with(placed: bool) -> None:
-    """As under plain jit: rows of the host lie whole, and an ambiguous lookup is none."""
+    """As under plain jit: rows of the host are replicated, and an ambiguous lookup is none."""
     mesh, rows = explicit_mesh(), np.arange(32) % 10
 
     def step(state: TrainState, rows: Any) -> Any:

@@ -131,7 +131,9 @@ def start() -> TrainState:
 )
 @pytest.mark.parametrize("keywords", [{}, {"fp16": True, "loss_scale": 64.0}])
 @pytest.mark.parametrize("body", swept([masked, jax.jit(masked), lambda s, b: masked(s, b, True)]))
-def test_accumulates_to_the_mean_over_the_whole_batch(stage: int, keywords: Any, body: Any) -> None:
+def test_accumulates_to_the_mean_over_the_global_batch(
+    stage: int, keywords: Any, body: Any
+) -> None:
     batch, plain = uneven(), start()
     zero = zerojax.zero(
         stage=stage, gradient_accumulation_steps=4, stage3_param_persistence_threshold=0,
@@ -147,7 +149,7 @@ def test_accumulates_to_the_mean_over_the_whole_batch(stage: int, keywords: Any,
     assert int(zerojax.telemetry(state)["skipped_steps"]) == 0
 
 
-def test_a_masked_mean_of_ones_own_is_that_of_the_whole_batch() -> None:
+def test_a_masked_mean_of_ones_own_is_that_of_the_global_batch() -> None:
     def body(state: TrainState, batch: Any) -> Any:
         def loss(params: Any) -> jax.Array:
             losses = (batch["x"] @ params["w"] - 1) ** 2

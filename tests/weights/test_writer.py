@@ -138,7 +138,7 @@ def test_an_error_leaves_the_folder_as_it_was(tmp_path: pathlib.Path) -> None:
     assert names(tmp_path) == ["there"]
 
 
-def test_a_tensor_that_was_not_written_whole_is_an_error(tmp_path: pathlib.Path) -> None:
+def test_a_tensor_that_was_not_written_completely_is_an_error(tmp_path: pathlib.Path) -> None:
     arrays = drawn({"a": (4, 3), "b": (2,)})
     with (
         pytest.raises(ValueError, match=r"a: 12 bytes were not written \(2 such tensors\)"),

@@ -41,7 +41,7 @@ class Analysis(EquationAnalysis):
     """One pass over a step.
 
     Args:
-      whole, micro: The step traced on the global batch and on a micro-batch.
+      global_flat, micro_flat: The step traced on the global batch and on a micro-batch.
       given: The kinds of its arguments.
       choices: See :class:`Choices`.
       hopeful: Whether to record a conflict and continue as if it were resolved.
@@ -49,7 +49,7 @@ class Analysis(EquationAnalysis):
 
     Attributes:
       pairs: The equations of both traces, matched.
-      kinds: The kind of each variable of ``whole``.
+      kinds: The kind of each variable of ``global_flat``.
       literals: Paths of equations that need the micro-batch's own number of rows.
 
     Raises:
@@ -58,30 +58,30 @@ class Analysis(EquationAnalysis):
 
     def __init__(
         self,
-        whole: Flat,
-        micro: Flat,
+        global_flat: Flat,
+        micro_flat: Flat,
         given: Sequence[RowKind],
         choices: Choices,
         hopeful: bool,
         neighbours: bool = True,
     ) -> None:
-        both = zip(whole.invars, micro.invars, given, strict=True)
+        both = zip(global_flat.invars, micro_flat.invars, given, strict=True)
         n, m = next((w.aval.shape[0], m.aval.shape[0]) for w, m, k in both if k.rows)
         super().__init__(Sizes(n, m, neighbours), choices, hopeful)
         self.literals: set[Path] = set()
         self.kinds: dict[Any, RowKind] = {}
         self.pairs: list[EquationPair] = []
-        self._bound, self._inside = whole.bound, dict[Path, Any]()
-        self._run(whole, micro, given, (), False, self.kinds, self.pairs)
+        self._bound, self._inside = global_flat.bound, dict[Path, Any]()
+        self._run(global_flat, micro_flat, given, (), False, self.kinds, self.pairs)
 
     def kind(self, atom: Any) -> RowKind:
-        """Returns the kind of a variable of ``whole``, or of a literal."""
+        """Returns the kind of a variable of ``global_flat``, or of a literal."""
         return _literal(atom) if isinstance(atom, core.Literal) else self.kinds[atom]
 
     def equation(self, path: Path) -> Any:
         """Returns the equation at a path, on the global batch; None for a sum that a loop over the
         rows carries."""
-        return self.pairs[path[0]].whole if len(path) == 1 else self._inside.get(path)
+        return self.pairs[path[0]].global_eqn if len(path) == 1 else self._inside.get(path)
 
     def place(self, path: Path) -> tuple[Any, ...] | None:
         """Returns where the user's program binds an equation, call by call, see
@@ -94,8 +94,8 @@ class Analysis(EquationAnalysis):
 
     def _run(
         self,
-        whole: Any,
-        micro: Any,
+        global_program: Any,
+        micro_program: Any,
         given: Sequence[RowKind],
         path: Path,
         backward: bool,
@@ -103,16 +103,16 @@ class Analysis(EquationAnalysis):
         matched: list[EquationPair],
     ) -> Kinds:
         """Interprets a program, and returns the kinds of its results."""
-        for w, m in zip(whole.constvars, micro.constvars, strict=False):
+        for w, m in zip(global_program.constvars, micro_program.constvars, strict=False):
             env[w] = FIXED if w.aval.shape == m.aval.shape else _constant(w, m)
-        env.update(zip(whole.invars, given, strict=True))
+        env.update(zip(global_program.invars, given, strict=True))
 
         def read(atom: Any) -> RowKind:
             return _literal(atom) if isinstance(atom, core.Literal) else env[atom]
 
-        for i, pair in enumerate(pairs(whole, micro, self.sizes)):
+        for i, pair in enumerate(pairs(global_program, micro_program, self.sizes)):
             matched.append(pair)
-            eqn = pair.whole
+            eqn = pair.global_eqn
             kinds = [read(v) for v in eqn.invars]
             here = (*path, i)
             if path:
@@ -125,10 +125,10 @@ class Analysis(EquationAnalysis):
                 env[v] = kind
             if any(k.name == "own" or k.index for k in outs):
                 self.literals.add(here)
-        return [read(v) for v in whole.outvars]
+        return [read(v) for v in global_program.outvars]
 
     def _equation(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
-        eqn = pair.whole
+        eqn = pair.global_eqn
         if not eqn.outvars:
             return []
         if not backward:
@@ -154,11 +154,11 @@ class Analysis(EquationAnalysis):
     def _within(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         """Returns the kinds of an equation whose inner programs involve rows of the batch."""
         inside = {prims.scan_p: self._scan, prims.while_p: self._while, prims.cond_p: self._cond}
-        if run := inside.get(pair.whole.primitive):
+        if run := inside.get(pair.global_eqn.primitive):
             outs = run(pair, kinds, path, backward)
         else:
             outs = self._body(map(jaxprs.called, pair), kinds, path, backward)
-        return [_located(k, pair.whole) for k in outs]
+        return [_located(k, pair.global_eqn) for k in outs]
 
     def _body(
         self,
@@ -220,7 +220,7 @@ class Analysis(EquationAnalysis):
         return results
 
     def _while(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
-        eqn = pair.whole
+        eqn = pair.global_eqn
         loops = [jaxprs.while_parts(e) for e in pair]
         a = loops[0].cond_consts
         b = a + loops[0].body_consts
@@ -250,7 +250,7 @@ class Analysis(EquationAnalysis):
         outs = branches[0]
         for other in branches[1:]:
             outs = [join(a, b, where(eqn)) for a, b in zip(outs, other, strict=True)]
-        return [mixed(MIXES, where(eqn)) if k.name == "whole" else k.but(home=None) for k in outs]
+        return [mixed(MIXES, where(eqn)) if k.name == "global" else k.but(home=None) for k in outs]
 
 
 def _located(kind: RowKind, call: Any) -> RowKind:

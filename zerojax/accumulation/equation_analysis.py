@@ -81,14 +81,14 @@ class EquationAnalysis:
     def of_fixed(self, pair: EquationPair, kinds: Kinds) -> Kinds:
         """Returns the kinds of an equation's results if no operand has rows. The equation may
         create arrays of the batch's size."""
-        eqn, inherited = pair.whole, together(kinds)
+        eqn, inherited = pair.global_eqn, together(kinds)
         if not grows(pair):
             zero = eqn.primitive.name in ZERO_STAYS and bool(kinds)
             product = eqn.primitive.name == "mul"
             zero = zero and (any if product else all)(k.zero for k in kinds)
             return [RowKind("fixed", zero=zero, **inherited)] * len(eqn.outvars)
         outs = []
-        for w, m in zip(eqn.outvars, pair.micro.outvars, strict=True):
+        for w, m in zip(eqn.outvars, pair.micro_eqn.outvars, strict=True):
             dims = scaled(w.aval, m.aval)
             name = eqn.primitive.name
             if not dims:
@@ -100,7 +100,7 @@ class EquationAnalysis:
                 outs.append(RowKind("rows", dim=dims[0], **inherited))
             elif name == "iota":
                 along = jaxprs.param(eqn, "dimension") == dims[0]
-                own = along and w.aval.shape[dims[0]] == self.sizes.whole
+                own = along and w.aval.shape[dims[0]] == self.sizes.global_rows
                 index = "own" if own else "number" if along else ""
                 outer = 1 if along else None
                 outs.append(RowKind("rows", dim=dims[0], outer=outer, index=index, **inherited))
@@ -114,7 +114,7 @@ class EquationAnalysis:
 
     def of_rows(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
         """Returns the kinds of an equation's results if its operands or results have rows."""
-        eqn = pair.whole
+        eqn = pair.global_eqn
         name = eqn.primitive.name
         if name == "optimization_barrier":
             return [k.but(home=None) for k in kinds]
@@ -139,7 +139,7 @@ class EquationAnalysis:
         rule = RULES.get(name)
         out = None if rule is None else rule(eqn, kinds)
         if out is None:
-            both_outs = zip(eqn.outvars, pair.micro.outvars, strict=True)
+            both_outs = zip(eqn.outvars, pair.micro_eqn.outvars, strict=True)
             shape = next(filter(None, (self._misshapen(w, m) for w, m in both_outs)), None)
             why = MIXES if rule is not None else "is not known to keep rows separate"
             return [mixed(why, where(eqn), shape)] * len(eqn.outvars)
@@ -162,26 +162,26 @@ class EquationAnalysis:
         """Returns the layout ``out`` for each result whose shapes agree with it, "mixed" for the
         others."""
         outs = []
-        for w, m in zip(pair.whole.outvars, pair.micro.outvars, strict=True):
+        for w, m in zip(pair.global_eqn.outvars, pair.micro_eqn.outvars, strict=True):
             shape = self._misshapen(w, m)
             same = out.rows and shape is None and scaled(w.aval, m.aval) == [out.dim]
             same = same and self._divides(out, w.aval.shape[out.dim], m.aval.shape[out.dim])
-            outs.append(out if same else mixed(MIXES, where(pair.whole), shape))
+            outs.append(out if same else mixed(MIXES, where(pair.global_eqn), shape))
         return outs
 
-    def _divides(self, rows: RowKind, whole: int, micro: int) -> bool:
+    def _divides(self, rows: RowKind, global_size: int, micro_size: int) -> bool:
         """Returns whether all stretches of rows in a dimension of these sizes are equally long."""
         outer = rows.outer or 1
-        remainder = 0 if self.sizes.neighbours else whole % (outer * self.sizes.whole)
-        return not remainder and micro % outer == 0
+        remainder = 0 if self.sizes.neighbours else global_size % (outer * self.sizes.global_rows)
+        return not remainder and micro_size % outer == 0
 
-    def _misshapen(self, whole: Any, micro: Any) -> tuple[int, ...] | None:
+    def _misshapen(self, global_var: Any, micro_var: Any) -> tuple[int, ...] | None:
         """Returns the shape of a variable that has rows in several dimensions, or a dimension that
         does not grow in proportion to the rows; None for other variables."""
-        dims, shape = scaled(whole.aval, micro.aval), whole.aval.shape
+        dims, shape = scaled(global_var.aval, micro_var.aval), global_var.aval.shape
         fit = all(
-            self.sizes.fit(shape[d], micro.aval.shape[d])
-            and self._divides(RowKind("rows"), shape[d], micro.aval.shape[d])
+            self.sizes.fit(shape[d], micro_var.aval.shape[d])
+            and self._divides(RowKind("rows"), shape[d], micro_var.aval.shape[d])
             for d in dims
         )
         return None if len(dims) < 2 and fit else shape
@@ -192,12 +192,12 @@ class EquationAnalysis:
         outs, inherited = [], together(kinds)
         outers = {k.outer for k in kinds if k.rows} - {None, 1}
         if outers or any(k.index for k in kinds):
-            return refused(pair.whole, MIXES)
-        self.kernels.append(where(pair.whole))
-        for w, m in zip(pair.whole.outvars, pair.micro.outvars, strict=True):
+            return refused(pair.global_eqn, MIXES)
+        self.kernels.append(where(pair.global_eqn))
+        for w, m in zip(pair.global_eqn.outvars, pair.micro_eqn.outvars, strict=True):
             dims, shape = scaled(w.aval, m.aval), self._misshapen(w, m)
             if shape is not None:
-                outs.append(mixed(MIXES, where(pair.whole), shape))
+                outs.append(mixed(MIXES, where(pair.global_eqn), shape))
             else:
                 rows = RowKind("rows", dim=dims[0], outer=1, **inherited) if dims else None
                 outs.append(rows or RowKind("sum", **inherited))
@@ -206,7 +206,7 @@ class EquationAnalysis:
     def of_numbers(self, eqn: Any, kinds: Kinds, nested: bool) -> Kinds:
         """Returns the kinds of the results of an equation without rows, on reductions over rows or
         values computed from them."""
-        result = RowKind("whole", **together(kinds))
+        result = RowKind("global", **together(kinds))
         if any(k.name == "own" for k in kinds):
             if eqn.primitive.name == "select_n" and kinds[0].needs_all_rows:
                 return [result.but(guarded=tuple(eqn.invars[1:]))]
@@ -216,7 +216,7 @@ class EquationAnalysis:
             return refused(eqn, "combines a number of a micro-batch with one of the global batch")
         if eqn.primitive.name == "optimization_barrier":
             return [k.but(home=None) for k in kinds]
-        if not any(k.name == "whole" for k in kinds):
+        if not any(k.name == "global" for k in kinds):
             total = reduced(eqn, kinds)
             if total is not None:
                 return [total] * len(eqn.outvars)
@@ -255,5 +255,5 @@ def is_sum(eqn: Any, kinds: Kinds) -> bool:
 
 def grows(pair: EquationPair) -> bool:
     """Returns whether a result of the equation grows with the number of rows."""
-    outs = zip(pair.whole.outvars, pair.micro.outvars, strict=True)
+    outs = zip(pair.global_eqn.outvars, pair.micro_eqn.outvars, strict=True)
     return any(w.aval.shape != m.aval.shape for w, m in outs)

@@ -64,7 +64,7 @@ class RowKind:
         - "row": depends on one row, within a loop over the rows;
         - "sum", "max", "min", "prod", "and", "or": that reduction over rows, so that the global
           batch's value is the same reduction of the micro-batches' values;
-        - "whole": computed from such reductions over the global batch;
+        - "global": computed from such reductions over the global batch;
         - "own": a value of the micro-batch only, such as its batch statistics;
         - "mixed": depends on rows in a way that micro-batches cannot reproduce, see ``problem``.
       dim, outer: For "rows", the dimension that holds the rows, and how many stretches of all rows
@@ -78,7 +78,7 @@ class RowKind:
       learned: True if the value depends on the state of the training.
       node: The reductions over rows that the value is computed from.
       home: The variable of the step (not of an inner program) that holds the value.
-      guarded: The cases of the ``select_n`` that computed a "whole" value.
+      guarded: The cases of the ``select_n`` that computed a "global" value.
       problem: The reason why the value is "mixed".
     """
 
@@ -106,7 +106,7 @@ class RowKind:
     @property
     def needs_all_rows(self) -> bool:
         """True if the value is known only after all micro-batches."""
-        return self.reduced or self.name == "whole"
+        return self.reduced or self.name == "global"
 
     @property
     def added(self) -> RowKind:
@@ -170,6 +170,6 @@ def join(one: RowKind, other: RowKind, where: str) -> RowKind:
         return RowKind("own", adds=adds, **inherited)
     elif names == {"sum", "fixed"} and (one.zero or other.zero):
         return RowKind("sum", **inherited)
-    elif names <= {"fixed", "whole", *REDUCTIONS}:
-        return RowKind("whole", **inherited)
+    elif names <= {"fixed", "global", *REDUCTIONS}:
+        return RowKind("global", **inherited)
     return mixed("carries rows of the batch and other values in turn", where)

@@ -73,7 +73,7 @@ class Lanes(NamedTuple):
         stays a shard, which holds that layout."""
         if self.axes == (REPLICA,):
             return list(args)
-        return [x.whole if is_gathered(x) and moved_stacks.of(x) is None else x for x in args]
+        return [x.unsharded if is_gathered(x) and moved_stacks.of(x) is None else x for x in args]
 
     def run(
         self, task: Callable[[Sequence[jax.Array]], Sequence[Any]], rows: Sequence[jax.Array]

@@ -53,14 +53,14 @@ def changed_rule(analysis: Analysis, rules: Collection[Any]) -> Any:
 
     def first(both: Iterable[EquationPair], inside: bool) -> Any:
         for pair in both:
-            within = inside or pair.whole.primitive in rules
+            within = inside or pair.global_eqn.primitive in rules
             if inside and (
                 _counts_rows(pair, analysis.sizes) or any(map(_differ, *(e.invars for e in pair)))
             ):
-                return pair.whole
+                return pair.global_eqn
             for w, m in zip(*map(jaxprs.inner, pair), strict=False):
                 if (found := first(pairs(w, m, analysis.sizes), within)) is not None:
-                    return pair.whole if pair.whole.primitive in rules else found
+                    return pair.global_eqn if pair.global_eqn.primitive in rules else found
         return None
 
     return first(analysis.pairs, False)
@@ -71,11 +71,11 @@ def _counts_rows(pair: EquationPair, sizes: Sizes) -> bool:
     all the same: by a parameter such as the length of a loop, or by an inner array that grows."""
     if not alike_in_shape(pair):
         return False
-    if pair.whole.primitive is prims.scan_p:
+    if pair.global_eqn.primitive is prims.scan_p:
         lengths = [jaxprs.param(eqn, "length") for eqn in pair]
         if lengths[0] != lengths[1]:
             return True
-    if not jaxprs.programs(pair.whole):
+    if not jaxprs.programs(pair.global_eqn):
         return other_numbers(pair)
     bodies = zip(*map(jaxprs.inner, pair), strict=False)
     inside = (pairs(w, m, sizes) for w, m in bodies)
@@ -85,16 +85,16 @@ def _counts_rows(pair: EquationPair, sizes: Sizes) -> bool:
     )
 
 
-def _body(whole: Any, micro: Any, path: Path, analysis: Analysis) -> Any:
-    inside, outside = jaxprs.open_jaxpr(micro)[0], jaxprs.open_jaxpr(whole)[0]
+def _body(global_jaxpr: Any, micro_jaxpr: Any, path: Path, analysis: Analysis) -> Any:
+    inside, outside = jaxprs.open_jaxpr(micro_jaxpr)[0], jaxprs.open_jaxpr(global_jaxpr)[0]
     both = enumerate(pairs(outside, inside, analysis.sizes))
     eqns = [_equation(pair, (*path, i), analysis) for i, pair in both]
     if all(new is old for new, old in zip(eqns, inside.eqns, strict=True)):
-        return micro
-    return jaxprs.with_body(micro, inside.replace(eqns=eqns))
+        return micro_jaxpr
+    return jaxprs.with_body(micro_jaxpr, inside.replace(eqns=eqns))
 
 
-def _differ(whole: Any, micro: Any) -> bool:
-    if not (isinstance(whole, core.Literal) and isinstance(micro, core.Literal)):
+def _differ(global_atom: Any, micro_atom: Any) -> bool:
+    if not (isinstance(global_atom, core.Literal) and isinstance(micro_atom, core.Literal)):
         return False
-    return not np.ndim(whole.val) and bool(whole.val != micro.val)
+    return not np.ndim(global_atom.val) and bool(global_atom.val != micro_atom.val)

@@ -20,30 +20,33 @@ class Sizes(NamedTuple):
     """Rows of the global batch, and of a micro-batch; neither need divide the other.
 
     Attributes:
-      whole, micro: The numbers of rows.
+      global_rows, micro_rows: The numbers of rows.
       neighbours: Whether a micro-batch has rows that are neighbours in the batch, so that groups
         of neighbours stay together.
     """
 
-    whole: int
-    micro: int
+    global_rows: int
+    micro_rows: int
     neighbours: bool = True
 
     @property
     def traced(self) -> int:
         """Rows to trace a micro-batch with, see :mod:`zerojax.accumulation.resize`."""
-        return self.micro if self.micro > 1 else 2 if self.whole != 2 else 3
+        return self.micro_rows if self.micro_rows > 1 else 2 if self.global_rows != 2 else 3
 
-    def fit(self, whole: int, micro: int) -> bool:
+    def fit(self, global_size: int, micro_size: int) -> bool:
         """Returns whether two sizes of a dimension are equal, or in proportion to the rows."""
-        return whole == micro or whole * self.micro == micro * self.whole
+        return (
+            global_size == micro_size
+            or global_size * self.micro_rows == micro_size * self.global_rows
+        )
 
 
 class EquationPair(NamedTuple):
-    """One equation, on the global batch (``whole``) and on a micro-batch (``micro``)."""
+    """One equation, on the global batch (``global_eqn``) and on a micro-batch (``micro_eqn``)."""
 
-    whole: Any
-    micro: Any
+    global_eqn: Any
+    micro_eqn: Any
 
 
 class UnevenError(Exception):
@@ -56,13 +59,13 @@ class UnevenError(Exception):
     remedy: str | None = None
 
 
-def pairs(whole: Any, micro: Any, sizes: Sizes) -> Iterator[EquationPair]:
+def pairs(global_program: Any, micro_program: Any, sizes: Sizes) -> Iterator[EquationPair]:
     """Matches the equations of two programs, open jaxprs or flat ones.
 
     Raises:
       UnevenError: The programs differ in more than shapes.
     """
-    given = [(*program.constvars, *program.invars) for program in (whole, micro)]
+    given = [(*program.constvars, *program.invars) for program in (global_program, micro_program)]
     if len(given[0]) != len(given[1]):
         raise UnevenError("it has other constants")
     micro_of = dict(zip(*given, strict=True))
@@ -71,17 +74,17 @@ def pairs(whole: Any, micro: Any, sizes: Sizes) -> Iterator[EquationPair]:
         literals = isinstance(w, core.Literal), isinstance(m, core.Literal)
         return all(literals) if any(literals) else micro_of[w] is m
 
-    n = len(whole.eqns), len(micro.eqns)
+    n = len(global_program.eqns), len(micro_program.eqns)
     for i in range(max(n)):
         if i >= min(n):
-            raise UnevenError(where((whole if i < n[0] else micro).eqns[i]))
-        eqn, micro_eqn = whole.eqns[i], micro.eqns[i]
+            raise UnevenError(where((global_program if i < n[0] else micro_program).eqns[i]))
+        eqn, micro_eqn = global_program.eqns[i], micro_program.eqns[i]
         alike = _alike(eqn, micro_eqn, sizes) and len(eqn.invars) == len(micro_eqn.invars)
         if not alike or not all(map(matched, eqn.invars, micro_eqn.invars)):
             raise UnevenError(where(eqn))
         micro_of.update(zip(eqn.outvars, micro_eqn.outvars, strict=True))
         yield EquationPair(eqn, micro_eqn)
-    if not all(map(matched, whole.outvars, micro.outvars)):
+    if not all(map(matched, global_program.outvars, micro_program.outvars)):
         raise UnevenError("it returns other values")
 
 
@@ -139,7 +142,7 @@ def alike_in_shape(pair: EquationPair) -> bool:
     return global_shapes == micro_shapes
 
 
-def scaled(whole: Any, micro: Any) -> list[int]:
+def scaled(global_aval: Any, micro_aval: Any) -> list[int]:
     """Returns the dimensions in which an array grows with the number of rows."""
-    shapes = zip(whole.shape, micro.shape, strict=True)
+    shapes = zip(global_aval.shape, micro_aval.shape, strict=True)
     return [i for i, (a, b) in enumerate(shapes) if a != b]

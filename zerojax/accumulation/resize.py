@@ -19,25 +19,25 @@ from zerojax.accumulation.pairs import EquationPair, Sizes, UnevenError, alike_i
 from zerojax.xla import jaxprs
 
 
-def micro_batch(whole: Flat, traced: Flat, sizes: Sizes) -> Flat:
+def micro_batch(global_flat: Flat, traced: Flat, sizes: Sizes) -> Flat:
     """Returns the step on a micro-batch, derived from its trace on ``sizes.traced`` rows.
 
     Raises:
       UnevenError: The trace differs from the step on the global batch in more than shapes.
     """
-    if sizes.traced == sizes.micro:
+    if sizes.traced == sizes.micro_rows:
         return traced
-    return Resize(sizes.whole, sizes.traced).flat(whole, traced)
+    return Resize(sizes.global_rows, sizes.traced).flat(global_flat, traced)
 
 
 class Resize:
-    """Conversion of a step, traced on ``whole`` and on ``few`` rows, to one row."""
+    """Conversion of a step, traced on the ``full`` batch's rows and on ``few``, to one row."""
 
-    def __init__(self, whole: int, few: int) -> None:
-        self._whole, self._few = whole, few
-        self._sizes = Sizes(whole, few)
+    def __init__(self, full: int, few: int) -> None:
+        self._full, self._few = full, few
+        self._sizes = Sizes(full, few)
 
-    def flat(self, whole: Flat, few: Flat) -> Flat:
+    def flat(self, full: Flat, few: Flat) -> Flat:
         """Returns the flat program on one row, equation by equation the one on a few rows."""
         env: dict[Any, Any] = {}
 
@@ -50,31 +50,31 @@ class Resize:
         def read(w: Any, v: Any) -> Any:
             return self._literal(w, v) if isinstance(v, core.Literal) else env[v]
 
-        invars = [resized(w, v) for w, v in zip(whole.invars, few.invars, strict=True)]
-        constvars = [resized(w, v) for w, v in zip(whole.constvars, few.constvars, strict=True)]
+        invars = [resized(w, v) for w, v in zip(full.invars, few.invars, strict=True)]
+        constvars = [resized(w, v) for w, v in zip(full.constvars, few.constvars, strict=True)]
         eqns = []
-        for pair in pairs(whole, few, self._sizes):
+        for pair in pairs(full, few, self._sizes):
             w, f = pair
             ins = [read(a, b) for a, b in zip(w.invars, f.invars, strict=True)]
             outs = [resized(a, b) for a, b in zip(w.outvars, f.outvars, strict=True)]
             eqns.append(f.replace(invars=ins, outvars=outs, params=self._params(pair)))
-        outvars = [read(w, v) for w, v in zip(whole.outvars, few.outvars, strict=True)]
+        outvars = [read(w, v) for w, v in zip(full.outvars, few.outvars, strict=True)]
         return Flat(invars, eqns, outvars, constvars, few.consts)
 
-    def _shape(self, whole: Any, few: Any) -> tuple[int, ...]:
-        shapes = zip(getattr(whole, "shape", ()), getattr(few, "shape", ()), strict=True)
+    def _shape(self, full: Any, few: Any) -> tuple[int, ...]:
+        shapes = zip(getattr(full, "shape", ()), getattr(few, "shape", ()), strict=True)
         return tuple(self._size(w, f) for w, f in shapes)
 
-    def _size(self, whole: Any, few: Any) -> Any:
-        if whole == few:
+    def _size(self, full: Any, few: Any) -> Any:
+        if full == few:
             return few
-        if whole * self._few != few * self._whole:
-            raise UnevenError(f"a dimension has {whole} elements for {self._whole} rows")
+        if full * self._few != few * self._full:
+            raise UnevenError(f"a dimension has {full} elements for {self._full} rows")
         return few // self._few if isinstance(few, int) else few / self._few
 
-    def _literal(self, whole: Any, few: Any) -> Any:
-        alike = not isinstance(whole, core.Literal) or few.aval.shape or whole.val == few.val
-        if alike or whole.val * self._few != few.val * self._whole:
+    def _literal(self, full: Any, few: Any) -> Any:
+        alike = not isinstance(full, core.Literal) or few.aval.shape or full.val == few.val
+        if alike or full.val * self._few != few.val * self._full:
             return few
         return core.Literal(np.asarray(few.val / self._few, few.aval.dtype), few.aval)
 
@@ -87,17 +87,17 @@ class Resize:
             for name, value in few.params.items()
         }
 
-    def _param(self, whole: Any, few: Any, pair: EquationPair) -> Any:
-        if type(few) is tuple and type(whole) is tuple and len(few) == len(whole):
-            return tuple(self._param(w, f, pair) for w, f in zip(whole, few, strict=True))
-        if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in (whole, few)):
-            return self._size(int(whole), int(few))  # numpy ints in a slice gradient's padding
+    def _param(self, full: Any, few: Any, pair: EquationPair) -> Any:
+        if type(few) is tuple and type(full) is tuple and len(few) == len(full):
+            return tuple(self._param(w, f, pair) for w, f in zip(full, few, strict=True))
+        if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in (full, few)):
+            return self._size(int(full), int(few))  # numpy ints in a slice gradient's padding
         if jaxprs.is_jaxpr(few):
-            return self._body(whole, few, where(pair.whole))
+            return self._body(full, few, where(pair.global_eqn))
         return few
 
-    def _body(self, whole: Any, few: Any, at: str) -> Any:
-        (w, _), (f, consts) = jaxprs.open_jaxpr(whole), jaxprs.open_jaxpr(few)
+    def _body(self, full: Any, few: Any, at: str) -> Any:
+        (w, _), (f, consts) = jaxprs.open_jaxpr(full), jaxprs.open_jaxpr(few)
         if str([v.aval for v in w.invars]) == str([v.aval for v in f.invars]) and all(
             map(alike_in_shape, map(EquationPair, w.eqns, f.eqns))
         ):
@@ -114,16 +114,16 @@ class Resize:
             raise UnevenError(at)
         return inner
 
-    def _run(self, whole: Any, few: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def _run(self, full: Any, few: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Evaluates the inner program of an equation on arguments of one row."""
         env = dict(zip((*few.constvars, *few.invars), (*consts, *args), strict=True))
 
         def read(w: Any, v: Any) -> Any:
             return self._literal(w, v).val if isinstance(v, core.Literal) else env[v]
 
-        for pair in pairs(whole, few, self._sizes):
+        for pair in pairs(full, few, self._sizes):
             w, f = pair
             values = [read(a, b) for a, b in zip(w.invars, f.invars, strict=True)]
             outs = jaxprs.bind(f.replace(params=self._params(pair)), values)
             env.update(zip(f.outvars, outs, strict=True))
-        return [read(w, v) for w, v in zip(whole.outvars, few.outvars, strict=True)]
+        return [read(w, v) for w, v in zip(full.outvars, few.outvars, strict=True)]

@@ -12,7 +12,7 @@ from zerojax.accumulation.kinds import RowKind
 
 
 def analyse(
-    whole: Flat, micro: Flat, given: Sequence[RowKind], rest: Sequence[int]
+    global_flat: Flat, micro_flat: Flat, given: Sequence[RowKind], rest: Sequence[int]
 ) -> tuple[Analysis, Choices]:
     """Analyses a step, and resolves its conflicts as far as possible.
 
@@ -25,7 +25,7 @@ def analyse(
       ``custom_vjp``'s, are over all rows.
 
     Args:
-      whole, micro: The step traced on the global batch and on a micro-batch.
+      global_flat, micro_flat: The step traced on the global batch and on a micro-batch.
       given: The kinds of its arguments.
       rest: Positions, among the results, of state other than parameters and optimizer state.
 
@@ -35,10 +35,10 @@ def analyse(
     choices = Choices()
     owned = set[Any]()  # places of equations that compute or read batch statistics
     while True:
-        analysis = Analysis(whole, micro, given, choices, hopeful=True)
+        analysis = Analysis(global_flat, micro_flat, given, choices, hopeful=True)
         statistics = set()
         for i in rest:
-            if (node := analysis.kind(whole.outvars[i]).node) is not None:
+            if (node := analysis.kind(global_flat.outvars[i]).node) is not None:
                 # Reductions of the backward pass are gradients, not batch statistics.
                 statistics |= {r for r in node.roots() if not analysis.backward.get(r)}
         # A value that the forward pass combines with rows does not belong to a backward pass.
@@ -64,7 +64,7 @@ def analyse(
         if not analysis.conflicts:
             return analysis, choices
         if before == (len(choices.first), len(choices.own)):
-            return Analysis(whole, micro, given, choices, hopeful=False), choices
+            return Analysis(global_flat, micro_flat, given, choices, hopeful=False), choices
 
 
 def _differentiates(place: tuple[Any, ...] | None, owned: Collection[Any]) -> bool:

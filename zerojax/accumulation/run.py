@@ -47,12 +47,12 @@ def accumulator(param: Any, dtype: Any) -> Any:
     return jnp.promote_types(param, jnp.float32) if dtype is None else dtype
 
 
-def flat_micro(trace: Trace, whole: Flat, batch: Any, roles: Roles) -> Flat:
+def flat_micro(trace: Trace, global_flat: Flat, batch: Any, roles: Roles) -> Flat:
     """Returns the step on a micro-batch.
 
     Args:
       trace: Traces the step.
-      whole: The step on the global batch.
+      global_flat: The step on the global batch.
       batch: Leaves [k, rows, ...].
       roles: The roles of the step's arguments.
 
@@ -65,10 +65,10 @@ def flat_micro(trace: Trace, whole: Flat, batch: Any, roles: Roles) -> Flat:
         closed = trace(one_of(batch, sizes.traced))[0]
     except Exception as e:  # the same step has been traced on the global batch
         raise _number_written_out(e, sizes.traced, k * rows) from e
-    return micro_batch(whole, flatten(closed, roles.learned, roles.batch), sizes)
+    return micro_batch(global_flat, flatten(closed, roles.learned, roles.batch), sizes)
 
 
-def _number_written_out(error: Exception, rows: int, whole: int) -> UnevenError:
+def _number_written_out(error: Exception, rows: int, global_rows: int) -> UnevenError:
     place = raised_at(error)
     first = (str(error).splitlines() or [""])[0]
     uneven = UnevenError(
@@ -76,8 +76,8 @@ def _number_written_out(error: Exception, rows: int, whole: int) -> UnevenError:
         f"{f' at {place}' if place else ''}: {first.removesuffix('.')}"
     )
     uneven.remedy = (
-        f"Where the step has the {whole} rows of the global batch as a number, write the array's "
-        "own (len(x), or -1 in reshape); or set gradient_accumulation_steps to 1."
+        f"Where the step has the {global_rows} rows of the global batch as a number, write the "
+        "array's own (len(x), or -1 in reshape); or set gradient_accumulation_steps to 1."
     )
     return uneven
 
@@ -127,7 +127,7 @@ class MicroBatches:
 
     Args:
       trace: Traces the step.
-      whole: The jaxpr on the global batch.
+      global_jaxpr: The jaxpr on the global batch.
       batch: Arrays or their shapes, [k, rows, ...].
       roles: The roles of the step's arguments and results.
       k: Micro-batches per step.
@@ -146,7 +146,7 @@ class MicroBatches:
     def __init__(
         self,
         trace: Trace,
-        whole: Any,
+        global_jaxpr: Any,
         batch: Any,
         roles: Roles,
         k: int,
@@ -161,7 +161,7 @@ class MicroBatches:
     ) -> None:
         self._k, self._blocks, self._inserter = k, blocks, inserter
         self._dtype, self._roles = dtype, roles
-        flat = flatten(whole, roles.learned, roles.batch)
+        flat = flatten(global_jaxpr, roles.learned, roles.batch)
         self._want = [*want] or [None] * len(flat.outvars)
         self._wants = wanted.trace_back(flat, self._want, inserter.mesh)
         self._sharded, self._feedback = sharded and feedback is None, feedback

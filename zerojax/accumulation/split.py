@@ -69,8 +69,8 @@ class Split:
 
 
 def split(
-    whole: Flat,
-    micro: Flat,
+    global_flat: Flat,
+    micro_flat: Flat,
     analysis: Analysis,
     first: Collection[Any],
     stacked: Sequence[int],
@@ -81,7 +81,7 @@ def split(
     """Splits a step.
 
     Args:
-      whole, micro: The step traced on the global batch and on a micro-batch.
+      global_flat, micro_flat: The step traced on the global batch and on a micro-batch.
       analysis: The analysis of both.
       first: Variables that depend only on the batch.
       stacked: Positions of results that each micro-batch computes.
@@ -90,39 +90,39 @@ def split(
       prefer: Variables that are gradients in the form of their parameters. A gradient crosses at
         the earliest of these, if there is one.
     """
-    early = [v for eqn in whole.eqns for v in eqn.outvars if v in first]
-    chosen = _Once(whole, analysis, {*early}, {*carry.values()}, wants, prefer)
-    done = [i for i in range(len(whole.outvars)) if i not in {*stacked}]
-    chosen.need(whole.outvars[i] for i in done)
-    chosen.need(v for pair in chosen.effects() for v in pair.whole.invars)
-    micro_of = _micro_variables(whole, micro, analysis)
+    early = [v for eqn in global_flat.eqns for v in eqn.outvars if v in first]
+    chosen = _Once(global_flat, analysis, {*early}, {*carry.values()}, wants, prefer)
+    done = [i for i in range(len(global_flat.outvars)) if i not in {*stacked}]
+    chosen.need(global_flat.outvars[i] for i in done)
+    chosen.need(v for pair in chosen.effects() for v in pair.global_eqn.invars)
+    micro_of = _micro_variables(global_flat, micro_flat, analysis)
     crossing = [
         Crossing(v, analysis.kind(v).added.name, wants.get(v), _is_half(v) and chosen.taken_wide(v))
         for v in chosen.crossing
     ]
     last = list(chosen.last)
     pairs = list(enumerate(analysis.pairs))
-    effect_positions = {i for i, pair in pairs if pair.whole.effects} - chosen.eqns
-    outs = [*chosen.crossing, *last, *(whole.outvars[i] for i in stacked), *carry.values()]
+    effect_positions = {i for i, pair in pairs if pair.global_eqn.effects} - chosen.eqns
+    outs = [*chosen.crossing, *last, *(global_flat.outvars[i] for i in stacked), *carry.values()]
     eqns = with_global_sizes(analysis)
     # Constants, too, may depend on the number of rows.
     consts = [
         w if np.shape(w) == np.shape(m) else m
-        for w, m in zip(whole.consts, micro.consts, strict=True)
+        for w, m in zip(global_flat.consts, micro_flat.consts, strict=True)
     ]
-    micro = dataclasses.replace(micro, consts=consts)
+    micro_flat = dataclasses.replace(micro_flat, consts=consts)
     return Split(
-        first=_pruned(whole, [pair.whole for _, pair in pairs], [], early),
+        first=_pruned(global_flat, [pair.global_eqn for _, pair in pairs], [], early),
         micro=_pruned(
-            micro, eqns, [micro_of[v] for v in early], [_read(micro_of, v) for v in outs],
+            micro_flat, eqns, [micro_of[v] for v in early], [_read(micro_of, v) for v in outs],
             keep=effect_positions,
         ),
         once=Flat(
-            [*whole.invars, *early, *chosen.crossing, *last],
-            [pair.whole for i, pair in pairs if i in chosen.eqns],
-            [whole.outvars[i] for i in done],
-            whole.constvars,
-            whole.consts,
+            [*global_flat.invars, *early, *chosen.crossing, *last],
+            [pair.global_eqn for i, pair in pairs if i in chosen.eqns],
+            [global_flat.outvars[i] for i in done],
+            global_flat.constvars,
+            global_flat.consts,
         ),
         crossing=crossing,
         n_last=len(last),
@@ -137,7 +137,7 @@ class _Once:
 
     def __init__(
         self,
-        whole: Flat,
+        global_flat: Flat,
         analysis: Analysis,
         early: set[Any],
         passed: set[Any],
@@ -145,8 +145,8 @@ class _Once:
         prefer: Collection[Any],
     ) -> None:
         self._analysis, self._wants, self._prefer = analysis, wants, prefer
-        self._available = {*whole.invars, *whole.constvars, *early}
-        self._passed, self._graph = passed, graph_of(whole)
+        self._available = {*global_flat.invars, *global_flat.constvars, *early}
+        self._passed, self._graph = passed, graph_of(global_flat)
         self.eqns: set[int] = set()
         self.crossing: dict[Any, None] = {}
         self.last: dict[Any, None] = {}
@@ -165,7 +165,7 @@ class _Once:
             elif kind.name == "own":
                 self.last[v] = None
             else:
-                assert kind.name in ("fixed", "whole"), kind
+                assert kind.name in ("fixed", "global"), kind
                 left += self._take(v)
 
     def _take(self, v: Any) -> list[Any]:
@@ -220,8 +220,10 @@ class _Once:
         """Adds equations with effects (prints) on values that are known once, and returns them."""
         effects = []
         for i, pair in enumerate(self._analysis.pairs):
-            kinds = [self._analysis.kind(v) for v in pair.whole.invars]
-            if pair.whole.effects and all(k.needs_all_rows or k.name == "fixed" for k in kinds):
+            kinds = [self._analysis.kind(v) for v in pair.global_eqn.invars]
+            if pair.global_eqn.effects and all(
+                k.needs_all_rows or k.name == "fixed" for k in kinds
+            ):
                 self.eqns.add(i)
                 effects.append(pair)
         return effects
@@ -236,13 +238,17 @@ def _same_sort(one: Any, other: Any) -> bool:
     return a == b or (jnp.issubdtype(a, jnp.floating) and jnp.issubdtype(b, jnp.floating))
 
 
-def _micro_variables(whole: Flat, micro: Flat, analysis: Analysis) -> dict[Any, Any]:
+def _micro_variables(global_flat: Flat, micro_flat: Flat, analysis: Analysis) -> dict[Any, Any]:
     """Maps variables of the global batch's trace to those of the micro-batch's."""
     micro_of = dict(
-        zip((*whole.invars, *whole.constvars), (*micro.invars, *micro.constvars), strict=True)
+        zip(
+            (*global_flat.invars, *global_flat.constvars),
+            (*micro_flat.invars, *micro_flat.constvars),
+            strict=True,
+        )
     )
     for pair in analysis.pairs:
-        micro_of.update(zip(pair.whole.outvars, pair.micro.outvars, strict=True))
+        micro_of.update(zip(pair.global_eqn.outvars, pair.micro_eqn.outvars, strict=True))
     return micro_of
 
 

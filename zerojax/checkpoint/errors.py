@@ -18,12 +18,13 @@ class DamagedCheckpointError(CheckpointError):
     """Files of a checkpoint are missing, truncated or changed; none of its arrays was used.
 
     Attributes:
-      whole: The newest other step that appears intact; None if no step does, or none was searched.
+      newest_intact: The newest other step that appears intact; None if no step does, or none was
+        searched.
     """
 
-    def __init__(self, message: str, whole: int | None = None) -> None:
+    def __init__(self, message: str, newest_intact: int | None = None) -> None:
         super().__init__(message)
-        self.whole = whole
+        self.newest_intact = newest_intact
 
 
 _MAX_QUOTED = 1000

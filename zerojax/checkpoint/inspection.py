@@ -114,7 +114,7 @@ class Inspection:
         return tuple(step for step in self.steps if step.problems)
 
     @property
-    def newest_whole(self) -> InspectedStep | None:
+    def newest_intact(self) -> InspectedStep | None:
         """The newest step without problems that could be verified."""
         intact = (
             step for step in reversed(self.steps) if step.status in ("complete", "files complete")

@@ -20,7 +20,16 @@ from jax.sharding import Sharding
 
 from zerojax.checkpoint.checksum import share
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
-from zerojax.offload.disk.pieces import Index, boxes, grid, meet, moved, results, shape_of, whole
+from zerojax.offload.disk.pieces import (
+    Index,
+    boxes,
+    full_index,
+    grid,
+    meet,
+    moved,
+    results,
+    shape_of,
+)
 from zerojax.plan.places import PINNED
 from zerojax.plan.stored import StoredArray, pad, stored
 
@@ -226,7 +235,7 @@ def _write_chunks(
     for shard in x.shards:
         for box, flat in zip(chunks, recut(shard.pieces(), sizes), strict=True):
             index = moved(box, shard.box)
-            if (inside := meet(index, whole(x.shape))) is not None:
+            if (inside := meet(index, full_index(x.shape))) is not None:
                 block = flat.reshape(shape_of(box))[moved(inside, index, -1)]
                 transactions.write(spec, info.ts_context, inside, block)
                 yield inside, block
@@ -298,7 +307,7 @@ def fill(leaf: DiskLeaf, shape: Sequence[int], read: Callable[[Index], np.ndarra
         flat, offset, total = np.empty(len(block), leaf.dtype), 0, 0
         for box in boxes(shard_shape, block.start, block.stop):
             size, index = math.prod(shape_of(box)), moved(box, shard.box)
-            if (inside := meet(index, whole(shape))) is None:
+            if (inside := meet(index, full_index(shape))) is None:
                 flat[offset : offset + size] = 0
             else:
                 values = read(inside)

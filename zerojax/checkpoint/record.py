@@ -154,15 +154,15 @@ def read(folder: epath.Path) -> Record | None:
         raise cannot_be_read(file, error) from None
 
 
-def files(folder: epath.Path, whole: int = FULL_DIGEST_BYTES) -> dict[str, FileRecord]:
+def files(folder: epath.Path, max_bytes: int = FULL_DIGEST_BYTES) -> dict[str, FileRecord]:
     """Returns every file in subfolders of ``folder``; files directly in it are written later.
 
     Args:
       folder: The step's folder.
-      whole: The maximum bytes of a file with a ``crc32``.
+      max_bytes: The maximum bytes of a file with a ``crc32``.
     """
     return {
-        name: FileRecord(bytes=size, crc32=_crc32(folder / name) if size <= whole else None)
+        name: FileRecord(bytes=size, crc32=_crc32(folder / name) if size <= max_bytes else None)
         for name, size in sorted(sizes(folder))
         if "/" in name
     }

@@ -70,10 +70,10 @@ def inspect(
 
 def to_json(found: Inspection, *, leaves: bool = False) -> dict[str, Any]:
     """Returns the contents of the tables as JSON values, for every step."""
-    newest = found.newest_whole
+    newest = found.newest_intact
     return {
         "checkpoint": found.checkpoint,
-        "newest_whole": newest.step if newest else None,
+        "newest_intact": newest.step if newest else None,
         "unfinished": list(found.unfinished),
         "deleted": list(found.deleted),
         "steps": [_json(step, leaves) for step in found.steps],
@@ -146,7 +146,7 @@ def _named(step: InspectedStep) -> str:
 
 
 def _restore_hint(found: Inspection, alone: bool) -> str:
-    newest = found.newest_whole
+    newest = found.newest_intact
     if newest:
         files = "'s files are" if newest.status == "files complete" else " is"
         return f"step {newest.step}{files} complete: restore(abstract_state, step={newest.step})"

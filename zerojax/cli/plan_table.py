@@ -128,7 +128,7 @@ def _about_memory(planned: Planned) -> Iterator[str]:
     last = forecast.programs[-1]
     if not last.compiled:
         yield f"XLA refuses {last.name!r}: it needs at least that much, of unknown kinds."
-    elif not forecast.whole:
+    elif not forecast.is_complete:
         yield f"{last.name!r} does not fit; the programs after it were not compiled."
     yield from forecast.plan.live.notes
     yield from _about_recomputing(forecast)
@@ -193,7 +193,7 @@ def _about_links(planned: Planned) -> Iterator[str]:
 
 def _about_time(planned: Planned) -> Iterator[str]:
     forecast, rates = planned.forecast, planned.forecast.rates
-    if forecast.whole:
+    if forecast.is_complete:
         tokens = f", {forecast.tokens_per_second:,.0f} tokens/s" if forecast.tokens else ""
         yield f"predicted step time: {duration(forecast.seconds)}{tokens}, MFU {forecast.mfu:.1%}"
         yield (

@@ -131,7 +131,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
         "traffic": [
             dataclasses.asdict(each) | {"hidden": each.hidden} for each in forecast.traffic
         ],
-        "step": _step(forecast) if forecast.whole else None,
+        "step": _step(forecast) if forecast.is_complete else None,
         "assumed": {name: getattr(forecast.rates, name) for name in shares},
         "compile_seconds": forecast.compile_seconds,
         "remedies": None

@@ -69,7 +69,7 @@ class Ahead:
         shard = lax.dynamic_index_in_dim(x.value, index, keepdims=False)
         shard = self._gatherer.constrain(shard, x.spec[1:])
         quantized = x.gathering.quantized
-        return self._gatherer.whole(shard.astype(dtype), x.spec[1:], quantized=quantized)
+        return self._gatherer.all_gather(shard.astype(dtype), x.spec[1:], quantized=quantized)
 
     def first(self) -> list[jax.Array]:
         """Reads the entries that the first iteration needs."""
@@ -85,16 +85,16 @@ class Ahead:
         prefetched, sliced = iter(come), iter(rest)
         return [next(prefetched) if on_host(x) else next(sliced) for x in self._xs]
 
-    def wholes(self, come: Sequence[jax.Array]) -> list[jax.Array | None]:
+    def unsharded(self, come: Sequence[jax.Array]) -> list[jax.Array | None]:
         """Returns, for each stack, the unsharded entry that was gathered ahead; None for others."""
         unsharded: list[jax.Array | None] = [None] * len(self._xs)
-        for i, array in self._whole(come):
+        for i, array in self._gathered_arrays(come):
             # Otherwise XLA may carry the shard and gather in the iteration that uses the result.
             spec = layout.without(self._xs[i].spec[1:], self._gatherer.axis)
             unsharded[i] = self._gatherer.constrain(array, spec)
         return unsharded
 
-    def _whole(self, come: Sequence[jax.Array]) -> Iterable[tuple[int, jax.Array]]:
+    def _gathered_arrays(self, come: Sequence[jax.Array]) -> Iterable[tuple[int, jax.Array]]:
         """Returns the gathered arrays among those read ahead, with the positions of their
         stacks."""
         return zip(self._dtypes, come[len(come) - len(self._dtypes) :], strict=True)
@@ -110,7 +110,7 @@ class Ahead:
     def last(self, coming: Sequence[jax.Array]) -> jax.Array | None:
         """Returns the last gathered array that is unsharded on every device; None if there is
         none."""
-        axis, gathered = self._gatherer.axis, self._whole(coming)
+        axis, gathered = self._gatherer.axis, self._gathered_arrays(coming)
         replicated = [x for i, x in gathered if not any(layout.without(self._xs[i].spec, axis))]
         return replicated[-1] if replicated else None
 

@@ -75,14 +75,14 @@ class Behind:
         return state
 
     def hold(
-        self, given: list[tuple[jax.Array, jax.Array]], whole: jax.Array | None
+        self, given: list[tuple[jax.Array, jax.Array]], gathered: jax.Array | None
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """Delays the smallest of the pending partial sums until ``whole``, a gathered array,
+        """Delays the smallest of the pending partial sums until the array ``gathered``
         exists. XLA combines one layer's reductions, so that all of them wait."""
-        if whole is None or not given:
+        if gathered is None or not given:
             return given
         at = min(range(len(given)), key=lambda i: given[i][0].size)
-        (held,) = order.hold_largest([given[at][0]], whole)
+        (held,) = order.hold_largest([given[at][0]], gathered)
         return [
             (pinned(held, self._gatherer), stack) if i == at else (parts, stack)
             for i, (parts, stack) in enumerate(given)

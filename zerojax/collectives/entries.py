@@ -44,7 +44,7 @@ class Entries:
         self._xs, self._axis = xs, axis
         self.read = [narrowest(x) for x in xs]
         self.rounded = [_as_read(x) for x in xs]
-        self._whole: list[tuple[Any, Any]] = []
+        self._gathered_entries: list[tuple[Any, Any]] = []
         self._brief = False  # whether an iteration has gathered arrays that are freed at its end
         self._forms: dict[int, _Form] = {}
 
@@ -54,7 +54,7 @@ class Entries:
         """Returns one iteration's operands, from its entries of ``read`` and ``rounded``, and from
         the entries that were gathered ahead, see :class:`zerojax.collectives.ahead.Ahead`, with
         None for the others."""
-        self._whole = list(zip(rounded, self._xs, strict=True))
+        self._gathered_entries = list(zip(rounded, self._xs, strict=True))
         self._brief = any(x is not None for x in ahead)
         known = [a if r is None else r for r, a in zip(rounded, ahead, strict=True)]
         return list(map(self._operand, self._xs, entries, known))
@@ -71,10 +71,10 @@ class Entries:
         if not isinstance(y, Shard):
             return y
         gathered = None
-        if y.whole is not None:
-            source = next((x for entry, x in self._whole if entry is y.whole), None)
+        if y.unsharded is not None:
+            source = next((x for entry, x in self._gathered_entries if entry is y.unsharded), None)
             if source is None and not self._brief:
-                return y.whole
+                return y.unsharded
             gathered = None if source is None else source.gathered
         self._forms[i] = _Form(y.spec, widenings(y), gathered, y.gathering.quantized)
         return plain(narrowest(y))

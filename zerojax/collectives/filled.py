@@ -42,7 +42,7 @@ class Filling:
         iteration, in the layout of the collective."""
         if not self._dimensions:
             return []
-        unsharded = self._ahead.wholes(coming)
+        unsharded = self._ahead.unsharded(coming)
         chosen = [(x, d) for i, d in self._dimensions.items() if (x := unsharded[i]) is not None]
         return [jnp.moveaxis(x, d - 1, 0) for x, d in chosen]
 
@@ -60,5 +60,5 @@ class Filling:
             stack = lax.dynamic_update_index_in_dim(stack, layer, last % len(stack), 0)
             moved = FilledStack(stack, d, ahead)
             x = self._xs[i]
-            pairs.append((x, x.with_copy(moved.whole, moved).with_gathering(by_loop=False)))
+            pairs.append((x, x.with_copy(moved.unsharded, moved).with_gathering(by_loop=False)))
         return pairs

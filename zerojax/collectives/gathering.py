@@ -190,12 +190,14 @@ class Gatherer:
         sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
         return lax.with_sharding_constraint(value, sharding)
 
-    def whole(self, value: jax.Array, spec: Sequence[Any], *, quantized: bool = False) -> jax.Array:
+    def all_gather(
+        self, value: jax.Array, spec: Sequence[Any], *, quantized: bool = False
+    ) -> jax.Array:
         """All-gathers a shard over the shard axis, after a constraint to its current spec:
         otherwise XLA may move the cast that produced the shard past the gather and send twice the
         bytes. If ``quantized``, gathers codes and scales, whose gathers XLA combines."""
         if quantized and (block := self._block(value, spec)) is not None:
-            return self._as_codes(value, spec, block, lambda x: self.whole(x, spec))
+            return self._as_codes(value, spec, block, lambda x: self.all_gather(x, spec))
         pinned = self.placed(value, spec)
         # Outermost part first: XLA starts with the innermost, and sends that result between hosts.
         parts = layout.parts_of(spec, self.axis)[-2::-1]
@@ -240,8 +242,8 @@ class Gatherer:
 
         In a scope that shares gathers, each parameter is gathered once."""
         shard = scope.as_filled(shard)
-        if shard.whole is not None:
-            return shard.whole
+        if shard.unsharded is not None:
+            return shard.unsharded
         gathering = shard.gathering
         if gathering.narrow is not None:  # half the bytes, or less
             return gathering.narrow.widen(self.gather(gathering.narrow.shard, scope, rest))
@@ -249,7 +251,9 @@ class Gatherer:
         if id(shard) in gathered:
             return gathered[id(shard)][1]
         if gathering.host:
-            unsharded = self.whole(fetched(shard.value), shard.spec, quantized=gathering.quantized)
+            unsharded = self.all_gather(
+                fetched(shard.value), shard.spec, quantized=gathering.quantized
+            )
             if scope.share:
                 scope.gathered[id(shard)] = shard, unsharded
             return unsharded
@@ -261,7 +265,7 @@ class Gatherer:
             scope.token = next(
                 (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), scope.token
             )
-        unsharded = self.whole(value, shard.spec, quantized=gathering.quantized)
+        unsharded = self.all_gather(value, shard.spec, quantized=gathering.quantized)
         if scope.share or scope.adjacent is not None:
             gathered[id(shard)] = shard, unsharded
         return unsharded
@@ -345,7 +349,7 @@ class Gatherer:
                 else v
                 for v in values
             ]
-        return [v.whole if is_gathered(v) else v for v in values]
+        return [v.unsharded if is_gathered(v) else v for v in values]
 
 
 def is_sharded(spec: Spec, axis: str) -> bool:
@@ -355,7 +359,7 @@ def is_sharded(spec: Spec, axis: str) -> bool:
 
 def is_gathered(value: Any) -> bool:
     """Returns whether ``value`` is a shard that was gathered in advance, in its own dtype."""
-    return isinstance(value, Shard) and value.whole is not None
+    return isinstance(value, Shard) and value.unsharded is not None
 
 
 def plain(value: Any) -> Any:

@@ -33,14 +33,14 @@ def sent(x: jax.Array) -> jax.Array:
 class Fetchable(Protocol):
     """A parameter outside the program's memory that can be brought to the device."""
 
-    def whole(self) -> jax.Array: ...
+    def fetched(self) -> jax.Array: ...
 
     def entry(self, index: Any) -> jax.Array: ...
 
 
 def fetched(x: Any) -> jax.Array:
     """Brings an array in host memory, or a :class:`Fetchable`, to the device."""
-    return x.whole() if isinstance(x, Fetchable) else jax.device_put(x, jax.memory.Space.Device)
+    return x.fetched() if isinstance(x, Fetchable) else jax.device_put(x, jax.memory.Space.Device)
 
 
 def entry(x: Any, index: Any) -> jax.Array:
@@ -62,7 +62,7 @@ class Unpadded:
     stored: Any
     shape: tuple[int, ...]
 
-    def whole(self) -> jax.Array:
+    def fetched(self) -> jax.Array:
         return fetched(self.stored)[tuple(map(slice, self.shape))]
 
     def entry(self, index: Any) -> jax.Array:

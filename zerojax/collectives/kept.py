@@ -149,7 +149,7 @@ def _gathered(x: Shard, how: Kept, gatherer: Gatherer) -> Shard:
     reason += "" if how.first is None else ", read by loops"
     with gatherer.ledger.place(decisions.ENTRY, reason):
         spec, quantized = [x.spec[i] for i in order], x.gathering.quantized
-        copy = gatherer.whole(value, spec, quantized=quantized)
+        copy = gatherer.all_gather(value, spec, quantized=quantized)
     if how.first is None:
         return x.with_copy(copy)
     return x.with_copy(jnp.moveaxis(copy, 0, how.first), MovedStack(copy, how.first))

@@ -45,7 +45,7 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
         return None
     if (
         gatherer.apart
-        or table.whole is not None
+        or table.unsharded is not None
         or (scope.share and id(table) in scope.used_unsharded)
     ):
         return None

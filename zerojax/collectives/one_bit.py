@@ -88,7 +88,7 @@ class OneBitMomentum:
         last: Sequence[jax.Array],
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         n, beta, momentum = len(parts), self._how.beta, self._momenta[parameter]
-        unsharded = self._whole(momentum, last)
+        unsharded = self._unsharded(momentum, last)
         local = beta * unsharded + (1 - beta) * n * (parts / self._scale)
         mean, new_errors, bits = mean_in_one_bit(local.reshape(n, -1), errors, self._gatherer)
         new = self._gatherer.constrain(mean.reshape(momentum.shape), spec)
@@ -97,7 +97,7 @@ class OneBitMomentum:
         new_bits = [jnp.where(beta > 0, x, jnp.zeros_like(x)) for x in bits] if last else []
         return self._gatherer.constrain(gradient, spec), (*new_errors, *new_bits)
 
-    def _whole(self, momentum: jax.Array, last: Sequence[jax.Array]) -> jax.Array:
+    def _unsharded(self, momentum: jax.Array, last: Sequence[jax.Array]) -> jax.Array:
         """Returns the unsharded momentum: if it is sharded, decoded from the bits that were sent
         last. It is gathered once, before the first bits are sent."""
         if not last:

@@ -94,15 +94,15 @@ class ReusedGradients:
     """
 
     def __init__(self, jaxpr: Any, args: Sequence[Any], axis: str) -> None:
-        self._whole, self._axis = used_unsharded(jaxpr), axis
+        self._needed, self._axis = used_unsharded(jaxpr), axis
         params = {v: x for v, x in zip(jaxpr.invars, args, strict=True) if isinstance(x, Shard)}
-        self.used_unsharded = {id(x) for v, x in params.items() if v in self._whole}
+        self.used_unsharded = {id(x) for v, x in params.items() if v in self._needed}
         specs: dict[tuple[int, ...], set[Spec]] = {}
         for v, x in params.items():
             if not is_small(v.aval.shape, x.spec, axis):
                 specs.setdefault(v.aval.shape, set()).add(x.spec)
         only = {shape: choices.pop() for shape, choices in specs.items() if len(choices) == 1}
-        likely = {v for v in self._whole - params.keys() if v.aval.shape in only}
+        likely = {v for v in self._needed - params.keys() if v.aval.shape in only}
         argument_origins = [Origin.WEIGHT if v in params else _NOTHING for v in jaxpr.invars]
         origins = ORIGINS.forward(jaxpr, argument_origins).of if likely else {}
         self.gradients = {
@@ -112,7 +112,7 @@ class ReusedGradients:
     def as_shard(self, v: Any, value: Any, wants: Mapping[Any, Spec]) -> Any:
         """Returns the value of a variable, as a shard if it is a gradient that a use needs
         unsharded."""
-        if v not in self._whole or v not in wants or isinstance(value, Shard | HostStack):
+        if v not in self._needed or v not in wants or isinstance(value, Shard | HostStack):
             return value
         spec = wants[v]
         if is_small(v.aval.shape, spec, self._axis) or not layout.dimensions(spec, self._axis):

@@ -99,7 +99,7 @@ class Scans(Gatherer):
                 coming = ahead.read(index)
             with self.ledger.place(decisions.DEFERRED, "reduced one iteration later"):
                 reduced = behind.reduced(behind.hold(given, ahead.last(coming)))
-            sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.wholes(come))
+            sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.unsharded(come))
             current = dict(zip(kept, ahead.hold(carry, coming), strict=True))
             carried = self.carried([current.get(i) for i in range(n)], updated)
             # An iteration that updates the state is a separate step.
@@ -184,7 +184,7 @@ class Scans(Gatherer):
         if spec is None:
             return plain(value)
         if isinstance(value, Shard) and value.spec != spec:
-            value = self.whole(value.value, value.spec)
+            value = self.all_gather(value.value, value.spec)
         return self.constrain(plain(value), spec)
 
     def _summed(

@@ -48,7 +48,7 @@ class FilledStack(MovedStack):
         return jnp.moveaxis(layer, 0, self.dimension - 1)
 
     @property
-    def whole(self) -> jax.Array:
+    def unsharded(self) -> jax.Array:
         """The stack [L, ..., d, ...]."""
         return jnp.moveaxis(jnp.roll(self.value, self.ahead, 0), 1, self.dimension)
 
@@ -103,7 +103,7 @@ class Shard:
     gathering: Gathering = Gathering()
 
     @property
-    def whole(self) -> jax.Array | None:
+    def unsharded(self) -> jax.Array | None:
         """The unsharded copy, if it exists in the shard's dtype; otherwise None."""
         return None if self.gathered is None or self.is_rounded else self.gathered.array
 

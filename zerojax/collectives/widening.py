@@ -50,8 +50,8 @@ def unsharded_of(shard: Shard) -> jax.Array | None:
     """Returns the unsharded array of a shard if it, or the shard from which it was computed, was
     gathered in advance; otherwise None."""
     narrow = shard.gathering.narrow
-    if shard.whole is not None or narrow is None:
-        return shard.whole
+    if shard.unsharded is not None or narrow is None:
+        return shard.unsharded
     unsharded = unsharded_of(narrow.shard)
     return None if unsharded is None else narrow.widen(unsharded)
 

@@ -236,9 +236,9 @@ def _prime_factors(number: int) -> list[int]:
     return factors
 
 
-def _neighbours(devices: int, whole: int) -> str:
-    below = devices // whole * whole
-    return f"{below} or {below + whole}" if below else str(whole)
+def _neighbours(devices: int, multiple: int) -> str:
+    below = devices // multiple * multiple
+    return f"{below} or {below + multiple}" if below else str(multiple)
 
 
 def _missing(module: str) -> bool:

@@ -46,8 +46,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.devices.topology import topology
 
-whole = NamedSharding(topology(sys.argv[1], int(sys.argv[2])), PartitionSpec())
-x = jax.ShapeDtypeStruct((128,), "float32", sharding=whole)
+replicated = NamedSharding(topology(sys.argv[1], int(sys.argv[2])), PartitionSpec())
+x = jax.ShapeDtypeStruct((128,), "float32", sharding=replicated)
 jax.jit(lambda x: x * 2).lower(x).compile()
 """
 

@@ -218,7 +218,7 @@ class EvaluationProgram:
             closed, out = hijax.trace(body, *given)
         else:
             names, batch_specs = self._explicit
-            state_specs = [leaf.whole for leaf in self._leaves]
+            state_specs = [leaf.own_spec for leaf in self._leaves]
             specs = (
                 state_specs,
                 jax.tree.unflatten(jax.tree.structure(batch), batch_specs),
@@ -238,7 +238,7 @@ class EvaluationProgram:
           Undivided: The function cannot be divided.
         """
         sizes = Sizes(division.rows, division.part)
-        traced_full = self._traced(_like(batch, sizes.whole), arrays, static)
+        traced_full = self._traced(_like(batch, sizes.global_rows), arrays, static)
         try:
             traced_part = self._traced(_like(batch, sizes.traced), arrays, static)
         except Exception as error:
@@ -323,7 +323,7 @@ class EvaluationProgram:
     def _run_on(self, closed: Any, args: list[Any]) -> list[Any]:
         outs = self._inserter(closed, args)
         # A parameter on disk, or with padding in host memory, that the function returns unchanged.
-        return [x.whole() if isinstance(x, Fetchable) else x for x in outs]
+        return [x.fetched() if isinstance(x, Fetchable) else x for x in outs]
 
 
 def _like(batch: Any, rows: int | None = None) -> Any:

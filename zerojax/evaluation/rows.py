@@ -37,7 +37,7 @@ class ByRows:
     """A function divided into what runs part by part and what runs once.
 
     Args:
-      whole: Closed jaxpr of the function on a batch of ``sizes.whole`` rows.
+      full: Closed jaxpr of the function on a batch of ``sizes.global_rows`` rows.
       part: Closed jaxpr of the function on ``sizes.traced`` rows.
       sizes: Rows of the full batch and of a part.
       batch: For each argument, whether its first dimension holds the rows.
@@ -57,7 +57,7 @@ class ByRows:
 
     def __init__(
         self,
-        whole: Any,
+        full: Any,
         part: Any,
         sizes: Sizes,
         batch: Sequence[bool],
@@ -66,12 +66,12 @@ class ByRows:
         differentiated: bool = False,
         noise: bool = False,
     ) -> None:
-        if jaxprs.open_jaxpr(whole)[0].effects:
+        if jaxprs.open_jaxpr(full)[0].effects:
             raise Undivided("it prints, or calls back into Python")
         rows = [i for i, has_rows in enumerate(batch) if has_rows]
         others = [i for i, has_rows in enumerate(batch) if not has_rows]
         keeps = (prims.remat_p, *_RULES) if differentiated else ()
-        self._flat, traced = (flatten(x, others, rows, keeps) for x in (whole, part))
+        self._flat, traced = (flatten(x, others, rows, keeps) for x in (full, part))
         self._sizes = sizes
         given = [RowKind("rows", dim=0, outer=1) if x else FIXED for x in batch]
         try:
@@ -169,7 +169,7 @@ class ByRows:
         return totals, [self._in_front(x, kind) for x, kind in zip(outs[n:], kinds, strict=True)]
 
     def _in_front(self, x: Any, kind: RowKind) -> Any:
-        x, rows = jnp.moveaxis(x, kind.dim, 0), self._sizes.micro
+        x, rows = jnp.moveaxis(x, kind.dim, 0), self._sizes.micro_rows
         return x.reshape(rows, x.shape[0] // rows, *x.shape[1:])
 
     def finish(self, args: Sequence[Any], totals: Sequence[Any], rows: Sequence[Any]) -> list[Any]:

@@ -27,9 +27,10 @@ class Undivided(Exception):
 
     @classmethod
     def because(cls, problem: Problem, sizes: Sizes) -> Undivided:
-        """Returns the error for a result with a problem, in a function of ``sizes.whole`` rows."""
+        """Returns the error for a result with a problem, in a function of ``sizes.global_rows``
+        rows."""
         if problem.shape is not None:
-            return cls(f"it creates an array of shape {problem.shape} of {sizes.whole} rows")
+            return cls(f"it creates an array of shape {problem.shape} of {sizes.global_rows} rows")
         if problem.why == BRINGS:
             return cls("it has a constant with an entry for each row")
         return cls.at(problem.where, _DOES.get(problem.why, TOGETHER))

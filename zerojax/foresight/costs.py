@@ -262,7 +262,7 @@ def forecast(
         programs=tuple(costs),
         host_bytes=plan.bytes_in(HOST) + host,
         disk_bytes=plan.bytes_in(DISK),
-        whole=not is_partial,
+        is_complete=not is_partial,
     )
 
 

@@ -103,7 +103,8 @@ class Forecast:
       programs: The costs of the step's programs, in the order of their runs.
       host_bytes: Host memory for each device.
       disk_bytes: Disk space for each device.
-      whole: Whether ``programs`` is complete; programs after one that does not fit may be skipped.
+      is_complete: Whether ``programs`` is complete; programs after one that does not fit may be
+        skipped.
     """
 
     plan: Plan = dataclasses.field(repr=False)
@@ -113,7 +114,7 @@ class Forecast:
     programs: tuple[ProgramCost, ...]
     host_bytes: int
     disk_bytes: int
-    whole: bool = True
+    is_complete: bool = True
 
     @property
     def devices(self) -> int:

@@ -1,7 +1,7 @@
 """Fused attention for ``zerojax.models``, and the choice of its implementation.
 
 Llama(config, attention=fused_attention(zero))
-GPT(config, attention=fused_attention(zero, cut={"model": 2}))     # heads sharded over "model"
+GPT(config, attention=fused_attention(zero, sharded={"model": 2}))     # heads sharded over "model"
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def fused_attention(
     zero: Zero,
     implementation: str | None = None,
     *,
-    cut: Mapping[str, int] | None = None,
+    sharded: Mapping[str, int] | None = None,
     sliding_window: int | None = None,
 ) -> Attention:
     """Returns causal attention of q [B, T, H, d] to k and v [B, T, G, d], run per device on rows.
@@ -35,8 +35,8 @@ def fused_attention(
     Args:
       zero: The decorator, which has the mesh.
       implementation: As for :func:`pallas_kernels.attention`.
-      cut: Dimensions sharded over mesh axes, see :meth:`zerojax.Zero.per_device`: ``{"model": 2}``
-        if heads are sharded over "model".
+      sharded: Dimensions sharded over mesh axes, see :meth:`zerojax.Zero.per_device`:
+        ``{"model": 2}`` if heads are sharded over "model".
       sliding_window: The number of positions that a position attends to, the last of them itself.
     """
 
@@ -45,12 +45,12 @@ def fused_attention(
             q, k, v, is_causal=True, sliding_window=sliding_window, implementation=implementation
         )
 
-    return zero.per_device(attention, cut=_heads_cut(zero, cut))
+    return zero.per_device(attention, sharded=_sharded_heads(zero, sharded))
 
 
-def _heads_cut(zero: Zero, cut: Mapping[str, int] | None) -> dict[str, int]:
-    """Adds the axis "seq" to ``cut``; around attention it shards the dimension of heads."""
-    return {**(cut or {}), **({SEQUENCE: 2} if zero.sequence else {})}
+def _sharded_heads(zero: Zero, sharded: Mapping[str, int] | None) -> dict[str, int]:
+    """Adds the axis "seq" to ``sharded``; around attention it shards the dimension of heads."""
+    return {**(sharded or {}), **({SEQUENCE: 2} if zero.sequence else {})}
 
 
 def chosen(zero: Zero | None, asked: str) -> str:
@@ -81,16 +81,16 @@ def chosen(zero: Zero | None, asked: str) -> str:
 
 
 def planned_attention(
-    zero: Zero | None, asked: str, cut: Mapping[str, int] | None = None
+    zero: Zero | None, asked: str, sharded: Mapping[str, int] | None = None
 ) -> Attention | None:
     """Returns the attention that :func:`chosen` chooses, or None for the model's default.
 
-    ``cut`` is as for :func:`fused_attention`.
+    ``sharded`` is as for :func:`fused_attention`.
     """
     name = chosen(zero, asked)
     if zero is None or name == "plain":
         return None
     if name == "cudnn" and not are_present(zero.mesh):
-        heads = _heads_cut(zero, cut)
-        return assumed_attention(functools.partial(zero.per_device, cut=heads))
-    return fused_attention(zero, name, cut=cut)
+        heads = _sharded_heads(zero, sharded)
+        return assumed_attention(functools.partial(zero.per_device, sharded=heads))
+    return fused_attention(zero, name, sharded=sharded)

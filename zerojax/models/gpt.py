@@ -146,8 +146,10 @@ class SelfAttention(nn.Module):
         else:
             unfused = functools.partial(attention, dropout=dropout)
             attend = self.attention if self.attention and has_no_dropout else unfused
-            cut = tensor.cut if tensor else None
-            y = (self.sequence.attention(attend, cut=cut) if self.sequence else attend)(q, k, v)
+            heads = tensor.sharded_heads if tensor else None
+            y = (self.sequence.attention(attend, sharded=heads) if self.sequence else attend)(
+                q, k, v
+            )
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(y.reshape(x.shape))
 
 
@@ -277,8 +279,8 @@ def check_cut(tensor: TensorParallel, config: GPTConfig, kernels: Kernels | None
     if kernels:
         raise ValueError(
             "kernels: the fused layers do not know of tensor parallelism. Leave them out, and give "
-            f"the GPT attention=fused_attention(zero, cut={{{tensor.axis!r}: 2}}) alone, or leave "
-            f"{tensor.axis!r} out of the mesh"
+            f"the GPT attention=fused_attention(zero, sharded={{{tensor.axis!r}: 2}}) alone, or "
+            f"leave {tensor.axis!r} out of the mesh"
         )
     tensor.check(config, "n_head", "n_embd", "vocab_size")
 

@@ -48,7 +48,7 @@ class Kernels:
                 x, scale, bias, residual=residual, eps=eps, implementation=self.implementation
             )
 
-        return self.per_device(layer_norm, whole=[2, 3])(x, residual, scale, bias)
+        return self.per_device(layer_norm, replicated=[2, 3])(x, residual, scale, bias)
 
     def dense_gelu(self, x: jax.Array, kernel: jax.Array, bias: jax.Array, dtype: Any) -> jax.Array:
         """Computes gelu(x kernel + bias), [B, T, 4D]; the activation's kernel adds the bias."""
@@ -57,7 +57,7 @@ class Kernels:
             return pallas_kernels.bias_gelu(x, bias, implementation=self.implementation)
 
         x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=dtype)
-        return self.per_device(bias_gelu, whole=[1])(jnp.dot(x, kernel), bias)
+        return self.per_device(bias_gelu, replicated=[1])(jnp.dot(x, kernel), bias)
 
     def attention(
         self, q: jax.Array, k: jax.Array, v: jax.Array, otherwise: Callable[..., jax.Array]
@@ -80,7 +80,7 @@ class Kernels:
                 hidden, table.astype(hidden.dtype), targets, implementation=self.implementation
             )
 
-        return self.per_device(losses, whole=[2])(hidden, targets, table)
+        return self.per_device(losses, replicated=[2])(hidden, targets, table)
 
 
 class FusedLayerNorm(nn.Module):

@@ -274,7 +274,9 @@ class Llama(nn.Module):
         if self.is_initializing():  # its batch need not divide among the devices
             attention, sequence, tensor = grouped_attention, None, None
         if sequence:
-            attention = sequence.attention(attention, cut=tensor.cut if tensor else None)
+            attention = sequence.attention(
+                attention, sharded=tensor.sharded_heads if tensor else None
+            )
         if tensor:
             tensor.check_tokens(tokens)
         embed = nn.Embed(

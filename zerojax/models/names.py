@@ -50,7 +50,7 @@ def _llama(
 def _on_devices(zero: Zero | None, attention: str) -> tuple[Attention | None, dict[str, Any]]:
     """Returns the attention, and the model's fields for the mesh axes "seq" and "model"."""
     tensor = TensorParallel.of(zero.mesh) if zero else None
-    fused = planned_attention(zero, attention, tensor.cut if tensor else None)
+    fused = planned_attention(zero, attention, tensor.sharded_heads if tensor else None)
     return fused, {"sequence": zero.sequence if zero else None, "tensor": tensor}
 
 

@@ -105,8 +105,9 @@ class TensorParallel:
         return self.mesh.shape[self.axis]
 
     @property
-    def cut(self) -> dict[str, int]:
-        """The argument `cut` of `zero.per_device` and `fused_attention`, for heads [B, T, H, d]."""
+    def sharded_heads(self) -> dict[str, int]:
+        """The argument `sharded` of `zero.per_device` and `fused_attention` for heads
+        [B, T, H, d]."""
         return {self.axis: 2}
 
     def specs(self, params: Any) -> Any:

@@ -141,7 +141,7 @@ class GroupPrograms:
         if key not in self._programs:
             is_unsplit = is_sent_unsplit(group)
             self._programs[key] = (
-                self._whole(group[0]) if is_unsplit else self._advance(group, coming)
+                self._unsplit(group[0]) if is_unsplit else self._advance(group, coming)
             )
         return self._programs[key]
 
@@ -252,7 +252,7 @@ class GroupPrograms:
             return run(values, scalars)
         return computed_on_host(run)(values, [sent(s) for s in scalars])
 
-    def _whole(self, p: GroupRows) -> Callable[..., GroupResults]:
+    def _unsplit(self, p: GroupRows) -> Callable[..., GroupResults]:
         numbers, c = self.numbers((p,), ()), p.cluster
         targets = self.targets(p)
 

@@ -198,7 +198,7 @@ class States:
         tx = None if opened.optimizer_in_step else opened.tx
         plan = make_plan(opened.parts, tx, opened.specs, self.mesh, self.axis, self.config, frozen)
         own_axes = {
-            axis for leaf in plan.leaves["params"] for e in leaf.whole for axis in layout.axes(e)
+            axis for leaf in plan.leaves["params"] for e in leaf.own_spec for axis in layout.axes(e)
         }
         if self.axis != _FSDP and self.mesh.shape.get(_FSDP, 1) > 1 and _FSDP not in own_axes:
             raise ValueError(
@@ -464,7 +464,7 @@ def _array(x: Any) -> Any:
 
 def _copy(x: Any) -> Any:
     # device_put without a copy may share memory with an array on one of the devices.
-    x = x.whole() if isinstance(x, StoredArray) else x
+    x = x.gathered() if isinstance(x, StoredArray) else x
     return x.copy() if isinstance(x, jax.Array) else np.asarray(x)
 
 

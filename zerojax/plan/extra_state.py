@@ -90,7 +90,7 @@ class ExtraState:
                 leaf.path.replace("params", path, 1),
                 x,
                 layout.full(leaf.spec, x.ndim),
-                layout.full(leaf.whole, x.ndim),
+                layout.full(leaf.own_spec, x.ndim),
                 leaf.reason,
                 self._mesh,
             )

@@ -21,7 +21,7 @@ class Leaf:
     Attributes:
       path: the array's path in the state.
       spec: its PartitionSpec at rest.
-      whole: its PartitionSpec without ZeRO: the user's spec.
+      own_spec: its PartitionSpec without ZeRO: the user's spec.
       reason: why ZeRO does not shard the array over all of the axis; empty if it does.
       bytes: the bytes of the full array; ``bytes_per_device`` those of the largest shard.
       place: its memory, see :mod:`zerojax.plan.places`.
@@ -34,7 +34,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: Any
     spec: PartitionSpec
-    whole: PartitionSpec
+    own_spec: PartitionSpec
     reason: str
     bytes: int
     bytes_per_device: int
@@ -43,7 +43,7 @@ class Leaf:
     padded: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, path: str, x: Any, spec: Spec, whole: Spec, reason: str, mesh: Mesh) -> Leaf:
+    def of(cls, path: str, x: Any, spec: Spec, own_spec: Spec, reason: str, mesh: Mesh) -> Leaf:
         """Builds the leaf of an array, abstract or concrete, with this spec, on the device."""
         named = not hasattr(x.dtype, "itemsize")  # a type, such as jnp.float32
         itemsize = jnp.dtype(x.dtype).itemsize if named else x.dtype.itemsize
@@ -53,7 +53,7 @@ class Leaf:
             shape=tuple(x.shape),
             dtype=x.dtype,
             spec=_trimmed(spec),
-            whole=_trimmed(whole),
+            own_spec=_trimmed(own_spec),
             reason=reason,
             bytes=math.prod(x.shape) * itemsize,
             bytes_per_device=math.prod(shard_shape) * itemsize,
@@ -62,7 +62,7 @@ class Leaf:
 
     @property
     def sharded(self) -> bool:
-        return self.spec != self.whole
+        return self.spec != self.own_spec
 
     @property
     def lost(self) -> int:

@@ -51,7 +51,7 @@ class Live:
             Leaf.of(leaf.path, leaf, unsharded, unsharded, "", mesh)
             for leaf in self._able
             if leaf.path in chosen
-            for unsharded in [layout.full(leaf.whole, len(leaf.shape))]
+            for unsharded in [layout.full(leaf.own_spec, len(leaf.shape))]
         )
 
     def __bool__(self) -> bool:

@@ -310,7 +310,9 @@ class Plan:
         """Returns the compute parameters as one partition stores them during a step (hpZ)."""
         return tuple(
             dataclasses.replace(
-                Leaf.of(leaf.path, leaf, spec, layout.full(leaf.whole, len(spec)), "", self.mesh),
+                Leaf.of(
+                    leaf.path, leaf, spec, layout.full(leaf.own_spec, len(spec)), "", self.mesh
+                ),
                 place=leaf.place,
             )
             for leaf in self.compute
@@ -343,7 +345,7 @@ class Plan:
                     leaf.path,
                     jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
                     layout.full(spec, len(leaf.shape)),
-                    layout.full(leaf.whole, len(leaf.shape)),
+                    layout.full(leaf.own_spec, len(leaf.shape)),
                     leaf.reason,
                     self.mesh,
                 ),

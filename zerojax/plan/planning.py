@@ -71,7 +71,7 @@ def make_plan(
         axis=axis,
         config=config,
         params=specs(param_tree),
-        grads=specs(param_tree, "whole" if unsharded_grads else "spec"),
+        grads=specs(param_tree, "own_spec" if unsharded_grads else "spec"),
         opt_state=specs(opt_tree),
         step=PartitionSpec(),
         rest=specs(rest_tree),
@@ -179,8 +179,8 @@ def _optimizer_leaves(
             return pair  # optax.masked puts a node without arrays for parameters it skips
         path, x = pair
         if tuple(x.shape) == param.shape:
-            spec, unsharded_spec = (layout.full(s, len(x.shape)) for s in (param.spec, param.whole))
-            leaf = Leaf.of(path, x, spec, unsharded_spec, param.reason, mesh)
+            spec, own_spec = (layout.full(s, len(x.shape)) for s in (param.spec, param.own_spec))
+            leaf = Leaf.of(path, x, spec, own_spec, param.reason, mesh)
             leaf = dataclasses.replace(leaf, n_copies=param.n_copies)
         else:
             leaf = at_rest(path, x, None)  # factored statistics have a shape of their own

@@ -72,7 +72,7 @@ class StoredArray:
         jax.block_until_ready(self.stored)
         return self
 
-    def whole(self) -> jax.Array:
+    def gathered(self) -> jax.Array:
         """Returns the array without padding, in device memory, with the sharding ``sharding``."""
         at_rest = self.stored if isinstance(self.stored, jax.Array) else self.stored.load()
         at_rest = jax.device_put(at_rest, at_rest.sharding.with_memory_kind(DEVICE))
@@ -83,18 +83,18 @@ class StoredArray:
         return values.copy() if copy else values
 
     def __jax_array__(self) -> jax.Array:
-        return self.whole()
+        return self.gathered()
 
     def __deepcopy__(self, memo: Any) -> StoredArray:
         return StoredArray(copy.deepcopy(self.stored, memo), self.shape)
 
     def __reduce__(self) -> Any:
-        return self.whole().__reduce__()
+        return self.gathered().__reduce__()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("stored", "sharding"):
             raise AttributeError(name)
-        return getattr(self.whole(), name)
+        return getattr(self.gathered(), name)
 
     def __repr__(self) -> str:
         shard_shape = self.stored.sharding.shard_shape(self.stored.shape)
@@ -110,7 +110,7 @@ def _cut(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _delegated(name: str) -> Any:
-    return lambda self, *args: getattr(self.whole(), name)(*args)
+    return lambda self, *args: getattr(self.gathered(), name)(*args)
 
 
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift"
@@ -122,9 +122,9 @@ for _name in [
     *("index", "complex", "format"),
 ]:
     setattr(StoredArray, f"__{_name}__", _delegated(f"__{_name}__"))
-compat.take_for_array(StoredArray, StoredArray.whole)
+compat.take_for_array(StoredArray, StoredArray.gathered)
 serialization.register_serialization_state(
-    StoredArray, StoredArray.whole, lambda _, restored: restored
+    StoredArray, StoredArray.gathered, lambda _, restored: restored
 )
 
 

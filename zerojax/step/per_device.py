@@ -15,72 +15,78 @@ from zerojax.devices.mesh import SEQUENCE, are_present, batch_axes, batch_device
 
 
 def per_device(
-    function: Callable[..., Any], mesh: Mesh, whole: Collection[int], cut: Mapping[str, int]
+    function: Callable[..., Any],
+    mesh: Mesh,
+    replicated: Collection[int],
+    sharded: Mapping[str, int],
 ) -> Callable[..., Any]:
     """Implements :meth:`zerojax.api.Zero.per_device`."""
     name = getattr(function, "__name__", "the function")
     n, axes = batch_devices(mesh), batch_axes(mesh)
-    for axis in cut:
+    for axis in sharded:
         if axis not in mesh.shape or axis in axes:
             raise ValueError(
-                f"per_device({name}): cut names {axis!r}, no axis of your own on this mesh "
-                f"({', '.join(mesh.axis_names)}, of which {', '.join(axes)} cut the batch)"
+                f"per_device({name}): `sharded` names {axis!r}, no axis of your own on this mesh "
+                f"({', '.join(mesh.axis_names)}, of which {', '.join(axes)} shard the batch)"
             )
-    for axis, at in cut.items():
+    for axis, at in sharded.items():
         if isinstance(at, bool) or not isinstance(at, int) or at < 1:
             raise ValueError(
-                f"per_device({name}): cut has {axis!r}: {at!r}; count dimensions from the first, "
-                "the batch's, which is 0: 1 or more"
+                f"per_device({name}): `sharded` has {axis!r}: {at!r}; count dimensions from the "
+                "first, the batch's, which is 0: 1 or more"
             )
-        if axis != SEQUENCE and [d for a, d in cut.items() if a != SEQUENCE].count(at) > 1:
+        if axis != SEQUENCE and [d for a, d in sharded.items() if a != SEQUENCE].count(at) > 1:
             raise ValueError(
-                f"per_device({name}): cut has dimension {at} twice; one axis cuts a dimension"
+                f"per_device({name}): `sharded` has dimension {at} twice; one axis shards a "
+                "dimension"
             )
 
     @functools.wraps(function)
     def over_rows(*args: Any) -> Any:
         for i, arg in enumerate(args):
-            for path, x in jax.tree_util.tree_leaves_with_path(() if i in whole else arg):
+            for path, x in jax.tree_util.tree_leaves_with_path(() if i in replicated else arg):
                 if not x.shape or x.shape[0] % n:
                     raise ValueError(
                         f"per_device({name}): argument {i}{jax.tree_util.keystr(path)} has shape "
                         f"{x.shape}, whose first dimension does not divide among {n} devices "
-                        f"(axes {', '.join(axes)}): make it a multiple, or add {i} to `whole`"
+                        f"(axes {', '.join(axes)}): make it a multiple, or add {i} to `replicated`"
                     )
-                for axis, at in cut.items():
-                    parts = math.prod(mesh.shape[a] for a, d in cut.items() if d == at)
+                for axis, at in sharded.items():
+                    parts = math.prod(mesh.shape[a] for a, d in sharded.items() if d == at)
                     if at < len(x.shape) and x.shape[at] % parts:
                         raise ValueError(
                             f"per_device({name}): argument {i}{jax.tree_util.keystr(path)} has "
                             f"shape {x.shape}, whose dimension {at} does not divide among the "
                             f"{parts} devices of axis {axis}: make it a multiple (heads "
-                            f"of keys are repeated), or leave {axis!r} out of `cut`"
+                            f"of keys are repeated), or leave {axis!r} out of `sharded`"
                         )
         in_specs = tuple(
-            PartitionSpec() if i in whole else jax.tree.map(spec, arg) for i, arg in enumerate(args)
+            PartitionSpec() if i in replicated else jax.tree.map(spec, arg)
+            for i, arg in enumerate(args)
         )
-        last = max(cut.values(), default=0)
+        last = max(sharded.values(), default=0)
         mapped = jax.shard_map(
             function,
             mesh=mesh,
             in_specs=in_specs,
-            out_specs=_spec(last + 1, axes, cut),
-            axis_names={*axes, *cut},
+            out_specs=_spec(last + 1, axes, sharded),
+            axis_names={*axes, *sharded},
             check_vma=False,
         )
         with _traced_for(mesh):
             return mapped(*args)
 
     def spec(x: Any) -> PartitionSpec:
-        return _spec(len(x.shape), axes, cut)
+        return _spec(len(x.shape), axes, sharded)
 
     return over_rows
 
 
-def _spec(rank: int, axes: tuple[str, ...], cut: Mapping[str, int]) -> PartitionSpec:
-    """Returns a spec: rows over the axes of the batch, further dimensions according to ``cut``."""
+def _spec(rank: int, axes: tuple[str, ...], sharded: Mapping[str, int]) -> PartitionSpec:
+    """Returns a spec: rows over the axes of the batch, further dimensions according to
+    ``sharded``."""
     dimensions: list[Any] = [axes] + [None] * (rank - 1)
-    for axis, at in cut.items():
+    for axis, at in sharded.items():
         if at < rank:
             dimensions[at] = axis if dimensions[at] is None else (dimensions[at], axis)
     return PartitionSpec(*dimensions)

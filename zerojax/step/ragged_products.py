@@ -33,7 +33,7 @@ def warn_of_ragged_products(name: str, jaxpr: Any, devices: int) -> None:
     log.warning(
         "%s: jax.lax.ragged_dot at %s runs on all rows on each of the %d devices, as under any "
         "jit: its groups come from the rows of all devices. Put the sort and the products into a "
-        "function of one device's rows, zero.per_device(experts, whole=[...]); "
+        "function of one device's rows, zero.per_device(experts, replicated=[...]); "
         "docs/mixture-of-experts.md has one.",
         name,
         known,

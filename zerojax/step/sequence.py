@@ -70,7 +70,7 @@ class SequenceAxis(NamedTuple):
         return self._constrained(x, SEQUENCE, *[_FREE] * (x.ndim - 1))
 
     def attention(
-        self, function: Callable[..., jax.Array], *, cut: Mapping[str, int] | None = None
+        self, function: Callable[..., jax.Array], *, sharded: Mapping[str, int] | None = None
     ) -> Callable[..., jax.Array]:
         """Returns ``function`` of q [B, T, H, d], k and v [B, T, G, d] such that each device runs
         it on some heads with all tokens. Heads of keys and values that do not divide among the
@@ -79,13 +79,13 @@ class SequenceAxis(NamedTuple):
         Args:
           function: An attention. The result of a head must depend only on the heads of its group:
             head h of q reads head h // (H / G) of k and v.
-          cut: Other mesh axes that already shard the heads: ``{"model": 2}``, as for
+          sharded: Other mesh axes that already shard the heads: ``{"model": 2}``, as for
             :meth:`zerojax.Zero.per_device`.
 
         Raises:
           ValueError: On a call, T or H does not divide among the devices.
         """
-        others = tuple(axis for axis, at in (cut or {}).items() if at == 2 and axis != SEQUENCE)
+        others = tuple(axis for axis, at in (sharded or {}).items() if at == 2 and axis != SEQUENCE)
         heads = (*others, SEQUENCE)
         parts = math.prod(self.mesh.shape[axis] for axis in heads)
 

@@ -126,22 +126,22 @@ class Types:
     def _of_parts(self, parts: Parts) -> Parts:
         view = parts.opt_state
         return Parts(
-            self._whole(parts.params, "params"),
+            self._own_specs(parts.params, "params"),
             dataclasses.replace(
                 view,
                 opt=PartitionSpec(),
                 **{
-                    name: None if value is None else self._whole(value, "params")
+                    name: None if value is None else self._own_specs(value, "params")
                     for name, value in vars(view).items()
                     if name != "opt"
                 },
             ),
             PartitionSpec(),
-            self._whole(parts.rest, "rest"),
+            self._own_specs(parts.rest, "rest"),
         )
 
-    def _whole(self, tree: Any, group: str) -> Any:
-        specs = [leaf.whole for leaf in self.plan.leaves[group]]
+    def _own_specs(self, tree: Any, group: str) -> Any:
+        specs = [leaf.own_spec for leaf in self.plan.leaves[group]]
         return jax.tree.unflatten(jax.tree.structure(tree), specs)
 
 

@@ -128,7 +128,7 @@ def _by_rows(
     sizes = Sizes(rows, batch_rows)
     micro_jaxpr, out_shapes = traced(sizes.traced)
     try:
-        global_jaxpr, _ = traced(sizes.whole)
+        global_jaxpr, _ = traced(sizes.global_rows)
     except Exception as error:
         raise Undivided(f"on {rows} rows it fails ({type(error).__name__})") from error
     batch_leaves, arg_leaves = jax.tree.leaves(batch), jax.tree.leaves(args)

@@ -133,7 +133,7 @@ def _check_axes(plan: Plan) -> None:
     sharded_axes = {
         axis
         for leaf in plan.leaves["params"]
-        for entry in leaf.whole
+        for entry in leaf.own_spec
         for axis in layout.axes(entry)
     }
     for axis, size in plan.mesh.shape.items():

@@ -121,20 +121,20 @@ def jit_options(jitted: Any) -> JitOptions:
     )
 
 
-def take_for_array(kind: type, whole: Callable[[Any], jax.Array]) -> None:
+def take_for_array(kind: type, to_array: Callable[[Any], jax.Array]) -> None:
     """Registers a class whose instances jax accepts as arrays, in ``jit`` and every operation.
 
     JAX's protocol for this purpose, ``__jax_array__``, does not cover arguments of ``jit``.
 
     Args:
       kind: The class, whose instances have ``shape``, ``dtype`` and ``sharding``.
-      whole: Function from an instance to the array that it stands for, sharded by ``sharding``.
+      to_array: Function from an instance to the array that it stands for, sharded by ``sharding``.
     """
     core.pytype_aval_mappings[kind] = lambda x: core.ShapedArray(x.shape, x.dtype)
-    dtypes.register_canonicalize_value_handler(kind, whole)
+    dtypes.register_canonicalize_value_handler(kind, to_array)
 
     def sharded(xs: Any, shardings: Any, layouts: Any, copy_semantics: Any, *more: Any) -> Any:
-        arrays = [whole(x) for x in xs]
+        arrays = [to_array(x) for x in xs]
         return pxla.shard_args(shardings, layouts, copy_semantics, arrays, *more)
 
     pxla.shard_arg_handlers[kind] = sharded

@@ -32,17 +32,17 @@ def unused(jaxpr: Any) -> list[Any]:
     return found
 
 
-def without_unused(jaxpr: Any, whole: Callable[[Any], bool]) -> Any:
+def without_unused(jaxpr: Any, keeps_operands: Callable[[Any], bool]) -> Any:
     """Removes all values, also in calls and loops, that no result or effect of a jaxpr depends on.
 
     Args:
       jaxpr: The open jaxpr, which keeps its arguments and results.
-      whole: Whether an equation keeps all its operands, if any of its results is used.
+      keeps_operands: Whether an equation keeps all its operands, if any of its results is used.
     """
     needed, kept = {*jaxprs.variables(jaxpr.outvars)}, []
     for eqn in reversed(jaxpr.eqns):
         used = [v in needed for v in eqn.outvars]
-        if not whole(eqn):
+        if not keeps_operands(eqn):
             eqn = jaxprs.pruned(eqn, used)
         elif not any(used) and not eqn.effects:
             eqn = None

@@ -15,7 +15,7 @@ def test_python_sources_are_capped_and_repeatable() -> None:
     assert any(b"import " in document for document in documents)
 
 
-def test_many_documents_are_held_out_whole() -> None:
+def test_many_documents_are_held_out_unsplit() -> None:
     text = split([b"%03d" % i * 10 for i in range(20)], block_size=8)
     assert bytes(text.held_out) == b"009" * 10 + b"\0" + b"019" * 10 + b"\0"
     assert len(text.train) == 18 * 31

@@ -51,8 +51,8 @@ def stored(tmp_path: Path, issued: list[str]) -> Iterator[Stored]:
         yield Stored(store)
 
 
-def test_the_whole_and_entries(stored: Stored) -> None:
-    np.testing.assert_array_equal(jax.jit(stored.param.whole)(), VALUES)
+def test_fetched_and_entries(stored: Stored) -> None:
+    np.testing.assert_array_equal(jax.jit(stored.param.fetched)(), VALUES)
     entry = jax.jit(stored.param.entry)
     np.testing.assert_array_equal(entry(jnp.int32(3)), VALUES[3])
     assert entry(0).sharding.is_equivalent_to(NamedSharding(SHARDING.mesh, P("b", "a")), 2)

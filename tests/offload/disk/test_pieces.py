@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from zerojax.offload.disk.pieces import boxes, meet, moved, shape_of, whole
+from zerojax.offload.disk.pieces import boxes, full_index, meet, moved, shape_of
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (1, 1), (3, 5), (4, 1, 3), (2, 3, 2, 2)])
@@ -27,6 +27,6 @@ def test_where_boxes_meet() -> None:
 
 
 def test_moved_and_back() -> None:
-    box, part = whole((2, 3)), (slice(4, 6), slice(1, 4))
+    box, part = full_index((2, 3)), (slice(4, 6), slice(1, 4))
     assert moved(box, part) == part
     assert moved(part, part, -1) == box

@@ -19,12 +19,12 @@ from zerojax.offload.disk.pieces import (
     StoredChunk,
     boxes,
     flat_chunk,
+    full_index,
     meet,
     moved,
     results,
     shape_of,
     stored_shards,
-    whole,
 )
 from zerojax.offload.disk.store import RESTORE, Data, DiskStateError, DiskStore
 
@@ -176,7 +176,7 @@ class DiskArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError(f"{self!r} is read from the disk, which always creates a copy")
-        values = self.read_slice(whole(self.shape))
+        values = self.read_slice(full_index(self.shape))
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def read_slice(self, index: tuple[slice, ...]) -> np.ndarray:

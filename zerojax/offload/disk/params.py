@@ -141,7 +141,7 @@ class DiskParam:
         self._read = functools.partial(reader.read, number)
         self._sharding = sharding
 
-    def whole(self) -> jax.Array:
+    def fetched(self) -> jax.Array:
         """Reads the entire parameter onto the devices, sharded."""
         return self._brought(_ENTIRE, self.shape, self._sharding.spec)
 

@@ -45,11 +45,11 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Index]:
         yield from ((slice(first, first + 1), *box) for box in boxes(rest, begin, row))
         first += 1
     if first < last:
-        yield (slice(first, last), *whole(rest))
+        yield (slice(first, last), *full_index(rest))
     yield from ((slice(last, last + 1), *box) for box in boxes(rest, 0, end))
 
 
-def whole(shape: Sequence[int]) -> Index:
+def full_index(shape: Sequence[int]) -> Index:
     """Returns the box of all indices."""
     return tuple(slice(0, n) for n in shape)
 

@@ -377,7 +377,7 @@ def zero(
         devices = in_groups(all_devices(), groups, words)
     if devices.devices.flat[0].addressable_memories():  # a topology has no other process
         require_joined()
-    made = Zero(resolved, devices, specs, donate, check_memory, params)
+    result = Zero(resolved, devices, specs, donate, check_memory, params)
     if resolved.dump_state and log.is_first():
-        lines.say(f"config:\n{resolved_text(resolved, batch_devices(made.mesh))}")
-    return made
+        lines.say(f"config:\n{resolved_text(resolved, batch_devices(result.mesh))}")
+    return result

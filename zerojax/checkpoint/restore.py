@@ -20,7 +20,7 @@ from zerojax.checkpoint import piecewise, state_tree
 from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, cannot_be_read
 from zerojax.checkpoint.matching import ERROR, match
-from zerojax.checkpoint.processes import LONGEST, agreed, told
+from zerojax.checkpoint.processes import LONGEST, call_on_all, gather_strings
 from zerojax.checkpoint.saved import SavedArray, SavedStep
 from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.offload.disk.array import DiskArray
@@ -62,13 +62,13 @@ def restore(folder: epath.Path, abstract_state: Any, zero: Zero, name: str) -> A
       folder: The step's folder.
       abstract_state: See :meth:`Checkpointer.restore`.
       zero: The source of the plan and of missing shardings.
-      name: The name of the exchanges between the processes, see :func:`agreed`.
+      name: The name of the exchanges between the processes, see :func:`call_on_all`.
 
     Raises:
       CheckpointError: the saved arrays are not those of ``abstract_state``.
       DamagedCheckpointError: arrays cannot be read, or differ from the saved ones.
     """
-    local = agreed(name, lambda: _read_local_arrays(folder, abstract_state, zero), LONGEST)
+    local = call_on_all(name, lambda: _read_local_arrays(folder, abstract_state, zero), LONGEST)
     saved, wanted, in_memory = local.saved, local.wanted, local.in_memory
     _verify(saved, {leaf: local.arrays[leaf.path] for leaf in in_memory.values()}, local.sound)
     restored: dict[Path, Any] = {
@@ -407,7 +407,7 @@ def _to_disk(
         }
         return json.dumps(shares)
 
-    _compare(saved, piecewise.summed(told(name, fill_targets, LONGEST)))
+    _compare(saved, piecewise.summed(gather_strings(name, fill_targets, LONGEST)))
     return {path: shown(x.advance(), leaves[path].shape) for path, x in targets.items()}
 
 

@@ -21,7 +21,7 @@ from zerojax.checkpoint.errors import (
     together,
 )
 from zerojax.checkpoint.record import LeafRecord, Record
-from zerojax.offload.disk.pieces import grid
+from zerojax.offload.disk.slices import grid
 
 STATE = "state"
 ITEMS = (STATE, "default", "pytree", "")

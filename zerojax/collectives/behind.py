@@ -49,7 +49,7 @@ class Behind:
         self._reverse = jaxprs.param(eqn, "reverse")
         self._stacks = eqn.outvars[len(eqn.outvars) - len(want) :]
         self._want, self._behind = want, behind
-        self._made: set[int] = set()  # positions whose partial sums are deferred
+        self._deferred: set[int] = set()  # positions whose partial sums are deferred
 
     @property
     def row_sums(self) -> dict[Any, RowSum]:
@@ -112,7 +112,7 @@ class Behind:
             assert at is not None
             y, results[first + i] = results[first + i], None
             if isinstance(y, PartialSum):
-                self._made.add(i)
+                self._deferred.add(i)
                 state.append((y.value, _put(stack, gradient.value, at[0])))
             else:
                 state.append((parts, _put(stack, y, at[1])))
@@ -125,7 +125,7 @@ class Behind:
         last = 0 if self._reverse else self._length - 1
         reduced = self.reduced(given)
         return {
-            i: _put(stack, x.value, last) if i in self._made else stack
+            i: _put(stack, x.value, last) if i in self._deferred else stack
             for i, (_, stack), x in zip(self._behind, given, reduced, strict=True)
         }
 
@@ -142,7 +142,7 @@ def decide(
       gatherer: Reduces gradients.
       rows: The number of rows of a batch; None if no reduction is to be deferred.
     """
-    if rows is None or not gatherer.alone or jaxprs.param(eqn, "length") < LEAST:
+    if rows is None or not gatherer.sums_own_rows or jaxprs.param(eqn, "length") < LEAST:
         return {}
     body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
     results = body.outvars[len(body.outvars) - len(want) :]

@@ -78,33 +78,33 @@ class ErrorFeedback:
         self.after[parameter] = tuple(new_errors)
         return total
 
-    def _lost(self, x: jax.Array, lies: Sequence[Any], block: Sequence[int]) -> jax.Array:
+    def _lost(self, x: jax.Array, spec: Sequence[Any], block: Sequence[int]) -> jax.Array:
         """Returns the error of quantizing ``x``, without the loss scale."""
         assert self._gatherer.sent.gradients is not None
         form = self._gatherer.sent.gradients.format
         widths = [*(1 for _ in range(x.ndim - len(block))), *block]
-        sent = dequantize(*quantize(self._gatherer.constrain(x, lies), widths, form), form, x.dtype)
-        return self._gatherer.constrain(x - sent, lies) / self._scale
+        sent = dequantize(*quantize(self._gatherer.constrain(x, spec), widths, form), form, x.dtype)
+        return self._gatherer.constrain(x - sent, spec) / self._scale
 
-    def _as_sent(self, error: jax.Array, shape: Sequence[int], lies: Sequence[Any]) -> jax.Array:
+    def _as_sent(self, error: jax.Array, shape: Sequence[int], spec: Sequence[Any]) -> jax.Array:
         """Returns an error in the shape and spec of the gradient that is sent."""
-        order = self._devices_first(lies)
+        order = self._devices_first(spec)
         x = error.reshape([shape[d] for d in order])
-        x = self._gatherer.constrain(x, [lies[d] for d in order])
-        return self._gatherer.constrain(x.transpose([order.index(d) for d in range(x.ndim)]), lies)
+        x = self._gatherer.constrain(x, [spec[d] for d in order])
+        return self._gatherer.constrain(x.transpose([order.index(d) for d in range(x.ndim)]), spec)
 
-    def _at_rest(self, x: jax.Array, lies: Sequence[Any], ndim: int) -> jax.Array:
+    def _at_rest(self, x: jax.Array, spec: Sequence[Any], ndim: int) -> jax.Array:
         """Returns an error in the form in which it is stored: [devices, ...], with ``ndim``
         dimensions; the reverse of :meth:`_as_sent`."""
-        order = self._devices_first(lies)
+        order = self._devices_first(spec)
         x = lax.reshape(x, [x.shape[d] for d in order], order)
-        x = self._gatherer.constrain(x, [lies[d] for d in order])
+        x = self._gatherer.constrain(x, [spec[d] for d in order])
         trailing = x.shape[x.ndim - (ndim - 2) :]
         return pinned(x.reshape(self._gatherer.mesh.size, -1, *trailing), self._gatherer)
 
-    def _devices_first(self, lies: Sequence[Any]) -> list[int]:
+    def _devices_first(self, spec: Sequence[Any]) -> list[int]:
         """Returns the dimensions, with the sharded ones first, in the order of the devices."""
         axes = batch_axes(self._gatherer.mesh)
-        sharded = [d for d, name in enumerate(lies) if name is not None]
-        sharded.sort(key=lambda d: (axes.index(layout.full_axis(lies[d])), layout.before(lies[d])))
-        return [*sharded, *(d for d, name in enumerate(lies) if name is None)]
+        sharded = [d for d, name in enumerate(spec) if name is not None]
+        sharded.sort(key=lambda d: (axes.index(layout.full_axis(spec[d])), layout.before(spec[d])))
+        return [*sharded, *(d for d, name in enumerate(spec) if name is None)]

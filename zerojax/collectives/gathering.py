@@ -126,7 +126,7 @@ class Gatherer:
     def __init__(self, mesh: Mesh, axis: str, *, keep: bool, sent: Sent = UNQUANTIZED) -> None:
         self.mesh, self.axis, self.keep, self.sent = mesh, axis, keep, sent
         self.replicas = mesh.shape.get(REPLICA, 1)
-        self._apart: frozenset[str] = frozenset()
+        self._lane_axes: frozenset[str] = frozenset()
         self.sent_unquantized: list[tuple[str, tuple[int, ...]]] = []
         self.ledger = Ledger(mesh)
 
@@ -135,7 +135,7 @@ class Gatherer:
         :mod:`zerojax.accumulation.lanes`: it constrains nothing along their ``axes``, and sums over
         no replica groups."""
         for_lanes = copy.copy(self)
-        for_lanes.replicas, for_lanes._apart = 1, frozenset(axes)
+        for_lanes.replicas, for_lanes._lane_axes = 1, frozenset(axes)
         for_lanes.ledger = self.ledger.on_lanes(axes)
         return for_lanes
 
@@ -147,17 +147,17 @@ class Gatherer:
         return other
 
     @property
-    def apart(self) -> bool:
+    def lanes_on_axis(self) -> bool:
         """True if lanes run along the shard axis: only parameters are sharded over the axis then,
         not the values that each lane computes."""
-        return self.axis in self._apart
+        return self.axis in self._lane_axes
 
     @property
-    def alone(self) -> bool:
+    def sums_own_rows(self) -> bool:
         """True if each of several devices sums over its own rows or tokens: not if devices share a
         dimension of the model, and not on lanes."""
         sharing = batch_devices(self.mesh) * sequence_size(self.mesh)
-        return sharing == self.mesh.size > 1 and not self._apart
+        return sharing == self.mesh.size > 1 and not self._lane_axes
 
     @property
     def near(self) -> int:
@@ -168,7 +168,7 @@ class Gatherer:
     def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         """Constrains ``value`` to a spec; on lanes, returns ``value`` unchanged if the spec names
         an axis of the lanes."""
-        if not self._apart.isdisjoint(name for entry in spec for name in layout.axes(entry)):
+        if not self._lane_axes.isdisjoint(name for entry in spec for name in layout.axes(entry)):
             return value
         return self.placed(value, spec)
 
@@ -181,7 +181,7 @@ class Gatherer:
         """Shards the rows of an array, along dimension ``at``, over the batch axes. Returns other
         values, and arrays whose rows do not divide among the devices, unchanged."""
         is_numeric = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.number)
-        if self._apart or not is_numeric or value.ndim <= at:
+        if self._lane_axes or not is_numeric or value.ndim <= at:
             return value
         if value.shape[at] % batch_devices(self.mesh):
             return value

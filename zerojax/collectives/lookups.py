@@ -44,7 +44,7 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
     if eqn.primitive is not prims.gather_p or not isinstance(table, Shard):
         return None
     if (
-        gatherer.apart
+        gatherer.lanes_on_axis
         or table.whole is not None
         or (scope.share and id(table) in scope.used_unsharded)
     ):

@@ -79,7 +79,7 @@ class RowSum(NamedTuple):
         if self.eqn.primitive is prims.conv_general_dilated_p:
             value = self._convolved(values, gatherer)
         else:
-            split = [self._apart(x, i, gatherer) for i, x in enumerate(values)]
+            split = [self._split_by_device(x, i, gatherer) for i, x in enumerate(values)]
             value = self._multiplied(*split) if len(split) == 2 else self._added(*split)
             value = value.reshape(gatherer.mesh.size, *value.shape[len(self.cuts) :])
         value = jnp.moveaxis(value, 1 + self.at(gatherer.axis), 1)
@@ -99,7 +99,7 @@ class RowSum(NamedTuple):
             check_vma=False,
         )(*values)
 
-    def _apart(self, x: jax.Array, i: int, gatherer: Gatherer) -> jax.Array:
+    def _split_by_device(self, x: jax.Array, i: int, gatherer: Gatherer) -> jax.Array:
         """Splits each sharded dimension of operand ``i`` into two: the devices, and each device's
         own elements."""
         entries: list[Any] = [None] * x.ndim
@@ -164,7 +164,7 @@ def row_sum_of(
       after: The equations that compute a gradient from the sum.
     """
     shape = eqn.outvars[0].aval.shape
-    if rows is None or not gatherer.alone or cut_evenly(shape, spec, gatherer) is None:
+    if rows is None or not gatherer.sums_own_rows or cut_evenly(shape, spec, gatherer) is None:
         return None
     cuts = _cuts_of(eqn, rows, sequence_size(gatherer.mesh))
     return None if cuts is None else RowSum(eqn, cuts, spec, after)

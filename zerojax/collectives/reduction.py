@@ -109,7 +109,7 @@ def _exchanged(
     x: jax.Array,
     devices: list[str],
     parts: Sequence[str],
-    pieces: Sequence[str],
+    split_order: Sequence[str],
     block: Sequence[int],
     form: Format,
     gatherer: Gatherer,
@@ -122,19 +122,22 @@ def _exchanged(
       x: [*devices, *shape], with the dimension that is split first in ``shape``.
       devices: The axes, or parts of axes, over which the leading dimensions of ``x`` are sharded.
       parts: The parts to sum over, one after the other.
-      pieces: The same parts in the order in which they split the dimension, outermost first.
+      split_order: The same parts in the order in which they split the dimension, outermost first.
       block: The extent of a block in each dimension of a device's shard.
       form: The format of the codes.
       feed_back: See :func:`summed`.
     """
-    sizes, shape = [layout.parts(name, gatherer.mesh) for name in pieces], x.shape[len(devices) :]
+    sizes, shape = (
+        [layout.parts(name, gatherer.mesh) for name in split_order],
+        x.shape[len(devices) :],
+    )
     shard_shape = shape[0] // math.prod(sizes), *shape[1:]
     x = x.reshape(*x.shape[: len(devices)], *sizes, *shard_shape)
-    spec: list[Any] = [*devices, *(None for _ in (*pieces, *shard_shape))]
+    spec: list[Any] = [*devices, *(None for _ in (*split_order, *shard_shape))]
     for name in parts:
         source, target = (
             spec.index(name),
-            len(spec) - len(shard_shape) - len(pieces) + pieces.index(name),
+            len(spec) - len(shard_shape) - len(split_order) + split_order.index(name),
         )
         if feed_back is not None:
             x = feed_back(x, spec, block)
@@ -150,7 +153,7 @@ def _exchanged(
         x, spec = add_up(dequantize(codes, scales, form, jnp.float32), source), new_spec
         spec.pop(source)
         x = gatherer.constrain(x, spec)
-    return x.reshape(*x.shape[: len(spec) - len(shard_shape) - len(pieces)], *shape)
+    return x.reshape(*x.shape[: len(spec) - len(shard_shape) - len(split_order)], *shape)
 
 
 def add_up(x: jax.Array, *dimensions: int) -> jax.Array:

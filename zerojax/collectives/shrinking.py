@@ -86,7 +86,7 @@ def find(jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gath
       gatherer: Reduces gradients.
     """
     mesh = gatherer.mesh
-    if rows is None or rows % mesh.size or not gatherer.alone or sequence_size(mesh) > 1:
+    if rows is None or rows % mesh.size or not gatherer.sums_own_rows or sequence_size(mesh) > 1:
         return Shrinking({}, frozenset(), frozenset())
     graph = graph_of(jaxpr)
     sums: dict[Any, int] = {}

@@ -142,9 +142,9 @@ def _loop_name(callers: Callers, computation: Computation) -> str:
     return callers[computation.name].loop.op_name if computation.name in callers else ""
 
 
-def _reformed(computation: Computation, made: Instruction) -> bool:
+def _reformed(computation: Computation, instruction: Instruction) -> bool:
     """Returns whether an instruction's only operand is the result of an all-gather."""
-    sources = [computation[name] for name in made.operands if name in computation.position]
+    sources = [computation[name] for name in instruction.operands if name in computation.position]
     return len(sources) == 1 and sources[0].operation == "all-gather"
 
 

@@ -231,8 +231,8 @@ def _write(
 def _chunk_indices(programs: GroupPrograms, i: int, leaf: DiskLeaf, part: GroupRows) -> list[int]:
     """Returns the indices of the chunks on disk that hold a part of the group."""
     if part.rows is None:
-        return list(range(len(leaf.pieces)))
-    return [[chunk.start for chunk in leaf.pieces].index(part.start * programs.row_size(i))]
+        return list(range(len(leaf.chunks)))
+    return [[chunk.start for chunk in leaf.chunks].index(part.start * programs.row_size(i))]
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

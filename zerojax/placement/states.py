@@ -81,7 +81,7 @@ class States:
         self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
         self.params = params
         self._warned = False
-        self._told = set[str]()
+        self._logged = set[str]()
         self.owned = OwnedArrays()
         self._wrapped: dict[optax.GradientTransformation, ZeroTransformation] = {}
         self.placer = Placer(config, mesh)
@@ -211,8 +211,8 @@ class States:
         if sum(leaf.lost for leaf in leaves) > LITTLE * n_bytes and not self._warned:
             self._warned = True
             log.warning("%s.", plan.lost)
-        if (message := plan.replicated_state) and message not in self._told:
-            self._told.add(message)
+        if (message := plan.replicated_state) and message not in self._logged:
+            self._logged.add(message)
             log.warning("%s.", message)
         return plan
 

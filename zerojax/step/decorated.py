@@ -83,7 +83,7 @@ class Decorated(abc.ABC, Generic[P, R]):
             numbers = [repr(x) for x in _shared_values(call).values() if isinstance(x, _NUMBERS)]
             self._lockstep.note(f"{self._arguments.name}({', '.join(['...', *numbers])})")
         if jax.process_count() > 1:
-            self._rows.agree(self._leaves.told(call.batch))
+            self._rows.agree(self._leaves.row_counts(call.batch))
 
     def _compare(
         self, program: Any, call: Call, lowered: Callable[[], Iterator[LoweredProgram]]

@@ -205,9 +205,9 @@ def _error_feedback(setting: StepSetting, start: Parts) -> Reducer | None:
     return OneBitMomentum(setting.inserter, errors, state, sending_mode, scale, key)
 
 
-def _with_errors(made: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any]:
+def _with_errors(results: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any]:
     """Adds the new errors of the sent gradients to the results of a step."""
-    parts, out = made
+    parts, out = results
     view = parts.opt_state
     error = jax.tree.unflatten(jax.tree.structure(parts.params), feedback.after)
     view = dataclasses.replace(view, opt=view.opt._replace(error=error))

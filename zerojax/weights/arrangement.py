@@ -68,19 +68,19 @@ class Box(NamedTuple):
     dimensions: tuple[int, ...]
     steps: tuple[int, ...]
 
-    def view(self, piece: np.ndarray, bounds: Bounds) -> np.ndarray:
+    def view(self, values: np.ndarray, bounds: Bounds) -> np.ndarray:
         """Returns a view of the elements, in the tensor's order of axes.
 
         Args:
-          piece: The slice of the parameter within ``bounds``; the view shares its memory.
-          bounds: The bounds of ``piece`` in the parameter.
+          values: The slice of the parameter within ``bounds``; the view shares its memory.
+          bounds: The bounds of ``values`` in the parameter.
         """
         begins = (first - low for first, (low, _) in zip(self.start, bounds, strict=True))
         corner: Any = (*(slice(i, None) for i in begins), ...)
         byte_strides = (
-            piece.strides[d] * step for d, step in zip(self.dimensions, self.steps, strict=True)
+            values.strides[d] * step for d, step in zip(self.dimensions, self.steps, strict=True)
         )
-        return np.lib.stride_tricks.as_strided(piece[corner], self.shape, tuple(byte_strides))
+        return np.lib.stride_tricks.as_strided(values[corner], self.shape, tuple(byte_strides))
 
 
 class Link(NamedTuple):

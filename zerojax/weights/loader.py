@@ -16,8 +16,8 @@ from zerojax.plan import layout
 from zerojax.plan.stored import shown, stored
 from zerojax.weights.arrangement import Bounds, Link
 from zerojax.weights.names import Linked, Names, Tensor, link, refuse
-from zerojax.weights.pieces import clipped, from_shards, zeros
 from zerojax.weights.reader import open_tensors
+from zerojax.weights.shards import clipped, from_shards, zeros
 from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import Path
 

@@ -14,7 +14,7 @@ from zerojax.plan.stored import stored
 from zerojax.weights.arrangement import Bounds, Link
 from zerojax.weights.cast import cast
 from zerojax.weights.names import Linked, Names, Tensor, link
-from zerojax.weights.pieces import to_host
+from zerojax.weights.shards import to_host
 from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import DTYPES, Path, Put, TensorSpec, writing
 
@@ -110,15 +110,15 @@ def write(
     put: Put,
     links: Sequence[Link],
     bounds: Bounds,
-    piece: np.ndarray,
+    values: np.ndarray,
     dtype: np.dtype,
     path: str,
 ) -> None:
-    """Writes the slice ``piece`` of a parameter, which is within ``bounds``, to its tensors."""
-    piece = cast(piece, dtype, path)
+    """Writes the slice ``values`` of a parameter, which is within ``bounds``, to its tensors."""
+    values = cast(values, dtype, path)
     for part in links:
         for box in part.boxes(bounds):
-            put(part.tensor, box.view(piece, bounds), box.offset, box.strides)
+            put(part.tensor, box.view(values, bounds), box.offset, box.strides)
 
 
 def config_files(config: Mapping[str, Any] | Path) -> dict[str, str]:

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from zerojax.offload.disk.pieces import boxes, meet, moved, shape_of, whole
+from zerojax.offload.disk.slices import boxes, meet, moved, shape_of, whole
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (1, 1), (3, 5), (4, 1, 3), (2, 3, 2, 2)])

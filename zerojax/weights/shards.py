@@ -49,10 +49,10 @@ def from_shards(
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _put(piece: np.ndarray, devices: list[jax.Device], memory_kind: str | None) -> list[jax.Array]:
+def _put(shard: np.ndarray, devices: list[jax.Device], memory_kind: str | None) -> list[jax.Array]:
     shardings = [SingleDeviceSharding(device, memory_kind=memory_kind) for device in devices]
     # The copies keep a reference to the shard: wait, so that the host holds one shard at a time.
-    return jax.block_until_ready([jax.device_put(piece, sharding) for sharding in shardings])
+    return jax.block_until_ready([jax.device_put(shard, sharding) for sharding in shardings])
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

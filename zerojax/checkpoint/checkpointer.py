@@ -25,7 +25,7 @@ from zerojax.checkpoint.processes import (
     gather_strings,
     share_a_folder,
 )
-from zerojax.checkpoint.record import encoded
+from zerojax.checkpoint.record import encode_json
 from zerojax.checkpoint.restore import restore
 from zerojax.checkpoint.retention import Retention
 from zerojax.checkpoint.saved import SavedStep
@@ -180,7 +180,7 @@ class Checkpointer:
             number = _step_number(step)
             self._check(number, state)
             checked_metrics = self._retention.checked(number, metrics)
-            pending = PendingSave(number, state, self.zero, encoded(extra), checked_metrics)
+            pending = PendingSave(number, state, self.zero, encode_json(extra), checked_metrics)
             writer.make(pending)
             return pending
 

@@ -22,7 +22,7 @@ from zerojax.checkpoint.checksum import share
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.disk.slices import Index, boxes, grid, meet, moved, results, shape_of, whole
 from zerojax.plan.places import PINNED
-from zerojax.plan.stored import StoredArray, pad, stored
+from zerojax.plan.stored import StoredArray, pad, unwrap_stored
 
 CHUNK_BYTES = 64 * 2**20
 """Maximum bytes of a chunk in a checkpoint; small shards then read small chunks."""
@@ -171,7 +171,7 @@ class _Array(NamedTuple):
     @classmethod
     def of(cls, x: DiskArray | StoredArray) -> _Array:
         """Describes ``x``; copies its shards to host memory unless they are on a disk."""
-        at_rest = stored(x)
+        at_rest = unwrap_stored(x)
         on_disk = isinstance(at_rest, DiskArray)
         shards = _disk_shards(at_rest) if on_disk else _host_shards(at_rest)
         return cls(x.shape, at_rest.shape, at_rest.dtype, at_rest.sharding, shards, on_disk)
@@ -272,11 +272,11 @@ def recut(slices: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.nda
         yield parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def summed(shares: Iterable[str]) -> dict[str, int]:
+def sum_shares(shares: Iterable[str]) -> dict[str, int]:
     """Sums the shares of all processes, passed as JSON, to the checksums of the full arrays.
 
     Example:
-      >>> summed(['{"w": 4294967295}', '{"w": 3}'])
+      >>> sum_shares(['{"w": 4294967295}', '{"w": 3}'])
       {'w': 2}
     """
     by_process = [json.loads(each) for each in shares]

@@ -25,7 +25,7 @@ from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved, steps_folder
 from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.pending import PendingSave
-from zerojax.checkpoint.piecewise import CHUNK_BYTES, PiecewiseHandler, summed
+from zerojax.checkpoint.piecewise import CHUNK_BYTES, PiecewiseHandler, sum_shares
 from zerojax.checkpoint.processes import LONGEST, call_on_first, gather_strings
 from zerojax.checkpoint.retention import Retention
 from zerojax.offload.disk.array import DiskArray
@@ -124,7 +124,7 @@ class Writer:
             return json.dumps(self._piecewise.shares)
 
         try:
-            sums = summed(gather_strings(name, await_writes, LONGEST))
+            sums = sum_shares(gather_strings(name, await_writes, LONGEST))
             call_on_first(name, lambda: self._commit(pending, sums), LONGEST)
         except Exception:
             with contextlib.suppress(CheckpointError):  # raised if a process is gone

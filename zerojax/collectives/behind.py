@@ -19,9 +19,9 @@ from zerojax.collectives import order, propagate
 from zerojax.collectives.ahead import LEAST
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.partial_sums import PartialSum, RowSum, links, row_sum_of, total
-from zerojax.collectives.reduction import pinned
+from zerojax.collectives.reduction import pin_to_devices
 from zerojax.collectives.shard import ReducedGradient
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
@@ -70,7 +70,10 @@ class Behind:
             aval = self._stacks[i].aval
             shape, dtype = row_sum.shape(self._gatherer), row_sum.eqn.outvars[0].aval.dtype
             state.append(
-                (pinned(jnp.zeros(shape, dtype), self._gatherer), jnp.zeros(aval.shape, aval.dtype))
+                (
+                    pin_to_devices(jnp.zeros(shape, dtype), self._gatherer),
+                    jnp.zeros(aval.shape, aval.dtype),
+                )
             )
         return state
 
@@ -84,7 +87,7 @@ class Behind:
         at = min(range(len(given)), key=lambda i: given[i][0].size)
         (held,) = order.hold_largest([given[at][0]], whole)
         return [
-            (pinned(held, self._gatherer), stack) if i == at else (parts, stack)
+            (pin_to_devices(held, self._gatherer), stack) if i == at else (parts, stack)
             for i, (parts, stack) in enumerate(given)
         ]
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.quantization import dequantize, quantize
-from zerojax.collectives.reduction import pinned, summed
+from zerojax.collectives.reduction import pin_to_devices, reduce_partial_sums
 from zerojax.config.keys.loco import Loco
 from zerojax.devices.mesh import batch_axes
 from zerojax.plan import layout
@@ -63,7 +63,7 @@ class ErrorFeedback:
         """Returns the sum of the devices' partial sums [devices, *shape] of a parameter's gradient,
         sharded by ``spec``, float32."""
         (at,) = layout.dimensions(spec, self._gatherer.axis)
-        value = pinned(jnp.moveaxis(parts.astype(jnp.float32), 1 + at, 1), self._gatherer)
+        value = pin_to_devices(jnp.moveaxis(parts.astype(jnp.float32), 1 + at, 1), self._gatherer)
         old_errors, new_errors = iter(self._errors[parameter]), []
 
         def feed_back(x: jax.Array, x_spec: Sequence[Any], block: Sequence[int]) -> jax.Array:
@@ -74,7 +74,7 @@ class ErrorFeedback:
             new_errors.append(jnp.where(self._ends, jnp.zeros_like(stored), stored))
             return corrected
 
-        total = summed(value, spec, self._gatherer, feed_back)
+        total = reduce_partial_sums(value, spec, self._gatherer, feed_back)
         self.after[parameter] = tuple(new_errors)
         return total
 
@@ -100,7 +100,7 @@ class ErrorFeedback:
         x = lax.reshape(x, [x.shape[d] for d in order], order)
         x = self._gatherer.constrain(x, [spec[d] for d in order])
         trailing = x.shape[x.ndim - (ndim - 2) :]
-        return pinned(x.reshape(self._gatherer.mesh.size, -1, *trailing), self._gatherer)
+        return pin_to_devices(x.reshape(self._gatherer.mesh.size, -1, *trailing), self._gatherer)
 
     def _devices_first(self, spec: Sequence[Any]) -> list[int]:
         """Returns the dimensions, with the sharded ones first, in the order of the devices."""

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.collectives.adjacent import GatheredArrays
-from zerojax.collectives.host import Host, fetched
+from zerojax.collectives.host import Host, fetch_to_device
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.collectives.shard import ReducedGradient, Shard
@@ -249,7 +249,9 @@ class Gatherer:
         if id(shard) in gathered:
             return gathered[id(shard)][1]
         if gathering.host:
-            unsharded = self.whole(fetched(shard.value), shard.spec, quantized=gathering.quantized)
+            unsharded = self.whole(
+                fetch_to_device(shard.value), shard.spec, quantized=gathering.quantized
+            )
             if scope.share:
                 scope.gathered[id(shard)] = shard, unsharded
             return unsharded
@@ -293,7 +295,7 @@ class Gatherer:
         the full gradient: XLA would all-reduce the full gradient to split it over two parts at
         once. Inner parts come first, so that the fewest bytes are sent between hosts."""
         shard, parts = layout.without(spec, self.axis), layout.parts_of(spec, self.axis)
-        uneven = layout.padded(gradient.shape, spec, self.mesh) != gradient.shape
+        uneven = layout.padded_shape(gradient.shape, spec, self.mesh) != gradient.shape
         if not parts or uneven:  # XLA all-reduces and slices the sum
             with self.ledger.reduces(gradient, shard, shard):
                 for dimension, name in parts:
@@ -328,7 +330,7 @@ class Gatherer:
         is without the shard axis."""
         if layout.without(v.spec, self.axis) == v.spec:
             return self.gather(v, scope, ())
-        return v.with_value(self.constrain(fetched(v.value), v.spec))
+        return v.with_value(self.constrain(fetch_to_device(v.value), v.spec))
 
     def gather_all(self, values: Sequence[Any], scope: Scope) -> list[Any]:
         """Returns the operands of one equation, with the shards among them gathered."""

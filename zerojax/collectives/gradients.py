@@ -51,7 +51,7 @@ def bind_summed(
                 parts = gatherer.constrain(parts, (REPLICA, *spec))
             with gatherer.ledger.reduces(table, spec, spec, over=groups):
                 return [table + add_up(parts, 0)]
-        even_shape = layout.padded(shape, spec, gatherer.mesh)
+        even_shape = layout.padded_shape(shape, spec, gatherer.mesh)
         padded = bind_padded(eqn, values, even_shape) if even_shape != shape else None
         if padded is not None:
             unpadded = scatter(padded, spec)[tuple(map(slice, shape))]

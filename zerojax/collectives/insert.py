@@ -289,7 +289,7 @@ class Inserter(Scans):
     def _call(
         self, eqn: Any, values: list[Any], scope: Scope, want: Sequence[Spec | None]
     ) -> Sequence[Any]:
-        inner = jaxprs.called(eqn)
+        inner = jaxprs.called_jaxpr(eqn)
         if eqn.primitive is not prims.remat_p:
             with self.ledger.within(eqn):
                 return self.run(inner, values, scope, want)

@@ -167,7 +167,7 @@ class Ledger:
 
     def _reduces_to(self, x: Any, spec: Sequence[Any]) -> Any:
         full = layout.without(spec, zero_axis(self._mesh))
-        is_even = layout.padded(x.shape, spec, self._mesh) == x.shape
+        is_even = layout.padded_shape(x.shape, spec, self._mesh) == x.shape
         return self.reduces(x, full, spec if is_even else full)  # uneven: XLA slices the full sum
 
     def __len__(self) -> int:

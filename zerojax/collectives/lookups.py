@@ -92,7 +92,7 @@ def spec_by_rows(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
       mesh, axis: The devices, and the axis over which ZeRO shards.
     """
     shape, dims = eqn.invars[0].aval.shape, layout.dimensions(spec, axis)
-    if len(dims) != 1 or layout.padded(shape, spec, mesh) != shape:
+    if len(dims) != 1 or layout.padded_shape(shape, spec, mesh) != shape:
         return None
     picked = jaxprs.param(eqn, "dimension_numbers").collapsed_slice_dims
     (sharded,), size = dims, eqn.invars[0].aval.size

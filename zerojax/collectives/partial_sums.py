@@ -19,7 +19,13 @@ from jax.sharding import PartitionSpec
 
 from zerojax.collectives import propagate
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.reduction import add_up, axes_of, cut_evenly, pinned, summed
+from zerojax.collectives.reduction import (
+    add_up,
+    axes_of,
+    cut_evenly,
+    pin_to_devices,
+    reduce_partial_sums,
+)
 from zerojax.devices.mesh import sequence_size
 from zerojax.graph.primitives import LABELS, LINEAR
 from zerojax.plan import layout
@@ -83,7 +89,7 @@ class RowSum(NamedTuple):
             value = self._multiplied(*split) if len(split) == 2 else self._added(*split)
             value = value.reshape(gatherer.mesh.size, *value.shape[len(self.cuts) :])
         value = jnp.moveaxis(value, 1 + self.at(gatherer.axis), 1)
-        return PartialSum(pinned(value, gatherer), self)
+        return PartialSum(pin_to_devices(value, gatherer), self)
 
     def _convolved(self, values: Sequence[jax.Array], gatherer: Gatherer) -> jax.Array:
         """Computes the partial sums [devices, ...] of a convolution with ``shard_map``: with a
@@ -139,7 +145,7 @@ class RowSum(NamedTuple):
 def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
     """Reduces partial sums to the gradient's shard."""
     row_sum = partial.row_sum
-    x = summed(partial.value, row_sum.spec, gatherer)
+    x = reduce_partial_sums(partial.value, row_sum.spec, gatherer)
     for eqn in partial.links:
         (x,) = jaxprs.bind(eqn, [x])
     return x

@@ -14,7 +14,7 @@ from zerojax.collectives.behind import Behind
 from zerojax.collectives.entries import Entries
 from zerojax.collectives.filled import Filling
 from zerojax.collectives.gathering import Gatherer, Scope, plain
-from zerojax.collectives.host import sent, unpadded
+from zerojax.collectives.host import send_to_host, unpadded
 from zerojax.collectives.loops import Sums
 from zerojax.collectives.shard import Gathering, HostGradient, HostStack, Shard
 from zerojax.plan import layout
@@ -116,11 +116,11 @@ class Scans(Gatherer):
                 y = plain(ys[i])
                 if scope.host and spec is not None and scope.host.takes(y, length):
                     sent_specs[i] = spec
-                    padded_shape = layout.padded(y.shape, spec, self.mesh)
+                    padded_shape = layout.padded_shape(y.shape, spec, self.mesh)
                     ys[i] = scope.host.send(pad(y, padded_shape))
                 elif stacks[i] in leaving and not isinstance(ys[i], Shard):
                     sent_specs[i], self.left = None, True
-                    ys[i] = sent(y)
+                    ys[i] = send_to_host(y)
                 else:
                     ys[i] = entries.stack(i, ys[i])
             totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]

@@ -19,9 +19,9 @@ from jax.extend.core import primitives as prims
 
 from zerojax.collectives import propagate
 from zerojax.collectives.gathering import Gatherer, plain
-from zerojax.collectives.reduction import add_up, pinned
+from zerojax.collectives.reduction import add_up, pin_to_devices
 from zerojax.devices.mesh import sequence_size
-from zerojax.graph.graph import Graph, graph_of
+from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import LINEAR
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -62,17 +62,17 @@ class Shrinking(NamedTuple):
         if out in self.sums:
             at, n = self.sums[out], gatherer.mesh.size
             rows = jnp.moveaxis(values[0], at, 0)
-            rows = pinned(rows.reshape(n, rows.shape[0] // n, *rows.shape[1:]), gatherer)
+            rows = pin_to_devices(rows.reshape(n, rows.shape[0] // n, *rows.shape[1:]), gatherer)
             axes = [d for d in jaxprs.param(eqn, "axes") if d != at]
             # Dimensions: the devices, the device's own rows, and the others of `values[0]`.
             own = add_up(rows, 1, *(d + 2 - (d > at) for d in axes))
-            return OwnSum(pinned(own, gatherer))
+            return OwnSum(pin_to_devices(own, gatherer))
         parts = [x.value if isinstance(x, OwnSum) else x for x in values]
         own = jax.vmap(
             lambda *operands: jaxprs.bind(eqn, list(operands))[0],
             in_axes=[0 if isinstance(x, OwnSum) else None for x in values],
         )(*parts)
-        own = pinned(own, gatherer)
+        own = pin_to_devices(own, gatherer)
         return gatherer.scatter(add_up(own, 0), wants[out]) if out in self.ends else OwnSum(own)
 
 

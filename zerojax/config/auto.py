@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zerojax.config.errors import closest, hint, problems_of, shown
+from zerojax.config.errors import as_text, closest, hint, problems_of
 from zerojax.config.keys import KEYS, renamed
 from zerojax.config.keys.row import ZERO, Key
 from zerojax.config.keys.training import FIT
@@ -37,7 +37,7 @@ def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StoodIn:
     """
     if not isinstance(auto, Mapping):
         wanted = "expected a mapping of dotted keys to values"
-        return StoodIn(set(), [f"auto: {wanted}, got {shown(auto)}"])
+        return StoodIn(set(), [f"auto: {wanted}, got {as_text(auto)}"])
     autos = dict(_autos(raw, ""))
     replaced: set[str] = set()
     unmatched: dict[str, str] = {}
@@ -47,7 +47,7 @@ def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StoodIn:
             autos[path][path.rpartition(".")[2]] = value
             replaced.add(path)
         else:
-            unmatched[shown(key)] = path
+            unmatched[as_text(key)] = path
     listed = ", ".join([*autos][:20]) + ", ..." * (len(autos) > 20)
     fallback = f'"auto" stands at: {listed}' if autos else 'nothing in it is "auto"'
 
@@ -107,6 +107,6 @@ def resolve_autos(raw: dict[str, Any]) -> Resolved:
 
 
 def _unresolved(key: Key) -> str:
-    remedy = "write the value" if key.default is None else f"write {shown(key.default)}"
+    remedy = "write the value" if key.default is None else f"write {as_text(key.default)}"
     fit = f", or let {FIT} choose" * (key.field == "stage")
     return f'{key.path}: "auto" has nothing to resolve it; {remedy}{fit}, {or_pass(key.path)}'

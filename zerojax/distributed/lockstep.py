@@ -97,7 +97,7 @@ class Lockstep(threading.Thread):
             f"the processes do not call the same: call {number} of zerojax is {other} in process "
             f"{process}, which is at {place}, and {own} in process {self._me}, which is at "
             f"{_place()}. Every process runs the same steps, evaluations, saves and restores, "
-            "with the same numbers beside the batch; process 0 may print and log alone"
+            "with the same numbers beside the batch; only process 0 need print and log"
         )
         sys.excepthook(LaunchError, error, None)
         sys.stderr.flush()

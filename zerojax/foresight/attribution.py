@@ -13,7 +13,7 @@ from zerojax.hlo.assignment import HeldBuffer
 from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
 from zerojax.hlo.provenance import Callers, is_argument, schedules
 from zerojax.hlo.transfers import in_host
-from zerojax.plan.plan import Leaf, Plan, layout
+from zerojax.plan.state_sharding import Leaf, Plan, layout
 from zerojax.xla import lowered
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"

@@ -53,7 +53,7 @@ def _heads_cut(zero: Zero, cut: Mapping[str, int] | None) -> dict[str, int]:
     return {**(cut or {}), **({SEQUENCE: 2} if zero.sequence else {})}
 
 
-def chosen(zero: Zero | None, asked: str) -> str:
+def choose_attention(zero: Zero | None, asked: str) -> str:
     """Chooses the implementation for a planned model: "mosaic_gpu", "cudnn" or "plain".
 
     Args:
@@ -83,11 +83,11 @@ def chosen(zero: Zero | None, asked: str) -> str:
 def planned_attention(
     zero: Zero | None, asked: str, cut: Mapping[str, int] | None = None
 ) -> Attention | None:
-    """Returns the attention that :func:`chosen` chooses, or None for the model's default.
+    """Returns the attention that :func:`choose_attention` chooses, or None for the model's default.
 
     ``cut`` is as for :func:`fused_attention`.
     """
-    name = chosen(zero, asked)
+    name = choose_attention(zero, asked)
     if zero is None or name == "plain":
         return None
     if name == "cudnn" and not are_present(zero.mesh):

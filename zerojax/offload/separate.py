@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.xla import hijax, jaxprs

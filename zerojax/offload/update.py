@@ -13,7 +13,7 @@ from zerojax.offload.disk.array import DiskLeaf
 from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, groups, is_sent_unsplit
 from zerojax.offload.separate import Separated
 from zerojax.offload.stream import GroupPrograms, GroupResults
-from zerojax.plan.plan import Plan
+from zerojax.plan.state_sharding import Plan
 from zerojax.xla.compiler import streaming
 
 

@@ -142,7 +142,7 @@ class QuantizedWeights:
         mesh: Mesh,
         axis: str,
     ) -> None:
-        self._how, self._mesh, self._axis = sent(config).weights, mesh, axis
+        self._how, self._mesh, self._axis = sent_formats(config).weights, mesh, axis
         if self._how is not None and self._how.format == "float8_e4m3fn":
             _check_float8(mesh.devices.flat[0])
         self._only = None if config.zero_quantized_weights else frozenset(frozen)
@@ -191,7 +191,7 @@ class QuantizedWeights:
         )
 
 
-def sent(config: ZeroConfig) -> Sent:
+def sent_formats(config: ZeroConfig) -> Sent:
     """Returns the formats in which a config sends sharded arrays."""
     if config.stage == 0:
         return UNQUANTIZED

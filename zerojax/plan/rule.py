@@ -290,7 +290,7 @@ def check_own_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> N
             raise ValueError(
                 f"{path}: its PartitionSpec names the axis {unknown[0]!r}, but the mesh has "
                 f"{mesh.axis_names}. Pass a mesh with that axis, flax's logical axis rules that "
-                "map it, or zerojax.zero(..., specs=PartitionSpec()) for ZeRO's axis alone."
+                "map it, or zerojax.zero(..., specs=PartitionSpec()) for only ZeRO's axis."
             )
         if shape[d] % layout.parts(entry, mesh):
             raise ValueError(

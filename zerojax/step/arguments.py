@@ -98,7 +98,7 @@ class Arguments:
         left = [slot for slot in free if slot not in objects]
         batch = self._slots_of_batch(given, [x for x in left if not self._is_copy(x, given)])
         if not objects or not batch:
-            got = f"{len(given)} arguments" if left else f"the state alone ({self._text(objects)})"
+            got = f"{len(given)} arguments" if left else f"only the state ({self._text(objects)})"
             raise TypeError(
                 f"{self.name} takes a state and a batch, (state, batch, ...) or (model, optimizer, "
                 f"batch, ...), but was called with {got}. Where the batch comes back too, name it "

@@ -10,7 +10,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 import jax
 import numpy as np
 
-from zerojax.devices.mesh import relabelled
+from zerojax.devices.mesh import relabel_arrays
 from zerojax.devices.rows import BatchRows
 from zerojax.distributed.equality import require_same_program, require_same_values
 from zerojax.distributed.join import require_same
@@ -98,7 +98,7 @@ class Decorated(abc.ABC, Generic[P, R]):
     def _relabelled(self, call: Call) -> Call:
         """Moves the arrays of a call under explicit mesh axes to the step's own mesh."""
         arrays = {"batch": call.batch, "args": call.args, "kwargs": call.kwargs}
-        return call._replace(**relabelled(arrays, self._states.mesh))
+        return call._replace(**relabel_arrays(arrays, self._states.mesh))
 
     def _compiled(
         self,

@@ -14,7 +14,7 @@ from zerojax.collectives.shard import Gathering
 from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.plan import layout
 from zerojax.plan.places import DEVICE, DISK
-from zerojax.plan.plan import Leaf, Plan
+from zerojax.plan.state_sharding import Leaf, Plan
 
 
 class Entered(NamedTuple):

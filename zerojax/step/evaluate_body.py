@@ -22,7 +22,7 @@ from zerojax.optim.one_bit import one_bit_state, sending
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.plan.error_feedback import key_of
 from zerojax.plan.places import offloads
-from zerojax.plan.plan import DTYPES
+from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.call import join
 from zerojax.step.entering import Entered, enter_rest
 from zerojax.step.extra_state import wanted_specs

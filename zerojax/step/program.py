@@ -16,7 +16,7 @@ from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States, of_parameters
 from zerojax.plan.error_feedback import key_of
 from zerojax.plan.places import offloads
-from zerojax.plan.quantized import sent
+from zerojax.plan.quantized import sent_formats
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
 from zerojax.step.call import Rearranged
@@ -78,7 +78,7 @@ class StepSetting:
             keep=config.stage < 3,
             away=smallest_away(config),
             overlap=config.overlap_comm is not False,
-            sent=sent(config),
+            sent=sent_formats(config),
         )
 
 

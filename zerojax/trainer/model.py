@@ -14,7 +14,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from zerojax.api import Zero
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.trace.gradients import value_and_grad
 from zerojax.trainer.losses import Forward, forward_of, mean_loss
 from zerojax.trainer.partial import Partial, partial_mean
@@ -310,7 +310,7 @@ class Nnx:
         return state
 
 
-def placed(params: Any, like: Any, *, own: bool = True) -> Any:
+def place_like(params: Any, like: Any, *, own: bool = True) -> Any:
     """Casts and places arrays with the dtypes and shardings of others.
 
     Args:
@@ -343,8 +343,8 @@ def placed(params: Any, like: Any, *, own: bool = True) -> Any:
 def as_params(source: Any, like: Any) -> Any:
     """Returns placed parameters from a tree, or from a function of the abstract parameters."""
     if not callable(source) or isinstance(source, Mapping):
-        return placed(source, like)
+        return place_like(source, like)
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
     )
-    return placed(source(abstract), like, own=False)
+    return place_like(source(abstract), like, own=False)

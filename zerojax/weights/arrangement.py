@@ -298,7 +298,7 @@ class _Links:
         tensor_shape, tensor_start, tensor_steps = self._laid(self.tensor, sizes, at)
         shape, start, steps = self._laid(self.parameter, sizes, at)
         if shape != self.shape:
-            raise self._error(f"makes {[*shape]}, the parameter is {[*self.shape]}")
+            raise self._error(f"yields {[*shape]}, the parameter is {[*self.shape]}")
         tensor_strides = [math.prod(tensor_shape[d + 1 :]) for d in range(len(tensor_shape))]
         axes = [
             Axis(sizes[axis], step * tensor_strides[d], steps[axis][0], steps[axis][1])
@@ -342,7 +342,7 @@ class _Links:
             product = math.prod(sizes[axis] for axis in axes if axis in sizes)
             if n % product or (not unknown and n != product):
                 raise self._error(
-                    f"{' '.join(axes)} = {product} does not make {n} of {[*self.shape]}"
+                    f"{' '.join(axes)} = {product} does not fit {n} of {[*self.shape]}"
                 )
             sizes |= {axis: n // product for axis in unknown}
         return sizes

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.plan.stored import stored
+from zerojax.plan.stored import unwrap_stored
 from zerojax.weights.arrangement import Bounds, Link
 from zerojax.weights.cast import cast
 from zerojax.weights.names import Linked, Names, Tensor, link
@@ -60,7 +60,7 @@ def save(
     shapes = {path: tuple(x.shape) for path, x in opened.leaves.items()}
     linked = link(names, shapes)
     for path, leaf in opened.leaves.items():
-        if not getattr(stored(leaf), "is_fully_addressable", True):
+        if not getattr(unwrap_stored(leaf), "is_fully_addressable", True):
             raise ValueError(
                 f"params: {path} {[*leaf.shape]} is on devices of other processes too: save a "
                 "checkpoint and write its parameters by `python -m zerojax export`, or gather them "

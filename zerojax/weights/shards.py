@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from zerojax.offload.disk.array import DiskArray
-from zerojax.plan.stored import stored
+from zerojax.plan.stored import unwrap_stored
 from zerojax.weights.arrangement import Bounds
 
 _ALIGNMENT = 64
@@ -74,7 +74,7 @@ def to_host(array: Any) -> Iterator[tuple[Bounds, np.ndarray]]:
       array: A NumPy or JAX array, or an array at rest, whose padding is left out.
     """
     shape = tuple(array.shape)
-    at_rest = stored(array)
+    at_rest = unwrap_stored(array)
     if isinstance(at_rest, DiskArray):
         at_rest = at_rest.load()
     if not isinstance(at_rest, jax.Array):

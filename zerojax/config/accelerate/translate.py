@@ -9,7 +9,7 @@ from zerojax.config.accelerate.deepspeed import deepspeed
 from zerojax.config.accelerate.fsdp import fsdp, parallelism
 from zerojax.config.accelerate.keys import DEEPSPEED, FSDP, KEYS, PLAIN, TYPES
 from zerojax.config.accelerate.translation import Judged, Translation
-from zerojax.config.errors import shown
+from zerojax.config.errors import as_text
 
 _OTHER_CHIPS = ("NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
 _SECTION_OF = {DEEPSPEED: "DEEPSPEED", FSDP: "FSDP"}
@@ -83,7 +83,7 @@ def _kind(into: Translation, file: Mapping[str, Any]) -> str:
         )
     elif kind:
         into.problems.append(
-            f"distributed_type: expected one of {', '.join(TYPES)}, got {shown(kind)}"
+            f"distributed_type: expected one of {', '.join(TYPES)}, got {as_text(kind)}"
         )
     elif "distributed_type" not in file:
         into.problems.append(

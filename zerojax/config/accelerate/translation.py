@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from zerojax.config.accelerate.check import Leaf
 from zerojax.config.batch import BATCH_SIZES
-from zerojax.config.errors import ConfigError, shown
+from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.keys import KEYS as JSON_KEYS
 from zerojax.config.keys import NULLABLE
 from zerojax.config.notes import Note, Status
@@ -82,8 +82,8 @@ class Translation:
             target[name] = value
         elif value != "auto" and _checked(path, existing) != _checked(path, value):
             self.problems.append(
-                f"{key} = {shown(self.values[key])} says otherwise than {path} = {shown(existing)} "
-                f"in {self.file}; take one of them out"
+                f"{key} = {as_text(self.values[key])} says otherwise than {path} = "
+                f"{as_text(existing)} in {self.file}; take one of them out"
             )
             return False
         return True
@@ -110,7 +110,7 @@ class Translation:
 
     def refuse(self, key: str, why: str) -> None:
         """Adds a problem for a value that zerojax does not support."""
-        self.problems.append(f"{key} = {shown(self.values[key])} is not supported: {why}")
+        self.problems.append(f"{key} = {as_text(self.values[key])} is not supported: {why}")
 
     def notes(self, of_json: Iterable[Note]) -> list[Note]:
         """Returns the notes of a config: first those of the YAML's keys, then those of the JSON's.

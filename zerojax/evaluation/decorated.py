@@ -9,7 +9,7 @@ from typing import Any, Self
 import jax
 from jax.sharding import Mesh
 
-from zerojax.devices.mesh import automatic_context, relabelled
+from zerojax.devices.mesh import automatic_context, relabel_arrays
 from zerojax.evaluation.objects import Subject, subject_of
 from zerojax.evaluation.program import EvaluationProgram
 from zerojax.step.arguments import Arguments
@@ -51,7 +51,7 @@ class Evaluation(Decorated[P, R]):
         if watchdog:
             watchdog.ran(out)
         if names:
-            out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
+            out = relabel_arrays(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return out  # type: ignore[no-any-return]
 
     def _with(self, arguments: Arguments) -> Self:

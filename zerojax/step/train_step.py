@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.collectives.ledger import Ledger
-from zerojax.devices.mesh import automatic_context, relabelled
+from zerojax.devices.mesh import automatic_context, relabel_arrays
 from zerojax.foresight.guard import Guard
 from zerojax.foresight.step_reports import StepReports
 from zerojax.monitor.after_step import AfterStep
@@ -87,7 +87,7 @@ class Step(Decorated[P, R]):
         if watchdog:
             watchdog.ran(out)
         if explicit:
-            out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
+            out = relabel_arrays(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return put_back(out, objects)  # type: ignore[no-any-return]
 
     def _run(self, call: Call, explicit: Explicit | None) -> tuple[tuple[Any, ...], Any]:

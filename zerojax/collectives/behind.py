@@ -26,7 +26,7 @@ from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
 
-class Behind:
+class DeferredReductions:
     """The stacks of gradients that a loop computes, some of them reduced one iteration later.
 
     Args:
@@ -141,7 +141,7 @@ def decide(
 
     Args:
       eqn: The scan.
-      want: See :class:`Behind`.
+      want: See :class:`DeferredReductions`.
       gatherer: Reduces gradients.
       rows: The number of rows of a batch; None if no reduction is to be deferred.
     """

@@ -37,7 +37,7 @@ class ProgramDecisions:
     wants: Mapping[Any, Spec]
     added_up: set[Any]
     shared: Mapping[int, GatheredArrays]
-    shrinking: shrinking.Shrinking
+    shrinking: shrinking.OwnSumEquations
     leaving: set[Any]
     replaced: Mapping[Any, Any]
     reused: reuse.ReusedGradients

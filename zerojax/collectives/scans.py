@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.collectives import decisions, loop_decisions, moved_stacks
-from zerojax.collectives.ahead import Ahead
-from zerojax.collectives.behind import Behind
+from zerojax.collectives.ahead import PrefetchedStacks
+from zerojax.collectives.behind import DeferredReductions
 from zerojax.collectives.entries import Entries
-from zerojax.collectives.filled import Filling
+from zerojax.collectives.filled import GatheredStacks
 from zerojax.collectives.gathering import Gatherer, Scope, plain
 from zerojax.collectives.host import send_to_host, unpadded
 from zerojax.collectives.loops import Sums
@@ -86,9 +86,9 @@ class Scans(Gatherer):
         entries = Entries(
             [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
         )
-        ahead = Ahead(eqn, entries.read, decided.ahead, self)
-        behind = Behind(eqn, want[n:], decided.behind, self)
-        filling = Filling(xs, decided.filled, ahead, reverse=reverse)
+        ahead = PrefetchedStacks(eqn, entries.read, decided.ahead, self)
+        behind = DeferredReductions(eqn, want[n:], decided.behind, self)
+        filling = GatheredStacks(xs, decided.filled, ahead, reverse=reverse)
         jaxpr, m = sums.body(), len(kept)
         stacks = eqn.outvars[n:]
         sent_specs: dict[int, Spec | None] = {}

@@ -40,7 +40,7 @@ class OwnSum:
     value: jax.Array
 
 
-class Shrinking(NamedTuple):
+class OwnSumEquations(NamedTuple):
     """The equations of a program that run on each device's own sum.
 
     Attributes:
@@ -76,7 +76,9 @@ class Shrinking(NamedTuple):
         return gatherer.scatter(add_up(own, 0), wants[out]) if out in self.ends else OwnSum(own)
 
 
-def find(jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gatherer) -> Shrinking:
+def find(
+    jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gatherer
+) -> OwnSumEquations:
     """Finds the gradients of tables that are reduced last.
 
     Args:
@@ -87,7 +89,7 @@ def find(jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gath
     """
     mesh = gatherer.mesh
     if rows is None or rows % mesh.size or not gatherer.sums_own_rows or sequence_size(mesh) > 1:
-        return Shrinking({}, frozenset(), frozenset())
+        return OwnSumEquations({}, frozenset(), frozenset())
     graph = graph_of(jaxpr)
     sums: dict[Any, int] = {}
     results, ends = set[Any](), set[Any]()
@@ -102,7 +104,7 @@ def find(jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gath
             sums |= found[0]
             results |= {out, *found[1]}
             ends.add(out)
-    return Shrinking(sums, frozenset(results), frozenset(ends))
+    return OwnSumEquations(sums, frozenset(results), frozenset(ends))
 
 
 def _adds_up(eqn: Any, at: int, graph: Graph) -> bool:

@@ -26,7 +26,7 @@ from zerojax.placement.states import States
 from zerojax.plan.places import DEVICE, reaches_host
 from zerojax.plan.quantized import sent_formats
 from zerojax.plan.state_sharding import DTYPES
-from zerojax.step.call import Rearranged, Static, divide, join
+from zerojax.step.call import RearrangedFunction, Static, divide, join
 from zerojax.step.entering import enter
 from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast, constrainer
@@ -78,7 +78,7 @@ class EvaluationProgram:
 
     def __init__(
         self,
-        function: Rearranged,
+        function: RearrangedFunction,
         states: States,
         subject: Subject,
         explicit: Explicit | None = None,

@@ -46,7 +46,7 @@ class Prelude(NamedTuple):
 
     Attributes:
       scalars: Arrays of shape [] that the clusters need.
-      shared: The update's results at the positions :attr:`Separated.shared`.
+      shared: The update's results at the positions :attr:`SeparatedUpdate.shared`.
     """
 
     scalars: list[Any]
@@ -62,7 +62,7 @@ class _Connected(NamedTuple):
     scalars: dict[Any, None]
 
 
-class Separated:
+class SeparatedUpdate:
     """``update(*leaves) -> results`` split into a prelude and clusters.
 
     Args:

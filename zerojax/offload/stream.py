@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.collectives.host import fetch_to_device, send_to_host
 from zerojax.collectives.order import impossible
 from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, is_sent_unsplit
-from zerojax.offload.separate import Separated
+from zerojax.offload.separate import SeparatedUpdate
 from zerojax.plan import layout
 from zerojax.plan.places import DISK, HOST, PINNED
 from zerojax.plan.stored import pad
@@ -70,7 +70,7 @@ class GroupPrograms:
 
     def __init__(
         self,
-        separated: Separated,
+        separated: SeparatedUpdate,
         placements: Sequence[ArrayPlacement],
         target: Sequence[int],
         mesh: Any,

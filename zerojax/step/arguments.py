@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from zerojax.placement.replicated import check_one_copy
-from zerojax.step.call import Call, Constant, Form, Rearranged, is_key, without_pmap
+from zerojax.step.call import Call, Constant, Form, RearrangedFunction, is_key, without_pmap
 from zerojax.step.find_state import FoundState, find_state, may_be_batch
 from zerojax.step.jitted import Slot, name_of, open_jit, without_self
 from zerojax.train_state.linen import is_train_state
@@ -143,9 +143,9 @@ class Arguments:
         arguments._found = {}
         return arguments
 
-    def rearranged(self, form: Form) -> Rearranged:
+    def rearranged(self, form: Form) -> RearrangedFunction:
         """Returns the function, called in the order of :class:`Call`."""
-        return Rearranged(self.function, self.name, form)
+        return RearrangedFunction(self.function, self.name, form)
 
     def _objects(self, given: dict[Slot, Any], free: list[Slot]) -> list[Slot]:
         """Returns the arguments that are the state."""

@@ -57,7 +57,7 @@ class Body:
         self, parts: Parts, tx: Any, batch: Any, args: Any, kwargs: Any
     ) -> tuple[Parts, Any]:
         """Returns the state after the step, and the step's results, in which each object of the
-        state is replaced by a :class:`zerojax.train_state.results.Passed`.
+        state is replaced by a :class:`zerojax.train_state.results.ObjectPlaceholder`.
 
         Args:
           parts: The state; ``parts.opt_state`` is a :class:`zerojax.step.view.View`.

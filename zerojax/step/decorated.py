@@ -20,7 +20,7 @@ from zerojax.distributed.watchdog import Watchdog, watchdog
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, Constant, Form, Rearranged
+from zerojax.step.call import Call, Constant, Form, RearrangedFunction
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.state_parts import OpenedState
@@ -105,7 +105,7 @@ class Decorated(abc.ABC, Generic[P, R]):
         opened: OpenedState,
         form: Form,
         explicit: Explicit | None,
-        make: Callable[[Rearranged], Any],
+        make: Callable[[RearrangedFunction], Any],
     ) -> Any:
         """Returns the program for states like this one, created on the first request."""
         leaves, tree = jax.tree.flatten(opened.parts)

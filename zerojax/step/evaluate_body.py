@@ -24,7 +24,7 @@ from zerojax.plan.error_feedback import key_of
 from zerojax.plan.places import offloads
 from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.call import join
-from zerojax.step.entering import Entered, enter_rest
+from zerojax.step.entering import BodyArrays, enter_rest
 from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import FurtherArguments, WithShards, enter_arguments
 from zerojax.step.loop_advice import advise
@@ -44,7 +44,7 @@ def evaluate_body(
     setting: StepSetting,
     tx: Any,
     start: Parts,
-    params: Entered,
+    params: BodyArrays,
     batch: Any,
     arrays: list[Any],
     further: FurtherArguments,

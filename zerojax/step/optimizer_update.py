@@ -56,7 +56,7 @@ class OptimizerUpdate:
     """The update, sub-group by sub-group (:mod:`zerojax.offload.update`).
 
     Values that depend only on gradients and scalars (a norm, a schedule) form the prelude, which
-    the program of the gradients runs; see :class:`zerojax.offload.separate.Separated`.
+    the program of the gradients runs; see :class:`zerojax.offload.separate.SeparatedUpdate`.
 
     Args:
       setting: The step.

@@ -19,7 +19,7 @@ from zerojax.plan.places import offloads
 from zerojax.plan.quantized import sent_formats
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
-from zerojax.step.call import Rearranged
+from zerojax.step.call import RearrangedFunction
 from zerojax.step.further_arguments import ArgumentReader
 from zerojax.trace.explicit import Explicit, Types
 from zerojax.train_state.state_parts import OpenedState, Parts
@@ -50,7 +50,7 @@ class StepSetting:
 
     def __init__(
         self,
-        function: Rearranged,
+        function: RearrangedFunction,
         states: States,
         opened: OpenedState,
         explicit: Explicit | None,

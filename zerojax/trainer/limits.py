@@ -13,7 +13,7 @@ from flax import nnx
 
 from zerojax.distributed import log
 from zerojax.trainer.losses import IGNORED, Forward, causal_lm_loss, classification_loss
-from zerojax.trainer.model import Traced
+from zerojax.trainer.model import TracedLoss
 
 
 class Limits:
@@ -35,7 +35,7 @@ class Limits:
         self,
         model: Any,
         loss: Any,
-        traced: Callable[[Any], Traced],
+        traced: Callable[[Any], TracedLoss],
         devices: int = 1,
         labels: Collection[str] = (),
     ) -> None:

@@ -16,7 +16,7 @@ from zerojax.weights.cast import cast
 from zerojax.weights.names import Linked, Names, Tensor, link
 from zerojax.weights.shards import to_host
 from zerojax.weights.tree import open_tree
-from zerojax.weights.writer import DTYPES, Path, Put, TensorSpec, writing
+from zerojax.weights.writer import DTYPES, BlockWriter, Path, TensorSpec, writing
 
 MAX_FILE_BYTES = 5 * 10**9
 CONFIG_FILE = "config.json"
@@ -107,7 +107,7 @@ def specs(linked: Linked, dtypes: Mapping[str, np.dtype]) -> list[TensorSpec]:
 
 
 def write(
-    put: Put,
+    put: BlockWriter,
     links: Sequence[Link],
     bounds: Bounds,
     values: np.ndarray,

@@ -22,7 +22,7 @@ class Leaf(NamedTuple):
     value: Any
 
 
-class Checked(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of `check`.
 
     Attributes:
@@ -42,7 +42,7 @@ def is_accelerate(raw: Mapping[str, Any]) -> bool:
     return "distributed_type" in raw or "compute_environment" in raw
 
 
-def read_checked(path: Path) -> Checked:
+def read_checked(path: Path) -> CheckResult:
     """Checks the keys of a file that `accelerate config` wrote, YAML or JSON.
 
     Raises:
@@ -56,7 +56,7 @@ def read_checked(path: Path) -> Checked:
     return checked._replace(problems=repeated(file) + checked.problems)
 
 
-def check(file: Mapping[str, Any]) -> Checked:
+def check(file: Mapping[str, Any]) -> CheckResult:
     """Checks every key separately, in one pass.
 
     Args:
@@ -67,7 +67,7 @@ def check(file: Mapping[str, Any]) -> Checked:
       ({'distributed_type': 'NO', 'num_processes': 8}, \
 ['num_proceses: unknown key; did you mean `num_processes`?'])
     """
-    checked = Checked(list(_leaves(file)), {}, [])
+    checked = CheckResult(list(_leaves(file)), {}, [])
     unknown: dict[str, str] = {}
     for path, key, value in checked.leaves:
         if key in SECTIONS:

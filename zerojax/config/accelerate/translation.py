@@ -17,7 +17,7 @@ _PROGRAM_KEYS = (*BATCH_SIZES, "gradient_clipping")
 and in `clip_grad_norm_`."""
 
 
-class Judged(NamedTuple):
+class KeyTreatment(NamedTuple):
     """The treatment of a key of the YAML.
 
     Attributes:
@@ -54,7 +54,7 @@ class Translation:
     raw: dict[str, Any] = field(default_factory=dict)
     file: str = ""
     of_file: dict[str, Any] = field(default_factory=dict)
-    judged: dict[str, Judged] = field(default_factory=dict)
+    judged: dict[str, KeyTreatment] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)
     _both: dict[str, Any] = field(default_factory=dict)  # of_file's values for keys of both files
@@ -90,7 +90,7 @@ class Translation:
 
     def stands_for(self, key: str, *paths: str, reason: str = "") -> None:
         """Records that a key of the YAML is translated into these keys of the JSON."""
-        self.judged[key] = Judged(paths, "honoured", reason, self.values[key])
+        self.judged[key] = KeyTreatment(paths, "honoured", reason, self.values[key])
 
     def imply(self, path: str, value: Any, reason: str) -> None:
         """Sets a key of the JSON to Accelerate's default, since no key of the YAML sets it."""

@@ -170,9 +170,9 @@ class Gatherer:
         an axis of the lanes."""
         if not self._lane_axes.isdisjoint(name for entry in spec for name in layout.axes(entry)):
             return value
-        return self.placed(value, spec)
+        return self.constrain_always(value, spec)
 
-    def placed(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
+    def constrain_always(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         """Constrains ``value`` to a spec, on lanes too: for a parameter, or a value computed from
         parameters only, which all lanes have in common and their axes may shard."""
         return lax.with_sharding_constraint(value, layout.sharding(self.mesh, spec))
@@ -196,13 +196,13 @@ class Gatherer:
         bytes. If ``quantized``, gathers codes and scales, whose gathers XLA combines."""
         if quantized and (block := self._block(value, spec)) is not None:
             return self._as_codes(value, spec, block, lambda x: self.whole(x, spec))
-        pinned = self.placed(value, spec)
+        pinned = self.constrain_always(value, spec)
         # Outermost part first: XLA starts with the innermost, and sends that result between hosts.
         parts = layout.parts_of(spec, self.axis)[-2::-1]
         intermediate = [layout.inside(spec, self.axis, layout.before(part)) for _, part in parts]
         for less in (*intermediate, layout.without(spec, self.axis)):
             with self.ledger.gathers(pinned, spec, less):
-                pinned = self.placed(pinned, less)
+                pinned = self.constrain_always(pinned, less)
             spec = less
         return pinned
 
@@ -220,7 +220,7 @@ class Gatherer:
         """Quantizes a value, applies ``gather`` to codes and scales, and dequantizes the result."""
         assert self.sent.weights is not None
         form = self.sent.weights.format
-        codes, scales = map(gather, quantize(self.placed(value, spec), block, form))
+        codes, scales = map(gather, quantize(self.constrain_always(value, spec), block, form))
         return dequantize(codes, scales, form, value.dtype)
 
     def secondary(
@@ -230,10 +230,10 @@ class Gatherer:
         barrier keeps XLA from gathering over both at once."""
         if quantized and (block := self._block(value, spec)) is not None:
             return self._as_codes(value, spec, block, lambda x: self.secondary(x, spec, partly))
-        pinned = self.placed(value, spec)
+        pinned = self.constrain_always(value, spec)
         with self.ledger.gathers(pinned, spec, partly):
-            pinned = self.placed(pinned, partly)
-        return self.placed(lax.optimization_barrier(pinned), partly)
+            pinned = self.constrain_always(pinned, partly)
+        return self.constrain_always(lax.optimization_barrier(pinned), partly)
 
     def gather(self, shard: Shard, scope: Scope, rest: Sequence[Any]) -> jax.Array:
         """Returns one parameter unsharded, for a use beside the operands ``rest``.

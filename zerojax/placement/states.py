@@ -152,7 +152,7 @@ class States:
         parts = jax.eval_shape(prepare, opened.parts) if abstract else prepare(opened.parts)
         if has_own and not is_wrapped:  # the config's optimizer is in use
             self._wrapped.setdefault(opened.tx, wrap(opened.tx))
-        # For any other pytree `placed` decides array by array what to copy.
+        # For any other pytree `place` decides array by array what to copy.
         plain = not is_wrapped and not opened.any_pytree
         tx = opened.tx if is_wrapped else self.wrap(opened.tx)
         return dataclasses.replace(opened, parts=parts, tx=tx, plain=plain)
@@ -316,7 +316,7 @@ class States:
 
         return jax.jit(make_on_mesh, inline=compat.INLINE), opened
 
-    def placed(self, opened: OpenedState, plan: Plan) -> Parts:
+    def place(self, opened: OpenedState, plan: Plan) -> Parts:
         """Places the arrays of a state as planned.
 
         An array is copied, so that the caller's array survives, unless zerojax created it and it

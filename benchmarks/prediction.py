@@ -32,7 +32,7 @@ from zerojax.foresight.devices import parse_devices
 from zerojax.models import names as models
 from zerojax.models.registry import bound
 from zerojax.plan.table import size
-from zerojax.step.step import Step
+from zerojax.step.train_step import Step
 from zerojax.tuning.study import Study
 from zerojax.tuning.workload import workload
 

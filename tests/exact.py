@@ -156,7 +156,7 @@ def _equation(eqn: Any, values: list[Array]) -> Sequence[Array]:
     if name in _LABELS:
         return values
     if eqn.primitive in jaxprs.CALLS:
-        return run(jaxprs.called(eqn), values)
+        return run(jaxprs.called_jaxpr(eqn), values)
     if name in _CONTROL:
         return _CONTROL[name](eqn, values)
     if name == "reduce" and [e.primitive.name for e in eqn.params["jaxpr"].eqns] == ["add"]:

@@ -125,7 +125,11 @@ def expected_seconds(tests: Iterable[str]) -> dict[str, float]:
 
 
 def chosen(
-    sweeps: Iterable[str], paths: Iterable[str], sample: int, seed: str, seconds: Mapping[str, float]
+    sweeps: Iterable[str],
+    paths: Iterable[str],
+    sample: int,
+    seed: str,
+    seconds: Mapping[str, float],
 ) -> set[str]:
     """Names of the sweeps that a change of ``paths`` can affect, and a sample of the others.
 

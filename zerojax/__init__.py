@@ -39,13 +39,13 @@ if _TYPE_CHECKING:
     from zerojax.optim.schedules import schedule as schedule
     from zerojax.optim.telemetry import telemetry as telemetry
     from zerojax.optim.wrap import wrap as wrap
-    from zerojax.plan.plan import Plan as Plan
+    from zerojax.plan.state_sharding import Plan as Plan
     from zerojax.trace.gradients import grad as grad
     from zerojax.trace.gradients import value_and_grad as value_and_grad
     from zerojax.trace.gradients import weighted_mean as weighted_mean
     from zerojax.trace.tiled import tiled as tiled
     from zerojax.trainer.arguments import TrainingArguments as TrainingArguments
-    from zerojax.trainer.trainer import Trainer as Trainer
+    from zerojax.trainer.loop import Trainer as Trainer
     from zerojax.tuning.fit import Fitted as Fitted
     from zerojax.tuning.fit import fit as fit
     from zerojax.tuning.workload import Workload as Workload
@@ -58,8 +58,8 @@ _MODULES = {
     "LossScale": "optim.loss_scale",
     "LossScaleError": "monitor.after_step",
     "OutOfMemoryError": "foresight.guard",
-    "Plan": "plan.plan",
-    "Trainer": "trainer.trainer",
+    "Plan": "plan.state_sharding",
+    "Trainer": "trainer.loop",
     "TrainingArguments": "trainer.arguments",
     "Workload": "tuning.workload",
     "Zero": "api",

@@ -25,18 +25,18 @@ from zerojax.devices.mesh import (
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.distributed import log
 from zerojax.distributed.join import require_joined
-from zerojax.evaluation.evaluation import Evaluation
+from zerojax.evaluation.decorated import Evaluation
 from zerojax.foresight.guard import Guard
 from zerojax.monitor import lines
 from zerojax.optim.named import named_optimizer
 from zerojax.optim.wrap import ZeroTransformation, features, wrap
 from zerojax.placement.states import States
-from zerojax.plan.plan import Plan
+from zerojax.plan.state_sharding import Plan
 from zerojax.step.arguments import Arguments
 from zerojax.step.decorated import P, R
 from zerojax.step.per_device import per_device
 from zerojax.step.sequence import SequenceAxis
-from zerojax.step.step import Step
+from zerojax.step.train_step import Step
 
 S = TypeVar("S")
 
@@ -377,7 +377,7 @@ def zero(
         devices = in_groups(all_devices(), groups, words)
     if devices.devices.flat[0].addressable_memories():  # a topology has no other process
         require_joined()
-    made = Zero(resolved, devices, specs, donate, check_memory, params)
+    result = Zero(resolved, devices, specs, donate, check_memory, params)
     if resolved.dump_state and log.is_first():
-        lines.say(f"config:\n{resolved_text(resolved, batch_devices(made.mesh))}")
-    return made
+        lines.say(f"config:\n{resolved_text(resolved, batch_devices(result.mesh))}")
+    return result

@@ -17,7 +17,7 @@ from etils import epath
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, writer
 from zerojax.checkpoint import restore as restoring
-from zerojax.checkpoint.processes import agreed, first, share_a_folder, told
+from zerojax.checkpoint.processes import call_on_all, call_on_first, gather_strings, share_a_folder
 from zerojax.distributed.launched import LaunchError
 
 
@@ -53,7 +53,7 @@ def agree(process: int, folder: Path) -> dict[str, Any]:
             if process in processes:
                 raise kind("no")
 
-        return failure(lambda: agreed("a test", act))
+        return failure(lambda: call_on_all("a test", act))
 
     own = epath.Path(folder / str(process))
 
@@ -64,9 +64,9 @@ def agree(process: int, folder: Path) -> dict[str, Any]:
         raise CheckpointError("taken")
 
     return {
-        "own": agreed("a test", lambda: process),
-        "told": told("a test", lambda: f"n{process}"),
-        "first": first("a test", lambda: f"n{process}"),
+        "own": call_on_all("a test", lambda: process),
+        "told": gather_strings("a test", lambda: f"n{process}"),
+        "first": call_on_first("a test", lambda: f"n{process}"),
         "one fails": fails(1),
         "both fail": fails(0, 1, kind=CheckpointError),
         "damaged": fails(0, kind=DamagedCheckpointError),
@@ -91,13 +91,13 @@ def save_and_fail(process: int, folder: Path, disk: Path | None) -> dict[str, An
                 checkpointer.save(1, states[1])
                 found[f"disk of {rank}"] = failure(checkpointer.wait)
             found[f"after {rank}"] = checkpointer.all_steps(), _under_way(folder / "run")
-            agreed("both have looked", lambda: None)  # before process 0 makes the next folder
+            call_on_all("both have looked", lambda: None)  # before process 0 makes the next folder
 
-        agreed("the obstacle", lambda: None)
+        call_on_all("the obstacle", lambda: None)
         if process == 0:  # process 0 cannot make the folder of the step
             (folder / "run" / "1.orbax-checkpoint-tmp").touch()
         found["folder of 0"] = failure(lambda: checkpointer.save(1, states[1]))
-        agreed("the obstacle", (folder / "run" / "1.orbax-checkpoint-tmp").unlink
+        call_on_all("the obstacle", (folder / "run" / "1.orbax-checkpoint-tmp").unlink
                if process == 0 else lambda: None)  # fmt: skip
         found["no state"] = failure(lambda: checkpointer.save(1, states[1] if process else {}))
 
@@ -123,14 +123,14 @@ def save_and_fail(process: int, folder: Path, disk: Path | None) -> dict[str, An
             checkpointer.wait()
             if process == 0:
                 (disk / "filler").write_bytes(b"x" * 15 * 2**20)
-            agreed("the filler", lambda: None)
+            call_on_all("the filler", lambda: None)
             checkpointer.save(1, states[1])
             found["full"] = failure(checkpointer.wait)
-            agreed("the filler", lambda: None)
+            call_on_all("the filler", lambda: None)
             found["left"] = checkpointer.all_steps(), _under_way(disk / "run")
             if process == 0:
                 (disk / "filler").unlink()
-            agreed("the filler", lambda: None)
+            call_on_all("the filler", lambda: None)
             checkpointer.save(1, states[1])
             checkpointer.wait()
             found["saved"] = checkpointer.all_steps()

@@ -30,7 +30,7 @@ def create(key: jax.Array) -> KeyedState:
 def digest(state: KeyedState) -> str:
     """Of every leaf, the moments among them."""
     text = hashlib.sha256()
-    for name, x in sorted(state_tree.named(state).items()):
+    for name, x in sorted(state_tree.arrays_by_name(state).items()):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         text.update(name.encode() + np.asarray(x).tobytes())

@@ -96,7 +96,7 @@ def write(
             "devices": "NVIDIA H100",
             "processes": 1,
             "config": {"stage": 2},
-            "leaves": {name: _leaf(x) for name, x in state_tree.named(saved).items()},
+            "leaves": {name: _leaf(x) for name, x in state_tree.arrays_by_name(saved).items()},
             "files": records.files(epath.Path(folder), max_bytes),
             "metrics": {"loss": 2.5},
             "extra": None,

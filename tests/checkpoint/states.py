@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 from zerojax.checkpoint import state_tree
 from zerojax.plan import layout
-from zerojax.plan.stored import pad, shown, stored
+from zerojax.plan.stored import pad, unwrap_stored, user_leaf
 
 KEY = jax.random.key(0)
 SPECS = {
@@ -104,7 +104,9 @@ def filled(state: Any) -> Any:
     path alone."""
     tree = state_tree.tree_of(state)
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    made = [_put(_random(state_tree.strings(keys), x), stored(x).sharding) for keys, x in leaves]
+    made = [
+        _put(_random(state_tree.strings(keys), x), unwrap_stored(x).sharding) for keys, x in leaves
+    ]
     tree = jax.tree.unflatten(structure, made)
     if state_tree.form_of(state) == "linen":
         return tree
@@ -115,8 +117,8 @@ def filled(state: Any) -> Any:
 def _put(x: Any, sharding: jax.sharding.Sharding) -> Any:
     if not isinstance(sharding, NamedSharding):
         return jax.device_put(x, sharding)
-    padded = layout.padded(x.shape, layout.full(sharding.spec, x.ndim), sharding.mesh)
-    return shown(jax.device_put(pad(x, padded), sharding), x.shape)
+    padded = layout.padded_shape(x.shape, layout.full(sharding.spec, x.ndim), sharding.mesh)
+    return user_leaf(jax.device_put(pad(x, padded), sharding), x.shape)
 
 
 def _random(path: tuple[str, ...], x: jax.Array) -> Any:
@@ -139,7 +141,9 @@ def values(state: Any) -> dict[str, np.ndarray]:
         key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(x) if key else x)
 
-    return {name: host(x) for name, x in state_tree.named(state_tree.tree_of(state)).items()}
+    return {
+        name: host(x) for name, x in state_tree.arrays_by_name(state_tree.tree_of(state)).items()
+    }
 
 
 def assert_same(got: Any, expected: Any, *, but: str = "loss_scale") -> None:

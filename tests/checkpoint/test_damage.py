@@ -162,7 +162,7 @@ def _by_orbax(item: Path) -> dict[str, bytes]:
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         restored = checkpointer.restore(item, args=args)
-    return {name: _bytes(x) for name, x in state_tree.named(restored).items()}
+    return {name: _bytes(x) for name, x in state_tree.arrays_by_name(restored).items()}
 
 
 def _bytes(x: Any) -> bytes:
@@ -309,7 +309,9 @@ def restored_or_refused(steps: Path, file: Path, trained: tuple[Path, Any, Any])
     if error is None:
         return False
     first, *_, last = str(error).splitlines()
-    assert names_something((first,), file, {*state_tree.named(state_tree.tree_of(state))}), error
+    assert names_something(
+        (first,), file, {*state_tree.arrays_by_name(state_tree.tree_of(state))}
+    ), error
     assert last.startswith("Step 100 looks complete: restore(abstract_state, step=100)")
     return error.newest_intact == 100
 

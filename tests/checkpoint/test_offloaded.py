@@ -379,7 +379,7 @@ def test_a_half_updated_leaf_is_not_saved(tmp_path: Path, swap: Path) -> None:
     zero = zero_of(("disk", 8, "fp32"), swap)
     state = zero.init(create_trainable, KEY)
     leaf = state.params["w"].leaf
-    leaf.write(0, {d: np.zeros(len(leaf.pieces[0]), np.float32) for d in jax.devices()})
+    leaf.write(0, {d: np.zeros(len(leaf.chunks[0]), np.float32) for d in jax.devices()})
     with Checkpointer(tmp_path, zero) as checkpointer:
         with pytest.raises(CheckpointError, match="is half updated"):
             checkpointer.save(1, state)

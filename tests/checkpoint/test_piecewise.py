@@ -32,7 +32,7 @@ from zerojax.__main__ import app
 from zerojax.checkpoint import Checkpointer, DamagedCheckpointError, piecewise
 from zerojax.checkpoint.exporter import export
 from zerojax.checkpoint.saved import SavedStep
-from zerojax.plan.stored import StoredArray, pad, stored
+from zerojax.plan.stored import StoredArray, pad, unwrap_stored
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -90,7 +90,7 @@ def test_restores_on_any_number_of_devices(folder: Path, expected: Any, devices:
             got = checkpointer.restore(abstract, step)
             assert_same(got, expected)
             for x, like in zip(jax.tree.leaves(got), jax.tree.leaves(abstract), strict=True):
-                assert stored(x).sharding.is_equivalent_to(like.sharding, x.ndim)
+                assert unwrap_stored(x).sharding.is_equivalent_to(like.sharding, x.ndim)
             assert_same(checkpointer.restore(got, step), got)  # into a state with arrays
             for x in padded_of(got):
                 at_rest = np.array(x.stored)
@@ -129,7 +129,7 @@ def test_plain_orbax_reads_the_shape_without_padding(folder: Path, expected: Any
         assert_same(got, expected)
         np.testing.assert_array_equal(alone["params"]["both"], leaves["params.both"])
     opened = zero.states.open((got,))
-    (placed,) = opened.close(zero.states.placed(opened, zero.states.plan(opened)), opened.tx)
+    (placed,) = opened.close(zero.states.place(opened, zero.states.plan(opened)), opened.tx)
     assert padded_of(placed)
     assert_same(placed, expected)
 
@@ -141,7 +141,7 @@ def test_a_flipped_byte_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, state)
         checkpointer.wait()
-        monkeypatch.setattr("zerojax.checkpoint.record.changed", lambda *_: [])
+        monkeypatch.setattr("zerojax.checkpoint.record.find_changes", lambda *_: [])
         last = values(state)["params.rows"][-1, -9:].tobytes()
         files = [file for file in (tmp_path / "1").rglob("d/*") if last in file.read_bytes()]
         for file in files:  # tensorstore may leave one that is not used

@@ -61,7 +61,7 @@ def changed(folder: epath.Path) -> list[str]:
 def problems(folder: epath.Path) -> list[CheckpointError]:
     record = records.read(folder)
     assert record is not None
-    return records.changed(folder, record)
+    return records.find_changes(folder, record)
 
 
 def test_changed_files_are_named(folder: epath.Path) -> None:
@@ -273,7 +273,7 @@ def test_a_record_that_was_changed_is_itself_or_one_error(
         return
     assert how == "sealed" or after == before
     assert after is not None
-    records.changed(folder, after)
+    records.find_changes(folder, after)
 
 
 @pytest.mark.parametrize("name", [records.FILE, "state/_METADATA", "state/d/data"])

@@ -213,7 +213,7 @@ def test_a_url_that_orbax_does_not_write_to(
 
 
 def test_a_url_of_a_file_and_a_colon_in_a_name(tmp_path: Path, zero: zerojax.Zero) -> None:
-    with pytest.raises(CheckpointError, match=f"or the path alone: {tmp_path}/run"):
+    with pytest.raises(CheckpointError, match=f"or only the path: {tmp_path}/run"):
         Checkpointer(f"file://{tmp_path}/run", zero)
     with Checkpointer(tmp_path / "run:1", zero) as checkpointer:
         assert checkpointer.all_steps() == []

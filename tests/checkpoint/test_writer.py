@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.checkpoint import record as records
-from zerojax.plan.stored import stored
+from zerojax.plan.stored import unwrap_stored
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -63,7 +63,7 @@ def test_a_save_lets_the_state_go(tmp_path: Path, make: Any) -> None:
     """Without waiting for it."""
     zero = zero_of(3, 7)
     state = zero.init(make, KEY)
-    arrays = [weakref.ref(x) for x in jax.tree.leaves(stored(state))]
+    arrays = [weakref.ref(x) for x in jax.tree.leaves(unwrap_stored(state))]
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, state)
         del state

@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError
-from zerojax.plan.stored import stored
+from zerojax.plan.stored import unwrap_stored
 
 BYTES = 10**9  # at most
 SHAPE = (2048, 5120)
@@ -92,7 +92,9 @@ def _save_padded(folder: Path) -> None:
     with Checkpointer(folder, zero) as checkpointer:
         checkpointer.save(1, state)
         got = checkpointer.restore(abstract)
-    for x, y in zip(jax.tree.leaves(stored(got)), jax.tree.leaves(stored(state)), strict=True):
+    for x, y in zip(
+        jax.tree.leaves(unwrap_stored(got)), jax.tree.leaves(unwrap_stored(state)), strict=True
+    ):
         for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
             np.testing.assert_array_equal(a.data, b.data)
 

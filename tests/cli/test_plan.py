@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import zerojax
 from zerojax.__main__ import app
-from zerojax.cli.problem import explained
+from zerojax.cli.problem import explain_error
 from zerojax.devices.rates import Rates, rates
 from zerojax.foresight.choice import Choice
 
@@ -280,7 +280,7 @@ def test_a_model_that_predicts_no_tokens(config: Path, model: str, says: str) ->
 
 def test_xlas_own_errors() -> None:
     error = jax.errors.JaxRuntimeError("INTERNAL: no tile\n\nSuspected Python Code Location:\n  x")
-    assert explained(error, "model 'a:b' cannot be planned") == (
+    assert explain_error(error, "model 'a:b' cannot be planned") == (
         "model 'a:b' cannot be planned: XLA does not compile it. Another version of jax may, or "
         "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.\nINTERNAL: no tile"
     )

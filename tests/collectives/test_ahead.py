@@ -19,7 +19,7 @@ from swept import swept
 
 import zerojax
 from zerojax.collectives import Inserter, Shard, kept
-from zerojax.collectives.ahead import LEAST, Ahead, decide
+from zerojax.collectives.ahead import LEAST, PrefetchedStacks, decide
 from zerojax.collectives.shard import Gathering, HostStack
 from zerojax.plan import rule
 from zerojax.xla import jaxprs
@@ -208,14 +208,14 @@ class TestStacks:
         def entry(self, index: Any) -> jax.Array:
             return self.fetched()[index]
 
-    def ahead(self, xs: list[Any], *, reverse: bool = False) -> Ahead:
+    def ahead(self, xs: list[Any], *, reverse: bool = False) -> PrefetchedStacks:
         inserter = Inserter(MESH, "data", keep=False)
         stacks = [self.STACK for _ in xs]
         jaxpr = jax.make_jaxpr(
             lambda *xs: lax.scan(lambda c, x: (c, [y + 1 for y in x]), 0.0, xs, reverse=reverse)
         )(*stacks)
         scan = the(jaxpr, "scan")
-        return Ahead(scan, xs, decide(scan, xs, inserter, gathers=True), inserter)
+        return PrefetchedStacks(scan, xs, decide(scan, xs, inserter, gathers=True), inserter)
 
     @pytest.mark.parametrize("reverse", [False, True])
     def test_each_iteration_has_its_entries(self, reverse: bool) -> None:

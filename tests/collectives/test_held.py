@@ -10,7 +10,7 @@ from collectives.test_loops import MESH, ROWS, STACK, N, layers, weight
 from jax import lax
 
 from zerojax.collectives import Shard, held, loops
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.xla import jaxprs
 
 ONE = (N, N)

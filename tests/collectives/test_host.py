@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxprs import equations
 
-from zerojax.collectives.host import Host, entry, fetched, on_host, sent
+from zerojax.collectives.host import Host, entry, fetch_to_device, on_host, send_to_host
 from zerojax.collectives.shard import Gathering, HostStack, Shard
 
 STACK = np.arange(12, dtype="float32").reshape(4, 3)
@@ -33,8 +33,8 @@ def test_what_lies_there() -> None:
 
 def test_there_and_back() -> None:
     def around(x: jax.Array) -> Any:
-        away = sent(x)
-        return fetched(away), entry(away, 2)
+        away = send_to_host(x)
+        return fetch_to_device(away), entry(away, 2)
 
     moves = [
         eqn.params["devices"][0]
@@ -48,7 +48,7 @@ def test_there_and_back() -> None:
 
 
 def test_a_source_brings_its_own() -> None:
-    np.testing.assert_array_equal(fetched(Twice()), 2 * STACK)
+    np.testing.assert_array_equal(fetch_to_device(Twice()), 2 * STACK)
     np.testing.assert_array_equal(entry(Twice(), 1), 2 * STACK[1])
 
 

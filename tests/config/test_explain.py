@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerojax.config import ConfigError, load
-from zerojax.config.errors import spelled
+from zerojax.config.errors import quote_name
 from zerojax.config.explain import NOT_GIVEN, explain
 from zerojax.config.keys import KEYS
 
@@ -169,7 +169,7 @@ def test_what_is_no_config_at_all(tmp_path):
 def test_any_dict_is_explained_as_it_is_loaded(config):
     rows, problems = explain(config)
     assert {row.key.partition(".")[0] for row in rows if row.given is not NOT_GIVEN} == {
-        spelled(name) for name in config
+        quote_name(name) for name in config
     }
     try:
         load(config)

@@ -83,9 +83,9 @@ def test_where_two_stand_is_said_once(capsys: pytest.CaptureFixture[str]) -> Non
     first, other = Lockstep(), Lockstep(silent=0.0)
     for calls in (first, other):
         calls.note("train_step(...)")
-    other.compare(0, first.told())
+    other.compare(0, first.snapshot())
     other.note("train_step(...)")
-    told = first.told()
+    told = first.snapshot()
     for _ in range(4):
         other.compare(0, told)
     said = capsys.readouterr().err

@@ -20,7 +20,7 @@ import zerojax
 from zerojax.foresight.devices import free_bytes
 from zerojax.foresight.guard import Guard, OutOfMemoryError
 from zerojax.step.arguments import Arguments
-from zerojax.step.step import Step
+from zerojax.step.train_step import Step
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 DIM, LAYERS, ROWS = 64, 3, 256

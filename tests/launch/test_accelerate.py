@@ -6,7 +6,7 @@ import pytest
 from launch.launched import launched
 
 from zerojax.launch import accelerate
-from zerojax.launch.accelerate import Given
+from zerojax.launch.accelerate import AccelerateOptions
 from zerojax.launch.error import UsageError
 
 ONE = """
@@ -39,7 +39,7 @@ num_processes: 16
 """
 
 
-def given(folder: Path, text: str) -> Given:
+def given(folder: Path, text: str) -> AccelerateOptions:
     path = folder / "accelerate.yaml"
     path.write_text(text)
     return accelerate.read(path)

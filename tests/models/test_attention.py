@@ -14,7 +14,7 @@ import zerojax
 from zerojax.hlo.program import parse
 from zerojax.hlo.work import work_of
 from zerojax.models import gpt, llama
-from zerojax.models.attention import chosen, fused_attention, planned_attention
+from zerojax.models.attention import choose_attention, fused_attention, planned_attention
 
 TOKAMAX = importlib.util.find_spec("tokamax") is not None
 TOKENS = np.random.default_rng(0).integers(0, 96, (8, 16)).astype(np.int32)
@@ -73,10 +73,15 @@ def test_a_sliding_window() -> None:
 
 def test_what_is_chosen() -> None:
     here = zerojax.zero(stage=3, bf16=True)
-    assert chosen(None, "auto") == chosen(here, "auto") == chosen(here, "plain") == "plain"
+    assert (
+        choose_attention(None, "auto")
+        == choose_attention(here, "auto")
+        == choose_attention(here, "plain")
+        == "plain"
+    )
     assert planned_attention(here, "auto") is planned_attention(None, "cudnn") is None
     with pytest.raises(ValueError, match="'flash' is unknown; there are auto, mosaic_gpu, cudnn"):
-        chosen(here, "flash")
+        choose_attention(here, "flash")
 
 
 @pytest.mark.gpu_compile
@@ -88,7 +93,7 @@ def test_what_is_chosen_for_absent_gpus() -> None:
         ("a100", {"bf16": True}, "plain"),
     ]:
         zero = zerojax.zero(stage=3, mesh=zerojax.topology(kind, devices=8), **config)
-        assert chosen(zero, "auto") == want
+        assert choose_attention(zero, "auto") == want
 
 
 @pytest.mark.gpu_compile

@@ -42,8 +42,8 @@ from zerojax.models.hugging_face.gpt2 import (
 from zerojax.models.hugging_face.parameters import by_path
 from zerojax.weights import saver
 from zerojax.weights.names import link
-from zerojax.weights.pieces import to_host
 from zerojax.weights.reader import FileTensor
+from zerojax.weights.shards import to_host
 
 TINY = GPTConfig(vocab_size=96, block_size=32, n_layer=3, n_head=2, n_embd=16)
 SCANNED = dataclasses.replace(TINY, scan=True)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from zerojax.offload.separate import Cluster, Separated
+from zerojax.offload.separate import Cluster, SeparatedUpdate
 from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.wrap import wrap
 
@@ -34,7 +34,7 @@ class Update:
 
         self.update, self.n = update, n
         self.own = [i >= n and x.ndim > 0 for i, x in enumerate(leaves)]
-        self.separated = Separated(update, leaves, self.own)
+        self.separated = SeparatedUpdate(update, leaves, self.own)
         rng = np.random.default_rng(0)
         self.values = [
             jnp.asarray(np.abs(rng.normal(size=x.shape)), x.dtype) if x.ndim and x.dtype != bool
@@ -44,7 +44,9 @@ class Update:
     def unsplit(self) -> list[Any]:
         return jax.jit(self.update)(*self.values)
 
-    def apart(self, run: Callable[[Separated, Cluster, list[Any], Any], list[Any]]) -> list[Any]:
+    def apart(
+        self, run: Callable[[SeparatedUpdate, Cluster, list[Any], Any], list[Any]]
+    ) -> list[Any]:
         """``run`` makes the results of a cluster of its arguments and the prelude's scalars."""
         separated = self.separated
         light = [None if own else x for own, x in zip(self.own, self.values, strict=True)]
@@ -57,13 +59,17 @@ class Update:
         return [made[i] for i in range(len(made))]
 
 
-def at_once(separated: Separated, cluster: Cluster, values: list[Any], scalars: Any) -> list[Any]:
+def at_once(
+    separated: SeparatedUpdate, cluster: Cluster, values: list[Any], scalars: Any
+) -> list[Any]:
     return jax.jit(lambda v, s: separated.run(cluster.outputs, cluster.inputs, v, s))(
         values, scalars
     )
 
 
-def in_two(separated: Separated, cluster: Cluster, values: list[Any], scalars: Any) -> list[Any]:
+def in_two(
+    separated: SeparatedUpdate, cluster: Cluster, values: list[Any], scalars: Any
+) -> list[Any]:
     """Flat halves of unequal size; unsplit where a cluster cannot be cut."""
     if not cluster.elementwise:
         return at_once(separated, cluster, values, scalars)
@@ -151,7 +157,7 @@ def test_alike_clusters_have_one_key() -> None:
 
 def test_an_array_of_constants_is_not_cut() -> None:
     table = np.arange(12.0, dtype=np.float32).reshape(4, 3)
-    separated = Separated(lambda p: [p * table], [jnp.ones((4, 3))], [True])
+    separated = SeparatedUpdate(lambda p: [p * table], [jnp.ones((4, 3))], [True])
     assert not separated.clusters[0].elementwise
     (got,) = separated.run((0,), (0,), [jnp.ones((4, 3))], [])
     np.testing.assert_array_equal(got, table)
@@ -159,7 +165,7 @@ def test_an_array_of_constants_is_not_cut() -> None:
 
 def test_scalars_of_a_parameter_stay_in_its_cluster() -> None:
     """A norm of the parameter needs the parameter, so the prelude cannot make it."""
-    separated = Separated(
+    separated = SeparatedUpdate(
         lambda g, p: [p - g * jnp.sum(p), jnp.sum(p), jnp.sum(g)],
         [jnp.ones(6), jnp.ones(6)],
         [False, True],
@@ -180,5 +186,5 @@ def test_constants_tell_clusters_apart() -> None:
         return [p_a - masks["a"] * g_a, p_b - masks["b"] * g_b]
 
     leaf = jax.ShapeDtypeStruct((2,), jnp.float32)
-    found = Separated(update, [leaf] * 4, [False, False, True, True])
+    found = SeparatedUpdate(update, [leaf] * 4, [False, False, True, True])
     assert len({cluster.key for cluster in found.clusters}) == 2

@@ -108,5 +108,5 @@ def test_axes_that_are_taken_as_one(spec: Spec, separate: Spec) -> None:
 def test_parts_across_both_axes() -> None:
     """Four of twelve devices are no part of six and a part of two."""
     assert not layout.separable(("data+seq:(1)4", "data+seq:(4)3"), SEQ)
-    assert layout.joined((("data", "seq"), "data"), "data+seq", SEQ) == ("data+seq", "data")
-    assert layout.joined(("data",), "data", SEQ) == ("data",)
+    assert layout.join_axes((("data", "seq"), "data"), "data+seq", SEQ) == ("data+seq", "data")
+    assert layout.join_axes(("data",), "data", SEQ) == ("data",)

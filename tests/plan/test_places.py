@@ -117,7 +117,7 @@ def mesh_of(device: Any) -> Any:
 def test_no_pinned_host_memory(keywords: Any, named: str, remedy: str) -> None:
     with pytest.raises(ValueError, match=rf"{named} pinned_host memory, but tpu .*TPU v2") as told:
         check_memories(config(**keywords), mesh_of(device("device", "unpinned_host")))
-    assert "has device, unpinned_host alone" in str(told.value)
+    assert "has only device, unpinned_host" in str(told.value)
     assert remedy in str(told.value)
     check_memories(config(**keywords), mesh_of(device("device", "pinned_host")))
 

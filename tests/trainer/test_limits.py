@@ -21,7 +21,7 @@ from zerojax.trainer.losses import (
     classification_loss,
     model_loss,
 )
-from zerojax.trainer.model import Traced, model_of
+from zerojax.trainer.model import TracedLoss, model_of
 
 X = np.zeros((3, 8), np.float32)
 TOKENS = np.zeros((2, 4), np.int32)
@@ -68,7 +68,9 @@ def test_tokens_are_of_the_vocabulary() -> None:
     with pytest.raises(ValueError, match="labels have 64"):
         limits(GPT(CONFIG), causal_lm_loss).check({"input_ids": TOKENS, "labels": TOKENS + 64})
     translator = SimpleNamespace(config=SimpleNamespace(vocab_size=64, decoder_vocab_size=80))
-    check = Limits(translator, model_loss, lambda batch: Traced(Forward(None, None, {}), [])).check
+    check = Limits(
+        translator, model_loss, lambda batch: TracedLoss(Forward(None, None, {}), [])
+    ).check
     check({"input_ids": TOKENS, "decoder_input_ids": TOKENS + 64})
     with pytest.raises(ValueError, match=r"decoder_input_ids have 80, and .* has 80"):
         check({"input_ids": TOKENS, "decoder_input_ids": TOKENS + 80})

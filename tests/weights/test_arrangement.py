@@ -102,8 +102,8 @@ def test_what_is_no_arrangement(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (("o i -> i (part o)", "{part}", {}, (6, 13), QKV, {}), r"3 does not make 13 of \[6, 13\]"),
-        (("o i -> i (part o)", "{part}", {}, (6, 13), GROUPED, {}), r"makes \[6, 14\], the param"),
+        (("o i -> i (part o)", "{part}", {}, (6, 13), QKV, {}), r"3 does not fit 13 of \[6, 13\]"),
+        (("o i -> i (part o)", "{part}", {}, (6, 13), GROUPED, {}), r"yields \[6, 14\], the param"),
         (("(part o) i -> i o", "w", {"part": "x"}, (5, 2), GROUPED, {}), "'x', parts has q, k, v"),
         (("(part o) i -> i o", "w", {"part": "q"}, (5, 2), GROUPED, {}), "q has 8, its axes 2"),
         (("e o -> o", "w", {"e": "1"}, (5,), {}, {}), "length of e is not known"),

@@ -116,7 +116,7 @@ def test_lines_and_shared_programs_are_kept(all_flags: None) -> None:
     layer = jax.jit(everything)
     closed, _ = hijax.trace(lambda x: layer(layer(x)), X)
     first, second = jaxprs.open_jaxpr(closed)[0].eqns
-    assert jaxprs.called(first) is jaxprs.called(second)
+    assert jaxprs.called_jaxpr(first) is jaxprs.called_jaxpr(second)
     lines = [where(e) for e in equations(jaxprs.open_jaxpr(closed)[0])]
     assert all(" at test_hijax.py:" in place for place in lines), lines
 

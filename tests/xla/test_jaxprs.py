@@ -303,13 +303,13 @@ def test_jaxprs_and_equations_can_be_changed() -> None:
     """With ``replace``, variables of their own, literals, and a shape of their own."""
     closed = jax.make_jaxpr(jax.jit(double))(X)
     (eqn,) = closed.jaxpr.eqns
-    inside = jaxprs.open_jaxpr(jaxprs.called(eqn))[0]
+    inside = jaxprs.open_jaxpr(jaxprs.called_jaxpr(eqn))[0]
     mul = inside.eqns[0]
     (at,) = [i for i, v in enumerate(mul.invars) if isinstance(v, core.Literal)]
     old = mul.invars[at]
     three = core.Literal(np.asarray(3, old.aval.dtype), old.aval)
     changed = mul.replace(invars=[three if i == at else v for i, v in enumerate(mul.invars)])
-    body = jaxprs.with_body(jaxprs.called(eqn), inside.replace(eqns=[changed]))
+    body = jaxprs.with_body(jaxprs.called_jaxpr(eqn), inside.replace(eqns=[changed]))
     params = eqn.params | {"jaxpr": body}
     (out,) = jaxprs.bind(eqn.replace(params=params), [jnp.asarray(X)])
     np.testing.assert_array_equal(out, 3 * X)

@@ -157,7 +157,7 @@ class Analysis(EquationAnalysis):
         if run := inside.get(pair.global_eqn.primitive):
             outs = run(pair, kinds, path, backward)
         else:
-            outs = self._body(map(jaxprs.called, pair), kinds, path, backward)
+            outs = self._body(map(jaxprs.called_jaxpr, pair), kinds, path, backward)
         return [_located(k, pair.global_eqn) for k in outs]
 
     def _body(

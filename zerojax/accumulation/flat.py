@@ -14,7 +14,7 @@ from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.lines import line
 from zerojax.accumulation.reductions import REDUCES
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.graph.search import contains, runs_regions
 from zerojax.trace.changes import is_change
@@ -139,7 +139,7 @@ class _Opener:
     def _body(self, eqn: Any, values: Sequence[Any]) -> Any:
         """Returns the jaxpr to inline in place of an equation; None if the equation stays."""
         if eqn.primitive in jaxprs.CALLS and not is_change(eqn):
-            return None if eqn.primitive in self._keeps else jaxprs.called(eqn)
+            return None if eqn.primitive in self._keeps else jaxprs.called_jaxpr(eqn)
         if eqn.primitive is lax.scatter_add_p and values[0] not in self._zeros:
             operand_depends, *updates_depend = (
                 not self._batch.isdisjoint(jaxprs.variables([v])) for v in values

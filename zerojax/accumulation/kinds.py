@@ -134,7 +134,7 @@ def together(kinds: Kinds) -> dict[str, Any]:
     return {"learned": any(k.learned for k in kinds), "node": node}
 
 
-def agreed(kinds: Kinds) -> RowKind | None:
+def shared_layout(kinds: Kinds) -> RowKind | None:
     """Returns the layout of rows that all "rows" kinds among ``kinds`` share; None if they differ,
     or if there are none."""
     rows = [k for k in kinds if k.rows]
@@ -159,7 +159,7 @@ def join(one: RowKind, other: RowKind, where: str) -> RowKind:
         return other
     names = {one.name, other.name}
     if names == {"rows"}:
-        layout = agreed([one, other])
+        layout = shared_layout([one, other])
         if layout is not None:
             return layout.but(zero=one.zero and other.zero)
     elif len(names) == 1:

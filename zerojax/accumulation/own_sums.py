@@ -11,7 +11,7 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.split import Split
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks

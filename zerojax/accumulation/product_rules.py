@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zerojax.accumulation.kinds import Kinds, RowKind, agreed, together
+from zerojax.accumulation.kinds import Kinds, RowKind, shared_layout, together
 from zerojax.graph.primitives import SCATTER_ADDS
 from zerojax.xla.jaxprs import param
 
@@ -28,7 +28,7 @@ def product(eqn: Any, kinds: Kinds) -> RowKind | None:
                 if (
                     not other.rows
                     or other.dim != dims[1 - side][position]
-                    or agreed([kind.but(dim=0), other.but(dim=0)]) is None
+                    or shared_layout([kind.but(dim=0), other.but(dim=0)]) is None
                 ):
                     return None
                 summed |= adds
@@ -61,7 +61,7 @@ def convolution(eqn: Any, kinds: Kinds) -> RowKind | None:
         return left.but(dim=out[0], zero=False) if plain else None
     if not left.rows or not right.rows or left.dim != lhs[1]:
         return None
-    same = agreed([left.but(dim=0), right.but(dim=0)])
+    same = shared_layout([left.but(dim=0), right.but(dim=0)])
     if same is None or same.index:
         return None
     if right.dim == rhs[1] and param(eqn, "feature_group_count") == 1:
@@ -85,7 +85,7 @@ def lookup(eqn: Any, kinds: Kinds) -> RowKind | None:
     shape, d = eqn.invars[0].aval.shape, operand.dim
     if d in dn.operand_batching_dims:
         position = dn.start_indices_batching_dims[dn.operand_batching_dims.index(d)]
-        layout = agreed([operand.but(dim=0), indices.but(dim=0)])
+        layout = shared_layout([operand.but(dim=0), indices.but(dim=0)])
         if not indices.rows or indices.dim != position or layout is None:
             return None
         return layout.but(dim=batch[position], **inherited, **numbered)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from zerojax.accumulation.kinds import Kinds, RowKind, agreed
+from zerojax.accumulation.kinds import Kinds, RowKind, shared_layout
 from zerojax.accumulation.product_rules import convolution, lookup, product, scatter
 from zerojax.accumulation.reductions import REDUCES
 from zerojax.graph.primitives import (
@@ -29,7 +29,7 @@ Rule = Callable[[Any, Kinds], "RowKind | None"]
 
 
 def _elementwise(eqn: Any, kinds: Kinds) -> RowKind | None:
-    layout = agreed(kinds)
+    layout = shared_layout(kinds)
     if layout is None:
         return None
     ranks = {v.aval.ndim for v, k in zip(eqn.invars, kinds, strict=True) if k.rows}
@@ -123,7 +123,7 @@ def _split(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _concatenate(eqn: Any, kinds: Kinds) -> RowKind | None:
-    layout = agreed(kinds)
+    layout = shared_layout(kinds)
     along = param(eqn, "dimension")
     if layout is None:
         return None
@@ -148,7 +148,7 @@ def _joined_layout(eqn: Any, kinds: Kinds, layout: RowKind, along: int) -> RowKi
 
 
 def _stack(eqn: Any, kinds: Kinds) -> RowKind | None:
-    layout, along = agreed(kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
+    layout, along = shared_layout(kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
     if layout is None:
         return None
     return _joined_layout(eqn, kinds, layout.but(dim=layout.dim + (along <= layout.dim)), along)
@@ -179,7 +179,7 @@ def _along(parameter: str) -> Rule:
     each entry of the others."""
 
     def rule(eqn: Any, kinds: Kinds) -> RowKind | None:
-        layout, along = agreed(kinds), param(eqn, parameter)
+        layout, along = shared_layout(kinds), param(eqn, parameter)
         along = along if isinstance(along, tuple | list) else (along,)
         n = eqn.invars[0].aval.ndim
         if layout is None or layout.dim in [a % n for a in along]:
@@ -195,7 +195,7 @@ def _tile(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _window(eqn: Any, kinds: Kinds) -> RowKind | None:
-    kind = agreed(kinds)
+    kind = shared_layout(kinds)
     if kind is None:
         return None
     ndim = eqn.invars[0].aval.ndim
@@ -207,7 +207,7 @@ def _window(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _leading(eqn: Any, kinds: Kinds) -> RowKind | None:
-    layout, before = agreed(kinds), eqn.invars[0].aval.ndim - 2
+    layout, before = shared_layout(kinds), eqn.invars[0].aval.ndim - 2
     return layout if layout is not None and layout.dim < before else None
 
 
@@ -226,7 +226,7 @@ def _dynamic_slice(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _dynamic_update_slice(eqn: Any, kinds: Kinds) -> RowKind | None:
-    layout = agreed(kinds[:2])
+    layout = shared_layout(kinds[:2])
     if layout is None or not kinds[0].rows or any(k.rows for k in kinds[2:]):
         return None
     operand, update = (v.aval.shape for v in eqn.invars[:2])

@@ -14,7 +14,7 @@ from jax.extend import core
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.literals import with_global_sizes
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import LABELS, LINEAR, RESHAPES, SCALES
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs

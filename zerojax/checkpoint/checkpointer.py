@@ -18,8 +18,14 @@ from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved, state_tree, steps_folder
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from zerojax.checkpoint.pending import PendingSave
-from zerojax.checkpoint.processes import agreed, first, share_a_folder, told, with_words
-from zerojax.checkpoint.record import encoded
+from zerojax.checkpoint.processes import (
+    call_and_gather,
+    call_on_all,
+    call_on_first,
+    gather_strings,
+    share_a_folder,
+)
+from zerojax.checkpoint.record import encode_json
 from zerojax.checkpoint.restore import restore
 from zerojax.checkpoint.retention import Retention
 from zerojax.checkpoint.saved import SavedStep
@@ -101,7 +107,7 @@ class Checkpointer:
         self._retention = Retention(keep, keep_best, metric, mode)
         self._read_only, self._closed = read_only, False
         self._writer: Writer | None = None
-        self._alone = threading.RLock()
+        self._call_lock = threading.RLock()
         self._lock: Lock | None = None
         self._name = "checkpoints, read"
         if not read_only:
@@ -174,16 +180,16 @@ class Checkpointer:
             number = _step_number(step)
             self._check(number, state)
             checked_metrics = self._retention.checked(number, metrics)
-            pending = PendingSave(number, state, self.zero, encoded(extra), checked_metrics)
+            pending = PendingSave(number, state, self.zero, encode_json(extra), checked_metrics)
             writer.make(pending)
             return pending
 
         self._note(f"a save of step {step}")
-        with self._alone, paused("a save"):
-            pending, digests = with_words(self._name, prepare, lambda p: p.word)
+        with self._call_lock, paused("a save"):
+            pending, digests = call_and_gather(self._name, prepare, lambda p: p.word)
             if not pending.compare(digests):
                 self._writing().discard(pending)
-                self._refuse(told(self._name, lambda: json.dumps(pending.replicated)))
+                self._refuse(gather_strings(self._name, lambda: json.dumps(pending.replicated)))
             self._writing().begin(pending)
 
     def _refuse(self, replicated: list[str]) -> NoReturn:
@@ -204,7 +210,7 @@ class Checkpointer:
         Raises:
           CheckpointError: the save failed; earlier steps are unchanged.
         """
-        with self._alone, paused("a save"):
+        with self._call_lock, paused("a save"):
             if self._writer:
                 self._writer.settle(swept=True)
 
@@ -232,7 +238,7 @@ class Checkpointer:
         return self._read(
             step,
             lambda folder: restore(folder, abstract_state, self.zero, self._name),
-            lambda act: first(self._name, act),
+            lambda act: call_on_first(self._name, act),
         )
 
     def extra(self, step: int | None = None, process: int | None = None) -> Any:
@@ -271,7 +277,7 @@ class Checkpointer:
         def find_relative_path() -> str:
             return os.path.relpath(saved.at(self.directory, step)[-1], self.directory)
 
-        with self._alone, paused("a restore"):
+        with self._call_lock, paused("a restore"):
             self.wait()
             while True:
                 relative_path, root = ask(find_relative_path), self.directory
@@ -336,13 +342,13 @@ class Checkpointer:
             return writer
 
         self._note(f"a removal of step {step}")
-        with self._alone, paused("a removal"):
-            writer = agreed(self._name, ready_writer)
-            first(self._name, lambda: writer.delete(step))
+        with self._call_lock, paused("a removal"):
+            writer = call_on_all(self._name, ready_writer)
+            call_on_first(self._name, lambda: writer.delete(step))
 
     def close(self) -> None:
         """Waits for the last save and releases the folder."""
-        with self._alone, paused("a save"):
+        with self._call_lock, paused("a save"):
             try:
                 self.wait()
             finally:

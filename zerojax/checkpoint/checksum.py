@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.checkpoint.state_tree import is_key
 from zerojax.plan import layout
-from zerojax.plan.stored import StoredArray, stored
+from zerojax.plan.stored import StoredArray, unwrap_stored
 
 _BLOCK = 2**16
 """Number of words that the host mixes at once, so that they stay in the cache."""
@@ -196,7 +196,7 @@ def finish_checksum(parts: Any) -> int:
 
 def _parts(x: jax.Array | StoredArray) -> jax.Array:
     """Returns partial sums, uint32 [devices], or [] if the array is on one device only."""
-    at_rest = stored(x)
+    at_rest = unwrap_stored(x)
     sharding = at_rest.sharding
     if len(sharding.device_set) == 1 or not isinstance(sharding, NamedSharding):
         return checksum(at_rest)

@@ -19,7 +19,7 @@ from zerojax.checkpoint.record import Record
 from zerojax.checkpoint.saved import SavedArray, SavedStep, find
 from zerojax.weights.arrangement import Link
 from zerojax.weights.saver import check_tied, config_files, saved_dtype, specs, write
-from zerojax.weights.writer import Path, Put, writing
+from zerojax.weights.writer import BlockWriter, Path, writing
 
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]I?)?B?")
@@ -111,7 +111,7 @@ def export(
 
 
 def _copy(
-    saved: SavedStep, leaf: SavedArray, links: Sequence[Link], dtype: np.dtype, put: Put
+    saved: SavedStep, leaf: SavedArray, links: Sequence[Link], dtype: np.dtype, put: BlockWriter
 ) -> Iterator[int]:
     """Writes a parameter block by block; yields the bytes of each block."""
     checksum = 0

@@ -202,7 +202,7 @@ class StepInspector:
         with self._noted():
             self._record = records.read(folder)
         if self._record:
-            for error in records.changed(folder, self._record):
+            for error in records.find_changes(folder, self._record):
                 self._note(error)
         with self._noted():
             self._saved = SavedArrays(folder)

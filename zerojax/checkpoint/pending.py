@@ -30,7 +30,7 @@ from zerojax.checkpoint.state_tree import is_key
 from zerojax.config import ZeroConfig
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.places import PINNED
-from zerojax.plan.stored import StoredArray, stored
+from zerojax.plan.stored import StoredArray, unwrap_stored
 
 _SMALL = 1024
 """Maximum bytes of an array that every save compares between the processes."""
@@ -45,7 +45,7 @@ class PendingSave:
       step: The number of updates done.
       state: A ``TrainState``, a tuple of NNX objects, or another pytree of arrays.
       zero: The source of the recorded config and mesh.
-      extra: JSON, see :func:`zerojax.checkpoint.record.encoded`.
+      extra: JSON, see :func:`zerojax.checkpoint.record.encode_json`.
       metrics: Numbers by name.
 
     Attributes:
@@ -71,7 +71,7 @@ class PendingSave:
         tree = state_tree.tree_of(state)
         _check_arrays(tree)
         self.tree: Any = jax.tree.map(_array, tree)
-        leaves = state_tree.named(self.tree)
+        leaves = state_tree.arrays_by_name(self.tree)
         self.replicated = {name: _digest(x) for name, x in leaves.items() if _is_replicated(x)}
         self.extra_by_process = False
         self._sums: dict[str, jax.Array] = {}
@@ -128,9 +128,9 @@ class PendingSave:
 
     def begin_checksums(self) -> None:
         """Starts the device checksums of arrays in memory; all processes call this together."""
-        leaves = state_tree.named(self.tree)
+        leaves = state_tree.arrays_by_name(self.tree)
         self._sums = begin_checksums(
-            {name: x for name, x in leaves.items() if not isinstance(stored(x), DiskArray)}
+            {name: x for name, x in leaves.items() if not isinstance(unwrap_stored(x), DiskArray)}
         )
 
     def finish(self, folder: epath.Path, on_disk: Mapping[str, int]) -> None:
@@ -211,7 +211,7 @@ def _check_arrays(tree: Any) -> None:
     for name, (_, x) in zip(names, leaves, strict=True):
         if isinstance(x, jax.ShapeDtypeStruct):
             raise CheckpointError(f"{name} is abstract, {x}: save a state with arrays")
-        x = stored(x)
+        x = unwrap_stored(x)
         if isinstance(x, jax.Array | DiskArray) and x.is_deleted():
             raise CheckpointError(
                 f"{name} was donated to a step: save the state that the step returned"
@@ -243,7 +243,7 @@ def _version(package: str) -> str:
 
 
 def _spec(x: Any) -> Spec | None:
-    sharding = getattr(stored(x), "sharding", None)
+    sharding = getattr(unwrap_stored(x), "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
     return [list(entry) if isinstance(entry, tuple) else entry for entry in sharding.spec]

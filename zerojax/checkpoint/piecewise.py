@@ -20,7 +20,7 @@ from jax.sharding import Sharding
 
 from zerojax.checkpoint.checksum import share
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
-from zerojax.offload.disk.pieces import (
+from zerojax.offload.disk.slices import (
     Index,
     boxes,
     full_index,
@@ -31,7 +31,7 @@ from zerojax.offload.disk.pieces import (
     shape_of,
 )
 from zerojax.plan.places import PINNED
-from zerojax.plan.stored import StoredArray, pad, stored
+from zerojax.plan.stored import StoredArray, pad, unwrap_stored
 
 CHUNK_BYTES = 64 * 2**20
 """Maximum bytes of a chunk in a checkpoint; small shards then read small chunks."""
@@ -154,11 +154,11 @@ class _Shard(NamedTuple):
 
     Attributes:
       box: Its indices in the array at rest.
-      pieces: Iterates over its values, flattened, in consecutive slices.
+      slices: Iterates over its values, flattened, in consecutive slices.
     """
 
     box: Index
-    pieces: Callable[[], Iterator[np.ndarray]]
+    slices: Callable[[], Iterator[np.ndarray]]
 
 
 class _Array(NamedTuple):
@@ -180,7 +180,7 @@ class _Array(NamedTuple):
     @classmethod
     def of(cls, x: DiskArray | StoredArray) -> _Array:
         """Describes ``x``; copies its shards to host memory unless they are on a disk."""
-        at_rest = stored(x)
+        at_rest = unwrap_stored(x)
         on_disk = isinstance(at_rest, DiskArray)
         shards = _disk_shards(at_rest) if on_disk else _host_shards(at_rest)
         return cls(x.shape, at_rest.shape, at_rest.dtype, at_rest.sharding, shards, on_disk)
@@ -189,7 +189,7 @@ class _Array(NamedTuple):
 def _disk_shards(x: DiskArray) -> list[_Shard]:
     def read_slices(i: int) -> Iterator[np.ndarray]:
         # Prefetches one slice.
-        reads = (functools.partial(x.leaf.read_shard, i, k) for k in range(len(x.leaf.pieces)))
+        reads = (functools.partial(x.leaf.read_shard, i, k) for k in range(len(x.leaf.chunks)))
         return (read.view(x.dtype) for read in results(reads, 2))
 
     return [
@@ -233,7 +233,7 @@ def _write_chunks(
     chunks = [*grid(x.sharding.shard_shape(x.padded), chunk)]
     sizes = [math.prod(shape_of(box)) for box in chunks]
     for shard in x.shards:
-        for box, flat in zip(chunks, recut(shard.pieces(), sizes), strict=True):
+        for box, flat in zip(chunks, recut(shard.slices(), sizes), strict=True):
             index = moved(box, shard.box)
             if (inside := meet(index, full_index(x.shape))) is not None:
                 block = flat.reshape(shape_of(box))[moved(inside, index, -1)]
@@ -262,7 +262,7 @@ def chunk_of(shape: tuple[int, ...], sharding: Sharding, itemsize: int) -> tuple
     return (*[1] * inner, rows, *shard[inner + 1 :])
 
 
-def recut(pieces: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.ndarray]:
+def recut(slices: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.ndarray]:
     """Re-splits a flat array, passed as consecutive slices, into slices of other sizes.
 
     Example:
@@ -275,17 +275,17 @@ def recut(pieces: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.nda
         parts: list[np.ndarray] = []
         while size:
             if remaining is None or not remaining.size:
-                remaining = next(pieces)
+                remaining = next(slices)
             parts.append(remaining[:size])
             size, remaining = size - parts[-1].size, remaining[size:]
         yield parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def summed(shares: Iterable[str]) -> dict[str, int]:
+def sum_shares(shares: Iterable[str]) -> dict[str, int]:
     """Sums the shares of all processes, passed as JSON, to the checksums of the full arrays.
 
     Example:
-      >>> summed(['{"w": 4294967295}', '{"w": 3}'])
+      >>> sum_shares(['{"w": 4294967295}', '{"w": 3}'])
       {'w': 2}
     """
     by_process = [json.loads(each) for each in shares]
@@ -303,7 +303,7 @@ def fill(leaf: DiskLeaf, shape: Sequence[int], read: Callable[[Index], np.ndarra
     shard_shape = leaf.sharding.shard_shape(leaf.shape)
 
     def read_slice(k: int, i: int) -> tuple[np.ndarray, int]:
-        block, shard = leaf.pieces[k], leaf.shards[i]
+        block, shard = leaf.chunks[k], leaf.shards[i]
         flat, offset, total = np.empty(len(block), leaf.dtype), 0, 0
         for box in boxes(shard_shape, block.start, block.stop):
             size, index = math.prod(shape_of(box)), moved(box, shard.box)
@@ -319,11 +319,11 @@ def fill(leaf: DiskLeaf, shape: Sequence[int], read: Callable[[Index], np.ndarra
 
     total = 0
     with ThreadPoolExecutor(_THREADS, "zerojax-restore") as pool:
-        jobs = itertools.product(range(len(leaf.pieces)), range(len(leaf.shards)))
+        jobs = itertools.product(range(len(leaf.chunks)), range(len(leaf.shards)))
         reads = results(
             (functools.partial(pool.submit, read_slice, *job) for job in jobs), _THREADS
         )
-        for k in range(len(leaf.pieces)):
+        for k in range(len(leaf.chunks)):
             block = {}
             for shard in leaf.shards:
                 block[shard.devices[0]], partial_sum = next(reads)

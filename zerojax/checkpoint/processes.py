@@ -28,7 +28,7 @@ _MAX_ERROR_CHARS = 2000
 """Maximum number of characters of an error that is sent to the other processes."""
 
 
-def agreed(name: str, act: Callable[[], _T], seconds: float = PATIENCE) -> _T:
+def call_on_all(name: str, act: Callable[[], _T], seconds: float = PATIENCE) -> _T:
     """Returns the result of ``act`` in this process, once every process has a result.
 
     Args:
@@ -42,34 +42,36 @@ def agreed(name: str, act: Callable[[], _T], seconds: float = PATIENCE) -> _T:
       Exception: ``act`` failed in this process.
 
     Example:
-      >>> agreed("an example", lambda: 3)  # the only process
+      >>> call_on_all("an example", lambda: 3)  # the only process
       3
     """
-    return with_words(name, act, lambda _: "", seconds)[0]
+    return call_and_gather(name, act, lambda _: "", seconds)[0]
 
 
-def told(name: str, act: Callable[[], str], seconds: float = PATIENCE) -> list[str]:
-    """Returns the results of ``act`` in all processes, in process order; see :func:`agreed`.
+def gather_strings(name: str, act: Callable[[], str], seconds: float = PATIENCE) -> list[str]:
+    """Returns the results of ``act`` in all processes, in process order; see :func:`call_on_all`.
 
     Example:
-      >>> told("an example", lambda: "n1")
+      >>> gather_strings("an example", lambda: "n1")
       ['n1']
     """
-    return with_words(name, act, str, seconds)[1]
+    return call_and_gather(name, act, str, seconds)[1]
 
 
-def first(name: str, act: Callable[[], str | None], seconds: float = PATIENCE) -> str:
-    """Returns the result of ``act``, which only process 0 calls; see :func:`agreed`."""
-    return told(name, lambda: (act() or "") if jax.process_index() == 0 else "", seconds)[0]
+def call_on_first(name: str, act: Callable[[], str | None], seconds: float = PATIENCE) -> str:
+    """Returns the result of ``act``, which only process 0 calls; see :func:`call_on_all`."""
+    return gather_strings(name, lambda: (act() or "") if jax.process_index() == 0 else "", seconds)[
+        0
+    ]
 
 
-def with_words(
+def call_and_gather(
     name: str, act: Callable[[], _T], word: Callable[[_T], str], seconds: float = PATIENCE
 ) -> tuple[_T, list[str]]:
-    """Returns the result of ``act``, and ``word(result)`` of every process; see :func:`agreed`.
+    """Returns ``act()``, and ``word`` of the result in all processes; see :func:`call_on_all`.
 
     Example:
-      >>> with_words("an example", lambda: 3, str)
+      >>> call_and_gather("an example", lambda: 3, str)
       (3, ['3'])
     """
     if jax.process_count() == 1:
@@ -137,10 +139,10 @@ def share_a_folder(directory: epath.Path, claim: Callable[[], None], seconds: fl
             description = f"what process {process} wrote to {directory}"
             _look_for(directory / f".{token}.{process}", description, seconds)
 
-    token = first(exchange_name, begin)
+    token = call_on_first(exchange_name, begin)
     try:
-        agreed(exchange_name, answer, PATIENCE + seconds)
-        first(exchange_name, await_answers, PATIENCE + seconds)
+        call_on_all(exchange_name, answer, PATIENCE + seconds)
+        call_on_first(exchange_name, await_answers, PATIENCE + seconds)
     finally:
         if process_index == 0:
             for file in directory.glob(f".{token}.*"):

@@ -168,7 +168,7 @@ def files(folder: epath.Path, max_bytes: int = FULL_DIGEST_BYTES) -> dict[str, F
     }
 
 
-def changed(folder: epath.Path, record: Record) -> list[CheckpointError]:
+def find_changes(folder: epath.Path, record: Record) -> list[CheckpointError]:
     """Returns differences from the record: damage, and files that the system refuses to read.
 
     Args:
@@ -228,7 +228,7 @@ def extra_file(folder: epath.Path, process: int) -> epath.Path:
     return folder / EXTRA / f"{process}.json"
 
 
-def encoded(value: Any, path: str = "extra", level: int = 0) -> Any:
+def encode_json(value: Any, path: str = "extra", level: int = 0) -> Any:
     """Encodes ``value`` as JSON; PRNG keys become their data and implementation.
 
     Raises:
@@ -236,7 +236,7 @@ def encoded(value: Any, path: str = "extra", level: int = 0) -> Any:
         deeply.
 
     Example:
-      >>> decoded(encoded({"key": jax.random.key(7), "row": 3}))
+      >>> decode_json(encode_json({"key": jax.random.key(7), "row": 3}))
       {'key': Array((), dtype=key<fry>) overlaying:
       [0 7], 'row': 3}
     """
@@ -248,29 +248,31 @@ def encoded(value: Any, path: str = "extra", level: int = 0) -> Any:
         for key in value:
             if not isinstance(key, str) or key == _KEY:
                 raise CheckpointError(f"{path}: the key {key!r} is no string of JSON's own")
-        return {key: encoded(item, f"{path}[{key!r}]", level + 1) for key, item in value.items()}
+        return {
+            key: encode_json(item, f"{path}[{key!r}]", level + 1) for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [encoded(item, f"{path}[{i}]", level + 1) for i, item in enumerate(value)]
+        return [encode_json(item, f"{path}[{i}]", level + 1) for i, item in enumerate(value)]
     if isinstance(value, jax.Array) and is_key(value):
         data = np.asarray(jax.random.key_data(value))
         return {_KEY: str(jax.random.key_impl(value)), "data": data.tolist()}
     if isinstance(value, np.generic | np.ndarray | jax.Array) and value.shape == ():
-        return encoded(value.item(), path, level + 1)
+        return encode_json(value.item(), path, level + 1)
     raise CheckpointError(
         f"{path}: {type(value).__name__} is neither JSON nor a PRNG key; arrays belong in the state"
     )
 
 
-def decoded(value: Any) -> Any:
-    """Returns the value that :func:`encoded` encoded, with lists in place of tuples."""
+def decode_json(value: Any) -> Any:
+    """Returns the value that :func:`encode_json` encoded, with lists in place of tuples."""
     if isinstance(value, list):
-        return [decoded(item) for item in value]
+        return [decode_json(item) for item in value]
     if not isinstance(value, dict):
         return value
     if _KEY in value:
         data = jnp.asarray(value["data"], jnp.uint32)
         return jax.random.wrap_key_data(data, impl=value[_KEY])
-    return {key: decoded(item) for key, item in value.items()}
+    return {key: decode_json(item) for key, item in value.items()}
 
 
 def _crc32(file: epath.Path) -> int:

@@ -20,7 +20,7 @@ from zerojax.checkpoint import piecewise, state_tree
 from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, cannot_be_read
 from zerojax.checkpoint.matching import ERROR, match
-from zerojax.checkpoint.processes import LONGEST, agreed, told
+from zerojax.checkpoint.processes import LONGEST, call_on_all, gather_strings
 from zerojax.checkpoint.saved import SavedArray, SavedStep
 from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.offload.disk.array import DiskArray
@@ -29,8 +29,8 @@ from zerojax.optim.wrap import ZeroTransformation, adopt
 from zerojax.placement.states import abstract, split_state
 from zerojax.plan import layout
 from zerojax.plan.places import DISK, PINNED
-from zerojax.plan.plan import Leaf
-from zerojax.plan.stored import StoredArray, pad, shown, stored
+from zerojax.plan.state_sharding import Leaf
+from zerojax.plan.stored import StoredArray, pad, unwrap_stored, user_leaf
 from zerojax.train_state.state_parts import OpenedState, Parts
 
 _MAX_IN_FLIGHT_GB = 0.5
@@ -62,13 +62,13 @@ def restore(folder: epath.Path, abstract_state: Any, zero: Zero, name: str) -> A
       folder: The step's folder.
       abstract_state: See :meth:`Checkpointer.restore`.
       zero: The source of the plan and of missing shardings.
-      name: The name of the exchanges between the processes, see :func:`agreed`.
+      name: The name of the exchanges between the processes, see :func:`call_on_all`.
 
     Raises:
       CheckpointError: the saved arrays are not those of ``abstract_state``.
       DamagedCheckpointError: arrays cannot be read, or differ from the saved ones.
     """
-    local = agreed(name, lambda: _read_local_arrays(folder, abstract_state, zero), LONGEST)
+    local = call_on_all(name, lambda: _read_local_arrays(folder, abstract_state, zero), LONGEST)
     saved, wanted, in_memory = local.saved, local.wanted, local.in_memory
     _verify(saved, {leaf: local.arrays[leaf.path] for leaf in in_memory.values()}, local.sound)
     restored: dict[Path, Any] = {
@@ -141,7 +141,10 @@ def _full_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
         return closed if form == "nnx" else closed[0]
 
     return _Wanted(
-        {path: _struct(x, stored(x).sharding) for path, x in zip(paths, leaves, strict=True)},
+        {
+            path: _struct(x, unwrap_stored(x).sharding)
+            for path, x in zip(paths, leaves, strict=True)
+        },
         close,
         _on_disk(paths, opened, zero) if _uses_disk(zero) else {},
     )
@@ -194,7 +197,7 @@ def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wan
         opened = split_state(planned.close(shapes, planned.tx))
     (arrays,) = opened.parts.rest.values()
     leaves, tree = jax.tree.flatten(opened.parts.rest)
-    structs = [_struct(x, stored(x).sharding) for x in leaves]
+    structs = [_struct(x, unwrap_stored(x).sharding) for x in leaves]
     paths = state_tree.below((), arrays)
 
     def close(arrays: list[Any]) -> Any:
@@ -227,7 +230,7 @@ def _only_params(params: Any, present: dict[Path, SavedArray], zero: Zero) -> _W
     paths = state_tree.below(prefix, params)
     return _Wanted(
         {
-            path: _struct(x, getattr(stored(x), "sharding", None) or replicated)
+            path: _struct(x, getattr(unwrap_stored(x), "sharding", None) or replicated)
             for path, x in zip(paths, leaves, strict=True)
         },
         lambda arrays: jax.tree.unflatten(tree, arrays),
@@ -283,7 +286,7 @@ def _read(
     finally:
         handler.close()
     by_path = {path: x for path, x in zip(paths, restored, strict=True) if path in wanted}
-    return {path: shown(x, wanted[path].shape) for path, x in by_path.items()}
+    return {path: user_leaf(x, wanted[path].shape) for path, x in by_path.items()}
 
 
 def _padded(wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
@@ -291,7 +294,7 @@ def _padded(wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     shape, sharding = tuple(wanted.shape), wanted.sharding
     if not isinstance(sharding, NamedSharding):
         return shape
-    return layout.padded(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
+    return layout.padded_shape(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
 
 
 def _max_read_bytes(wanted: jax.ShapeDtypeStruct, about: Any) -> int:
@@ -369,7 +372,9 @@ def _fit(path: Path, x: jax.Array | StoredArray, wanted: _Wanted) -> jax.Array |
             f"{'.'.join(path)}: {x.dtype}{list(x.shape)} was saved, {struct.dtype}"
             f"{list(struct.shape)} is wanted: make the state with keys of the same kind."
         )
-    return x if x.dtype == struct.dtype else shown(_cast(stored(x), struct.dtype), x.shape)
+    return (
+        x if x.dtype == struct.dtype else user_leaf(_cast(unwrap_stored(x), struct.dtype), x.shape)
+    )
 
 
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
@@ -407,8 +412,8 @@ def _to_disk(
         }
         return json.dumps(shares)
 
-    _compare(saved, piecewise.summed(told(name, fill_targets, LONGEST)))
-    return {path: shown(x.advance(), leaves[path].shape) for path, x in targets.items()}
+    _compare(saved, piecewise.sum_shares(gather_strings(name, fill_targets, LONGEST)))
+    return {path: user_leaf(x.advance(), leaves[path].shape) for path, x in targets.items()}
 
 
 def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: Any) -> np.ndarray:
@@ -440,5 +445,5 @@ def _fresh(
             fresh[path] = zero.states.placer.put(value, struct.sharding, wanted.on_disk[path])
         else:
             at_rest = jax.device_put(pad(value, _padded(struct)), struct.sharding)
-            fresh[path] = shown(at_rest, struct.shape)
+            fresh[path] = user_leaf(at_rest, struct.shape)
     return fresh

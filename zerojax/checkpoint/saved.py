@@ -21,7 +21,7 @@ from zerojax.checkpoint.errors import (
     together,
 )
 from zerojax.checkpoint.record import LeafRecord, Record
-from zerojax.offload.disk.pieces import grid
+from zerojax.offload.disk.slices import grid
 
 STATE = "state"
 ITEMS = (STATE, "default", "pytree", "")
@@ -190,7 +190,7 @@ class SavedStep(SavedArrays):
     def __init__(self, folder: epath.PathLike) -> None:
         root = steps_folder.path_of(folder)
         self.record: Record | None = records.read(root)
-        if self.record and (problems := records.changed(root, self.record)):
+        if self.record and (problems := records.find_changes(root, self.record)):
             raise together(problems)
         super().__init__(root)
         if differences := unlike(self, self.record):
@@ -208,7 +208,7 @@ class SavedStep(SavedArrays):
           DamagedCheckpointError: the ``extra`` cannot be read.
         """
         try:
-            return records.decoded(self._extra(process))
+            return records.decode_json(self._extra(process))
         except records.UNREADABLE as error:
             raise cannot_be_read(f"{self.folder}: extra", error) from None
 

@@ -50,7 +50,7 @@ def tree_of(state: Any) -> Any:
     )
 
 
-def named(tree: Any) -> dict[str, Any]:
+def arrays_by_name(tree: Any) -> dict[str, Any]:
     """Returns the arrays of a tree from :func:`tree_of`, by orbax's names."""
     return {
         ".".join(strings(keys)): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)

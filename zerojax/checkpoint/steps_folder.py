@@ -88,7 +88,7 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
         return _google(path_of(f"gs://{rest}"))
     alternative = f"a mounted folder: {_MOUNTS.get(scheme, 'mount the store as a file system')}"
     if scheme == "file":
-        alternative = f"the path alone: /{rest}"
+        alternative = f"only the path: /{rest}"
     raise CheckpointError(
         f"directory: {path} is a URL ({scheme}://); orbax writes only to folders and to gs://. "
         f"Give a local folder, or {alternative}. (A folder of that name is ./{path}.)"

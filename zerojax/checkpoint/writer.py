@@ -25,8 +25,8 @@ from zerojax.checkpoint import record as records
 from zerojax.checkpoint import saved, steps_folder
 from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.pending import PendingSave
-from zerojax.checkpoint.piecewise import CHUNK_BYTES, PiecewiseHandler, summed
-from zerojax.checkpoint.processes import LONGEST, first, told
+from zerojax.checkpoint.piecewise import CHUNK_BYTES, PiecewiseHandler, sum_shares
+from zerojax.checkpoint.processes import LONGEST, call_on_first, gather_strings
 from zerojax.checkpoint.retention import Retention
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.stored import StoredArray
@@ -49,7 +49,7 @@ class Writer:
     Args:
       directory: The folder of the steps.
       retention: The steps to keep.
-      name: The name of the exchanges between the processes, see :func:`agreed`.
+      name: The name of the exchanges between the processes, see :func:`call_on_all`.
     """
 
     def __init__(self, directory: epath.Path, retention: Retention, name: str) -> None:
@@ -112,7 +112,7 @@ class Writer:
             status = "failed"
         pending.release()
         self._saving = self._background.submit(self._finish, pending, writes)
-        if any(told(self._name, lambda: status)):
+        if any(gather_strings(self._name, lambda: status)):
             self.settle()
 
     def _finish(self, pending: PendingSave, writing: list[Any]) -> None:
@@ -124,11 +124,11 @@ class Writer:
             return json.dumps(self._piecewise.shares)
 
         try:
-            sums = summed(told(name, await_writes, LONGEST))
-            first(name, lambda: self._commit(pending, sums), LONGEST)
+            sums = sum_shares(gather_strings(name, await_writes, LONGEST))
+            call_on_first(name, lambda: self._commit(pending, sums), LONGEST)
         except Exception:
             with contextlib.suppress(CheckpointError):  # raised if a process is gone
-                first(name, lambda: self._discard(pending), 30.0)
+                call_on_first(name, lambda: self._discard(pending), 30.0)
             raise
 
     def _commit(self, pending: PendingSave, on_disk: Mapping[str, int]) -> None:

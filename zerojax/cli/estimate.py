@@ -8,7 +8,7 @@ import jax
 import typer
 
 from zerojax.api import zero
-from zerojax.cli.problem import explained
+from zerojax.cli.problem import explain_error
 from zerojax.foresight.estimators import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_cold,
@@ -56,7 +56,7 @@ def estimate(
             )
     except Exception as error:
         doing = "" if model is None else f"model {model!r} cannot be counted"
-        if (message := explained(error, doing)) is None:
+        if (message := explain_error(error, doing)) is None:
             raise
         typer.echo(message, err=True)
         raise typer.Exit(2) from None

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from zerojax.cli import terminal
-from zerojax.config.errors import ConfigError, shown
+from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.explain import NOT_GIVEN, Became, Explanation, Row
 from zerojax.config.explain import explain as explained
 
@@ -122,8 +122,8 @@ def _table(rows: Sequence[Row], grouped: bool) -> Table:
             table.add_row(f"[bold]{escape(section)}[/]")
         previous_section = section
         key = f"  {name}" if grouped and section else row.key
-        given = "" if row.given is NOT_GIVEN else shown(row.given, 40)
-        resolved = "" if row.resolved is None else shown(row.resolved, 40)
+        given = "" if row.given is NOT_GIVEN else as_text(row.given, 40)
+        resolved = "" if row.resolved is None else as_text(row.resolved, 40)
         became = f"[{STYLES[row.became]}]{row.became}[/]"
         table.add_row(escape(key), escape(given), escape(resolved), became, escape(row.why))
     return table

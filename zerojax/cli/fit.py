@@ -24,7 +24,7 @@ from zerojax.cli.planning import (
     compile_only,
     with_attention,
 )
-from zerojax.cli.problem import explained
+from zerojax.cli.problem import explain_error
 from zerojax.cli.terminal import steps_bar
 from zerojax.devices.mesh import laid_out
 from zerojax.foresight.choice import Choice
@@ -108,7 +108,7 @@ def fit(
             typer.echo(f"{error} (--compiles {compiles}, --minutes {minutes:g})", err=True)
             raise typer.Exit(3) from None
         except Exception as error:
-            if (message := explained(error, f"model {model!r} cannot be planned")) is None:
+            if (message := explain_error(error, f"model {model!r} cannot be planned")) is None:
                 raise
             typer.echo(message, err=True)
             raise typer.Exit(2) from None

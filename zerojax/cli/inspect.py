@@ -63,7 +63,7 @@ def inspect(
     if as_json:
         print(json.dumps(to_json(inspection, leaves=leaves), indent=2))
     else:
-        show(inspection, leaves=leaves, alone=step is not None)
+        show(inspection, leaves=leaves, only_one_step=step is not None)
     if inspection.damaged:
         raise typer.Exit(1)
 
@@ -106,13 +106,13 @@ def _json(step: InspectedStep, leaves: bool) -> dict[str, Any]:
     return values
 
 
-def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> None:
+def show(found: Inspection, *, leaves: bool = False, only_one_step: bool = False) -> None:
     """Prints the steps, details of the last step that holds arrays, and the damage.
 
     Args:
       found: the inspection's results.
       leaves: Whether to list the arrays of the last step.
-      alone: Whether only one step was inspected.
+      only_one_step: Whether only one step was inspected.
     """
     console = terminal.console()
     console.print(_table(found))
@@ -138,19 +138,19 @@ def show(found: Inspection, *, leaves: bool = False, alone: bool = False) -> Non
         if (more := len(step.problems) - SHOWN) > 0:
             console.print(f"  [red]and {more} more (--json has them all)[/]")
     if found.damaged:
-        console.print(_restore_hint(found, alone), soft_wrap=True)
+        console.print(_restore_hint(found, only_one_step), soft_wrap=True)
 
 
 def _named(step: InspectedStep) -> str:
     return step.folder if step.step is None else f"step {step.step}"
 
 
-def _restore_hint(found: Inspection, alone: bool) -> str:
+def _restore_hint(found: Inspection, only_one_step: bool) -> str:
     newest = found.newest_intact
     if newest:
         files = "'s files are" if newest.status == "files complete" else " is"
         return f"step {newest.step}{files} complete: restore(abstract_state, step={newest.step})"
-    if alone:
+    if only_one_step:
         return "other steps were not looked at: leave out --step"
     return "no step is known to be complete"
 

@@ -25,7 +25,7 @@ from zerojax.cli.planning import (
     compile_only,
     with_attention,
 )
-from zerojax.cli.problem import explained
+from zerojax.cli.problem import explain_error
 from zerojax.cli.terminal import spinner
 from zerojax.config import load
 from zerojax.devices.mesh import laid_out
@@ -33,7 +33,7 @@ from zerojax.foresight.choice import LIVE
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.gathered import weighed
 from zerojax.foresight.remedies import remedies
-from zerojax.models.attention import chosen
+from zerojax.models.attention import choose_attention
 from zerojax.models.registry import find, takes
 from zerojax.tuning.study import Study
 
@@ -110,7 +110,7 @@ def plan(
                 function, zero_config, mesh, rates, rows=batch, seq=seq, remat=use_remat, note=note
             )
         except (ValueError, ImportError, RuntimeError) as error:
-            raise _input_error(explained(error) or str(error)) from None
+            raise _input_error(explain_error(error) or str(error)) from None
         try:
             if collectives:
                 return show_collectives(study.collectives(study.given), as_json=as_json)
@@ -125,11 +125,11 @@ def plan(
             choices = plan_picture.by_stage(study.given) if picture is not None else ()
             stages = {name: study.forecast(choice) for name, choice in choices}
         except Exception as error:
-            if (message := explained(error, f"model {model!r} cannot be planned")) is None:
+            if (message := explain_error(error, f"model {model!r} cannot be planned")) is None:
                 raise
             raise _input_error(message) from None
     implementation = (
-        chosen(Zero(zero_config, mesh), attention or "auto")
+        choose_attention(Zero(zero_config, mesh), attention or "auto")
         if takes(function, "attention")
         else None
     )

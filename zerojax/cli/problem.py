@@ -16,7 +16,7 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "zerojax")
 _TRITON = "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false"
 
 
-def explained(error: Exception, doing: str = "") -> str | None:
+def explain_error(error: Exception, doing: str = "") -> str | None:
     """Returns the message for an error: its type, its text, and the user's last line before it.
 
     Args:
@@ -27,9 +27,9 @@ def explained(error: Exception, doing: str = "") -> str | None:
       The message; None if neither the input nor the user's code is known to have caused the error.
 
     Example:
-      >>> explained(TypeError("an int is no flax model"), "model 'a:b' cannot be planned")
+      >>> explain_error(TypeError("an int is no flax model"), "model 'a:b' cannot be planned")
       "model 'a:b' cannot be planned: an int is no flax model"
-      >>> explained(KeyError("a bug"), "model 'a:b' cannot be planned") is None
+      >>> explain_error(KeyError("a bug"), "model 'a:b' cannot be planned") is None
       True
     """
     if isinstance(error, ConfigError | ModelError):

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from zerojax.collectives import propagate
 from zerojax.collectives.shard import Shard
-from zerojax.graph.graph import Graph, graph_of
+from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import LINEAR, PRODUCTS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -86,7 +86,7 @@ def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh, *, of_layer: bool = 
     near, far = Sums(set(), set()), Sums(set(), set())
     for eqn in reversed(candidates):
         out = eqn.outvars[0]
-        if layout.padded(out.aval.shape, wants[out], mesh) != out.aval.shape:
+        if layout.padded_shape(out.aval.shape, wants[out], mesh) != out.aval.shape:
             continue
         if out in near.added | far.added or (terms := _terms(eqn, graph)) is None:
             continue

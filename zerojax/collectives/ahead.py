@@ -28,7 +28,7 @@ LEAST = 16
 too much."""
 
 
-class Ahead:
+class PrefetchedStacks:
     """The stacks that a loop reads, some of them one iteration ahead.
 
     Args:
@@ -123,7 +123,7 @@ def decide(
 
     Args:
       eqn: The scan.
-      xs: The stacks that it reads, see :class:`Ahead`.
+      xs: The stacks that it reads, see :class:`PrefetchedStacks`.
       gatherer: Gathers parameters.
       gathers: Whether all parameters on the devices are gathered ahead; otherwise only those that
         the loop gathers and stacks, see :mod:`zerojax.collectives.filled`.

@@ -19,14 +19,14 @@ from zerojax.collectives import order, propagate
 from zerojax.collectives.ahead import LEAST
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.partial_sums import PartialSum, RowSum, links, row_sum_of, total
-from zerojax.collectives.reduction import pinned
+from zerojax.collectives.reduction import pin_to_devices
 from zerojax.collectives.shard import ReducedGradient
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 
 
-class Behind:
+class DeferredReductions:
     """The stacks of gradients that a loop computes, some of them reduced one iteration later.
 
     Args:
@@ -49,7 +49,7 @@ class Behind:
         self._reverse = jaxprs.param(eqn, "reverse")
         self._stacks = eqn.outvars[len(eqn.outvars) - len(want) :]
         self._want, self._behind = want, behind
-        self._made: set[int] = set()  # positions whose partial sums are deferred
+        self._deferred: set[int] = set()  # positions whose partial sums are deferred
 
     @property
     def row_sums(self) -> dict[Any, RowSum]:
@@ -70,7 +70,10 @@ class Behind:
             aval = self._stacks[i].aval
             shape, dtype = row_sum.shape(self._gatherer), row_sum.eqn.outvars[0].aval.dtype
             state.append(
-                (pinned(jnp.zeros(shape, dtype), self._gatherer), jnp.zeros(aval.shape, aval.dtype))
+                (
+                    pin_to_devices(jnp.zeros(shape, dtype), self._gatherer),
+                    jnp.zeros(aval.shape, aval.dtype),
+                )
             )
         return state
 
@@ -84,7 +87,7 @@ class Behind:
         at = min(range(len(given)), key=lambda i: given[i][0].size)
         (held,) = order.hold_largest([given[at][0]], gathered)
         return [
-            (pinned(held, self._gatherer), stack) if i == at else (parts, stack)
+            (pin_to_devices(held, self._gatherer), stack) if i == at else (parts, stack)
             for i, (parts, stack) in enumerate(given)
         ]
 
@@ -112,7 +115,7 @@ class Behind:
             assert at is not None
             y, results[first + i] = results[first + i], None
             if isinstance(y, PartialSum):
-                self._made.add(i)
+                self._deferred.add(i)
                 state.append((y.value, _put(stack, gradient.value, at[0])))
             else:
                 state.append((parts, _put(stack, y, at[1])))
@@ -125,7 +128,7 @@ class Behind:
         last = 0 if self._reverse else self._length - 1
         reduced = self.reduced(given)
         return {
-            i: _put(stack, x.value, last) if i in self._made else stack
+            i: _put(stack, x.value, last) if i in self._deferred else stack
             for i, (_, stack), x in zip(self._behind, given, reduced, strict=True)
         }
 
@@ -138,11 +141,11 @@ def decide(
 
     Args:
       eqn: The scan.
-      want: See :class:`Behind`.
+      want: See :class:`DeferredReductions`.
       gatherer: Reduces gradients.
       rows: The number of rows of a batch; None if no reduction is to be deferred.
     """
-    if rows is None or not gatherer.alone or jaxprs.param(eqn, "length") < LEAST:
+    if rows is None or not gatherer.sums_own_rows or jaxprs.param(eqn, "length") < LEAST:
         return {}
     body, _ = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
     results = body.outvars[len(body.outvars) - len(want) :]

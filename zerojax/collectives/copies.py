@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from zerojax.collectives import propagate
 from zerojax.collectives.gathering import is_gathered
-from zerojax.collectives.shard import Gathered, HostStack, Shard
+from zerojax.collectives.shard import HostStack, Shard, UnshardedCopy
 from zerojax.collectives.uses import CAST
 from zerojax.collectives.widening import unsharded_of
 from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs
 
 
-def follow(eqn: Any, values: Sequence[Any], axis: str) -> Gathered | None:
+def follow(eqn: Any, values: Sequence[Any], axis: str) -> UnshardedCopy | None:
     """Returns the unsharded copy of the result of an equation on shards and scalars; None if it is
     unknown.
 
@@ -37,7 +37,7 @@ def follow(eqn: Any, values: Sequence[Any], axis: str) -> Gathered | None:
         copies[0] = rounded.array
     if copies[0] is None or not (small or follows or name == CAST):
         return None
-    return Gathered(jaxprs.bind(eqn, copies)[0])
+    return UnshardedCopy(jaxprs.bind(eqn, copies)[0])
 
 
 def _is_number(value: Any) -> bool:

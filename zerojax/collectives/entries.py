@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zerojax.collectives.gathering import is_sharded, plain
-from zerojax.collectives.shard import Gathered, Gathering, MovedStack, Shard
+from zerojax.collectives.shard import Gathering, MovedStack, Shard, UnshardedCopy
 from zerojax.collectives.widening import narrowest, widened, widenings
 from zerojax.plan.layout import Spec
 
@@ -19,7 +19,7 @@ class _Form(NamedTuple):
 
     spec: Spec
     dtypes: tuple[Any, ...]
-    gathered: Gathered | None
+    gathered: UnshardedCopy | None
     quantized: bool
 
 
@@ -52,8 +52,8 @@ class Entries:
         self, entries: Sequence[Any], rounded: Sequence[Any], ahead: Sequence[Any]
     ) -> list[Any]:
         """Returns one iteration's operands, from its entries of ``read`` and ``rounded``, and from
-        the entries that were gathered ahead, see :class:`zerojax.collectives.ahead.Ahead`, with
-        None for the others."""
+        the entries that were prefetched, with None for the others; see
+        :class:`zerojax.collectives.ahead.PrefetchedStacks`."""
         self._gathered_entries = list(zip(rounded, self._xs, strict=True))
         self._brief = any(x is not None for x in ahead)
         known = [a if r is None else r for r, a in zip(rounded, ahead, strict=True)]

@@ -11,7 +11,7 @@ from jax import lax
 
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.quantization import dequantize, quantize
-from zerojax.collectives.reduction import pinned, summed
+from zerojax.collectives.reduction import pin_to_devices, reduce_partial_sums
 from zerojax.config.keys.loco import Loco
 from zerojax.devices.mesh import batch_axes
 from zerojax.plan import layout
@@ -63,7 +63,7 @@ class ErrorFeedback:
         """Returns the sum of the devices' partial sums [devices, *shape] of a parameter's gradient,
         sharded by ``spec``, float32."""
         (at,) = layout.dimensions(spec, self._gatherer.axis)
-        value = pinned(jnp.moveaxis(parts.astype(jnp.float32), 1 + at, 1), self._gatherer)
+        value = pin_to_devices(jnp.moveaxis(parts.astype(jnp.float32), 1 + at, 1), self._gatherer)
         old_errors, new_errors = iter(self._errors[parameter]), []
 
         def feed_back(x: jax.Array, x_spec: Sequence[Any], block: Sequence[int]) -> jax.Array:
@@ -74,37 +74,37 @@ class ErrorFeedback:
             new_errors.append(jnp.where(self._ends, jnp.zeros_like(stored), stored))
             return corrected
 
-        total = summed(value, spec, self._gatherer, feed_back)
+        total = reduce_partial_sums(value, spec, self._gatherer, feed_back)
         self.after[parameter] = tuple(new_errors)
         return total
 
-    def _lost(self, x: jax.Array, lies: Sequence[Any], block: Sequence[int]) -> jax.Array:
+    def _lost(self, x: jax.Array, spec: Sequence[Any], block: Sequence[int]) -> jax.Array:
         """Returns the error of quantizing ``x``, without the loss scale."""
         assert self._gatherer.sent.gradients is not None
         form = self._gatherer.sent.gradients.format
         widths = [*(1 for _ in range(x.ndim - len(block))), *block]
-        sent = dequantize(*quantize(self._gatherer.constrain(x, lies), widths, form), form, x.dtype)
-        return self._gatherer.constrain(x - sent, lies) / self._scale
+        sent = dequantize(*quantize(self._gatherer.constrain(x, spec), widths, form), form, x.dtype)
+        return self._gatherer.constrain(x - sent, spec) / self._scale
 
-    def _as_sent(self, error: jax.Array, shape: Sequence[int], lies: Sequence[Any]) -> jax.Array:
+    def _as_sent(self, error: jax.Array, shape: Sequence[int], spec: Sequence[Any]) -> jax.Array:
         """Returns an error in the shape and spec of the gradient that is sent."""
-        order = self._devices_first(lies)
+        order = self._devices_first(spec)
         x = error.reshape([shape[d] for d in order])
-        x = self._gatherer.constrain(x, [lies[d] for d in order])
-        return self._gatherer.constrain(x.transpose([order.index(d) for d in range(x.ndim)]), lies)
+        x = self._gatherer.constrain(x, [spec[d] for d in order])
+        return self._gatherer.constrain(x.transpose([order.index(d) for d in range(x.ndim)]), spec)
 
-    def _at_rest(self, x: jax.Array, lies: Sequence[Any], ndim: int) -> jax.Array:
+    def _at_rest(self, x: jax.Array, spec: Sequence[Any], ndim: int) -> jax.Array:
         """Returns an error in the form in which it is stored: [devices, ...], with ``ndim``
         dimensions; the reverse of :meth:`_as_sent`."""
-        order = self._devices_first(lies)
+        order = self._devices_first(spec)
         x = lax.reshape(x, [x.shape[d] for d in order], order)
-        x = self._gatherer.constrain(x, [lies[d] for d in order])
+        x = self._gatherer.constrain(x, [spec[d] for d in order])
         trailing = x.shape[x.ndim - (ndim - 2) :]
-        return pinned(x.reshape(self._gatherer.mesh.size, -1, *trailing), self._gatherer)
+        return pin_to_devices(x.reshape(self._gatherer.mesh.size, -1, *trailing), self._gatherer)
 
-    def _devices_first(self, lies: Sequence[Any]) -> list[int]:
+    def _devices_first(self, spec: Sequence[Any]) -> list[int]:
         """Returns the dimensions, with the sharded ones first, in the order of the devices."""
         axes = batch_axes(self._gatherer.mesh)
-        sharded = [d for d, name in enumerate(lies) if name is not None]
-        sharded.sort(key=lambda d: (axes.index(layout.full_axis(lies[d])), layout.before(lies[d])))
-        return [*sharded, *(d for d, name in enumerate(lies) if name is None)]
+        sharded = [d for d, name in enumerate(spec) if name is not None]
+        sharded.sort(key=lambda d: (axes.index(layout.full_axis(spec[d])), layout.before(spec[d])))
+        return [*sharded, *(d for d, name in enumerate(spec) if name is None)]

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives.ahead import Ahead
+from zerojax.collectives.ahead import PrefetchedStacks
 from zerojax.collectives.shard import FilledStack, Shard
 
 
-class Filling:
+class GatheredStacks:
     """The stacks that a loop gathers and stacks.
 
     Args:
@@ -32,7 +32,12 @@ class Filling:
     """
 
     def __init__(
-        self, xs: Sequence[Any], dimensions: Mapping[int, int], ahead: Ahead, *, reverse: bool
+        self,
+        xs: Sequence[Any],
+        dimensions: Mapping[int, int],
+        ahead: PrefetchedStacks,
+        *,
+        reverse: bool,
     ) -> None:
         self._ahead, self._reverse = ahead, reverse
         self._dimensions, self._xs = dimensions, xs

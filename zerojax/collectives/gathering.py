@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.collectives.adjacent import GatheredArrays
-from zerojax.collectives.host import Host, fetched
+from zerojax.collectives.host import Host, fetch_to_device
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.collectives.shard import ReducedGradient, Shard
@@ -126,7 +126,7 @@ class Gatherer:
     def __init__(self, mesh: Mesh, axis: str, *, keep: bool, sent: Sent = UNQUANTIZED) -> None:
         self.mesh, self.axis, self.keep, self.sent = mesh, axis, keep, sent
         self.replicas = mesh.shape.get(REPLICA, 1)
-        self._apart: frozenset[str] = frozenset()
+        self._lane_axes: frozenset[str] = frozenset()
         self.sent_unquantized: list[tuple[str, tuple[int, ...]]] = []
         self.ledger = Ledger(mesh)
 
@@ -135,7 +135,7 @@ class Gatherer:
         :mod:`zerojax.accumulation.lanes`: it constrains nothing along their ``axes``, and sums over
         no replica groups."""
         for_lanes = copy.copy(self)
-        for_lanes.replicas, for_lanes._apart = 1, frozenset(axes)
+        for_lanes.replicas, for_lanes._lane_axes = 1, frozenset(axes)
         for_lanes.ledger = self.ledger.on_lanes(axes)
         return for_lanes
 
@@ -147,17 +147,17 @@ class Gatherer:
         return other
 
     @property
-    def apart(self) -> bool:
+    def lanes_on_axis(self) -> bool:
         """True if lanes run along the shard axis: only parameters are sharded over the axis then,
         not the values that each lane computes."""
-        return self.axis in self._apart
+        return self.axis in self._lane_axes
 
     @property
-    def alone(self) -> bool:
+    def sums_own_rows(self) -> bool:
         """True if each of several devices sums over its own rows or tokens: not if devices share a
         dimension of the model, and not on lanes."""
         sharing = batch_devices(self.mesh) * sequence_size(self.mesh)
-        return sharing == self.mesh.size > 1 and not self._apart
+        return sharing == self.mesh.size > 1 and not self._lane_axes
 
     @property
     def near(self) -> int:
@@ -168,11 +168,11 @@ class Gatherer:
     def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         """Constrains ``value`` to a spec; on lanes, returns ``value`` unchanged if the spec names
         an axis of the lanes."""
-        if not self._apart.isdisjoint(name for entry in spec for name in layout.axes(entry)):
+        if not self._lane_axes.isdisjoint(name for entry in spec for name in layout.axes(entry)):
             return value
-        return self.placed(value, spec)
+        return self.constrain_always(value, spec)
 
-    def placed(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
+    def constrain_always(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
         """Constrains ``value`` to a spec, on lanes too: for a parameter, or a value computed from
         parameters only, which all lanes have in common and their axes may shard."""
         return lax.with_sharding_constraint(value, layout.sharding(self.mesh, spec))
@@ -181,7 +181,7 @@ class Gatherer:
         """Shards the rows of an array, along dimension ``at``, over the batch axes. Returns other
         values, and arrays whose rows do not divide among the devices, unchanged."""
         is_numeric = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.number)
-        if self._apart or not is_numeric or value.ndim <= at:
+        if self._lane_axes or not is_numeric or value.ndim <= at:
             return value
         if value.shape[at] % batch_devices(self.mesh):
             return value
@@ -198,13 +198,13 @@ class Gatherer:
         bytes. If ``quantized``, gathers codes and scales, whose gathers XLA combines."""
         if quantized and (block := self._block(value, spec)) is not None:
             return self._as_codes(value, spec, block, lambda x: self.all_gather(x, spec))
-        pinned = self.placed(value, spec)
+        pinned = self.constrain_always(value, spec)
         # Outermost part first: XLA starts with the innermost, and sends that result between hosts.
         parts = layout.parts_of(spec, self.axis)[-2::-1]
         intermediate = [layout.inside(spec, self.axis, layout.before(part)) for _, part in parts]
         for less in (*intermediate, layout.without(spec, self.axis)):
             with self.ledger.gathers(pinned, spec, less):
-                pinned = self.placed(pinned, less)
+                pinned = self.constrain_always(pinned, less)
             spec = less
         return pinned
 
@@ -222,7 +222,7 @@ class Gatherer:
         """Quantizes a value, applies ``gather`` to codes and scales, and dequantizes the result."""
         assert self.sent.weights is not None
         form = self.sent.weights.format
-        codes, scales = map(gather, quantize(self.placed(value, spec), block, form))
+        codes, scales = map(gather, quantize(self.constrain_always(value, spec), block, form))
         return dequantize(codes, scales, form, value.dtype)
 
     def secondary(
@@ -232,10 +232,10 @@ class Gatherer:
         barrier keeps XLA from gathering over both at once."""
         if quantized and (block := self._block(value, spec)) is not None:
             return self._as_codes(value, spec, block, lambda x: self.secondary(x, spec, partly))
-        pinned = self.placed(value, spec)
+        pinned = self.constrain_always(value, spec)
         with self.ledger.gathers(pinned, spec, partly):
-            pinned = self.placed(pinned, partly)
-        return self.placed(lax.optimization_barrier(pinned), partly)
+            pinned = self.constrain_always(pinned, partly)
+        return self.constrain_always(lax.optimization_barrier(pinned), partly)
 
     def gather(self, shard: Shard, scope: Scope, rest: Sequence[Any]) -> jax.Array:
         """Returns one parameter unsharded, for a use beside the operands ``rest``.
@@ -252,7 +252,7 @@ class Gatherer:
             return gathered[id(shard)][1]
         if gathering.host:
             unsharded = self.all_gather(
-                fetched(shard.value), shard.spec, quantized=gathering.quantized
+                fetch_to_device(shard.value), shard.spec, quantized=gathering.quantized
             )
             if scope.share:
                 scope.gathered[id(shard)] = shard, unsharded
@@ -297,7 +297,7 @@ class Gatherer:
         the full gradient: XLA would all-reduce the full gradient to split it over two parts at
         once. Inner parts come first, so that the fewest bytes are sent between hosts."""
         shard, parts = layout.without(spec, self.axis), layout.parts_of(spec, self.axis)
-        uneven = layout.padded(gradient.shape, spec, self.mesh) != gradient.shape
+        uneven = layout.padded_shape(gradient.shape, spec, self.mesh) != gradient.shape
         if not parts or uneven:  # XLA all-reduces and slices the sum
             with self.ledger.reduces(gradient, shard, shard):
                 for dimension, name in parts:
@@ -332,7 +332,7 @@ class Gatherer:
         is without the shard axis."""
         if layout.without(v.spec, self.axis) == v.spec:
             return self.gather(v, scope, ())
-        return v.with_value(self.constrain(fetched(v.value), v.spec))
+        return v.with_value(self.constrain(fetch_to_device(v.value), v.spec))
 
     def gather_all(self, values: Sequence[Any], scope: Scope) -> list[Any]:
         """Returns the operands of one equation, with the shards among them gathered."""

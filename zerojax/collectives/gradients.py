@@ -51,7 +51,7 @@ def bind_summed(
                 parts = gatherer.constrain(parts, (REPLICA, *spec))
             with gatherer.ledger.reduces(table, spec, spec, over=groups):
                 return [table + add_up(parts, 0)]
-        even_shape = layout.padded(shape, spec, gatherer.mesh)
+        even_shape = layout.padded_shape(shape, spec, gatherer.mesh)
         padded = bind_padded(eqn, values, even_shape) if even_shape != shape else None
         if padded is not None:
             unpadded = scatter(padded, spec)[tuple(map(slice, shape))]
@@ -99,7 +99,7 @@ def _bind_quantized(
         return partial_sums.total(row_sum.partial(values, gatherer), gatherer)
     if eqn.primitive is prims.scatter_add_p and _few_rows(eqn):
         return None  # sending the rows moves fewer bytes
-    if gatherer.alone and can_split(eqn, devices):
+    if gatherer.sums_own_rows and can_split(eqn, devices):
         return values[0] + reduction.of_all(by_group(eqn, values, devices), spec, gatherer)
     gatherer.sent_unquantized.append((eqn.primitive.name, shape))
     return None

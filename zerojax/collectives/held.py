@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from zerojax.collectives import propagate
 from zerojax.collectives.shard import Shard
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import LABELS, LINEAR
 from zerojax.graph.reach import DEPENDS
 from zerojax.graph.regions import Region, regions

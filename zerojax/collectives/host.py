@@ -24,7 +24,7 @@ def on_host(v: Any) -> bool:
     return isinstance(v, HostStack) or (isinstance(v, Shard) and v.gathering.host)
 
 
-def sent(x: jax.Array) -> jax.Array:
+def send_to_host(x: jax.Array) -> jax.Array:
     """Sends an array to host memory."""
     return jax.device_put(x, jax.memory.Space.Host)
 
@@ -38,7 +38,7 @@ class Fetchable(Protocol):
     def entry(self, index: Any) -> jax.Array: ...
 
 
-def fetched(x: Any) -> jax.Array:
+def fetch_to_device(x: Any) -> jax.Array:
     """Brings an array in host memory, or a :class:`Fetchable`, to the device."""
     return x.fetched() if isinstance(x, Fetchable) else jax.device_put(x, jax.memory.Space.Device)
 
@@ -47,7 +47,7 @@ def entry(x: Any, index: Any) -> jax.Array:
     """Brings one entry of a stack in host memory, or of a :class:`Fetchable`, to the device."""
     if isinstance(x, Fetchable):
         return x.entry(index)
-    return fetched(lax.dynamic_index_in_dim(x, index, keepdims=False))
+    return fetch_to_device(lax.dynamic_index_in_dim(x, index, keepdims=False))
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Unpadded:
     shape: tuple[int, ...]
 
     def fetched(self) -> jax.Array:
-        return fetched(self.stored)[tuple(map(slice, self.shape))]
+        return fetch_to_device(self.stored)[tuple(map(slice, self.shape))]
 
     def entry(self, index: Any) -> jax.Array:
         return entry(self.stored, index)[tuple(map(slice, self.shape[1:]))]
@@ -92,4 +92,4 @@ class Host:
 
     def send(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Sends one row of a gradient to the host; returns it and its square sum."""
-        return sent(x), jnp.sum(self.sums(x[None]))
+        return send_to_host(x), jnp.sum(self.sums(x[None]))

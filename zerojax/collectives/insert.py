@@ -106,9 +106,9 @@ class Inserter(Scans):
         ``host`` sends gradients to host memory; None keeps them on the devices. ``rows`` is the
         number of rows of the batch; None if it differs between leaves of the batch.
         """
-        is_unlimited = self.keep or self._apart or not self.overlap
+        is_unlimited = self.keep or self._lane_axes or not self.overlap
         window = None if is_unlimited else Window.of(self.mesh, self.axis)
-        defers_reductions = self.overlap and not self._apart and host is None
+        defers_reductions = self.overlap and not self._lane_axes and host is None
         scope = Scope(
             share=self.share,
             replace=replace or {},
@@ -233,7 +233,7 @@ class Inserter(Scans):
         only_shards = all(isinstance(v, Shard) or not isinstance(v, jax.Array) for v in values)
         if (
             name in ELEMENTWISE
-            and (only_shards or not self.apart)
+            and (only_shards or not self.lanes_on_axis)
             and {(s.spec, s.value.shape) for s in shards}
             == {
                 (shards[0].spec, shape)  # not if a bias is broadcast against activations
@@ -289,7 +289,7 @@ class Inserter(Scans):
     def _call(
         self, eqn: Any, values: list[Any], scope: Scope, want: Sequence[Spec | None]
     ) -> Sequence[Any]:
-        inner = jaxprs.called(eqn)
+        inner = jaxprs.called_jaxpr(eqn)
         if eqn.primitive is not prims.remat_p:
             with self.ledger.within(eqn):
                 return self.run(inner, values, scope, want)
@@ -383,7 +383,7 @@ class Inserter(Scans):
     def _while(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         loop = jaxprs.while_parts(eqn)
         a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
-        updated = {} if self.apart else loop_decisions.find_updated(eqn, values, self.axis)
+        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self.axis)
         specs = [updated.get(i) for i in range(len(values) - b)]
         start = [plain(v) if i in updated else v for i, v in enumerate(values[b:])]
         consts = self._gathered(values[:b], scope) if self.keep else values[:b]

@@ -23,7 +23,7 @@ from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs
 
 
-class Kept(NamedTuple):
+class KeptGather(NamedTuple):
     """The way in which a parameter that is kept is gathered.
 
     Attributes:
@@ -46,7 +46,7 @@ class Kept(NamedTuple):
 
 def by_plan(
     shards: Sequence[Any], gatherer: Gatherer, live: Collection[int] = (), field: str = "params"
-) -> list[Kept | None]:
+) -> list[KeptGather | None]:
     """Returns, for each array, the form in which it is gathered, as far as the plan determines it;
     None for an array that is gathered where it is used, or is not sharded.
 
@@ -57,19 +57,24 @@ def by_plan(
       field: The field's name.
     """
 
-    def kept(i: int, x: Any) -> Kept | None:
+    def kept(i: int, x: Any) -> KeptGather | None:
         if not isinstance(x, Shard) or x.gathering.host:
             return None
         if is_small(x.value.shape, x.spec, gatherer.axis):
-            return Kept(together=field)
-        return Kept() if gatherer.keep or i in live else None
+            return KeptGather(together=field)
+        return KeptGather() if gatherer.keep or i in live else None
 
     return [kept(i, x) for i, x in enumerate(shards)]
 
 
 def decide(
-    closed: Any, args: Sequence[Any], kept: Sequence[Kept | None], gatherer: Gatherer, *, fill: bool
-) -> list[Kept | None]:
+    closed: Any,
+    args: Sequence[Any],
+    kept: Sequence[KeptGather | None],
+    gatherer: Gatherer,
+    *,
+    fill: bool,
+) -> list[KeptGather | None]:
     """Returns, for each argument of a step, the form in which it is gathered if it is kept, as the
     step's trace determines it.
 
@@ -89,8 +94,8 @@ def decide(
 
 
 def _decided(
-    jaxpr: Any, v: Any, x: Shard, how: Kept, gatherer: Gatherer, fill: bool
-) -> Kept | None:
+    jaxpr: Any, v: Any, x: Shard, how: KeptGather, gatherer: Gatherer, fill: bool
+) -> KeptGather | None:
     """Returns the form in which an array is gathered; None for a small one of which the step needs
     only the shard."""
     dtypes = Uses(gatherer.mesh, gatherer.axis).dtypes(jaxpr, v, x.spec)
@@ -99,12 +104,12 @@ def _decided(
     dtype = next(iter(dtypes)) if len(dtypes) == 1 and v.aval.dtype not in dtypes else None
     dims = layout.dimensions(x.spec, gatherer.axis)
     if x.spec[0] is not None or len(dims) != 1:
-        return Kept(dtype=dtype)
+        return KeptGather(dtype=dtype)
     loops = list(readers(jaxpr, v))
     if fill and dtype is None and _fills(x, loops, gatherer):
-        return Kept(by_loop=True)
+        return KeptGather(by_loop=True)
     is_moved = x.value.ndim > 2 and None not in loops
-    return Kept(dtype=dtype, first=dims[0] if is_moved else None)
+    return KeptGather(dtype=dtype, first=dims[0] if is_moved else None)
 
 
 def _fills(x: Shard, loops: Sequence[Reader | None], gatherer: Gatherer) -> bool:
@@ -118,7 +123,7 @@ def _fills(x: Shard, loops: Sequence[Reader | None], gatherer: Gatherer) -> bool
     return dtype is not None and dtype == x.value.dtype  # to numpy None is float64
 
 
-def gather(args: Sequence[Any], kept: Sequence[Kept | None], gatherer: Gatherer) -> list[Any]:
+def gather(args: Sequence[Any], kept: Sequence[KeptGather | None], gatherer: Gatherer) -> list[Any]:
     """Returns ``args``, with unsharded copies of the arrays that are kept."""
     gathered = [
         x if how is None or how.together is not None else _gathered(x, how, gatherer)
@@ -136,7 +141,7 @@ def gather(args: Sequence[Any], kept: Sequence[Kept | None], gatherer: Gatherer)
     return gathered
 
 
-def _gathered(x: Shard, how: Kept, gatherer: Gatherer) -> Shard:
+def _gathered(x: Shard, how: KeptGather, gatherer: Gatherer) -> Shard:
     """Returns a large array with its unsharded copy."""
     if how.by_loop:
         return x.with_gathering(by_loop=True)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.collectives.ahead import LEAST
 from zerojax.devices.mesh import batch_devices
-from zerojax.plan.plan import Leaf, Plan
+from zerojax.plan.state_sharding import Leaf, Plan
 
 ROWS = 2**20
 """The fewest bytes of a layer: a smaller slice is taken for a row of a matrix."""

@@ -133,12 +133,12 @@ class Ledger:
         sizes = list(parts)
         return [*sizes[:-1], self._over // math.prod(sizes[:-1])]
 
-    def exchanges(self, x: Any, lies: Sequence[Any], devices: int) -> Any:
+    def exchanges(self, x: Any, spec: Sequence[Any], devices: int) -> Any:
         """Records an all-to-all; returns the context for the constraint by which devices exchange
         their shards of ``x``."""
         if not self.asked or devices < 2:
             return contextlib.nullcontext()
-        return self._note((decisions.EXCHANGE, x, lies, lies, devices))
+        return self._note((decisions.EXCHANGE, x, spec, spec, devices))
 
     def of_norm(self) -> Decision:
         """Returns the all-reduce of the square sums of the devices' shards, a scalar."""
@@ -167,7 +167,7 @@ class Ledger:
 
     def _reduces_to(self, x: Any, spec: Sequence[Any]) -> Any:
         full = layout.without(spec, zero_axis(self._mesh))
-        is_even = layout.padded(x.shape, spec, self._mesh) == x.shape
+        is_even = layout.padded_shape(x.shape, spec, self._mesh) == x.shape
         return self.reduces(x, full, spec if is_even else full)  # uneven: XLA slices the full sum
 
     def __len__(self) -> int:

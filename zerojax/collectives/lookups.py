@@ -44,7 +44,7 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
     if eqn.primitive is not prims.gather_p or not isinstance(table, Shard):
         return None
     if (
-        gatherer.apart
+        gatherer.lanes_on_axis
         or table.unsharded is not None
         or (scope.share and id(table) in scope.used_unsharded)
     ):
@@ -92,7 +92,7 @@ def spec_by_rows(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
       mesh, axis: The devices, and the axis over which ZeRO shards.
     """
     shape, dims = eqn.invars[0].aval.shape, layout.dimensions(spec, axis)
-    if len(dims) != 1 or layout.padded(shape, spec, mesh) != shape:
+    if len(dims) != 1 or layout.padded_shape(shape, spec, mesh) != shape:
         return None
     picked = jaxprs.param(eqn, "dimension_numbers").collapsed_slice_dims
     (sharded,), size = dims, eqn.invars[0].aval.size

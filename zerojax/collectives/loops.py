@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from zerojax.collectives import propagate
 from zerojax.collectives.held import MOST, SAME_ELEMENTS
 from zerojax.devices.mesh import axis_size
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import COPIES, REARRANGES
 from zerojax.graph.regions import regions
 from zerojax.plan import layout

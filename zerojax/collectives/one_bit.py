@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.reduction import add_up, pinned
+from zerojax.collectives.reduction import add_up, pin_to_devices
 from zerojax.devices.mesh import batch_axes
 from zerojax.optim.one_bit import OneBitState, Sending
 from zerojax.plan.layout import Spec
@@ -66,7 +66,7 @@ class OneBitMomentum:
     def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
         """Returns a parameter's gradient, float32, from the devices' partial sums
         [devices, *shape]."""
-        parts = pinned(parts.astype(jnp.float32), self._gatherer)
+        parts = pin_to_devices(parts.astype(jnp.float32), self._gatherer)
         errors, last = self._errors[parameter][:2], self._errors[parameter][2:]
 
         def plain(_: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:

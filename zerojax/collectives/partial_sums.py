@@ -19,7 +19,13 @@ from jax.sharding import PartitionSpec
 
 from zerojax.collectives import propagate
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.reduction import add_up, axes_of, cut_evenly, pinned, summed
+from zerojax.collectives.reduction import (
+    add_up,
+    axes_of,
+    cut_evenly,
+    pin_to_devices,
+    reduce_partial_sums,
+)
 from zerojax.devices.mesh import sequence_size
 from zerojax.graph.primitives import LABELS, LINEAR
 from zerojax.plan import layout
@@ -79,11 +85,11 @@ class RowSum(NamedTuple):
         if self.eqn.primitive is prims.conv_general_dilated_p:
             value = self._convolved(values, gatherer)
         else:
-            split = [self._apart(x, i, gatherer) for i, x in enumerate(values)]
+            split = [self._split_by_device(x, i, gatherer) for i, x in enumerate(values)]
             value = self._multiplied(*split) if len(split) == 2 else self._added(*split)
             value = value.reshape(gatherer.mesh.size, *value.shape[len(self.cuts) :])
         value = jnp.moveaxis(value, 1 + self.at(gatherer.axis), 1)
-        return PartialSum(pinned(value, gatherer), self)
+        return PartialSum(pin_to_devices(value, gatherer), self)
 
     def _convolved(self, values: Sequence[jax.Array], gatherer: Gatherer) -> jax.Array:
         """Computes the partial sums [devices, ...] of a convolution with ``shard_map``: with a
@@ -99,7 +105,7 @@ class RowSum(NamedTuple):
             check_vma=False,
         )(*values)
 
-    def _apart(self, x: jax.Array, i: int, gatherer: Gatherer) -> jax.Array:
+    def _split_by_device(self, x: jax.Array, i: int, gatherer: Gatherer) -> jax.Array:
         """Splits each sharded dimension of operand ``i`` into two: the devices, and each device's
         own elements."""
         entries: list[Any] = [None] * x.ndim
@@ -139,7 +145,7 @@ class RowSum(NamedTuple):
 def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
     """Reduces partial sums to the gradient's shard."""
     row_sum = partial.row_sum
-    x = summed(partial.value, row_sum.spec, gatherer)
+    x = reduce_partial_sums(partial.value, row_sum.spec, gatherer)
     for eqn in partial.links:
         (x,) = jaxprs.bind(eqn, [x])
     return x
@@ -164,7 +170,7 @@ def row_sum_of(
       after: The equations that compute a gradient from the sum.
     """
     shape = eqn.outvars[0].aval.shape
-    if rows is None or not gatherer.alone or cut_evenly(shape, spec, gatherer) is None:
+    if rows is None or not gatherer.sums_own_rows or cut_evenly(shape, spec, gatherer) is None:
         return None
     cuts = _cuts_of(eqn, rows, sequence_size(gatherer.mesh))
     return None if cuts is None else RowSum(eqn, cuts, spec, after)

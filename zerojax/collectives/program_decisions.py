@@ -37,7 +37,7 @@ class ProgramDecisions:
     wants: Mapping[Any, Spec]
     added_up: set[Any]
     shared: Mapping[int, GatheredArrays]
-    shrinking: shrinking.Shrinking
+    shrinking: shrinking.OwnSumEquations
     leaving: set[Any]
     replaced: Mapping[Any, Any]
     reused: reuse.ReusedGradients
@@ -70,7 +70,7 @@ def decide(
     """
     mesh = gatherer.mesh
     reused = reuse.ReusedGradients(jaxpr, args, gatherer.axis)
-    others = {} if gatherer.apart else reused.gradients
+    others = {} if gatherer.lanes_on_axis else reused.gradients
     wants = wanted.trace_back(jaxpr, want or [None] * len(jaxpr.outvars), mesh, others)
     sums = adjacent.sums(jaxpr, wants, mesh, of_layer=scope.of_layer)
     wants = {v: spec for v, spec in wants.items() if v not in sums.added}

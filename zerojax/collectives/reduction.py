@@ -30,7 +30,7 @@ def axes_of(gatherer: Gatherer) -> list[tuple[str, ...]]:
     return [batch_axes(mesh), *([(SEQUENCE,)] if sequence_size(mesh) > 1 else [])]
 
 
-def pinned(value: jax.Array, gatherer: Gatherer) -> jax.Array:
+def pin_to_devices(value: jax.Array, gatherer: Gatherer) -> jax.Array:
     """Constrains partial sums [devices, ...], each to its device."""
     return gatherer.constrain(value, (sum(axes_of(gatherer), ()), *(None,) * (value.ndim - 1)))
 
@@ -38,10 +38,12 @@ def pinned(value: jax.Array, gatherer: Gatherer) -> jax.Array:
 def of_all(parts: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
     """Returns the sum of the devices' partial sums [devices, *shape], sharded by ``spec``."""
     (at,) = layout.dimensions(spec, gatherer.axis)
-    return summed(pinned(jnp.moveaxis(parts, 1 + at, 1), gatherer), spec, gatherer)
+    return reduce_partial_sums(
+        pin_to_devices(jnp.moveaxis(parts, 1 + at, 1), gatherer), spec, gatherer
+    )
 
 
-def summed(
+def reduce_partial_sums(
     value: jax.Array, spec: Spec, gatherer: Gatherer, feed_back: FeedBack | None = None
 ) -> jax.Array:
     """Returns the sum of partial sums, sharded by ``spec``: reduce-scattered within each replica
@@ -109,7 +111,7 @@ def _exchanged(
     x: jax.Array,
     devices: list[str],
     parts: Sequence[str],
-    pieces: Sequence[str],
+    split_order: Sequence[str],
     block: Sequence[int],
     form: Format,
     gatherer: Gatherer,
@@ -122,19 +124,22 @@ def _exchanged(
       x: [*devices, *shape], with the dimension that is split first in ``shape``.
       devices: The axes, or parts of axes, over which the leading dimensions of ``x`` are sharded.
       parts: The parts to sum over, one after the other.
-      pieces: The same parts in the order in which they split the dimension, outermost first.
+      split_order: The same parts in the order in which they split the dimension, outermost first.
       block: The extent of a block in each dimension of a device's shard.
       form: The format of the codes.
-      feed_back: See :func:`summed`.
+      feed_back: See :func:`reduce_partial_sums`.
     """
-    sizes, shape = [layout.parts(name, gatherer.mesh) for name in pieces], x.shape[len(devices) :]
+    sizes, shape = (
+        [layout.parts(name, gatherer.mesh) for name in split_order],
+        x.shape[len(devices) :],
+    )
     shard_shape = shape[0] // math.prod(sizes), *shape[1:]
     x = x.reshape(*x.shape[: len(devices)], *sizes, *shard_shape)
-    spec: list[Any] = [*devices, *(None for _ in (*pieces, *shard_shape))]
+    spec: list[Any] = [*devices, *(None for _ in (*split_order, *shard_shape))]
     for name in parts:
         source, target = (
             spec.index(name),
-            len(spec) - len(shard_shape) - len(pieces) + pieces.index(name),
+            len(spec) - len(shard_shape) - len(split_order) + split_order.index(name),
         )
         if feed_back is not None:
             x = feed_back(x, spec, block)
@@ -150,7 +155,7 @@ def _exchanged(
         x, spec = add_up(dequantize(codes, scales, form, jnp.float32), source), new_spec
         spec.pop(source)
         x = gatherer.constrain(x, spec)
-    return x.reshape(*x.shape[: len(spec) - len(shard_shape) - len(pieces)], *shape)
+    return x.reshape(*x.shape[: len(spec) - len(shard_shape) - len(split_order)], *shape)
 
 
 def add_up(x: jax.Array, *dimensions: int) -> jax.Array:
@@ -170,7 +175,7 @@ def cut_evenly(shape: Sequence[int], spec: Spec, gatherer: Gatherer) -> int | No
 
 
 def is_quantized(shape: Sequence[int], spec: Spec, gatherer: Gatherer) -> bool:
-    """Returns whether :func:`summed` sends a gradient quantized."""
+    """Returns whether :func:`reduce_partial_sums` sends a gradient quantized."""
     at = cut_evenly(shape, spec, gatherer)
     if at is None or sequence_size(gatherer.mesh) > 1:
         return False

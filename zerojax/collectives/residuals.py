@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import primitives as prims
 
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.regions import regions
 from zerojax.graph.search import contains, holds, runs_regions
 from zerojax.xla import jaxprs

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.collectives import decisions, loop_decisions, moved_stacks
-from zerojax.collectives.ahead import Ahead
-from zerojax.collectives.behind import Behind
+from zerojax.collectives.ahead import PrefetchedStacks
+from zerojax.collectives.behind import DeferredReductions
 from zerojax.collectives.entries import Entries
-from zerojax.collectives.filled import Filling
+from zerojax.collectives.filled import GatheredStacks
 from zerojax.collectives.gathering import Gatherer, Scope, plain
-from zerojax.collectives.host import sent, unpadded
+from zerojax.collectives.host import send_to_host, unpadded
 from zerojax.collectives.loops import Sums
 from zerojax.collectives.shard import Gathering, HostGradient, HostStack, Shard
 from zerojax.plan import layout
@@ -63,7 +63,7 @@ class Scans(Gatherer):
         a, n = jaxprs.scan_counts(eqn)
         values = [scope.as_filled(v) for v in values]
         moved = [moved_stacks.of(x) for x in values[a + n :]]
-        updated = {} if self.apart else loop_decisions.find_updated(eqn, values, self.axis)
+        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self.axis)
         known = self.all_known(values, scope)
         values = [v if i - a in updated else known[i] for i, v in enumerate(values)]
         prefetch = self.overlap and not self.keep
@@ -86,9 +86,9 @@ class Scans(Gatherer):
         entries = Entries(
             [x if m is None else m for x, m in zip(xs, moved, strict=True)], self.axis
         )
-        ahead = Ahead(eqn, entries.read, decided.ahead, self)
-        behind = Behind(eqn, want[n:], decided.behind, self)
-        filling = Filling(xs, decided.filled, ahead, reverse=reverse)
+        ahead = PrefetchedStacks(eqn, entries.read, decided.ahead, self)
+        behind = DeferredReductions(eqn, want[n:], decided.behind, self)
+        filling = GatheredStacks(xs, decided.filled, ahead, reverse=reverse)
         jaxpr, m = sums.body(), len(kept)
         stacks = eqn.outvars[n:]
         sent_specs: dict[int, Spec | None] = {}
@@ -116,11 +116,11 @@ class Scans(Gatherer):
                 y = plain(ys[i])
                 if scope.host and spec is not None and scope.host.takes(y, length):
                     sent_specs[i] = spec
-                    padded_shape = layout.padded(y.shape, spec, self.mesh)
+                    padded_shape = layout.padded_shape(y.shape, spec, self.mesh)
                     ys[i] = scope.host.send(pad(y, padded_shape))
                 elif stacks[i] in leaving and not isinstance(ys[i], Shard):
                     sent_specs[i], self.left = None, True
-                    ys[i] = sent(y)
+                    ys[i] = send_to_host(y)
                 else:
                     ys[i] = entries.stack(i, ys[i])
             totals = [total + plain(x) for total, x in zip(totals, added, strict=True)]

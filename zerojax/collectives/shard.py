@@ -53,7 +53,7 @@ class FilledStack(MovedStack):
         return jnp.moveaxis(jnp.roll(self.value, self.ahead, 0), 1, self.dimension)
 
 
-class Gathered(NamedTuple):
+class UnshardedCopy(NamedTuple):
     """An unsharded copy of a shard.
 
     Attributes:
@@ -99,7 +99,7 @@ class Shard:
 
     value: jax.Array
     spec: Spec
-    gathered: Gathered | None = None
+    gathered: UnshardedCopy | None = None
     gathering: Gathering = Gathering()
 
     @property
@@ -120,7 +120,7 @@ class Shard:
 
     def with_copy(self, copy: jax.Array | None, stack: MovedStack | None = None) -> Shard:
         """Replaces the unsharded copy; None removes it."""
-        return replace(self, gathered=None if copy is None else Gathered(copy, stack))
+        return replace(self, gathered=None if copy is None else UnshardedCopy(copy, stack))
 
     def with_gathering(self, **fields: Any) -> Shard:
         """Replaces fields of ``gathering``."""

@@ -19,9 +19,9 @@ from jax.extend.core import primitives as prims
 
 from zerojax.collectives import propagate
 from zerojax.collectives.gathering import Gatherer, plain
-from zerojax.collectives.reduction import add_up, pinned
+from zerojax.collectives.reduction import add_up, pin_to_devices
 from zerojax.devices.mesh import sequence_size
-from zerojax.graph.graph import Graph, graph_of
+from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import LINEAR
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
@@ -40,7 +40,7 @@ class OwnSum:
     value: jax.Array
 
 
-class Shrinking(NamedTuple):
+class OwnSumEquations(NamedTuple):
     """The equations of a program that run on each device's own sum.
 
     Attributes:
@@ -62,21 +62,23 @@ class Shrinking(NamedTuple):
         if out in self.sums:
             at, n = self.sums[out], gatherer.mesh.size
             rows = jnp.moveaxis(values[0], at, 0)
-            rows = pinned(rows.reshape(n, rows.shape[0] // n, *rows.shape[1:]), gatherer)
+            rows = pin_to_devices(rows.reshape(n, rows.shape[0] // n, *rows.shape[1:]), gatherer)
             axes = [d for d in jaxprs.param(eqn, "axes") if d != at]
             # Dimensions: the devices, the device's own rows, and the others of `values[0]`.
             own = add_up(rows, 1, *(d + 2 - (d > at) for d in axes))
-            return OwnSum(pinned(own, gatherer))
+            return OwnSum(pin_to_devices(own, gatherer))
         parts = [x.value if isinstance(x, OwnSum) else x for x in values]
         own = jax.vmap(
             lambda *operands: jaxprs.bind(eqn, list(operands))[0],
             in_axes=[0 if isinstance(x, OwnSum) else None for x in values],
         )(*parts)
-        own = pinned(own, gatherer)
+        own = pin_to_devices(own, gatherer)
         return gatherer.scatter(add_up(own, 0), wants[out]) if out in self.ends else OwnSum(own)
 
 
-def find(jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gatherer) -> Shrinking:
+def find(
+    jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gatherer
+) -> OwnSumEquations:
     """Finds the gradients of tables that are reduced last.
 
     Args:
@@ -86,8 +88,8 @@ def find(jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gath
       gatherer: Reduces gradients.
     """
     mesh = gatherer.mesh
-    if rows is None or rows % mesh.size or not gatherer.alone or sequence_size(mesh) > 1:
-        return Shrinking({}, frozenset(), frozenset())
+    if rows is None or rows % mesh.size or not gatherer.sums_own_rows or sequence_size(mesh) > 1:
+        return OwnSumEquations({}, frozenset(), frozenset())
     graph = graph_of(jaxpr)
     sums: dict[Any, int] = {}
     results, ends = set[Any](), set[Any]()
@@ -102,7 +104,7 @@ def find(jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gath
             sums |= found[0]
             results |= {out, *found[1]}
             ends.add(out)
-    return Shrinking(sums, frozenset(results), frozenset(ends))
+    return OwnSumEquations(sums, frozenset(results), frozenset(ends))
 
 
 def _adds_up(eqn: Any, at: int, graph: Graph) -> bool:

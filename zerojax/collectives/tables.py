@@ -24,7 +24,7 @@ from zerojax.collectives.lookups import by_columns, spec_by_rows
 from zerojax.collectives.shard import Shard
 from zerojax.collectives.widening import like
 from zerojax.devices.mesh import batch_devices
-from zerojax.graph.graph import Graph, graph_of
+from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.regions import regions
 from zerojax.xla import jaxprs
 

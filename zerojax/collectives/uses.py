@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from zerojax.collectives import lookups, propagate, wanted
 from zerojax.collectives.loops import wider
 from zerojax.collectives.widening import widens_integers
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec

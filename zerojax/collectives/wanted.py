@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax.collectives import propagate
 from zerojax.devices.mesh import zero_axis
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS, OVERWRITES
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -51,7 +51,7 @@ def trace_back(
     for eqn in reversed(jaxpr.eqns):
         name = eqn.primitive.name
         if eqn.primitive is prims.sharding_constraint_p and (spec := spec_of(eqn)) is not None:
-            constrained[eqn.invars[0]] = layout.joined(spec, zero_axis(mesh), mesh)
+            constrained[eqn.invars[0]] = layout.join_axes(spec, zero_axis(mesh), mesh)
         if marks.is_mark(eqn, marks.GRADIENT):
             # The step's constraint directly follows the mark. A constraint without a mark is the
             # user's, usually one of an activation.

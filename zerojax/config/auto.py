@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zerojax.config.errors import closest, hint, problems_of, shown
+from zerojax.config.errors import as_text, closest, hint, problems_of
 from zerojax.config.keys import KEYS, renamed
 from zerojax.config.keys.row import ZERO, Key
 from zerojax.config.keys.training import FIT
@@ -14,14 +14,14 @@ from zerojax.config.sections import OFFLOAD
 _SEARCHED = tuple(f"{ZERO}.{section}" for section in OFFLOAD)
 
 
-class StoodIn(NamedTuple):
+class StandIns(NamedTuple):
     """The keys that `stand_in` replaced, and one problem for each key that is not "auto"."""
 
     replaced: set[str]
     problems: list[str]
 
 
-def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StoodIn:
+def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StandIns:
     """Replaces each "auto" in the config by the value that `auto` has for its key.
 
     Args:
@@ -31,13 +31,13 @@ def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StoodIn:
     Example:
       >>> raw = {"fp16": {"loss_scale": "auto"}}
       >>> stand_in(raw, {"fp16.loss_scale": 128})
-      StoodIn(replaced={'fp16.loss_scale'}, problems=[])
+      StandIns(replaced={'fp16.loss_scale'}, problems=[])
       >>> raw
       {'fp16': {'loss_scale': 128}}
     """
     if not isinstance(auto, Mapping):
         wanted = "expected a mapping of dotted keys to values"
-        return StoodIn(set(), [f"auto: {wanted}, got {shown(auto)}"])
+        return StandIns(set(), [f"auto: {wanted}, got {as_text(auto)}"])
     autos = dict(_autos(raw, ""))
     replaced: set[str] = set()
     unmatched: dict[str, str] = {}
@@ -47,7 +47,7 @@ def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StoodIn:
             autos[path][path.rpartition(".")[2]] = value
             replaced.add(path)
         else:
-            unmatched[shown(key)] = path
+            unmatched[as_text(key)] = path
     listed = ", ".join([*autos][:20]) + ", ..." * (len(autos) > 20)
     fallback = f'"auto" stands at: {listed}' if autos else 'nothing in it is "auto"'
 
@@ -55,7 +55,7 @@ def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StoodIn:
         likely = hint(unmatched[key], closest(unmatched[key], autos), fallback)
         return f'auto: {key} is not "auto" in the config; {likely}'
 
-    return StoodIn(replaced, problems_of([*unmatched], problem))
+    return StandIns(replaced, problems_of([*unmatched], problem))
 
 
 def _autos(raw: dict[str, Any], section: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -69,14 +69,14 @@ def _autos(raw: dict[str, Any], section: str) -> Iterator[tuple[str, dict[str, A
             yield f"{section}{name}", raw
 
 
-class Resolved(NamedTuple):
+class AutoResolution(NamedTuple):
     """A note for each "auto" that became the default, and a problem for each other "auto"."""
 
     notes: list[Note]
     problems: list[str]
 
 
-def resolve_autos(raw: dict[str, Any]) -> Resolved:
+def resolve_autos(raw: dict[str, Any]) -> AutoResolution:
     """Removes each "auto" from a config, except among `params`, so that the defaults apply.
 
     Args:
@@ -87,7 +87,7 @@ def resolve_autos(raw: dict[str, Any]) -> Resolved:
       >>> resolve_autos(raw).notes[0].holds, raw
       (1.0, {})
     """
-    resolved = Resolved([], [])
+    resolved = AutoResolution([], [])
     for path, section in list(_autos(raw, "")):
         key = KEYS.get(path)
         if path in _SEARCHED:
@@ -107,6 +107,6 @@ def resolve_autos(raw: dict[str, Any]) -> Resolved:
 
 
 def _unresolved(key: Key) -> str:
-    remedy = "write the value" if key.default is None else f"write {shown(key.default)}"
+    remedy = "write the value" if key.default is None else f"write {as_text(key.default)}"
     fit = f", or let {FIT} choose" * (key.field == "stage")
     return f'{key.path}: "auto" has nothing to resolve it; {remedy}{fit}, {or_pass(key.path)}'

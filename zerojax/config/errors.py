@@ -48,11 +48,11 @@ class ConfigError(ValueError):
         return type(self), (self.problems, self.source)
 
 
-def shown(value: Any, limit: int = 60) -> str:
+def as_text(value: Any, limit: int = 60) -> str:
     """Returns a value as JSON, or by its `repr`, truncated to `limit` characters.
 
     Example:
-      >>> shown({"enabled": True})
+      >>> as_text({"enabled": True})
       '{"enabled": true}'
     """
     try:
@@ -77,15 +77,15 @@ def problems_of(names: Sequence[str], problem: Callable[[str], str]) -> list[str
     return problems
 
 
-def spelled(name: str) -> str:
+def quote_name(name: str) -> str:
     """Returns a name for use in a dotted path, quoted if a reader could misread it.
 
     Example:
-      >>> print(spelled("stage"), spelled(""), spelled("a.b"))
+      >>> print(quote_name("stage"), quote_name(""), quote_name("a.b"))
       stage "" "a.b"
     """
     is_plain = name and name.isprintable() and not re.search(r'[.:="]|\s', name)
-    return name if is_plain and len(name) <= _LONGEST else shown(name)
+    return name if is_plain and len(name) <= _LONGEST else as_text(name)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

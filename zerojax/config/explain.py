@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from zerojax.config.accelerate import KEYS as YAML_KEYS
 from zerojax.config.accelerate import SECTIONS
 from zerojax.config.batch import BATCH_SIZES, BatchSizes, solve
-from zerojax.config.errors import ConfigError, spelled
+from zerojax.config.errors import ConfigError, quote_name
 from zerojax.config.keys import KEYS, NULLABLE, renamed, sections
 from zerojax.config.keys.named_types import NAMED_TYPES
 from zerojax.config.keys.row import REQUIRED
@@ -221,7 +221,7 @@ def _about(problem: str, key: str) -> str:
 def _leaves(raw: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
     """Yields each (path, value) of a config, down to the keys of the table."""
     for name, value in raw.items():
-        path = f"{section}{spelled(name)}"
+        path = f"{section}{quote_name(name)}"
         key = renamed(path)
         is_section = key in sections() or key in PARAMS
         if isinstance(value, Mapping) and value and is_section:

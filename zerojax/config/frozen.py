@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.elasticity import Elasticity
-from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
+from zerojax.config.errors import ConfigError, as_text, problems_of, quote_name, suggestion
 from zerojax.config.keys import BY_FIELD, KEYS
 from zerojax.config.keys.loco import Loco
 from zerojax.config.keys.row import ZERO
@@ -185,7 +185,7 @@ class ZeroConfig:
             if value is None or isinstance(value, cls):
                 checked[name] = value
             else:
-                problems.append(f"{name}: expected {cls.__name__} or None, got {shown(value)}")
+                problems.append(f"{name}: expected {cls.__name__} or None, got {as_text(value)}")
         problems += contradictions(checked)
         if problems:
             raise ConfigError(problems)
@@ -277,7 +277,7 @@ class ZeroConfig:
             if path in note.sets:
                 why = "" if note.holds == value else f" ({note.reason})"
                 return f"{note.key} = {note.value}{why}"
-        return f"{path} = {shown(value)}"
+        return f"{path} = {as_text(value)}"
 
     def check_partition(self, world: int) -> None:
         """Checks that `zero_hpz_partition_size` divides `world`.
@@ -332,4 +332,4 @@ def _unknown_keyword(name: str, known: list[str]) -> str:
         return f"{name}: not supported: {key.why}"
     if name in sections:
         return f"{name}: a key of the JSON, not a keyword; pass the complete config as a dict"
-    return f"{spelled(name)}: unknown keyword; {suggestion(name, known)}"
+    return f"{quote_name(name)}: unknown keyword; {suggestion(name, known)}"

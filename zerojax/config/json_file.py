@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import hjson
 
-from zerojax.config.errors import ConfigError, shown
+from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.text_file import Object, repeated, source_of, text_of
 from zerojax.config.yaml_file import ENDINGS, read_yaml
 
@@ -76,7 +76,7 @@ def read_json(config: str | os.PathLike[str] | Mapping[str, Any]) -> JsonConfig:
         value = (read_yaml if source.endswith(ENDINGS) else read_file)(source)
     if not isinstance(value, Mapping):
         wanted = "an object" if source else "the path of a JSON file, a mapping or a ZeroConfig"
-        raise ConfigError(f"expected {wanted}, got {shown(value)}", source)
+        raise ConfigError(f"expected {wanted}, got {as_text(value)}", source)
     try:
         return JsonConfig(plain(value), repeated(value))
     except ConfigError as error:
@@ -92,6 +92,6 @@ def plain(value: Mapping[Any, Any], path: str = "") -> dict[str, Any]:
     copy: dict[str, Any] = {}
     for name, child in value.items():
         if not isinstance(name, str):
-            raise ConfigError(f"{path}{shown(name)}: keys are strings; put it in quotes")
+            raise ConfigError(f"{path}{as_text(name)}: keys are strings; put it in quotes")
         copy[name] = plain(child, f"{path}{name}.") if isinstance(child, Mapping) else child
     return copy

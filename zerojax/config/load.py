@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from zerojax.config.accelerate import Translation, is_accelerate, translate, without
 from zerojax.config.auto import resolve_autos, stand_in
-from zerojax.config.errors import ConfigError, closest, hint, problems_of, shown, spelled
+from zerojax.config.errors import ConfigError, as_text, closest, hint, problems_of, quote_name
 from zerojax.config.frozen import ZeroConfig
 from zerojax.config.json_file import JsonConfig, plain, read_json
 from zerojax.config.keys import BY_FIELD, KEYS, NULLABLE, rename, sections
@@ -243,9 +243,10 @@ class ConfigReading:
     def _judge(self, key: Key, value: Any, idle: str | None) -> None:
         """Adds a note or a problem for a key; `idle` is the reason why the key has no effect."""
         if key.treatment == "off only" and value not in key.accepts:
-            off = shown(key.accepts[0])
+            off = as_text(key.accepts[0])
             self.problems.append(
-                f"{key.path} = {shown(value)} is not supported: {key.why}; leave it out or at {off}"
+                f"{key.path} = {as_text(value)} is not supported: {key.why}; leave it out "
+                f"or at {off}"
             )
         elif idle is not None:
             self.notes.append(Note(key.path, value, "no effect", idle))
@@ -283,7 +284,7 @@ class ConfigReading:
                 self._note(section, key, value, "honoured", f"of {name}", value)
         for key in autos:
             default = table[key].default
-            reason = table[key].auto or f"DeepSpeed's default, {shown(default)}"
+            reason = table[key].auto or f"DeepSpeed's default, {as_text(default)}"
             self._note(section, key, "auto", "resolved", reason, values.get(key, default))
         for key, param in table.items():
             if param.loud and key not in params:
@@ -346,7 +347,7 @@ problems=['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
             elif isinstance(value, dict):
                 visit(path, value)
             elif value is not None or path not in NULLABLE:
-                problems.append(f"{path}: expected an object, got {shown(value)}")
+                problems.append(f"{path}: expected an object, got {as_text(value)}")
         for name in given:
             if name not in names:
                 unknown[_dotted(section, name)] = section, name
@@ -359,7 +360,7 @@ problems=['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
 
 def _dotted(section: str, name: str) -> str:
     """Returns the path of a key for a message; `section` is "" for the top level."""
-    return f"{section}.{spelled(name)}" if section else spelled(name)
+    return f"{section}.{quote_name(name)}" if section else quote_name(name)
 
 
 def _unknown_key(section: str, name: str) -> str:

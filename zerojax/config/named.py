@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, Self
 
 from zerojax.config.errors import (
     ConfigError,
+    as_text,
     closest,
     foreign_letters,
     problems_of,
-    shown,
-    spelled,
+    quote_name,
     suggestion,
 )
 from zerojax.config.keys.named_types import NAMED_TYPES
@@ -33,9 +33,9 @@ def resolve_type(section: str, given: str) -> tuple[str | None, list[str]]:
     name = {known.lower(): known for known in types}.get(given.lower())
     if name is None:
         guess = closest(given, types)
-        likely = f"did you mean {shown(guess)}?" if guess else f"known: {known_types(section)}"
+        likely = f"did you mean {as_text(guess)}?" if guess else f"known: {known_types(section)}"
         foreign = f" ({letters})" if (letters := foreign_letters(given)) else ""
-        return None, [f"{section}.type: unknown {section} {shown(given)}; {likely}{foreign}"]
+        return None, [f"{section}.type: unknown {section} {as_text(given)}; {likely}{foreign}"]
     return name, []
 
 
@@ -91,9 +91,9 @@ def check_params(
         if key not in given and param.default is REQUIRED:
             problem = f"{path}: {name} needs it, as {param.kind.says}"
         elif key in checked.values and param.only and checked.values[key] not in param.only:
-            problem = f"{path} = {shown(checked.values[key])} is not supported: {param.why}"
+            problem = f"{path} = {as_text(checked.values[key])} is not supported: {param.why}"
         elif json and key not in checked.values and param.only and param.default not in param.only:
-            default = f"{shown(param.default)}, DeepSpeed's default,"
+            default = f"{as_text(param.default)}, DeepSpeed's default,"
             problem = f"{path} = {default} is not supported: {param.why}"
         else:
             continue
@@ -102,7 +102,7 @@ def check_params(
 
 
 def _unknown(section: str, key: str, name: str, table: Mapping[str, Param]) -> str:
-    path = f"{section}.params.{spelled(key)}"
+    path = f"{section}.params.{quote_name(key)}"
     if section == "optimizer" and key == "max_grad_norm":
         return f"{path}: not a parameter of the optimizer; use `gradient_clipping` at the top level"
     return f"{path}: unknown parameter of {name}; {suggestion(key, table)}"
@@ -149,10 +149,10 @@ class _Named:
 
     def __post_init__(self) -> None:
         if not isinstance(self.type, str):
-            raise ConfigError(f"{self._section}.type: expected a string, got {shown(self.type)}")
+            raise ConfigError(f"{self._section}.type: expected a string, got {as_text(self.type)}")
         if not isinstance(self.params, Mapping):
             raise ConfigError(
-                f"{self._section}.params: expected an object, got {shown(self.params)}"
+                f"{self._section}.params: expected an object, got {as_text(self.params)}"
             )
         name, problems = resolve_type(self._section, self.type)
         values: dict[str, Any] = {}
@@ -170,7 +170,7 @@ class _Named:
             return given
         if not isinstance(given, Mapping):
             raise ConfigError(
-                f"{cls._section}: expected an object with type and params, got {shown(given)}"
+                f"{cls._section}: expected an object with type and params, got {as_text(given)}"
             )
         problems = [
             f"{cls._section}.{key}: unknown key; known: type, params"

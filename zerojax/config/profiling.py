@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from zerojax.config.errors import closest, hint, shown
+from zerojax.config.errors import as_text, closest, hint
 from zerojax.config.keys.section import Section
 
 _GATHER, _SCATTER, _REDUCE = ("all-gather",), ("reduce-scatter",), ("all-reduce",)
@@ -87,7 +87,7 @@ class CommsLoggerConfig(Section):
             if name.replace("-", "_") not in OPERATIONS:
                 known = f"write one of {', '.join(OPERATIONS)}"
                 guess = hint(name, closest(name, OPERATIONS), known)
-                yield f"prof_ops: {shown(name)} is no collective; {guess}"
+                yield f"prof_ops: {as_text(name)} is no collective; {guess}"
 
     def idle(self) -> dict[str, str]:
         """Returns the reason for each field that has no effect with the other fields, by name."""

@@ -5,7 +5,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from zerojax.config.batch import BATCH_SIZES
-from zerojax.config.errors import shown
+from zerojax.config.errors import as_text
 from zerojax.config.frozen import ZeroConfig
 from zerojax.config.keys import BY_FIELD
 from zerojax.config.keys.row import ZERO
@@ -29,7 +29,7 @@ def resolved(config: ZeroConfig, devices: int) -> str:
     rows = sorted(_rows(config, devices))
     width = max(len(key) for key, _ in rows)
     idle = [
-        f"without effect: {note.key} = {shown(note.value, 40)}: {note.reason}"
+        f"without effect: {note.key} = {as_text(note.value, 40)}: {note.reason}"
         for note in config.notes
         if note.status in ("no effect", "left to XLA")
     ]
@@ -48,9 +48,9 @@ def _rows(config: ZeroConfig, devices: int) -> Iterator[tuple[str, str]]:
             for inner, each in _inner(value):
                 yield f"{key}.{inner}", each
         else:
-            yield key, shown(value)
+            yield key, as_text(value)
 
 
 def _inner(section: Any) -> Iterator[tuple[str, str]]:
     for name, value in asdict(section).items():
-        yield name, shown(dict(value) if isinstance(value, Mapping) else value, 80)
+        yield name, as_text(dict(value) if isinstance(value, Mapping) else value, 80)

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from zerojax.config.elasticity import Elasticity
-from zerojax.config.errors import ConfigError, problems_of, shown, spelled, suggestion
+from zerojax.config.errors import ConfigError, as_text, problems_of, quote_name, suggestion
 from zerojax.config.keys import KEYS, OLD_SWITCHES
 from zerojax.config.keys.row import FLAG, ZERO
 from zerojax.config.keys.section import Section
@@ -115,10 +115,10 @@ class OffloadOptimizer(_Offload):
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
         if self.ratio == 0:
-            yield f'ratio = {shown(self.ratio)} offloads nothing; set device to "none"'
+            yield f'ratio = {as_text(self.ratio)} offloads nothing; set device to "none"'
         elif self.ratio < 1 and self.device == "nvme":
             yield (
-                f'ratio = {shown(self.ratio)} is for device "cpu"; '
+                f'ratio = {as_text(self.ratio)} is for device "cpu"; '
                 'with "nvme" leave it out or at 1.0'
             )
         if self.compute_on == "host" and self.device == "nvme":
@@ -189,13 +189,14 @@ def from_keyword(section: str, given: Any) -> Section | None:
     if not isinstance(given, Mapping):
         alternatives = '"cpu", "none" or None' if is_offload else "or None"
         wanted = f"{cls.__name__}, a mapping of its fields, {alternatives}"
-        raise ConfigError(f"{section}: expected {wanted}, got {shown(given)}")
+        raise ConfigError(f"{section}: expected {wanted}, got {as_text(given)}")
     known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
     unknown = [
         str(name) for name in given if name not in known and (is_offload or name != "enabled")
     ]
     problems = problems_of(
-        unknown, lambda name: f"{section}.{spelled(name)}: unknown key; {suggestion(name, known)}"
+        unknown,
+        lambda name: f"{section}.{quote_name(name)}: unknown key; {suggestion(name, known)}",
     )
     values = {name: given[name] for name in known if name in given}
     is_on, config = False, None
@@ -289,7 +290,8 @@ def _device(section: str, checked: Mapping[str, Any], given: Mapping[str, Any]) 
         implied = "cpu" if switch else "none"
         if device not in (None, implied):
             raise ConfigError(
-                f"{old} = {shown(switch)} says otherwise than {key} = {shown(device)}; take it out"
+                f"{old} = {as_text(switch)} says otherwise than {key} = {as_text(device)}; take "
+                "it out"
             )
         if device is None:
             key, device = old, implied

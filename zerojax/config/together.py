@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from zerojax.config.batch import BATCH_SIZES
-from zerojax.config.errors import shown
+from zerojax.config.errors import as_text
 from zerojax.config.keys.named_types import ONE_BIT
 from zerojax.config.sections import OFFLOAD
 
@@ -52,7 +52,7 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
     smallest, power = values.get("min_loss_scale"), values.get("initial_scale_power")
     if scale == 0 and smallest is not None and power is not None and smallest > 2.0**power:
         yield (
-            f"{name('min_loss_scale')} = {shown(smallest)} is above the initial scale, "
+            f"{name('min_loss_scale')} = {as_text(smallest)} is above the initial scale, "
             f"2**{name('initial_scale_power')} = {2.0**power:g}; lower it, or raise the power"
         )
 
@@ -69,7 +69,7 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
         given = values.get(section)
         if given is not None and stage is not None and stage < lowest_stage:
             yield (
-                f"{name(section)}: {shown(given.device)} needs {requirement}, and the stage is "
+                f"{name(section)}: {as_text(given.device)} needs {requirement}, and the stage is "
                 f"{stage}; set {name('stage')} to {lowest_stage}, or the device to none"
             )
     partition = values.get("zero_hpz_partition_size", 1)
@@ -147,7 +147,7 @@ def _of_one_bit(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterat
     if clipping := values.get("gradient_clipping"):
         yield (
             f"{one_bit}: no device has the full gradient, whose norm {name('gradient_clipping')} "
-            f"= {shown(clipping)} would clip; set it to 0, or the type to AdamW"
+            f"= {as_text(clipping)} would clip; set it to 0, or the type to AdamW"
         )
 
 

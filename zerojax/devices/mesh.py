@@ -229,7 +229,7 @@ def automatic_context(given: Mesh) -> Iterator[tuple[str, ...]]:
         yield explicit
 
 
-def relabelled(tree: Any, given: Mesh) -> Any:
+def relabel_arrays(tree: Any, given: Mesh) -> Any:
     """Moves arrays on the same devices, but with other axis types, to the mesh ``given``."""
 
     def moved(x: Any) -> Any:

@@ -113,7 +113,7 @@ class BatchRows:
         shape: tuple[int, ...] = np.shape(x)
         return _times(shape, self.blocks, self._axis) if self.own(x) else shape
 
-    def told(self, batch: Any) -> str:
+    def row_counts(self, batch: Any) -> str:
         """Returns, as text, the numbers of rows of the leaves that hold own rows."""
         rows = {np.shape(x)[self._axis] for x in jax.tree.leaves(batch) if self.own(x)}
         return " and ".join(map(str, sorted(rows)))

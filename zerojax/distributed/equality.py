@@ -92,7 +92,7 @@ def _digest(x: Any) -> str:
     return f"{x.dtype}{[*x.shape]} of checksum {zlib.crc32(np.ascontiguousarray(x).tobytes()):08x}"
 
 
-def _lines(told: list[str]) -> str:
+def _lines(values: list[str]) -> str:
     """Lists each value once, with its processes."""
-    groups = by_value(dict(enumerate(told)))
+    groups = by_value(dict(enumerate(values)))
     return "\n".join(f"  {who}: {value}" for value, who in groups.items())

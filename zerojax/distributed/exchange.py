@@ -20,14 +20,14 @@ class ProcessesMissing(TimeoutError):
 
     def __init__(self, what: str, missing: list[int], seconds: float) -> None:
         self.missing = missing
-        super().__init__(f"{what}: {named(missing)} did not come within {seconds:g} s")
+        super().__init__(f"{what}: {format_processes(missing)} did not come within {seconds:g} s")
 
 
-def named(processes: Iterable[int]) -> str:
+def format_processes(processes: Iterable[int]) -> str:
     """Formats the indices of processes, eight at most.
 
     Example:
-      >>> named([3, 1])
+      >>> format_processes([3, 1])
       'processes 1, 3'
     """
     numbers = sorted(processes)

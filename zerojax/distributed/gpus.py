@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import jax
 
-from zerojax.distributed.roll_call import Record, listed
+from zerojax.distributed.roll_call import Record, format_indices
 
 
 def on_cpu() -> bool:
@@ -67,7 +67,7 @@ def local_devices(here: list[Record]) -> list[list[int] | None]:
     hidden = [record["index"] for record in here if not record["gpus"]]
     if hidden:
         raise ValueError(
-            f"no GPU is visible to {listed(hidden, 'process')}, and others see some: "
+            f"no GPU is visible to {format_indices(hidden, 'process')}, and others see some: "
             "CUDA_VISIBLE_DEVICES hides them; unset it, or name a GPU of each process"
         )
     if len({*map(tuple, sets)}) == 1 and len(here) > 1:

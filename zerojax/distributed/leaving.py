@@ -10,7 +10,7 @@ import time
 
 import jax
 
-from zerojax.distributed.exchange import named
+from zerojax.distributed.exchange import format_processes
 from zerojax.xla import compat
 
 _KEY = "zerojax/left/"
@@ -58,7 +58,8 @@ def _wait() -> None:
         while others := {*range(jax.process_count())} - _left():
             if not has_reported and time.monotonic() - start > _QUIET:
                 has_reported = True
-                text = f"zerojax: the script of process {me} has ended; waiting for {named(others)}"
+                waits = format_processes(others)
+                text = f"zerojax: the script of process {me} has ended; waiting for {waits}"
                 print(text, file=sys.stderr, flush=True)
             time.sleep(0.1)
 

@@ -69,20 +69,20 @@ class Lockstep(threading.Thread):
             ):
                 self.compare(int(key.rpartition("/")[2]), word)
 
-    def told(self) -> str:
+    def snapshot(self) -> str:
         """Returns the number of calls, the last of them, and the main thread's line, as JSON."""
         with self._lock:
             return json.dumps([self._count, [*self._calls][-_PUBLISHED:], _place()])
 
     def _publish(self, folder: str) -> None:
-        word = self.told()
+        word = self.snapshot()
         if word != self._published:
             self._published = word
             compat.coordination().key_value_set(f"{folder}{self._me}", word, True)
 
-    def compare(self, process: int, told: str) -> None:
+    def compare(self, process: int, snapshot: str) -> None:
         """Ends this process if another process has executed other calls."""
-        count, other_calls, place = json.loads(told)
+        count, other_calls, place = json.loads(snapshot)
         with self._lock:
             own_calls, number = [*self._calls], self._count
         first = max(count - len(other_calls), number - len(own_calls))
@@ -97,7 +97,7 @@ class Lockstep(threading.Thread):
             f"the processes do not call the same: call {number} of zerojax is {other} in process "
             f"{process}, which is at {place}, and {own} in process {self._me}, which is at "
             f"{_place()}. Every process runs the same steps, evaluations, saves and restores, "
-            "with the same numbers beside the batch; process 0 may print and log alone"
+            "with the same numbers beside the batch; only process 0 need print and log"
         )
         sys.excepthook(LaunchError, error, None)
         sys.stderr.flush()

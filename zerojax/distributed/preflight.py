@@ -21,7 +21,7 @@ from zerojax.config import ZeroConfig
 from zerojax.distributed.addresses import is_loopback, proxied
 from zerojax.distributed.gpus import local_devices, on_cpu, visible_gpus
 from zerojax.distributed.launched import Launched
-from zerojax.distributed.roll_call import Record, by_host, by_value, listed
+from zerojax.distributed.roll_call import Record, by_host, by_value, format_indices
 
 _OWN = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb")
 """Config fields that a program may set only in process 0."""
@@ -90,9 +90,9 @@ def differences(records: list[Record], coordinator: str) -> list[str]:
         return problems
     if by_proxy := {r["index"]: r["proxy"] for r in records if r["proxy"]}:
         problems.append(
-            f"{', '.join({*by_proxy.values()})} would send what {listed(by_proxy, 'process')} and "
-            f"process 0 tell each other through a proxy: add the host of {coordinator} to "
-            "no_proxy, or unset the variable"
+            f"{', '.join({*by_proxy.values()})} would send what "
+            f"{format_indices(by_proxy, 'process')} and process 0 tell each other "
+            f"through a proxy: add the host of {coordinator} to no_proxy, or unset the variable"
         )
     hosts = by_host(records)
     if len(hosts) > 1 and (here := [each for each in records if each["gloo_on_loopback"]]):
@@ -106,7 +106,7 @@ def differences(records: list[Record], coordinator: str) -> list[str]:
         try:
             local_devices([records[n] for n in numbers])
         except ValueError as error:
-            problems.append(f"{listed(numbers, 'process')} on {host}: {error}")
+            problems.append(f"{format_indices(numbers, 'process')} on {host}: {error}")
     return problems
 
 
@@ -134,9 +134,9 @@ def cpu_warnings(records: list[Record]) -> list[str]:
         quota = min((r["quota"] for r in group if r["quota"]), default=None)
         if bound:
             messages.append(
-                f"{listed(bound, 'process')} on {host} may use one CPU of {group[0]['all_cpus']}, "
-                "where XLA's, the loader's and the checkpoint's threads meet: srun "
-                "--cpus-per-task=N, mpirun --bind-to none"
+                f"{format_indices(bound, 'process')} on {host} may use one CPU of "
+                f"{group[0]['all_cpus']}, where XLA's, the loader's and the checkpoint's threads "
+                "meet: srun --cpus-per-task=N, mpirun --bind-to none"
             )
         elif (cpus := min(group[0]["all_cpus"], quota or group[0]["all_cpus"])) < len(group):
             messages.append(

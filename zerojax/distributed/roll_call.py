@@ -142,7 +142,9 @@ class _Roll:
 
     def _missing(self, seconds: float) -> str:
         hosts = by_host(self.present.values())
-        present = "; ".join(f"{listed(numbers)} on {host}" for host, numbers in hosts.items())
+        present = "; ".join(
+            f"{format_indices(numbers)} on {host}" for host, numbers in hosts.items()
+        )
         return (
             f"{self._waits()}, which did not come within {seconds:g} s. Present: {present}. Look "
             "at the output of those that are missing. Where they wait too, they do not reach "
@@ -153,7 +155,7 @@ class _Roll:
     def _waits(self) -> str:
         missing = [n for n in range(self.me.count) if n not in self.present]
         return (
-            f"process 0 waits at {self.me.coordinator} for {listed(missing, 'process')} of "
+            f"process 0 waits at {self.me.coordinator} for {format_indices(missing, 'process')} of "
             f"{self.me.count}"
         )
 
@@ -241,7 +243,7 @@ def by_host(records: Iterable[Record]) -> dict[str, list[int]]:
     return hosts
 
 
-def listed(numbers: Iterable[int], noun: str = "") -> str:
+def format_indices(numbers: Iterable[int], noun: str = "") -> str:
     """Formats indices for an error, the first eight, with a noun: "processes 0, 3"."""
     numbers = [*numbers]
     plural = noun and noun + ("es " if len(numbers) > 1 else " ")
@@ -249,7 +251,7 @@ def listed(numbers: Iterable[int], noun: str = "") -> str:
 
 
 def by_value(values: Mapping[int, _Value]) -> dict[_Value, str]:
-    """Returns the processes of each value, as ``listed`` formats them.
+    """Returns the processes of each value, as ``format_indices`` formats them.
 
     Example:
       >>> by_value({0: "a", 1: "b", 2: "a"})
@@ -258,7 +260,7 @@ def by_value(values: Mapping[int, _Value]) -> dict[_Value, str]:
     groups: dict[_Value, list[int]] = {}
     for process, value in values.items():
         groups.setdefault(value, []).append(process)
-    return {value: listed(who, "process") for value, who in groups.items()}
+    return {value: format_indices(who, "process") for value, who in groups.items()}
 
 
 def _named(record: Record) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from zerojax.distributed.broadcast import Broadcast
-from zerojax.distributed.exchange import named
+from zerojax.distributed.exchange import format_processes
 from zerojax.distributed.signs import Signs, within
 from zerojax.xla import compat
 
@@ -247,7 +247,7 @@ def _cause(me: int, silence: float, limit: float, missing: list[int], count: int
     if 0 in missing:
         detail = " Process 0, the coordinator, does not answer."
     elif missing:
-        detail = f" No sign of life from {named(missing)}."
+        detail = f" No sign of life from {format_processes(missing)}."
     return (
         f"no step has ended for {silence:.3g} s, ZEROJAX_WATCHDOG is {limit:.3g} s, as process "
         f"{me} sees.{detail}"

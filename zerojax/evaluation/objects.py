@@ -53,7 +53,7 @@ def subject_of(objects: tuple[Any, ...], states: States) -> Subject:
         neither an array nor hashable.
     """
     if not any(map(is_nnx, objects)):
-        return _state_subject(states.split_state(objects))
+        return _state_subject(states.split_with_parameters(objects))
     trained = any(isinstance(x, nnx.Optimizer) for x in objects)
     return _objects_subject(objects, open_objects(objects) if trained else open_model(objects))
 

@@ -20,13 +20,13 @@ from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.rows import ByRows
 from zerojax.evaluation.state import StateReader
 from zerojax.evaluation.undivided import Undivided
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.offload.disk.params import ParamReader, beside_disk
 from zerojax.placement.states import States
 from zerojax.plan.places import DEVICE, reaches_host
-from zerojax.plan.plan import DTYPES
-from zerojax.plan.quantized import sent
-from zerojax.step.call import Rearranged, Static, divide, join
+from zerojax.plan.quantized import sent_formats
+from zerojax.plan.state_sharding import DTYPES
+from zerojax.step.call import RearrangedFunction, Static, divide, join
 from zerojax.step.entering import enter
 from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast, constrainer
@@ -34,7 +34,7 @@ from zerojax.trace.explicit import Explicit, make_jaxpr
 from zerojax.train_state.state_parts import OpenedState
 from zerojax.xla import compat, hijax, jaxprs
 from zerojax.xla.compiler import options, streaming
-from zerojax.xla.lowered import BATCH, EVALUATION, LoweredProgram, named
+from zerojax.xla.lowered import BATCH, EVALUATION, LoweredProgram, with_argument_names
 
 
 class Execution(NamedTuple):
@@ -78,7 +78,7 @@ class EvaluationProgram:
 
     def __init__(
         self,
-        function: Rearranged,
+        function: RearrangedFunction,
         states: States,
         subject: Subject,
         explicit: Explicit | None = None,
@@ -104,14 +104,14 @@ class EvaluationProgram:
             keep=self._config.stage < 3,
             share=True,
             overlap=overlap,
-            sent=sent(self._config),
+            sent=sent_formats(self._config),
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
         self._reader = ParamReader(self._config.offload_param)
         self._state_reader = StateReader(states, plan)
         self._known: dict[Any, Execution] = {}
         self._jitted = jax.jit(
-            named(self._run, "state", BATCH, "arrays", "static", "execution"),
+            with_argument_names(self._run, "state", BATCH, "arrays", "static", "execution"),
             static_argnums=(3, 4),
             compiler_options=(
                 streaming(plan.mesh)

@@ -27,7 +27,7 @@ from zerojax.accumulation.resize import micro_batch
 from zerojax.accumulation.split import split
 from zerojax.evaluation.masks import Mask
 from zerojax.evaluation.undivided import DEPENDS, RUNS_OVER, TOGETHER, Undivided
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.xla import jaxprs
 
 _RULES = prims.custom_jvp_call_p, prims.custom_vjp_call_p

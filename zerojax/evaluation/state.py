@@ -10,8 +10,8 @@ import jax
 
 from zerojax.placement.states import States, is_placed
 from zerojax.plan.places import offloads
-from zerojax.plan.plan import Plan
-from zerojax.plan.stored import stored
+from zerojax.plan.state_sharding import Plan
+from zerojax.plan.stored import unwrap_stored
 from zerojax.train_state.state_parts import Parts
 
 
@@ -47,7 +47,7 @@ class StateReader:
         copies = self.copies if any(used[:n]) else None
         read = used if copies is None else (*[True] * n, *used[n:])  # copies exist of all or none
         leaves = jax.tree.leaves(parts)
-        placed = [stored(self._at(i, x)) if read[i] else None for i, x in enumerate(leaves)]
+        placed = [unwrap_stored(self._at(i, x)) if read[i] else None for i, x in enumerate(leaves)]
         if copies is not None:
             placed[:n] = copies.of(placed[:n])
         return placed

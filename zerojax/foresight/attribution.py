@@ -13,7 +13,7 @@ from zerojax.hlo.assignment import HeldBuffer
 from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
 from zerojax.hlo.provenance import Callers, is_argument, schedules
 from zerojax.hlo.transfers import in_host
-from zerojax.plan.plan import Leaf, Plan, layout
+from zerojax.plan.state_sharding import Leaf, Plan, layout
 from zerojax.xla import lowered
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
@@ -142,9 +142,9 @@ def _loop_name(callers: Callers, computation: Computation) -> str:
     return callers[computation.name].loop.op_name if computation.name in callers else ""
 
 
-def _reformed(computation: Computation, made: Instruction) -> bool:
+def _reformed(computation: Computation, instruction: Instruction) -> bool:
     """Returns whether an instruction's only operand is the result of an all-gather."""
-    sources = [computation[name] for name in made.operands if name in computation.position]
+    sources = [computation[name] for name in instruction.operands if name in computation.position]
     return len(sources) == 1 and sources[0].operation == "all-gather"
 
 

@@ -155,7 +155,7 @@ def elastic(config: Mapping[str, Any]) -> Elasticity | None:
     return load({"elasticity": config.get("elasticity", {})}).elasticity
 
 
-def agreed(rows: int | None, given: int | None) -> int | None:
+def requested_rows(rows: int | None, given: int | None) -> int | None:
     """Returns the requested rows of an update, else those of the config.
 
     Raises:

@@ -40,7 +40,7 @@ from zerojax.hlo.timeline import INWARD, OUTWARD, Place, ProgramTime, program_ti
 from zerojax.hlo.traffic import Collective, collectives
 from zerojax.hlo.transfers import HostCopy, host_copies, in_host
 from zerojax.plan.places import DEVICE, DISK, HOST
-from zerojax.plan.plan import Plan
+from zerojax.plan.state_sharding import Plan
 from zerojax.xla.lowered import GRADIENTS as FIRST
 from zerojax.xla.lowered import READ, STEP, WRITTEN, LoweredProgram
 

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from jax.extend.core import primitives as prims
 
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.xla import hijax, jaxprs
 
 GIB = 2**30
@@ -305,7 +305,7 @@ def _stacked(traced: Any) -> list[int]:
             length: int = jaxprs.param(eqn, "length")
             return length * layers(body, body.outvars[index])
         if eqn.primitive in jaxprs.CALLS:
-            body, _ = jaxprs.open_jaxpr(jaxprs.called(eqn))
+            body, _ = jaxprs.open_jaxpr(jaxprs.called_jaxpr(eqn))
             return layers(body, body.outvars[index])
         operands = jaxprs.variables(eqn.invars)  # for example a transpose or a cast
         is_same_size = len(operands) == 1 and operands[0].aval.size == v.aval.size

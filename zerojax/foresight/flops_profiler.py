@@ -23,7 +23,7 @@ _ELSEWHERE, _UPDATE = "(forward and backward outside of them)", "(update and the
 _OUTSIDE = (_ELSEWHERE, _UPDATE)
 
 
-class Listed(NamedTuple):
+class ModuleEntry(NamedTuple):
     """A module of a tree, with its path ("" for the root) and its depth."""
 
     path: str
@@ -45,9 +45,9 @@ class Module:
     work: OriginWork = dataclasses.field(default_factory=OriginWork)
     inside: dict[str, Module] = dataclasses.field(default_factory=dict)
 
-    def below(self, path: str = "", depth: int = 0) -> Iterator[Listed]:
+    def below(self, path: str = "", depth: int = 0) -> Iterator[ModuleEntry]:
         """Yields this module and all of its submodules, depth first."""
-        yield Listed(path, depth, self)
+        yield ModuleEntry(path, depth, self)
         for name, module in self.inside.items():
             yield from module.below(f"{path}/{name}" if path else name, depth + 1)
 
@@ -128,7 +128,7 @@ def table(
     return "\n".join(lines)
 
 
-def _largest(listed: Sequence[Listed], config: FlopsProfilerConfig) -> Iterator[str]:
+def _largest(listed: Sequence[ModuleEntry], config: FlopsProfilerConfig) -> Iterator[str]:
     """Yields a line for each depth, with its modules of most FLOPs."""
     for depth in sorted({each.depth for each in listed}):
         at_depth = [each for each in listed if each.depth == depth]
@@ -137,7 +137,7 @@ def _largest(listed: Sequence[Listed], config: FlopsProfilerConfig) -> Iterator[
         yield f"depth {depth}: {', '.join(entries)}"
 
 
-def _tree(listed: Sequence[Listed], flops: int, seconds: float | None) -> list[str]:
+def _tree(listed: Sequence[ModuleEntry], flops: int, seconds: float | None) -> list[str]:
     """Returns a line for each module, indented, with its shares; ``seconds`` is None if unknown."""
     has_times = seconds is not None
     rows = [("module", "parameters", "FLOPs", "of FLOPs", *["of time"] * has_times)]

@@ -10,7 +10,7 @@ from zerojax.devices.mesh import batch_devices
 from zerojax.devices.rates import Rates
 from zerojax.devices.topology import GPUS_PER_HOST, device_kinds
 from zerojax.hlo.rematerialised import begins_above
-from zerojax.plan.plan import Plan
+from zerojax.plan.state_sharding import Plan
 
 
 @dataclasses.dataclass(frozen=True)

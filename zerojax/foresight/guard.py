@@ -20,7 +20,7 @@ from zerojax.foresight.devices import free_bytes
 from zerojax.foresight.remedies import remedies
 from zerojax.foresight.trials import BuiltStep, Trials
 from zerojax.plan.places import offloads
-from zerojax.plan.plan import Plan
+from zerojax.plan.state_sharding import Plan
 from zerojax.plan.table import size
 from zerojax.xla.lowered import LoweredProgram
 

@@ -21,7 +21,7 @@ from zerojax.hlo.timeline import program_time
 from zerojax.hlo.traffic import collectives
 from zerojax.hlo.transfers import host_copies
 from zerojax.monitor import lines
-from zerojax.plan.plan import Plan
+from zerojax.plan.state_sharding import Plan
 from zerojax.xla.lowered import LoweredProgram
 
 

@@ -11,7 +11,7 @@ from zerojax.foresight.attribution import ACTIVATIONS
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.costs import Measure, forecast, measure
 from zerojax.foresight.forecast import Forecast, ProgramCost
-from zerojax.plan.plan import Plan
+from zerojax.plan.state_sharding import Plan
 from zerojax.xla.lowered import LoweredProgram
 
 

@@ -62,7 +62,7 @@ def regions(equation: Any) -> tuple[Region, ...]:
     """
     primitive, n = equation.primitive, len(equation.invars)
     if primitive in jaxprs.CALLS:
-        return (Region(_opened(jaxprs.called(equation)), range(n)),)
+        return (Region(_opened(jaxprs.called_jaxpr(equation)), range(n)),)
     if primitive is prims.scan_p:
         consts, carry = jaxprs.scan_counts(equation)
         pairs = [(i, consts + i) for i in range(carry)]

@@ -13,7 +13,7 @@ _TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 _PORT = 29500  # Accelerate's
 
 
-class Given(NamedTuple):
+class AccelerateOptions(NamedTuple):
     """A file of ``accelerate config`` as options of ``zerojax launch``.
 
     Attributes:
@@ -35,7 +35,7 @@ class Given(NamedTuple):
     ignored: list[str]
 
 
-def read(path: Path) -> Given:
+def read(path: Path) -> AccelerateOptions:
     """Reads a file that ``accelerate config`` wrote, YAML or JSON.
 
     Raises:
@@ -63,7 +63,9 @@ def read(path: Path) -> Given:
     return _machines(where, values, kind, _ignored(path, values))
 
 
-def _machines(where: str, values: dict[str, Any], kind: str, ignored: list[str]) -> Given:
+def _machines(
+    where: str, values: dict[str, Any], kind: str, ignored: list[str]
+) -> AccelerateOptions:
     nodes = values.get("num_machines", 1)
     count = 1 if kind == "NO" else values.get("num_processes", -1)
     if count == -1:  # Accelerate's value for "not set"
@@ -80,7 +82,7 @@ def _machines(where: str, values: dict[str, Any], kind: str, ignored: list[str])
     hostfile = values.get("deepspeed_config.deepspeed_hostfile")
     if nodes == 1 or hostfile:
         file_of_hosts = Path(hostfile) if nodes > 1 and hostfile else None
-        return Given(per_node, None, None, None, file_of_hosts, environ, ignored)
+        return AccelerateOptions(per_node, None, None, None, file_of_hosts, environ, ignored)
     address = values.get("main_process_ip")
     if not address:
         raise UsageError(f"{where}: num_machines {nodes} needs main_process_ip")
@@ -88,7 +90,7 @@ def _machines(where: str, values: dict[str, Any], kind: str, ignored: list[str])
         raise UsageError(f"{where}: num_machines {nodes} needs num_processes")
     port = values.get("main_process_port", _PORT)
     rank = values.get("machine_rank", 0)
-    return Given(per_node, nodes, rank, f"{address}:{port}", None, environ, ignored)
+    return AccelerateOptions(per_node, nodes, rank, f"{address}:{port}", None, environ, ignored)
 
 
 def _ignored(path: Path, values: dict[str, Any]) -> list[str]:

@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
     failure: Failure | None = None
 
 
-class Ended(NamedTuple):
+class EndedProcess(NamedTuple):
     """One process that ended by itself, or when asked to stop."""
 
     process: Process
@@ -95,8 +95,8 @@ class Group:
         """
         self._processes, self._grace, self._stop = processes, grace, stop
         self._running: dict[int, Process] = {}
-        self._ended: list[Ended] = []
-        self._failed: Ended | None = None
+        self._ended: list[EndedProcess] = []
+        self._failed: EndedProcess | None = None
         self._asked: signal.Signals | None = None
         self._kill_at: float | None = None
         self._late: list[str] = []
@@ -173,13 +173,13 @@ class Group:
             self._take(signal.Signals(received.si_signo))
         ended = [(pid, code) for pid, code in descent.reap() if pid in self._running]
         for pid, code in sorted(ended, key=lambda pair: pair[1]):  # a kill explains later failures
-            self._note(Ended(self._running.pop(pid), code, pid, time.time()))
+            self._note(EndedProcess(self._running.pop(pid), code, pid, time.time()))
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             descent.kill_descendants()  # reaps
             if self._failed is None and self._asked != descent.PARENT_DIED:
                 self._late = [process.name for process in self._running.values()]
             for pid, process in self._running.items():
-                self._ended.append(Ended(process, -signal.SIGKILL, pid, time.time()))
+                self._ended.append(EndedProcess(process, -signal.SIGKILL, pid, time.time()))
             self._running.clear()
 
     def _pass_on_the_rest(self) -> None:
@@ -205,7 +205,7 @@ class Group:
             if self._failed is None:
                 self._kill_at = now + (_ENDING_SECONDS if is_ctrl_c else self._grace)
 
-    def _note(self, ended: Ended) -> None:
+    def _note(self, ended: EndedProcess) -> None:
         """Handles a process that ended by itself, or when asked."""
         self._ended.append(ended)
         now = time.monotonic()
@@ -221,7 +221,7 @@ class Group:
             if ended.code != STALLED:  # the others' watchdogs write their stacks
                 self._signal(signal.SIGTERM)
 
-    def _is_failure(self, ended: Ended) -> bool:
+    def _is_failure(self, ended: EndedProcess) -> bool:
         if ended.code == 0:
             return not (ended.process.joined is None or ended.process.joined.exists())
         was_asked = self._asked is not None and ended.code in (-self._stop, -signal.SIGTERM)
@@ -265,7 +265,7 @@ class Group:
     def _reported(self) -> list[Failure]:
         return [failure for source in self._stderr.values() for failure in source.failures or ()]
 
-    def _failure(self, ended: Ended) -> Failure:
+    def _failure(self, ended: EndedProcess) -> Failure:
         process = ended.process
         if ended.code == 0:
             why = f"{process.name}, one of several, has ended: {NEVER_JOINED}"
@@ -281,7 +281,7 @@ class Group:
         return Failure(at or ended.at, descent.shell_status(ended.code), why, text)
 
 
-def _error(ended: Ended) -> tuple[float, str]:
+def _error(ended: EndedProcess) -> tuple[float, str]:
     """Returns time and traceback of the exception that ended a process; 0.0 and "" if unknown."""
     if ended.process.error is None or not ended.process.error.exists():
         return 0.0, ""

@@ -17,7 +17,7 @@ from zerojax.launch.job import TOKEN, Job, passed_on, with_token
 from zerojax.launch.local import defaults
 
 
-class Ended(Exception):
+class ScriptError(Exception):
     """Error for a script that did not end with status 0.
 
     Attributes:
@@ -92,7 +92,7 @@ def run(job: Job, workers: int, environ: Mapping[str, str]) -> int:
 
 def _status(error: BaseException | None) -> int | None:
     while error is not None:
-        if isinstance(error, Ended):
+        if isinstance(error, ScriptError):
             return error.status
         error = getattr(error, "cause", None) or error.__cause__
     return None
@@ -127,4 +127,4 @@ def _worker(config: dict[str, Any]) -> None:
             log.write(line)
             log.flush()
     if status := descent.shell_status(script.wait()):
-        raise Ended(me, status)
+        raise ScriptError(me, status)

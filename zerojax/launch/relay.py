@@ -151,20 +151,20 @@ class Relay(threading.Thread):
         if rest := source.take():
             self._write(source, rest)
 
-    def _write(self, source: Source, piece: bytes) -> None:
-        if source.failures is not None and (failure := reported(piece)):
+    def _write(self, source: Source, chunk: bytes) -> None:
+        if source.failures is not None and (failure := reported(chunk)):
             source.failures.append(failure)
             return
         if source.log is not None:
-            self._put(source.log.fileno(), piece)
-        if self._at_start and _is_of_gloo(piece):
+            self._put(source.log.fileno(), chunk)
+        if self._at_start and _is_of_gloo(chunk):
             return
         if self._open is not source:
             self._end_line()
         prefix = source.prefix if self._at_start else b""
-        self._say(source.to, prefix + piece)
-        self._at_start = piece.endswith((b"\n", b"\r"))
-        self._open = None if piece.endswith(b"\n") else source
+        self._say(source.to, prefix + chunk)
+        self._at_start = chunk.endswith((b"\n", b"\r"))
+        self._open = None if chunk.endswith(b"\n") else source
 
     def _end_line(self) -> None:
         if self._open is not None:

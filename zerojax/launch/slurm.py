@@ -78,7 +78,7 @@ def batch_script(job: Job, nodes: int, tasks: int, options: str, environ: Mappin
         )
     misplaced = [word for word in user_options if not word.startswith("-")]
     if misplaced:
-        raise UsageError(f"--slurm: write --name=value, not {misplaced[0]!r} alone")
+        raise UsageError(f"--slurm: write --name=value, not {misplaced[0]!r} by itself")
     on_gpus = environ.get("JAX_PLATFORMS") != "cpu"
     lines = [f"--job-name={_name(job)}", f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
     if on_gpus and not any(word.startswith(("--gpus", "--gres", "-G")) for word in user_options):

@@ -54,13 +54,13 @@ def _backward(
     return _call("__cudnn$fmhaSoftmaxBackward", outputs, q, k, v, out, sums, gradient)
 
 
-def _call(target: str, made: Any, q: jax.Array, k: jax.Array, *rest: jax.Array) -> Any:
+def _call(target: str, outputs: Any, q: jax.Array, k: jax.Array, *rest: jax.Array) -> Any:
     rows, queries, heads, _ = q.shape
     scores = [str(size) for size in (rows, heads, queries, k.shape[1])]
     shape = {"intermediate_tensor_shape": {"dimensions": scores}}
     call: Callable[..., Any] = jax.ffi.ffi_call(
         target,
-        made,
+        outputs,
         custom_call_api_version=1,
         legacy_backend_config=json.dumps(
             {"cudnn_fmha_backend_config": shape}, separators=(",", ":")

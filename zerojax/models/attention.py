@@ -53,7 +53,7 @@ def _sharded_heads(zero: Zero, sharded: Mapping[str, int] | None) -> dict[str, i
     return {**(sharded or {}), **({SEQUENCE: 2} if zero.sequence else {})}
 
 
-def chosen(zero: Zero | None, asked: str) -> str:
+def choose_attention(zero: Zero | None, asked: str) -> str:
     """Chooses the implementation for a planned model: "mosaic_gpu", "cudnn" or "plain".
 
     Args:
@@ -83,11 +83,11 @@ def chosen(zero: Zero | None, asked: str) -> str:
 def planned_attention(
     zero: Zero | None, asked: str, sharded: Mapping[str, int] | None = None
 ) -> Attention | None:
-    """Returns the attention that :func:`chosen` chooses, or None for the model's default.
+    """Returns the attention that :func:`choose_attention` chooses, or None for the model's default.
 
     ``sharded`` is as for :func:`fused_attention`.
     """
-    name = chosen(zero, asked)
+    name = choose_attention(zero, asked)
     if zero is None or name == "plain":
         return None
     if name == "cudnn" and not are_present(zero.mesh):

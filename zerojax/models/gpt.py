@@ -279,7 +279,7 @@ def check_cut(tensor: TensorParallel, config: GPTConfig, kernels: Kernels | None
     if kernels:
         raise ValueError(
             "kernels: the fused layers do not know of tensor parallelism. Leave them out, and give "
-            f"the GPT attention=fused_attention(zero, sharded={{{tensor.axis!r}: 2}}) alone, or "
+            f"the GPT only attention=fused_attention(zero, sharded={{{tensor.axis!r}: 2}}), or "
             f"leave {tensor.axis!r} out of the mesh"
         )
     tensor.check(config, "n_head", "n_embd", "vocab_size")

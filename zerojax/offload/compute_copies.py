@@ -13,7 +13,7 @@ from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.groups import ArrayPlacement
 from zerojax.offload.update import Update
 from zerojax.plan.places import DISK
-from zerojax.plan.plan import Leaf, Plan
+from zerojax.plan.state_sharding import Leaf, Plan
 
 
 class ComputeCopies:

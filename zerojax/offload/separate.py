@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.xla import hijax, jaxprs
@@ -46,7 +46,7 @@ class Prelude(NamedTuple):
 
     Attributes:
       scalars: Arrays of shape [] that the clusters need.
-      shared: The update's results at the positions :attr:`Separated.shared`.
+      shared: The update's results at the positions :attr:`SeparatedUpdate.shared`.
     """
 
     scalars: list[Any]
@@ -62,7 +62,7 @@ class _Connected(NamedTuple):
     scalars: dict[Any, None]
 
 
-class Separated:
+class SeparatedUpdate:
     """``update(*leaves) -> results`` split into a prelude and clusters.
 
     Args:
@@ -103,7 +103,9 @@ class Separated:
         self.shared = tuple(i for i in range(len(outvars)) if i not in leaves)
         self.scalars = tuple(needed)
         self.clusters = tuple(map(self._cluster, groups))
-        _, ends = self._made_from([*needed, *(outvars[i] for i in self.shared)], lambda _: False)
+        _, ends = self._backward_slice(
+            [*needed, *(outvars[i] for i in self.shared)], lambda _: False
+        )
         self.read_by_prelude = {self._at[v] for v in ends if v in self._at}
 
     def _of_leaf(self, v: Any) -> bool:
@@ -115,12 +117,12 @@ class Separated:
 
     def _connected(self, i: int) -> _Connected:
         """Returns the arguments, equations and scalars from which a result is computed."""
-        eqns, ends = self._made_from([self._jaxpr.outvars[i]], self._is_scalar)
+        eqns, ends = self._backward_slice([self._jaxpr.outvars[i]], self._is_scalar)
         scalars = {x: None for x in ends if self._is_scalar(x)}
         inputs = {self._at[x] for x in ends if x in self._at and x not in scalars}
         return _Connected(inputs, {i}, eqns, scalars)
 
-    def _made_from(
+    def _backward_slice(
         self, targets: Sequence[Any], known: Callable[[Any], bool]
     ) -> tuple[list[Any], list[Any]]:
         """Returns the equations that compute targets from known variables, and their inputs."""
@@ -193,7 +195,7 @@ class Separated:
         self, targets: Sequence[Any], env: dict[Any, Any], shape: tuple[int, ...] | None
     ) -> list[Any]:
         env = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
-        needed, _ = self._made_from(targets, env.__contains__)
+        needed, _ = self._backward_slice(targets, env.__contains__)
         for eqn in sorted(needed, key=self._graph.place):
             values = [jaxprs.read(v, env) for v in eqn.invars]
             if shape is not None and eqn.primitive.name == "broadcast_in_dim":

@@ -17,15 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.collectives.host import fetched, sent
+from zerojax.collectives.host import fetch_to_device, send_to_host
 from zerojax.collectives.order import impossible
 from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, is_sent_unsplit
-from zerojax.offload.separate import Separated
+from zerojax.offload.separate import SeparatedUpdate
 from zerojax.plan import layout
 from zerojax.plan.places import DISK, HOST, PINNED
 from zerojax.plan.stored import pad
 from zerojax.xla.compat import computed_on_host
-from zerojax.xla.lowered import LOADED, READ, WRITTEN, named
+from zerojax.xla.lowered import LOADED, READ, WRITTEN, with_argument_names
 
 _ARGUMENTS = WRITTEN, READ, LOADED, "starts", "next_starts", "scalars"
 
@@ -70,7 +70,7 @@ class GroupPrograms:
 
     def __init__(
         self,
-        separated: Separated,
+        separated: SeparatedUpdate,
         placements: Sequence[ArrayPlacement],
         target: Sequence[int],
         mesh: Any,
@@ -196,7 +196,7 @@ class GroupPrograms:
 
     def _advance(self, group: Group, coming: Group) -> Callable[..., GroupResults]:
         numbers, mesh = self.numbers(group, coming), self._mesh
-        to_compute = sent if self._on_host else lambda x: x
+        to_compute = send_to_host if self._on_host else lambda x: x
 
         def local(*given: Any) -> GroupResults:
             written, read, loaded, starts, next_starts, scalars = given
@@ -205,7 +205,7 @@ class GroupPrograms:
                 for i, x in zip((*numbers.written, *numbers.read), (*written, *read), strict=True)
             }
             incoming = {
-                i: fetched(_rows(arrays[i], next_starts[k], p.rows))
+                i: fetch_to_device(_rows(arrays[i], next_starts[k], p.rows))
                 for k, p in enumerate(coming)
                 for i in self.streamed(p)
                 if self._is(i, HOST)
@@ -223,7 +223,7 @@ class GroupPrograms:
                         continue
                     # Read the next rows before this write; otherwise XLA copies the array.
                     at = starts[k] + (_after(incoming[i]) if i in incoming else 0)
-                    new = sent(new) if self._is(i, HOST) else fetched(new)
+                    new = send_to_host(new) if self._is(i, HOST) else fetch_to_device(new)
                     arrays[i] = lax.dynamic_update_slice_in_dim(arrays[i], new, at, 0)
             return GroupResults(
                 [arrays[i].reshape(x.shape) for i, x in zip(numbers.written, written, strict=True)],
@@ -250,7 +250,7 @@ class GroupPrograms:
         run = lambda v, s: self._separated.run(c.outputs, c.inputs, v, s, v[0].shape)  # noqa: E731
         if not self._on_host:
             return run(values, scalars)
-        return computed_on_host(run)(values, [sent(s) for s in scalars])
+        return computed_on_host(run)(values, [send_to_host(s) for s in scalars])
 
     def _unsplit(self, p: GroupRows) -> Callable[..., GroupResults]:
         numbers, c = self.numbers((p,), ()), p.cluster
@@ -260,7 +260,7 @@ class GroupPrograms:
             written, read, loaded, _, _, scalars = given
             present = (*numbers.written, *numbers.read, *numbers.loaded)
             arrays = dict(zip(present, (*written, *read, *loaded), strict=True))
-            values = [self._unpadded(i, fetched(arrays[i])) for i in c.inputs]
+            values = [self._unpadded(i, fetch_to_device(arrays[i])) for i in c.inputs]
             results = self._separated.run(c.outputs, c.inputs, values, scalars)
             updated = {i: self._padded(i, x) for i, x in zip(targets, results, strict=True)}
             return GroupResults(
@@ -290,7 +290,7 @@ class GroupPrograms:
     ) -> Callable[..., GroupResults]:
         """Jits a function; its results for the disk have the shardings that ``going`` returns."""
         return jax.jit(
-            named(function, *_ARGUMENTS),
+            with_argument_names(function, *_ARGUMENTS),
             donate_argnums=(0,),
             compiler_options=self._options,
             out_shardings=GroupResults(

@@ -11,9 +11,9 @@ import numpy as np
 
 from zerojax.offload.disk.array import DiskLeaf
 from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, groups, is_sent_unsplit
-from zerojax.offload.separate import Separated
+from zerojax.offload.separate import SeparatedUpdate
 from zerojax.offload.stream import GroupPrograms, GroupResults
-from zerojax.plan.plan import Plan
+from zerojax.plan.state_sharding import Plan
 from zerojax.xla.compiler import streaming
 
 
@@ -88,7 +88,7 @@ class Update:
     ) -> None:
         mesh, largest = plan.lowering_mesh, plan.config.sub_group_size
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placements[: len(own)]]
-        self.separated = Separated(function, shapes, own)
+        self.separated = SeparatedUpdate(function, shapes, own)
         self.programs = GroupPrograms(
             self.separated, placements, target, mesh, streaming(plan.mesh), on_host
         )
@@ -231,8 +231,8 @@ def _write(
 def _chunk_indices(programs: GroupPrograms, i: int, leaf: DiskLeaf, part: GroupRows) -> list[int]:
     """Returns the indices of the chunks on disk that hold a part of the group."""
     if part.rows is None:
-        return list(range(len(leaf.pieces)))
-    return [[chunk.start for chunk in leaf.pieces].index(part.start * programs.row_size(i))]
+        return list(range(len(leaf.chunks)))
+    return [[chunk.start for chunk in leaf.chunks].index(part.start * programs.row_size(i))]
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

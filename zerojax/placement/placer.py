@@ -19,8 +19,8 @@ from zerojax.offload.disk.array import DiskLeaf
 from zerojax.offload.disk.store import DiskStore
 from zerojax.offload.groups import ArrayPlacement, disk_chunks
 from zerojax.plan.places import DISK
-from zerojax.plan.plan import Leaf, Plan
-from zerojax.plan.stored import pad, shown
+from zerojax.plan.state_sharding import Leaf, Plan
+from zerojax.plan.stored import pad, user_leaf
 from zerojax.train_state.state_parts import Parts
 
 SMALLEST, LARGEST = 2**26, 2**30
@@ -133,7 +133,7 @@ class Placer:
             on_disk = self.disk_leaf(leaf.path, leaf.padded, leaf.dtype, sharding)
             on_disk.fill(x)
             x = on_disk.advance()
-        return shown(x, leaf.shape)
+        return user_leaf(x, leaf.shape)
 
     def create_sharded(
         self, make: Callable[..., Parts], args: Sequence[Any], plan: Plan, shapes: Parts

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import AXIS, REPLICA, automatic_context, relabelled, same_devices
+from zerojax.devices.mesh import AXIS, REPLICA, automatic_context, relabel_arrays, same_devices
 from zerojax.distributed import log
 from zerojax.distributed.equality import require_same_program, require_same_values
 from zerojax.distributed.join import require_same
@@ -36,9 +36,9 @@ from zerojax.placement.placer import Placer
 from zerojax.placement.replicated import check_one_copy
 from zerojax.plan import layout
 from zerojax.plan.places import DISK, check_memories, offloads
-from zerojax.plan.plan import Leaf, Plan
 from zerojax.plan.planning import make_plan
-from zerojax.plan.stored import StoredArray, stored
+from zerojax.plan.state_sharding import Leaf, Plan
+from zerojax.plan.stored import StoredArray, unwrap_stored
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import is_train_state, open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
@@ -81,7 +81,7 @@ class States:
         self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
         self.params = params
         self._warned = False
-        self._told = set[str]()
+        self._logged = set[str]()
         self.owned = OwnedArrays()
         self._wrapped: dict[optax.GradientTransformation, ZeroTransformation] = {}
         self.placer = Placer(config, mesh)
@@ -118,7 +118,7 @@ class States:
           TypeError: The objects are not a state.
           ValueError: The state has no parameters, or its optimizer is wrapped differently.
         """
-        opened = self.split_state(objects)
+        opened = self.split_with_parameters(objects)
         has_own = opened.any_pytree and find_zero_state(objects) is not None
         if opened.any_pytree:
             _check_features(self.config, wrapped=has_own)
@@ -135,7 +135,7 @@ class States:
             _check_not_within(opened.parts.opt_state)
 
         def prepare(parts: Parts) -> Parts:
-            parts = jax.tree.map(_array, relabelled(parts, self.mesh))
+            parts = jax.tree.map(_array, relabel_arrays(parts, self.mesh))
             if self.config.compute_dtype and opened.optimizer_in_step:  # has fp32 moments
                 parts = parts._replace(params=jax.tree.map(full_precision, parts.params))
             elif self.config.compute_dtype:
@@ -152,12 +152,12 @@ class States:
         parts = jax.eval_shape(prepare, opened.parts) if abstract else prepare(opened.parts)
         if has_own and not is_wrapped:  # the config's optimizer is in use
             self._wrapped.setdefault(opened.tx, wrap(opened.tx))
-        # For any other pytree `placed` decides array by array what to copy.
+        # For any other pytree `place` decides array by array what to copy.
         plain = not is_wrapped and not opened.any_pytree
         tx = opened.tx if is_wrapped else self.wrap(opened.tx)
         return dataclasses.replace(opened, parts=parts, tx=tx, plain=plain)
 
-    def split_state(self, objects: tuple[Any, ...]) -> OpenedState:
+    def split_with_parameters(self, objects: tuple[Any, ...]) -> OpenedState:
         """Splits a state into its arrays; finds its parameters if the config needs them."""
         keys = of_parameters(self.config)
         opened = split_state(objects)
@@ -211,8 +211,8 @@ class States:
         if sum(leaf.lost for leaf in leaves) > LITTLE * n_bytes and not self._warned:
             self._warned = True
             log.warning("%s.", plan.lost)
-        if (message := plan.replicated_state) and message not in self._told:
-            self._told.add(message)
+        if (message := plan.replicated_state) and message not in self._logged:
+            self._logged.add(message)
             log.warning("%s.", message)
         return plan
 
@@ -246,7 +246,7 @@ class States:
         """Creates the state ``create(*args)`` sharded: no device ever stores more than its
         shards."""
         with automatic_context(self.mesh) as explicit:
-            args = relabelled(args, self.mesh)
+            args = relabel_arrays(args, self.mesh)
             make, opened = self._maker(create, explicit)
             self._require_alike(make, args)
             shapes = jax.eval_shape(make, *args)
@@ -276,7 +276,7 @@ class States:
         """Returns the result of :meth:`init` as ``jax.ShapeDtypeStruct`` with shardings."""
         with automatic_context(self.mesh) as explicit:
             make, opened = self._maker(create, explicit)
-            shapes = jax.eval_shape(make, *relabelled(args, self.mesh))
+            shapes = jax.eval_shape(make, *relabel_arrays(args, self.mesh))
         plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
         return _in_user_form(opened[0], abstract(shapes, plan))
 
@@ -316,7 +316,7 @@ class States:
 
         return jax.jit(make_on_mesh, inline=compat.INLINE), opened
 
-    def placed(self, opened: OpenedState, plan: Plan) -> Parts:
+    def place(self, opened: OpenedState, plan: Plan) -> Parts:
         """Places the arrays of a state as planned.
 
         An array is copied, so that the caller's array survives, unless zerojax created it and it
@@ -413,7 +413,7 @@ def is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
     """Returns whether an array already has the sharding, memory and place of its leaf."""
     if leaf.plain == isinstance(x, StoredArray):
         return False
-    x = stored(x)
+    x = unwrap_stored(x)
     return (
         isinstance(getattr(x, "sharding", None), NamedSharding)  # not by TrainState.create
         and x.sharding.is_equivalent_to(sharding, x.ndim)
@@ -473,7 +473,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def _same_mesh(a: Any, b: Mesh) -> bool:
-    return isinstance(a, Mesh) and same_devices(layout.undivided(a), b)
+    return isinstance(a, Mesh) and same_devices(layout.merge_axes(a), b)
 
 
 def _full_precision_masters(parts: Parts, tx: optax.GradientTransformation) -> Parts:

@@ -22,7 +22,7 @@ from zerojax.devices.network import near
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
-from zerojax.plan.quantized import block_of_slice, sent
+from zerojax.plan.quantized import block_of_slice, sent_formats
 from zerojax.plan.rule import SMALL
 from zerojax.plan.table import size
 
@@ -92,7 +92,7 @@ def _errors(
         return
     (dim,) = dims
     extent, others = leaf.shape[dim], (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
-    if extent % n or block_of_slice((extent, *others), n, sent(config).gradients) is None:
+    if extent % n or block_of_slice((extent, *others), n, sent_formats(config).gradients) is None:
         return
     for parts in sends(spec, mesh, axis):
         yield jax.ShapeDtypeStruct((mesh.size, extent, *others), jnp.float32)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.plan import layout, rule
-from zerojax.plan.plan import Leaf
+from zerojax.plan.state_sharding import Leaf
 
 
 class ParameterForm(NamedTuple):

@@ -143,7 +143,9 @@ def shard_shape(
     return tuple(-(-n // parts(entry, mesh)) for n, entry in zip(shape, spec, strict=True))
 
 
-def padded(shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+def padded_shape(
+    shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh
+) -> tuple[int, ...]:
     """Returns the shape with each dimension padded to a multiple of its number of slices."""
     local = shard_shape(shape, spec, mesh)
     return tuple(n * parts(entry, mesh) for n, entry in zip(local, spec, strict=True))
@@ -198,7 +200,7 @@ def separable(spec: Iterable[Any], mesh: Mesh | AbstractMesh) -> bool:
     return True
 
 
-def joined(spec: Sequence[Any], axis: str, mesh: Mesh | AbstractMesh) -> Spec:
+def join_axes(spec: Sequence[Any], axis: str, mesh: Mesh | AbstractMesh) -> Spec:
     """Replaces mesh axes in ``spec`` by the joined ``axis``, in entries that end with all of its
     members of more than one device."""
     members = tuple(name for name in joined_axes(axis) if mesh.shape[name] > 1)
@@ -212,7 +214,7 @@ def joined(spec: Sequence[Any], axis: str, mesh: Mesh | AbstractMesh) -> Spec:
     )
 
 
-def divided(mesh: AnyMesh, spec: Iterable[Any]) -> AnyMesh:
+def divide_axes(mesh: AnyMesh, spec: Iterable[Any]) -> AnyMesh:
     """Returns ``mesh`` with its axes divided into the parts that ``spec`` names; the mesh itself if
     ``spec`` names only full axes."""
     named = (SubAxis.of(a) for entry in spec for a in axes(entry))
@@ -243,7 +245,7 @@ def _divided(mesh: AnyMesh, found: frozenset[SubAxis]) -> AnyMesh:
     return result  # type: ignore[no-any-return]
 
 
-def undivided(mesh: Mesh) -> Mesh:
+def merge_axes(mesh: Mesh) -> Mesh:
     """Returns ``mesh`` with the parts of its axes merged into full axes."""
     names = [*dict.fromkeys(map(full_axis, mesh.axis_names))]
     if len(names) == len(mesh.axis_names):
@@ -262,7 +264,7 @@ def is_divided(sharding: Sharding) -> bool:
 def on_full_axes(mesh: Mesh, spec: Iterable[Any], shape: Sequence[int]) -> NamedSharding:
     """Returns the sharding of an array on the undivided mesh, after an all-gather over incomplete
     axes and over axes that do not divide their dimension."""
-    full_mesh = undivided(mesh)
+    full_mesh = merge_axes(mesh)
     entries = [
         _dividing(size, _full_axes(axes(entry), full_mesh), full_mesh)
         for size, entry in zip(shape, full(tuple(spec), len(shape)), strict=True)
@@ -294,5 +296,5 @@ def sharding(
 ) -> NamedSharding:
     """Returns ``spec`` as a sharding on ``mesh``, divided where ``spec`` names parts of axes."""
     spec = separate(spec, mesh)
-    divided_mesh: Any = divided(mesh, spec)
+    divided_mesh: Any = divide_axes(mesh, spec)
     return NamedSharding(divided_mesh, PartitionSpec(*spec), memory_kind=memory_kind)

@@ -57,7 +57,7 @@ class Leaf:
             reason=reason,
             bytes=math.prod(x.shape) * itemsize,
             bytes_per_device=math.prod(shard_shape) * itemsize,
-            padded=layout.padded(x.shape, spec, mesh),
+            padded=layout.padded_shape(x.shape, spec, mesh),
         )
 
     @property

@@ -109,6 +109,6 @@ def check_memories(config: ZeroConfig, mesh: Mesh) -> None:
     if PINNED not in kinds:
         raise ValueError(
             f"{' and '.join(requested)} needs {PINNED} memory, but {device.platform} device "
-            f"{device} ({device.device_kind}) has {', '.join(kinds)} alone: remove "
+            f"{device} ({device.device_kind}) has only {', '.join(kinds)}: remove "
             f"{'it' if len(requested) == 1 else 'them'} from the config, or update jax."
         )

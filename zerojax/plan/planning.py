@@ -17,9 +17,9 @@ from zerojax.plan import layout
 from zerojax.plan.error_feedback import error_leaf
 from zerojax.plan.extra_state import ExtraState, ParameterForm
 from zerojax.plan.places import choose_places, offloads
-from zerojax.plan.plan import DTYPES, Leaf, Plan
 from zerojax.plan.quantized import QuantizedWeights
 from zerojax.plan.rule import ShardSpec, check_own_spec, shard_spec
+from zerojax.plan.state_sharding import DTYPES, Leaf, Plan
 from zerojax.train_state.state_parts import Parts
 
 AtRest = Callable[[str, Any, Any], Leaf]

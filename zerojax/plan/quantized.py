@@ -64,12 +64,12 @@ def block_of(
 
 
 def block_of_slice(
-    shape: Sequence[int], pieces: int, how: Quantization | None
+    shape: Sequence[int], n_slices: int, how: Quantization | None
 ) -> tuple[int, ...] | None:
-    """Returns the block of an array in ``pieces`` equal slices along its first dimension."""
-    if how is None or len(shape) < 2 or math.prod(shape) <= rule.SMALL or shape[0] % pieces:
+    """Returns the block of an array in ``n_slices`` equal slices along its first dimension."""
+    if how is None or len(shape) < 2 or math.prod(shape) <= rule.SMALL or shape[0] % n_slices:
         return None
-    block = extents((shape[0] // pieces, *shape[1:]), how.block_size)
+    block = extents((shape[0] // n_slices, *shape[1:]), how.block_size)
     return None if how.format == "int4" and block is not None and block[-1] % 2 else block
 
 
@@ -85,7 +85,7 @@ def _shard_extent(size: int, entry: Any, mesh: Mesh, axis: str) -> int:
     return 1 if size % n_slices else size // n_slices
 
 
-def extents(piece: Sequence[int], block_size: int | None) -> tuple[int, ...] | None:
+def extents(shard_shape: Sequence[int], block_size: int | None) -> tuple[int, ...] | None:
     """Returns the extent of a block in each dimension of one device's shard.
 
     A block fills the last dimension first. Without ``block_size`` a block has at least 256
@@ -99,7 +99,7 @@ def extents(piece: Sequence[int], block_size: int | None) -> tuple[int, ...] | N
       True
     """
     found, remaining = [], block_size or BLOCK
-    for extent in reversed(piece):
+    for extent in reversed(shard_shape):
         if block_size:
             found.append(math.gcd(extent, remaining))
             remaining //= found[-1]
@@ -142,7 +142,7 @@ class QuantizedWeights:
         mesh: Mesh,
         axis: str,
     ) -> None:
-        self._how, self._mesh, self._axis = sent(config).weights, mesh, axis
+        self._how, self._mesh, self._axis = sent_formats(config).weights, mesh, axis
         if self._how is not None and self._how.format == "float8_e4m3fn":
             _check_float8(mesh.devices.flat[0])
         self._only = None if config.zero_quantized_weights else frozenset(frozen)
@@ -191,7 +191,7 @@ class QuantizedWeights:
         )
 
 
-def sent(config: ZeroConfig) -> Sent:
+def sent_formats(config: ZeroConfig) -> Sent:
     """Returns the formats in which a config sends sharded arrays."""
     if config.stage == 0:
         return UNQUANTIZED
@@ -215,9 +215,9 @@ def _check_float8(device: Any) -> None:
         )
 
 
-def _dividing(piece: Sequence[int], asked: int) -> int:
+def _dividing(shard_shape: Sequence[int], asked: int) -> int:
     """Returns a number of elements of a block that divides a shard, close to the one requested."""
     remaining = asked
-    for n in reversed(piece):
+    for n in reversed(shard_shape):
         remaining //= math.gcd(n, remaining)
     return asked // remaining

@@ -69,36 +69,36 @@ class Cut(NamedTuple):
     """A way to shard an array: pairs of a dimension and its number of slices. Several dimensions
     share the axis, the first outermost."""
 
-    pieces: tuple[tuple[int, int], ...]
+    slices: tuple[tuple[int, int], ...]
 
-    def share(self, piece: Sequence[int]) -> int:
-        """Returns the most elements of a shard ``piece`` that the cut leaves on one device."""
-        slices = dict(self.pieces)
-        return math.prod(-(-size // slices.get(d, 1)) for d, size in enumerate(piece))
+    def share(self, shard_shape: Sequence[int]) -> int:
+        """Returns the most elements of a shard that the cut leaves on one device."""
+        by_dimension = dict(self.slices)
+        return math.prod(-(-size // by_dimension.get(d, 1)) for d, size in enumerate(shard_shape))
 
-    def exact(self, piece: Sequence[int]) -> bool:
-        return all(piece[d] % n == 0 for d, n in self.pieces)
+    def exact(self, shard_shape: Sequence[int]) -> bool:
+        return all(shard_shape[d] % n == 0 for d, n in self.slices)
 
     def inner(self, partition: int) -> list[int]:
         """Returns the number of slices of each cut dimension among the devices of a partition."""
         remaining, sizes = partition, []
-        for _, k in reversed(self.pieces):
+        for _, k in reversed(self.slices):
             sizes.append(math.gcd(k, remaining))
             remaining //= sizes[-1]
         return sizes[::-1]
 
-    def nests(self, piece: Sequence[int], partition: int) -> bool:
+    def nests(self, shard_shape: Sequence[int], partition: int) -> bool:
         """Returns whether a partition's devices can hold equal secondary shards without padding."""
         inner = self.inner(partition)
-        exact = [piece[d] % n == 0 for d, n in self.pieces]
+        exact = [shard_shape[d] % n == 0 for d, n in self.slices]
         return math.prod(inner) == partition and all(
             k == 1 or divides for k, divides in zip(inner, exact, strict=True)
         )
 
-    def padded(self, piece: Sequence[int]) -> int:
+    def padded(self, shard_shape: Sequence[int]) -> int:
         """Returns the summed extents of the padded dimensions. Padding copies the activations from
         which a gradient is computed, rows of such a dimension."""
-        return sum(piece[d] for d, n in self.pieces if piece[d] % n)
+        return sum(shard_shape[d] for d, n in self.slices if shard_shape[d] % n)
 
 
 def shard_spec(
@@ -144,7 +144,7 @@ def shard_spec(
         cut = _exact(shard_shape, free, n, parts and math.prod(shard_shape) >= TINY)
     elif cut is None:
         cut = _best(shard_shape, free, n, parts, partition)
-    n_slices = math.prod(k for _, k in cut.pieces)
+    n_slices = math.prod(k for _, k in cut.slices)
     reason = ""
     if n_slices < n:
         shape_text = str(tuple(shape))
@@ -174,37 +174,42 @@ def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
     return math.prod(shape) <= SMALL and only_axis
 
 
-def _single(piece: Sequence[int], free: Sequence[int], n: int) -> Cut | None:
+def _single(shard_shape: Sequence[int], free: Sequence[int], n: int) -> Cut | None:
     """Cuts the largest dimension that the full axis divides; None if there is none."""
-    divisible = [d for d, size in enumerate(piece) if size and size % n == 0]
-    divisible = [d for d in divisible if not _is_stack(piece, d)] or (
-        divisible if math.prod(piece) <= SMALL else []
+    divisible = [d for d, size in enumerate(shard_shape) if size and size % n == 0]
+    divisible = [d for d in divisible if not _is_stack(shard_shape, d)] or (
+        divisible if math.prod(shard_shape) <= SMALL else []
     )
     chosen = [d for d in divisible if d in free] or divisible
-    return Cut(((max(chosen, key=lambda d: piece[d]), n),)) if chosen else None
+    return Cut(((max(chosen, key=lambda d: shard_shape[d]), n),)) if chosen else None
 
 
 @functools.cache
-def _exact(piece: tuple[int, ...], free: tuple[int, ...], n: int, parts: bool) -> Cut:
+def _exact(shard_shape: tuple[int, ...], free: tuple[int, ...], n: int, parts: bool) -> Cut:
     """Finds the cut without padding that leaves each device the fewest elements."""
-    cuts = [cut for cut in _cuts(free, n, parts, partly=True) if cut.exact(piece)]
-    return min([Cut(()), *cuts], key=lambda cut: (cut.share(piece), len(cut.pieces)))
+    cuts = [cut for cut in _cuts(free, n, parts, partly=True) if cut.exact(shard_shape)]
+    return min([Cut(()), *cuts], key=lambda cut: (cut.share(shard_shape), len(cut.slices)))
 
 
 @functools.cache
 def _best(
-    piece: tuple[int, ...], free: tuple[int, ...], n: int, parts: bool, partition: int
+    shard_shape: tuple[int, ...], free: tuple[int, ...], n: int, parts: bool, partition: int
 ) -> Cut:
     """Finds the cut that pads least, then the simplest, within ``_NEAR`` of the least memory."""
     cuts = [*_cuts(free, n, parts, partly=False)]
-    cuts = [cut for cut in cuts if not any(_is_stack(piece, d) for d, _ in cut.pieces)] or cuts
+    cuts = [
+        cut for cut in cuts if not any(_is_stack(shard_shape, d) for d, _ in cut.slices)
+    ] or cuts
     if not cuts:
         return Cut(())
-    cuts = [cut for cut in cuts if cut.nests(piece, partition)] or cuts
-    least = min(cut.share(piece) for cut in cuts)
-    candidates = [c for c in cuts if c.share(piece) <= _NEAR * max(least, math.prod(piece) / n)]
+    cuts = [cut for cut in cuts if cut.nests(shard_shape, partition)] or cuts
+    least = min(cut.share(shard_shape) for cut in cuts)
+    candidates = [
+        c for c in cuts if c.share(shard_shape) <= _NEAR * max(least, math.prod(shard_shape) / n)
+    ]
     return min(
-        candidates, key=lambda cut: (cut.padded(piece), len(cut.pieces), -_smallest(piece, cut))
+        candidates,
+        key=lambda cut: (cut.padded(shard_shape), len(cut.slices), -_smallest(shard_shape, cut)),
     )
 
 
@@ -219,14 +224,14 @@ def _cuts(free: Sequence[int], n: int, parts: bool, partly: bool) -> Iterator[Cu
                     yield Cut(((outer, k), (inner, n_slices // k)))
 
 
-def _smallest(piece: Sequence[int], cut: Cut) -> int:
+def _smallest(shard_shape: Sequence[int], cut: Cut) -> int:
     """Returns the smallest extent of a device's shard along the dimensions that are cut."""
-    return min(piece[d] // k for d, k in cut.pieces)
+    return min(shard_shape[d] // k for d, k in cut.slices)
 
 
-def _is_stack(piece: Sequence[int], d: int) -> bool:
+def _is_stack(shard_shape: Sequence[int], d: int) -> bool:
     """Returns whether a dimension counts the layers of a stack."""
-    return d == 0 and len(piece) > 2 and piece[0] < max(piece)
+    return d == 0 and len(shard_shape) > 2 and shard_shape[0] < max(shard_shape)
 
 
 @functools.cache
@@ -241,9 +246,9 @@ def _spec(own: Spec, cut: Cut, axis: str, n: int, partition: int) -> Spec:
     the array are neighbours. The split among the devices of a partition is outermost in its
     dimension.
     """
-    spec, outer = own, n // math.prod(k for _, k in cut.pieces)
+    spec, outer = own, n // math.prod(k for _, k in cut.slices)
     inner = n // partition
-    for (d, k), n_inner in zip(cut.pieces, cut.inner(partition), strict=True):
+    for (d, k), n_inner in zip(cut.slices, cut.inner(partition), strict=True):
         for before, size in ((inner, n_inner), (outer, k // n_inner)):
             if size > 1:
                 name = axis if size == n else SubAxis(axis, before, size).name
@@ -285,7 +290,7 @@ def check_own_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> N
             raise ValueError(
                 f"{path}: its PartitionSpec names the axis {unknown[0]!r}, but the mesh has "
                 f"{mesh.axis_names}. Pass a mesh with that axis, flax's logical axis rules that "
-                "map it, or zerojax.zero(..., specs=PartitionSpec()) for ZeRO's axis alone."
+                "map it, or zerojax.zero(..., specs=PartitionSpec()) for only ZeRO's axis."
             )
         if shape[d] % layout.parts(entry, mesh):
             raise ValueError(

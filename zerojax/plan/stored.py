@@ -128,12 +128,12 @@ serialization.register_serialization_state(
 )
 
 
-def stored(tree: Any) -> Any:
+def unwrap_stored(tree: Any) -> Any:
     """Replaces each :class:`StoredArray` of a tree by its array at rest."""
     return jax.tree.map(lambda x: x.stored if isinstance(x, StoredArray) else x, tree)
 
 
-def shown(x: Any, shape: Sequence[int]) -> Any:
+def user_leaf(x: Any, shape: Sequence[int]) -> Any:
     """Returns the leaf that the user sees for the array ``x`` at rest."""
     if isinstance(x, jax.core.Tracer):  # in a program of the user's, which the step rejects
         return x

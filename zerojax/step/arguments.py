@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from zerojax.placement.replicated import check_one_copy
-from zerojax.step.call import Call, Constant, Form, Rearranged, is_key, without_pmap
+from zerojax.step.call import Call, Constant, Form, RearrangedFunction, is_key, without_pmap
 from zerojax.step.find_state import FoundState, find_state, may_be_batch
 from zerojax.step.jitted import Slot, name_of, open_jit, without_self
 from zerojax.train_state.linen import is_train_state
@@ -98,7 +98,7 @@ class Arguments:
         left = [slot for slot in free if slot not in objects]
         batch = self._slots_of_batch(given, [x for x in left if not self._is_copy(x, given)])
         if not objects or not batch:
-            got = f"{len(given)} arguments" if left else f"the state alone ({self._told(objects)})"
+            got = f"{len(given)} arguments" if left else f"only the state ({self._text(objects)})"
             raise TypeError(
                 f"{self.name} takes a state and a batch, (state, batch, ...) or (model, optimizer, "
                 f"batch, ...), but was called with {got}. Where the batch comes back too, name it "
@@ -107,13 +107,13 @@ class Arguments:
         if states := [slot for slot in batch if is_train_state(given[slot])]:
             raise TypeError(
                 f"{self.name} was called with a TrainState in the batch's place, "
-                f"{self._told(states)}: write it behind the batch if the function only reads it, "
+                f"{self._text(states)}: write it behind the batch if the function only reads it, "
                 "and return its new value if it is part of the state."
             )
         wrong = [slot for slot in given if slot in self._donated and slot not in objects]
         if wrong:
             raise ValueError(
-                f"the jit of {self.name} donates {self._told(wrong)}, which zerojax would not do: "
+                f"the jit of {self.name} donates {self._text(wrong)}, which zerojax would not do: "
                 "leave it out of donate_argnums and donate_argnames. The state is donated anyway."
             )
         taken = {*objects, *batch}
@@ -143,9 +143,9 @@ class Arguments:
         arguments._found = {}
         return arguments
 
-    def rearranged(self, form: Form) -> Rearranged:
+    def rearranged(self, form: Form) -> RearrangedFunction:
         """Returns the function, called in the order of :class:`Call`."""
-        return Rearranged(self.function, self.name, form)
+        return RearrangedFunction(self.function, self.name, form)
 
     def _objects(self, given: dict[Slot, Any], free: list[Slot]) -> list[Slot]:
         """Returns the arguments that are the state."""
@@ -155,7 +155,7 @@ class Arguments:
             slots = self._named(self._state, given)
             if missing := [slot for slot in slots if slot not in free]:
                 raise TypeError(
-                    f"{self.name}: state_argnums names {self._told(missing)}, which is no argument "
+                    f"{self.name}: state_argnums names {self._text(missing)}, which is no argument "
                     "of this call that is not static."
                 )
             return slots
@@ -189,20 +189,20 @@ class Arguments:
         found = self._found[key]
         if found.alike:
             raise TypeError(
-                f"{self.name} is called with {self._told(found.alike)}, which have the same tree, "
+                f"{self.name} is called with {self._text(found.alike)}, which have the same tree, "
                 "shapes and dtypes, and does not return as many: name those that are the state, "
                 f"zero({self.name}, state_argnums=(...))."
             )
         if found.bare:
             raise TypeError(
-                f"{self.name} returns an array of the shape and dtype of {self._told(found.bare)}, "
+                f"{self.name} returns an array of the shape and dtype of {self._text(found.bare)}, "
                 "which may be the state's or the batch's: name the arguments that are the state, "
                 f"zero({self.name}, state_argnums=(...)), or the batch, batch_argnums=..."
             )
         if not found.slots:
             raise TypeError(
                 f"{self.name} returns {found.returned}, and none of its arguments "
-                f"({self._told(free)}) comes back there with the tree, shapes and dtypes that it "
+                f"({self._text(free)}) comes back there with the tree, shapes and dtypes that it "
                 "has, in tuples, lists and dicts: return the new state, or name it, "
                 f"zero({self.name}, state_argnums=(...))."
             )
@@ -216,7 +216,7 @@ class Arguments:
         missing = [slot for slot in slots if slot not in left]
         if missing:
             raise TypeError(
-                f"{self.name}: batch_argnums names {self._told(missing)}, which is no argument of "
+                f"{self.name}: batch_argnums names {self._text(missing)}, which is no argument of "
                 "this call beside the state."
             )
         return slots
@@ -231,7 +231,7 @@ class Arguments:
             hash(value)
         except TypeError:
             raise TypeError(
-                f"{self.name}: the static argument {self._told([slot])} is a "
+                f"{self.name}: the static argument {self._text([slot])} is a "
                 f"{type(value).__name__}, which is not hashable: pass a hashable one (a tuple, a "
                 "frozen dataclass), or leave it out of static_argnums and static_argnames."
             ) from None
@@ -290,9 +290,9 @@ class Arguments:
         return frozenset(found)
 
     def _by_name(self, slots: Sequence[Slot], given: Mapping[Slot, Any]) -> dict[str, Any]:
-        return {self._told([slot]): given[slot] for slot in slots}
+        return {self._text([slot]): given[slot] for slot in slots}
 
-    def _told(self, slots: Sequence[Slot]) -> str:
+    def _text(self, slots: Sequence[Slot]) -> str:
         names = self._positional()
         return ", ".join(
             f"{slot} ({names[slot]})" if isinstance(slot, int) and slot < len(names) else f"{slot}"

@@ -57,7 +57,7 @@ class Body:
         self, parts: Parts, tx: Any, batch: Any, args: Any, kwargs: Any
     ) -> tuple[Parts, Any]:
         """Returns the state after the step, and the step's results, in which each object of the
-        state is replaced by a :class:`zerojax.train_state.results.Passed`.
+        state is replaced by a :class:`zerojax.train_state.results.ObjectPlaceholder`.
 
         Args:
           parts: The state; ``parts.opt_state`` is a :class:`zerojax.step.view.View`.
@@ -163,20 +163,20 @@ class Body:
             "are the state with state_argnums."
         )
 
-    def check(self, jaxpr: Any, start: Parts, made: Parts) -> None:
+    def check(self, jaxpr: Any, start: Parts, new_parts: Parts) -> None:
         """Checks the state that the traced step returns, and the step's updates.
 
         Args:
           jaxpr: The traced step.
           start: The state before the step, for the number and the paths of its arrays.
-          made: The shapes of the state after the step.
+          new_parts: The shapes of the state after the step.
 
         Raises:
           TypeError: The step changes the shape of an array.
           ValueError: The step never updates, or updates more often than it may, or updates by an
             optimizer of its own although features of the config work in the state's optimizer.
         """
-        if other := _other_shapes(start, made):
+        if other := _other_shapes(start, new_parts):
             raise TypeError(
                 f"{self.name} changed the shape of {other}: an array of a training state keeps its "
                 "shape from step to step. Reshape the step's result, or create the state in that "
@@ -238,17 +238,17 @@ def _updates_itself(jaxpr: Any, start: Parts) -> bool:
     return changes(0, n) and (m == n or changes(n, m))
 
 
-def _with_own_update(made: Parts, before: Parts) -> Parts:
+def _with_own_update(new_parts: Parts, before: Parts) -> Parts:
     """Counts the step in a new state if the step updated without the state's own optimizer."""
-    view, old = made.opt_state, before.opt_state
+    view, old = new_parts.opt_state, before.opt_state
     if not isinstance(old, View):
-        return made
+        return new_parts
     if not isinstance(view, View):  # another optimizer returns optax's state
         view = old.around(view)
     if view.opt.steps is not old.opt.steps:
-        return made._replace(opt_state=view)
+        return new_parts._replace(opt_state=view)
     opt = view.opt._replace(steps=old.opt.steps + 1, grad_norm=jnp.full((), UNKNOWN, jnp.float32))
-    return made._replace(opt_state=dataclasses.replace(view, opt=opt))
+    return new_parts._replace(opt_state=dataclasses.replace(view, opt=opt))
 
 
 def _counted(own: ZeroOptState, objects: Any) -> ZeroOptState:

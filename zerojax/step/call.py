@@ -14,7 +14,7 @@ import numpy as np
 
 from zerojax.step.jitted import Slot
 from zerojax.train_state.nnx import Settings, apply_settings, is_nnx, settings
-from zerojax.train_state.results import Passed
+from zerojax.train_state.results import ObjectPlaceholder
 
 
 class Constant:
@@ -71,10 +71,10 @@ class Call(NamedTuple):
     form: Form
 
 
-class Rearranged:
+class RearrangedFunction:
     """A function called as ``(*objects, batch, *args, **kwargs)``, see :class:`Call`.
 
-    Results that are NNX objects of the call are replaced by :class:`Passed`.
+    Results that are NNX objects of the call are replaced by :class:`ObjectPlaceholder`.
 
     Attributes:
       changed: Attributes of NNX objects that the function sets, as ``model.train()`` does, by the
@@ -99,7 +99,7 @@ class Rearranged:
         with without_pmap(self.__name__):
             out = self.function(*args, **named, **{k: _value(x) for k, x in kwargs.items()})
         if any(map(is_nnx, given[:n])):
-            passed = {id(x): Passed(i) for i, x in reversed([*enumerate(given[:n])])}
+            passed = {id(x): ObjectPlaceholder(i) for i, x in reversed([*enumerate(given[:n])])}
             out = jax.tree.map(lambda x: passed.get(id(x), x), out, is_leaf=is_nnx)
         after = settings(given[:n])
         self.changed[divide(given[n + 1 :], kwargs)[1]] = {

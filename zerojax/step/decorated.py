@@ -10,7 +10,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 import jax
 import numpy as np
 
-from zerojax.devices.mesh import relabelled
+from zerojax.devices.mesh import relabel_arrays
 from zerojax.devices.rows import BatchRows
 from zerojax.distributed.equality import require_same_program, require_same_values
 from zerojax.distributed.join import require_same
@@ -20,7 +20,7 @@ from zerojax.distributed.watchdog import Watchdog, watchdog
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, Constant, Form, Rearranged
+from zerojax.step.call import Call, Constant, Form, RearrangedFunction
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.state_parts import OpenedState
@@ -83,7 +83,7 @@ class Decorated(abc.ABC, Generic[P, R]):
             numbers = [repr(x) for x in _shared_values(call).values() if isinstance(x, _NUMBERS)]
             self._lockstep.note(f"{self._arguments.name}({', '.join(['...', *numbers])})")
         if jax.process_count() > 1:
-            self._rows.agree(self._leaves.told(call.batch))
+            self._rows.agree(self._leaves.row_counts(call.batch))
 
     def _compare(
         self, program: Any, call: Call, lowered: Callable[[], Iterator[LoweredProgram]]
@@ -98,14 +98,14 @@ class Decorated(abc.ABC, Generic[P, R]):
     def _relabelled(self, call: Call) -> Call:
         """Moves the arrays of a call under explicit mesh axes to the step's own mesh."""
         arrays = {"batch": call.batch, "args": call.args, "kwargs": call.kwargs}
-        return call._replace(**relabelled(arrays, self._states.mesh))
+        return call._replace(**relabel_arrays(arrays, self._states.mesh))
 
     def _compiled(
         self,
         opened: OpenedState,
         form: Form,
         explicit: Explicit | None,
-        make: Callable[[Rearranged], Any],
+        make: Callable[[RearrangedFunction], Any],
     ) -> Any:
         """Returns the program for states like this one, created on the first request."""
         leaves, tree = jax.tree.flatten(opened.parts)

@@ -32,12 +32,12 @@ def collectives_of(name: str, traced: TracedProgram, ledger: Ledger) -> Collecti
     """
     program = Program(traced.jaxpr)
     origins = Origins(program, traced)
-    emitted = Emitted(program, ledger, program.arguments[len(traced.arguments) :])
+    emitted = EmittedOperations(program, ledger, program.arguments[len(traced.arguments) :])
     found = [*emitted.collectives(), *emitted.norms()]
     return CollectivesTable(name, tuple(origins.row(op, each) for op, each in found))
 
 
-class Emitted:
+class EmittedOperations:
     """The operations of a program that implement decisions.
 
     Args:

@@ -9,15 +9,15 @@ import jax
 
 from zerojax.collectives import Inserter, Shard, kept
 from zerojax.collectives.host import unpadded
-from zerojax.collectives.kept import Kept
+from zerojax.collectives.kept import KeptGather
 from zerojax.collectives.shard import Gathering
 from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.plan import layout
 from zerojax.plan.places import DEVICE, DISK
-from zerojax.plan.plan import Leaf, Plan
+from zerojax.plan.state_sharding import Leaf, Plan
 
 
-class Entered(NamedTuple):
+class BodyArrays(NamedTuple):
     """Arrays in the form that the body takes.
 
     Attributes:
@@ -26,7 +26,7 @@ class Entered(NamedTuple):
     """
 
     values: list[Any]
-    kept: list[Kept | None]
+    kept: list[KeptGather | None]
 
 
 def enter(
@@ -38,7 +38,7 @@ def enter(
     *,
     by_partition: bool = True,
     field: str = "params",
-) -> Entered:
+) -> BodyArrays:
     """Returns a field of the state in the form that the inserter takes, each array from its place.
 
     This function gathers secondary shards (hpZ); :func:`zerojax.collectives.kept.gather` gathers
@@ -75,19 +75,21 @@ def enter(
     # With `share` one gather serves all uses.
     live_paths = plan.live.paths if not inserter.share else ()
     live_indices = [i for i, leaf in enumerate(leaves) if leaf.path in live_paths]
-    return Entered(entered, kept.by_plan(entered, inserter, live_indices, field))
+    return BodyArrays(entered, kept.by_plan(entered, inserter, live_indices, field))
 
 
-def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, Any]) -> Entered:
+def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, Any]) -> BodyArrays:
     """Returns the state other than parameters, optimizer state and step, in its order.
 
     Small arrays are gathered field by field: a field of which the step needs only shards, such as
     an average of the parameters, is not gathered.
     """
-    entered = Entered([], [])
+    entered = BodyArrays([], [])
     for name, values in sorted(rest.items()):
         arrays, first = jax.tree.leaves(values), len(entered.values)
         leaves = plan.leaves["rest"][first : first + len(arrays)]
         entered_field = enter(inserter, plan, leaves, arrays, by_partition=False, field=name)
-        entered = Entered(entered.values + entered_field.values, entered.kept + entered_field.kept)
+        entered = BodyArrays(
+            entered.values + entered_field.values, entered.kept + entered_field.kept
+        )
     return entered

@@ -22,9 +22,9 @@ from zerojax.optim.one_bit import one_bit_state, sending
 from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.plan.error_feedback import key_of
 from zerojax.plan.places import offloads
-from zerojax.plan.plan import DTYPES
+from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.call import join
-from zerojax.step.entering import Entered, enter_rest
+from zerojax.step.entering import BodyArrays, enter_rest
 from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import FurtherArguments, WithShards, enter_arguments
 from zerojax.step.loop_advice import advise
@@ -44,7 +44,7 @@ def evaluate_body(
     setting: StepSetting,
     tx: Any,
     start: Parts,
-    params: Entered,
+    params: BodyArrays,
     batch: Any,
     arrays: list[Any],
     further: FurtherArguments,
@@ -205,9 +205,9 @@ def _error_feedback(setting: StepSetting, start: Parts) -> Reducer | None:
     return OneBitMomentum(setting.inserter, errors, state, sending_mode, scale, key)
 
 
-def _with_errors(made: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any]:
+def _with_errors(results: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any]:
     """Adds the new errors of the sent gradients to the results of a step."""
-    parts, out = made
+    parts, out = results
     view = parts.opt_state
     error = jax.tree.unflatten(jax.tree.structure(parts.params), feedback.after)
     view = dataclasses.replace(view, opt=view.opt._replace(error=error))

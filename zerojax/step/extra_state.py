@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.plan.plan import Plan
+from zerojax.plan.state_sharding import Plan
 from zerojax.trace import marks
 from zerojax.trace.updates import origins
 from zerojax.train_state.state_parts import Parts

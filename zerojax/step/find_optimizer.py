@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 import jax
 
 from zerojax.optim.wrap import ZeroTransformation
-from zerojax.step.call import Call, Rearranged, divide, join
+from zerojax.step.call import Call, RearrangedFunction, divide, join
 from zerojax.step.find_state import computed
 from zerojax.step.view import View, WrappedView
 from zerojax.train_state.state_parts import OpenedState
 
 
-def find_optimizer(step: Rearranged, opened: OpenedState, call: Call) -> ZeroTransformation:
+def find_optimizer(step: RearrangedFunction, opened: OpenedState, call: Call) -> ZeroTransformation:
     """Traces a step up to its first update, and returns the optimizer that the update calls.
 
     Args:

@@ -20,8 +20,8 @@ from zerojax.collectives import Inserter, Shard, kept
 from zerojax.devices.mesh import same_devices
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.plan.plan import Plan
 from zerojax.plan.rule import shard_spec
+from zerojax.plan.state_sharding import Plan
 from zerojax.step.call import Static, divide, is_array
 from zerojax.xla import jaxprs
 
@@ -93,10 +93,10 @@ class ArgumentReader:
     def _spec_of(self, sharding: NamedSharding, ndim: int) -> Spec | None:
         mesh: Any = sharding.mesh
         plan_mesh = self._plan.mesh
-        if not isinstance(mesh, Mesh) or not same_devices(layout.undivided(mesh), plan_mesh):
+        if not isinstance(mesh, Mesh) or not same_devices(layout.merge_axes(mesh), plan_mesh):
             return None
         spec = layout.cutting(layout.full(sharding.spec, ndim), plan_mesh)
-        spec = layout.joined(spec, self._plan.axis, plan_mesh)
+        spec = layout.join_axes(spec, self._plan.axis, plan_mesh)
         return spec if layout.dimensions(spec, self._plan.axis) else None
 
     def _is_copy(self, tree: Any, arrays: Sequence[ArrayLayout]) -> bool:

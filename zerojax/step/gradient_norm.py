@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.optim.norm import global_norm
 from zerojax.optim.wrap import full_precision
 from zerojax.trace import marks

@@ -9,14 +9,21 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.collectives.gathering import plain
-from zerojax.collectives.host import Host, Unpadded, fetched, on_host, sent, unpadded
+from zerojax.collectives.host import (
+    Host,
+    Unpadded,
+    fetch_to_device,
+    on_host,
+    send_to_host,
+    unpadded,
+)
 from zerojax.collectives.shard import Gathering, HostGradient
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.disk.params import ParamReader, beside_disk
 from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import unscaled
 from zerojax.plan.places import DEVICE, DISK
-from zerojax.plan.plan import layout
+from zerojax.plan.state_sharding import layout
 from zerojax.plan.stored import pad
 from zerojax.step.entering import enter
 from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
@@ -30,7 +37,7 @@ from zerojax.train_state.state_parts import Parts
 from zerojax.xla import compat
 from zerojax.xla.compiler import streaming
 from zerojax.xla.garbage import seldom_collected
-from zerojax.xla.lowered import BATCH, GRADIENTS, STATE, LoweredProgram, named
+from zerojax.xla.lowered import BATCH, GRADIENTS, STATE, LoweredProgram, with_argument_names
 
 
 class GradientResult(NamedTuple):
@@ -77,7 +84,7 @@ class GradientProgram:
         unset: Any = GradientResult._make([None] * len(GradientResult._fields))
         gradients = [plan.sharding(leaf) for leaf in plan.gradients()]
         self._jitted = jax.jit(
-            named(self._run, STATE, BATCH, "arrays", "further"),
+            with_argument_names(self._run, STATE, BATCH, "arrays", "further"),
             static_argnums=3,
             out_shardings=unset._replace(grads=gradients, rest=shardings.rest, step=shardings.step),
             compiler_options=streaming(plan.mesh, plan.config.xla_options),
@@ -225,7 +232,7 @@ class _GradientSender:
     def __call__(self, gradient: Any) -> Any:
         leaf = self._setting.plan.compute[len(self.square_sums)]
         if on_host(gradient) and leaf.place == DEVICE:
-            gradient = fetched(gradient.value)
+            gradient = fetch_to_device(gradient.value)
         if on_host(gradient):
             self.square_sums.append(gradient.sums)
             return gradient
@@ -235,7 +242,7 @@ class _GradientSender:
         self.square_sums.append(self._sums(gradient))
         if leaf.place == DEVICE:
             return gradient
-        at_rest = sent(pad(gradient, leaf.padded))
+        at_rest = send_to_host(pad(gradient, leaf.padded))
         value = unpadded(at_rest, leaf.shape)
         gathering = Gathering(host=True)
         return HostGradient(value, spec, gathering=gathering, sums=self.square_sums[-1])

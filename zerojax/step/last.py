@@ -16,7 +16,7 @@ from zerojax.train_state.nnx import graph_hash
 from zerojax.train_state.state_parts import Parts
 
 
-class Recognized(NamedTuple):
+class RecognizedState(NamedTuple):
     """A state that the last step left.
 
     Attributes:
@@ -47,14 +47,14 @@ class LastArrays:
         self._leaves = _references(leaves)
         self._own, self._split = own, split
 
-    def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
+    def recognize(self, objects: tuple[Any, ...]) -> RecognizedState | None:
         """Returns the state if ``objects`` have the arrays of the last step; else None."""
         leaves, tree = jax.tree.flatten(objects)
         if tree != self._tree:
             return None
         if not all(map(operator.is_, [reference() for reference in self._leaves], leaves)):
             return None
-        return Recognized(self._split(*objects)._replace(**self._own), None)
+        return RecognizedState(self._split(*objects)._replace(**self._own), None)
 
 
 def _references(leaves: list[Any]) -> list[Callable[[], Any]]:
@@ -98,7 +98,7 @@ class LastObjects:
         is_complete = len(places) == len(flat.leaves) and -1 not in places
         return cls(graph, places, parts) if is_complete else None
 
-    def recognize(self, objects: tuple[Any, ...]) -> Recognized | None:
+    def recognize(self, objects: tuple[Any, ...]) -> RecognizedState | None:
         """Returns the objects' arrays; None if the objects are different, or have changed."""
         graph, flat = nnx.graph.flatten(objects)
         if (graph_hash(graph), graph) != self._graph:
@@ -114,4 +114,4 @@ class LastObjects:
                 variable.set_raw_value(x)
             self._arrays = [weakref.ref(x) for x in leaves]
 
-        return Recognized(jax.tree.unflatten(self._tree, arrays), write_back)
+        return RecognizedState(jax.tree.unflatten(self._tree, arrays), write_back)

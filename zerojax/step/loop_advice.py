@@ -13,7 +13,7 @@ from zerojax.accumulation.lines import line
 from zerojax.collectives.reuse import ORIGINS, Origin
 from zerojax.distributed import log
 from zerojax.graph.analysis import Analysis
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS
 from zerojax.graph.regions import regions
 from zerojax.xla import jaxprs

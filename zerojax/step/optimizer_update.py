@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from zerojax.accumulation.run import accumulator
-from zerojax.collectives.host import fetched
+from zerojax.collectives.host import fetch_to_device
 from zerojax.offload.compute_copies import ComputeCopies, placement_of
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.groups import ArrayPlacement
@@ -20,7 +20,7 @@ from zerojax.offload.update import Update
 from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import full_precision
 from zerojax.plan.places import DEVICE, HOST
-from zerojax.plan.plan import DTYPES, Leaf
+from zerojax.plan.state_sharding import DTYPES, Leaf
 from zerojax.step.partial_update import FULL_TREE_ONLY
 from zerojax.step.program import StepSetting
 
@@ -56,7 +56,7 @@ class OptimizerUpdate:
     """The update, sub-group by sub-group (:mod:`zerojax.offload.update`).
 
     Values that depend only on gradients and scalars (a norm, a schedule) form the prelude, which
-    the program of the gradients runs; see :class:`zerojax.offload.separate.Separated`.
+    the program of the gradients runs; see :class:`zerojax.offload.separate.SeparatedUpdate`.
 
     Args:
       setting: The step.
@@ -164,7 +164,9 @@ class OptimizerUpdate:
         they may be :class:`zerojax.collectives.host.Unpadded`."""
         separated, placements = self.by_groups.separated, self._placements
         gradients = [
-            (fetched(g) if x.place == HOST else g) if i in separated.read_by_prelude else None
+            (fetch_to_device(g) if x.place == HOST else g)
+            if i in separated.read_by_prelude
+            else None
             for i, (g, x) in enumerate(zip(grads, placements.grads, strict=True))
         ]
         # The step may have passed gradients of another dtype to its optimizer.

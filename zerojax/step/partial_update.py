@@ -13,7 +13,7 @@ import jax
 import optax
 from jax import lax
 
-from zerojax.plan.plan import Plan
+from zerojax.plan.state_sharding import Plan
 from zerojax.step.view import Constrain, View
 
 FULL_TREE_ONLY = (

@@ -16,10 +16,10 @@ from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States, of_parameters
 from zerojax.plan.error_feedback import key_of
 from zerojax.plan.places import offloads
-from zerojax.plan.quantized import sent
+from zerojax.plan.quantized import sent_formats
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
-from zerojax.step.call import Rearranged
+from zerojax.step.call import RearrangedFunction
 from zerojax.step.further_arguments import ArgumentReader
 from zerojax.trace.explicit import Explicit, Types
 from zerojax.train_state.state_parts import OpenedState, Parts
@@ -50,7 +50,7 @@ class StepSetting:
 
     def __init__(
         self,
-        function: Rearranged,
+        function: RearrangedFunction,
         states: States,
         opened: OpenedState,
         explicit: Explicit | None,
@@ -78,7 +78,7 @@ class StepSetting:
             keep=config.stage < 3,
             away=smallest_away(config),
             overlap=config.overlap_comm is not False,
-            sent=sent(config),
+            sent=sent_formats(config),
         )
 
 

@@ -12,7 +12,7 @@ from zerojax.collectives.layer import layer_bytes
 from zerojax.devices.mesh import axis_size
 from zerojax.placement.states import abstract
 from zerojax.plan.places import reaches_host
-from zerojax.plan.plan import DTYPES
+from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.entering import enter
 from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
 from zerojax.step.further_arguments import FurtherArguments
@@ -24,7 +24,7 @@ from zerojax.train_state.state_parts import Parts
 from zerojax.xla import compat
 from zerojax.xla.compiler import options
 from zerojax.xla.garbage import seldom_collected
-from zerojax.xla.lowered import BATCH, STATE, STEP, LoweredProgram, named
+from zerojax.xla.lowered import BATCH, STATE, STEP, LoweredProgram, with_argument_names
 
 
 class ResidentStep:
@@ -41,7 +41,7 @@ class ResidentStep:
             update = functools.partial(one_pass.update, shardings=shardings.params)
         self._tx = updating(setting.tx.init, advancing(setting.tx, update), to_shards(plan))
         self._jitted = jax.jit(
-            named(self._step, STATE, BATCH, "arrays", "further"),
+            with_argument_names(self._step, STATE, BATCH, "arrays", "further"),
             static_argnums=3,
             donate_argnums=(0,) if setting.donate else (),
             out_shardings=StepResult(shardings, None, None),  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import primitives as prims
 
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import LABELS
 from zerojax.trace import marks
 from zerojax.xla import jaxprs

@@ -100,7 +100,7 @@ def _is_sum(jaxpr: Any, out: Any, one: Any, other: Any) -> bool:
     # By identity: a literal has no hash.
     operand_ids = [id(origin(jaxpr, v)[0]) for v in eqn.invars]
     if eqn.primitive in jaxprs.CALLS:
-        inner = jaxprs.open_jaxpr(jaxprs.called(eqn))[0]
+        inner = jaxprs.open_jaxpr(jaxprs.called_jaxpr(eqn))[0]
         inner_args = dict(zip(operand_ids, inner.invars, strict=True))
         terms = inner_args.get(id(one)), inner_args.get(id(other))
         return None not in terms and _is_sum(inner, inner.outvars[eqn.outvars.index(v)], *terms)

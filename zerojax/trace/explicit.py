@@ -23,7 +23,7 @@ from jax.extend.core import primitives as prims
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.devices.mesh import batch_axes, explicit_axes
-from zerojax.plan.plan import Plan, layout
+from zerojax.plan.state_sharding import Plan, layout
 from zerojax.trace import marks
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import hijax, jaxprs
@@ -66,7 +66,7 @@ def make_jaxpr(
             error.add_note(
                 f"zerojax: this was traced under jax.set_mesh with the explicit axes {names}, the "
                 "types of parameters being their own specs. With axis_types=(AxisType.Auto, ...) "
-                "in jax.make_mesh nothing has to be said about how results lie."
+                "in jax.make_mesh results need no stated sharding."
             )
             raise
         return _automatic(closed, mesh), shape

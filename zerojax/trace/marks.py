@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.graph.analysis import Analysis
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import COMPARISONS, SUMS
 from zerojax.graph.search import contains
 from zerojax.xla import jaxprs

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from zerojax.graph.graph import Graph, graph_of
+from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.search import contains
 from zerojax.xla import jaxprs

@@ -11,7 +11,7 @@ import jax
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Passed:
+class ObjectPlaceholder:
     """A placeholder in a function's results for an object of the state: an NNX object that was
     passed to the function, or the new state.
 
@@ -30,14 +30,14 @@ def take_out(results: Any, matches: Sequence[Callable[[Any], bool]]) -> tuple[di
       matches: For each object of the state, whether a node of the results is its new value.
 
     Returns:
-      The new value of each object by its position, and the results with a :class:`Passed` in its
-      place. The search descends into tuples, lists and dicts, and takes for each object the first,
-      outermost node that matches.
+      The new value of each object by its position, and the results with an
+      :class:`ObjectPlaceholder` in its place. The search descends into tuples, lists and dicts, and
+      takes for each object the first, outermost node that matches.
 
     Example:
       >>> found, rest = take_out(({"w": 1.0}, 2.0), [lambda x: isinstance(x, dict)])
       >>> found, rest
-      ({0: {'w': 1.0}}, (Passed(position=0), 2.0))
+      ({0: {'w': 1.0}}, (ObjectPlaceholder(position=0), 2.0))
     """
     found: dict[int, Any] = {}
 
@@ -45,7 +45,7 @@ def take_out(results: Any, matches: Sequence[Callable[[Any], bool]]) -> tuple[di
         for i, is_new in enumerate(matches):
             if i not in found and is_new(node):
                 found[i] = node
-                return Passed(i)
+                return ObjectPlaceholder(i)
         if not isinstance(node, tuple | list | dict):  # unflattening a class may inspect its fields
             return node
         children, tree = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
@@ -55,21 +55,21 @@ def take_out(results: Any, matches: Sequence[Callable[[Any], bool]]) -> tuple[di
 
 
 def put_back(results: Any, objects: Sequence[Any]) -> Any:
-    """Replaces each :class:`Passed` in the results by its object."""
+    """Replaces each :class:`ObjectPlaceholder` in the results by its object."""
     return jax.tree.map(
-        lambda x: objects[x.position] if isinstance(x, Passed) else x,
+        lambda x: objects[x.position] if isinstance(x, ObjectPlaceholder) else x,
         results,
-        is_leaf=lambda x: isinstance(x, Passed),
+        is_leaf=lambda x: isinstance(x, ObjectPlaceholder),
     )
 
 
 def beside(results: Any) -> Any:
     """Returns the results beside the state: the rest of a tuple, or the other element of a pair."""
-    if isinstance(results, Passed):
+    if isinstance(results, ObjectPlaceholder):
         return ()
     if type(results) is not tuple:
         return results
-    others = tuple(x for x in results if not isinstance(x, Passed))
+    others = tuple(x for x in results if not isinstance(x, ObjectPlaceholder))
     return others[0] if len(others) == 1 < len(results) else others
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, StrictStr
 
-from zerojax.config.errors import ConfigError, closest, hint, shown
+from zerojax.config.errors import ConfigError, as_text, closest, hint
 from zerojax.config.keys.row import (
     ABOVE_ZERO,
     AMOUNT,
@@ -245,12 +245,12 @@ did you mean `learning_rate`?
             yield "bf16 and fp16 are both true; choose one"
         for name in self.report_to:
             if name not in MONITORS:
-                yield f'report_to: {shown(name)} is none of {", ".join(MONITORS)}, "all", "none"'
+                yield f'report_to: {as_text(name)} is none of {", ".join(MONITORS)}, "all", "none"'
         for name in self.fsdp:
             if name not in (*_STAGES, "auto_wrap", "offload"):
                 yield (
-                    f"fsdp: {shown(name)} is none of {', '.join(_STAGES)}, auto_wrap, offload; for "
-                    'hybrid sharding pass deepspeed={"zero_optimization": {"stage": 3, '
+                    f"fsdp: {as_text(name)} is none of {', '.join(_STAGES)}, auto_wrap, offload; "
+                    'for hybrid sharding pass deepspeed={"zero_optimization": {"stage": 3, '
                     '"mics_shard_size": 8}}'
                 )
         if self.fsdp and self.deepspeed is not None:
@@ -302,6 +302,6 @@ def _argument_problems(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iter
     for name, value in given.items():
         accepted, reason = REFUSED.get(name, ((), ""))
         if reason and value not in accepted:
-            yield f"{name} = {shown(value)} is not supported: {reason}"
+            yield f"{name} = {as_text(value)} is not supported: {reason}"
         elif name not in known:
             yield f"{name}: unknown argument; {hint(name, closest(name, known), 'take it out')}"

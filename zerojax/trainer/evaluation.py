@@ -49,7 +49,7 @@ class Evaluator:
     ) -> None:
         self._model, self._zero, self._rows, self._labels = model, zero, rows, labels
         self.compute_metrics, self._preprocess = compute_metrics, preprocess
-        self._loss_alone = model.evaluate(zero, _loss)
+        self._loss_only = model.evaluate(zero, _loss)
         self._with_predictions = model.evaluate(zero, self._kept)
         self._writers: list[MetricsWriter] = []
 
@@ -64,7 +64,7 @@ class Evaluator:
         """
         start, losses, weights = time.perf_counter(), [], []
         predictions, labels, n = [], [], 0
-        function = self._with_predictions if keep else self._loss_alone
+        function = self._with_predictions if keep else self._loss_only
         for rows, batch in reader.all(self._rows, limit):
             out = self._model.evaluated(function, state, batch)
             value, weight = out["loss"] or (0.0, 0.0)

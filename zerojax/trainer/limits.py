@@ -13,7 +13,7 @@ from flax import nnx
 
 from zerojax.distributed import log
 from zerojax.trainer.losses import IGNORED, Forward, causal_lm_loss, classification_loss
-from zerojax.trainer.model import Traced
+from zerojax.trainer.model import TracedLoss
 
 
 class Limits:
@@ -35,7 +35,7 @@ class Limits:
         self,
         model: Any,
         loss: Any,
-        traced: Callable[[Any], Traced],
+        traced: Callable[[Any], TracedLoss],
         devices: int = 1,
         labels: Collection[str] = (),
     ) -> None:
@@ -52,7 +52,7 @@ class Limits:
         self._name, self._masks = _takes_mask(model)
         self._known: dict[frozenset[str], Forward] = {}
         self._named: set[str] = set()
-        self._told = False
+        self._warned = False
 
     def check(self, batch: Mapping[str, np.ndarray], left_out: Collection[str] = ()) -> None:
         """Rejects a batch that the model cannot process, and logs columns that nothing reads.
@@ -136,8 +136,8 @@ class Limits:
                     f"attention_mask: a row has padding before its tokens, and {self._name} takes "
                     'no mask: pad on the right (tokenizer.padding_side = "right")'
                 )
-        elif not self._told and not mask.all():
-            self._told = True
+        elif not self._warned and not mask.all():
+            self._warned = True
             log.warning(
                 "the batch has an attention_mask, and %s.__call__ takes none: padding counts as "
                 "tokens do", self._name,

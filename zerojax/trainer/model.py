@@ -14,7 +14,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from zerojax.api import Zero
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.trace.gradients import value_and_grad
 from zerojax.trainer.losses import Forward, forward_of, mean_loss
 from zerojax.trainer.partial import Partial, partial_mean
@@ -24,7 +24,7 @@ Loss = Callable[[Any, Any], Any]
 Create = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-class Traced(NamedTuple):
+class TracedLoss(NamedTuple):
     """Traced loss function of a batch.
 
     Attributes:
@@ -36,7 +36,9 @@ class Traced(NamedTuple):
     unread: list[str]
 
     @classmethod
-    def of(cls, function: Callable[..., Forward], args: Any, batch: Mapping[str, Any]) -> Traced:
+    def of(
+        cls, function: Callable[..., Forward], args: Any, batch: Mapping[str, Any]
+    ) -> TracedLoss:
         """Traces ``function(args, batch)``."""
         closed, forward = hijax.trace(function, args, batch)
         jaxpr, _ = jaxprs.open_jaxpr(closed)
@@ -51,7 +53,7 @@ class Model(Protocol):
     def create(self, tx: optax.GradientTransformation, sample: Any) -> Create:
         """Returns a function that creates the state, and its arguments, for ``zero.init``."""
 
-    def traced(self, batch: Any) -> Traced:
+    def traced(self, batch: Any) -> TracedLoss:
         """Traces the loss of a batch, with shapes in place of arrays."""
 
     def train_step(self, zero: Zero) -> Any:
@@ -160,11 +162,13 @@ class Linen:
 
         return create, (jax.random.key(self._seed),)
 
-    def traced(self, batch: Any) -> Traced:
+    def traced(self, batch: Any) -> TracedLoss:
         def forward(keys: Any, batch: Any) -> Any:
             return forward_of(nn.init_with_output(self._loss, self._module)(keys, batch)[0])
 
-        return Traced.of(forward, dict.fromkeys(("params", "dropout"), jax.random.key(0)), batch)
+        return TracedLoss.of(
+            forward, dict.fromkeys(("params", "dropout"), jax.random.key(0)), batch
+        )
 
     def _mean(
         self, params: Any, variables: Any, key: jax.Array, batch: Any, partial: Partial | None
@@ -244,9 +248,9 @@ class Nnx:
             return (lambda arrays: with_optimizer(nnx.merge(graph, arrays))), (arrays,)
         return (lambda: with_optimizer(self._model(rngs=nnx.Rngs(self._seed)))), ()
 
-    def traced(self, batch: Any) -> Traced:
+    def traced(self, batch: Any) -> TracedLoss:
         create, arrays = self.create(optax.identity(), batch)
-        return Traced.of(
+        return TracedLoss.of(
             lambda arrays, batch: forward_of(self._loss(create(*arrays)[0], batch)), arrays, batch
         )
 
@@ -310,7 +314,7 @@ class Nnx:
         return state
 
 
-def placed(params: Any, like: Any, *, own: bool = True) -> Any:
+def place_like(params: Any, like: Any, *, own: bool = True) -> Any:
     """Casts and places arrays with the dtypes and shardings of others.
 
     Args:
@@ -343,8 +347,8 @@ def placed(params: Any, like: Any, *, own: bool = True) -> Any:
 def as_params(source: Any, like: Any) -> Any:
     """Returns placed parameters from a tree, or from a function of the abstract parameters."""
     if not callable(source) or isinstance(source, Mapping):
-        return placed(source, like)
+        return place_like(source, like)
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
     )
-    return placed(source(abstract), like, own=False)
+    return place_like(source(abstract), like, own=False)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from zerojax.config.accelerate.keys import FSDP
 from zerojax.config.accelerate.keys import KEYS as YAML_KEYS
-from zerojax.config.errors import ConfigError, closest, hint, shown
+from zerojax.config.errors import ConfigError, as_text, closest, hint
 from zerojax.config.json_file import read_json
 from zerojax.config.keys.row import FLAG
 
@@ -173,10 +173,10 @@ def fsdp_options(given: Any) -> FsdpOptions:
             remedy = hint(name, closest(suffix, [*known, *_REMAT, *_OF_XLA]), "take it out")
             options.problems.append(f"fsdp_config.{name}: unknown key; {remedy}")
         elif reason and value not in (accepted, None):
-            options.problems.append(f"fsdp_config.{name} = {shown(value)}: {reason}")
+            options.problems.append(f"fsdp_config.{name} = {as_text(value)}: {reason}")
         elif key.treatment == "off only" and value not in key.accepts:
             options.problems.append(
-                f"fsdp_config.{name} = {shown(value)} is not supported: {key.why}"
+                f"fsdp_config.{name} = {as_text(value)} is not supported: {key.why}"
             )
         elif key.treatment in ("no effect", "left to XLA"):
             options.unused.append(f"fsdp_config.{name} ({key.why})")

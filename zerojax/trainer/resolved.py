@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from zerojax.config.errors import ConfigError, shown
+from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.json_file import read_json, source_of
 from zerojax.config.keys import KEYS, rename
 from zerojax.config.keys.named_types import NAMED_TYPES
@@ -72,7 +72,7 @@ def resolved(
         elif given is not None and entry.names and not _same(entry, given):
             is_default = args.given.isdisjoint(entry.names)
             problems.append(
-                f"{entry.path} = {shown(given)}, but TrainingArguments say "
+                f"{entry.path} = {as_text(given)}, but TrainingArguments say "
                 f"{_described(args, entry)}"
                 f'{" (the default)" * is_default}; write "auto" in the JSON, or give both one value'
             )
@@ -86,9 +86,9 @@ def resolved(
 def _described(args: TrainingArguments, entry: Entry) -> str:
     """Formats the argument with its value, or the value with the arguments that determine it."""
     if len(entry.names) == 1 and getattr(args, entry.names[0]) == entry.value:
-        return f"{entry.names[0]} = {shown(entry.value)}"
-    values = ", ".join(f"{name} = {shown(getattr(args, name))}" for name in entry.names)
-    return f"{shown(entry.value)} ({values})"
+        return f"{entry.names[0]} = {as_text(entry.value)}"
+    values = ", ".join(f"{name} = {as_text(getattr(args, name))}" for name in entry.names)
+    return f"{as_text(entry.value)} ({values})"
 
 
 def _entries(

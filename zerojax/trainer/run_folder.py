@@ -22,7 +22,7 @@ from zerojax.trainer.data import Epochs
 Resume = bool | str | os.PathLike[str] | None
 
 
-class Begun(NamedTuple):
+class StartingPoint(NamedTuple):
     """Training state, progress, and losses since the last log, from which a run starts."""
 
     train_state: Any
@@ -66,7 +66,9 @@ class RunFolder:
     def __exit__(self, *error: Any) -> None:
         self.checkpoints.__exit__(*error)
 
-    def begin(self, resume: Resume, fresh: Callable[[], Any], abstract: Callable[[], Any]) -> Begun:
+    def begin(
+        self, resume: Resume, fresh: Callable[[], Any], abstract: Callable[[], Any]
+    ) -> StartingPoint:
         """Creates a new state, or restores a saved one.
 
         Raises:
@@ -75,7 +77,7 @@ class RunFolder:
         directory, steps = self.checkpoints.directory, self._epochs.steps
         if resume is None or resume is False:
             self._check_room(after=-1)
-            begun = Begun(fresh(), TrainerState(max_steps=steps), [])
+            begun = StartingPoint(fresh(), TrainerState(max_steps=steps), [])
             self._make_room(after=-1)
             return begun
         folder, step = (
@@ -99,7 +101,7 @@ class RunFolder:
             restored = source.restore(abstract(), step)
         self._make_room(after)  # last, so that a failed restore deletes nothing
         state = TrainerState(**{**extra["trainer"], "max_steps": steps})
-        return Begun(restored, state, extra["losses"])
+        return StartingPoint(restored, state, extra["losses"])
 
     def save(
         self,

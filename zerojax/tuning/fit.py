@@ -25,7 +25,7 @@ from zerojax.foresight.trials import Trial
 from zerojax.models.registry import find, takes
 from zerojax.tuning.cache import Cache
 from zerojax.tuning.options import search_options
-from zerojax.tuning.search import COMPILES, SECONDS, Searched, listed, search
+from zerojax.tuning.search import COMPILES, SECONDS, SearchResult, listed, search
 from zerojax.tuning.space import left_open
 from zerojax.tuning.study import Study
 from zerojax.xla.compiler import GPUS
@@ -160,7 +160,7 @@ def fit(
     )
 
 
-def _nothing_fits(study: Study, searched: Searched, devices: str) -> str:
+def _nothing_fits(study: Study, searched: SearchResult, devices: str) -> str:
     """Returns a message that explains why no choice fits, and what to do."""
     if searched.unseen:
         return (

@@ -19,7 +19,7 @@ REFINED = 2
 """Number of choices to try again with parameters that stay gathered."""
 
 
-class Searched(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a search.
 
     Attributes:
@@ -40,7 +40,7 @@ def search(
     compiles: int = COMPILES,
     seconds: float = SECONDS,
     done: Callable[[int, int], None] = lambda modes, of: None,
-) -> Searched:
+) -> SearchResult:
     """Searches for the largest micro-batch of each mode (stage, remat, offload) that fits.
 
     The first compile of a mode shows which bytes grow with the micro-batch; the size at which they
@@ -84,7 +84,7 @@ def search(
                 if other.offload not in infeasible
                 and not any(_offloads_less(x, other) for x in fitting)
             ]
-            return Searched(ranked(fitting.values(), shortest), unseen, leanest_mode)
+            return SearchResult(ranked(fitting.values(), shortest), unseen, leanest_mode)
     if space.live is None:
         fastest = [x.choice for x in ranked(fitting.values(), shortest) if x.choice.drops]
         for choice in fastest[:REFINED]:
@@ -94,7 +94,7 @@ def search(
                 fitting[filled.choice] = filled
             limits.compiles -= TRIES
     done(len(modes), len(modes))
-    return Searched(ranked(fitting.values(), shortest), [], leanest_mode)
+    return SearchResult(ranked(fitting.values(), shortest), [], leanest_mode)
 
 
 class _Limits:

@@ -22,8 +22,8 @@ from zerojax.foresight.choice import (
     TRIED,
     Choice,
     Offload,
-    agreed,
     elastic,
+    requested_rows,
 )
 
 LARGEST = 1024  # rows of a device in a micro-batch
@@ -151,7 +151,7 @@ def left_open(
     total, micro, accumulation = (fixed.get(key) for key in BATCH_SIZES)
     if elasticity := elastic(fixed):
         total, micro, accumulation = elasticity.sizes(world)
-    total = agreed(rows, total)
+    total = requested_rows(rows, total)
     if isinstance(total, int) and total % world:
         raise ConfigError(
             f"train_batch_size: {total} rows do not divide among {world} devices; take "

@@ -18,16 +18,16 @@ from zerojax.config import OffloadParam, ZeroConfig
 from zerojax.config.frozen import quiet
 from zerojax.devices.mesh import SEQUENCE, batch_axes, batch_devices, in_groups
 from zerojax.devices.rates import Rates
-from zerojax.foresight.choice import Choice, agreed
+from zerojax.foresight.choice import Choice, requested_rows
 from zerojax.foresight.costs import Measure, measure
 from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import BuiltStep, Trials
 from zerojax.models.registry import bound, takes
 from zerojax.models.tensor_parallel import MODEL
 from zerojax.plan import layout
-from zerojax.plan.plan import Plan
+from zerojax.plan.state_sharding import Plan
 from zerojax.step.collectives_table import CollectivesTable
-from zerojax.step.step import Step
+from zerojax.step.train_step import Step
 from zerojax.tuning.running import seconds_of_a_step
 from zerojax.tuning.workload import Workload, workload
 
@@ -75,7 +75,10 @@ class Study(Trials):
         self._mesh, self.world = in_groups(mesh, group_size, words), batch_devices(mesh)
         has_remat = takes(function, "remat")
         sizes = config.batch(self.world)
-        rows = agreed(rows, sizes.train) or (sizes.micro or 1) * sizes.accumulation * self.world
+        rows = (
+            requested_rows(rows, sizes.train)
+            or (sizes.micro or 1) * sizes.accumulation * self.world
+        )
         default_choice = Choice.of(config, rows, self.world, bool(remat) if has_remat else None)
         super().__init__(self._from_model, default_choice, rates, note, measured)
 

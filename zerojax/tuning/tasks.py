@@ -5,8 +5,8 @@ with a new mask in each step, and takes `zero`, `rows`, `seq` (tokens in a row),
 as the models of `zerojax.models.names` do.
 
 >>> import zerojax
->>> made = blenderbot_400m(zerojax.zero(stage=2), rows=200, seq=128)
->>> {name: leaf.shape for name, leaf in made.batch.items()}
+>>> task = blenderbot_400m(zerojax.zero(stage=2), rows=200, seq=128)
+>>> {name: leaf.shape for name, leaf in task.batch.items()}
 {'input_ids': (200, 128), 'attention_mask': (200, 128), 'labels': (200, 64)}
 """
 

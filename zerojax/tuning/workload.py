@@ -1,7 +1,7 @@
 """Workloads: a training step to plan, with abstract state and batch.
 
-made = workload(lambda: linen_model, zero, rows=64, seq=1024)
-made.train_step, made.batch
+task = workload(lambda: linen_model, zero, rows=64, seq=1024)
+task.train_step, task.batch
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ class Workload:
     Both steps can be trained:
 
       >>> zero = zerojax.zero(stage=3)
-      >>> for made in images(zero, rows=8), translation(zero, rows=8, seq=16):
-      ...     state = zero.init(made.create_state, jax.random.key(0))
-      ...     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made.batch)
-      ...     state, metrics = zero(made.train_step)(state, batch)
+      >>> for task in images(zero, rows=8), translation(zero, rows=8, seq=16):
+      ...     state = zero.init(task.create_state, jax.random.key(0))
+      ...     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), task.batch)
+      ...     state, metrics = zero(task.train_step)(state, batch)
       ...     print(f"{metrics['loss']:.2f}")
       2.30
       5.84

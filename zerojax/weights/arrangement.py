@@ -68,19 +68,19 @@ class Box(NamedTuple):
     dimensions: tuple[int, ...]
     steps: tuple[int, ...]
 
-    def view(self, piece: np.ndarray, bounds: Bounds) -> np.ndarray:
+    def view(self, values: np.ndarray, bounds: Bounds) -> np.ndarray:
         """Returns a view of the elements, in the tensor's order of axes.
 
         Args:
-          piece: The slice of the parameter within ``bounds``; the view shares its memory.
-          bounds: The bounds of ``piece`` in the parameter.
+          values: The slice of the parameter within ``bounds``; the view shares its memory.
+          bounds: The bounds of ``values`` in the parameter.
         """
         begins = (first - low for first, (low, _) in zip(self.start, bounds, strict=True))
         corner: Any = (*(slice(i, None) for i in begins), ...)
         byte_strides = (
-            piece.strides[d] * step for d, step in zip(self.dimensions, self.steps, strict=True)
+            values.strides[d] * step for d, step in zip(self.dimensions, self.steps, strict=True)
         )
-        return np.lib.stride_tricks.as_strided(piece[corner], self.shape, tuple(byte_strides))
+        return np.lib.stride_tricks.as_strided(values[corner], self.shape, tuple(byte_strides))
 
 
 class Link(NamedTuple):
@@ -298,7 +298,7 @@ class _Links:
         tensor_shape, tensor_start, tensor_steps = self._laid(self.tensor, sizes, at)
         shape, start, steps = self._laid(self.parameter, sizes, at)
         if shape != self.shape:
-            raise self._error(f"makes {[*shape]}, the parameter is {[*self.shape]}")
+            raise self._error(f"yields {[*shape]}, the parameter is {[*self.shape]}")
         tensor_strides = [math.prod(tensor_shape[d + 1 :]) for d in range(len(tensor_shape))]
         axes = [
             Axis(sizes[axis], step * tensor_strides[d], steps[axis][0], steps[axis][1])
@@ -342,7 +342,7 @@ class _Links:
             product = math.prod(sizes[axis] for axis in axes if axis in sizes)
             if n % product or (not unknown and n != product):
                 raise self._error(
-                    f"{' '.join(axes)} = {product} does not make {n} of {[*self.shape]}"
+                    f"{' '.join(axes)} = {product} does not fit {n} of {[*self.shape]}"
                 )
             sizes |= {axis: n // product for axis in unknown}
         return sizes

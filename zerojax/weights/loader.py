@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, Sharding
 
 from zerojax.distributed import log
 from zerojax.plan import layout
-from zerojax.plan.stored import shown, stored
+from zerojax.plan.stored import unwrap_stored, user_leaf
 from zerojax.weights.arrangement import Bounds, Link
 from zerojax.weights.names import Linked, Names, Tensor, link, refuse
-from zerojax.weights.pieces import clipped, from_shards, zeros
 from zerojax.weights.reader import open_tensors
+from zerojax.weights.shards import clipped, from_shards, zeros
 from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import Path
 
@@ -220,7 +220,7 @@ def _dtype(leaf: Any) -> np.dtype:
 
 def _array(leaf: Any, dtype: np.dtype, links: Sequence[Link], sources: Mapping[str, Source]) -> Any:
     """Builds a parameter; reads each distinct shard for the devices that store it."""
-    shape, sharding = tuple(leaf.shape), getattr(stored(leaf), "sharding", None)
+    shape, sharding = tuple(leaf.shape), getattr(unwrap_stored(leaf), "sharding", None)
     assert sharding is None or isinstance(sharding, Sharding)
 
     def read(bounds: Bounds) -> np.ndarray:
@@ -233,5 +233,7 @@ def _array(leaf: Any, dtype: np.dtype, links: Sequence[Link], sources: Mapping[s
 
     padded_shape = shape
     if isinstance(sharding, NamedSharding):
-        padded_shape = layout.padded(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
-    return shown(from_shards(padded_shape, sharding, read), shape)
+        padded_shape = layout.padded_shape(
+            shape, layout.full(sharding.spec, len(shape)), sharding.mesh
+        )
+    return user_leaf(from_shards(padded_shape, sharding, read), shape)

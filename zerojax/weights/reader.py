@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.config.errors import shown
+from zerojax.config.errors import as_text
 from zerojax.weights.cast import cast
 from zerojax.weights.strides import bands, contiguous, runs, start
 from zerojax.weights.writer import DTYPES, INDEX, SINGLE, Path
@@ -233,11 +233,11 @@ class _Entry(NamedTuple):
         shape, dtype, offsets = (about[key] for key in keys)
         fits = _sizes(shape) and len(shape) <= _MAX_DIMENSIONS
         if not fits or math.prod(n or 1 for n in shape) >= 2**59:
-            raise ValueError(f"{_named(name)} has the shape {shown(shape)}")
+            raise ValueError(f"{_named(name)} has the shape {as_text(shape)}")
         if not isinstance(dtype, str):
-            raise ValueError(f"{_named(name)} has the dtype {shown(dtype)}")
+            raise ValueError(f"{_named(name)} has the dtype {as_text(dtype)}")
         if not _sizes(offsets) or len(offsets) != 2:
-            raise ValueError(f"{_named(name)} has the data_offsets {shown(offsets)}")
+            raise ValueError(f"{_named(name)} has the data_offsets {as_text(offsets)}")
         return cls(tuple(shape), dtype, *offsets)
 
 
@@ -293,4 +293,4 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _named(name: str) -> str:
     """Returns a name for messages: unchanged if printable and short, else quoted and shortened."""
-    return name if name.isprintable() and 0 < len(name) <= 80 else shown(name)
+    return name if name.isprintable() and 0 < len(name) <= 80 else as_text(name)

@@ -10,13 +10,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.plan.stored import stored
+from zerojax.plan.stored import unwrap_stored
 from zerojax.weights.arrangement import Bounds, Link
 from zerojax.weights.cast import cast
 from zerojax.weights.names import Linked, Names, Tensor, link
-from zerojax.weights.pieces import to_host
+from zerojax.weights.shards import to_host
 from zerojax.weights.tree import open_tree
-from zerojax.weights.writer import DTYPES, Path, Put, TensorSpec, writing
+from zerojax.weights.writer import DTYPES, BlockWriter, Path, TensorSpec, writing
 
 MAX_FILE_BYTES = 5 * 10**9
 CONFIG_FILE = "config.json"
@@ -60,7 +60,7 @@ def save(
     shapes = {path: tuple(x.shape) for path, x in opened.leaves.items()}
     linked = link(names, shapes)
     for path, leaf in opened.leaves.items():
-        if not getattr(stored(leaf), "is_fully_addressable", True):
+        if not getattr(unwrap_stored(leaf), "is_fully_addressable", True):
             raise ValueError(
                 f"params: {path} {[*leaf.shape]} is on devices of other processes too: save a "
                 "checkpoint and write its parameters by `python -m zerojax export`, or gather them "
@@ -107,18 +107,18 @@ def specs(linked: Linked, dtypes: Mapping[str, np.dtype]) -> list[TensorSpec]:
 
 
 def write(
-    put: Put,
+    put: BlockWriter,
     links: Sequence[Link],
     bounds: Bounds,
-    piece: np.ndarray,
+    values: np.ndarray,
     dtype: np.dtype,
     path: str,
 ) -> None:
-    """Writes the slice ``piece`` of a parameter, which is within ``bounds``, to its tensors."""
-    piece = cast(piece, dtype, path)
+    """Writes the slice ``values`` of a parameter, which is within ``bounds``, to its tensors."""
+    values = cast(values, dtype, path)
     for part in links:
         for box in part.boxes(bounds):
-            put(part.tensor, box.view(piece, bounds), box.offset, box.strides)
+            put(part.tensor, box.view(values, bounds), box.offset, box.strides)
 
 
 def config_files(config: Mapping[str, Any] | Path) -> dict[str, str]:

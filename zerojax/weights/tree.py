@@ -10,7 +10,7 @@ from flax import nnx
 from jax.tree_util import GetAttrKey, keystr
 
 
-class Opened(NamedTuple):
+class OpenedModel(NamedTuple):
     """A model split into its arrays.
 
     Attributes:
@@ -22,7 +22,7 @@ class Opened(NamedTuple):
     close: Callable[[Mapping[Any, Any]], Any]
 
 
-def open_tree(tree: Any) -> Opened:
+def open_tree(tree: Any) -> OpenedModel:
     """Splits a pytree or an NNX module into its arrays.
 
     Raises:
@@ -32,7 +32,7 @@ def open_tree(tree: Any) -> Opened:
     if isinstance(tree, nnx.Module):
         graph, state = nnx.split(tree)
         opened = open_tree(state)
-        return Opened(opened.leaves, lambda arrays: nnx.merge(graph, opened.close(arrays)))
+        return OpenedModel(opened.leaves, lambda arrays: nnx.merge(graph, opened.close(arrays)))
     keyed, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_stream)
     paths = [None if _is_stream(leaf) else _path(keys) for keys, leaf in keyed]
     leaves = {path: leaf for path, (_, leaf) in zip(paths, keyed, strict=True) if path is not None}
@@ -49,7 +49,7 @@ def open_tree(tree: Any) -> Opened:
         new_leaves = (arrays.get(path, leaf) for path, (_, leaf) in zip(paths, keyed, strict=True))
         return jax.tree.unflatten(structure, new_leaves)
 
-    return Opened(leaves, close)
+    return OpenedModel(leaves, close)
 
 
 def _is_stream(x: Any) -> bool:

@@ -62,7 +62,7 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Put(Protocol):
+class BlockWriter(Protocol):
     """A function that writes a block of a tensor.
 
     ``offset`` is the offset of the first element in the tensor, and ``strides`` are the strides of
@@ -81,13 +81,13 @@ def writing(
     *,
     max_bytes: int,
     texts: Mapping[str, str] | None = None,
-) -> Iterator[Put]:
+) -> Iterator[BlockWriter]:
     """Writes tensors as ``model.safetensors``, or as several files and an index.
 
-    The context's value is a :class:`Put`, which does not keep the blocks that it writes. Files have
-    temporary names and are moved into place at the end, so that an error leaves the folder
-    unchanged. Then files of an earlier save, which a reader might mistake for these tensors, are
-    removed.
+    The context's value is a :class:`BlockWriter`, which does not keep the blocks that it writes.
+    Files have temporary names and are moved into place at the end, so that an error leaves the
+    folder unchanged. Then files of an earlier save, which a reader might mistake for these tensors,
+    are removed.
 
     Args:
       folder: The folder to write, created if it does not exist.
@@ -165,7 +165,7 @@ class _Files:
     def put(
         self, name: str, block: np.ndarray, offset: int = 0, strides: Sequence[int] | None = None
     ) -> None:
-        """Writes a block; see :class:`Put`."""
+        """Writes a block; see :class:`BlockWriter`."""
         path, begin, (_, shape, dtype) = self._places[name]
         assert block.dtype == dtype, (name, block.dtype, dtype)
         if not block.size:

@@ -72,14 +72,14 @@ def shaped_like(jaxpr: Any, closed: Any) -> Any:
     return closed if hasattr(jaxpr, "jaxpr") else open_jaxpr(closed)[0]
 
 
-def called(eqn: Any) -> Any:
+def called_jaxpr(eqn: Any) -> Any:
     """Returns the jaxpr that a call runs, open or closed."""
     return param(eqn, CALLS[eqn.primitive])
 
 
 def bodies(eqn: Any) -> list[Any]:
     """Returns the open jaxprs of a call, or of the branches of a cond; [] for other equations."""
-    programs = [called(eqn)] if eqn.primitive in CALLS else []
+    programs = [called_jaxpr(eqn)] if eqn.primitive in CALLS else []
     programs = list(param(eqn, "branches")) if eqn.primitive is prims.cond_p else programs
     return [open_jaxpr(jaxpr)[0] for jaxpr in programs]
 
@@ -280,7 +280,7 @@ def evaluate(
     for eqn in jaxpr.eqns:
         values = [read(v, env) for v in eqn.invars]
         if eqn.primitive in CALLS and opens(eqn):
-            outs: Sequence[Any] = evaluate(called(eqn), values, run, opens)
+            outs: Sequence[Any] = evaluate(called_jaxpr(eqn), values, run, opens)
         else:
             outs = run(eqn, values)
         env.update(zip(eqn.outvars, outs, strict=True))

@@ -1,8 +1,8 @@
 """The lowered programs of a step, and the names by which other packages know their contents.
 
 XLA keeps the names of a program's arguments, so that a forecast can distinguish the parameters from
-the batch. Only this module defines these names: :func:`named` gives them to a program's arguments,
-whatever the parameters of its Python function are called.
+the batch. Only this module defines these names: :func:`with_argument_names` gives them to a
+program's arguments, whatever the parameters of its Python function are called.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class LoweredProgram(NamedTuple):
     times: int = 1
 
 
-def named(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
+def with_argument_names(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
     """Returns a function whose positional arguments have these names in the compiled program.
 
     Args:
       function: The function for ``jax.jit``, which takes as many arguments as there are names.
 
     Example:
-      >>> jitted = jax.jit(named(lambda x: x + 1, "written"))
+      >>> jitted = jax.jit(with_argument_names(lambda x: x + 1, "written"))
       >>> "written" in jitted.lower(1.0).as_text(debug_info=True)
       True
     """

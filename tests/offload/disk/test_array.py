@@ -98,7 +98,7 @@ def test_what_nobody_holds_leaves_the_disk(store: DiskStore, mesh: Mesh) -> None
     del leaf, handle
     gc.collect()
     store.wait()
-    assert len(list(store.path.glob("0*"))) == len(kept.pieces)
+    assert len(list(store.path.glob("0*"))) == len(kept.chunks)
 
 
 def test_one_device(store: DiskStore) -> None:
@@ -113,7 +113,7 @@ def test_pieces_updated_one_by_one(store: DiskStore, mesh: Mesh) -> None:
     x = array(mesh, (12, 16), P("a"))
     leaf, first = filled(store, x)
     rows = NamedSharding(mesh, P("a"))
-    for k in range(len(leaf.pieces)):
+    for k in range(len(leaf.chunks)):
         read = leaf.read(k)
         piece = read.result()
         assert all(future.done() for future in read.reads)

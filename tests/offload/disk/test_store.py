@@ -123,7 +123,7 @@ def test_a_leaf_may_be_collected_at_any_moment(store: DiskStore, lock: str | Non
     """Also while its thread is within the store, or gives it work: forgetting takes no lock."""
     store.write("w", noise(1000))
     store.wait()
-    with getattr(store._writers, lock) if lock else store._alone:
+    with getattr(store._writers, lock) if lock else store._lock:
         forgotten = threading.Thread(target=store.forget, args=(["w"],), daemon=True)
         forgotten.start()
         forgotten.join(60)

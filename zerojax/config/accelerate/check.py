@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerojax.config.accelerate.keys import KEYS, PREFIXES, RENAMED
-from zerojax.config.errors import ConfigError, closest, hint, problems_of, shown, spelled
+from zerojax.config.errors import ConfigError, as_text, closest, hint, problems_of, quote_name
 from zerojax.config.json_file import plain
 from zerojax.config.text_file import repeated
 from zerojax.config.yaml_file import read_yaml
@@ -22,7 +22,7 @@ class Leaf(NamedTuple):
     value: Any
 
 
-class Checked(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of `check`.
 
     Attributes:
@@ -42,7 +42,7 @@ def is_accelerate(raw: Mapping[str, Any]) -> bool:
     return "distributed_type" in raw or "compute_environment" in raw
 
 
-def read_checked(path: Path) -> Checked:
+def read_checked(path: Path) -> CheckResult:
     """Checks the keys of a file that `accelerate config` wrote, YAML or JSON.
 
     Raises:
@@ -51,12 +51,12 @@ def read_checked(path: Path) -> Checked:
     file = read_yaml(path)
     if not isinstance(file, dict):
         wanted = "expected keys and values, as accelerate config writes them"
-        raise ConfigError(f"{wanted}, got {shown(file)}", str(path))
+        raise ConfigError(f"{wanted}, got {as_text(file)}", str(path))
     checked = check(plain(file))
     return checked._replace(problems=repeated(file) + checked.problems)
 
 
-def check(file: Mapping[str, Any]) -> Checked:
+def check(file: Mapping[str, Any]) -> CheckResult:
     """Checks every key separately, in one pass.
 
     Args:
@@ -67,12 +67,12 @@ def check(file: Mapping[str, Any]) -> Checked:
       ({'distributed_type': 'NO', 'num_processes': 8}, \
 ['num_proceses: unknown key; did you mean `num_processes`?'])
     """
-    checked = Checked(list(_leaves(file)), {}, [])
+    checked = CheckResult(list(_leaves(file)), {}, [])
     unknown: dict[str, str] = {}
     for path, key, value in checked.leaves:
         if key in SECTIONS:
             if value not in (None, {}):
-                checked.problems.append(f"{path}: expected an object, got {shown(value)}")
+                checked.problems.append(f"{path}: expected an object, got {as_text(value)}")
         elif key not in KEYS:
             unknown[path] = key
         elif key in checked.values:
@@ -92,10 +92,10 @@ def _leaves(file: Mapping[str, Any]) -> Iterator[Leaf]:
     for name, value in file.items():
         if name in SECTIONS and isinstance(value, Mapping) and value:
             for inner, each in value.items():
-                path = f"{name}.{spelled(inner)}"
+                path = f"{name}.{quote_name(inner)}"
                 yield Leaf(path, _current_key(name, inner), each)
         else:
-            yield Leaf(spelled(name), name if "." not in name else "", value)
+            yield Leaf(quote_name(name), name if "." not in name else "", value)
 
 
 def _current_key(section: str, name: str) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from zerojax.config.accelerate.keys import BECOMES, DEEPSPEED
 from zerojax.config.accelerate.translation import Translation
-from zerojax.config.errors import ConfigError, shown
+from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.json_file import JsonConfig, plain, read_json
 from zerojax.config.keys import rename
 from zerojax.config.keys.row import ZERO
@@ -58,7 +58,7 @@ def _find_file(given: Path, folder: Path) -> Path:
     existing = [place for place in candidates if place.exists()]
     if len(existing) == 2 and not existing[0].samefile(existing[1]):
         raise ConfigError(
-            f"{_FILE}: {shown(str(given))} exists beside the YAML and in {Path.cwd()}; write the "
+            f"{_FILE}: {as_text(str(given))} exists beside the YAML and in {Path.cwd()}; write the "
             "full path"
         )
     if not existing:

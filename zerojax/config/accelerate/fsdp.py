@@ -4,7 +4,7 @@ import math
 
 from zerojax.config.accelerate.keys import FSDP, PARALLELISM
 from zerojax.config.accelerate.translation import Translation
-from zerojax.config.errors import shown
+from zerojax.config.errors import as_text
 from zerojax.config.keys.row import ZERO
 
 _STAGE, _GROUP = f"{ZERO}.stage", f"{ZERO}.mics_shard_size"
@@ -36,7 +36,7 @@ def fsdp(into: Translation) -> None:
     stages = [_STAGES[into.values[key]] for key in given]
     stage = stages[0] if stages else 3
     if len(set(stages)) == 2:
-        old, new = (f"{key} = {shown(into.values[key])}" for key in reversed(given))
+        old, new = (f"{key} = {as_text(into.values[key])}" for key in reversed(given))
         into.problems.append(f"{old} says otherwise than {new}; take one of them out")
     if not given:
         into.imply(_STAGE, 3, "FSDP's, where no strategy is given: everything is sharded")
@@ -78,7 +78,7 @@ def _hybrid(into: Translation, key: str, stage: int) -> None:
         )
     elif size < 1 or size % machines:
         into.problems.append(
-            f"{key} = {shown(into.values[key])} needs num_processes, a multiple of num_machines "
+            f"{key} = {as_text(into.values[key])} needs num_processes, a multiple of num_machines "
             f"{machines}, for its groups; got {size}"
         )
     else:

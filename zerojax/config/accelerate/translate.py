@@ -8,8 +8,8 @@ from zerojax.config.accelerate.check import check
 from zerojax.config.accelerate.deepspeed import deepspeed
 from zerojax.config.accelerate.fsdp import fsdp, parallelism
 from zerojax.config.accelerate.keys import DEEPSPEED, FSDP, KEYS, PLAIN, TYPES
-from zerojax.config.accelerate.translation import Judged, Translation
-from zerojax.config.errors import shown
+from zerojax.config.accelerate.translation import KeyTreatment, Translation
+from zerojax.config.errors import as_text
 
 _OTHER_CHIPS = ("NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
 _SECTION_OF = {DEEPSPEED: "DEEPSPEED", FSDP: "FSDP"}
@@ -83,7 +83,7 @@ def _kind(into: Translation, file: Mapping[str, Any]) -> str:
         )
     elif kind:
         into.problems.append(
-            f"distributed_type: expected one of {', '.join(TYPES)}, got {shown(kind)}"
+            f"distributed_type: expected one of {', '.join(TYPES)}, got {as_text(kind)}"
         )
     elif "distributed_type" not in file:
         into.problems.append(
@@ -97,22 +97,22 @@ def _by_table(into: Translation, key: str, kind: str) -> None:
     """Records the treatment of a key if the table determines it without other keys."""
     row, section = KEYS[key], key.rpartition(".")[0]
     if row.treatment == "left to launch":
-        into.judged[key] = Judged((), row.treatment, row.why)
+        into.judged[key] = KeyTreatment((), row.treatment, row.why)
     elif kind and (needs := _SECTION_OF.get(section, kind)) != kind:
-        into.judged[key] = Judged((), "no effect", f"it is for distributed_type {needs}")
+        into.judged[key] = KeyTreatment((), "no effect", f"it is for distributed_type {needs}")
     elif row.treatment == "off only":
         if into.values[key] not in row.accepts:
             into.refuse(key, f"{row.why}; leave it out")
-        into.judged[key] = Judged((), "honoured", "off", into.values[key])
+        into.judged[key] = KeyTreatment((), "honoured", "off", into.values[key])
     elif row.treatment != "honoured":
-        into.judged[key] = Judged((), row.treatment, row.why)
+        into.judged[key] = KeyTreatment((), row.treatment, row.why)
     elif row.why:
-        into.judged[key] = Judged((), "honoured", row.why, into.values[key])
+        into.judged[key] = KeyTreatment((), "honoured", row.why, into.values[key])
     elif key == "distributed_type":
         why = "stage 0: the batch is spread over the devices, and nothing is sharded"
         if kind not in PLAIN:
             why = f"{kind.lower()}_config says what is sharded"
-        into.judged[key] = Judged((), "honoured", why, into.values[key])
+        into.judged[key] = KeyTreatment((), "honoured", why, into.values[key])
 
 
 def _precision(into: Translation, kind: str) -> None:
@@ -120,7 +120,7 @@ def _precision(into: Translation, kind: str) -> None:
     key = "mixed_precision"
     if "fp16" in into.values:
         if key in into.values:
-            into.judged["fp16"] = Judged((), "no effect", f"{key} says the dtype")
+            into.judged["fp16"] = KeyTreatment((), "no effect", f"{key} says the dtype")
         elif into.values["fp16"]:
             key = "fp16"
     if key not in into.values:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from zerojax.config.accelerate.check import Leaf
 from zerojax.config.batch import BATCH_SIZES
-from zerojax.config.errors import ConfigError, shown
+from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.keys import KEYS as JSON_KEYS
 from zerojax.config.keys import NULLABLE
 from zerojax.config.notes import Note, Status
@@ -17,7 +17,7 @@ _PROGRAM_KEYS = (*BATCH_SIZES, "gradient_clipping")
 and in `clip_grad_norm_`."""
 
 
-class Judged(NamedTuple):
+class KeyTreatment(NamedTuple):
     """The treatment of a key of the YAML.
 
     Attributes:
@@ -54,7 +54,7 @@ class Translation:
     raw: dict[str, Any] = field(default_factory=dict)
     file: str = ""
     of_file: dict[str, Any] = field(default_factory=dict)
-    judged: dict[str, Judged] = field(default_factory=dict)
+    judged: dict[str, KeyTreatment] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)
     _both: dict[str, Any] = field(default_factory=dict)  # of_file's values for keys of both files
@@ -82,15 +82,15 @@ class Translation:
             target[name] = value
         elif value != "auto" and _checked(path, existing) != _checked(path, value):
             self.problems.append(
-                f"{key} = {shown(self.values[key])} says otherwise than {path} = {shown(existing)} "
-                f"in {self.file}; take one of them out"
+                f"{key} = {as_text(self.values[key])} says otherwise than {path} = "
+                f"{as_text(existing)} in {self.file}; take one of them out"
             )
             return False
         return True
 
     def stands_for(self, key: str, *paths: str, reason: str = "") -> None:
         """Records that a key of the YAML is translated into these keys of the JSON."""
-        self.judged[key] = Judged(paths, "honoured", reason, self.values[key])
+        self.judged[key] = KeyTreatment(paths, "honoured", reason, self.values[key])
 
     def imply(self, path: str, value: Any, reason: str) -> None:
         """Sets a key of the JSON to Accelerate's default, since no key of the YAML sets it."""
@@ -110,7 +110,7 @@ class Translation:
 
     def refuse(self, key: str, why: str) -> None:
         """Adds a problem for a value that zerojax does not support."""
-        self.problems.append(f"{key} = {shown(self.values[key])} is not supported: {why}")
+        self.problems.append(f"{key} = {as_text(self.values[key])} is not supported: {why}")
 
     def notes(self, of_json: Iterable[Note]) -> list[Note]:
         """Returns the notes of a config: first those of the YAML's keys, then those of the JSON's.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from zerojax.config.errors import shown
+from zerojax.config.errors import as_text
 from zerojax.config.keys.row import (
     FLAG,
     FLAG_OFF,
@@ -39,7 +39,7 @@ def _monitor(section: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
     why = f"true: metrics are written to {section}"
     yield honoured(f"{section}.enabled", FLAG, False, why, auto=OFF)
     for name, (kind, default) in keys.items():
-        auto, why = f"DeepSpeed's default, {shown(default)}", f"for {section}"
+        auto, why = f"DeepSpeed's default, {as_text(default)}", f"for {section}"
         yield honoured(f"{section}.{name}", kind, default, why, auto=auto)
 
 

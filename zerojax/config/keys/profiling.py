@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, StrictStr
 
-from zerojax.config.errors import shown
+from zerojax.config.errors import as_text
 from zerojax.config.keys.row import (
     FLAG,
     FLAG_OFF,
@@ -93,7 +93,7 @@ PROFILING: tuple[Key, ...] = (
                     kind,
                     default,
                     says,
-                    auto=f"DeepSpeed's default, {shown(default)}",
+                    auto=f"DeepSpeed's default, {as_text(default)}",
                 )
                 for name, (kind, default, says) in keys.items()
             ),

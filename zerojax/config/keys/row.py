@@ -15,7 +15,7 @@ from pydantic import (
     ValidationError,
 )
 
-from zerojax.config.errors import ConfigError, shown
+from zerojax.config.errors import ConfigError, as_text
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ValueKind:
         try:
             return self._adapter.validate_python(value)
         except ValidationError:
-            raise ConfigError(f"expected {self.says}, got {shown(value)}") from None
+            raise ConfigError(f"expected {self.says}, got {as_text(value)}") from None
 
 
 def _integral_to_int(value: Any) -> Any:
@@ -228,7 +228,7 @@ def off_only(section: str, why: str, **keys: tuple[Any, ...]) -> Iterator[Key]:
             treatment="off only",
             why=why,
             accepts=tuple(off),
-            auto=f"{shown(off[0])}: not asked for",
+            auto=f"{as_text(off[0])}: not asked for",
         )
 
 

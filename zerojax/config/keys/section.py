@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import ClassVar
 
-from zerojax.config.errors import ConfigError, shown
+from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.keys import KEYS
 
 
@@ -18,7 +18,7 @@ class Section:
         for item in fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
             if item.name == "device" and value not in ("cpu", "nvme"):
-                problems.append(f'device: expected "cpu" or "nvme", got {shown(value)}')
+                problems.append(f'device: expected "cpu" or "nvme", got {as_text(value)}')
                 continue
             try:
                 value = KEYS[f"{self._section}.{item.name}"].kind.check(value)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from zerojax.config.errors import shown
+from zerojax.config.errors import as_text
 from zerojax.config.keys.row import (
     AMOUNT,
     ANYTHING,
@@ -146,7 +146,7 @@ TRAINING: tuple[Key, ...] = (
         auto='off, unless the program asks for it: auto={"fp16.enabled": True}',
     ),
     *(
-        setting(f"fp16.{name}", kind, default, why, auto=f"DeepSpeed's default, {shown(default)}")
+        setting(f"fp16.{name}", kind, default, why, auto=f"DeepSpeed's default, {as_text(default)}")
         for name, kind, default, why in _SCALING
     ),
     setting(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from zerojax.plan.stored import stored
+from zerojax.plan.stored import unwrap_stored
 
 
 def abstract(model: nn.Module) -> Any:
@@ -52,7 +52,7 @@ def wanted(model: nn.Module, like: Any = None, dtype: Any = None) -> Any:
         leaf_dtype = jnp.dtype(dtype or getattr(leaf, "dtype", jnp.float32))
         if not jnp.issubdtype(leaf_dtype, jnp.floating):
             raise ValueError(f"the parameter {path} shall be {leaf_dtype}: weights are floats")
-        sharding = leaf if is_sharding else getattr(stored(leaf), "sharding", None)
+        sharding = leaf if is_sharding else getattr(unwrap_stored(leaf), "sharding", None)
         leaves.append(jax.ShapeDtypeStruct(shape, leaf_dtype, sharding=sharding))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

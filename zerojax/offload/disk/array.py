@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zerojax.offload.disk.pieces import (
+from zerojax.offload.disk.slices import (
     Index,
     StoredChunk,
     boxes,
@@ -36,7 +36,7 @@ class DiskLeaf:
       store: The disk.
       name: Name for keys and messages; unique in the store.
       shape, dtype, sharding: Global shape, dtype and sharding of the array.
-      pieces: Consecutive element ranges of the chunks of a flat shard; every shard has the same
+      chunks: Consecutive element ranges of the chunks of a flat shard; every shard has the same
         ranges.
 
     Attributes:
@@ -45,7 +45,7 @@ class DiskLeaf:
       half: True if chunks were written since the last complete update.
 
     Raises:
-      ValueError: ``pieces`` are not the elements of a shard.
+      ValueError: ``chunks`` are not the elements of a shard.
     """
 
     def __init__(
@@ -55,21 +55,21 @@ class DiskLeaf:
         shape: Sequence[int],
         dtype: Any,
         sharding: NamedSharding,
-        pieces: Sequence[range],
+        chunks: Sequence[range],
     ) -> None:
         self.store, self.name = store, name
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
-        self.sharding, self.pieces = sharding, tuple(pieces)
+        self.sharding, self.chunks = sharding, tuple(chunks)
         self.shards = stored_shards(sharding, self.shape)
         self.generation, self.half = 0, False
         self._torn = False
-        keys = [self._key(i, k) for i in range(len(self.shards)) for k in range(len(self.pieces))]
+        keys = [self._key(i, k) for i in range(len(self.shards)) for k in range(len(self.chunks))]
         # At exit the entire store is removed.
         weakref.finalize(self, store.forget, keys).atexit = False
         size = math.prod(sharding.shard_shape(self.shape))
-        ends = [0, *(chunk.stop for chunk in self.pieces)]
-        if [chunk.start for chunk in self.pieces] != ends[:-1] or ends[-1] != size:
-            raise ValueError(f"{name}: {self.pieces} are not a shard of {size} elements")
+        ends = [0, *(chunk.stop for chunk in self.chunks)]
+        if [chunk.start for chunk in self.chunks] != ends[:-1] or ends[-1] != size:
+            raise ValueError(f"{name}: {self.chunks} are not a shard of {size} elements")
 
     def fill(self, array: jax.Array) -> None:
         """Writes a complete array of the leaf's shape, dtype and sharding, chunk by chunk.
@@ -85,7 +85,7 @@ class DiskLeaf:
             )
         data = {shard.device: shard.data for shard in array.addressable_shards}
         firsts = [shard.devices[0] for shard in self.shards]
-        for k, chunk in enumerate(self.pieces):
+        for k, chunk in enumerate(self.chunks):
             self.write(k, {device: flat_chunk(data[device], chunk) for device in firsts})
         self._torn = False
 
@@ -104,22 +104,22 @@ class DiskLeaf:
             raise DiskStateError(self.interrupted)
         return self.store.read(self._key(i, k))
 
-    def write(self, k: int, piece: jax.Array | Mapping[jax.Device, Data]) -> None:
+    def write(self, k: int, chunk: jax.Array | Mapping[jax.Device, Data]) -> None:
         """Starts to write chunk ``k``; no handle can be read until :meth:`advance`.
 
         Args:
           k: Index of the chunk.
-          piece: The chunk of each device's shard, by device or as the shards of a JAX array of any
+          chunk: The chunk of each device's shard, by device or as the shards of a JAX array of any
             shape; of the devices with the same shard, one is enough.
 
         Raises:
           DiskStateError: an earlier write failed.
           ValueError: the chunk has another size.
         """
-        if isinstance(piece, jax.Array):
-            piece = {shard.device: shard.data for shard in piece.addressable_shards}
-        size = len(self.pieces[k])
-        shard_data = [next(piece[d] for d in shard.devices if d in piece) for shard in self.shards]
+        if isinstance(chunk, jax.Array):
+            chunk = {shard.device: shard.data for shard in chunk.addressable_shards}
+        size = len(self.chunks[k])
+        shard_data = [next(chunk[d] for d in shard.devices if d in chunk) for shard in self.shards]
         if wrong := [x.nbytes for x in shard_data if x.nbytes != size * self.dtype.itemsize]:
             raise ValueError(
                 f"{self.name}: block {k} has {size} elements of {self.dtype}, and "
@@ -191,7 +191,7 @@ class DiskArray:
         needed = [
             (i, k)
             for i, k in itertools.product(
-                range(len(self.leaf.shards)), range(len(self.leaf.pieces))
+                range(len(self.leaf.shards)), range(len(self.leaf.chunks))
             )
             if any(meet(box, wanted) is not None for box in self._boxes(i, k))
         ]
@@ -219,7 +219,7 @@ class DiskArray:
 
     def _boxes(self, i: int, k: int) -> list[Index]:
         """Returns the global boxes that chunk ``k`` of shard ``i`` covers, in order."""
-        shape, chunk = self.sharding.shard_shape(self.shape), self.leaf.pieces[k]
+        shape, chunk = self.sharding.shard_shape(self.shape), self.leaf.chunks[k]
         parts = boxes(shape, chunk.start, chunk.stop)
         return [moved(box, self.leaf.shards[i].box) for box in parts]
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.config import OffloadParam
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.places import DISK
-from zerojax.plan.plan import Leaf
+from zerojax.plan.state_sharding import Leaf
 
 _ENTIRE = -1
 """Value in place of an entry: the entire parameter."""

@@ -79,7 +79,7 @@ class DiskStore:
         self._room = threading.BoundedSemaphore(buffer_count)
         self._readers = ThreadPoolExecutor(buffer_count, "zerojax-read")
         self._writers = ThreadPoolExecutor(buffer_count, "zerojax-write")
-        self._alone = threading.Lock()
+        self._lock = threading.Lock()
         self._forgotten: SimpleQueue[Iterable[str]] = SimpleQueue()
         self._numbers = itertools.count()
         self._failed: str | None = None
@@ -118,7 +118,7 @@ class DiskStore:
         self._room.acquire()
         try:
             self._check()
-            with self._alone:
+            with self._lock:
                 if key not in self._blocks:
                     self._blocks[key] = _Block(self.path / f"{next(self._numbers):06}")
                 block = self._blocks[key]
@@ -144,7 +144,7 @@ class DiskStore:
           KeyError: nothing was written for the key.
         """
         self._check()
-        with self._alone:
+        with self._lock:
             block = self._blocks[key]
             future = self._readers.submit(self._read, key, block, block.write)
             block.reads.add(future)
@@ -166,14 +166,14 @@ class DiskStore:
           DiskStateError: a write failed.
         """
         removed = self._tidy()
-        with self._alone:
+        with self._lock:
             writing = set(self._writing)
         wait([*removed, *writing])
         self._check()
 
     def close(self) -> None:
         """Removes the folder, once no read or write is under way."""
-        with self._alone:
+        with self._lock:
             self._closed = True
         self._writers.shutdown()
         self._readers.shutdown()
@@ -187,7 +187,7 @@ class DiskStore:
                 keys = self._forgotten.get_nowait()
             except Empty:
                 break
-            with self._alone:
+            with self._lock:
                 for block in [self._blocks.pop(key) for key in keys if key in self._blocks]:
                     before: list[Future[Any]] = [*block.reads]
                     before += [block.write] if block.write else []
@@ -202,11 +202,11 @@ class DiskStore:
 
     def _written(self, future: Future[None]) -> None:
         self._room.release()
-        with self._alone:
+        with self._lock:
             self._writing.discard(future)
 
     def _was_read(self, block: _Block, future: Future[np.ndarray]) -> None:
-        with self._alone:  # only the caller keeps the bytes
+        with self._lock:  # only the caller keeps the bytes
             block.reads.discard(future)
 
     def _write(self, key: str, block: _Block, data: Data, before: list[Future[Any]]) -> None:

@@ -46,7 +46,7 @@ from zerojax.plan.live import Live
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
 from zerojax.plan.quantized import QuantizedWeights
 from zerojax.plan.rule import is_small
-from zerojax.plan.stored import pad, shown, stored
+from zerojax.plan.stored import pad, unwrap_stored, user_leaf
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla.compiler import GPUS
 
@@ -173,14 +173,14 @@ class Plan:
 
     def stored(self, parts: Parts) -> Parts:
         """Replaces the leaves that the user sees by their arrays at rest."""
-        return parts if self.plain else stored(parts)
+        return parts if self.plain else unwrap_stored(parts)
 
     def shown(self, parts: Parts) -> Parts:
         """Replaces arrays at rest by the leaves that the user sees."""
         return (
             parts
             if self.plain
-            else self.each(lambda x, leaf: shown(x, leaf.shape), parts, self.all_leaves())
+            else self.each(lambda x, leaf: user_leaf(x, leaf.shape), parts, self.all_leaves())
         )
 
     def results(self, out: Any) -> Any:

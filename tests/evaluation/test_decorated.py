@@ -494,7 +494,7 @@ class TestRefused:
 
     def test_no_batch(self) -> None:
         zero = zero_for(0)
-        with pytest.raises(TypeError, match=r"takes a state and a batch.*the state alone"):
+        with pytest.raises(TypeError, match=r"takes a state and a batch.*only the state"):
             zero.evaluate(lambda *args: None)(zero.init(create, KEY))
 
     def test_no_rows(self) -> None:

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from zerojax.offload.disk.pieces import boxes, full_index, meet, moved, shape_of
+from zerojax.offload.disk.slices import boxes, full_index, meet, moved, shape_of
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (1, 1), (3, 5), (4, 1, 3), (2, 3, 2, 2)])

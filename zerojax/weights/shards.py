@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from zerojax.offload.disk.array import DiskArray
-from zerojax.plan.stored import stored
+from zerojax.plan.stored import unwrap_stored
 from zerojax.weights.arrangement import Bounds
 
 _ALIGNMENT = 64
@@ -49,10 +49,10 @@ def from_shards(
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _put(piece: np.ndarray, devices: list[jax.Device], memory_kind: str | None) -> list[jax.Array]:
+def _put(shard: np.ndarray, devices: list[jax.Device], memory_kind: str | None) -> list[jax.Array]:
     shardings = [SingleDeviceSharding(device, memory_kind=memory_kind) for device in devices]
     # The copies keep a reference to the shard: wait, so that the host holds one shard at a time.
-    return jax.block_until_ready([jax.device_put(piece, sharding) for sharding in shardings])
+    return jax.block_until_ready([jax.device_put(shard, sharding) for sharding in shardings])
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -74,7 +74,7 @@ def to_host(array: Any) -> Iterator[tuple[Bounds, np.ndarray]]:
       array: A NumPy or JAX array, or an array at rest, whose padding is left out.
     """
     shape = tuple(array.shape)
-    at_rest = stored(array)
+    at_rest = unwrap_stored(array)
     if isinstance(at_rest, DiskArray):
         at_rest = at_rest.load()
     if not isinstance(at_rest, jax.Array):

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from zerojax.graph.cache import cached_by_jaxpr
-from zerojax.graph.graph import graph_of
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.regions import regions
 from zerojax.graph.search import contains, equations, runs_regions
 from zerojax.xla import jaxprs

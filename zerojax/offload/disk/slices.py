@@ -151,15 +151,15 @@ def results(begin: Iterable[Callable[[], Future[Any]]], n: int) -> Iterator[Any]
         yield under_way.popleft().result()
 
 
-def flat_chunk(x: jax.Array, piece: range) -> Data:
+def flat_chunk(x: jax.Array, chunk: range) -> Data:
     """Returns a chunk of a flattened shard.
 
     An accelerator slices the chunk itself, as the host would have to fetch the complete shard.
     """
     (device,) = x.devices()
     if device.platform == "cpu" or x.sharding.memory_kind != device.default_memory().kind:
-        return np.asarray(x).reshape(-1)[piece.start : piece.stop]
-    return _slice(x, piece.start, len(piece))
+        return np.asarray(x).reshape(-1)[chunk.start : chunk.stop]
+    return _slice(x, chunk.start, len(chunk))
 
 
 @functools.partial(jax.jit, static_argnums=2)

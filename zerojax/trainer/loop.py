@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from zerojax.api import zero
 from zerojax.checkpoint import PREEMPTED, export
-from zerojax.checkpoint.processes import LONGEST, first
+from zerojax.checkpoint.processes import LONGEST, call_on_first
 from zerojax.devices.mesh import batch_devices
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.optim.telemetry import telemetry
@@ -265,7 +265,7 @@ class Trainer:
             folder.checkpoints.wait()
             source = folder.checkpoints.directory
             write = partial(export, source, out, step=self._saved, **options)
-            first("save_model", lambda: str(write().tensors), LONGEST)
+            call_on_first("save_model", lambda: str(write().tensors), LONGEST)
         return out
 
     def _reader(self, dataset: Any, name: str = "the dataset") -> data.Reader:

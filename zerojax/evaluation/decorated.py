@@ -9,11 +9,11 @@ from typing import Any, Self
 import jax
 from jax.sharding import Mesh
 
-from zerojax.devices.mesh import automatic_context, relabelled
+from zerojax.devices.mesh import automatic_context, relabel_arrays
 from zerojax.evaluation.objects import Subject, subject_of
 from zerojax.evaluation.program import EvaluationProgram
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, Form, Rearranged
+from zerojax.step.call import Call, Form, RearrangedFunction
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.results import put_back
@@ -51,7 +51,7 @@ class Evaluation(Decorated[P, R]):
         if watchdog:
             watchdog.ran(out)
         if names:
-            out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
+            out = relabel_arrays(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return out  # type: ignore[no-any-return]
 
     def _with(self, arguments: Arguments) -> Self:
@@ -88,7 +88,7 @@ class Evaluation(Decorated[P, R]):
     def _program(
         self, subject: Subject, form: Form, explicit: Explicit | None
     ) -> EvaluationProgram:
-        def make(function: Rearranged) -> EvaluationProgram:
+        def make(function: RearrangedFunction) -> EvaluationProgram:
             return EvaluationProgram(function, self._states, subject, explicit)
 
         program: EvaluationProgram = self._compiled(subject.opened, form, explicit, make)

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.collectives.ledger import Ledger
-from zerojax.devices.mesh import automatic_context, relabelled
+from zerojax.devices.mesh import automatic_context, relabel_arrays
 from zerojax.foresight.guard import Guard
 from zerojax.foresight.step_reports import StepReports
 from zerojax.monitor.after_step import AfterStep
@@ -20,12 +20,12 @@ from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, Form, Rearranged
+from zerojax.step.call import Call, Form, RearrangedFunction
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.emitted import collectives_of
 from zerojax.step.find_optimizer import find_optimizer
-from zerojax.step.last import LastArrays, LastObjects, Recognized
+from zerojax.step.last import LastArrays, LastObjects, RecognizedState
 from zerojax.step.offloaded import OffloadedStep
 from zerojax.step.program import StepProgram, StepResult, StepSetting
 from zerojax.step.resident import ResidentStep
@@ -87,7 +87,7 @@ class Step(Decorated[P, R]):
         if watchdog:
             watchdog.ran(out)
         if explicit:
-            out = relabelled(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
+            out = relabel_arrays(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return put_back(out, objects)  # type: ignore[no-any-return]
 
     def _run(self, call: Call, explicit: Explicit | None) -> tuple[tuple[Any, ...], Any]:
@@ -129,7 +129,7 @@ class Step(Decorated[P, R]):
 
     def _begin(
         self, call: Call, explicit: Explicit | None
-    ) -> tuple[StepProgram, Parts, Recognized | None]:
+    ) -> tuple[StepProgram, Parts, RecognizedState | None]:
         """Returns the program for a call, and the state, placed for the program. Skips all checks
         if the state is the one that the last step left."""
         cached, last = from_cached_partial(), self._last
@@ -147,10 +147,14 @@ class Step(Decorated[P, R]):
         _check_not_deleted(jax.tree.leaves(call.objects) if opened.any_pytree else ())
         program = self._program(opened, call, explicit)
         program.setting.layout.check(call.batch)
-        return program, self._states.placed(opened, program.setting.plan), None
+        return program, self._states.place(opened, program.setting.plan), None
 
     def _finish(
-        self, call: Call, program: StepProgram, recognized: Recognized | None, result: StepResult
+        self,
+        call: Call,
+        program: StepProgram,
+        recognized: RecognizedState | None,
+        result: StepResult,
     ) -> tuple[tuple[Any, ...], LastObjects | LastArrays | None]:
         """Returns the state's objects after the step, NNX objects updated in place; and the record
         by which the next step recognizes them, None if there is no new record."""
@@ -178,7 +182,11 @@ class Step(Decorated[P, R]):
         return program
 
     def _make(
-        self, opened: OpenedState, call: Call, explicit: Explicit | None, function: Rearranged
+        self,
+        opened: OpenedState,
+        call: Call,
+        explicit: Explicit | None,
+        function: RearrangedFunction,
     ) -> StepProgram:
         if opened.optimizer_in_step:
             opened = dataclasses.replace(opened, tx=find_optimizer(function, opened, call))

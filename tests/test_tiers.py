@@ -9,8 +9,18 @@ import pytest
 from pairwise import cover, pairs
 from rooms import ROOMS
 from tiers import (
-    BOUNDS, CORE, ROOT, SLACK, SWEEP_SECONDS, Durations, affects, chosen, cpu_seconds,
-    expected_seconds, peak, resident,
+    BOUNDS,
+    CORE,
+    ROOT,
+    SLACK,
+    SWEEP_SECONDS,
+    Durations,
+    affects,
+    chosen,
+    cpu_seconds,
+    expected_seconds,
+    peak,
+    resident,
 )  # fmt: skip
 
 SWEEPS = [

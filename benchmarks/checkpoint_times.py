@@ -1,4 +1,4 @@
-"""How long zerojax and plain orbax take to save and restore one state, turn by turn."""
+"""Seconds that zerojax and plain orbax take to save and restore one state, turn by turn."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns:
-    """What was timed.
+    """Timings of a state, and its sizes.
 
     Attributes:
       state_bytes: of the arrays.
@@ -82,7 +82,7 @@ def take_turns(
 ) -> Turns:
     """Saves and restores ``rounds`` times, after a first time that does not count.
 
-    ``cold``: also when the whole system's page cache is dropped, where that is permitted.
+    ``cold``: also when the system's page cache is dropped, where that is permitted.
     """
     zero = zerojax.zero(stage=3, mesh=mesh)
     half = zerojax.mesh(max(1, mesh.size // 2))

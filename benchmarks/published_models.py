@@ -1,9 +1,8 @@
-"""The models of the published tables that zerojax.models lacks: an encoder, an encoder-decoder.
+"""The encoder of the published tables, shaped as DeBERTa-v2 XLarge.
 
-Shaped as DeBERTa-v2 XLarge and as BlenderBot 400M distill, from their configs on the Hugging Face
-hub. Left out: dropout (the published runs had 0.1 of it), and the encoder's convolution after its
-first layer (0.8% of the parameters). No block is rematerialised. Their layers are scanned, so
-that they compile in seconds.
+Left out: dropout (the published runs had 0.1 of it), and the convolution after the first layer
+(0.8% of the parameters). No block is rematerialised. The layers are scanned, so that they compile
+in seconds.
 
     params = Encoder().init(jax.random.key(0), tokens)["params"]
 
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from zerojax.models.loss import cross_entropy, widen
+from zerojax.models.loss import widen
 
 INIT = nn.initializers.normal(0.02)
 gelu = functools.partial(nn.gelu, approximate=False)
@@ -86,23 +85,6 @@ class PostNormBlock(nn.Module):
         return _norm("norm")(x + FeedForward(self.inner, name="feed_forward")(x)), None
 
 
-class PreNormBlock(nn.Module):
-    """x + attention(norm(x)), of a decoder the same on what the encoder gave, x + mlp(norm(x))."""
-
-    heads: int
-    inner: int
-    decoder: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array, seen: jax.Array) -> tuple[jax.Array, None]:
-        y = _norm("attention_norm")(x)
-        x = x + Attention(self.heads, self.decoder, name="attention")(y, y)
-        if self.decoder:
-            y = _norm("cross_norm")(x)
-            x = x + Attention(self.heads, name="cross_attention")(y, seen)
-        return x + FeedForward(self.inner, name="feed_forward")(_norm("norm")(x)), None
-
-
 class Encoder(nn.Module):
     """Tokens int [B, T] -> logits [B, classes] from the first token."""
 
@@ -123,33 +105,6 @@ class Encoder(nn.Module):
         x = _stack(PostNormBlock, self.layers)(self.heads, self.inner, name="layers")(x, near)[0]
         pooled = gelu(_dense(self.width, "pooler")(x[:, 0]))
         return widen(_dense(self.classes, "classifier")(pooled))
-
-
-class EncoderDecoder(nn.Module):
-    """Source int [B, T] and target [B, S] -> the cross-entropy of each target token, [B, S]."""
-
-    vocab: int = 8008
-    layers: tuple[int, int] = (2, 12)
-    heads: int = 32
-    width: int = 1280
-    inner: int = 5120
-    positions: int = 128
-
-    @nn.compact
-    def __call__(self, source: jax.Array, target: jax.Array) -> jax.Array:
-        words = _embed(self.vocab, self.width, "shared_embeddings")
-
-        def run(tokens: jax.Array, seen: jax.Array | None, name: str, layers: int) -> jax.Array:
-            places = _embed(self.positions, self.width, f"{name}_positions")
-            x = words(tokens) * math.sqrt(self.width) + places(jnp.arange(tokens.shape[1]))
-            stack = _stack(PreNormBlock, layers)
-            block = stack(self.heads, self.inner, seen is not None, name=f"{name}_layers")
-            return _norm(f"{name}_norm")(block(x, x if seen is None else seen)[0])
-
-        seen = run(source, None, "encoder", self.layers[0])
-        before = jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
-        x = run(before, seen, "decoder", self.layers[1])
-        return cross_entropy(widen(words.attend(x)), target)
 
 
 def _stack(block: Callable[..., nn.Module], layers: int) -> Any:

@@ -3,7 +3,7 @@
     found = find_largest(study, Choice(stage=2, micro=1), start=8)
     found.micro, found.row_bytes
 
-The peak is nearly affine in the micro-batch, so two compiles tell about where the limit is. What
+The peak is nearly affine in the micro-batch, so two compiles show roughly where the limit is. What
 is named the largest was compiled and fits; one row more was compiled and does not.
 """
 

@@ -1,4 +1,4 @@
-"""The steps of the published tables: what a study compiles.
+"""The steps of the published tables, for a study to compile.
 
     Study(encoder, config, topology("titan-rtx", 2), rates("titan-rtx"), rows=2, seq=128)
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from benchmarks.published_models import Encoder, EncoderDecoder
+from benchmarks.published_models import Encoder
 from zerojax.api import Zero
 from zerojax.models import gpt, llama
 from zerojax.models.assumed_attention import NAME
@@ -48,8 +48,8 @@ def fused_llama(
 
     Args:
       attention: As `zerojax.models.attention.planned_attention` takes it; cuDNN's is assumed.
-      keep: What blocks with `remat` keep beside their input: what attention makes, and what
-        products with weights make.
+      keep: Results that blocks with `remat` keep beside their input: those of attention, and those
+        of products with weights.
     """
     policies = jax.checkpoint_policies
     made_there = policies.save_only_these_names(NAME)
@@ -60,7 +60,7 @@ def fused_llama(
         "products": policies.save_from_both_policies(products, made_there),
     }[keep]
 
-    def made(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
+    def build(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
         config = llama.LlamaConfig(**{**sizes, "block_size": seq}, scan=True, remat=remat)
         fused = planned_attention(zero, attention) or llama.grouped_attention
         model = llama.Llama(config, fused, kept, zero.sequence)
@@ -69,9 +69,9 @@ def fused_llama(
         def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:
             return apply(batch["tokens"], targets=batch["targets"]).mean()
 
-        return _workload(model, zero, batch, ("tokens",), loss, rows * seq)
+        return _workload(model, zero, batch, loss, rows * seq)
 
-    return made
+    return build
 
 
 def encoder(zero: Zero, rows: int, seq: int) -> Workload:
@@ -81,31 +81,18 @@ def encoder(zero: Zero, rows: int, seq: int) -> Workload:
     def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:
         return loss_fn(apply(batch["tokens"])[:, None], batch["labels"][:, None])
 
-    return _workload(Encoder(), zero, batch, ("tokens",), loss, rows * seq)
-
-
-def encoder_decoder(zero: Zero, rows: int, seq: int) -> Workload:
-    """A step of conditional generation: ``seq`` tokens of source, half as many of target."""
-    batch = {"source": _tokens(rows, seq), "target": _tokens(rows, seq // 2)}
-
-    def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:
-        return apply(batch["source"], batch["target"]).mean()
-
-    inputs = ("source", "target")
-    return _workload(EncoderDecoder(), zero, batch, inputs, loss, rows * (seq + seq // 2))
+    return _workload(Encoder(), zero, batch, loss, rows * seq)
 
 
 def _workload(
     model: nn.Module,
     zero: Zero,
     batch: dict[str, jax.ShapeDtypeStruct],
-    inputs: tuple[str, ...],
     loss: Callable[[Callable[..., Any], Any], jax.Array],
     tokens: int,
 ) -> Workload:
     def create_state(key: jax.Array) -> TrainState:
-        examples = (jnp.zeros(batch[name].shape, jnp.int32) for name in inputs)
-        params = model.init(key, *examples)["params"]
+        params = model.init(key, jnp.zeros(batch["tokens"].shape, jnp.int32))["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=zero.optimizer())
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:

@@ -1,4 +1,4 @@
-"""What a published table becomes: rows of what was said, what was computed, and why they differ."""
+"""Rows of a published table: the published figure, the computed one, and why they differ."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ HEADINGS = ["case", "published", "computed", "of each device", "why"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a study is made of.
+    """Model, devices and settings of a study.
 
     Attributes:
       function: gives the model or the workload.
@@ -26,7 +26,7 @@ class Setup:
       seq: tokens in a row.
       precision: "fp16" or "bf16".
       remat: of functions that take it.
-      replicas: groups of devices, each of which holds the whole state.
+      replicas: groups of devices, each of which holds the complete state.
       shared: devices that share the tokens of a row, on the axis "seq".
       network: as ``zerojax plan`` names it; None for that of the devices.
       rates: figures in which the devices differ from those of their kind.
@@ -94,7 +94,6 @@ class Section:
     """One published table.
 
     Attributes:
-      name: for ``--only``.
       title: a heading.
       source: who published it, and what was run.
       ours: what was compiled in its place, where it is not the same.
@@ -102,16 +101,11 @@ class Section:
       figures: of every compile, for JSON.
     """
 
-    name: str
     title: str
     source: str
     ours: str
     rows: tuple[Row, ...]
     figures: Mapping[str, Any]
-
-    @property
-    def table(self) -> list[list[str]]:
-        return [HEADINGS, *(row.cells for row in self.rows)]
 
 
 def states(forecast: Forecast) -> int:
@@ -130,7 +124,7 @@ def detail(forecast: Forecast) -> str:
 
 
 def largest_detail(largest: Largest) -> str:
-    """The same, and what one row more takes."""
+    """The peak by kind, and the memory of one row more."""
     text = "" if largest.fitting is None else f"{detail(largest.fitting)}; "
     return (
         f"{text}{largest.row_bytes / 1e6:.0f} MB a row; at {largest.micro + 1} it takes "
@@ -147,7 +141,7 @@ def giga(size: float) -> str:
 
 
 def figures(forecast: Forecast) -> dict[str, Any]:
-    """What of a forecast goes into the JSON."""
+    """Figures of a forecast, for JSON."""
     return {
         "fits": forecast.fits,
         "devices": forecast.devices,

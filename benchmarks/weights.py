@@ -12,12 +12,8 @@ largest tensor; else the exit status is 1.
 
 import argparse
 import dataclasses
-import datetime
 import functools
-import json
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,10 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
+from safetensors import safe_open
 
 import zerojax
 from benchmarks.checkpoint_memory import forget_peak, resident
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
+from benchmarks.frame import Answer, Table, argument, question, say
+from benchmarks.separate import in_a_process
 from examples.run_clm.devices import data_mesh
 from zerojax.models.hugging_face.llama import NAMES, shapes_of
 from zerojax.models.llama import SIZES, Llama, LlamaConfig
@@ -81,7 +79,7 @@ class Loaded:
         return (self.peak - self.before - self.shards) / self.largest
 
     def missed(self) -> list[str]:
-        """What was not as expected, one line each."""
+        """One line for each limit that was missed."""
         limits = {
             f"{self.read:,} bytes read of {self.files:,}": self.read <= self.files + COUNTING,
             f"{self.beside:.2f} of the largest tensor, more than {MOST}": self.beside <= MOST,
@@ -103,8 +101,9 @@ def write(folder: Path, model: str) -> None:
                 put(tensor.name, bits.view(BF16), begin)
 
 
-def measure(folder: Path, model: str, scan: bool) -> Loaded:
-    """Loads here and now."""
+def measure(path: str, model: str, scan: bool) -> Loaded:
+    """Loads the files of a folder, and measures this process."""
+    folder = Path(path)
     llama = Llama(LlamaConfig(**MODELS[model], scan=scan))
     zero = zerojax.zero(stage=3, mesh=data_mesh(None))
     tokens = jnp.zeros((1, 8), jnp.int32)
@@ -138,9 +137,7 @@ def measure(folder: Path, model: str, scan: bool) -> Loaded:
 
 
 def _same(folder: Path, params: Any, scan: bool) -> bool:
-    """Whether some parameters are what safetensors' own reader makes of the files."""
-    from safetensors import safe_open
-
+    """Returns whether some parameters are those that safetensors' own reader finds in the files."""
     files = sorted(folder.glob("*.safetensors"))
     held: dict[str, Any] = {}
     for file in files:
@@ -163,31 +160,16 @@ def _same(folder: Path, params: Any, scan: bool) -> bool:
 
 
 def _tensor(file: Path, name: str) -> np.ndarray:
-    from safetensors import safe_open
-
     with safe_open(file, framework="numpy") as opened:
         tensor: np.ndarray = opened.get_tensor(name)
     return tensor
 
 
 def _bytes_read() -> int:
-    """Of this process, by system calls, from the page cache or the disk."""
+    """Returns the bytes that this process read by system calls, from the page cache or the disk."""
     match = re.search(r"^rchar: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)
     assert match is not None
     return int(match[1])
-
-
-def in_a_process(folder: Path, model: str, scan: bool) -> Loaded:
-    """:func:`measure` in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.weights", "--model", model]
-    done = subprocess.run(
-        [*command, "--folder", folder, "--measure", "scanned" if scan else "unrolled"],
-        cwd=Path(__file__).parents[1],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return Loaded(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def table(results: list[Loaded]) -> list[list[str]]:
@@ -207,7 +189,7 @@ def table(results: list[Loaded]) -> list[list[str]]:
         ],
         *(
             [
-                "stacked" if each.scan else "apart",
+                "stacked" if each.scan else "by layer",
                 f"{each.tensors:,}",
                 f"{each.read:,}",
                 f"{each.largest / MEGA:,.0f}",
@@ -223,48 +205,36 @@ def table(results: list[Loaded]) -> list[list[str]]:
     ]
 
 
-def record(model: str, files: int, results: list[Loaded], folder: Path) -> None:
-    """The record and its figures."""
-    stem = folder / f"{datetime.date.today()}-weights"
-    figures: dict[str, Any] = {"model": model, "loads": list(map(dataclasses.asdict, results))}
-    write_json(stem.with_suffix(".json"), figures)
-    missed = [text for each in results for text in each.missed()]
-    parts = [
-        heading("Loading sharded safetensors at stage 3", ", 8 virtual devices"),
-        f"{model} in bf16, {files} files of at most {FILE_BYTES / GIGA:.0f} GB with random "
-        "numbers, onto 8 devices at stage 3.\nBytes read are those of the process's system calls, "
-        "headers and index among them; the shards of virtual devices are in host memory, "
-        "where devices that hold the same elements may share them.",
-        markdown_table(table(results)),
-        f"Limits missed: {'; '.join(missed) or 'none'}.",
-    ]
-    stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.weights", description="Loading sharded safetensors at stage 3."
-    )
-    parser.add_argument("--model", choices=MODELS, default="llama-1b")
-    parser.add_argument("--folder", type=Path, help="holds the files, and keeps them")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    parser.add_argument("--measure", choices=("scanned", "unrolled"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        measured = measure(options.folder, options.model, options.measure == "scanned")
-        print(json.dumps(dataclasses.asdict(measured)))
-        return
+@question(
+    "weights",
+    "Loading sharded safetensors at stage 3",
+    argument("--model", choices=[*MODELS], default="llama-1b"),
+    argument("--folder", type=Path, help="holds the files, and keeps them"),
+)
+def main(options: argparse.Namespace) -> Answer:
+    model = options.model
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         if not [*folder.glob("*.safetensors")]:
-            write(folder, options.model)
+            say(f"writing {model}")
+            write(folder, model)
         files = len([*folder.glob("*.safetensors")])
-        results = [in_a_process(folder, options.model, scan) for scan in (False, True)]
-    console().print(console_table(table(results), title=options.model))
-    if options.record:
-        record(options.model, files, results, options.record)
-    if missed := [text for each in results for text in each.missed()]:
-        raise SystemExit("\n".join(missed))
+        results = [
+            Loaded(**in_a_process(measure, str(folder.absolute()), model, scan))
+            for scan in (False, True)
+        ]
+    note = (
+        f"{model} in bf16, {files} files of at most {FILE_BYTES / GIGA:.0f} GB with random "
+        "numbers, onto 8 devices at stage 3.\nBytes read are those of the process's system calls, "
+        "headers and index among them; the shards of virtual devices are in host memory, "
+        "where devices that hold the same elements may share them."
+    )
+    return Answer(
+        {"model": model, "loads": results},
+        [note, Table(table(results))],
+        missed=[text for each in results for text in each.missed()],
+        machine=", 8 virtual devices",
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def plain(
     scan: bool = True,
     steps: int = 8,
 ) -> dict[str, Any]:
-    """The same step in ``jax.jit``: the parameters cast to bf16, the state donated."""
+    """The step in ``jax.jit``: the parameters cast to bf16, the state donated."""
     model = models.build(size, layers=layers, scan=scan)
     state = jax.jit(create_state_of(model))(jax.random.key(0))
     step = jax.jit(

@@ -11,7 +11,7 @@ from benchmarks.weights import COUNTING, measure, table, write
 @pytest.mark.usefixtures("quick_compile")
 def test_a_small_llama(scan: bool, tmp_path: pathlib.Path) -> None:
     write(tmp_path, "llama-tiny")
-    loaded = measure(tmp_path, "llama-tiny", scan)
+    loaded = measure(str(tmp_path), "llama-tiny", scan)
     assert loaded.same
     assert loaded.tensors <= loaded.read <= loaded.files + COUNTING
     assert loaded.shards >= loaded.tensors

@@ -1,12 +1,14 @@
 """The tables of largest batches: GPT-2 XL on one GPU, an encoder on two.
 
 Both are of Hugging Face's "Accelerate Large Model Training using DeepSpeed" (2022,
-https://huggingface.co/blog/accelerate-deepspeed), whose commands give the batch of each GPU.
+https://huggingface.co/blog/accelerate-deepspeed), whose commands give the batch of each GPU. A
+batch that is named the largest was compiled and fits; one row more was compiled and does not.
 """
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.published_search import Largest, find_largest
 from benchmarks.published_steps import encoder, gpt2_xl
 from benchmarks.published_tables import (
     Opener,
@@ -17,21 +19,90 @@ from benchmarks.published_tables import (
     figures,
     fits,
     giga,
-    largest_detail,
     states,
 )
 from zerojax.foresight.choice import Choice
+from zerojax.foresight.forecast import Forecast
+from zerojax.tuning.study import Study
 
+GUESSES = 6  # after which the interval is halved, whatever the line through the last two says
 BLOG = "https://huggingface.co/blog/accelerate-deepspeed"
 PLAIN, TWO = Choice(stage=0, micro=1), Choice(stage=2, micro=1)
 OFFLOADED = Choice(stage=3, micro=16, offload="optimizer and parameters")
-# Bytes a parameter, by count: of torch's AMP, Adam and DDP, and of DeepSpeed's ZeRO-2 on two GPUs.
 ENCODER_ROWS = 8, 40  # published, without ZeRO and at stage 2
+# Bytes a parameter, by count: of torch's AMP, Adam and DDP, and of DeepSpeed's ZeRO-2 on two GPUs.
 AMP_BYTES, ZERO2_BYTES = 22, 2 + 14 // 2
 AMP = (
     "torch's AMP and DDP hold 22 bytes a parameter by count (fp32 weights, gradients and moments "
     "16, what autocast casts 2, DDP's buckets 4)"
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Largest:
+    """The outcome of a search.
+
+    Attributes:
+      micro: the largest micro-batch that fits, 0 where not even one row does.
+      fitting: its forecast; None where nothing fits.
+      above: the forecast of one row more.
+      row_bytes: what a row more takes at the peak, from the two compiles farthest apart.
+      compiled: the micro-batches that were.
+    """
+
+    micro: int
+    fitting: Forecast | None
+    above: Forecast
+    row_bytes: float
+    compiled: tuple[int, ...]
+
+
+def find_largest(study: Study, choice: Choice, *, start: int) -> Largest:
+    """Search the largest micro-batch, all else as chosen.
+
+    Args:
+      study: of the model and the devices.
+      choice: whose micro-batch does not matter.
+      start: the first to compile; the second is twice or half of it.
+
+    Raises:
+      ValueError: ``start`` is below 1.
+    """
+    if start < 1:
+        raise ValueError(f"start={start}: give the micro-batch to begin with, 1 or more")
+    known: dict[int, Forecast] = {}
+    wanted = start
+    while True:
+        known[wanted] = study.forecast(dataclasses.replace(choice, micro=wanted))
+        low = max((n for n, forecast in known.items() if forecast.fits), default=0)
+        high = min((n for n, forecast in known.items() if not forecast.fits), default=None)
+        if high is not None and high - low <= 1:
+            break
+        wanted = _next(known, low, high)
+    return Largest(
+        micro=low,
+        fitting=known.get(low),
+        above=known[high],
+        row_bytes=_slope(min(known), max(known), known) if len(known) > 1 else 0.0,
+        compiled=tuple(known),
+    )
+
+
+def _next(known: Mapping[int, Forecast], low: int, high: int | None) -> int:
+    """A size between the largest that fits and the smallest that does not."""
+    if len(known) < 2 or (high is not None and len(known) > GUESSES):
+        return 2 * low if high is None else (low + high) // 2
+    room = next(iter(known.values())).rates.room
+    near = sorted(known, key=lambda n: abs(known[n].peak.bytes - room))[:2]
+    slope = _slope(min(near), max(near), known)
+    if slope <= 0:
+        return 2 * low if high is None else (low + high) // 2
+    guess = near[0] + int((room - known[near[0]].peak.bytes) // slope)
+    return max(low + 1, min(guess, 4 * max(low, 1) if high is None else high - 1))
+
+
+def _slope(less: int, more: int, known: Mapping[int, Forecast]) -> float:
+    return (known[more].peak.bytes - known[less].peak.bytes) / (more - less)
 
 
 def gpt2(opened: Opener) -> Section:
@@ -127,3 +198,12 @@ def _figures(largest: Largest, name: str = "largest") -> dict[str, Any]:
             "above": figures(largest.above),
         }
     }
+
+
+def largest_detail(largest: Largest) -> str:
+    """The peak by kind, and the memory of one row more."""
+    text = "" if largest.fitting is None else f"{detail(largest.fitting)}; "
+    return (
+        f"{text}{largest.row_bytes / 1e6:.0f} MB a row; at {largest.micro + 1} it takes "
+        f"{giga(largest.above.peak.bytes)}"
+    )

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.published_search import Forecasts, Largest
 from zerojax.api import zero
 from zerojax.devices.topology import topology
 from zerojax.foresight.attribution import GATHERED, GRADIENTS, PARAMETERS, STATE
@@ -45,7 +44,7 @@ class Setup:
     zero: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-Opener = Callable[[Setup], Forecasts]
+Opener = Callable[[Setup], Study]
 
 
 def open_study(setup: Setup, note: Callable[[str], None] = lambda text: None) -> Study:
@@ -120,15 +119,6 @@ def detail(forecast: Forecast) -> str:
     return (
         f"{giga(peak)} of {giga(forecast.rates.room)} GB: model states {giga(held)}, "
         f"activations and the rest {giga(peak - held)}"
-    )
-
-
-def largest_detail(largest: Largest) -> str:
-    """The peak by kind, and the memory of one row more."""
-    text = "" if largest.fitting is None else f"{detail(largest.fitting)}; "
-    return (
-        f"{text}{largest.row_bytes / 1e6:.0f} MB a row; at {largest.micro + 1} it takes "
-        f"{giga(largest.above.peak.bytes)}"
     )
 
 

@@ -86,21 +86,15 @@ def ratio(times: Sequence[float], base: Sequence[float]) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Medians over the calls of one comparison on one device, in seconds.
-
-    Attributes:
-      plain, decorated: From the call to the finished result.
-      plain_dispatch, decorated_dispatch: Until the call returns, the work being under way.
-      ratio: Median of decorated / plain over neighbouring calls.
-    """
+    """A step on one device, plain and decorated, turn by turn."""
 
     what: str
-    calls: int
-    plain: float
-    decorated: float
-    plain_dispatch: float
-    decorated_dispatch: float
-    ratio: float
+    plain: Way
+    decorated: Way
+
+    @property
+    def ratio(self) -> float:
+        return ratio(self.decorated.seconds, self.plain.seconds)
 
     @property
     def overhead(self) -> float:
@@ -108,7 +102,8 @@ class Timing:
 
         Read it off a step with nothing to compute: on the CPU a busy step takes Python's core.
         """
-        return self.decorated_dispatch - self.plain_dispatch
+        plain, decorated = map(statistics.median, (self.plain.dispatch, self.decorated.dispatch))
+        return decorated - plain
 
 
 def compare(
@@ -124,17 +119,7 @@ def compare(
     zero, key = zerojax.zero(stage=0, mesh=zerojax.mesh(1)), jax.random.key(0)
     plain_step = jax.jit(step, donate_argnums=0), jax.jit(create_state)(key)
     ways = {"plain": plain_step, "decorated": (zero(step), zero.init(create_state, key))}
-    found = take_turns(ways, jax.device_put(batch), calls)
-    plain, decorated = found["plain"], found["decorated"]
-    return Timing(
-        what=what,
-        calls=calls,
-        plain=statistics.median(plain.seconds),
-        decorated=statistics.median(decorated.seconds),
-        plain_dispatch=statistics.median(plain.dispatch),
-        decorated_dispatch=statistics.median(decorated.dispatch),
-        ratio=ratio(decorated.seconds, plain.seconds),
-    )
+    return Timing(what=what, **take_turns(ways, jax.device_put(batch), calls))
 
 
 def gpt(calls: int | None = None) -> Timing:
@@ -220,19 +205,15 @@ HEADER = ("step", "calls", "plain jit ms", "decorated ms", "decorated / plain", 
 
 def timing_rows(timings: Sequence[Timing]) -> list[list[str]]:
     """Headings, and a row for each comparison."""
-    return [[*HEADER]] + [
-        [
-            each.what,
-            str(each.calls),
-            f"{each.plain * 1e3:.3f}",
-            f"{each.decorated * 1e3:.3f}",
-            f"{each.ratio:.3f}",
-            f"{each.plain_dispatch * 1e6:.0f}",
-            f"{each.decorated_dispatch * 1e6:.0f}",
-            f"{each.overhead * 1e6:.0f}",
-        ]
-        for each in timings
-    ]
+    rows = [[*HEADER]]
+    for each in timings:
+        ways = each.plain, each.decorated
+        seconds = (f"{statistics.median(way.seconds) * 1e3:.3f}" for way in ways)
+        calls = (f"{statistics.median(way.dispatch) * 1e6:.0f}" for way in ways)
+        count = str(len(each.plain.seconds))
+        added = f"{each.overhead * 1e6:.0f}"
+        rows.append([each.what, count, *seconds, f"{each.ratio:.3f}", *calls, added])
+    return rows
 
 
 def stage_rows(found: Mapping[str, Way]) -> list[list[str]]:

@@ -12,19 +12,16 @@ largest tensor; else the exit status is 1.
 
 import argparse
 import dataclasses
-import functools
 import re
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from safetensors import safe_open
 
 import zerojax
 from benchmarks.checkpoint_memory import forget_peak, resident
@@ -59,7 +56,6 @@ class Loaded:
       before: Resident with the devices ready and nothing on them; ``peak`` the most until all was
         loaded; ``shards`` what the devices hold then.
       seconds: Of the load.
-      same: Whether the shards hold what the files do.
     """
 
     scan: bool
@@ -71,7 +67,6 @@ class Loaded:
     peak: int
     shards: int
     seconds: float
-    same: bool
 
     @property
     def beside(self) -> float:
@@ -83,7 +78,6 @@ class Loaded:
         limits = {
             f"{self.read:,} bytes read of {self.files:,}": self.read <= self.files + COUNTING,
             f"{self.beside:.2f} of the largest tensor, more than {MOST}": self.beside <= MOST,
-            "the shards hold other numbers than the files": self.same,
         }
         return [text for text, kept in limits.items() if not kept]
 
@@ -132,37 +126,7 @@ def measure(path: str, model: str, scan: bool) -> Loaded:
         peak=peak,
         shards=sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards),
         seconds=seconds,
-        same=_same(folder, params, scan),
     )
-
-
-def _same(folder: Path, params: Any, scan: bool) -> bool:
-    """Returns whether some parameters are those that safetensors' own reader finds in the files."""
-    files = sorted(folder.glob("*.safetensors"))
-    held: dict[str, Any] = {}
-    for file in files:
-        with safe_open(file, framework="numpy") as opened:
-            held |= {name: functools.partial(_tensor, file, name) for name in opened.keys()}  # noqa: SIM118
-    last = max(int(name.split(".")[2]) for name in held if ".layers." in name)
-    layer = params["layers"] if scan else params[f"layers_{last}"]
-    pairs = [
-        (params["embed_tokens"]["embedding"], held["model.embed_tokens.weight"]()),
-        (params["lm_head"]["kernel"], held["lm_head.weight"]().T),
-        *(
-            (
-                layer["mlp"][name]["kernel"][last] if scan else layer["mlp"][name]["kernel"],
-                held[f"model.layers.{last}.mlp.{name}.weight"]().T,
-            )
-            for name in ("gate_proj", "down_proj")
-        ),
-    ]
-    return all(np.array_equal(np.asarray(a), b) for a, b in pairs)
-
-
-def _tensor(file: Path, name: str) -> np.ndarray:
-    with safe_open(file, framework="numpy") as opened:
-        tensor: np.ndarray = opened.get_tensor(name)
-    return tensor
 
 
 def _bytes_read() -> int:
@@ -185,7 +149,6 @@ def table(results: list[Loaded]) -> list[list[str]]:
             "of the largest tensor",
             "at most",
             "seconds",
-            "as in the files",
         ],
         *(
             [
@@ -198,7 +161,6 @@ def table(results: list[Loaded]) -> list[list[str]]:
                 f"{each.beside:.2f}",
                 str(MOST),
                 f"{each.seconds:.1f}",
-                "yes" if each.same else "no",
             ]
             for each in results
         ),

@@ -14,8 +14,7 @@ import pytest
 
 from benchmarks import published, published_models
 from benchmarks.frame import Table
-from benchmarks.published_batches import OFFLOADED, PLAIN
-from benchmarks.published_search import find_largest
+from benchmarks.published_batches import OFFLOADED, PLAIN, find_largest
 from benchmarks.published_steps import encoder, gpt2_xl
 from benchmarks.published_tables import HEADINGS, Section, Setup, fits, open_study
 from zerojax.foresight.attribution import ACTIVATIONS, PARAMETERS

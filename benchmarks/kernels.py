@@ -162,7 +162,9 @@ def answer(
         else "No GPU at hand: compiled for absent H100s, and **all timings are owed**; "
         'until then\n`implementation=None` is `"xla"` for every kernel.'
     )
-    parts = [where, *([Table(rows(costs, copy), texts=3)] if costs else [])]
+    parts: list[str | Table] = [where]
+    if costs:
+        parts.append(Table(rows(costs, copy), texts=3))
     if steps:
         title = "The main job's step"
         parts += [Table(kernel_steps.rows(steps), title=title, texts=3), kernel_steps.ABOUT]

@@ -192,7 +192,7 @@ def memory_rows(steps: Sequence[Step]) -> list[list[str]]:
 @question("long_rows", "Llama 3 8B on long rows", absent_devices=True)
 def main(options: argparse.Namespace) -> Answer:
     tiled, shared = ([compiled(case) for case in cases] for cases in (TILED, SHARED))
-    parts = [
+    parts: list[str | Table] = [
         Table(tiled_rows(tiled), title=f"A row of {SEQ:,} tokens a GPU"),
         ABOUT,
         Table(shared_rows(shared), title="One row of all GPUs"),

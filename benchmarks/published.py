@@ -52,8 +52,8 @@ def answer(sections: Mapping[str, Section]) -> Answer:
 def main(options: argparse.Namespace) -> Answer:
     sections = {}
     for name in options.only or SECTIONS:
-        opened = functools.partial(open_study, note=lambda text, name=name: say(f"{name}: {text}"))
-        sections[name] = SECTIONS[name](opened)
+        say(f"compiling {name}")
+        sections[name] = SECTIONS[name](functools.partial(open_study, note=say))
     return dataclasses.replace(answer(sections), name="-".join(options.only or ["published"]))
 
 

@@ -258,7 +258,7 @@ def answer(runs: Sequence[Run], sizes: Mapping[str, int]) -> Answer:
     (claimed,) = (each for each in runs if each.name == CLAIM)
     excess = claimed.excess_over(runs[0])
     missed = [f"{CLAIM} differs from bf16 by {excess:+.2%}"] if abs(excess) > ALLOWED else []
-    parts = [conditions, Table(table(runs)), codes]
+    parts: list[str | Table] = [conditions, Table(table(runs)), codes]
     return Answer(figures, parts, draw=functools.partial(draw, runs), missed=missed)
 
 

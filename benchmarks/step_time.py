@@ -117,8 +117,10 @@ def compare(
     """Runs a step plain and decorated from equal states on one device."""
     say(f"timing {what}")
     zero, key = zerojax.zero(stage=0, mesh=zerojax.mesh(1)), jax.random.key(0)
-    plain_step = jax.jit(step, donate_argnums=0), jax.jit(create_state)(key)
-    ways = {"plain": plain_step, "decorated": (zero(step), zero.init(create_state, key))}
+    ways: dict[str, tuple[Step, Any]] = {
+        "plain": (jax.jit(step, donate_argnums=0), jax.jit(create_state)(key)),
+        "decorated": (zero(step), zero.init(create_state, key)),
+    }
     return Timing(what=what, **take_turns(ways, jax.device_put(batch), calls))
 
 

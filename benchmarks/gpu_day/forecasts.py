@@ -134,17 +134,22 @@ def proposal(found: Mapping[str, Any], peaks: Rates) -> dict[str, float]:
 
 def proposed(found: Mapping[str, Any], device: str) -> dict[str, float]:
     """The proposal for a device by its name; empty for an unknown kind."""
-    named = type("Named", (), {"device_kind": device})
-    kind = kind_of(named())  # type: ignore[arg-type]
+    kind = _kind(device)
     return proposal(found, rates(kind)) if kind else {}
 
 
 def predicted(device: str) -> dict[str, Any]:
-    """The forecasts of a device's kind that were computed before, by the case's name."""
+    """The stored forecasts for a device's kind, by the case's name."""
+    return _stored().get(_kind(device) or "", {})
+
+
+def _kind(device: str) -> str | None:
     named = type("Named", (), {"device_kind": device})
-    kind = kind_of(named())  # type: ignore[arg-type]
-    known = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
-    return known.get(kind, {})
+    return kind_of(named())  # type: ignore[arg-type]
+
+
+def _stored() -> dict[str, dict[str, Any]]:
+    return json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
 
 
 def main() -> None:
@@ -154,7 +159,7 @@ def main() -> None:
     parser.add_argument("--kind", action="append", default=[], help="may be repeated")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    known = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
+    known = _stored()
     for kind in options.kind or ["h100"]:
         for case in prediction.CASES:
             cases = known.setdefault(kind, {})

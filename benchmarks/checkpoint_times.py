@@ -8,10 +8,10 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 from rich.progress import track
 
@@ -121,7 +121,7 @@ def take_turns(
     )
 
 
-def _save(savers: dict[str, Saver], state: Any, clock: Clock) -> None:
+def _save(savers: dict[str, Saver], state: TrainState, clock: Clock) -> None:
     for by, saver in savers.items():
         os.sync()
         with clock.time(SAVE, by):
@@ -140,7 +140,9 @@ def _copy(source: Path, target: Path, clock: Clock) -> None:
     shutil.rmtree(target)
 
 
-def _restore(what: str, abstract: Any, savers: dict[str, Saver], state: Any, clock: Clock) -> None:
+def _restore(
+    what: str, abstract: TrainState, savers: dict[str, Saver], state: TrainState, clock: Clock
+) -> None:
     for by, saver in savers.items():
         os.sync()
         if what == COLD and not drop_caches():
@@ -152,7 +154,7 @@ def _restore(what: str, abstract: Any, savers: dict[str, Saver], state: Any, clo
         del restored
 
 
-def _train_on(savers: dict[str, Saver], state: Any, clock: Clock) -> Any:
+def _train_on(savers: dict[str, Saver], state: TrainState, clock: Clock) -> TrainState:
     """Two steps, a save, a step: the first warms up, the second and the last are compared."""
     for by, saver in savers.items():
         os.sync()
@@ -183,7 +185,7 @@ def _same(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.array_equal(x, y, equal_nan=True) for x, y in pairs]).all()
 
 
-def _touch(state: Any) -> Any:
+def _touch(state: TrainState) -> TrainState:
     return jax.tree.map(lambda x: x * 0.999 if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
 
 

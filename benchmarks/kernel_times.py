@@ -30,7 +30,7 @@ def timed(call: Measured, compiled: Callable[..., Any]) -> float:
     return median_seconds(once, jax.block_until_ready)
 
 
-def timed_peer(call: Callable[[], Any]) -> float:
+def timed_peer(call: Callable[[], object]) -> float:
     """Seconds of a call of torch's on the GPU."""
     torch: Any = importlib.import_module("torch")
     return median_seconds(call, lambda _: torch.cuda.synchronize())
@@ -43,7 +43,7 @@ def copy_rate(elements: int = 2**28) -> float:
     return 2 * x.nbytes / median_seconds(lambda: copy(x), jax.block_until_ready)
 
 
-def median_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
+def median_seconds(call: Callable[[], object], wait: Callable[[Any], object]) -> float:
     """Seconds of a call, after some that do not count, of which the last determines the calls of a
     round: the GPU has its next call before it is done, and the host's time is hidden."""
 

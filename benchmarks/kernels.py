@@ -94,7 +94,7 @@ def cost(call: Measured, implementation: str, devices: int, here: bool) -> Cost:
     )
 
 
-def peer(call: Measured, name: str, once: Callable[[], Any]) -> Cost:
+def peer(call: Measured, name: str, once: Callable[[], object]) -> Cost:
     """Costs of a call by torch or Liger."""
     begin = time.perf_counter()
     once()

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.measure import MASTER_BYTES
@@ -50,7 +49,7 @@ class Setting:
     stage: int
     near: str = ""
     replicated: bool = False
-    zero: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    zero: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:

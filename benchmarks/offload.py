@@ -121,7 +121,7 @@ class Results:
 
     tables: dict[str, Rows]
     limits: list[Limit]
-    figures: dict[str, Any]
+    figures: dict[str, object]
 
     def missed(self) -> list[str]:
         return [str(limit) for limit in self.limits if not limit.held]
@@ -133,10 +133,10 @@ def run(
     """Compiles the wanted sections; ``known``, if given, takes up the costs of all cases."""
     tables: dict[str, Rows] = {}
     limits: list[Limit] = []
-    figures: dict[str, Any] = {}
+    figures: dict[str, object] = {}
     costs = Compiled(say, {} if known is None else known)
 
-    def add(name: str, rows: Rows, bounds: list[Limit], found: Any) -> None:
+    def add(name: str, rows: Rows, bounds: list[Limit], found: object) -> None:
         tables[name], figures[name] = rows, found
         limits.extend(bounds)
 

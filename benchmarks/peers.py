@@ -60,7 +60,7 @@ def follow(config: dict[str, Any], devices: int) -> list[dict[str, float]]:
     state = TrainState.create(apply_fn=model.apply, params=params, tx=zero.optimizer())
 
     @zero
-    def train_step(state: TrainState, tokens: jax.Array) -> Any:
+    def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
         def loss(params: Any) -> jax.Array:
             logits = state.apply_fn({"params": params}, tokens)
             return loss_fn(logits[:, :-1], tokens[:, 1:])

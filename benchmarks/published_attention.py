@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
 
 from benchmarks.published_steps import Keep, fused_llama
 from benchmarks.published_tables import GIGA, Opener, Row, Section, Setup, figures
@@ -31,7 +30,7 @@ class Case:
     """
 
     title: str
-    sizes: Mapping[str, Any]
+    sizes: Mapping[str, int | float]
     devices: int
     seq: int
     micro: int

@@ -7,7 +7,6 @@ batch that is named the largest was compiled and fits; one row more was compiled
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from benchmarks.published_steps import encoder, gpt2_xl
 from benchmarks.published_tables import (
@@ -188,7 +187,7 @@ def classifier(opened: Opener) -> Section:
     )
 
 
-def _figures(largest: Largest, name: str = "largest") -> dict[str, Any]:
+def _figures(largest: Largest, name: str = "largest") -> dict[str, object]:
     return {
         name: {
             "micro": largest.micro,

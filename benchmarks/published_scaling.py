@@ -6,7 +6,6 @@ the links in a forecast; their level is one of the roofline's shares.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from benchmarks.published_steps import fused_llama
 from benchmarks.published_tables import GIGA, Opener, Row, Section, Setup, figures
@@ -177,7 +176,7 @@ def _detail(forecast: Forecast) -> str:
     )
 
 
-def _figures(forecasts: dict[int, Forecast]) -> dict[str, Any]:
+def _figures(forecasts: dict[int, Forecast]) -> dict[str, object]:
     return {
         str(devices): figures(each)
         | {

@@ -41,7 +41,7 @@ class Setup:
     shared: int = 1
     network: str | None = None
     rates: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    zero: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    zero: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
 Opener = Callable[[Setup], Study]
@@ -104,7 +104,7 @@ class Section:
     source: str
     ours: str
     rows: tuple[Row, ...]
-    figures: Mapping[str, Any]
+    figures: Mapping[str, object]
 
 
 def states(forecast: Forecast) -> int:
@@ -130,7 +130,7 @@ def giga(size: float) -> str:
     return f"{size / GIGA:.1f}"
 
 
-def figures(forecast: Forecast) -> dict[str, Any]:
+def figures(forecast: Forecast) -> dict[str, object]:
     """Figures of a forecast, for JSON."""
     return {
         "fits": forecast.fits,

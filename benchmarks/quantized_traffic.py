@@ -117,7 +117,9 @@ def by_link(sent: Sequence[Collective], nodes: tuple[int, ...]) -> tuple[dict[st
     return dict(between), dict(inside)
 
 
-def compiled(zero: Mapping[str, Any], model: Any, devices: str = DEVICES, seq: int = SEQ) -> Found:
+def compiled(
+    zero: Mapping[str, object], model: llama.Llama, devices: str = DEVICES, seq: int = SEQ
+) -> Found:
     """Compiles a setting's step and measures its traffic."""
     config = load(
         {

@@ -14,6 +14,7 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
+from benchmarks.compiled import Program
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.llama import Llama, LlamaConfig
 
@@ -27,49 +28,47 @@ class StateWithStatistics(TrainState):
     batch_stats: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """A model, the loss that trains it, and the rows that one device sees.
+def architecture(
+    name: str,
+    model: nn.Module,
+    loss: Callable[[Any, Any], tuple[jax.Array, Any]],
+    batch: Callable[[int], Batch],
+    rows: int,
+) -> Program:
+    """A model's training step with AdamW.
 
-    Attributes:
+    Args:
       loss: ``(variables, batch) -> (loss, changed variables)``.
       batch: ``rows -> shapes``.
-      rows: of one device.
+      rows: Rows of one device.
     """
 
-    name: str
-    model: nn.Module
-    loss: Callable[[Any, Any], tuple[jax.Array, Any]]
-    batch: Callable[[int], Batch]
-    rows: int
-
-    def create(self, key: jax.Array) -> StateWithStatistics:
-        """The state of AdamW."""
-        inputs = [jnp.zeros((1, *x.shape[1:]), x.dtype) for x in self.batch(1).values()]
-        variables = self.model.init(key, *inputs)
+    def create(key: jax.Array) -> StateWithStatistics:
+        inputs = [jnp.zeros((1, *x.shape[1:]), x.dtype) for x in batch(1).values()]
+        variables = model.init(key, *inputs)
         return StateWithStatistics.create(
-            apply_fn=self.model.apply,
+            apply_fn=model.apply,
             params=variables["params"],
             batch_stats=variables.get("batch_stats", {}),
             tx=optax.adamw(3e-4),
         )
 
-    def step(self, cast: Callable[[Any], Any] = lambda params: params) -> Callable[..., Any]:
-        """The single-device train step; ``cast`` is applied to the parameters."""
+    def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
+        def of(params: Any) -> tuple[jax.Array, Any]:
+            low = jax.tree.map(lambda x: x.astype(BF16), params)  # for plain jit
+            return loss({"params": low, "batch_stats": state.batch_stats}, batch)
 
-        def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
-            def loss(params: Any) -> tuple[jax.Array, Any]:
-                return self.loss({"params": cast(params), "batch_stats": state.batch_stats}, batch)
+        (value, changed), grads = jax.value_and_grad(of, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, batch_stats=changed), {"loss": value}
 
-            (value, changed), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-            return state.apply_gradients(grads=grads, batch_stats=changed), {"loss": value}
-
-        return train_step
+    return Program(
+        name, create, train_step, lambda devices: batch(devices * rows), lambda state: state.params
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of all models: layers of each stack, width, width of a head, and so on."""
+    """Sizes of all models: layers of each stack, width, width of a head, and so on."""
 
     layers: int = 6
     width: int = 1024
@@ -281,7 +280,7 @@ class LSTM(nn.Module):
         return nn.Dense(self.sizes.vocabulary)(x)
 
 
-def architectures(s: Sizes) -> list[Architecture]:
+def architectures(s: Sizes) -> list[Program]:
     """All eight."""
     scanned: dict[str, Any] = {"scan": True, "remat": True}
     gpt = GPT(
@@ -325,26 +324,26 @@ def architectures(s: Sizes) -> list[Architecture]:
 
     tokens, seen = rows_of("tokens"), rows_of("images", "labels")
     return [
-        Architecture("GPT, unrolled", gpt, language(gpt), tokens, s.rows),
-        Architecture("Llama, scanned", llama, language(llama), tokens, s.rows),
-        Architecture("MoE, einsum dispatch, scanned", moe, language(moe), tokens, s.rows),
-        Architecture("ViT, unrolled", vit, labelled(vit), seen, s.image_rows),
-        Architecture(
+        architecture("GPT, unrolled", gpt, language(gpt), tokens, s.rows),
+        architecture("Llama, scanned", llama, language(llama), tokens, s.rows),
+        architecture("MoE, einsum dispatch, scanned", moe, language(moe), tokens, s.rows),
+        architecture("ViT, unrolled", vit, labelled(vit), seen, s.image_rows),
+        architecture(
             "encoder-decoder, unrolled",
             both,
             translation(both),
             rows_of("tokens", "target"),
             s.rows,
         ),
-        Architecture(
+        architecture(
             "CLIP, two towers",
             clip,
             contrastive(clip),
             rows_of("images", "tokens"),
             s.image_rows,
         ),
-        Architecture("ResNet, batch statistics", resnet, labelled(resnet), seen, s.image_rows),
-        Architecture("LSTM, 2 layers", lstm, language(lstm), rows_of("series"), s.recurrent_rows),
+        architecture("ResNet, batch statistics", resnet, labelled(resnet), seen, s.image_rows),
+        architecture("LSTM, 2 layers", lstm, language(lstm), rows_of("series"), s.recurrent_rows),
     ]
 
 

@@ -8,23 +8,21 @@ A state under AdamW at stage 3 on all devices, or 8 virtual ones. zerojax and pl
 in one run, after a first turn that does not count, and the disk comes to rest before each timing;
 medians are compared; what is written, the copy too, is synced. Peak memory is that of processes of
 their own. To expect of 2 GB: at least 0.95 of orbax's speed in saving and restoring, and at most
-1.2 times its memory; else the exit status is 1. Much smaller states tell more of fixed costs.
+1.2 times its memory; else the exit status is 1. Much smaller states show fixed costs.
 """
 
 import argparse
 import dataclasses
-import datetime
 import logging
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from benchmarks.checkpoint_memory import Footprint, footprint
 from benchmarks.checkpoint_times import CALL, COLD, COPY, NEXT_STEP, STEP, Timing, Turns, take_turns
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
+from benchmarks.frame import Answer, Table, argument, question
 from benchmarks.savers import SAVERS
 from examples.run_clm.devices import data_mesh
 
@@ -48,7 +46,7 @@ class Results:
         return next(f for f in self.footprints if (f.task, f.saver) == (task, saver))
 
     def missed(self) -> list[str]:
-        """The limits that were, one line each."""
+        """One line for each limit that was missed."""
         slow = [
             f"{each.what}: {each.speed:.2f} of orbax's speed, less than {SLOWEST}"
             for each in self.turns.timings
@@ -121,7 +119,7 @@ def memory_table(results: Results) -> list[list[str]]:
 
 
 def conditions(turns: Turns) -> str:
-    """What was saved and how, in prose."""
+    """Sizes and conditions of the saves, in prose."""
     disk = ", ".join(f"{size / GIGA:.2f} GB by {by}" for by, size in turns.disk_bytes.items())
     calls = ", ".join(f"{taken:.3f} s by {by}" for by, taken in turns.first_calls.items())
     dropped = "was" if turns.timing(COLD) else "could not be"
@@ -132,49 +130,32 @@ def conditions(turns: Turns) -> str:
     )
 
 
-def markdown(results: Results) -> str:
-    """The record."""
-    machine = f", {jax.devices()[0].device_kind}"
-    parts = [
-        heading("Saving and restoring, beside plain orbax", machine),
-        conditions(results.turns),
-        markdown_table(time_table(results.turns)),
-        markdown_table(memory_table(results)),
-        f"Limits missed: {'; '.join(results.missed()) or 'none'}.",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def write(results: Results, folder: Path) -> None:
-    """The record and its figures."""
-    stem = folder / f"{datetime.date.today()}-checkpoint"
-    figures: dict[str, Any] = dataclasses.asdict(results) | {"missed": results.missed()}
-    write_json(stem.with_suffix(".json"), figures)
-    stem.with_suffix(".md").write_text(markdown(results))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkpoint", description="Saving and restoring, beside orbax."
+def answer(results: Results) -> Answer:
+    return Answer(
+        dataclasses.asdict(results),
+        [
+            conditions(results.turns),
+            Table(time_table(results.turns), title="Time"),
+            Table(memory_table(results), title="Memory"),
+        ],
+        missed=results.missed(),
+        machine=f", {jax.devices()[0].device_kind}",
     )
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; temporary by default")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    options = parser.parse_args()
+
+
+@question(
+    "checkpoint",
+    "Saving and restoring, beside plain orbax",
+    argument("--gigabytes", type=float, default=2.0),
+    argument("--rounds", type=int, default=3),
+    argument("--folder", type=Path, help="on the disk to measure; temporary by default"),
+)
+def main(options: argparse.Namespace) -> Answer:
     if options.gigabytes <= 0 or options.rounds < 1:
-        parser.error("--gigabytes above 0, and --rounds at least 1")
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every wait
+        raise SystemExit("give --gigabytes above 0, and --rounds of at least 1")
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every wait
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        results = run(options.gigabytes, options.rounds, Path(folder))
-    out = console()
-    out.print(conditions(results.turns))
-    for title, table in (("time", time_table(results.turns)), ("memory", memory_table(results))):
-        out.print(console_table(table, title=title))
-    if options.record:
-        write(results, options.record)
-    if missed := results.missed():
-        raise SystemExit("\n".join(missed))
+        return answer(run(options.gigabytes, options.rounds, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,14 @@
-"""Peak host memory of one save or one restore, in a process of its own.
+"""Peak host memory of one save or one restore, in a process of its own."""
 
-    python -m benchmarks.checkpoint_memory save zerojax FOLDER 2.0
-
-prints a :class:`Footprint` as JSON; ``benchmarks.checkpoint`` runs it.
-"""
-
-import argparse
 import dataclasses
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh
 
 import zerojax
 from benchmarks.savers import SAVERS, create_state_of
+from benchmarks.separate import in_a_process
 from examples.run_clm.devices import data_mesh
 
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
@@ -30,8 +21,7 @@ class Footprint:
     Attributes:
       task: "save" or "restore".
       saver: a key of ``SAVERS``.
-      before: with the state there that is to be saved; or with the devices ready and nothing on
-        them, that restore fills.
+      before: with the state to be saved in memory; for a restore, with nothing on the devices.
       peak: the most until the task was done.
     """
 
@@ -46,23 +36,15 @@ class Footprint:
 
 
 def footprint(task: str, saver: str, folder: Path, gigabytes: float) -> Footprint:
-    """Starts a process that saves into the folder, or restores what another one saved there."""
-    command = [sys.executable, "-m", "benchmarks.checkpoint_memory"]
-    done = subprocess.run(
-        [*command, task, saver, str(folder), str(gigabytes)],
-        cwd=Path(__file__).parents[1],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return Footprint(**json.loads(done.stdout.splitlines()[-1]))
+    """Measures a process that saves into the folder, or restores the state saved in that folder."""
+    return Footprint(**in_a_process(measure, task, saver, str(folder.absolute()), gigabytes))
 
 
-def measure(task: str, saver: str, folder: Path, gigabytes: float, mesh: Mesh) -> Footprint:
-    """Saves or restores here and now."""
-    zero = zerojax.zero(stage=3, mesh=mesh)
+def measure(task: str, saver: str, folder: str, gigabytes: float) -> Footprint:
+    """Saves or restores on all devices, and measures this process."""
+    zero = zerojax.zero(stage=3, mesh=data_mesh(None))
     create_state = create_state_of(gigabytes)
-    by = SAVERS[saver](folder, zero)
+    by = SAVERS[saver](Path(folder), zero)
     if task == "save":
         state = jax.block_until_ready(zero.init(create_state))
         before = resident("VmRSS")
@@ -80,7 +62,7 @@ def measure(task: str, saver: str, folder: Path, gigabytes: float, mesh: Mesh) -
 
 
 def forget_peak() -> None:
-    """From here on counts the peak."""
+    """Starts a new peak of resident memory."""
     CLEAR.write_text("5")
 
 
@@ -89,21 +71,3 @@ def resident(what: str) -> int:
     match = re.search(rf"^{what}:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)
     assert match is not None
     return int(match[1]) * 1024
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkpoint_memory", description="Peak memory of one task."
-    )
-    parser.add_argument("task", choices=("save", "restore"))
-    parser.add_argument("saver", choices=SAVERS)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("gigabytes", type=float)
-    options = parser.parse_args()
-    task, saver, folder = options.task, options.saver, options.folder
-    measured = measure(task, saver, folder, options.gigabytes, data_mesh(None))
-    print(json.dumps(dataclasses.asdict(measured)))
-
-
-if __name__ == "__main__":
-    main()

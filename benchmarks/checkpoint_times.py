@@ -1,4 +1,4 @@
-"""How long zerojax and plain orbax take to save and restore one state, turn by turn."""
+"""Seconds that zerojax and plain orbax take to save and restore one state, turn by turn."""
 
 import contextlib
 import dataclasses
@@ -8,10 +8,10 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 from rich.progress import track
 
@@ -43,7 +43,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns:
-    """What was timed.
+    """Timings of a state, and its sizes.
 
     Attributes:
       state_bytes: of the arrays.
@@ -82,7 +82,7 @@ def take_turns(
 ) -> Turns:
     """Saves and restores ``rounds`` times, after a first time that does not count.
 
-    ``cold``: also when the whole system's page cache is dropped, where that is permitted.
+    ``cold``: also when the system's page cache is dropped, where that is permitted.
     """
     zero = zerojax.zero(stage=3, mesh=mesh)
     half = zerojax.mesh(max(1, mesh.size // 2))
@@ -121,7 +121,7 @@ def take_turns(
     )
 
 
-def _save(savers: dict[str, Saver], state: Any, clock: Clock) -> None:
+def _save(savers: dict[str, Saver], state: TrainState, clock: Clock) -> None:
     for by, saver in savers.items():
         os.sync()
         with clock.time(SAVE, by):
@@ -140,7 +140,9 @@ def _copy(source: Path, target: Path, clock: Clock) -> None:
     shutil.rmtree(target)
 
 
-def _restore(what: str, abstract: Any, savers: dict[str, Saver], state: Any, clock: Clock) -> None:
+def _restore(
+    what: str, abstract: TrainState, savers: dict[str, Saver], state: TrainState, clock: Clock
+) -> None:
     for by, saver in savers.items():
         os.sync()
         if what == COLD and not drop_caches():
@@ -152,7 +154,7 @@ def _restore(what: str, abstract: Any, savers: dict[str, Saver], state: Any, clo
         del restored
 
 
-def _train_on(savers: dict[str, Saver], state: Any, clock: Clock) -> Any:
+def _train_on(savers: dict[str, Saver], state: TrainState, clock: Clock) -> TrainState:
     """Two steps, a save, a step: the first warms up, the second and the last are compared."""
     for by, saver in savers.items():
         os.sync()
@@ -183,7 +185,7 @@ def _same(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.array_equal(x, y, equal_nan=True) for x, y in pairs]).all()
 
 
-def _touch(state: Any) -> Any:
+def _touch(state: TrainState) -> TrainState:
     return jax.tree.map(lambda x: x * 0.999 if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
 
 

@@ -7,16 +7,16 @@
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from benchmarks.measure import COMPUTE_BYTES, fsdp_sharding
+from benchmarks.frame import Answer, Table, say
+from benchmarks.measure import COMPUTE_BYTES
+from benchmarks.plain import count, plain_jit
 from zerojax.hlo.traffic import collectives
 
 MEGA = 1e6
@@ -51,12 +51,13 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a step costs, for each device.
+    """The costs of a step, for each device.
 
     Attributes:
       stage: None for plain jit.
       arrays: Elements of the network that the traffic is counted in.
       units: By kind of collective, the bytes that go through it in a step, over 2P.
+      moved_bytes: Bytes that a device sends in rings.
       argument_bytes, temporary_bytes: Of the program.
       seconds: Tracing and compiling.
     """
@@ -66,9 +67,14 @@ class Cost:
     devices: int
     arrays: int
     units: dict[str, float]
+    moved_bytes: int
     argument_bytes: int
     temporary_bytes: int
     seconds: float
+
+    @property
+    def setting(self) -> str:
+        return "plain jit" if self.stage is None else f"stage {self.stage}"
 
 
 def compile_program(program: Program, stage: int | None, devices: int) -> Cost:
@@ -78,10 +84,11 @@ def compile_program(program: Program, stage: int | None, devices: int) -> Cost:
       ImportError: The GPU compiler's wheels are not installed.
     """
     began = time.perf_counter()
-    lowered, arrays = _lowered(program, stage, devices)
+    lowered, arrays = lower_program(program, stage, devices)
     compiled: Any = lowered.compile()
     units: dict[str, float] = {}
-    for each in collectives(compiled.as_text()):
+    sent = collectives(compiled.as_text())
+    for each in sent:
         share = each.times * each.payload_bytes / (COMPUTE_BYTES * arrays)
         units[each.kind] = units.get(each.kind, 0) + share
     memory = compiled.memory_analysis()
@@ -91,40 +98,29 @@ def compile_program(program: Program, stage: int | None, devices: int) -> Cost:
         devices=devices,
         arrays=arrays,
         units=units,
+        moved_bytes=sum(each.moved_bytes for each in sent),
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         seconds=time.perf_counter() - began,
     )
 
 
-def _lowered(program: Program, stage: int | None, devices: int) -> tuple[jax.stages.Lowered, int]:
+def lower_program(
+    program: Program, stage: int | None, devices: int
+) -> tuple[jax.stages.Lowered, int]:
+    """Lowers a step for absent GPUs; also returns the elements that the traffic is counted in."""
     mesh, batch = zerojax.topology("h100", devices), program.batch(devices)
     if stage is None:
-        return _lowered_plain(program, mesh, batch)
+        state = jax.eval_shape(program.create, jax.random.key(0))
+        further = [] if program.further is None else [program.further(state)]
+        jitted = plain_jit(program.step, mesh, state, *further)
+        return jitted.lower(state, batch, *further), count(program.network(state))
     zero = zerojax.zero(stage=stage, mesh=mesh, **program.settings)
     step = program.step if program.bind is None else program.bind(zero)
     state = zero.abstract_state(program.create, jax.random.key(0))
     further = [] if program.further is None else [program.further(state)]
     states = state if program.several else (state,)
-    return zero(step).lower(*states, batch, *further), _count(program.network(state))
-
-
-def _lowered_plain(program: Program, mesh: Any, batch: Any) -> tuple[jax.stages.Lowered, int]:
-    state = jax.eval_shape(program.create, jax.random.key(0))
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    place = functools.partial(jax.tree.map, functools.partial(fsdp_sharding, mesh))
-    further = [] if program.further is None else [program.further(state)]
-    jitted = jax.jit(
-        program.step,
-        in_shardings=(place(state), rows, *map(place, further)),
-        out_shardings=(place(state), None),
-        donate_argnums=0,
-    )
-    return jitted.lower(state, batch, *further), _count(program.network(state))
-
-
-def _count(arrays: Any) -> int:
-    return sum(x.size for x in jax.tree.leaves(arrays))
+    return zero(step).lower(*states, batch, *further), count(program.network(state))
 
 
 def table(costs: Sequence[Cost]) -> list[list[str]]:
@@ -134,7 +130,7 @@ def table(costs: Sequence[Cost]) -> list[list[str]]:
     for each in costs:
         rows.append([
             each.name,
-            "plain jit" if each.stage is None else f"stage {each.stage}",
+            each.setting,
             str(each.devices),
             f"{each.arrays / MEGA:,.0f}",
             *(f"{each.units.get(kind, 0):.2f}" for kind in KINDS),
@@ -143,3 +139,12 @@ def table(costs: Sequence[Cost]) -> list[list[str]]:
             f"{each.seconds:.0f}",
         ])  # fmt: skip
     return rows
+
+
+def answer(note: str, cases: Sequence[tuple[Program, int | None, int]]) -> Answer:
+    """Compiles programs, each at a stage (None for plain jit) on a number of devices."""
+    costs = []
+    for case in cases:
+        costs.append(compile_program(*case))
+        say(", ".join(table(costs[-1:])[1]))
+    return Answer({"costs": costs}, [note, Table(table(costs), texts=2)])

@@ -1,4 +1,4 @@
-"""What a disk gives the offloaded state, beside plain sequential reads and writes of one file.
+"""Rates of the disk for the offloaded state, beside plain sequential reads and writes of one file.
 
     python -m benchmarks.disk_rate [nvme_path] [--gigabytes 2] [--block-megabytes 16]
     python -m benchmarks.disk_rate /local_nvme --record benchmarks/records
@@ -8,7 +8,6 @@ Exits with 1 where the store has less than ``LEAST`` of the plain rate.
 
 import argparse
 import dataclasses
-import datetime
 import os
 import statistics
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.checkpoint_times import drop_caches
-from benchmarks.report import heading, markdown_table, write_json
+from benchmarks.frame import Answer, Table, argument, question
 from zerojax.offload.disk.store import DiskStore
 
 LEAST = 0.8  # of the plain rate
@@ -30,7 +29,7 @@ ORDERS = (
     ("store_write", "plain_write", "store_read", "plain_read"),
     ("plain_write", "store_write", "plain_read", "store_read"),
 )
-"""Of a turn: whoever is second finds the disk as the first has left it."""
+"""Orders within a turn, as the second finds the disk as the first has left it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,20 +70,6 @@ class Rates:
             [way, *(f"{statistics.median(x):.0f}" for x in rates), f"{ratio:.2f}", f"{LEAST}"]
             for way, (*rates, ratio) in ways.items()
         ]
-
-    def __str__(self) -> str:
-        def line(what: str, store: list[float], plain: list[float], ratio: float) -> str:
-            return (
-                f"{what}: {statistics.median(store):.0f} MB/s, plain "
-                f"{statistics.median(plain):.0f} MB/s, ratio {ratio:.2f}"
-            )
-
-        lines = [
-            line("write", self.store_write, self.plain_write, self.write),
-            line("read", self.store_read, self.plain_read, self.read),
-        ]
-        note = [] if self.cold else ["the page cache may not be dropped here: reads may be from it"]
-        return "\n".join(lines + note)
 
 
 def measure(
@@ -172,38 +157,32 @@ def _ratio(store: list[float], plain: list[float]) -> float:
     return statistics.median(s / p for s, p in zip(store, plain, strict=True))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("nvme_path", nargs="?", default=tempfile.gettempdir())
-    parser.add_argument("--gigabytes", type=float, default=2)
-    parser.add_argument("--block-megabytes", type=int, default=16)
-    parser.add_argument("--buffer-count", type=int, default=4)
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    args = parser.parse_args()
-    rates = measure(
-        args.nvme_path,
-        nbytes=int(args.gigabytes * 1e9),
-        block_bytes=args.block_megabytes * 2**20,
-        buffer_count=args.buffer_count,
-    )
-    print(rates)
-    if args.record:
-        stem = args.record / f"{datetime.date.today()}-disk"
-        write_json(stem.with_suffix(".json"), dataclasses.asdict(rates))
-        stem.with_suffix(".md").write_text(markdown(rates, args.gigabytes, args.block_megabytes))
-    if missed := rates.missed():
-        raise SystemExit("\n".join(missed))
-
-
-def markdown(rates: Rates, gigabytes: float, block_megabytes: int) -> str:
-    """The record."""
+def answer(rates: Rates, gigabytes: float, block_megabytes: int) -> Answer:
     reads = "with nothing of it in memory" if rates.cold else "perhaps from the page cache"
-    said = (
+    note = (
         f"{gigabytes:g} GB in blocks of {block_megabytes} MiB, written until the disk has them, "
         f"and read {reads};\nmedians of {len(rates.store_read)} turns, the ratio within each turn."
     )
-    parts = [heading("Disk rates under offload"), said, markdown_table(rates.rows())]
-    return "\n\n".join(parts) + "\n"
+    figures = dataclasses.asdict(rates)
+    return Answer(figures, [note, Table(rates.rows())], missed=rates.missed())
+
+
+@question(
+    "disk",
+    "Disk rates under offload",
+    argument("nvme_path", nargs="?", default=tempfile.gettempdir()),
+    argument("--gigabytes", type=float, default=2),
+    argument("--block-megabytes", type=int, default=16),
+    argument("--buffer-count", type=int, default=4),
+)
+def main(options: argparse.Namespace) -> Answer:
+    rates = measure(
+        options.nvme_path,
+        nbytes=int(options.gigabytes * 1e9),
+        block_bytes=options.block_megabytes * 2**20,
+        buffer_count=options.buffer_count,
+    )
+    return answer(rates, options.gigabytes, options.block_megabytes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What state beside the parameters holds and sends, compiled for absent GPUs.
+"""Memory and traffic of state beside the parameters, compiled for absent GPUs.
 
     python -m benchmarks.extra_state                              # a few minutes on two cores
     python -m benchmarks.extra_state --only DPO --devices 64
@@ -6,7 +6,7 @@
 
 A frozen base with low-rank updates (linen and NNX), a second network with its own optimizer, and a
 language model beside its frozen copy, in a field and as a further argument of the step. Each is
-compiled at stage 3, and under plain ``jax.jit`` with all arrays sharded by ``in_shardings`` alone.
+compiled at stage 3, and under plain ``jax.jit`` with all arrays sharded only by ``in_shardings``.
 Needs ``pip install -e '.[compile,examples]'`` and no GPU.
 """
 
@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,15 +23,15 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from benchmarks.compiled import Program, compile_program, table
-from benchmarks.report import console, console_table, markdown_table, write_dated
+from benchmarks.compiled import Program, answer
+from benchmarks.frame import Answer, argument, question
 from zerojax.models.gpt import GPT, GPTConfig
 
 BF16 = jnp.bfloat16
 NOTE = (
     "Compiled by XLA:GPU for absent H100s: bf16 compute with fp32 masters, Adam.\n"
     "Traffic in units of 2P bytes: the network that the extra state is, once in bf16.\n"
-    "Plain jit: the same step, its state cut as at stage 3 by shardings alone."
+    "Plain jit: the same step, its state sharded as at stage 3, only by shardings."
 )
 
 
@@ -62,7 +61,7 @@ class BasedState(TrainState):
 
 
 def low_rank(sizes: Sizes, rank: int = 8, *, in_int8: bool = False) -> Program:
-    """A stack of residual MLPs, which stay as they are, with low-rank updates. ``in_int8``: they
+    """A stack of frozen residual MLPs with low-rank updates. ``in_int8``: they
     are codes, scaled by output (QLoRA)."""
     d, f = sizes.width, 4 * sizes.width
 
@@ -102,7 +101,7 @@ def low_rank(sizes: Sizes, rank: int = 8, *, in_int8: bool = False) -> Program:
 
 
 def low_rank_nnx(sizes: Sizes) -> Program:
-    """The same of flax's own layers, of which the optimizer trains the updates."""
+    """The program with flax's own layers, of which the optimizer trains the updates."""
     d, f = sizes.width, 4 * sizes.width
 
     class Model(nnx.Module):
@@ -177,15 +176,17 @@ def adversarial(sizes: Sizes) -> Program:
 
     def step(state: AdversarialState, batch: jax.Array) -> Any:
         def critic_loss(params: Any) -> jax.Array:
-            made = generator.apply({"params": state.params}, batch)
-            return jnp.mean(nn.softplus(judged(params, made)) + nn.softplus(-judged(params, batch)))
+            drawn = generator.apply({"params": state.params}, batch)
+            return jnp.mean(
+                nn.softplus(judged(params, drawn)) + nn.softplus(-judged(params, batch))
+            )
 
         judgement, slope = jax.value_and_grad(critic_loss)(state.critic)
         updates, opt_state = tx.update(slope, state.critic_opt_state)
 
         def loss(params: Any) -> jax.Array:
-            made = generator.apply({"params": params}, batch)
-            return jnp.mean(nn.softplus(-judged(state.critic, made)))
+            drawn = generator.apply({"params": params}, batch)
+            return jnp.mean(nn.softplus(-judged(state.critic, drawn)))
 
         value, grads = jax.value_and_grad(loss)(state.params)
         new = state.apply_gradients(grads=grads, critic_opt_state=opt_state)
@@ -265,33 +266,23 @@ def programs(sizes: Sizes) -> tuple[Program, ...]:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.extra_state", description="Costs of extra state."
-    )
-    parser.add_argument("--only", action="append", metavar="NAME", help="may be given repeatedly")
-    parser.add_argument("--devices", type=int, action="append", help="8 and 64 by default")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    options = parser.parse_args()
-    # Compiling for an absent GPU works only while JAX does not look for one.
-    jax.config.update("jax_platforms", "cpu")
-    out, costs = console(), []
-    for program in programs(FULL):
-        if options.only and not program.name.startswith(tuple(options.only)):
-            continue
-        for devices in options.devices or (8, 64):
-            for stage in (3, None):
-                if stage is None and program.several:
-                    continue
-                costs.append(compile_program(program, stage, devices))
-                out.print(", ".join(table(costs[-1:])[1]), highlight=False)
-    out.print(console_table(table(costs), title="Extra state", caption=NOTE))
-    if options.record:
-        figures = {"costs": [dataclasses.asdict(x) for x in costs]}
-        rows = markdown_table(table(costs), texts=2)
-        write_dated(
-            options.record, "extra_state", "State beside the parameters", figures, NOTE, rows
-        )
+@question(
+    "extra_state",
+    "State beside the parameters",
+    argument("--only", action="append", metavar="NAME", help="may be repeated"),
+    argument("--devices", type=int, action="append", help="8 and 64 by default"),
+    absent_devices=True,
+)
+def main(options: argparse.Namespace) -> Answer:
+    cases: list[tuple[Program, int | None, int]] = [
+        (program, stage, devices)
+        for program in programs(FULL)
+        if not options.only or program.name.startswith(tuple(options.only))
+        for devices in options.devices or (8, 64)
+        for stage in (3, None)
+        if not (stage is None and program.several)
+    ]
+    return answer(NOTE, cases)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Faults of launched training: how each ends, how soon, what is lost, and what comes out.
+"""Faults of launched training: their ends, seconds, lost steps, and the next launch.
 
     python -m benchmarks.faults --record benchmarks/records    # as root; 8 minutes
 
@@ -17,30 +17,28 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.random_kills import HEAD as KILLS_HEAD
 from benchmarks.random_kills import random_kills, steps_for
-from benchmarks.report import console, console_table, markdown_table
 from benchmarks.supervised import (
     Process,
     Results,
     Training,
     checksum,
-    dated,
+    load,
     losses,
     way_on,
-    write_record,
 )
 
 RECORD = (
     "Two processes, then four, on the CPU, stage 3, a save every 5 steps. Lost are the steps that "
-    "the next launch makes again. Bit for bit: all losses after that, and the parameters at the "
+    "the next launch repeats. Bit for bit: all losses after that, and the parameters at the "
     "end, are an uninterrupted run's."
 )
 PAUSE = 0.1
@@ -64,7 +62,7 @@ class Fault(NamedTuple):
       seconds: From ``act`` until no process of the launch is left, at most.
       says: A pattern for the launcher's last words; "" where it says nothing.
       options: Of the launch.
-      apart: Whether the two processes are on two hosts.
+      two_hosts: Whether the two processes are on two hosts.
     """
 
     name: str
@@ -74,7 +72,7 @@ class Fault(NamedTuple):
     seconds: float
     says: str = ""
     options: tuple[str, ...] = ()
-    apart: bool = False
+    two_hosts: bool = False
 
 
 def before_the_join(training: Training) -> list[Process]:
@@ -200,7 +198,7 @@ FAULTS = (
         134,
         60,
         killed(0, "SIGABRT"),
-        apart=True,
+        two_hosts=True,
     ),
 )
 
@@ -231,7 +229,7 @@ def end(fault: Fault, folder: Path, steps: int, count: int = 2) -> Ended:
     on: tuple[str, ...] = ()
     environ = {}
     with contextlib.ExitStack() as stack:
-        if fault.apart:
+        if fault.two_hosts:
             stack.enter_context(two_hosts())
             (folder / "hosts").write_text("zja slots=1\nzjb slots=1\n")
             options = ["--hostfile", str(folder / "hosts")]
@@ -249,7 +247,7 @@ def end(fault: Fault, folder: Path, steps: int, count: int = 2) -> Ended:
             time.sleep(0.02)
         seconds = time.monotonic() - start
         status = None if left else training.launcher.wait()
-        saved = training.complete_steps()[-1]
+        saved = training.saved_steps()[-1]
         text, last = training.output.text(), training.last_words()
     problems = []
     if status != fault.status:
@@ -279,15 +277,15 @@ def two_hosts() -> Iterator[None]:
 def alive(training: Training, fault: Fault) -> list[int]:
     """Ids of all that the launch has started, mpirun's daemons too."""
     found = training.alive()
-    for host in ("zja", "zjb") * fault.apart:
+    for host in ("zja", "zjb") * fault.two_hosts:
         pids = ["ip", "netns", "pids", host]
-        told = subprocess.run(pids, check=True, capture_output=True, text=True).stdout
-        found += map(int, told.split())
+        output = subprocess.run(pids, check=True, capture_output=True, text=True).stdout
+        found += map(int, output.split())
     return found
 
 
 def has_namespaces() -> bool:
-    """Whether two hosts can be made here, and reached."""
+    """Returns whether this machine can set up two hosts, and reach them."""
     return os.geteuid() == 0 and all(map(shutil.which, ("ip", "unshare", "mpirun")))
 
 
@@ -304,30 +302,30 @@ def matrix(faults: Sequence[Fault], folder: Path) -> Results:
     """Suffers the faults one after the other, in one run."""
     steps = 7 * len(faults) + 5
     (folder / "alone").mkdir()
-    alone = undisturbed(folder / "alone", 2, steps)
+    baseline = undisturbed(folder / "alone", 2, steps)
     ended = []
     for fault in faults:
         ended.append(end(fault, folder, steps))
-        print(f"{fault.name}: {ended[-1].seconds:.1f} s", *ended[-1].problems, flush=True)
+        say(f"{fault.name}: {ended[-1].seconds:.1f} s {'; '.join(ended[-1].problems)}")
     texts = [*(each.text for each in ended), undisturbed(folder, 2, steps)]
     rows, problems = [], []
     for each, following in zip(ended, texts[1:], strict=True):
-        way = way_on(each.text, following, each.saved, losses(alone))
-        told = each.problems + way.problems
+        way = way_on(each.text, following, each.saved, losses(baseline))
+        wrong = each.problems + way.problems
         if each.status == PREEMPTED and way.lost:
-            told.append("the processes did not save the step that they left at")
-        problems += [f"{each.fault.name}: {problem}" for problem in told]
-        goes_on = "; ".join(told) or f"after step {way.after}, bit for bit"
+            wrong.append("the processes did not save the step that they left at")
+        problems += [f"{each.fault.name}: {problem}" for problem in wrong]
+        goes_on = "; ".join(wrong) or f"after step {way.after}, bit for bit"
         row = (f"{each.seconds:.1f} s", str(each.status), f"{way.lost} steps", goes_on)
         rows.append((each.fault.name, *row))
-    ends = {checksum(alone), checksum(texts[-1])}
+    ends = {checksum(baseline), checksum(texts[-1])}
     if len(ends) > 1 or "" in ends:
         problems.append(f"the parameters at the end differ: {ends}")
     return Results(rows, problems)
 
 
-def with_fewer(folder: Path, alone: str, most: float = 10.0) -> Results:
-    """Four processes of which one is killed, and two that go on; ``alone``: the output of four;
+def with_fewer(folder: Path, baseline: str, most: float = 10.0) -> Results:
+    """Four processes of which one is killed, and two that go on; ``baseline``: the output of four;
     ``most``: seconds from the kill to the end."""
     fault = Fault("SIGKILL of one of four", in_a_step, to(KILL, 3), 137, most, killed(3))
     steps = 15
@@ -335,48 +333,52 @@ def with_fewer(folder: Path, alone: str, most: float = 10.0) -> Results:
     following = undisturbed(folder, 2, steps)
     way = way_on(ended.text, following, ended.saved, losses(following))
     got = {step: float(min(each)) for step, each in losses(following).items()}
-    right = {step: float(min(each)) for step, each in losses(alone).items()}
-    apart = max(abs(loss / right[step] - 1) for step, loss in got.items())
+    right = {step: float(min(each)) for step, each in losses(baseline).items()}
+    distance = max(abs(loss / right[step] - 1) for step, loss in got.items())
     problems = ended.problems + way.problems
-    if apart > 1e-6 or steps not in got:
-        problems.append(f"losses differ by {apart:.1e}")
-    goes_on = "; ".join(problems) or f"with two after step {way.after}, losses within {apart:.0e}"
+    if distance > 1e-6 or steps not in got:
+        problems.append(f"losses differ by {distance:.1e}")
+    goes_on = (
+        "; ".join(problems) or f"with two after step {way.after}, losses within {distance:.0e}"
+    )
     row = (f"{ended.seconds:.1f} s", str(ended.status), f"{way.lost} steps", goes_on)
     return Results([(fault.name, *row)], problems)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=20, help="at random moments of one run")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="faults with this in their names, and no random kills")
-    parser.add_argument("--record", type=Path, help="folder for DATE-faults.md")
-    args = parser.parse_args()
+@question(
+    "faults",
+    "Faults",
+    argument("--kills", type=int, default=20, help="at random moments of one run"),
+    argument("--seed", type=int, default=0),
+    argument("--only", help="faults with this in their names, and no random kills"),
+)
+def main(options: argparse.Namespace) -> Answer:
     os.environ["JAX_PLATFORMS"] = "cpu"
     folder = Path(tempfile.mkdtemp(prefix="zerojax-faults-"))
-    faults = [x for x in FAULTS if (args.only or "") in x.name]
+    faults = [x for x in FAULTS if (options.only or "") in x.name]
     if not has_namespaces():
-        faults = [x for x in faults if not x.apart]
-    results = matrix(faults, made(folder / "matrix"))
-    tables = [[HEAD, *results.rows]]
-    problems = results.problems
-    if args.only is None:
-        alone = undisturbed(made(folder / "four"), 4, steps_for(args.kills))
-        fewer = with_fewer(made(folder / "fewer"), alone)
-        kills = random_kills(made(folder / "kills"), args.kills, args.seed, alone)
-        tables = [[HEAD, *results.rows, *fewer.rows], [KILLS_HEAD, *kills.rows]]
-        problems = problems + fewer.problems + kills.problems
-    for rows in tables:
-        console().print(console_table(rows))
-    verdict = f"Not as expected: {'; '.join(problems) or 'nothing'}."
-    print(verdict, f"Outputs are in {folder}.")
-    if args.record:
-        text = [RECORD, *(markdown_table(rows, len(HEAD)) for rows in tables), verdict]
-        write_record(args.record / dated("faults"), "Faults", "", "\n\n".join(text))
-    sys.exit(bool(problems))
+        faults = [x for x in faults if not x.two_hosts]
+    results = matrix(faults, created(folder / "matrix"))
+    rows, problems = [HEAD, *results.rows], results.problems
+    kills: list[Sequence[str]] = []
+    if options.only is None:
+        baseline = undisturbed(created(folder / "four"), 4, steps_for(options.kills))
+        fewer = with_fewer(created(folder / "fewer"), baseline)
+        killed = random_kills(created(folder / "kills"), options.kills, options.seed, baseline)
+        rows += fewer.rows
+        kills = [KILLS_HEAD, *killed.rows]
+        problems = problems + fewer.problems + killed.problems
+    say(f"Outputs are in {folder}.")
+    tables = [Table(each, texts=len(HEAD)) for each in (rows, kills) if each]
+    return Answer(
+        {"faults": rows, "kills": kills, "problems": problems},
+        [RECORD, *tables],
+        missed=problems,
+        machine=load(),
+    )
 
 
-def made(folder: Path) -> Path:
+def created(folder: Path) -> Path:
     folder.mkdir(parents=True)
     return folder
 

@@ -1,4 +1,4 @@
-"""What is neither held nor moved without need, compiled for absent GPUs beside theory.
+"""State held and bytes sent by unusual steps, compiled for absent GPUs, beside theory.
 
     python -m benchmarks.held_or_moved                                  # ten minutes on two cores
     python -m benchmarks.held_or_moved --only tables
@@ -12,14 +12,11 @@ the programs of ``extra_state.py`` and ``moved_programs.py``. Needs
 import argparse
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
-from pathlib import Path
-
-import jax
 
 from benchmarks.compiled import MEGA, Cost, Program, compile_program
 from benchmarks.extra_state import FULL, adversarial, low_rank, low_rank_nnx, preference
+from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.moved_programs import (
     Language,
     curved,
@@ -32,37 +29,16 @@ from benchmarks.moved_programs import (
     tied,
     used_twice,
 )
-from benchmarks.report import console, console_table, markdown_table, write_dated
 
 WITHIN = 0.05
 NOTE = (
     "Compiled by XLA:GPU for absent H100s. A unit: the model's parameters once in two bytes each; "
-    f"MB are those of a device. Off: today over theory, in bold beyond {WITHIN:.0%}. Before: this "
-    "project's figure in November 2026 before the change, and in brackets that of plain jit with "
-    "FSDP shardings, of programs of the same kind but not always of the same size. Each loop that "
-    "has the next layer ready, or the last one's gradients under way, while it computes with this "
-    "one gathers or reduces one layer more, which is in the theory. Of rows that are looked up the "
-    "sum over the devices counts as reduced."
+    f"MB are those of a device. Off: compiled over theory, in bold beyond {WITHIN:.0%}. Each loop "
+    "that prefetches the next layer, or that reduces the last one's gradients while it computes "
+    "with the current one, gathers or reduces one layer more, which is in the theory. Of rows that "
+    "are looked up the sum over the devices counts as reduced."
 )
-EQUAL = (
-    "The same steps, small and on eight virtual devices, have the numbers of plain jit to 1e-9 in "
-    "float64 (1e-6 where each of several micro-batches rounds its gradient), or are refused by "
-    "name: linen and NNX, 1 and 4 micro-batches, stages 1 to 3, both offloads. In fp16 they have "
-    "those of stage 0, and steps that overflow are skipped. `tests/programs/reused.py` has all, "
-    "and these more:"
-)
-TESTS = {
-    "state beside the parameters": "tests/step/test_extra_state.py",
-    "tables": "tests/collectives/test_lookups.py",
-    "stages 1 and 2 gather once": "tests/collectives/test_gathered_once.py",
-    "stage 1 reduces once": "tests/accumulation/test_lanes.py",
-    "a head in float32": "tests/collectives/test_widening.py",
-    "frozen parameters": "tests/test_frozen_parameters.py",
-    "a gradient used again": "tests/collectives/test_reuse.py",
-    "experts": "tests/step/test_ragged_products.py",
-    "stacks taken apart": "tests/collectives/test_held.py",
-}
-HEADS = ["what", "stage", "devices", "figure", "theory's parts", "before", "today", "theory", "off"]
+HEADS = ["what", "stage", "devices", "figure", "theory's terms", "compiled", "theory", "off"]
 
 FIGURES: dict[str, Callable[[Cost], float]] = {
     "units sent": lambda cost: sum(cost.units.values()),
@@ -79,18 +55,16 @@ class Claim:
     """A figure of a program beside theory.
 
     Attributes:
-      program, stage, devices: What is compiled.
+      program, stage, devices: The compiled step.
       figure: A key of ``FIGURES``.
-      before: The figure as it was.
-      theory: What it should be.
-      parts: What the theory is made of.
+      theory: The expected figure.
+      parts: Terms of the theory.
     """
 
     program: Program
     figure: str
     theory: float
     parts: str
-    before: str = ""
     stage: int = 3
     devices: int = 8
 
@@ -112,7 +86,7 @@ def extra_state() -> list[Claim]:
     for program in (low_rank(FULL), low_rank_nnx(FULL)):
         claims += [
             Claim(
-                program=program, figure="MB at rest", before="5,050 (635)", theory=held,
+                program=program, figure="MB at rest", theory=held,
                 parts="a base of 1,258M in f32 over 8, updates below the threshold, the batch",
             ),
             Claim(
@@ -123,7 +97,7 @@ def extra_state() -> list[Claim]:
     claims.append(
         Claim(
             program=low_rank(FULL, in_int8=True), figure="units sent",
-            before="2.0: gathered as bf16", theory=1 - 1 / (4 * layers),
+            theory=1 - 1 / (4 * layers),
             parts="codes of one byte, forward and backward",
         )
     )  # fmt: skip
@@ -133,26 +107,23 @@ def extra_state() -> list[Claim]:
     gan = adversarial(FULL)
     claims += [
         Claim(
-            program=gan, figure="MB at rest", before="526 (136)",
-            theory=(12 * (critic + generator) / 8 + batch) / MEGA,
+            program=gan, figure="MB at rest", theory=(12 * (critic + generator) / 8 + batch) / MEGA,
             parts="masters and moments of both over 8, the batch",
         ),
         Claim(
-            program=gan, figure="units sent", before="gradients all-reduced in f32",
-            theory=6 + 3 * share - 3 * first + 2 + share,
+            program=gan, figure="units sent", theory=6 + 3 * share - 3 * first + 2 + share,
             parts="gathers: the critic 6, the generator 3 times, less first layers backward; "
-            "reductions: the critic of made and of real rows, the generator",
+            "reductions: the critic of generated and of real rows, the generator",
         ),
     ]  # fmt: skip
     model = Language(
         layers=layers, width=FULL.language_width, vocabulary=FULL.vocabulary, tokens=FULL.tokens
     )
-    for in_field, devices, before in ((True, 8, "7.3"), (True, 64, "15.2"), (False, 8, "")):
+    for in_field, devices in ((True, 8), (True, 64), (False, 8)):
         program = preference(FULL, in_field=in_field)
         claims.append(
             Claim(
-                program=program, devices=devices, figure="units sent", before=before,
-                theory=8 + 8 * model.layer,
+                program=program, devices=devices, figure="units sent", theory=8 + 8 * model.layer,
                 parts="2 passes forward and backward, 2 of the copy forward: 6 gathers, 2 "
                 "reductions; 8 layers more",
             )
@@ -167,19 +138,18 @@ def lookups() -> list[Claim]:
     moved = 3 + 3 * words.layer + 2 * words.looked_up()
     return [
         Claim(
-            program=eight, figure="MB sent", before="2,050 gathered",
-            theory=(2 * rows + 3 * dense + 4 * 8 * 4096) / MEGA,
+            program=eight, figure="MB sent", theory=(2 * rows + 3 * dense + 4 * 8 * 4096) / MEGA,
             parts="4096 rows of each of 8 tables forward and backward, a layer's 2 gathers and its "
             "reduction, the indices",
         ),
         Claim(
-            program=eight, figure="MB of temporaries", before="2,088 (295)",
+            program=eight, figure="MB of temporaries",
             theory=(2 * 8 * 1_000_000 * 128 / 8 + rows) / MEGA,
             parts="a device's part of the tables' gradients in bf16, the rows",
         ),
         Claim(
             program=words.program("a vocabulary of 151,936, a row a device"), figure="units sent",
-            before="2.5 gathered", theory=moved,
+            theory=moved,
             parts="2 gathers, 1 reduction, 3 layers more, the rows twice",
         ),
     ]  # fmt: skip
@@ -189,22 +159,21 @@ def gathered_once() -> list[Claim]:
     """Stages 1 and 2 of a tied GPT in bf16."""
     scanned, unrolled = Language(), Language(scan=False, layers=12)
     claims = []
-    for sizes, k, by_modules, before in (
-        (scanned, 1, False, "1.5 gathered"),
-        (scanned, 8, False, "3.3 gathered"),
-        (unrolled, 8, False, "4.7 gathered"),
-        (scanned, 8, True, "8.8 gathered"),
-        (unrolled, 8, True, ""),
+    for sizes, k, by_modules in (
+        (scanned, 1, False),
+        (scanned, 8, False),
+        (unrolled, 8, False),
+        (scanned, 8, True),
+        (unrolled, 8, True),
     ):
         name = (
             f"tied GPT, {'scanned' if sizes.scan else 'unrolled'}, {k} micro-batch{'es' * (k > 1)}"
         )
-        name += ", bf16 by flax alone" if by_modules else ""
+        name += ", bf16 only by flax" if by_modules else ""
         program = tied(name, sizes, k, by_modules=by_modules)
         claims += [
             Claim(
-                program=program, stage=2, figure="units gathered", before=before,
-                theory=1 + k * sizes.looked_up(),
+                program=program, stage=2, figure="units gathered", theory=1 + k * sizes.looked_up(),
                 parts="once an update; a micro-batch's rows, for the table's gradient",
             ),
             Claim(
@@ -212,11 +181,11 @@ def gathered_once() -> list[Claim]:
                 parts="once a micro-batch",
             ),
         ]  # fmt: skip
-    for sizes, before in ((scanned, "8.8"), (unrolled, "")):
+    for sizes in (scanned, unrolled):
         name = f"tied GPT, {'scanned' if sizes.scan else 'unrolled'}, 4 micro-batches"
         claims.append(
             Claim(
-                program=tied(name, sizes, 4), stage=1, figure="units sent", before=before, theory=2,
+                program=tied(name, sizes, 4), stage=1, figure="units sent", theory=2,
                 parts="DeepSpeed's count: one gather and one reduction an update",
             )
         )  # fmt: skip
@@ -234,18 +203,17 @@ def uses() -> list[Claim]:
     scores, square = 50304 * 1024, 24 * 1024 * 1024
     return [
         Claim(
-            program=head, figure="units gathered", before="206 MB a pass: the head in f32",
+            program=head, figure="units gathered",
             theory=2 + 2 * stack / size / 24 + 8 * 512 * 1024 / size,
             parts="2 gathers, all in bf16; 2 layers more; the rows, for the table's gradient",
         ),
         Claim(
-            program=frozen(small), figure="units reduced", before="0.95",
+            program=frozen(small), figure="units reduced",
             theory=trained * (1 + 1 / small.layers) + small.looked_up(),
             parts="the trained 6.6%, a layer of those more; the rows looked up",
         ),
         Claim(
-            program=curved(sizes), figure="units sent", before="20.6 (10.3)",
-            theory=8 + 8 * sizes.layer,
+            program=curved(sizes), figure="units sent", theory=8 + 8 * sizes.layer,
             parts="forward and backward, both again beside the gradient: 6 gathers; 2 gradients; "
             "8 layers more",
         ),
@@ -260,15 +228,14 @@ def uses() -> list[Claim]:
             parts="once, both uses of the table together; a layer more",
         ),
         Claim(
-            program=experts(apart=True), figure="units sent",
-            before="5.75 without per_device", theory=3, parts="2 gathers, 1 reduction",
+            program=experts(per_device=True), figure="units sent",
+            theory=3, parts="2 gathers, 1 reduction",
         ),
     ]  # fmt: skip
 
 
 def stacks() -> list[Claim]:
-    """Stacks that a step takes apart by itself: what a list of layers costs."""
-    before = {"by index": "16.0 gathered, 1.0 all-reduced", "in parts": "2.0, 1.0 all-reduced"}
+    """Stacks that a step indexes by itself, at the costs of a list of layers."""
     claims = []
     for way in ("by index", "in a loop", "in parts"):
         program = taken_apart(way)
@@ -276,7 +243,6 @@ def stacks() -> list[Claim]:
         claims += [
             Claim(
                 program=program, figure="units sent", theory=3 + ahead, stage=3,
-                before=before.get(way, "2.0, all of the stack at once"),
                 parts="2 gathers, 1 reduction; a layer more where the loop backward has it ready",
             ),
             Claim(
@@ -303,7 +269,7 @@ def _cost(name: str, stage: int, devices: int) -> Cost:
 
 
 def cost_of(claim: Claim) -> Cost:
-    """What the program of a claim costs; compiled once for all its claims."""
+    """Costs of the program of a claim; compiled once for all its claims."""
     return _cost(claim.program.name, claim.stage, claim.devices)
 
 
@@ -318,41 +284,29 @@ def row(claim: Claim, cost: Cost) -> list[str]:
         str(claim.devices),
         claim.figure,
         claim.parts,
-        claim.before,
         f"{found:,.{digits}f}",
         f"{claim.theory:,.{digits}f}",
         f"{off:+.1%}" if abs(off) <= WITHIN else f"**{off:+.1%}**",
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.held_or_moved", description="Figures beside their theory."
-    )
-    parser.add_argument("--only", metavar="WORD", help="programs that have it in their names")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    options = parser.parse_args()
-    # Compiling for an absent GPU works only while JAX does not look for one.
-    jax.config.update("jax_platforms", "cpu")
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    out, rows, figures = console(), [HEADS], []
+@question(
+    "held_or_moved",
+    "What is neither held nor moved without need",
+    argument("--only", metavar="WORD", help="programs that have it in their names"),
+    absent_devices=True,
+)
+def main(options: argparse.Namespace) -> Answer:
+    rows, figures = [HEADS], []
     for claim in claims():
         if options.only and options.only not in claim.program.name:
             continue
         cost = cost_of(claim)
         rows.append(row(claim, cost))
-        out.print(", ".join(rows[-1]), highlight=False)
-        said = {"figure": claim.figure, "found": claim.found(cost), "theory": claim.theory}
-        figures.append({**said, "cost": dataclasses.asdict(cost)})
-    out.print(console_table(rows, title="Held or moved", caption=NOTE))
-    if options.record:
-        title = "What is neither held nor moved without need"
-        tests = [
-            ["what", "numbers of plain jit"],
-            *([what, f"`{at}`"] for what, at in TESTS.items()),
-        ]
-        tables = markdown_table(rows, texts=6), EQUAL, markdown_table(tests, texts=2)
-        write_dated(options.record, "held_or_moved", title, {"claims": figures}, NOTE, *tables)
+        say(", ".join(rows[-1]))
+        found = {"figure": claim.figure, "found": claim.found(cost), "theory": claim.theory}
+        figures.append(found | {"cost": cost})
+    return Answer({"claims": figures}, [NOTE, Table(rows, texts=5)])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How much of the time of collectives a step hides, with and without ``overlap_comm``; no GPU.
+"""Share of the collectives' time that a step hides, with and without ``overlap_comm``; no GPU.
 
     python -m benchmarks.hidden --only llama-7b --devices h100:64
     python -m benchmarks.hidden --record benchmarks/records       # everything, half an hour
@@ -10,34 +10,28 @@ Needs ``pip install -e '.[compile,examples]'``.
 
 import argparse
 import dataclasses
-import datetime
 import itertools
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import jax
 from flax import linen as nn
 
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
-from zerojax.config import ZeroConfig, load
-from zerojax.foresight.devices import parse_devices
+from benchmarks.frame import Answer, Table, argument, question, say
+from benchmarks.published_tables import Setup, open_study
 from zerojax.foresight.forecast import Forecast
 from zerojax.hlo.timeline import INWARD, OUTWARD
 from zerojax.models import gpt, llama
-from zerojax.tuning.study import Study
 
 MODELS = {"llama-7b": 2048, "gpt2-xl": 1024}  # tokens in a row
 MICROS = (1, 4)
 DEVICES = ("h100:8", "h100:64", "a100:8", "a100:64")
-WAYS: dict[str, dict[str, Any]] = {
+GROUPS = "groups of 8"
+WAYS: dict[str, dict[str, int]] = {
     "stage 3": {},
-    "stage 2": {"zero_optimization": {"stage": 2}},
+    "stage 2": {"stage": 2},
     "4 micro-batches": {"gradient_accumulation_steps": 4},
-    "groups of 8": {"zero_optimization": {"mics_shard_size": 8}},
+    GROUPS: {},  # replica groups, in the mesh
 }
-"""What is different in the configuration; all but the first for scanned models on 64 GPUs."""
+"""Changes of the settings; all but the first for scanned models on 64 GPUs."""
 UNROLLED_LAYERS = 8
 HEADINGS = [
     "model", "GPUs", "rows a GPU", "overlap_comm", "step ms", "arithmetic ms", "collectives ms",
@@ -55,7 +49,7 @@ NOTE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What to compile.
+    """A step to compile.
 
     Attributes:
       model: a name in ``MODELS``.
@@ -78,28 +72,19 @@ class Case:
         way = "" if self.way == next(iter(WAYS)) else f", {self.way}"
         return f"{self.model}, {'scanned' if self.scan else 'unrolled'}{way}"
 
-    @property
-    def config(self) -> ZeroConfig:
-        way = dict(WAYS[self.way])
-        zero = {"stage": 3, "overlap_comm": self.overlap} | way.pop("zero_optimization", {})
-        return load(
-            {
-                "train_micro_batch_size_per_gpu": self.micro,
-                "bf16": {"enabled": True},
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-                "zero_optimization": zero,
-            }
-            | way
-        )
-
     def function(self) -> nn.Module:
-        """The model."""
+        depth = {} if self.scan else {"n_layer": UNROLLED_LAYERS}
         if self.model == "gpt2-xl":
-            sizes: dict[str, Any] = dict(gpt.SIZES["gpt2-xl"])
-            sizes |= {} if self.scan else {"n_layer": UNROLLED_LAYERS}
+            sizes = gpt.SIZES["gpt2-xl"] | depth
             return gpt.GPT(gpt.GPTConfig(**sizes, scan=self.scan, remat=True))
-        sizes = llama.SIZES[self.model] | ({} if self.scan else {"n_layer": UNROLLED_LAYERS})
+        sizes = llama.SIZES[self.model] | depth
         return llama.Llama(llama.LlamaConfig(**sizes, scan=self.scan, remat=True))
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """Keywords of :func:`zerojax.zero`."""
+        rows = {"train_micro_batch_size_per_gpu": self.micro}
+        return {"stage": 3, "overlap_comm": self.overlap, **rows, **WAYS[self.way]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +92,7 @@ class Overlap:
     """The collectives of a step. Seconds and bytes of a device.
 
     Attributes:
-      step: the whole step.
+      step: the complete step.
       collectives: for which they are under way.
       exposed: for which the step waits for them.
       gathered: bytes sent in all-gathers.
@@ -126,7 +111,7 @@ class Overlap:
 
 
 def overlap_of(forecast: Forecast) -> Overlap:
-    """What a forecast says of the collectives."""
+    """Returns the collectives of a forecast."""
     sent = [each for each in forecast.traffic if each.kind not in (INWARD, OUTWARD)]
     return Overlap(
         step=forecast.seconds,
@@ -138,14 +123,20 @@ def overlap_of(forecast: Forecast) -> Overlap:
 
 
 def compile_case(case: Case) -> Overlap:
-    """Compile a case and follow its schedule.
+    """Compiles a case and follows its schedule.
 
     Raises:
       ImportError: the GPU compiler's wheels are not installed.
     """
-    mesh, rates = parse_devices(case.devices)
-    seq = MODELS[case.model]
-    study = Study(case.function, case.config, mesh, rates, rows=None, seq=seq)
+    setup = Setup(
+        function=case.function,
+        devices=case.devices,
+        seq=MODELS[case.model],
+        precision="bf16",
+        replicas=8 if case.way == GROUPS else 1,
+        zero=case.settings,
+    )
+    study = open_study(setup)
     return overlap_of(study.forecast(study.given))
 
 
@@ -161,19 +152,7 @@ def cases(
     ]
 
 
-def run(chosen: Sequence[Case], say: Callable[[str], None]) -> dict[Case, Overlap]:
-    """Compile the chosen cases; ``say`` is told of each."""
-    results = {}
-    for case in chosen:
-        results[case] = found = compile_case(case)
-        say(
-            f"{case.name}, {case.devices}, micro-batch {case.micro}, overlap {case.overlap}: "
-            f"{found.hidden:.1%} hidden, {1e3 * found.exposed:.1f} ms exposed"
-        )
-    return results
-
-
-def table(results: dict[Case, Overlap]) -> list[list[str]]:
+def table(results: Mapping[Case, Overlap]) -> list[list[str]]:
     """A row of headings, and one for each case."""
     return [
         HEADINGS,
@@ -197,36 +176,27 @@ def table(results: dict[Case, Overlap]) -> list[list[str]]:
     ]
 
 
-def markdown(results: dict[Case, Overlap]) -> str:
-    """The record."""
-    title = heading("Collectives beside computation", ", no GPU")
-    return "\n\n".join([title, NOTE, markdown_table(table(results), texts=4)]) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hidden", description="How much of the collectives is hidden."
-    )
-    parser.add_argument("--only", action="append", choices=[*MODELS], help="may be repeated")
-    parser.add_argument("--devices", action="append", metavar="KIND:N", help="may be repeated")
-    parser.add_argument("--scanned", action="store_true", help="no unrolled models")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")  # compiling for an absent GPU works only so
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    out = console()
+@question(
+    "hidden",
+    "Collectives beside computation",
+    argument("--only", action="append", choices=[*MODELS], help="may be repeated"),
+    argument("--devices", action="append", metavar="KIND:N", help="may be repeated"),
+    argument("--scanned", action="store_true", help="no unrolled models"),
+    absent_devices=True,
+)
+def main(options: argparse.Namespace) -> Answer:
     scans = (True,) if options.scanned else (True, False)
-    chosen = cases(options.only or [*MODELS], options.devices or DEVICES, scans)
-    results = run(chosen, lambda text: out.print(text, highlight=False))
-    out.print(console_table(table(results), caption=NOTE, caption_justify="left"))
-    if options.record:
-        stem = options.record / f"{datetime.date.today()}-hidden"
-        figures = [
-            {**dataclasses.asdict(case), **dataclasses.asdict(each)}
-            for case, each in results.items()
-        ]
-        write_json(stem.with_suffix(".json"), {"cases": figures})
-        stem.with_suffix(".md").write_text(markdown(results))
+    results = {}
+    for case in cases(options.only or [*MODELS], options.devices or DEVICES, scans):
+        results[case] = found = compile_case(case)
+        say(
+            f"{case.name}, {case.devices}, micro-batch {case.micro}, overlap {case.overlap}: "
+            f"{found.hidden:.1%} hidden, {1e3 * found.exposed:.1f} ms exposed"
+        )
+    figures = [
+        dataclasses.asdict(case) | dataclasses.asdict(each) for case, each in results.items()
+    ]
+    return Answer({"cases": figures}, [NOTE, Table(table(results), texts=4)])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The same calls by torch, and by Liger where it is installed, on the GPU that is here."""
+"""Calls of the kernels by torch, and by Liger where it is installed, on the GPU at hand."""
 
 from __future__ import annotations
 

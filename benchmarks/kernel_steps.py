@@ -1,4 +1,4 @@
-"""What the fused kernels do to the memory of the main job's step, on the GPU compile."""
+"""Memory of the main job's step with the fused kernels, by XLA's GPU compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long calls of the kernels take on the GPU that is here, and a copy beside them."""
+"""Seconds of calls of the kernels on the GPU at hand, and of a copy beside them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def timed(call: Measured, compiled: Callable[..., Any]) -> float:
     return median_seconds(once, jax.block_until_ready)
 
 
-def timed_peer(call: Callable[[], Any]) -> float:
+def timed_peer(call: Callable[[], object]) -> float:
     """Seconds of a call of torch's on the GPU."""
     torch: Any = importlib.import_module("torch")
     return median_seconds(call, lambda _: torch.cuda.synchronize())
@@ -43,8 +43,8 @@ def copy_rate(elements: int = 2**28) -> float:
     return 2 * x.nbytes / median_seconds(lambda: copy(x), jax.block_until_ready)
 
 
-def median_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
-    """Seconds of a call, after some that do not count, of which the last tells how many make a
+def median_seconds(call: Callable[[], object], wait: Callable[[Any], object]) -> float:
+    """Seconds of a call, after some that do not count, of which the last determines the calls of a
     round: the GPU has its next call before it is done, and the host's time is hidden."""
 
     def round_of(calls: int) -> float:
@@ -60,7 +60,7 @@ def median_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float
 
 
 def random_like(x: Any) -> jax.Array:
-    """The same numbers for every array of a shape and a dtype."""
+    """Random numbers, equal for all arrays of a shape and a dtype."""
     key = jax.random.key(x.size % 9973)
     if jnp.issubdtype(x.dtype, jnp.floating):
         return jax.random.uniform(key, x.shape, jnp.float32, 0.05, 1).astype(x.dtype)

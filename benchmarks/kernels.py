@@ -1,32 +1,27 @@
-"""What the fused kernels cost beside what XLA makes of plain JAX.
+"""Costs of the fused kernels beside those of XLA for plain JAX.
 
     python -m benchmarks.kernels [--only KERNEL] [--only step] [--devices 1] [--record FOLDER]
 
 On a GPU: the time of each call, beside XLA's and (where it is installed) torch's and Liger's, and
-the share of a plain copy's bandwidth measured in the same run. Without one: what the H100's
-compiler makes of it, so that the timings are owed. "step" is the memory of the main job's step
-with them, which is always compiled for absent H100s.
+the share of a plain copy's bandwidth measured in the same run. Without one: the program of the
+H100's compiler, and no timings. "step" is the memory of the main job's step with the kernels, which
+is always compiled for absent H100s.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
-from rich.progress import track
 
 import zerojax
 from benchmarks import kernel_steps
+from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.kernel_peers import peers
 from benchmarks.kernel_times import copy_rate, timed, timed_peer
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
 from pallas_kernels import compat, dispatch
 from pallas_kernels.activations.arguments import MEASURED as ACTIVATIONS
 from pallas_kernels.arguments import Measured
@@ -46,11 +41,12 @@ CALLS: tuple[Measured, ...] = (
     *CROSS_ENTROPY,
     *QUANTIZE,
 )
+KERNELS = tuple(dict.fromkeys(call.kernel for call in CALLS))
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one implementation of a call costs.
+    """The costs of one implementation of a call.
 
     Attributes:
       launches: Mosaic kernels in the program.
@@ -69,7 +65,7 @@ class Cost:
     seconds: float | None = None
 
     @classmethod
-    def of(cls, call: Measured, implementation: str, **costs: Any) -> Cost:
+    def of(cls, call: Measured, implementation: str, **costs: Any) -> Self:
         return cls(call.kernel, call.shape, implementation, call.bytes, call.flops, **costs)
 
 
@@ -77,7 +73,8 @@ def run(calls: Sequence[Measured], devices: int) -> tuple[list[Cost], float | No
     """Costs of all calls, and the bandwidth of a copy in bytes a second, on a GPU."""
     here = dispatch.target().platform == "gpu"
     costs = []
-    for call in track(calls, description="kernels", transient=True):
+    for call in calls:
+        say(f"{call.kernel}, {call.shape}")
         costs += [cost(call, name, devices, here) for name in IMPLEMENTATIONS]
         costs += [peer(call, *each) for each in peers(call)] if here else []
     return costs, copy_rate() if here else None
@@ -97,8 +94,8 @@ def cost(call: Measured, implementation: str, devices: int, here: bool) -> Cost:
     )
 
 
-def peer(call: Measured, name: str, once: Callable[[], Any]) -> Cost:
-    """The same call by torch or Liger."""
+def peer(call: Measured, name: str, once: Callable[[], object]) -> Cost:
+    """Costs of a call by torch or Liger."""
     begin = time.perf_counter()
     once()
     compile_seconds = time.perf_counter() - begin
@@ -111,13 +108,13 @@ def peer(call: Measured, name: str, once: Callable[[], Any]) -> Cost:
 def _compiled(
     call: Measured, implementation: str, devices: int, here: bool
 ) -> tuple[jax.stages.Compiled, float]:
-    """And the seconds that it took."""
+    """Also returns the seconds that compiling took."""
     begin = time.perf_counter()
     function, arguments = call.call(implementation), call.arguments
     if not here:
         mesh, replicated = zerojax.topology("h100", devices=devices), jax.sharding.PartitionSpec()
         sharding = jax.sharding.NamedSharding(mesh, replicated)
-        # Every device makes the complete call: this is about one device's program.
+        # Every device executes the complete call: the costs are those of one device's program.
         function = jax.shard_map(
             function, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
         )
@@ -156,54 +153,35 @@ def rows(costs: Sequence[Cost], copy: float | None) -> list[list[str]]:
     return lines
 
 
-def markdown(
+def answer(
     costs: Sequence[Cost], copy: float | None, steps: Sequence[kernel_steps.Step] = ()
-) -> str:
-    """The record."""
+) -> Answer:
     where = (
         f"On {jax.devices()[0].device_kind}; a plain copy moves {copy / 1e9:.0f} GB/s."
         if copy is not None
         else "No GPU at hand: compiled for absent H100s, and **all timings are owed**; "
         'until then\n`implementation=None` is `"xla"` for every kernel.'
     )
-    parts = [heading("Kernels"), where]
-    parts += [markdown_table(rows(costs, copy), 3)] if costs else []
-    if steps:
-        table = markdown_table(kernel_steps.rows(steps), 3)
-        parts += ["## The main job's step", kernel_steps.ABOUT, table]
-    return "\n\n".join(parts) + "\n"
-
-
-def main() -> None:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs some, too
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels", description="The fused kernels beside XLA."
-    )
-    names = [*dict.fromkeys(call.kernel for call in CALLS), STEP]
-    parser.add_argument("--only", action="append", choices=names, help="may be repeated")
-    parser.add_argument("--devices", type=int, default=1, help="to compile for, without a GPU")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    options = parser.parse_args()
-    chosen = [call for call in CALLS if call.kernel in (options.only or names)]
-    costs, copy = run(chosen, options.devices)
+    parts: list[str | Table] = [where]
     if costs:
-        console().print(console_table(rows(costs, copy)))
-    steps = kernel_steps.run() if STEP in (options.only or names) else []
+        parts.append(Table(rows(costs, copy), texts=3))
     if steps:
-        console().print(console_table(kernel_steps.rows(steps)))
-    if copy is None:
-        console().print("No GPU here: compiled for H100s, all timings are owed.")
-    if options.record:
-        stem = options.record / f"{datetime.date.today()}-kernels"
-        write_json(
-            stem.with_suffix(".json"),
-            {
-                "copy_rate": copy,
-                "costs": [dataclasses.asdict(c) for c in costs],
-                "steps": [dataclasses.asdict(s) for s in steps],
-            },
-        )
-        stem.with_suffix(".md").write_text(markdown(costs, copy, steps))
+        title = "The main job's step"
+        parts += [Table(kernel_steps.rows(steps), title=title, texts=3), kernel_steps.ABOUT]
+    return Answer({"copy_rate": copy, "costs": costs, "steps": steps}, parts)
+
+
+@question(
+    "kernels",
+    "Kernels",
+    argument("--only", action="append", choices=[*KERNELS, STEP], help="may be repeated"),
+    argument("--devices", type=int, default=1, help="to compile for, without a GPU"),
+)
+def main(options: argparse.Namespace) -> Answer:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs some, too
+    chosen = options.only or [*KERNELS, STEP]
+    costs, copy = run([call for call in CALLS if call.kernel in chosen], options.devices)
+    return answer(costs, copy, kernel_steps.run() if STEP in chosen else [])
 
 
 if __name__ == "__main__":

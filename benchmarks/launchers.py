@@ -1,4 +1,4 @@
-"""Real runs under Slurm and Ray: what is killed, how long the end takes, and what comes out.
+"""Real runs under Slurm and Ray: kills, seconds to the end, and the outcome.
 
     apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge    # 12 s
     python -m benchmarks.launchers slurm --record benchmarks/records    # as root; 5 minutes
@@ -17,22 +17,20 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.report import console, console_table, markdown_table
+from benchmarks.frame import Answer, Table, argument, question
 from benchmarks.supervised import (
     Output,
     checksum,
-    dated,
     launch,
+    load,
     seconds_until_gone,
     training,
-    write_record,
 )
 
 STEPS = 60
@@ -76,13 +74,13 @@ class SlurmJob:
         self.output = Output(folder / "out")
         nodes = ("--num-nodes", "2", "--nproc-per-node", "1")
         words = ["--slurm", f"{sbatch} --output={self.output.path}", *nodes, *options]
-        told = subprocess.run(
+        submitted = subprocess.run(
             launch(*words, *training(folder / "checkpoints", STEPS, pause)),
             check=True,
             capture_output=True,
             text=True,
         )
-        self.number = told.stdout.split()[-1]
+        self.number = submitted.stdout.split()[-1]
 
     def control(self, *words: str) -> str:
         return subprocess.run(words, capture_output=True, text=True, check=False).stdout
@@ -209,32 +207,31 @@ def ray_runs(folder: Path) -> list[Run]:
     return runs
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("cluster", choices=("slurm", "ray"))
-    parser.add_argument("--record", type=Path, help="folder for DATE-launchers-CLUSTER.md")
-    args = parser.parse_args()
+@question("launchers", "Real runs under a launcher", argument("cluster", choices=("slurm", "ray")))
+def main(options: argparse.Namespace) -> Answer:
     os.environ["JAX_PLATFORMS"] = "cpu"
     folder = Path(tempfile.mkdtemp(prefix="zerojax-launchers-"))
-    if args.cluster == "slurm":
+    if options.cluster == "slurm":
         with slurm(folder / "slurm"):
-            runs = slurm_runs(folder, args.record is not None)
-        told = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=True)
-        version = told.stdout.strip()
+            runs = slurm_runs(folder, options.record is not None)
+        shown = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=True)
+        version = shown.stdout.strip()
     else:
         runs = ray_runs(folder)
         version = f"ray {importlib.metadata.version('ray')}"
     rows = [HEAD, *(run.row() for run in runs)]
-    console().print(console_table(rows))
     ends = {run.checksum for run in runs} - {""}
-    verdict = f"The runs that ended agree bit for bit: {len(ends) == 1}."
-    print(verdict)
-    if args.record:
-        path = args.record / dated(f"launchers-{args.cluster}")
-        title = f"Real runs under {args.cluster.capitalize()}"
-        note = f"Two processes on the CPU, stage 3, {STEPS} steps with a save every 20. {verdict}"
-        write_record(path, title, f", {version}", f"{note}\n\n{markdown_table(rows, len(HEAD))}")
-    sys.exit(len(ends) != 1)
+    return Answer(
+        {"runs": rows},
+        [
+            f"Two processes on the CPU, stage 3, {STEPS} steps with a save every 20.",
+            Table(rows, texts=len(HEAD)),
+            f"The runs that ended agree bit for bit: {len(ends) == 1}.",
+        ],
+        missed=[f"the runs end with different parameters: {ends}"] if len(ends) != 1 else [],
+        machine=f"{load()}, {version}",
+        name=f"launchers-{options.cluster}",
+    )
 
 
 if __name__ == "__main__":

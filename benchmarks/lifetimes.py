@@ -1,4 +1,4 @@
-"""How long a compiled step holds each gathered array.
+"""Spans for which a compiled step holds each gathered array.
 
     lifetimes = gather_lifetimes(compiled.as_text())
     [each for each in lifetimes if each.crosses]     # held from the forward to the backward pass
@@ -62,7 +62,7 @@ class Lifetime:
 
     @property
     def crosses(self) -> bool:
-        """Whether the array is held from the forward into the backward pass: used in both, or saved
+        """True if the array is held from the forward into the backward pass: used in both, or saved
         by a scan."""
         return self.stacked or (self.forward and self.backward)
 
@@ -84,8 +84,8 @@ def gather_lifetimes(text: str) -> tuple[Lifetime, ...]:
     """The lifetime of each gathered array in a compiled program's text.
 
     Uses are followed through bitcasts, copies, conversions, transpositions, tuples, optimization
-    barriers and into loops. What JAX writes into ``op_name`` tells the passes apart: an operation
-    under ``transpose(...)`` is of the backward pass, one under ``jvp(...)`` alone of the forward.
+    barriers and into loops. The ``op_name`` of JAX distinguishes the passes: an operation
+    under ``transpose(...)`` is of the backward pass, one only under ``jvp(...)`` of the forward.
 
     Raises:
       ValueError: The text is not a compiled program's.
@@ -157,7 +157,7 @@ def _lifetimes(
 
 @dataclasses.dataclass(frozen=True)
 class ValueBuffer:
-    """A buffer that holds a value: as it was made, converted or transposed.
+    """A buffer that holds a value: as it was produced, converted or transposed.
 
     Attributes:
       shape: Shape and dtype of the array.
@@ -279,7 +279,7 @@ def _end(computation: Computation, user: Instruction) -> int:
 
 
 def _stacks(program: HloProgram, user: Instruction, name: str) -> bool:
-    """Whether ``user`` writes the value itself, not something computed of it, into a stack."""
+    """Returns whether ``user`` writes the value, not a result computed from it, into a stack."""
     if user.opcode == "dynamic-update-slice":
         return user.operands[1] == name
     if user.operation != "fusion":

@@ -12,16 +12,17 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 import zerojax
 from benchmarks.lifetimes import gather_lifetimes, peak_gathered_bytes
+from benchmarks.plain import count, plain_jit
 from zerojax.devices.topology import GPUS_PER_HOST
 from zerojax.hlo.traffic import collectives
 from zerojax.models.gpt import GPT, GPTConfig
@@ -29,18 +30,17 @@ from zerojax.models.loss import loss_fn
 
 MASTER_BYTES = 12  # a parameter's fp32 master and two fp32 moments
 COMPUTE_BYTES = 2  # bf16 or fp16
-PERSISTENCE_THRESHOLD = 100_000  # elements; DeepSpeed's default
 LEARNING_RATE = 3e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What to compile.
+    """A step to compile.
 
     Attributes:
-      stage: the ZeRO stage, or None for plain ``jax.jit`` with the state sharded by its
-        ``in_shardings`` and ``out_shardings`` alone.
-      replicas: groups of ``devices / replicas``, over which the state is cut; 1 is a plain mesh.
+      stage: the ZeRO stage, or None for plain ``jax.jit`` with the state sharded only by its
+        ``in_shardings`` and ``out_shardings``.
+      replicas: groups of ``devices / replicas`` that shard the state; 1 is a plain mesh.
       accumulate: micro-batches a step.
       micro_batch: sequences a device sees in one micro-batch.
       device: a name that ``zerojax.topology`` knows.
@@ -80,7 +80,7 @@ class Case:
 
     @property
     def group(self) -> int:
-        """Devices over which the state is cut."""
+        """Devices over which the state is sharded."""
         return self.devices // self.replicas
 
     @property
@@ -106,7 +106,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a case costs, for each device. Sizes in bytes, times in seconds.
+    """The costs of a case, for each device. Sizes in bytes, times in seconds.
 
     Attributes:
       parameters: how many the model has.
@@ -120,7 +120,7 @@ class Record:
       collective_dtypes: payload bytes a step by kind, then dtype.
       gather_dtypes: payload bytes a step of the all-gathers of parameters, by dtype.
       collective_counts: collectives in the text by kind, those in loops once.
-      largest_all_reduce: payload bytes; those of pieces between groups are left out.
+      largest_all_reduce: payload bytes; those of shards between groups are left out.
       crossing_bytes: gathered parameters that live from the forward to the backward pass.
       peak_gathered_bytes: the most gathered arrays held at once.
       trace_seconds: tracing and lowering, in Python.
@@ -173,8 +173,7 @@ def compile_case(case: Case) -> Record:
     return measure(case, compile_step(case))
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """A compiled step, and the seconds that tracing and compiling it took."""
 
     executable: Any
@@ -252,25 +251,25 @@ def expected_moved(case: Case, parameters: int) -> dict[str, int]:
     - stage 0: one all-reduce, 2 passes
     - stage 1: one all-gather and one reduce-scatter
     - stage 2: one all-gather and g reduce-scatters
-    - stage 3 (and plain jit, sharded likewise): 2g all-gathers and g reduce-scatters; one
+    - stage 3 (and plain jit, sharded in the same way): 2g all-gathers and g reduce-scatters; one
       all-gather where parameters stay gathered
 
-    Of r groups of d devices n is d for gathers and scatters, and there is one all-reduce of pieces
+    Of r groups of d devices n is d for gathers and scatters, and there is one all-reduce of shards
     between groups, ``2 * (r-1)/r * 2P/d``.
     """
     size, d, r = COMPUTE_BYTES * parameters, case.group, case.replicas
-    all_reduced = round(2 * (case.devices - 1) / case.devices * size)
+    replicated = round(2 * (case.devices - 1) / case.devices * size)
     once = round((d - 1) / d * size)
     g = case.accumulate
     if case.stage == 0:
-        return {"all-reduce": all_reduced}
-    pieces = {"all-reduce": round(2 * (r - 1) / r * size / d)} if r > 1 else {}
+        return {"all-reduce": replicated}
+    shards = {"all-reduce": round(2 * (r - 1) / r * size / d)} if r > 1 else {}
     scatters = 1 if case.stage == 1 else g
     gathered = once if case.stage in (1, 2) or case.live else 2 * g * once
     if case.partition > 1 and not case.live:
         p = case.partition
         gathered = round(size * (2 * g * (p - 1) / p + 1 / p - 1 / d))
-    return {"all-gather": gathered, "reduce-scatter": scatters * once, **pieces}
+    return {"all-gather": gathered, "reduce-scatter": scatters * once, **shards}
 
 
 def expected_between(case: Case, parameters: int) -> int:
@@ -278,7 +277,7 @@ def expected_between(case: Case, parameters: int) -> int:
 
     One pass over all parameters by a group on h hosts, a gather or a scatter, is ``(h-1)/h * 2P``.
     A step takes the passes of ``expected_moved``; with a secondary shard in each host 1 gather,
-    however many the micro-batches. The pieces that r groups of d devices sum between them add
+    however many the micro-batches. The shards that r groups of d devices sum between them add
     ``2 * (r-1)/r * 2P * 8/d``: a host has 8 of its group's d.
     """
     size, g = COMPUTE_BYTES * parameters, case.accumulate
@@ -287,8 +286,8 @@ def expected_between(case: Case, parameters: int) -> int:
     if case.stage == 0:
         return round(2 * (hosts - 1) / hosts * size)
     gathers = 1 if case.stage in (1, 2) or case.partition > 1 or case.live else 2 * g
-    between = min(case.replicas, hosts)  # hosts over which a piece is summed
-    held = min(GPUS_PER_HOST, case.group) / case.group  # of all pieces, in a host
+    between = min(case.replicas, hosts)  # hosts over which a shard is summed
+    held = min(GPUS_PER_HOST, case.group) / case.group  # of all shards, in a host
     scatters = 1 if case.stage == 1 else g
     return round(((gathers + scatters) * once + 2 * (between - 1) / between * held) * size)
 
@@ -359,37 +358,16 @@ def lower_zero(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
     )
     state = zero.abstract_state(create_state_of(case.model), jax.random.key(0))
     lowered = zero(train_step_of(case.model)).lower(state, case.batch)
-    return lowered, _count(state.params)
+    return lowered, count(state.params)
 
 
 def lower_plain(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
     """Lower the same step under plain ``jax.jit``, with sharded state and XLA left to the rest."""
     state = jax.eval_shape(create_state_of(case.model), jax.random.key(0))
-
-    shardings = jax.tree.map(functools.partial(fsdp_sharding, mesh), state)
     step = train_step_of(
         case.model, lambda params: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     )
-    jitted = jax.jit(
-        step,
-        in_shardings=(shardings, NamedSharding(mesh, PartitionSpec("data"))),
-        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
-        donate_argnums=0,
-    )
-    return jitted.lower(state, case.batch), _count(state.params)
-
-
-def fsdp_sharding(mesh: Mesh, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-    """A leaf's largest dimension that divides cut over all devices; small leaves are replicated."""
-    spec: list[str | None] = [None] * len(leaf.shape)
-    divisible = [at for at, size in enumerate(leaf.shape) if size % mesh.size == 0]
-    if leaf.size >= PERSISTENCE_THRESHOLD and divisible:
-        spec[max(divisible, key=lambda at: leaf.shape[at])] = "data"
-    return NamedSharding(mesh, PartitionSpec(*spec))
-
-
-def _count(params: Any) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+    return plain_jit(step, mesh, state).lower(state, case.batch), count(state.params)
 
 
 def _sum_by(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -11,20 +11,15 @@ The model is a GPT of 820M parameters (24 layers, width 1600, vocabulary 50304) 
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
-import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.measure import Case, Record, compile_case
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
 
 STAGES = (0, 1, 2, 3)
 MEGA = 1e6
 NOTE = (
-    "Compiled by XLA:GPU for H100s that are not there. GPT with rematerialised blocks, sequences "
+    "Compiled by XLA:GPU for absent H100s. GPT with rematerialised blocks, sequences "
     "of 1024, 4 a device and micro-batch, bf16 compute with fp32 masters, AdamW. MB of 10^6 bytes; "
     "peak = arguments + temporaries. Theory: `expected_moved` and `expected_between` in "
     "`benchmarks/measure.py`."
@@ -137,59 +132,28 @@ def traffic_table(records: Iterable[Record]) -> list[list[str]]:
     return rows
 
 
-def markdown(results: Mapping[str, Sequence[Record]]) -> str:
-    """The record."""
-    parts = [heading("Memory and traffic of the stages", ", no GPU"), NOTE]
-    for name, records in results.items():
-        tables = (memory_table(records), traffic_table(records))
-        parts += [f"## {name}", *map(markdown_table, tables)]
-    return "\n\n".join(parts) + "\n"
-
-
-def run(
-    wanted: Sequence[str], *, quick: bool = False, out: Console | None = None
-) -> dict[str, list[Record]]:
-    """Compile the wanted sections and print their tables as they are ready."""
-    out = out or console()
-    chosen = {name: cases for name, cases in sections(quick).items() if name in wanted}
+@question(
+    "memory",
+    "Memory and traffic of the stages",
+    argument("--quick", action="store_true", help="4 layers instead of 24"),
+    argument("--only", action="append", choices=[*sections(False)], help="may be repeated"),
+    absent_devices=True,
+)
+def main(options: argparse.Namespace) -> Answer:
     known: dict[Case, Record] = {}
     results: dict[str, list[Record]] = {}
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=out, transient=True) as progress:
-        task = progress.add_task("", total=sum(map(len, chosen.values())))
-        for name, cases in chosen.items():
-            for case in cases:
-                what = f"{case.name}, {case.n_layer} layers, {case.devices} devices"
-                progress.update(task, description=f"compiling {what}")
-                if case not in known:  # the unrolled stage 3 stands in several sections
-                    known[case] = compile_case(case)
-                progress.advance(task)
-            results[name] = [known[case] for case in cases]
-            for table in (memory_table, traffic_table):
-                out.print(console_table(table(results[name]), title=name))
-    return results
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory", description="Memory and traffic of ZeRO's stages."
-    )
-    names = list(sections(quick=False))
-    parser.add_argument("--quick", action="store_true", help="4 layers instead of 24")
-    parser.add_argument("--only", action="append", choices=names, help="may be given repeatedly")
-    parser.add_argument(
-        "--json", type=Path, metavar="OUT", help="write the records here, the tables beside as .md"
-    )
-    options = parser.parse_args()
-    # Compiling for an absent GPU works only while JAX does not look for one.
-    jax.config.update("jax_platforms", "cpu")
-    results = run(options.only or names, quick=options.quick)
-    if options.json:
-        as_json = {name: list(map(dataclasses.asdict, results[name])) for name in results}
-        write_json(options.json, as_json)
-        options.json.with_suffix(".md").write_text(markdown(results))
+    for name, cases in sections(options.quick).items():
+        if options.only and name not in options.only:
+            continue
+        for case in cases:
+            if case not in known:  # the unrolled stage 3 is in several sections
+                say(f"compiling {case.name}, {case.n_layer} layers, {case.devices} devices")
+                known[case] = compile_case(case)
+        results[name] = [known[case] for case in cases]
+    tables: list[Table] = []
+    for name, records in results.items():
+        tables += [Table(memory_table(records), title=name), Table(traffic_table(records))]
+    return Answer(results, [NOTE, *tables])
 
 
 def _mega(size: int) -> str:

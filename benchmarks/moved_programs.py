@@ -1,4 +1,4 @@
-"""Training steps that need little of what they could hold or send unsharded.
+"""Training steps that need only a small part of what they could hold or send.
 
 Tables of which few rows are looked up, a table tied to the output, a head in float32, a frozen
 base, gradients of gradients, and experts that choose among all tokens: programs that
@@ -145,7 +145,7 @@ def head_in_float32(layers: int = 24, width: int = 1024, vocabulary: int = 50304
 
 
 def frozen(sizes: Language) -> Program:
-    """A language model of which the optimizer moves attention's output products alone."""
+    """A language model of which the optimizer moves only attention's output products."""
 
     def labels(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, _: label(path), params)
@@ -159,7 +159,7 @@ def frozen(sizes: Language) -> Program:
 
 
 def label(path: Any) -> str:
-    """Of a frozen base's parameter."""
+    """The label of a frozen base's parameter."""
     return "moves" if "['attn']['c_proj']['kernel']" in jax.tree_util.keystr(path) else "still"
 
 
@@ -210,9 +210,9 @@ def used_twice(layers: int = 24, width: int = 1024, vocabulary: int = 50304) -> 
 
 
 def experts(
-    *, apart: bool, layers: int = 4, width: int = 1024, number: int = 8, tokens: int = 4096
+    *, per_device: bool, layers: int = 4, width: int = 1024, number: int = 8, tokens: int = 4096
 ) -> Program:
-    """Experts of the tokens of all rows, or ``apart`` of each device's own."""
+    """Experts of the tokens of all rows, or with ``per_device`` of each device's own."""
 
     def create(key: jax.Array) -> TrainState:
         shapes = {
@@ -252,8 +252,8 @@ def experts(
     def batch(devices: int) -> Any:
         return jax.ShapeDtypeStruct((devices, tokens, width), BF16)
 
-    name = "experts of own tokens" if apart else "experts of all tokens"
-    bound = bind if apart else None
+    name = "experts of own tokens" if per_device else "experts of all tokens"
+    bound = bind if per_device else None
     return Program(name, create, step(apply), batch, lambda s: s.params, bind=bound)
 
 

@@ -1,4 +1,4 @@
-"""What a training step sends inside hosts and between them, by stage and setting; no GPU.
+"""Traffic of a training step inside hosts and between them, by stage and setting; no GPU.
 
     python -m benchmarks.node_traffic                       # Llama 7B on 64 H100s, two minutes
     python -m benchmarks.node_traffic --gpus 24 --record benchmarks/records    # with a picture
@@ -9,18 +9,14 @@ Bytes are the compiled program's, by the links that NCCL's rings cross (zerojax.
 
 import argparse
 import dataclasses
-import datetime
-import os
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
-
+from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.measure import MASTER_BYTES
 from benchmarks.published_steps import llama_of
 from benchmarks.published_tables import GIGA, Setup, open_study
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.forecast import Forecast
 
@@ -32,9 +28,10 @@ INK, GREY, FAINT = "#22272e", "#6b7480", "#d8dce2"
 NOTE = (
     f"{MODEL}, H100s, {MICRO} rows of {SEQ} tokens a GPU, bf16, AdamW, rematerialised, one "
     "micro-batch. GB of 10^9 bytes that a GPU holds between steps and that it sends in a step. A "
-    "ring over whole hosts sends an eighth of its bytes between them, one over a GPU of each host "
-    "all of them. Theory: 12 bytes a parameter over the devices that share the state; in units "
-    "of the bf16 parameters a gather or a scatter over n sends (n-1)/n, an all-reduce twice that."
+    "ring over complete hosts sends an eighth of its bytes between them, one over a GPU of each "
+    "host all of them. Theory: 12 bytes a parameter over the devices that share the state; in "
+    "units of the bf16 parameters a gather or a scatter over n sends (n-1)/n, an all-reduce twice "
+    "that."
 )
 
 
@@ -44,7 +41,7 @@ class Setting:
 
     Attributes:
       stage: the ZeRO stage.
-      near: what keeps gathers inside a host.
+      near: the setting that keeps gathers inside a host.
       replicated: every host is a replica group, which holds the complete state.
       zero: further keywords of :func:`zerojax.zero`.
     """
@@ -52,7 +49,7 @@ class Setting:
     stage: int
     near: str = ""
     replicated: bool = False
-    zero: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    zero: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -63,11 +60,11 @@ class Setting:
         return MASTER_BYTES / (HOST if self.replicated else devices if self.stage else 1)
 
     def expected_sent(self, devices: int) -> tuple[float, float]:
-        """What a device sends inside its host and to others, in units of the bf16 parameters."""
+        """Traffic of a device inside its host and to others, in units of the bf16 parameters."""
         passes = 3 if self.stage == 3 else 2
         if self.near:
-            # All passes inside. Between hosts an all-reduce of the gradient's pieces; with hpZ a
-            # gather of the secondary shards and a scatter of the pieces.
+            # All passes inside. Between hosts an all-reduce of the gradient's shards; with hpZ a
+            # gather of the secondary shards and a scatter of the shards.
             return passes * (1 - 1 / HOST), 2 * (1 - HOST / devices) / HOST
         ring = passes * (1 - 1 / devices)
         return ring * (1 - 1 / HOST), ring / HOST
@@ -125,14 +122,14 @@ def table(forecasts: Mapping[str, Forecast]) -> list[list[str]]:
     return rows
 
 
-def draw(path: Path, gpus: int, bars: Sequence[tuple[str, int, int, int]]) -> None:
+def draw(gpus: int, bars: Sequence[tuple[str, int, int, int]], path: Path) -> None:
     """Write the picture.
 
     Args:
+      gpus: Their number.
+      bars: The name of each bar, from the top; a GPU's bytes at rest, and those that it sends
+        inside hosts and between them.
       path: A path that ends in ".png" or ".svg".
-      gpus: How many there are.
-      bars: The name of each bar, from the top; a GPU's bytes at rest, and what it sends inside
-        hosts and between them.
     """
     from matplotlib.figure import Figure
 
@@ -169,42 +166,31 @@ def draw(path: Path, gpus: int, bars: Sequence[tuple[str, int, int, int]]) -> No
     figure.savefig(path)
 
 
-def markdown(rows: Sequence[Sequence[str]], gpus: int, picture: str) -> str:
-    """The record."""
-    title = heading(f"Traffic inside hosts and between them, {gpus} GPUs", ", no GPU")
-    return "\n\n".join([title, NOTE, markdown_table(rows), f"![The same]({picture})"]) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.node_traffic", description="Traffic by link."
+@question(
+    "node_traffic",
+    "Traffic inside hosts and between them",
+    argument("--gpus", type=int, default=GPUS, help="in complete hosts; 64 by default"),
+    absent_devices=True,
+)
+def main(options: argparse.Namespace) -> Answer:
+    forecasts = {}
+    for setting in SETTINGS:
+        say(f"compiling {setting.name}")
+        forecasts[setting.name] = compiled(setting, options.gpus)
+    bars = [
+        (name, forecast.plan.bytes_per_device, *sent(forecast))
+        for name, forecast in forecasts.items()
+    ]
+    settings = {
+        name: {"resting_bytes": forecast.plan.bytes_per_device, "traffic": forecast.traffic}
+        for name, forecast in forecasts.items()
+    }
+    return Answer(
+        {"settings": settings},
+        [f"{options.gpus} GPUs. {NOTE}", Table(table(forecasts))],
+        draw=functools.partial(draw, options.gpus, bars),
+        name="node_traffic" + f"-{options.gpus}" * (options.gpus != GPUS),
     )
-    parser.add_argument("--gpus", type=int, default=GPUS, help="of whole hosts; 64 by default")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")  # compiling for an absent GPU works only so
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    forecasts = {setting.name: compiled(setting, options.gpus) for setting in SETTINGS}
-    rows = table(forecasts)
-    console().print(console_table(rows, caption=NOTE, caption_justify="left"))
-    if options.record:
-        name = "node_traffic" + f"-{options.gpus}" * (options.gpus != GPUS)
-        stem = options.record / f"{datetime.date.today()}-{name}"
-        settings = {
-            name: {
-                "resting_bytes": forecast.plan.bytes_per_device,
-                "traffic": [dataclasses.asdict(each) for each in forecast.traffic],
-            }
-            for name, forecast in forecasts.items()
-        }
-        write_json(stem.with_suffix(".json"), {"settings": settings})
-        picture = stem.with_suffix(".png")
-        bars = [
-            (name, forecast.plan.bytes_per_device, *sent(forecast))
-            for name, forecast in forecasts.items()
-        ]
-        draw(picture, options.gpus, bars)
-        stem.with_suffix(".md").write_text(markdown(rows, options.gpus, picture.name))
 
 
 if __name__ == "__main__":

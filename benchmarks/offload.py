@@ -1,4 +1,4 @@
-"""What offload takes of the device and of the host, compiled for absent GPUs.
+"""Memory of the device and of the host under offload, compiled for absent GPUs.
 
     python -m benchmarks.offload                     # everything, about a quarter of an hour
     python -m benchmarks.offload --quick             # toy sizes, a minute
@@ -11,15 +11,11 @@ where a limit is missed.
 
 import argparse
 import dataclasses
-import datetime
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
-
-from benchmarks.offload_largest import Largest, find_largest
+from benchmarks.frame import Answer, Table, argument, question, say
+from benchmarks.offload_largest import find_largest
 from benchmarks.offload_programs import Compiled, Costs, OffloadCase
 from benchmarks.offload_tables import (
     NOTES,
@@ -30,7 +26,6 @@ from benchmarks.offload_tables import (
     overlap_rows,
     size_rows,
 )
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
 
 GIGA = 10**9
 SECTIONS = ("sizes", "optimizer", "overlap", "largest")
@@ -41,7 +36,7 @@ BOTH = OffloadCase(stage=3, optimizer=True, param=True, devices=1, scan=True, n_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What to compile.
+    """The cases to compile.
 
     Attributes:
       sizes: (name, case, bytes of device memory at most).
@@ -98,7 +93,7 @@ def full() -> Work:
 
 
 def quick() -> Work:
-    """Toy sizes, which say nothing of real ones."""
+    """Toy sizes, whose figures do not carry over to real ones."""
     both = dataclasses.replace(
         BOTH,
         n_layer=4,
@@ -126,65 +121,43 @@ class Results:
 
     tables: dict[str, Rows]
     limits: list[Limit]
-    figures: dict[str, Any]
+    figures: dict[str, object]
 
     def missed(self) -> list[str]:
         return [str(limit) for limit in self.limits if not limit.held]
 
 
 def run(
-    work: Work,
-    wanted: tuple[str, ...] = SECTIONS,
-    out: Console | None = None,
-    known: dict[OffloadCase, Costs] | None = None,
+    work: Work, wanted: Sequence[str] = SECTIONS, known: dict[OffloadCase, Costs] | None = None
 ) -> Results:
-    """Compile the wanted sections and print their tables as they are ready.
-
-    ``known``, if given, takes up the costs of all cases.
-    """
-    out = out or console()
+    """Compiles the wanted sections; ``known``, if given, takes up the costs of all cases."""
     tables: dict[str, Rows] = {}
     limits: list[Limit] = []
-    figures: dict[str, Any] = {}
-    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=out, transient=True) as progress:
-        task = progress.add_task("")
-        costs = Compiled(
-            lambda what: progress.update(task, description=what), {} if known is None else known
-        )
+    figures: dict[str, object] = {}
+    costs = Compiled(say, {} if known is None else known)
 
-        def show(name: str, rows: Rows, bounds: list[Limit], found: Any) -> None:
-            tables[name], figures[name] = rows, found
-            limits.extend(bounds)
-            out.print(console_table(rows, title=name, caption=NOTES[name], caption_justify="left"))
+    def add(name: str, rows: Rows, bounds: list[Limit], found: object) -> None:
+        tables[name], figures[name] = rows, found
+        limits.extend(bounds)
 
-        if "sizes" in wanted:
-            sizes = [(name, costs(case), limit) for name, case, limit in work.sizes]
-            show("sizes", *size_rows(sizes), [plain(c) for _, c, _ in sizes])
-        if "optimizer" in wanted:
-            pairs = [(costs(case), costs(without(case))) for case in work.optimizer]
-            show("optimizer", *optimizer_rows(pairs), [list(map(plain, pair)) for pair in pairs])
-        if "overlap" in wanted:
-            cases = [costs(case) for case in work.overlap]
-            rows, bounds = overlap_rows(cases)
-            show("overlap", rows, bounds, rows)
-        if "largest" in wanted:
-            ladder = {} if work.ladder is None else {"ladder": work.ladder}
-            found: list[Largest] = find_largest(
-                work.modes,
-                work.memories,
-                work.reserve,
-                costs,
-                lambda each: out.print(f"{each.mode}, {each.memory / GIGA:g} GB: found"),
-                **ladder,
-            )
-            rows, bounds = largest_rows(found)
-            show("largest", rows, bounds, rows)
+    if "sizes" in wanted:
+        sizes = [(name, costs(case), limit) for name, case, limit in work.sizes]
+        add("sizes", *size_rows(sizes), [plain(c) for _, c, _ in sizes])
+    if "optimizer" in wanted:
+        pairs = [(costs(case), costs(without(case))) for case in work.optimizer]
+        add("optimizer", *optimizer_rows(pairs), [list(map(plain, pair)) for pair in pairs])
+    if "overlap" in wanted:
+        rows = overlap_rows([costs(case) for case in work.overlap])
+        add("overlap", rows, [], rows)
+    if "largest" in wanted:
+        ladder = {} if work.ladder is None else {"ladder": work.ladder}
+        rows = largest_rows(find_largest(work.modes, work.memories, work.reserve, costs, **ladder))
+        add("largest", rows, [], rows)
     return Results(tables=tables, limits=limits, figures=figures)
 
 
 def without(case: OffloadCase) -> OffloadCase:
-    """The same case with nothing offloaded."""
+    """The case with nothing offloaded."""
     return dataclasses.replace(case, optimizer=False, param=False, sub_group_size=None)
 
 
@@ -196,42 +169,28 @@ def plain(costs: Costs) -> dict[str, Any]:
     return costs_json
 
 
-def markdown(results: Results) -> str:
-    """The record."""
-    parts = [
-        heading("Memory under offload", ", no GPU"),
+def answer(results: Results) -> Answer:
+    parts: list[str | Table] = [
         "Compiled by XLA:GPU for absent H100s. GPTs with rematerialised blocks, "
         "sequences of 1024, one a device,\nbf16 compute with fp32 masters, AdamW. GB are 10^9 "
         "bytes, of one device. Device bytes of a program: arguments, temporaries,\nresults that "
-        "take no argument's place, and what rests on the device meanwhile.",
+        "take no argument's place, and what rests on the device meanwhile."
     ]
     for name, rows in results.tables.items():
-        parts += [f"## {name}", NOTES[name], markdown_table(rows)]
-    parts.append(f"Limits missed: {'; '.join(results.missed()) or 'none'}.")
-    return "\n\n".join(parts) + "\n"
+        parts += [Table(rows, title=name), NOTES[name]]
+    missed = results.missed()
+    return Answer(results.figures | {"missed": missed}, parts, missed=missed)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.offload", description="Memory under offload."
-    )
-    parser.add_argument("--quick", action="store_true", help="toy sizes")
-    parser.add_argument("--only", action="append", choices=SECTIONS, help="may be repeated")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures here")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    options = parser.parse_args()
-    # Compiling for an absent GPU works only while JAX does not look for one.
-    jax.config.update("jax_platforms", "cpu")
-    results = run(quick() if options.quick else full(), tuple(options.only or SECTIONS))
-    figures = results.figures | {"missed": results.missed()}
-    if options.json:
-        write_json(options.json, figures)
-    if options.record:
-        stem = options.record / f"{datetime.date.today()}-offload"
-        write_json(stem.with_suffix(".json"), figures)
-        stem.with_suffix(".md").write_text(markdown(results))
-    if missed := results.missed():
-        raise SystemExit("\n".join(missed))
+@question(
+    "offload",
+    "Memory under offload",
+    argument("--quick", action="store_true", help="toy sizes"),
+    argument("--only", action="append", choices=SECTIONS, help="may be repeated"),
+    absent_devices=True,
+)
+def main(options: argparse.Namespace) -> Answer:
+    return answer(run(quick() if options.quick else full(), options.only or SECTIONS))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The largest model that a device's memory trains, found by compiling a ladder of sizes.
 
 The memory of scanned models is affine in depth and smooth in width, so between two sizes already
-compiled it is interpolated to choose the next. What is named the largest was compiled, all its
-programs; the next size was compiled, too, or lies ``CLEARLY`` above the memory by interpolation.
+compiled it is interpolated to choose the next. All programs of the size that is named the largest
+were compiled; the next size was compiled, too, or is ``CLEARLY`` above the memory by interpolation.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Largest:
     Attributes:
       mode: the name of the table's row.
       memory: of the device, in bytes.
-      room: what of it the step may take.
+      room: bytes that the step may take.
       costs: of the largest that fits; None where none does.
       above: bytes of the next size, by interpolation where ``compiled`` is False; None at the end
         of the ladder.
@@ -46,7 +46,7 @@ class Largest:
 
 
 def parameters(width: int, layers: int, vocab: int = 50304, block: int = 1024) -> int:
-    """Of the GPT of ``zerojax.models.gpt``."""
+    """Number of parameters of the GPT of ``zerojax.models.gpt``."""
     return layers * (12 * width**2 + 13 * width) + (vocab + block + 2) * width
 
 
@@ -103,7 +103,6 @@ def find_largest(
     memories: Sequence[int],
     reserve: int,
     compiled: Callable[[OffloadCase, int], Costs],
-    done: Callable[[Largest], None],
     ladder: Sequence[tuple[int, int]] = LADDER,
 ) -> list[Largest]:
     """Search the ladder for each mode and memory.
@@ -114,7 +113,6 @@ def find_largest(
       reserve: bytes of it that the step may not take.
       compiled: the costs of a case; programs after one that takes more than so many bytes may be
         missing.
-      done: called with each outcome.
     """
     outcomes = []
     sizes = [parameters(*size) for size in ladder]
@@ -130,7 +128,6 @@ def find_largest(
             outcomes.append(
                 Largest(name, memory, room, costs.get(at), above, compiled=at + 1 in known)
             )
-            done(outcomes[-1])
     return outcomes
 
 

@@ -30,7 +30,7 @@ MOMENTS_AND_MASTER = 12  # bytes of an element's state under AdamW
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadCase(Case):
-    """What to compile.
+    """A step to compile.
 
     Attributes:
       optimizer, param: offloaded to the host.
@@ -69,13 +69,13 @@ class OffloadCase(Case):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What one program takes of a device's memory. Sizes in bytes.
+    """Memory that one program takes of a device. Sizes in bytes.
 
     Attributes:
       argument, temporary: as XLA's ``memory_analysis`` has them.
       result: results that do not take the place of arguments; no part of the temporaries.
       resting: on the device meanwhile, but no argument of this program.
-      host_temporary: beside what lies in host memory between programs.
+      host_temporary: beside the state in host memory between programs.
       copies: between device and host memory.
       seconds: of compiling.
     """
@@ -96,14 +96,14 @@ class Footprint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a step takes of each device and of the host for it. Sizes in bytes.
+    """Memory that a step takes of each device and of its host. Sizes in bytes.
 
     Attributes:
       parameters: how many the model has.
-      state_bytes: masters, moments and the rest of the state that lie on the device.
-      between_bytes: what lies on the device between programs, as the program of the gradients
+      state_bytes: masters, moments and the rest of the state on the device.
+      between_bytes: bytes on the device between programs, as the program of the gradients
         takes and leaves it.
-      planned_bytes: gradients and compute parameters that are to lie there, by the plan.
+      planned_bytes: gradients and compute parameters on the device, by the plan.
       host_bytes: at the most: state, compute parameters and gradients there.
       programs: in the order they run.
     """
@@ -122,7 +122,7 @@ class Costs:
 
     @property
     def gradients(self) -> Footprint:
-        """The program that makes the gradients; without offload the whole step."""
+        """The program that computes the gradients; without offload the complete step."""
         return self.programs[0]
 
     @property
@@ -135,7 +135,7 @@ class Costs:
 
     @property
     def sub_groups(self) -> float:
-        """How many sub-groups' bytes the updates hold beyond gradients and compute parameters."""
+        """Bytes that the updates hold beyond gradients and compute parameters, in sub-groups."""
         return (self.update_peak.device_bytes - self.planned_bytes) / self.case.sub_group_bytes
 
 
@@ -148,8 +148,8 @@ def compile_costs(
 
     Args:
       case: what to compile.
-      enough: told of each program; where it is True the others are left out.
-      note: told the name of each program before it is compiled.
+      enough: called with each program; where it is True the others are left out.
+      note: called with the name of each program before it is compiled.
 
     Raises:
       ImportError: the GPU compiler's wheels are not installed.
@@ -199,7 +199,7 @@ class Compiled:
     """Costs of cases, each compiled once.
 
     Args:
-      note: told what is being compiled.
+      note: called with the description of each compile.
       known: cases compiled before; others are added.
     """
 

@@ -170,7 +170,7 @@ def parts(costs: Costs) -> dict[str, list[list[ScheduledCopy]]]:
     return groups | {f"{len(both)} update programs": both}
 
 
-def overlap_rows(cases: Iterable[Costs]) -> tuple[Rows, list[Limit]]:
+def overlap_rows(cases: Iterable[Costs]) -> Rows:
     """Rows for the loops of the gradients program and for the updates."""
     rows = [["case", "where", "way", "copies", "GB", "over compute", "over products", "beside",
              "fewest computations"]]  # fmt: skip
@@ -182,10 +182,10 @@ def overlap_rows(cases: Iterable[Costs]) -> tuple[Rows, list[Limit]]:
                 overlapping = overlap(programs, inward)
                 if overlapping.number:
                     rows.append([f"{what}, {case.where}", where, way, *overlapping.row])
-    return rows, []
+    return rows
 
 
-def largest_rows(outcomes: Iterable[Largest]) -> tuple[Rows, list[Limit]]:
+def largest_rows(outcomes: Iterable[Largest]) -> Rows:
     """A row for each mode and memory."""
     rows = [["mode", "memory GB", "largest", "width x layers", "peak GB", "bound by",
              "host GB a device", "next size GB"]]  # fmt: skip
@@ -208,11 +208,11 @@ def largest_rows(outcomes: Iterable[Largest]) -> tuple[Rows, list[Limit]]:
                 above,
             ]
         )
-    return rows, []
+    return rows
 
 
 def _bound(costs: Costs) -> str:
-    """What the peak consists of."""
+    """The composition of the peak."""
     peak = costs.peak
     rest = costs.between_bytes if costs.updates else costs.state_bytes
     what = "gradients and compute parameters" if costs.updates else "state"

@@ -1,4 +1,4 @@
-"""What runs beside the copies between device and host memory of a compiled step.
+"""Computation beside the copies between device and host memory of a compiled step.
 
     for each in scheduled_copies(compiled.as_text()):
         print(each.computation, each.inward, each.bytes, each.spans)
@@ -22,10 +22,10 @@ class ScheduledCopy(HostCopy):
     Attributes:
       issued: Position at which the copy starts.
       done: Position at which the copy is over; that of ``issued`` for a synchronous copy.
-      spans: How many fusions, library calls and loops are issued in between. Fusions that copy
+      spans: Number of fusions, library calls and loops are issued in between. Fusions that copy
         themselves do not count, nor does arithmetic on an index.
-      products: How many matrix products are among them.
-      of: How many matrix products the whole computation has.
+      products: Number of matrix products among them.
+      of: Number of matrix products the computation has in all.
       backward: Whether the copy belongs to the backward pass.
     """
 
@@ -37,14 +37,14 @@ class ScheduledCopy(HostCopy):
     backward: bool
 
     def beside(self, other: "ScheduledCopy") -> bool:
-        """Whether the two copies are under way at the same time."""
+        """Returns whether the two copies are under way at the same time."""
         if self.computation != other.computation or self.name == other.name:
             return False
         return self.issued < other.done and other.issued < self.done
 
 
 def scheduled_copies(text: str) -> tuple[ScheduledCopy, ...]:
-    """The copies of a compiled program's text, and what runs beside them."""
+    """The copies of a compiled program's text, and the computation beside them."""
     program, copies = parse(text), host_copies(text)
     return tuple(_overlap(program, each, copies) for each in copies)
 

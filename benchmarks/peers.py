@@ -6,24 +6,23 @@
 ``tests/data/peers`` holds runs of the real DeepSpeed 0.19.8: a config, and for each of 30 steps the
 loss, learning rate, loss scale, gradient norm before clipping and the skipped total, from given
 weights (a small GPT-2) and batches. Each is trained here at every stage on 1 and on 8 virtual
-devices; the table tells the largest distance from the record.
+devices; the table shows the largest distance from the record.
 """
 
 import argparse
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax.training.train_state import TrainState
-from rich.progress import track
-from rich.table import Table
 
 import zerojax
-from benchmarks.report import console, write_json
+from benchmarks.frame import Answer, Table, question, say
 from zerojax.models.gpt import GPT, loss_fn
 from zerojax.models.hugging_face.gpt2 import config_from_hf, load
 
@@ -34,7 +33,7 @@ STAGES, DEVICES = (0, 1, 2, 3), (1, 8)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Distance:
-    """How far a run is from its record, at the step where it is furthest.
+    """Distance of a run from its record, at the step where it is largest.
 
     Attributes:
       loss, grad_norm: relative; the norm where both are finite.
@@ -61,7 +60,7 @@ def follow(config: dict[str, Any], devices: int) -> list[dict[str, float]]:
     state = TrainState.create(apply_fn=model.apply, params=params, tx=zero.optimizer())
 
     @zero
-    def train_step(state: TrainState, tokens: jax.Array) -> Any:
+    def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
         def loss(params: Any) -> jax.Array:
             logits = state.apply_fn({"params": params}, tokens)
             return loss_fn(logits[:, :-1], tokens[:, 1:])
@@ -73,8 +72,8 @@ def follow(config: dict[str, Any], devices: int) -> list[dict[str, float]]:
     for tokens in np.load(PEERS / "tokens.npy"):
         scale = float(zerojax.telemetry(state)["loss_scale"])
         state, value = train_step(state, tokens)
-        told = {name: float(figure) for name, figure in zerojax.telemetry(state).items()}
-        rows.append(told | {"loss": float(value), "loss_scale": scale})
+        figures = {name: float(x) for name, x in zerojax.telemetry(state).items()}
+        rows.append(figures | {"loss": float(value), "loss_scale": scale})
     return rows
 
 
@@ -97,39 +96,29 @@ def distance(record: str, stage: int, devices: int) -> Distance:
     )
 
 
-def table(distances: list[Distance]) -> Table:
-    """A row for each run."""
-    rows = Table(title="Largest distance from DeepSpeed's record over 30 steps")
-    for name in ("record", "stage", "devices", "loss", "gradient norm", "learning rate",
-                 "loss scales off", "skipped off"):  # fmt: skip
-        rows.add_column(name, justify="left" if name == "record" else "right")
+def table(distances: Sequence[Distance]) -> list[list[str]]:
+    """Headings, and a row for each run."""
+    rows = [["record", "stage", "devices", "loss", "gradient norm", "learning rate",
+             "loss scales off", "skipped off"]]  # fmt: skip
     for each in distances:
-        rows.add_row(
-            each.record,
-            str(each.stage),
-            str(each.devices),
-            f"{each.loss:.1e}",
-            f"{each.grad_norm:.1e}",
-            f"{each.learning_rate:.1e}",
-            str(each.loss_scales),
-            str(each.skipped),
-        )
+        far = (f"{x:.1e}" for x in (each.loss, each.grad_norm, each.learning_rate))
+        counts = map(str, (each.loss_scales, each.skipped))
+        rows.append([each.record, str(each.stage), str(each.devices), *far, *counts])
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers", description="DeepSpeed's trajectories, followed."
-    )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures here")
-    options = parser.parse_args()
+@question("peers", "DeepSpeed's own trajectories, followed")
+def main(options: argparse.Namespace) -> Answer:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(DEVICES))
-    cases = [(record, stage, n) for record in RECORDS for stage in STAGES for n in DEVICES]
-    distances = [distance(*case) for case in track(cases, "following", console=console())]
-    console().print(table(distances))
-    if options.json:
-        write_json(options.json, {"runs": [dataclasses.asdict(each) for each in distances]})
+    distances = []
+    for record in RECORDS:
+        for stage in STAGES:
+            for n in DEVICES:
+                say(f"following {record} at stage {stage} on {n} devices")
+                distances.append(distance(record, stage, n))
+    title = "Largest distance from DeepSpeed's record over 30 steps"
+    return Answer({"runs": distances}, [Table(table(distances), title=title)])
 
 
 if __name__ == "__main__":

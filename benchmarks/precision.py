@@ -1,4 +1,4 @@
-"""The main job in fp32, bf16 and fp16: how far the loss curves part, and what each costs.
+"""The main job in fp32, bf16 and fp16: distances of the loss curves, and tokens/s.
 
     python -m benchmarks.precision                             # 1000 steps each, half an hour
     python -m benchmarks.precision --steps 100 --model tiny    # a minute
@@ -10,17 +10,19 @@ switched on. To expect of fp16: held-out loss and mean training loss within 2% o
 
 import argparse
 import dataclasses
+import functools
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from matplotlib import pyplot as plt
-from rich.table import Table
 
-from benchmarks.report import console, write_json
+from benchmarks.frame import Answer, Table, argument, question
+from benchmarks.report import console
 from examples.run_clm.job import DEFAULT_CONFIG, Job, size_of
 from examples.run_clm.train import train
 
@@ -84,27 +86,26 @@ def run(precision: str, steps: int, model: str, folder: Path, evaluations: int =
     )
 
 
-def table(runs: list[Run]) -> Table:
-    """A row for each precision, beside fp32."""
-    shown = Table(title=f"{len(runs[0].train)} steps of the main job")
-    shown.add_column("precision")
-    for name in ("held-out loss", "parts at most by", "mean training loss by", "tokens/s",
-                 "of fp32's"):  # fmt: skip
-        shown.add_column(name, justify="right")
+def table(runs: Sequence[Run]) -> list[list[str]]:
+    """Headings, and a row for each precision, beside fp32."""
+    rows = [["precision", "held-out loss", "differs at most by", "mean training loss by",
+             "tokens/s", "of fp32's"]]  # fmt: skip
     for each in runs:
         held_out, training = each.parts_from(runs[0])
-        shown.add_row(
-            each.precision,
-            f"{each.held_out[-1][1]:.4f}",
-            f"{held_out:.2%}",
-            f"{training:.2%}",
-            f"{each.tokens_per_second:,.0f}",
-            f"{each.tokens_per_second / runs[0].tokens_per_second:.2f}",
+        rows.append(
+            [
+                each.precision,
+                f"{each.held_out[-1][1]:.4f}",
+                f"{held_out:.2%}",
+                f"{training:.2%}",
+                f"{each.tokens_per_second:,.0f}",
+                f"{each.tokens_per_second / runs[0].tokens_per_second:.2f}",
+            ]
         )
-    return shown
+    return rows
 
 
-def draw(path: Path, runs: list[Run]) -> None:
+def draw(runs: Sequence[Run], path: Path) -> None:
     """The held-out curves above, their distance from fp32's below."""
     figure, (top, below) = plt.subplots(
         2, sharex=True, figsize=(8, 6), dpi=120, layout="constrained", height_ratios=(2, 1)
@@ -124,29 +125,30 @@ def draw(path: Path, runs: list[Run]) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.precision", description="fp32, bf16 and fp16 side by side."
-    )
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--model", default="mini")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures here")
-    parser.add_argument("--picture", type=Path, metavar="OUT", help="also draw the curves here")
-    options = parser.parse_args()
+@question(
+    "precision",
+    "The main job in fp32, bf16 and fp16",
+    argument("--steps", type=int, default=1000),
+    argument("--model", default="mini"),
+    argument("--picture", type=Path, metavar="OUT", help="also draw the curves here"),
+)
+def main(options: argparse.Namespace) -> Answer:
     if options.steps < 1:
-        parser.error("--steps: at least 1")
+        raise SystemExit("--steps: at least 1")
     with tempfile.TemporaryDirectory() as folder:
         runs = [run(p, options.steps, options.model, Path(folder)) for p in PRECISIONS]
-    console().print(table(runs))
     if options.picture:
-        draw(options.picture, runs)
-    if options.json:
-        device = jax.devices()[0].device_kind
-        as_json = [dataclasses.asdict(each) for each in runs]
-        write_json(options.json, {"device": device, "devices": jax.device_count(), "runs": as_json})
+        draw(runs, options.picture)
     worst = max(runs[PRECISIONS.index("fp16")].parts_from(runs[0]))
-    if worst > ALLOWED:
-        raise SystemExit(f"fp16 parts from fp32 by {worst:.2%}, more than {ALLOWED:.0%}")
+    device = jax.devices()[0].device_kind
+    return Answer(
+        {"device": device, "devices": jax.device_count(), "runs": runs},
+        [Table(table(runs), title=f"{options.steps} steps of the main job")],
+        draw=functools.partial(draw, runs),
+        missed=[f"fp16 differs from fp32 by {worst:.2%}, more than {ALLOWED:.0%}"]
+        * (worst > ALLOWED),
+        machine=f", {device}",
+    )
 
 
 def _means(losses: list[float]) -> list[float]:

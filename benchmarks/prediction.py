@@ -11,21 +11,18 @@ times. A case that is predicted not to fit is run all the same, to see that it r
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 import zerojax
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
+from benchmarks.frame import Answer, Table, argument, question, say
+from benchmarks.separate import in_a_process
 from zerojax.config import load
 from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.devices import parse_devices
@@ -94,7 +91,7 @@ def run(wanted: Case, mesh: Mesh | None = None) -> dict[str, Any]:
     """The case itself, on all devices or on those of a mesh.
 
     ``bytes`` is the device's own peak, None on devices that keep no statistic; what XLA tries out
-    while it compiles counts there. ``compiled`` is what the compiled programs say of themselves.
+    while it compiles counts there. ``compiled`` is the memory of the largest compiled program.
     """
     choice = wanted.choice
     mesh = zerojax.mesh() if mesh is None else mesh
@@ -141,24 +138,16 @@ def compiled_bytes(step: Step[..., Any], state: Any, batch: Any) -> int:
     return max(sizes)
 
 
-def measured(at: int, kind: str, here: bool) -> dict[str, Any]:
-    """A case in a process of its own."""
-    environment = dict(os.environ)
-    if here:
-        environment |= {_PREALLOCATE: "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": FRACTION}
-    else:
-        environment["JAX_PLATFORMS"] = "cpu"
-    command = [sys.executable, "-m", "benchmarks.prediction", "--case", str(at), "--kind", kind]
-    done = subprocess.run(
-        [*command, *(["--here"] if here else [])], capture_output=True, text=True, env=environment
-    )
-    if done.returncode:
-        raise RuntimeError(f"{CASES[at].name}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+def predicted_case(at: int, kind: str) -> dict[str, Any]:
+    return predict(CASES[at], kind)
+
+
+def run_case(at: int) -> dict[str, Any]:
+    return run(CASES[at])
 
 
 def verdict(predicted: dict[str, Any], actual: dict[str, Any]) -> str:
-    """What of a prediction is off, or "ok"."""
+    """The figures of a prediction that are off, or "ok"."""
     wrong = []
     if predicted["fits"] != actual["fits"]:
         wrong.append("fit")
@@ -186,33 +175,26 @@ def table(results: Sequence[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--kind", default="h100", help="what the GPU here is called")
-    parser.add_argument("--record", type=Path, help="a folder for the record")
-    parser.add_argument("--case", type=int, help="one case alone, as JSON")
-    parser.add_argument("--here", action="store_true", help="with --case: run it")
-    asked = parser.parse_args()
-    if asked.case is not None:
-        wanted = CASES[asked.case]
-        print(json.dumps(run(wanted) if asked.here else predict(wanted, asked.kind)))
-        return
+@question(
+    "prediction",
+    "Predictions against a GPU",
+    argument("--kind", default="h100", help="name of the GPU's kind"),
+)
+def main(options: argparse.Namespace) -> Answer:
     os.environ[_PREALLOCATE] = "false"  # this process leaves the GPU to the others
     if jax.default_backend() != "gpu":
         raise SystemExit("no GPU here: this compares predictions with one")
+    absent = os.environ | {"JAX_PLATFORMS": "cpu"}
+    owner = os.environ | {_PREALLOCATE: "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": FRACTION}
     results = []
     for at, each in enumerate(CASES):
-        print(f"{at + 1} of {len(CASES)}: {each.name}", file=sys.stderr)
-        predicted, actual = (measured(at, asked.kind, here) for here in (False, True))
+        say(f"{at + 1} of {len(CASES)}: {each.name}")
+        predicted = in_a_process(predicted_case, at, options.kind, environment=absent)
+        actual = in_a_process(run_case, at, environment=owner)
         results.append({"case": each.name, "predicted": predicted, "measured": actual})
-    rows = table(results)
-    console().print(console_table(rows))
-    if asked.record:
-        device = jax.devices()[0].device_kind
-        text = [heading("Predictions against a GPU", f", {device}"), markdown_table(rows)]
-        (asked.record / f"{time.strftime('%Y-%m-%d')}-prediction.md").write_text("\n\n".join(text))
-        name = f"{time.strftime('%Y-%m-%d')}-prediction.json"
-        write_json(asked.record / name, {"device": device, "results": results})
+    device = jax.devices()[0].device_kind
+    figures = {"device": device, "results": results}
+    return Answer(figures, [Table(table(results))], machine=f", {device}")
 
 
 if __name__ == "__main__":

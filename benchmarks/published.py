@@ -1,7 +1,7 @@
-"""Published tables of what fits and how fast, recomputed from compiles for absent GPUs.
+"""Published tables of batches that fit and of speeds, recomputed from compiles for absent GPUs.
 
     python -m benchmarks.published                       # everything, a quarter of an hour
-    python -m benchmarks.published --only gpt2-xl --only states
+    python -m benchmarks.published --only gpt2-xl --only encoder
     python -m benchmarks.published --record benchmarks/records   # named by its sections
 
 Beside each published figure stands the computed one and why they differ. Nothing is tuned to
@@ -9,30 +9,20 @@ agree. Needs ``pip install -e '.[compile,examples]'`` and no GPU.
 """
 
 import argparse
-import datetime
+import dataclasses
 import functools
-import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
-import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.published_attention import attention
-from benchmarks.published_batches import chatbot, classifier, gpt2
-from benchmarks.published_llama import model_states, speeds
+from benchmarks.published_batches import classifier, gpt2
 from benchmarks.published_scaling import maxtext, torchtitan
 from benchmarks.published_tables import HEADINGS, Opener, Section, open_study
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
 from zerojax.devices.rates import RESERVE
 
 SECTIONS: Mapping[str, Callable[[Opener], Section]] = {
     "gpt2-xl": gpt2,
     "encoder": classifier,
-    "encoder-decoder": chatbot,
-    "llama": speeds,
-    "states": model_states,
     "maxtext": maxtext,
     "torchtitan": torchtitan,
     "attention": attention,
@@ -44,67 +34,27 @@ NOTE = (
 )
 
 
-def run(wanted: Sequence[str], out: Console | None = None) -> list[Section]:
-    """Compile the wanted sections and print their tables as they are ready."""
-    out = out or console()
-    tables = []
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(wanted))
-
-        for name in wanted:
-
-            def note(text: str, name: str = name) -> None:
-                progress.update(task, description=f"{name}: {text}")
-
-            tables.append(SECTIONS[name](functools.partial(open_study, note=note)))
-            progress.advance(task)
-            show(tables[-1], out)
-    return tables
+def answer(sections: Mapping[str, Section]) -> Answer:
+    parts: list[str | Table] = [NOTE]
+    for each in sections.values():
+        rows = [HEADINGS, *(row.cells for row in each.rows)]
+        parts.append(Table(rows, title=each.title, texts=len(HEADINGS), lined=True))
+        parts += [f"Published: {each.source}", f"Here: {each.ours}"]
+    return Answer({name: each.figures for name, each in sections.items()}, parts)
 
 
-def show(section: Section, out: Console) -> None:
-    """One section's table."""
-    caption = f"{section.source} Here: {section.ours}"
-    out.print(
-        console_table(
-            section.table,
-            title=section.title,
-            caption=caption,
-            caption_justify="left",
-            show_lines=True,
-        )
-    )
-
-
-def markdown(sections: Sequence[Section]) -> str:
-    """The record."""
-    parts = [heading("Published tables, recomputed", ", no GPU"), NOTE]
-    for each in sections:
-        parts.append(f"## {each.title}\n\nPublished: {each.source}\n\nHere: {each.ours}")
-        parts.append(markdown_table(each.table, texts=len(HEADINGS)))
-    return "\n\n".join(parts) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.published", description="Published tables, recomputed."
-    )
-    parser.add_argument("--only", action="append", choices=SECTIONS, help="may be repeated")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    options = parser.parse_args()
-    # Compiling for an absent GPU works only while JAX does not look for one.
-    jax.config.update("jax_platforms", "cpu")
-    # Programs that are too large are part of the tables: XLA need not warn of them.
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    sections = run(options.only or list(SECTIONS))
-    if options.record:
-        name = "-".join(options.only or ["published"])
-        stem = options.record / f"{datetime.date.today()}-{name}"
-        write_json(stem.with_suffix(".json"), {each.name: each.figures for each in sections})
-        stem.with_suffix(".md").write_text(markdown(sections))
+@question(
+    "published",
+    "Published tables, recomputed",
+    argument("--only", action="append", choices=[*SECTIONS], help="may be repeated"),
+    absent_devices=True,
+)
+def main(options: argparse.Namespace) -> Answer:
+    sections = {}
+    for name in options.only or SECTIONS:
+        say(f"compiling {name}")
+        sections[name] = SECTIONS[name](functools.partial(open_study, note=say))
+    return dataclasses.replace(answer(sections), name="-".join(options.only or ["published"]))
 
 
 if __name__ == "__main__":

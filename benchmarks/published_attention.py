@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
 
 from benchmarks.published_steps import Keep, fused_llama
 from benchmarks.published_tables import GIGA, Opener, Row, Section, Setup, figures
@@ -31,7 +30,7 @@ class Case:
     """
 
     title: str
-    sizes: Mapping[str, Any]
+    sizes: Mapping[str, int | float]
     devices: int
     seq: int
     micro: int
@@ -63,7 +62,7 @@ CASES = (
         "products",
         "14,451 needs more of the bf16 peak than products are assumed to reach: products in FP8, "
         "of twice the peak, would have to come first (zerojax has none); then two rows a GPU, with "
-        "the loss over 128256 words in pieces to make room for them",
+        "the loss over 128256 words in tiles to make room for them",
     ),
     Case(
         "Llama 2 70B, 64 GPUs, 2 x 4096",
@@ -91,17 +90,16 @@ def attention(opened: Opener) -> Section:
             rows.append(_row(case, way, forecast))
             by_case[f"{case.title}, {way}"] = figures(forecast) | {"seconds": forecast.seconds}
     return Section(
-        name="attention",
         title="Llama 7B, 8B and 70B with fused attention on H100s, tokens/s of each",
         source="7B: https://github.com/NVIDIA/JAX-Toolbox, MaxText (22.2 sequences/s). 8B: "
         "https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (2 "
         "rows a GPU, GPUs of 96 GB at 500 W), and Megatron-Bridge's performance summary (FP8, "
         "FSDP, 128 rows an update). 70B: NGC, MaxText Llama2 70B 25.01.1, FSDP over 64 GPUs.",
-        ours="Stage 3, bf16, AdamW, layers in a scan. Blocks of 7B and 8B keep what attention and "
-        "the products with weights make, those of 70B what attention makes. Matrix products, and "
-        "those in attention, are assumed to reach 70% of the peak, with the scores behind the "
-        "causal mask counted; tokamax's backward kernels make the scores twice (7 products), "
-        "cuDNN's once (5). "
+        ours="Stage 3, bf16, AdamW, layers in a scan. Blocks of 7B and 8B keep the results of "
+        "attention and of products with weights, those of 70B only those of attention. Matrix "
+        "products, and those in attention, are assumed to reach 70% of the peak, with the scores "
+        "behind the causal mask counted; tokamax's backward kernels compute the scores twice (7 "
+        "products), cuDNN's once (5). "
         + ("" if tokamax else "tokamax is not installed here, so that its rows are missing."),
         rows=tuple(rows),
         figures=by_case,

@@ -6,7 +6,6 @@ the links in a forecast; their level is one of the roofline's shares.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from benchmarks.published_steps import fused_llama
 from benchmarks.published_tables import GIGA, Opener, Row, Section, Setup, figures
@@ -59,7 +58,6 @@ def maxtext(opened: Opener) -> Section:
         for devices, published in MAXTEXT.items()
     )
     return Section(
-        name="maxtext",
         title="MaxText's Llama 2 7B on 8 to 128 H100s, TFLOP/s of each",
         source="https://github.com/AI-Hypercomputer/maxtext, MaxText/configs/a3/llama_2_7b: "
         "README.md and the scripts beside it. Google A3 (h100-80gb-8); FSDP over a host's 8 GPUs, "
@@ -123,7 +121,6 @@ def torchtitan(opened: Opener) -> Section:
         for devices, (eager, compiled) in TORCHTITAN.items()
     )
     return Section(
-        name="torchtitan",
         title="torchtitan's Llama 3.1 8B on 8 and 128 H100s, tokens/s of each",
         source="https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
         ": FSDP, 2 rows of 8192 tokens a GPU, selective activation checkpointing, bf16. Hosts of 8 "
@@ -179,7 +176,7 @@ def _detail(forecast: Forecast) -> str:
     )
 
 
-def _figures(forecasts: dict[int, Forecast]) -> dict[str, Any]:
+def _figures(forecasts: dict[int, Forecast]) -> dict[str, object]:
     return {
         str(devices): figures(each)
         | {

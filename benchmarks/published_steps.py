@@ -1,11 +1,10 @@
-"""The steps of the published tables: what a study compiles.
+"""The steps of the published tables, for a study to compile.
 
-    Study(encoder, config, topology("titan-rtx", 2), rates("titan-rtx"), rows=2, seq=128)
+    Study(gpt2_xl, config, topology("titan-rtx", 1), rates("titan-rtx"), rows=1, seq=128)
 
 All of them scan their layers, so that they compile in seconds.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -14,12 +13,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from benchmarks.published_models import Encoder, EncoderDecoder
 from zerojax.api import Zero
 from zerojax.models import gpt, llama
 from zerojax.models.assumed_attention import NAME
 from zerojax.models.attention import planned_attention
-from zerojax.models.loss import loss_fn
 from zerojax.trace.gradients import value_and_grad
 from zerojax.tuning.workload import Workload
 
@@ -48,8 +45,8 @@ def fused_llama(
 
     Args:
       attention: As `zerojax.models.attention.planned_attention` takes it; cuDNN's is assumed.
-      keep: What blocks with `remat` keep beside their input: what attention makes, and what
-        products with weights make.
+      keep: Results that blocks with `remat` keep beside their input: those of attention, and those
+        of products with weights.
     """
     policies = jax.checkpoint_policies
     made_there = policies.save_only_these_names(NAME)
@@ -60,63 +57,26 @@ def fused_llama(
         "products": policies.save_from_both_policies(products, made_there),
     }[keep]
 
-    def made(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
+    def build(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
         config = llama.LlamaConfig(**{**sizes, "block_size": seq}, scan=True, remat=remat)
         fused = planned_attention(zero, attention) or llama.grouped_attention
         model = llama.Llama(config, fused, kept, zero.sequence)
-        batch = {name: _tokens(rows, seq) for name in ("tokens", "targets")}
+        shape = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
+        batch = {"tokens": shape, "targets": shape}
 
-        def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:
-            return apply(batch["tokens"], targets=batch["targets"]).mean()
+        def create_state(key: jax.Array) -> TrainState:
+            params = model.init(key, jnp.zeros((rows, seq), jnp.int32))["params"]
+            return TrainState.create(apply_fn=model.apply, params=params, tx=zero.optimizer())
 
-        return _workload(model, zero, batch, ("tokens",), loss, rows * seq)
+        def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+            def loss(params: Any) -> jax.Array:
+                inputs, targets = batch["tokens"], batch["targets"]
+                losses: Any = model.apply({"params": params}, inputs, targets=targets)
+                return losses.mean()
 
-    return made
+            value, grads = value_and_grad(loss)(state.params)
+            return state.apply_gradients(grads=grads), {"loss": value}
 
+        return Workload(create_state, train_step, batch, rows * seq)
 
-def encoder(zero: Zero, rows: int, seq: int) -> Workload:
-    """A step of sequence classification. The labels are of two classes."""
-    batch = {"tokens": _tokens(rows, seq), "labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
-
-    def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:
-        return loss_fn(apply(batch["tokens"])[:, None], batch["labels"][:, None])
-
-    return _workload(Encoder(), zero, batch, ("tokens",), loss, rows * seq)
-
-
-def encoder_decoder(zero: Zero, rows: int, seq: int) -> Workload:
-    """A step of conditional generation: ``seq`` tokens of source, half as many of target."""
-    batch = {"source": _tokens(rows, seq), "target": _tokens(rows, seq // 2)}
-
-    def loss(apply: Callable[..., Any], batch: Any) -> jax.Array:
-        return apply(batch["source"], batch["target"]).mean()
-
-    inputs = ("source", "target")
-    return _workload(EncoderDecoder(), zero, batch, inputs, loss, rows * (seq + seq // 2))
-
-
-def _workload(
-    model: nn.Module,
-    zero: Zero,
-    batch: dict[str, jax.ShapeDtypeStruct],
-    inputs: tuple[str, ...],
-    loss: Callable[[Callable[..., Any], Any], jax.Array],
-    tokens: int,
-) -> Workload:
-    def create_state(key: jax.Array) -> TrainState:
-        examples = (jnp.zeros(batch[name].shape, jnp.int32) for name in inputs)
-        params = model.init(key, *examples)["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=zero.optimizer())
-
-    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-        def of(params: Any) -> jax.Array:
-            return loss(functools.partial(state.apply_fn, {"params": params}), batch)
-
-        value, grads = value_and_grad(of)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": value}
-
-    return Workload(create_state, train_step, batch, tokens)
-
-
-def _tokens(rows: int, seq: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, seq), jnp.int32)
+    return build

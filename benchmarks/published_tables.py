@@ -1,10 +1,9 @@
-"""What a published table becomes: rows of what was said, what was computed, and why they differ."""
+"""Rows of a published table: the published figure, the computed one, and why they differ."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.published_search import Forecasts, Largest
 from zerojax.api import zero
 from zerojax.devices.topology import topology
 from zerojax.foresight.attribution import GATHERED, GRADIENTS, PARAMETERS, STATE
@@ -18,7 +17,7 @@ HEADINGS = ["case", "published", "computed", "of each device", "why"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a study is made of.
+    """Model, devices and settings of a study.
 
     Attributes:
       function: gives the model or the workload.
@@ -42,10 +41,10 @@ class Setup:
     shared: int = 1
     network: str | None = None
     rates: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    zero: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    zero: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
-Opener = Callable[[Setup], Forecasts]
+Opener = Callable[[Setup], Study]
 
 
 def open_study(setup: Setup, note: Callable[[str], None] = lambda text: None) -> Study:
@@ -94,7 +93,6 @@ class Section:
     """One published table.
 
     Attributes:
-      name: for ``--only``.
       title: a heading.
       source: who published it, and what was run.
       ours: what was compiled in its place, where it is not the same.
@@ -102,16 +100,11 @@ class Section:
       figures: of every compile, for JSON.
     """
 
-    name: str
     title: str
     source: str
     ours: str
     rows: tuple[Row, ...]
-    figures: Mapping[str, Any]
-
-    @property
-    def table(self) -> list[list[str]]:
-        return [HEADINGS, *(row.cells for row in self.rows)]
+    figures: Mapping[str, object]
 
 
 def states(forecast: Forecast) -> int:
@@ -129,15 +122,6 @@ def detail(forecast: Forecast) -> str:
     )
 
 
-def largest_detail(largest: Largest) -> str:
-    """The same, and what one row more takes."""
-    text = "" if largest.fitting is None else f"{detail(largest.fitting)}; "
-    return (
-        f"{text}{largest.row_bytes / 1e6:.0f} MB a row; at {largest.micro + 1} it takes "
-        f"{giga(largest.above.peak.bytes)}"
-    )
-
-
 def fits(forecast: Forecast) -> str:
     return "fits" if forecast.fits else "does not fit"
 
@@ -146,8 +130,8 @@ def giga(size: float) -> str:
     return f"{size / GIGA:.1f}"
 
 
-def figures(forecast: Forecast) -> dict[str, Any]:
-    """What of a forecast goes into the JSON."""
+def figures(forecast: Forecast) -> dict[str, object]:
+    """Figures of a forecast, for JSON."""
     return {
         "fits": forecast.fits,
         "devices": forecast.devices,

@@ -1,4 +1,4 @@
-"""What quantized collectives send inside hosts and between them, by dtype; no GPU.
+"""Traffic of quantized collectives inside hosts and between them, by dtype; no GPU.
 
     python -m benchmarks.quantized_traffic                              # Llama 7B on 64 H100s
     python -m benchmarks.quantized_traffic --record benchmarks/records  # some three minutes
@@ -10,15 +10,10 @@ Bytes are the compiled program's, by the links that NCCL's rings and exchanges c
 import argparse
 import collections
 import dataclasses
-import datetime
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
-
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
+from benchmarks.frame import Answer, Table, question, say
 from zerojax.config import load
 from zerojax.devices.rates import Rates
 from zerojax.foresight import costs
@@ -61,14 +56,14 @@ THEORY: Mapping[str, tuple[float, float]] = {
     "stage 2": (2, 0),
     "stage 2, qwZ, qgZ": (0.5, 0.5),
 }
-"""Units that go around a ring of all devices, and units between hosts alone, without scales."""
+"""Units that go around a ring of all devices, and units only between hosts, without scales."""
 
 GATHERS, REDUCTIONS = ("all-gather",), ("reduce-scatter", "all-to-all", "all-reduce")
 NOTE = (
     f"Llama 7B, scanned, {DEVICES.replace(':', ' x ')}, {HOST} in a host, {MICRO} row of {SEQ} "
     "tokens a GPU, bf16, AdamW. A unit is 2P bytes, all parameters in bf16. Between hosts: what a "
     "host sends to others, of all its GPUs; inside: what a GPU sends in its host. Theory: 63/64 of "
-    "the units on rings of all GPUs, and 7/8 of those between hosts alone. Wide: gathers of 16 and "
+    "the units on rings of all GPUs, and 7/8 of those only between hosts. Wide: gathers of 16 and "
     "32 bits, scales among them, in units that a GPU sends. GB: what kernels without a product "
     "read and write. The last two columns are the forecast with the H100's own network and with "
     "one of 100 Gb/s a GPU."
@@ -81,7 +76,7 @@ HEADINGS = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a compiled step sends. Bytes of a device in a step.
+    """Traffic of a compiled step. Bytes of a device in a step.
 
     Attributes:
       between, inside: By kind and dtype: to other hosts, and in its own.
@@ -122,8 +117,10 @@ def by_link(sent: Sequence[Collective], nodes: tuple[int, ...]) -> tuple[dict[st
     return dict(between), dict(inside)
 
 
-def compiled(zero: Mapping[str, Any], model: Any, devices: str = DEVICES, seq: int = SEQ) -> Found:
-    """What a setting's compiled step sends."""
+def compiled(
+    zero: Mapping[str, object], model: llama.Llama, devices: str = DEVICES, seq: int = SEQ
+) -> Found:
+    """Compiles a setting's step and measures its traffic."""
     config = load(
         {
             "train_micro_batch_size_per_gpu": MICRO,
@@ -200,33 +197,14 @@ def _ways(found: Found) -> tuple[Mapping[str, int], Mapping[str, int]]:
     return found.between, found.inside
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The record."""
-    title = heading("Quantized collectives, by link and dtype", ", no GPU")
-    return "\n\n".join([title, NOTE, markdown_table(rows)]) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quantized_traffic", description="Traffic by link and dtype."
-    )
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")  # compiling for an absent GPU works only so
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    sizes: dict[str, Any] = dict(llama.SIZES["llama-7b"])
-    model = llama.Llama(llama.LlamaConfig(**sizes, scan=True, remat=True))
+@question("quantized_traffic", "Quantized collectives, by link and dtype", absent_devices=True)
+def main(options: argparse.Namespace) -> Answer:
+    model = llama.Llama(llama.LlamaConfig(**llama.SIZES["llama-7b"], scan=True, remat=True))
     found = {}
     for name, zero in SETTINGS.items():
         found[name] = compiled(zero, model)
-        console().print(f"{name}: {1e3 * found[name].seconds:.1f} ms")
-    rows = table(found)
-    console().print(console_table(rows, caption=NOTE, caption_justify="left"))
-    if options.record:
-        stem = options.record / f"{datetime.date.today()}-quantized_traffic"
-        figures = {name: dataclasses.asdict(each) for name, each in found.items()}
-        write_json(stem.with_suffix(".json"), {"settings": figures})
-        stem.with_suffix(".md").write_text(markdown(rows))
+        say(f"{name}: {1e3 * found[name].seconds:.1f} ms")
+    return Answer({"settings": found}, [NOTE, Table(table(found))])
 
 
 if __name__ == "__main__":

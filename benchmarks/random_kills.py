@@ -27,14 +27,14 @@ def steps_for(count: int) -> int:
     return 5 * count + 10
 
 
-def random_kills(folder: Path, count: int, seed: int, alone: str, most: float = 10.0) -> Results:
+def random_kills(folder: Path, count: int, seed: int, baseline: str, most: float = 10.0) -> Results:
     """Kills processes of a run of four, which starts again by itself.
 
     Args:
       folder: Of the run.
       count: How many kills, a third each in the init, the steps and the saves of an attempt.
       seed: Of moments and processes.
-      alone: The output of an uninterrupted run of :func:`steps_for` steps.
+      baseline: The output of an uninterrupted run of :func:`steps_for` steps.
       most: Seconds from a kill to the end of an attempt.
     """
     random_of = random.Random(seed)
@@ -49,7 +49,7 @@ def random_kills(folder: Path, count: int, seed: int, alone: str, most: float = 
             processes = training.processes(folders)
             folders |= {process.run_dir for process in processes}
             wait_for(moment, training, number, random_of)
-            victim, saved = random_of.randrange(4), training.complete_steps()[-1]
+            victim, saved = random_of.randrange(4), training.saved_steps()[-1]
             os.kill(processes[victim].pid, signal.SIGKILL)
             seconds = seconds_until_gone([process.pid for process in processes])
             attempt = training.attempts()[number]
@@ -64,13 +64,13 @@ def random_kills(folder: Path, count: int, seed: int, alone: str, most: float = 
     rows, problems = [], []
     for number, (hit, victim, seconds, saved) in enumerate(kills):
         following = next((x for x in attempts[number + 1 :] if began_after(x) is not None), "")
-        way = way_on(attempts[number], following, saved, losses(alone))
-        told = way.problems + [f"{seconds:.1f} s"] * (seconds > most)
-        problems += [f"kill {number + 1} in {hit}: {problem}" for problem in told]
-        goes_on = "; ".join(told) or f"after step {way.after}, bit for bit"
+        way = way_on(attempts[number], following, saved, losses(baseline))
+        wrong = way.problems + [f"{seconds:.1f} s"] * (seconds > most)
+        problems += [f"kill {number + 1} in {hit}: {problem}" for problem in wrong]
+        goes_on = "; ".join(wrong) or f"after step {way.after}, bit for bit"
         row = (str(victim), f"{seconds:.1f} s", f"{way.lost} steps", goes_on)
         rows.append((f"{number + 1}, in {hit}", *row))
-    if status or checksum(attempts[-1]) != checksum(alone) or not checksum(alone):
+    if status or checksum(attempts[-1]) != checksum(baseline) or not checksum(baseline):
         problems.append(f"random kills: status {status}, parameters {checksum(attempts[-1])}")
     return Results(rows, problems)
 

@@ -1,4 +1,4 @@
-"""A training state of a given size, and who saves and restores it: zerojax or plain orbax."""
+"""A training state of a given size, and its savers: zerojax and plain orbax."""
 
 import math
 from collections.abc import Callable
@@ -58,8 +58,6 @@ def bytes_of(state: Any) -> int:
 class Saver(Protocol):
     """Saves states in a folder, in the background, and restores the newest."""
 
-    def __init__(self, folder: Path, zero: zerojax.Zero) -> None: ...
-
     def save(self, step: int, state: Any) -> None: ...
 
     def wait(self) -> None: ...
@@ -67,25 +65,6 @@ class Saver(Protocol):
     def restore(self, abstract_state: Any) -> Any: ...
 
     def close(self) -> None: ...
-
-
-class WithZerojax:
-    """Every array is checked as it is restored."""
-
-    def __init__(self, folder: Path, zero: zerojax.Zero) -> None:
-        self._checkpointer = Checkpointer(folder, zero)
-
-    def save(self, step: int, state: Any) -> None:
-        self._checkpointer.save(step, state)
-
-    def wait(self) -> None:
-        self._checkpointer.wait()
-
-    def restore(self, abstract_state: Any) -> Any:
-        return self._checkpointer.restore(abstract_state)
-
-    def close(self) -> None:
-        self._checkpointer.close()
 
 
 class WithOrbax:
@@ -108,4 +87,7 @@ class WithOrbax:
         self._manager.close()
 
 
-SAVERS: dict[str, type[Saver]] = {"zerojax": WithZerojax, "orbax": WithOrbax}
+SAVERS: dict[str, Callable[[Path, zerojax.Zero], Saver]] = {
+    "zerojax": Checkpointer,  # checks every array that it restores
+    "orbax": WithOrbax,
+}

@@ -11,7 +11,6 @@ A GPT as a flax ``TrainState``, as ``(params, opt_state)``, as a dict, and in Ha
 import argparse
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +19,8 @@ import optax
 from flax import traverse_util
 from flax.training.train_state import TrainState
 
-from benchmarks.compiled import Program, compile_program, table
-from benchmarks.report import console, console_table, markdown_table, write_dated
+from benchmarks.compiled import Program, answer
+from benchmarks.frame import Answer, question
 from zerojax.models.gpt import GPT, GPTConfig
 
 FORMS = ("TrainState", "(params, opt_state)", "dict", "Haiku's tree")
@@ -148,14 +147,8 @@ def _looped(step: Callable[..., Any], updates: int) -> Callable[..., Any]:
     return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.state_forms", description="Costs by the form of the state."
-    )
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    options = parser.parse_args()
-    # Compiling for an absent GPU works only while JAX does not look for one.
-    jax.config.update("jax_platforms", "cpu")
+@question("state_forms", "Forms of the state", absent_devices=True)
+def main(options: argparse.Namespace) -> Answer:
     cases = [
         (program(FULL, form, scan=scan), stage)
         for scan in (False, True)
@@ -163,15 +156,7 @@ def main() -> None:
         for form in FORMS
     ]
     cases += [(program(FULL, form, updates=UPDATES), 3) for form in FORMS[:2]]
-    out, costs = console(), []
-    for each, stage in cases:
-        costs.append(compile_program(each, stage, 8))
-        out.print(", ".join(table(costs[-1:])[1]), highlight=False)
-    out.print(console_table(table(costs), title="Forms of the state", caption=NOTE))
-    if options.record:
-        figures = {"costs": [dataclasses.asdict(x) for x in costs]}
-        rows = markdown_table(table(costs), texts=2)
-        write_dated(options.record, "state_forms", "Forms of the state", figures, NOTE, rows)
+    return answer(NOTE, [(each, stage, 8) for each, stage in cases])
 
 
 if __name__ == "__main__":

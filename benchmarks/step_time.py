@@ -1,4 +1,4 @@
-"""What the decorator costs: a decorated step against plain ``jax.jit`` of the same step.
+"""Time of a decorated step against plain ``jax.jit`` of the same step.
 
     python -m benchmarks.step_time                   # some three minutes on two cores
     python -m benchmarks.step_time --record benchmarks/records
@@ -12,12 +12,11 @@ plain data parallelism.
 
 import argparse
 import dataclasses
-import datetime
+import functools
 import os
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,39 +24,77 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType
-from rich.progress import track
-from rich.table import Table
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zerojax
-from benchmarks import step_time_stages
+from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.measure import create_state_of, train_step_of
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
+from benchmarks.plain import fsdp_sharding, plain_jit
 from zerojax.models.gpt import GPT, GPTConfig
 
+DEVICES = 8
+STAGES = (0, 1, 2, 3)
+DATA_PARALLEL, FSDP = "plain data parallel", "plain FSDP"
+AGAIN = "plain data parallel, again"
+"""A second copy of the base, which shows the distance of equal programs on this machine."""
+LIMIT = 1.03
 LEAVES = 300
 WARM_UP = 5
 
-Step = Callable[[TrainState, Any], tuple[TrainState, Any]]
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """Times of one way to run a step, for each call.
+
+    Attributes:
+      seconds: From the call to the finished result.
+      dispatch: Until the call returns, the work being under way.
+      processor: Seconds of all threads of the process, which other work on the machine disturbs
+        less than the clock.
+    """
+
+    seconds: list[float]
+    dispatch: list[float]
+    processor: list[float]
+
+
+def take_turns(ways: Mapping[str, tuple[Step, Any]], batch: Any, calls: int) -> dict[str, Way]:
+    """Runs steps with their states turn by turn; every way follows every other equally often."""
+    names = [*ways]
+    states = {name: state for name, (_, state) in ways.items()}
+    found = {name: Way(seconds=[], dispatch=[], processor=[]) for name in names}
+    for turn in range(WARM_UP + calls):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        for name in order if turn // len(names) % 2 == 0 else order[::-1]:
+            began, busy = time.perf_counter(), time.process_time()
+            states[name], result = ways[name][0](states[name], batch)
+            returned = time.perf_counter()
+            jax.block_until_ready((states[name], result))
+            if turn >= WARM_UP:
+                found[name].dispatch.append(returned - began)
+                found[name].seconds.append(time.perf_counter() - began)
+                found[name].processor.append(time.process_time() - busy)
+    return found
+
+
+def ratio(times: Sequence[float], base: Sequence[float]) -> float:
+    """The median over the turns, in which neighbouring calls are compared."""
+    return statistics.median(a / b for a, b in zip(times, base, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Medians over the calls of one comparison, in seconds.
-
-    Attributes:
-      plain, decorated: from the call to the finished result.
-      plain_dispatch, decorated_dispatch: until the call returns, the work being under way.
-      ratio: median of decorated / plain over neighbouring calls.
-    """
+    """A step on one device, plain and decorated, turn by turn."""
 
     what: str
-    calls: int
-    plain: float
-    decorated: float
-    plain_dispatch: float
-    decorated_dispatch: float
-    ratio: float
+    plain: Way
+    decorated: Way
+
+    @property
+    def ratio(self) -> float:
+        return ratio(self.decorated.seconds, self.plain.seconds)
 
     @property
     def overhead(self) -> float:
@@ -65,7 +102,8 @@ class Timing:
 
         Read it off a step with nothing to compute: on the CPU a busy step takes Python's core.
         """
-        return self.decorated_dispatch - self.plain_dispatch
+        plain, decorated = map(statistics.median, (self.plain.dispatch, self.decorated.dispatch))
+        return decorated - plain
 
 
 def compare(
@@ -76,34 +114,14 @@ def compare(
     *,
     calls: int,
 ) -> Timing:
-    """Run both steps turn by turn from equal states and return the medians."""
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    zero = zerojax.zero(stage=0, mesh=mesh)
-    key = jax.random.key(0)
-    steps: tuple[Step, Step] = (jax.jit(step, donate_argnums=0), zero(step))
-    states = [jax.jit(create_state)(key), zero.init(create_state, key)]
-    batches = [jax.device_put(batch), jax.device_put(batch)]
-    dispatches: tuple[list[float], list[float]] = ([], [])
-    totals: tuple[list[float], list[float]] = ([], [])
-    for turn in track(range(WARM_UP + calls), what, transient=True):
-        # Who goes first alternates, as the second finds warmer caches.
-        for which in (0, 1) if turn % 2 else (1, 0):
-            began = time.perf_counter()
-            states[which], result = steps[which](states[which], batches[which])
-            returned = time.perf_counter()
-            jax.block_until_ready((states[which], result))
-            if turn >= WARM_UP:
-                dispatches[which].append(returned - began)
-                totals[which].append(time.perf_counter() - began)
-    return Timing(
-        what=what,
-        calls=calls,
-        plain=statistics.median(totals[0]),
-        decorated=statistics.median(totals[1]),
-        plain_dispatch=statistics.median(dispatches[0]),
-        decorated_dispatch=statistics.median(dispatches[1]),
-        ratio=statistics.median(b / a for a, b in zip(*totals, strict=True)),
-    )
+    """Runs a step plain and decorated from equal states on one device."""
+    say(f"timing {what}")
+    zero, key = zerojax.zero(stage=0, mesh=zerojax.mesh(1)), jax.random.key(0)
+    ways: dict[str, tuple[Step, Any]] = {
+        "plain": (jax.jit(step, donate_argnums=0), jax.jit(create_state)(key)),
+        "decorated": (zero(step), zero.init(create_state, key)),
+    }
+    return Timing(what=what, **take_turns(ways, jax.device_put(batch), calls))
 
 
 def gpt(calls: int | None = None) -> Timing:
@@ -118,13 +136,11 @@ def gpt(calls: int | None = None) -> Timing:
         remat=not small,
     )
     model = GPT(config)
-    shape = (8, config.block_size + 1)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape, dtype=np.int32)
     return compare(
         f"GPT, {config.n_layer} layers, width {config.n_embd}",
         create_state_of(model),
         train_step_of(model),
-        {"tokens": tokens},
+        {"tokens": _tokens(8, config)},
         calls=calls or (60 if small else 100),
     )
 
@@ -146,83 +162,108 @@ def many_leaves(calls: int = 300, leaves: int = LEAVES) -> Timing:
     return compare(f"state of {leaves} leaves", create_state, step, np.ones(4, "f4"), calls=calls)
 
 
+def stages(calls: int = 40, *, layers: int = 4, width: int = 256, rows: int = 32) -> dict[str, Way]:
+    """A GPT in float32 on all devices under each way."""
+    mesh = zerojax.mesh()
+    config = GPTConfig(vocab_size=256, block_size=128, n_layer=layers, n_head=4, n_embd=width)
+    over_devices = NamedSharding(mesh, PartitionSpec("data"))
+    batch = jax.device_put({"tokens": _tokens(rows, config)}, over_devices)
+    return take_turns(_ways(GPT(config), mesh), batch, calls)
+
+
+def _ways(model: GPT, mesh: Mesh) -> dict[str, tuple[Step, Any]]:
+    """Step and state of each way, by name."""
+    create_state, key = create_state_of(model), jax.random.key(0)
+
+    def replicated(mesh: Mesh, leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec())
+
+    def plain(shard: Callable[[Mesh, Any], NamedSharding]) -> tuple[Step, Any]:
+        abstract = jax.eval_shape(create_state, key)
+        step = plain_jit(train_step_of(model), mesh, abstract, shard=shard)
+        shardings = jax.tree.map(functools.partial(shard, mesh), abstract)
+        return step, jax.jit(create_state, out_shardings=shardings)(key)
+
+    def decorated(stage: int) -> tuple[Step, TrainState]:
+        zero = zerojax.zero(stage=stage, mesh=mesh)
+        return zero(train_step_of(model)), zero.init(create_state, key)
+
+    return {
+        DATA_PARALLEL: plain(replicated),
+        AGAIN: plain(replicated),
+        FSDP: plain(fsdp_sharding),
+        **{f"stage {stage}": decorated(stage) for stage in STAGES},
+    }
+
+
+def _tokens(rows: int, config: GPTConfig) -> np.ndarray:
+    shape = (rows, config.block_size + 1)
+    return np.random.default_rng(0).integers(0, config.vocab_size, shape, dtype=np.int32)
+
+
 HEADER = ("step", "calls", "plain jit ms", "decorated ms", "decorated / plain", "plain call µs",
           "decorated call µs", "added µs a call")  # fmt: skip
 
 
-def rows(timings: list[Timing]) -> list[list[str]]:
+def timing_rows(timings: Sequence[Timing]) -> list[list[str]]:
     """Headings, and a row for each comparison."""
-    return [[*HEADER]] + [
-        [
-            each.what,
-            str(each.calls),
-            f"{each.plain * 1e3:.3f}",
-            f"{each.decorated * 1e3:.3f}",
-            f"{each.ratio:.3f}",
-            f"{each.plain_dispatch * 1e6:.0f}",
-            f"{each.decorated_dispatch * 1e6:.0f}",
-            f"{each.overhead * 1e6:.0f}",
-        ]
-        for each in timings
+    rows = [[*HEADER]]
+    for each in timings:
+        ways = each.plain, each.decorated
+        seconds = (f"{statistics.median(way.seconds) * 1e3:.3f}" for way in ways)
+        calls = (f"{statistics.median(way.dispatch) * 1e6:.0f}" for way in ways)
+        count = str(len(each.plain.seconds))
+        added = f"{each.overhead * 1e6:.0f}"
+        rows.append([each.what, count, *seconds, f"{each.ratio:.3f}", *calls, added])
+    return rows
+
+
+def stage_rows(found: Mapping[str, Way]) -> list[list[str]]:
+    """Headings, and a row for each way."""
+    lines = [["way", "ms", "over plain data parallel", "processor ms", "over its", "call µs"]]
+    base = found[DATA_PARALLEL]
+    for name, way in found.items():
+        clock, busy, call = map(statistics.median, (way.seconds, way.processor, way.dispatch))
+        over, busy_over = ratio(way.seconds, base.seconds), ratio(way.processor, base.processor)
+        times = f"{clock * 1e3:.1f}", f"{over:.3f}", f"{busy * 1e3:.1f}", f"{busy_over:.3f}"
+        lines.append([name, *times, f"{call * 1e6:.0f}"])
+    return lines
+
+
+def missed(found: Mapping[str, Way]) -> list[str]:
+    """The stages above ``LIMIT`` times plain data parallelism."""
+    base = found[DATA_PARALLEL].seconds
+    ratios = {name: ratio(way.seconds, base) for name, way in found.items()}
+    return [
+        f"{name}: {over:.3f} of {DATA_PARALLEL}, more than {LIMIT}"
+        for name, over in ratios.items()
+        if name.startswith("stage") and over > LIMIT
     ]
 
 
-def table(timings: list[Timing]) -> Table:
-    """The same for a console."""
-    title = f"one {jax.devices()[0].device_kind}, stage 0, medians"
-    return console_table(rows(timings), title=title)
-
-
-def markdown(
-    timings: list[Timing], several: step_time_stages.Stages | None, load: tuple[float, float]
-) -> str:
-    """The record; ``load`` is the machine's, of a minute, before and after."""
-    device = jax.devices()[0].device_kind
-    parts = [
-        heading(
-            "The decorator's cost per step", f", {device}, load {load[0]:.1f} to {load[1]:.1f}"
-        ),
-        "All in one run, turn by turn; medians, and the ratio is the median of the ratios of\n"
-        "neighbouring calls. On one device, at stage 0:",
-        markdown_table(rows(timings)),
-    ]
-    if several:
-        parts += [f"{several.what}, on {several.devices} devices:"]
-        parts += [markdown_table(step_time_stages.rows(several))]
-        parts += [f"Limits missed: {'; '.join(several.missed()) or 'none'}."]
-    return "\n\n".join(parts) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.step_time", description="The decorator's cost per step."
-    )
-    parser.add_argument("--calls", type=int, default=40, help="of each stage")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures here")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    options = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", step_time_stages.DEVICES)
+@question(
+    "step_time",
+    "The decorator's cost per step",
+    argument("--calls", type=int, default=40, help="of each stage"),
+)
+def main(options: argparse.Namespace) -> Answer:
+    jax.config.update("jax_num_cpu_devices", DEVICES)
     before = os.getloadavg()[0]
     timings = [gpt(), many_leaves()]
-    console().print(table(timings))
-    several = None
+    device = jax.devices()[0].device_kind
+    parts: list[str | Table] = [
+        "All in one run, turn by turn; medians, and the ratio is the median of the ratios of\n"
+        "neighbouring calls.",
+        Table(timing_rows(timings), title=f"One {device}, stage 0"),
+    ]
+    several: dict[str, Way] = {}
     if jax.device_count() > 1:
-        several = step_time_stages.stages(options.calls)
-        title = f"{several.what}, on {several.devices} devices"
-        console().print(console_table(step_time_stages.rows(several), title=title))
+        several = stages(options.calls)
+        parts.append(Table(stage_rows(several), title=f"A GPT on {jax.device_count()} devices"))
+        parts.append(f"Limits missed: {'; '.join(missed(several)) or 'none'}.")
     load = before, os.getloadavg()[0]
-    figures = {
-        "device": jax.devices()[0].device_kind,
-        "load": load,
-        "timings": [dataclasses.asdict(each) for each in timings],
-        "stages": several and dataclasses.asdict(several),
-    }
-    if options.json:
-        write_json(options.json, figures)
-    if options.record:
-        stem = options.record / f"{datetime.date.today()}-step_time"
-        write_json(stem.with_suffix(".json"), figures)
-        stem.with_suffix(".md").write_text(markdown(timings, several, load))
+    figures = {"device": device, "load": load, "timings": timings, "stages": several}
+    return Answer(figures, parts, machine=f", {device}, load {load[0]:.1f} to {load[1]:.1f}")
 
 
 if __name__ == "__main__":

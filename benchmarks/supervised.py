@@ -1,7 +1,6 @@
-"""What the benchmarks of launched runs share: the training, its output, its end, and a record."""
+"""Launched runs: the training, its output, and its end."""
 
 import contextlib
-import datetime
 import os
 import re
 import subprocess
@@ -10,8 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
-
-from benchmarks.report import heading
 
 
 def training(folder: Path, steps: int, pause: float, every: int = 20) -> list[str]:
@@ -26,7 +23,7 @@ def launch(*words: str) -> list[str]:
 
 
 class Output:
-    """What a run writes into a file.
+    """Output of a run, in a file.
 
     Args:
       path: The file; need not exist.
@@ -52,7 +49,7 @@ class Output:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists that is no zombie."""
+    """Returns whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -141,11 +138,11 @@ class Training:
                 environ = Path(f"/proc/{pid}/environ").read_text()
             except OSError:
                 continue
-            told = dict(each.partition("=")[::2] for each in environ.split("\0"))
-            if "ZEROJAX_PROCESS_ID" in told:
-                process = Process(pid, Path(told["ZEROJAX_RUN_DIR"]))
+            variables = dict(each.partition("=")[::2] for each in environ.split("\0"))
+            if "ZEROJAX_PROCESS_ID" in variables:
+                process = Process(pid, Path(variables["ZEROJAX_RUN_DIR"]))
                 if process.run_dir not in but:
-                    found[int(told["ZEROJAX_PROCESS_ID"])] = process
+                    found[int(variables["ZEROJAX_PROCESS_ID"])] = process
         return found
 
     def alive(self) -> list[int]:
@@ -158,7 +155,7 @@ class Training:
                     found.append(int(command.parent.name))
         return found
 
-    def complete_steps(self) -> list[int]:
+    def saved_steps(self) -> list[int]:
         """The steps that are saved, 0 for none."""
         return [0, *sorted(int(each.name) for each in self.checkpoints.glob("[0-9]*[0-9]"))]
 
@@ -172,13 +169,13 @@ class Training:
         return self.output.text().split("zerojax launch: attempt ")
 
     def last_words(self) -> str:
-        """What the launcher said last; "" for nothing."""
+        """The last message of the launcher; "" for none."""
         _, said, words = self.output.text().rpartition("zerojax launch: ")
         return words if said else ""
 
 
 def checksum(text: str) -> str:
-    """Of the parameters at the end; "" where the processes differ or did not reach it."""
+    """Returns the checksum of the final parameters; "" if processes differ or did not end."""
     ends = set(re.findall(r"end: (\w+)", text))
     return ends.pop() if len(ends) == 1 else ""
 
@@ -198,12 +195,12 @@ def losses(text: str) -> dict[int, set[str]]:
 
 
 class Way(NamedTuple):
-    """How one attempt followed another.
+    """Succession of two attempts.
 
     Attributes:
       after: The step after which it began.
-      lost: How many steps were made again.
-      problems: What is wrong.
+      lost: Number of steps that were repeated.
+      problems: Violations of what is expected.
     """
 
     after: int
@@ -212,7 +209,7 @@ class Way(NamedTuple):
 
 
 def way_on(before: str, following: str, saved: int, right: dict[int, set[str]]) -> Way:
-    """How the second of two attempts followed the first.
+    """Compares the second of two attempts with the first.
 
     Args:
       before: The output of the first.
@@ -231,7 +228,7 @@ def way_on(before: str, following: str, saved: int, right: dict[int, set[str]]) 
 
 
 class Results(NamedTuple):
-    """What faults came to.
+    """Outcome of faults.
 
     Attributes:
       rows: Of a table.
@@ -242,14 +239,6 @@ class Results(NamedTuple):
     problems: list[str]
 
 
-def write_record(path: Path, title: str, machine: str, text: str) -> None:
-    """A record whose tables are its own figures; ``machine``: more of it than cores and load."""
-    load = f", load average {os.getloadavg()[2]:.1f} in the last 15 minutes"
-    head = heading(title, load + machine).replace(" (figures as JSON beside this file)", "")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{head}\n\n{text}\n")
-
-
-def dated(name: str) -> str:
-    """A record's file name."""
-    return f"{datetime.date.today()}-{name}.md"
+def load() -> str:
+    """The load of the machine, for a record."""
+    return f", load average {os.getloadavg()[2]:.1f} in the last 15 minutes"

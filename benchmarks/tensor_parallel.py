@@ -1,4 +1,4 @@
-"""What a model cut over an axis sends, beside Megatron's count and ZeRO's theory.
+"""Traffic of a model sharded over an axis, beside Megatron's count and ZeRO's theory.
 
     python -m benchmarks.tensor_parallel                                # minutes
     python -m benchmarks.tensor_parallel --record benchmarks/records
@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 import zerojax
-from benchmarks.report import console, console_table, markdown_table, write_dated
+from benchmarks.frame import Answer, Table, question, say
 from zerojax.hlo.traffic import Collective, collectives
 from zerojax.models import gpt, llama
 from zerojax.models.tensor_parallel import MODEL, TensorParallel
@@ -31,19 +29,19 @@ GATHERS, SCATTERS = 6, 5
 two in the forward pass, two and two in the backward pass, and of what a rematerialised block
 computes again two gathers and one scatter (the last product is not needed)."""
 HEAD = (2, 1)
-"""The same of head and table: the head's input and the table's gradient are gathered, the gradient
-of the head's input is scattered."""
+"""Gathers and scatters of head and table: the head's input and the table's gradient are gathered,
+the gradient of the head's input is scattered."""
 ABOUT = (
     "One of the devices at stage 3, bf16, AdamW, blocks in a scan and rematerialised from their "
     "inputs, tokens cut between blocks. `gathers` and `scatters`: arrays of activations over "
     f'"{MODEL}" in a step, and Megatron\'s count, {GATHERS} and {SCATTERS} a block (forward 2 and '
     "2, backward 2 and 2, computed again 2 and 1) and 2 and 1 of head and table. `model MB`: all "
-    "that is sent over that axis, and of it what is no activation of a block (head, table, loss; "
-    "of GPT its one kernel of q, k and v, whose pieces change places). `data MB`: over "
+    "that is sent over that axis, and of it what is not an activation of a block (head, table, "
+    "loss; of GPT its one kernel of q, k and v, whose shards change places). `data MB`: over "
     '"data", and its share of the theory 3 x 2P/m x (d - 1)/d. `largest`: of the arrays that a '
     "collective moves, beside the logits of the device's rows, which none moves. GPT's data MB "
     "have beside the theory, for medium, a layer gathered ahead (2% of the theory), the rows that "
-    "are looked up in the tied table, and their gradient (3%), and pieces of the gradient of q, k "
+    "are looked up in the tied table, and their gradient (3%), and shards of the gradient of q, k "
     "and v that change places (2%). Compiled by XLA:GPU for absent devices."
 )
 
@@ -89,14 +87,14 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What a device of a case sends in a step; bytes.
+    """Traffic of a device in a step; bytes.
 
     Attributes:
       gathers, scatters: Of activations.
       beside: Over the axis of the model, but blocks' activations.
-      zero, theory: Over the axis "data", and what ZeRO's three passes over the parameters take.
+      zero, theory: Over the axis "data", and the bytes of ZeRO's three passes over the parameters.
       largest: Of the arrays that a collective moves.
-      logits: Of the device's rows, unsharded.
+      logits: Of the device's rows, over the complete vocabulary.
       state: Of parameters and moments at rest.
     """
 
@@ -130,9 +128,9 @@ def compiled(case: Case) -> Sent:
     zero = zerojax.zero(stage=3, bf16=True, mesh=mesh, specs=tensor.specs)
     kind = llama.Llama if case.size in llama.SIZES else gpt.GPT
     config = case.config
-    made = workload(lambda: kind(config, tensor=tensor), zero, case.micro * case.data, case.seq)
-    state = zero.abstract_state(made.create_state, jax.random.key(0))
-    executable: Any = zero(made.train_step).lower(state, made.batch).compile()
+    work = workload(lambda: kind(config, tensor=tensor), zero, case.micro * case.data, case.seq)
+    state = zero.abstract_state(work.create_state, jax.random.key(0))
+    executable: Any = zero(work.train_step).lower(state, work.batch).compile()
     sent = [*collectives(executable.as_text())]
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     rows = (case.micro, case.seq)
@@ -196,20 +194,13 @@ def rows(found: Sequence[Sent]) -> list[list[str]]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tensor_parallel")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    options = parser.parse_args()
-    # Compiling for an absent GPU works only while JAX does not look for one.
-    jax.config.update("jax_platforms", "cpu")
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    found = [compiled(case) for case in CASES]
-    title = "Tensor parallelism on absent H100s"
-    console().print(console_table(rows(found), title=title, caption=ABOUT))
-    if options.record:
-        figures = {"cases": [dataclasses.asdict(each) for each in found]}
-        table = markdown_table(rows(found), texts=3)
-        write_dated(options.record, "tensor_parallel", title, figures, ABOUT, table)
+@question("tensor_parallel", "Tensor parallelism on absent H100s", absent_devices=True)
+def main(options: argparse.Namespace) -> Answer:
+    found = []
+    for case in CASES:
+        say(f"compiling {case.size}, {case.data} x {case.model}")
+        found.append(compiled(case))
+    return Answer({"cases": found}, [ABOUT, Table(rows(found), texts=3)])
 
 
 if __name__ == "__main__":

@@ -12,16 +12,10 @@ largest tensor; else the exit status is 1.
 
 import argparse
 import dataclasses
-import datetime
-import functools
-import json
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +25,8 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from benchmarks.checkpoint_memory import forget_peak, resident
-from benchmarks.report import console, console_table, heading, markdown_table, write_json
+from benchmarks.frame import Answer, Table, argument, question, say
+from benchmarks.separate import in_a_process
 from examples.run_clm.devices import data_mesh
 from zerojax.models.hugging_face.llama import NAMES, shapes_of
 from zerojax.models.llama import SIZES, Llama, LlamaConfig
@@ -61,7 +56,6 @@ class Loaded:
       before: Resident with the devices ready and nothing on them; ``peak`` the most until all was
         loaded; ``shards`` what the devices hold then.
       seconds: Of the load.
-      same: Whether the shards hold what the files do.
     """
 
     scan: bool
@@ -73,7 +67,6 @@ class Loaded:
     peak: int
     shards: int
     seconds: float
-    same: bool
 
     @property
     def beside(self) -> float:
@@ -81,11 +74,10 @@ class Loaded:
         return (self.peak - self.before - self.shards) / self.largest
 
     def missed(self) -> list[str]:
-        """What was not as expected, one line each."""
+        """One line for each limit that was missed."""
         limits = {
             f"{self.read:,} bytes read of {self.files:,}": self.read <= self.files + COUNTING,
             f"{self.beside:.2f} of the largest tensor, more than {MOST}": self.beside <= MOST,
-            "the shards hold other numbers than the files": self.same,
         }
         return [text for text, kept in limits.items() if not kept]
 
@@ -103,8 +95,9 @@ def write(folder: Path, model: str) -> None:
                 put(tensor.name, bits.view(BF16), begin)
 
 
-def measure(folder: Path, model: str, scan: bool) -> Loaded:
-    """Loads here and now."""
+def measure(path: str, model: str, scan: bool) -> Loaded:
+    """Loads the files of a folder, and measures this process."""
+    folder = Path(path)
     llama = Llama(LlamaConfig(**MODELS[model], scan=scan))
     zero = zerojax.zero(stage=3, mesh=data_mesh(None))
     tokens = jnp.zeros((1, 8), jnp.int32)
@@ -133,61 +126,14 @@ def measure(folder: Path, model: str, scan: bool) -> Loaded:
         peak=peak,
         shards=sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards),
         seconds=seconds,
-        same=_same(folder, params, scan),
     )
-
-
-def _same(folder: Path, params: Any, scan: bool) -> bool:
-    """Whether some parameters are what safetensors' own reader makes of the files."""
-    from safetensors import safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    held: dict[str, Any] = {}
-    for file in files:
-        with safe_open(file, framework="numpy") as opened:
-            held |= {name: functools.partial(_tensor, file, name) for name in opened.keys()}  # noqa: SIM118
-    last = max(int(name.split(".")[2]) for name in held if ".layers." in name)
-    layer = params["layers"] if scan else params[f"layers_{last}"]
-    pairs = [
-        (params["embed_tokens"]["embedding"], held["model.embed_tokens.weight"]()),
-        (params["lm_head"]["kernel"], held["lm_head.weight"]().T),
-        *(
-            (
-                layer["mlp"][name]["kernel"][last] if scan else layer["mlp"][name]["kernel"],
-                held[f"model.layers.{last}.mlp.{name}.weight"]().T,
-            )
-            for name in ("gate_proj", "down_proj")
-        ),
-    ]
-    return all(np.array_equal(np.asarray(a), b) for a, b in pairs)
-
-
-def _tensor(file: Path, name: str) -> np.ndarray:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="numpy") as opened:
-        tensor: np.ndarray = opened.get_tensor(name)
-    return tensor
 
 
 def _bytes_read() -> int:
-    """Of this process, by system calls, from the page cache or the disk."""
+    """Returns the bytes that this process read by system calls, from the page cache or the disk."""
     match = re.search(r"^rchar: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)
     assert match is not None
     return int(match[1])
-
-
-def in_a_process(folder: Path, model: str, scan: bool) -> Loaded:
-    """:func:`measure` in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.weights", "--model", model]
-    done = subprocess.run(
-        [*command, "--folder", folder, "--measure", "scanned" if scan else "unrolled"],
-        cwd=Path(__file__).parents[1],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return Loaded(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def table(results: list[Loaded]) -> list[list[str]]:
@@ -203,11 +149,10 @@ def table(results: list[Loaded]) -> list[list[str]]:
             "of the largest tensor",
             "at most",
             "seconds",
-            "as in the files",
         ],
         *(
             [
-                "stacked" if each.scan else "apart",
+                "stacked" if each.scan else "by layer",
                 f"{each.tensors:,}",
                 f"{each.read:,}",
                 f"{each.largest / MEGA:,.0f}",
@@ -216,55 +161,42 @@ def table(results: list[Loaded]) -> list[list[str]]:
                 f"{each.beside:.2f}",
                 str(MOST),
                 f"{each.seconds:.1f}",
-                "yes" if each.same else "no",
             ]
             for each in results
         ),
     ]
 
 
-def record(model: str, files: int, results: list[Loaded], folder: Path) -> None:
-    """The record and its figures."""
-    stem = folder / f"{datetime.date.today()}-weights"
-    figures: dict[str, Any] = {"model": model, "loads": list(map(dataclasses.asdict, results))}
-    write_json(stem.with_suffix(".json"), figures)
-    missed = [text for each in results for text in each.missed()]
-    parts = [
-        heading("Loading sharded safetensors at stage 3", ", 8 virtual devices"),
-        f"{model} in bf16, {files} files of at most {FILE_BYTES / GIGA:.0f} GB with random "
-        "numbers, onto 8 devices at stage 3.\nBytes read are those of the process's system calls, "
-        "headers and index among them; the shards of virtual devices are in host memory, "
-        "where devices that hold the same elements may share them.",
-        markdown_table(table(results)),
-        f"Limits missed: {'; '.join(missed) or 'none'}.",
-    ]
-    stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.weights", description="Loading sharded safetensors at stage 3."
-    )
-    parser.add_argument("--model", choices=MODELS, default="llama-1b")
-    parser.add_argument("--folder", type=Path, help="holds the files, and keeps them")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="also write a record here")
-    parser.add_argument("--measure", choices=("scanned", "unrolled"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        measured = measure(options.folder, options.model, options.measure == "scanned")
-        print(json.dumps(dataclasses.asdict(measured)))
-        return
+@question(
+    "weights",
+    "Loading sharded safetensors at stage 3",
+    argument("--model", choices=[*MODELS], default="llama-1b"),
+    argument("--folder", type=Path, help="holds the files, and keeps them"),
+)
+def main(options: argparse.Namespace) -> Answer:
+    model = options.model
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         if not [*folder.glob("*.safetensors")]:
-            write(folder, options.model)
+            say(f"writing {model}")
+            write(folder, model)
         files = len([*folder.glob("*.safetensors")])
-        results = [in_a_process(folder, options.model, scan) for scan in (False, True)]
-    console().print(console_table(table(results), title=options.model))
-    if options.record:
-        record(options.model, files, results, options.record)
-    if missed := [text for each in results for text in each.missed()]:
-        raise SystemExit("\n".join(missed))
+        results = [
+            Loaded(**in_a_process(measure, str(folder.absolute()), model, scan))
+            for scan in (False, True)
+        ]
+    note = (
+        f"{model} in bf16, {files} files of at most {FILE_BYTES / GIGA:.0f} GB with random "
+        "numbers, onto 8 devices at stage 3.\nBytes read are those of the process's system calls, "
+        "headers and index among them; the shards of virtual devices are in host memory, "
+        "where devices that hold the same elements may share them."
+    )
+    return Answer(
+        {"model": model, "loads": results},
+        [note, Table(table(results))],
+        missed=[text for each in results for text in each.missed()],
+        machine=", 8 virtual devices",
+    )
 
 
 if __name__ == "__main__":

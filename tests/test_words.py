@@ -22,7 +22,7 @@ def docstrings(file: Path) -> Iterator[tuple[int, str]]:
 def test_openings_of_docstrings() -> None:
     refused = [
         f"{file.relative_to(ROOT)}:{line}: {text.strip().splitlines()[0]}"
-        for folder in ("zerojax", "pallas_kernels")
+        for folder in ("zerojax", "pallas_kernels", "benchmarks")
         for file in sorted((ROOT / folder).rglob("*.py"))
         for line, text in docstrings(file)
         if REFUSED.match(text.strip())

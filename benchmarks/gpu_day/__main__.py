@@ -23,13 +23,13 @@ def parts_of(text: str) -> list[int]:
     >>> parts_of("1..3"), parts_of("2,4")
     ([1, 2, 3], [2, 4])
     """
-    made: list[int] = []
-    for piece in text.split(","):
-        first, _, last = piece.partition("..")
-        made += range(int(first), int(last or first) + 1)
-    if wrong := [n for n in made if not 1 <= n <= len(PARTS)]:
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("..")
+        numbers += range(int(first), int(last or first) + 1)
+    if wrong := [n for n in numbers if not 1 <= n <= len(PARTS)]:
         raise argparse.ArgumentTypeError(f"no part {wrong[0]}: parts are 1 to {len(PARTS)}")
-    return made
+    return numbers
 
 
 def device(toy: bool, needed: bool = True) -> str:
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="at the most, tables included")
     parser.add_argument("--part", type=parts_of, default=[*range(1, 7)], help="as 1..3 or 2,4")
-    parser.add_argument("--only", action="append", default=[], help="of these names alone")
+    parser.add_argument("--only", action="append", default=[], help="only these names")
     parser.add_argument("--record", type=Path, required=True, metavar="OUT", help="a folder")
     parser.add_argument("--again", action="store_true", help="also what ended with an error")
     parser.add_argument("--toy", action="store_true", help="rehearse on the CPU at toy sizes")

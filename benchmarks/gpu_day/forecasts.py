@@ -38,7 +38,7 @@ SHAPES = {
 
 
 def device_rates(scale: int = 1) -> Iterator[dict[str, Any]]:
-    """What the device reaches; sizes are divided by ``scale``."""
+    """Rates of the device; sizes are divided by ``scale``."""
     yield from attempts(
         {
             "matrix": functools.partial(_matrix, scale),
@@ -66,7 +66,7 @@ def _matrix(scale: int) -> dict[str, Any]:
 
 
 def link(nbytes: int) -> dict[str, float]:
-    """Bytes a second between the device and pinned host memory, alone and both ways at once."""
+    """Bytes a second between the device and pinned host memory, one way and both ways at once."""
     mesh = zerojax.mesh(1)
     there, host = (
         NamedSharding(mesh, PartitionSpec(), memory_kind=kind) for kind in (None, "pinned_host")
@@ -117,34 +117,39 @@ def proposal(found: Mapping[str, Any], peaks: Rates) -> dict[str, float]:
 
     ``matrix_share`` is the least of the model-shaped bf16 products: what a step has to offer.
     """
-    made: dict[str, float] = {}
+    shares: dict[str, float] = {}
     if ERROR not in (matrix := found.get("matrix", {ERROR: ""})):
         shaped = [matrix["bf16"][what] for what in list(SHAPES)[1:]]
-        made["matrix_share"] = min(shaped) / peaks.matrix["bf16"]
+        shares["matrix_share"] = min(shaped) / peaks.matrix["bf16"]
     if "bytes_per_second" in (memory := found.get("memory", {})):
-        made["memory_share"] = memory["bytes_per_second"] / peaks.bandwidth
+        shares["memory_share"] = memory["bytes_per_second"] / peaks.bandwidth
     if "each_way_at_once" in (host := found.get("host", {})):
-        made["host_share"] = min(host["to_the_host"], host["to_the_device"]) / peaks.host
+        shares["host_share"] = min(host["to_the_host"], host["to_the_device"]) / peaks.host
     if "seconds" in (launch := found.get("launch", {})):
-        made["launch"] = launch["seconds"]
+        shares["launch"] = launch["seconds"]
     if "write" in (disk := found.get("disk", {})):
-        made["disk"] = min(disk["write"], disk["read"])
-    return made
+        shares["disk"] = min(disk["write"], disk["read"])
+    return shares
 
 
 def proposed(found: Mapping[str, Any], device: str) -> dict[str, float]:
-    """The same for a device by its name; nothing for an unknown kind."""
-    named = type("Named", (), {"device_kind": device})
-    kind = kind_of(named())  # type: ignore[arg-type]
+    """The proposal for a device by its name; empty for an unknown kind."""
+    kind = _kind(device)
     return proposal(found, rates(kind)) if kind else {}
 
 
 def predicted(device: str) -> dict[str, Any]:
-    """The forecasts of a device's kind that were made before, by the case's name."""
+    """The stored forecasts for a device's kind, by the case's name."""
+    return _stored().get(_kind(device) or "", {})
+
+
+def _kind(device: str) -> str | None:
     named = type("Named", (), {"device_kind": device})
-    kind = kind_of(named())  # type: ignore[arg-type]
-    known = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
-    return known.get(kind, {})
+    return kind_of(named())  # type: ignore[arg-type]
+
+
+def _stored() -> dict[str, dict[str, Any]]:
+    return json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
 
 
 def main() -> None:
@@ -154,17 +159,17 @@ def main() -> None:
     parser.add_argument("--kind", action="append", default=[], help="may be repeated")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    known = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
+    known = _stored()
     for kind in options.kind or ["h100"]:
         for case in prediction.CASES:
-            made = known.setdefault(kind, {})
-            if case.name in made and ERROR not in made[case.name]:
+            cases = known.setdefault(kind, {})
+            if case.name in cases and ERROR not in cases[case.name]:
                 continue
             try:
-                made[case.name] = prediction.predict(case, kind)
+                cases[case.name] = prediction.predict(case, kind)
             except Exception as error:
-                made[case.name] = failure(error)
-            print(kind, case.name, {k: v for k, v in made[case.name].items() if k != "traceback"})
+                cases[case.name] = failure(error)
+            print(kind, case.name, {k: v for k, v in cases[case.name].items() if k != "traceback"})
             PREDICTED.write_text(json.dumps(known, indent=1) + "\n")
 
 

@@ -10,7 +10,7 @@ from benchmarks.report import circumstances
 
 NAME = "gpu-day.json"
 CUT = "cut off"
-"""Of a measurement that the budget ended: the next call tries again."""
+"""Key of a measurement that the budget ended: the next call tries again."""
 
 
 class Journal:
@@ -29,11 +29,11 @@ class Journal:
 
     @property
     def results(self) -> dict[str, Any]:
-        """What this kind of device gave, by the measurement's name."""
+        """Figures of this kind of device, by the measurement's name."""
         return self._all.setdefault(self.device, {})
 
     def known(self, name: str) -> bool:
-        """Whether a measurement was made, with an error or without, and not cut off."""
+        """Returns whether a measurement ended, with an error or without, and was not cut off."""
         return name in self.results and CUT not in self.results[name]
 
     def failed(self) -> list[str]:

@@ -38,8 +38,8 @@ def _cost(call: Measured, implementation: str) -> dict[str, Any]:
 
 
 def _peers(call: Measured) -> dict[str, Any]:
-    made = [benchmark.peer(call, *each) for each in peers(call)]
-    return {"costs": [dataclasses.asdict(each) for each in made]}
+    found = [benchmark.peer(call, *each) for each in peers(call)]
+    return {"costs": [dataclasses.asdict(each) for each in found]}
 
 
 def costs(results: Iterable[Mapping[str, Any]]) -> tuple[list[benchmark.Cost], float | None]:

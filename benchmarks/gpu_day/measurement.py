@@ -3,7 +3,6 @@
 import dataclasses
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 PARTS = (
     "smoke",
@@ -38,7 +37,7 @@ class Measurement:
     tier: int
     function: str
     seconds: float
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arguments: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
 def by_value(measurements: list[Measurement]) -> list[Measurement]:
@@ -46,7 +45,7 @@ def by_value(measurements: list[Measurement]) -> list[Measurement]:
     return sorted(measurements, key=lambda each: (each.tier, each.part))
 
 
-def attempts(tries: Mapping[str, Callable[[], Any]]) -> Iterator[dict[str, Any]]:
+def attempts(tries: Mapping[str, Callable[[], object]]) -> Iterator[dict[str, object]]:
     """The figures of each try by its name; an error is a figure, and the next try goes on."""
     for name, run in tries.items():
         try:
@@ -61,7 +60,7 @@ def failure(error: BaseException) -> dict[str, str]:
     return {ERROR: said[:500], "traceback": "".join(traceback.format_exception(error))[-8000:]}
 
 
-def errors(figures: Any, at: str = "") -> Iterator[tuple[str, str]]:
+def errors(figures: object, at: str = "") -> Iterator[tuple[str, str]]:
     """Path and text of every error within figures."""
     if isinstance(figures, Mapping):
         if isinstance(figures.get(ERROR), str):

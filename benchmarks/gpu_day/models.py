@@ -133,7 +133,7 @@ def figures(size: Mapping[str, Any], rows: int, seq: int, steps: Steps) -> dict[
 
 
 def mfu(size: Mapping[str, Any], seq: int, tokens_per_second: float) -> float | None:
-    """Of the bf16 peak of the data sheet; None on a CPU."""
+    """Model FLOPs over the bf16 peak of the data sheet; None on a CPU."""
     kind = kind_of(jax.devices()[0])
     if kind is None:
         return None

@@ -40,7 +40,7 @@ def streamed(
         step = zero(train_step_of(model))
         _, times = models.run_steps(step, state, models.batch_of(size, 1, tokens), steps)
         rate = moved / times.in_a_row
-        made: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "seconds": times.in_a_row,
             "first": times.first,
             "bytes_each_way": moved,
@@ -48,7 +48,7 @@ def streamed(
             "peak_bytes": models.peak_bytes(),
         }
         if rates:
-            made["share_of_link"] = rate / rates["each_way_at_once"]
-        return made
+            figures["share_of_link"] = rate / rates["each_way_at_once"]
+        return figures
 
     yield from attempts({"link": measured_link, "update": update})

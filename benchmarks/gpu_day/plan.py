@@ -9,11 +9,11 @@ from benchmarks.kernels import CALLS
 from zerojax.models.gpt import SIZES
 
 MODULES = ("smoke", "forecasts", "training", "kernels", "offload", "xla_options", "torch_peers")
-"""What a worker imports ahead; torch is imported by who needs it."""
+"""Modules that a worker imports in advance; functions that need torch import it."""
 
 _SMALL: dict[str, Any] = {"family": "gpt", **SIZES["mini"], "block_size": 256}
 _FIRST_CASES = (0, 4, 8, 11)
-"""Of ``prediction.CASES``: small, medium, GPT-2 XL, and both offloads."""
+"""Positions in ``prediction.CASES``: small, medium, GPT-2 XL, and both offloads."""
 KERNELS = tuple(dict.fromkeys(call.kernel for call in CALLS))
 PLAIN = {
     "GPT-2 XL, stage 3": "GPT-2 XL, plain jit",
@@ -26,13 +26,13 @@ PLAIN = {
     "Llama 8B of 8 layers, stage 3": "Llama 8B of 8 layers, plain jit",
     "Llama 8B of 8 layers, torch FSDP2": "Llama 8B of 8 layers, plain jit",
 }
-"""What a step is compared with."""
+"""The step that another is compared with, by name."""
 
 
 def measurements(toy: bool = False) -> list[Measurement]:
     """In the order in which they run; ``toy``: the same ones at sizes for a CPU."""
-    made = [*_smoke(toy), *_forecasts(toy), *_training(toy), *_kernels(toy), *_offload(toy)]
-    return by_value([*made, *_xla(toy)])
+    chosen = [*_smoke(toy), *_forecasts(toy), *_training(toy), *_kernels(toy), *_offload(toy)]
+    return by_value([*chosen, *_xla(toy)])
 
 
 def _smoke(toy: bool) -> list[Measurement]:
@@ -41,7 +41,7 @@ def _smoke(toy: bool) -> list[Measurement]:
         small = {"size": models.TOY_GPT, "rows": 2, "seq": 16}
     checked: dict[str, Any] = {"largest": 128, "only": ["rms_norm"]} if toy else {}
     only: dict[str, Any] = {"only": ["fp16, stage 2"]} if toy else {}
-    made = [
+    chosen = [
         Measurement(name="report", part=1, tier=1, function="smoke:report", seconds=25),
         Measurement(
             name="losses beside plain jit", part=1, tier=1, function="smoke:losses", seconds=75,
@@ -60,7 +60,7 @@ def _smoke(toy: bool) -> list[Measurement]:
         name="tests/kernels", part=1, tier=3, function="smoke:kernel_tests", seconds=240,
         arguments={"seconds": 230},
     )  # fmt: skip
-    return made if toy else [*made, tests]
+    return chosen if toy else [*chosen, tests]
 
 
 def _forecasts(toy: bool) -> list[Measurement]:
@@ -144,18 +144,18 @@ def _offload(toy: bool) -> list[Measurement]:
     if toy:
         streamed = {"size": models.TOY_GPT, "tokens": 16, "steps": 2, "nbytes": 2**16}
         xl = {"size": models.TOY_GPT, "rows": 2, "seq": 16, "steps": 2}
-    training: dict[str, Any] = {"part": 5, "function": "training:decorated", "seconds": 60}
+    large: dict[str, Any] = {"part": 5, "function": "training:decorated", "seconds": 60}
     return [
         Measurement(
             name="update from the host", part=5, tier=1, function="offload:streamed", seconds=50,
             arguments=streamed,
         ),
         Measurement(
-            name="GPT-2 XL, both on the host", tier=1, **training,
+            name="GPT-2 XL, both on the host", tier=1, **large,
             arguments=xl | {"stage": 3, "offload": offload.BOTH},
         ),
         Measurement(
-            name="GPT-2 XL, optimizer on the host", tier=2, **training,
+            name="GPT-2 XL, optimizer on the host", tier=2, **large,
             arguments=xl | {"stage": 2, "offload": offload.OPTIMIZER},
         ),
     ]  # fmt: skip

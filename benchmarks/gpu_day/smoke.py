@@ -27,16 +27,16 @@ from zerojax.doctor.checks import CHECKS
 from zerojax.doctor.report import report as reported
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 1e-2}
-"""How far losses and kernels may be from their reference, relative; float32 is TF32 on a GPU."""
+"""Largest relative distances of losses and kernels from their references; float32 is TF32."""
 STEPS = 5
 _BESIDE = ("compile for absent GPUs", "compile for absent TPUs", "several processes")
 
 
 def report() -> dict[str, Any]:
     """``zerojax report`` without compiling for absent devices."""
-    made = to_json(reported(checks=[each for each in CHECKS if each.name not in _BESIDE]))
-    broken = {each["name"]: {ERROR: each["says"]} for each in made["works"] if not each["works"]}
-    return made | {"does not work": broken}
+    found = to_json(reported(checks=[each for each in CHECKS if each.name not in _BESIDE]))
+    broken = {each["name"]: {ERROR: each["says"]} for each in found["works"] if not each["works"]}
+    return found | {"does not work": broken}
 
 
 def configs(folder: str) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -62,7 +62,7 @@ def configs(folder: str) -> dict[str, tuple[str, dict[str, Any]]]:
 def losses(
     size: Mapping[str, Any], rows: int, seq: int, only: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """How far each config's losses are from plain jit's, over some steps of a small GPT."""
+    """Distance of each config's losses from plain jit's, over some steps of a small GPT."""
     batch = models.batch_of(size, rows, seq)
     model = models.build(size, layers=models.OWN)
     plain = jax.jit(train_step_of(model))
@@ -142,7 +142,9 @@ def kernels(largest: int | None = None, only: Sequence[str] = ()) -> Iterator[di
     calls = [small(each, largest) for each in CALLS if not only or each.kernel in only]
     there = jax.default_backend() == "gpu"
     with contextlib.nullcontext() if there else compat.simulator():
-        yield from attempts({f"{c.kernel}, {c.shape}": functools.partial(apart, c) for c in calls})
+        yield from attempts(
+            {f"{c.kernel}, {c.shape}": functools.partial(distances, c) for c in calls}
+        )
 
 
 def small(call: Measured, largest: int | None) -> Measured:
@@ -156,7 +158,7 @@ def small(call: Measured, largest: int | None) -> Measured:
     return dataclasses.replace(call, arguments=jax.tree.map(cut, call.arguments))
 
 
-def apart(call: Measured) -> dict[str, Any]:
+def distances(call: Measured) -> dict[str, Any]:
     """The largest ``|kernel - reference| / |reference|`` of a call's results.
 
     Raises:

@@ -14,7 +14,7 @@ Table = list[list[str]]
 
 
 def overview(wanted: Sequence[Measurement], results: Mapping[str, Any]) -> Table:
-    """A line for each measurement: made, owed with the seconds expected, or what went wrong."""
+    """A line for each measurement: figures, expected seconds where it is owed, or the error."""
     lines = [["part", "measurement", "s", "figures"]]
     for each in wanted:
         found = results.get(each.name)
@@ -69,14 +69,14 @@ def steps(results: Mapping[str, Any]) -> Table:
 
 def cases(results: Mapping[str, Any], device: str) -> Table:
     """Forecasts beside what was measured."""
-    known, made = forecasts.predicted(device), []
+    known, compared = forecasts.predicted(device), []
     for name, forecast in known.items():
         found = results.get(name, {})
         if "fits" in found and ERROR not in forecast:
-            made.append({"case": name, "predicted": forecast, "measured": found})
-    table = prediction.table(made)
+            compared.append({"case": name, "predicted": forecast, "measured": found})
+    table = prediction.table(compared)
     table[0].append("programs' own bytes")
-    for line, each in zip(table[1:], made, strict=True):
+    for line, each in zip(table[1:], compared, strict=True):
         own = each["measured"].get("compiled")
         line.append(f"{own / 2**30:.2f} GiB" if own else "")
     return table
@@ -90,20 +90,20 @@ def shares(results: Mapping[str, Any], device: str) -> dict[str, float]:
 def sections(results: Mapping[str, Any], device: str) -> list[tuple[str, Table | str]]:
     """Titles, and a table or a text for each; what has no figures is left out."""
     found, copy = kernels.costs(r for n, r in results.items() if n.startswith("kernel "))
-    made: list[tuple[str, Table | str]] = [
+    tables: list[tuple[str, Table | str]] = [
         ("Forecasts", cases(results, device)),
         ("Steps", steps(results)),
         ("Kernels", kernel_tables.rows(found, copy)),
     ]
-    made = [(title, table) for title, table in made if len(table) > 1]
+    tables = [(title, table) for title, table in tables if len(table) > 1]
     if proposal := shares(results, device):
         text = ", ".join(f"{name}: {value:.3g}" for name, value in proposal.items())
-        made.append(("Proposed for device_kinds.json, common", text))
+        tables.append(("Proposed for device_kinds.json, common", text))
     if found:
-        made.append(
+        tables.append(
             ("Proposed for pallas_kernels/measured.py", f"FASTER = {kernels.faster(found, device)}")
         )
-    return made
+    return tables
 
 
 def markdown(wanted: Sequence[Measurement], results: Mapping[str, Any], device: str) -> str:

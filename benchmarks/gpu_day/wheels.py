@@ -25,7 +25,7 @@ _LINUX = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014",
 
 
 def requirements() -> list[str]:
-    """What is downloaded, each without its needs."""
+    """Requirements that are downloaded, each without its dependencies."""
     exact = [f"{name}=={importlib.metadata.version(name)}" for name in TESTED]
     return [FLAX, *exact, *ANY]
 

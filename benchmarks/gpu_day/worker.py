@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -23,10 +22,10 @@ from benchmarks.gpu_day.measurement import failure
 _PACKAGE = "benchmarks.gpu_day"
 
 
-def perform(function: str, arguments: Mapping[str, Any], out: Path) -> dict[str, Any]:
+def perform(function: str, arguments: Mapping[str, object], out: Path) -> dict[str, object]:
     """Runs a function, and writes what it gives into ``out`` as the figures come."""
     began = time.perf_counter()
-    figures: dict[str, Any] = {}
+    figures: dict[str, object] = {}
     try:
         module, name = function.split(":")
         given = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(**arguments)
@@ -40,7 +39,7 @@ def perform(function: str, arguments: Mapping[str, Any], out: Path) -> dict[str,
     return figures
 
 
-def _write(out: Path, figures: dict[str, Any]) -> None:
+def _write(out: Path, figures: dict[str, object]) -> None:
     written = out.with_suffix(".new")
     written.write_text(json.dumps(figures, default=str))
     os.replace(written, out)

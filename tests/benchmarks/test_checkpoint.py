@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import zerojax
-from benchmarks.checkpoint import Results, memory_table, time_table, write
+from benchmarks.checkpoint import Results, answer, memory_table, time_table
 from benchmarks.checkpoint_memory import Footprint, footprint
 from benchmarks.checkpoint_times import (
     CALL,
@@ -20,6 +20,7 @@ from benchmarks.checkpoint_times import (
     Turns,
     take_turns,
 )
+from benchmarks.frame import write
 from benchmarks.savers import SAVERS
 
 GIGABYTES = 0.02
@@ -59,12 +60,13 @@ def test_limits_are_judged_and_recorded(turns: Turns, tmp_path: Path) -> None:
     call = Timing(what=CALL, seconds={"zerojax": [2], "orbax": [1]})  # has no limit
     good = dataclasses.replace(turns, timings=[fast, call])
     assert Results(turns=good, footprints=footprints(12)).missed() == []
-    write(bad, tmp_path)
-    (record,) = tmp_path.glob("*-checkpoint.md")
+    record = tmp_path / "checkpoint.md"
+    write(record.with_suffix(".json"), "Checkpoint", answer(bad))
     assert "could not be dropped" in record.read_text()
     assert "| save | 1.100 s = " in record.read_text()
+    assert f"Limits missed: {'; '.join(bad.missed())}." in record.read_text()
     figures = json.loads(record.with_suffix(".json").read_text())
-    assert figures["missed"] == bad.missed()
+    assert figures["turns"]["state_bytes"] == turns.state_bytes
     assert len(time_table(turns)) == 1 + len(turns.timings)
     assert len(memory_table(bad)) == 3
 

@@ -52,6 +52,7 @@ def test_the_table_says_what_was_measured() -> None:
         devices=8,
         arrays=50_000_000,
         units={"all-gather": 1.7, "reduce-scatter": 1.0},
+        moved_bytes=0,
         argument_bytes=2_500_000_000,
         temporary_bytes=1_000_000,
         seconds=12.4,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from groups import LIMIT
 
-from benchmarks.faults import FAULTS, has_namespaces, made, matrix, undisturbed, with_fewer
+from benchmarks.faults import FAULTS, created, has_namespaces, matrix, undisturbed, with_fewer
 from benchmarks.random_kills import random_kills, steps_for
 from benchmarks.supervised import Training, began_after, checksum, losses
 
@@ -40,12 +40,12 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
 def test_faults(tmp_path: Path) -> None:
     faults = [x._replace(seconds=LIMIT) for x in FAULTS if any(words in x.name for words in CHOSEN)]
     assert len(faults) == len(CHOSEN)
-    assert not matrix([x for x in faults if has_namespaces() or not x.apart], tmp_path).problems
+    assert not matrix([x for x in faults if has_namespaces() or not x.two_hosts], tmp_path).problems
 
 
 @pytest.mark.sweep
 def test_random_kills_and_fewer_processes(tmp_path: Path) -> None:
     count = 3  # one in the init, one in a step, one in a save
-    alone = undisturbed(made(tmp_path / "alone"), 4, steps_for(count))
-    assert not with_fewer(made(tmp_path / "fewer"), alone, LIMIT).problems
-    assert not random_kills(made(tmp_path / "kills"), count, 1, alone, LIMIT).problems
+    alone = undisturbed(created(tmp_path / "alone"), 4, steps_for(count))
+    assert not with_fewer(created(tmp_path / "fewer"), alone, LIMIT).problems
+    assert not random_kills(created(tmp_path / "kills"), count, 1, alone, LIMIT).problems

@@ -1,7 +1,5 @@
 """What is neither held nor moved without need: figures within 5% of their theory."""
 
-from pathlib import Path
-
 import jax
 import pytest
 
@@ -9,7 +7,6 @@ from benchmarks.compiled import Cost
 from benchmarks.held_or_moved import (
     FIGURES,
     HEADS,
-    TESTS,
     WITHIN,
     Claim,
     claims,
@@ -21,7 +18,7 @@ from benchmarks.moved_programs import Language
 PENALTY = "a gradient penalty"
 IN_SECONDS = ("eight tables", "a head in float32")
 RECORDED = {
-    "tied GPT, unrolled, 8 micro-batches", "tied GPT, unrolled, 8 micro-batches, bf16 by flax alone"
+    "tied GPT, unrolled, 8 micro-batches", "tied GPT, unrolled, 8 micro-batches, bf16 only by flax"
 }  # fmt: skip
 """Slow to compile, and like others: scanned, or unrolled with 4 micro-batches."""
 
@@ -53,6 +50,7 @@ def test_a_theory_that_is_missed_is_in_bold() -> None:
         devices=8,
         arrays=1_000_000,
         units={"all-gather": 5.0, "reduce-scatter": 5.0},
+        moved_bytes=0,
         argument_bytes=2_000_000,
         temporary_bytes=1_000_000,
         seconds=1.0,
@@ -66,7 +64,7 @@ def test_a_theory_that_is_missed_is_in_bold() -> None:
         "MB of temporaries": 1,
     }
     said = dict(zip(HEADS, row(claim, cost), strict=True))
-    assert said["today"] == "20.00"
+    assert said["compiled"] == "20.00"
     assert said["off"].startswith("**-")
 
 
@@ -74,8 +72,3 @@ def test_parameters_are_counted_without_a_trace() -> None:
     sizes = Language(layers=2, width=128, vocabulary=500, tokens=64)
     params = jax.eval_shape(sizes.create, jax.random.key(0)).params
     assert sizes.parameters == sum(x.size for x in jax.tree.leaves(params))
-
-
-def test_the_record_names_tests_that_exist() -> None:
-    root = Path(__file__).parents[2]
-    assert [at for at in TESTS.values() if not (root / at).exists()] == []

@@ -13,7 +13,6 @@ from benchmarks.hidden import (
     Case,
     cases,
     compile_case,
-    markdown,
     overlap_of,
     table,
 )
@@ -47,7 +46,6 @@ def test_a_row_for_each_case() -> None:
         "llama-7b, scanned", "h100:64", "1", "on",
         "1500.0", "1480.0", "400.0", "95%", "20.0", "8.00", "6.00",
     ]  # fmt: skip
-    assert markdown(results).count("| 95% |") == 1
 
 
 def test_each_model_on_all_devices_without_and_with_overlap() -> None:
@@ -57,7 +55,7 @@ def test_each_model_on_all_devices_without_and_with_overlap() -> None:
     for case in chosen:
         model: Any = case.function()
         assert model.config.scan is case.scan
-        assert case.config.overlap_comm is case.overlap
+        assert case.settings["overlap_comm"] is case.overlap
         depths[case.model].add(model.config.n_layer)
     assert depths == {"llama-7b": {32, UNROLLED_LAYERS}, "gpt2-xl": {48, UNROLLED_LAYERS}}
 

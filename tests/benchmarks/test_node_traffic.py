@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.node_traffic import HEADINGS, SETTINGS, draw, markdown, sent, table
+from benchmarks.node_traffic import HEADINGS, SETTINGS, draw, sent, table
 from zerojax.foresight.forecast import Traffic
 
 GB = 10**9
@@ -26,7 +26,6 @@ def forecast(devices: int) -> Any:
 def rows_of(devices: int) -> dict[str, list[str]]:
     rows = table({setting.name: forecast(devices) for setting in SETTINGS})
     assert rows[0] == HEADINGS
-    assert markdown(rows, devices, "a.png").count("| 7.00 |") == len(SETTINGS)
     return {row[0]: row[1:] for row in rows[1:]}
 
 
@@ -52,5 +51,5 @@ def test_what_stays_in_a_host(devices: int, between: float) -> None:
 
 def test_a_picture_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw(tmp_path / "a.svg", 64, [("stage 3, near", 6 * GB, *sent(forecast(64)))])
+    draw(64, [("stage 3, near", 6 * GB, *sent(forecast(64)))], tmp_path / "a.svg")
     assert (tmp_path / "a.svg").stat().st_size > 1000

@@ -1,6 +1,7 @@
 """Many small parameters: collectives and Python work do not grow with their number."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,32 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 
 import zerojax
-from benchmarks.leaves import ROWS, WIDTH, at, compiled, counts, creating, step
 from zerojax.hlo.traffic import collectives
+
+pytestmark = pytest.mark.slow
+
+ROWS, WIDTH = 16, 8
+
+
+def creating(leaves: int) -> Callable[[jax.Array], TrainState]:
+    """``create_state(key)`` with so many parameters of ``WIDTH`` elements."""
+
+    def create(key: jax.Array) -> TrainState:
+        params = {f"p{i:04}": jnp.full((WIDTH,), 1 + i / 1e4) for i in range(leaves)}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+    return create
+
+
+def step(state: TrainState, x: Any) -> tuple[TrainState, Any]:
+    def loss(params: Any) -> jax.Array:
+        return sum((jnp.mean((x @ p - 1) ** 2) for p in params.values()), start=jnp.zeros(()))
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": value}
 
 
 @pytest.mark.gpu_compile
@@ -21,8 +44,12 @@ from zerojax.hlo.traffic import collectives
 def test_few_collectives_on_gpus() -> None:
     """One gather and one reduce-scatter, of the theory's bytes, and the norm."""
     leaves = 60
-    text = compiled(at(3, zerojax.topology("h100", 8)), leaves)
-    found = counts(text)
+    mesh = zerojax.topology("h100", 8)
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, mesh=mesh)
+    state = zero.abstract_state(creating(leaves), jax.random.key(0))
+    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+    text = zero(step).lower(state, batch).compile().as_text() or ""
+    found = Counter(each.kind for each in collectives(text))
     assert found["all-gather"] == found["reduce-scatter"] == 1
     assert sum(found.values()) <= 4
     once = leaves * WIDTH * 4 * 7 // 8
@@ -38,7 +65,7 @@ def test_a_call_does_no_python_work_for_a_leaf() -> None:
 
 
 def calls(leaves: int) -> int:
-    """Of Python functions in a step on a ``TrainState``."""
+    """Counts the Python functions that a step on a ``TrainState`` calls."""
     zero = zerojax.zero(stage=1)
     state: Any = zero.init(creating(leaves), jax.random.key(0))
     decorated, x = zero(step), np.ones((ROWS, WIDTH), "f4")
@@ -56,7 +83,7 @@ def test_a_call_does_no_more_for_a_variable_than_nnx_jit() -> None:
 
 
 def nnx_calls(leaves: int, way: str) -> int:
-    """Of Python functions in a step on an NNX model and its optimizer."""
+    """Counts the Python functions that a step on an NNX model and its optimizer calls."""
 
     def make() -> tuple[Any, ...]:
         model = nnx.List([nnx.Param(jnp.ones(WIDTH)) for _ in range(leaves)])
@@ -79,7 +106,7 @@ def nnx_calls(leaves: int, way: str) -> int:
 
 
 def counted(call: Callable[[], Any]) -> int:
-    """How many Python functions a call calls."""
+    """Counts the Python functions that a call calls."""
     names: list[str] = []
 
     def seen(frame: Any, event: str, _: Any) -> None:

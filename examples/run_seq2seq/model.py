@@ -18,9 +18,8 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from examples.run_seq2seq import tokens
+from zerojax.models.bart import BLENDERBOT, Bart, BartConfig
 from zerojax.models.bart import SIZES as SIZES_OF_BART
-from zerojax.models.bart import Bart, BartConfig
-from zerojax.models.bart_config import BLENDERBOT
 from zerojax.models.hugging_face.bart import names, read_config
 from zerojax.models.hugging_face.bart import texts as config_texts
 from zerojax.models.tokenizer import load_tokenizer

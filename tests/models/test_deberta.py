@@ -17,8 +17,9 @@ from zerojax.models.deberta import (
     Deberta,
     DebertaClassifier,
     DebertaConfig,
+    bucket_of,
+    rows_by_distance,
 )
-from zerojax.models.disentangled import bucket_of, rows_by_distance
 from zerojax.models.hugging_face.deberta import config_from_hf, config_to_hf, export_names, names
 from zerojax.trainer.run_folder import _fields
 

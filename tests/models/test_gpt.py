@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 
 from zerojax.models import gpt, gpt_nnx
-from zerojax.models.gpt import GPT, SIZES, GPTConfig, loss_fn, stack_blocks
+from zerojax.models.blocks import causal_attention, stack_blocks
+from zerojax.models.gpt import GPT, SIZES, GPTConfig, loss_fn
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -140,10 +141,10 @@ def test_a_large_mean_does_not_spoil_the_norm_in_fp16(params: dict) -> None:
 def test_masked_scores_are_finite_in_fp16() -> None:
     q = jnp.full((1, 4, 1, 8), 30, jnp.float16)
     k, v = -q, jnp.arange(32, dtype=jnp.float16).reshape(1, 4, 1, 8)
-    out, grad = jax.value_and_grad(lambda q: gpt.attention(q, k, v).sum())(q)
+    out, grad = jax.value_and_grad(lambda q: causal_attention(q, k, v).sum())(q)
     assert jnp.isfinite(out)
     assert jnp.isfinite(grad).all()
-    np.testing.assert_array_equal(gpt.attention(q, k, v)[0, 0], v[0, 0])
+    np.testing.assert_array_equal(causal_attention(q, k, v)[0, 0], v[0, 0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -212,7 +213,7 @@ def test_config_names_what_is_wrong(change: dict, message: str) -> None:
 
 
 def test_too_long_a_row_and_nnx_scan_are_refused(params: dict) -> None:
-    with pytest.raises(ValueError, match="33 tokens in a row, but block_size=32"):
+    with pytest.raises(ValueError, match="33 tokens in a row, but block_size = 32"):
         logits_of(params, tokens=jnp.zeros((1, 33), jnp.int32))
     with pytest.raises(ValueError, match="scan=False"):
         gpt_nnx.GPT(dataclasses.replace(TINY, scan=True), rngs=nnx.Rngs(0))

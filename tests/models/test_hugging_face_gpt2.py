@@ -28,9 +28,11 @@ from safetensors.numpy import load_file, save_file
 import zerojax
 from zerojax.checkpoint.exporter import export
 from zerojax.models import gpt_nnx
-from zerojax.models.gpt import GPT, GPTConfig, loss_fn, stack_blocks
-from zerojax.models.hugging_face import gpt2_config as hf_config
+from zerojax.models.blocks import stack_blocks
+from zerojax.models.gpt import GPT, GPTConfig, loss_fn
+from zerojax.models.hugging_face.folder import by_path
 from zerojax.models.hugging_face.gpt2 import (
+    DROPOUTS,
     NAMES,
     config_from_hf,
     config_to_hf,
@@ -39,7 +41,6 @@ from zerojax.models.hugging_face.gpt2 import (
     read_config,
     save,
 )
-from zerojax.models.hugging_face.parameters import by_path
 from zerojax.weights import saver
 from zerojax.weights.names import link
 from zerojax.weights.reader import FileTensor
@@ -648,7 +649,7 @@ def test_config_there_and_back() -> None:
         ({"attn_pdrop": 0.2}, "one dropout rate for all"),
         ({"n_positions": "1024"}, "block_size must be a positive int"),
         ({"n_head": 7}, "does not divide into n_head = 7"),
-        (dict.fromkeys(hf_config.DROPOUTS, "0.1"), "dropout must be in"),
+        (dict.fromkeys(DROPOUTS, "0.1"), "dropout must be in"),
     ],
 )
 def test_what_the_model_does_not_compute_is_refused(

@@ -13,7 +13,7 @@ import pytest
 from checkpoint import recorded
 
 from zerojax.checkpoint.exporter import export
-from zerojax.models.gpt import stack_blocks
+from zerojax.models.blocks import stack_blocks
 from zerojax.models.hugging_face.llama import (
     config_from_hf,
     config_to_hf,

@@ -15,7 +15,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.models.gpt import attention, stack_blocks
+from zerojax.models.blocks import causal_attention, stack_blocks
 from zerojax.models.llama import SIZES, Llama, LlamaConfig, grouped_attention, rotary_tables, rotate
 from zerojax.models.loss import loss_fn
 
@@ -88,7 +88,7 @@ def test_grouped_attention_is_that_of_repeated_heads() -> None:
     )
 
     def repeated(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return attention(q, k.repeat(3, axis=2), v.repeat(3, axis=2))
+        return causal_attention(q, k.repeat(3, axis=2), v.repeat(3, axis=2))
 
     @partial(jax.jit, static_argnums=0)
     def with_gradients(f: Callable[..., jax.Array], *inputs: jax.Array) -> tuple[Any, Any]:
@@ -209,5 +209,5 @@ def test_config_names_what_is_wrong(change: dict[str, Any], message: str) -> Non
 
 
 def test_too_long_a_row_is_refused(params: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="17 tokens in a row, but block_size=16"):
+    with pytest.raises(ValueError, match="17 tokens in a row, but block_size = 16"):
         logits_of(params, tokens=np.zeros((1, 17), np.int32))

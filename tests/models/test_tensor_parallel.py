@@ -273,7 +273,7 @@ def test_what_else_is_refused() -> None:
     params = jax.eval_shape(create_for(model, jnp.float32), KEY).params
     with pytest.raises(ValueError, match=r"7 tokens in a row do not divide .* to 4 or 8"):
         jax.eval_shape(model.apply, {"params": params}, jnp.zeros((8, 7), jnp.int32))
-    with pytest.raises(ValueError, match="the fused layers do not know of tensor parallelism"):
+    with pytest.raises(ValueError, match="the fused layers do not support tensor parallelism"):
         GPT(gpt(), Kernels(zero.per_device), tensor=tensor)
     other = DebertaClassifier(DebertaConfig(**SIZES["deberta-tiny"]))
     with pytest.raises(ValueError, match=r"tensor parallelism knows no module .* pass your own"):

@@ -55,10 +55,10 @@ def test_ids_beyond_the_vocabulary_are_refused(merges: Path) -> None:
 def test_files_that_are_none_are_named(merges: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"tokenizer.json is not there.*save_pretrained"):
         load_tokenizer(merges.parent)
-    with pytest.raises(ValueError, match=r"vocab.bpe is no tokenizer's file"):
+    with pytest.raises(ValueError, match=r"vocab.bpe is not a tokenizer's file"):
         load_tokenizer(merges)
     merges.write_text(MERGES + "Ġthe re\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"vocab.bpe:5: 'Ġthe re' merges no two symbols"):
+    with pytest.raises(ValueError, match=r"vocab.bpe:5: 'Ġthe re' does not merge two symbols"):
         gpt2_tokenizer(merges)
 
 

@@ -8,18 +8,22 @@ peak matrix throughput as other products. A program with these calls compiles bu
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from zerojax.models.blocks import Attention
+
+Arrays = Sequence[jax.Array]
+
 NAME = "attention"
 """Name of the forward pass's results, for ``jax.checkpoint_policies.save_only_these_names``."""
 
 
-def assumed_attention(per_device: Callable[..., Any]) -> Callable[..., jax.Array]:
+def assumed_attention(per_device: Callable[..., Callable[..., Any]]) -> Attention:
     """Returns attention of q [B, T, H, d] to k and v [B, T, G, d]; each device runs its own rows.
 
     Args:
@@ -30,18 +34,18 @@ def assumed_attention(per_device: Callable[..., Any]) -> Callable[..., jax.Array
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return forward(q, k, v)[0]
 
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Arrays]:
         out, sums = (checkpoint_name(x, NAME) for x in per_device(_forward)(q, k, v))
         return out, (q, k, v, out, sums)
 
-    def backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
+    def backward(residuals: Arrays, gradient: jax.Array) -> Arrays:
         return tuple(per_device(_backward)(*residuals, gradient))
 
     attention.defvjp(forward, backward)
     return attention
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
     rows, tokens, heads, _ = q.shape
     sums = jax.ShapeDtypeStruct((rows, heads, tokens), jnp.float32)  # log-sum-exp of each query
     return _call("__cudnn$fmhaSoftmax", (_like(q), sums), q, k, v)
@@ -49,18 +53,24 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
 
 def _backward(
     q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, sums: jax.Array, gradient: jax.Array
-) -> Any:
+) -> Arrays:
     outputs = tuple(map(_like, (q, k, v)))
     return _call("__cudnn$fmhaSoftmaxBackward", outputs, q, k, v, out, sums, gradient)
 
 
-def _call(target: str, outputs: Any, q: jax.Array, k: jax.Array, *rest: jax.Array) -> Any:
+def _call(
+    target: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    q: jax.Array,
+    k: jax.Array,
+    *rest: jax.Array,
+) -> Arrays:
     rows, queries, heads, _ = q.shape
     scores = [str(size) for size in (rows, heads, queries, k.shape[1])]
     shape = {"intermediate_tensor_shape": {"dimensions": scores}}
-    call: Callable[..., Any] = jax.ffi.ffi_call(
+    call: Callable[..., Arrays] = jax.ffi.ffi_call(
         target,
-        outputs,
+        results,
         custom_call_api_version=1,
         legacy_backend_config=json.dumps(
             {"cudnn_fmha_backend_config": shape}, separators=(",", ":")

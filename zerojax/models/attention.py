@@ -7,7 +7,7 @@ GPT(config, attention=fused_attention(zero, sharded={"model": 2}))     # heads s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from pallas_kernels.dispatch import Target
 from zerojax.api import Zero
 from zerojax.devices.mesh import SEQUENCE, are_present
 from zerojax.models.assumed_attention import assumed_attention
+from zerojax.models.blocks import Attention
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 ASKED = ("auto", "mosaic_gpu", "cudnn", "plain")
 
 
@@ -63,7 +63,7 @@ def choose_attention(zero: Zero | None, asked: str) -> str:
         devices, it is assumed (:mod:`zerojax.models.assumed_attention`).
 
     Raises:
-      ValueError: There is no such implementation.
+      ValueError: The implementation is unknown.
     """
     if asked not in ASKED:
         raise ValueError(f"attention: {asked!r} is unknown; there are {', '.join(ASKED)}")

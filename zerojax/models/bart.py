@@ -14,18 +14,227 @@ ShapeDtypeStruct(shape=(8, 12, 96), dtype=float32)
 D d_model, H heads, d = D / H, V vocab_size, L layers.
 """
 
+import dataclasses
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from zerojax.models.bart_blocks import DecoderBlock, EncoderBlock, embed, layer_norm
-from zerojax.models.bart_config import SIZES as SIZES
-from zerojax.models.bart_config import BartConfig as BartConfig
-from zerojax.models.layers import run_blocks
+from zerojax.models.blocks import Tree, attend, check_length, run_blocks, split_heads
+from zerojax.models.config import Fields, ModelConfig, Sizes
 from zerojax.models.loss import cross_entropy, widen
+
+LAYER_NORM_EPS = 1e-5
+
+KeysValues = tuple[jax.Array, jax.Array]  # [B, S, H, d] each
+Cache = KeysValues | tuple[KeysValues, ...]
+"""Keys and values of all blocks: stacked, [L, B, S, H, d] each, or a pair for each block."""
+
+Extra = TypeVar("Extra")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BartConfig(ModelConfig):
+    """Sizes and options of a BART by Hugging Face's names, or of a BlenderBot with `BLENDERBOT`."""
+
+    vocab_size: int
+    d_model: int
+    encoder_layers: int
+    decoder_layers: int
+    encoder_attention_heads: int
+    decoder_attention_heads: int
+    encoder_ffn_dim: int
+    decoder_ffn_dim: int
+    max_position_embeddings: int
+    normalize_before: bool = False  # norms are at the start of each branch, not after the sum
+    normalize_embedding: bool = True
+    add_final_layer_norm: bool = False
+    position_offset: int = 2  # unused rows at the start of the table of positions
+    add_logits_bias: bool = False  # a bias that no gradient changes
+    scale_embedding: bool = False  # multiplies token embeddings by sqrt(D)
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    encoder_layerdrop: float = 0.0  # the probability that a block is skipped
+    decoder_layerdrop: float = 0.0
+    init_std: float = 0.02
+    pad_token_id: int = 1
+    eos_token_id: int = 2
+    decoder_start_token_id: int = 2
+
+    def __post_init__(self) -> None:
+        self.check_sizes(
+            *("vocab_size", "d_model", "encoder_layers", "decoder_layers"),
+            *("encoder_attention_heads", "decoder_attention_heads"),
+            *("encoder_ffn_dim", "decoder_ffn_dim", "max_position_embeddings"),
+        )
+        self.check_heads("d_model", "encoder_attention_heads")
+        self.check_heads("d_model", "decoder_attention_heads")
+        self.check_rates("dropout", "attention_dropout", "activation_dropout")
+        self.check_rates("encoder_layerdrop", "decoder_layerdrop")
+
+
+BLENDERBOT: Fields = dict(
+    normalize_before=True, normalize_embedding=False, add_final_layer_norm=True, position_offset=0,
+    scale_embedding=True, pad_token_id=0, decoder_start_token_id=1,
+)  # fmt: skip
+
+
+def _size(layers: tuple[int, int], heads: int, width: int, **other: float) -> Fields:
+    return dict(
+        encoder_layers=layers[0], decoder_layers=layers[1], d_model=width,
+        encoder_attention_heads=heads, decoder_attention_heads=heads,
+        encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width,
+    ) | other  # fmt: skip
+
+
+# Numbers of parameters; the second config is Hugging Face's `facebook/blenderbot-400M-distill`.
+SIZES: Sizes = {
+    "blenderbot-tiny": _size(
+        (2, 2), 4, 32, vocab_size=96, max_position_embeddings=24, dropout=0.0, **BLENDERBOT
+    ),
+    "blenderbot-400m": _size(
+        (2, 12), 32, 1280, vocab_size=8008, max_position_embeddings=128, **BLENDERBOT
+    ),  # 364,802,560
+    "bart-large": _size(
+        (12, 12), 16, 1024, vocab_size=50265, max_position_embeddings=1024
+    ),  # 406,291,456
+}
+
+
+class Attention(nn.Module):
+    """Attention of x [B, T, D] to `source` [B, S, D], or to `cached` keys and values without it.
+
+    Keys and values of a source are written into the cached ones from `position` on. Returns the
+    output [B, T, D], and the keys and values.
+    """
+
+    config: BartConfig
+    heads: int
+    deterministic: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        source: jax.Array | None,
+        mask: jax.Array | None,
+        cached: KeysValues | None = None,
+        position: jax.Array | int = 0,
+    ) -> tuple[jax.Array, KeysValues]:
+        c = self.config
+
+        def project(x: jax.Array, name: str) -> jax.Array:
+            return split_heads(_dense(c.d_model, c, name)(x), self.heads)
+
+        q = project(x, "q_proj")
+        if source is None:
+            assert cached is not None
+            k, v = cached
+        else:
+            k, v = project(source, "k_proj"), project(source, "v_proj")
+            if cached is not None:
+                k, v = (
+                    jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), position, 1)
+                    for old, new in zip(cached, (k, v), strict=True)
+                )
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
+        dropout = nn.Dropout(c.attention_dropout, deterministic=self.deterministic)
+        y = attend(scores, v, mask, dropout).reshape(x.shape)
+        return _dense(c.d_model, c, "out_proj")(y), (k, v)
+
+
+class EncoderBlock(nn.Module):
+    """Attention to all of x [B, S, D], then an MLP. The second argument and result are `scan`'s."""
+
+    config: BartConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None, mask: jax.Array | None) -> tuple[jax.Array, None]:
+        c, block_input = self.config, x
+        attention = Attention(c, c.encoder_attention_heads, self.deterministic, name="self_attn")
+        branch = functools.partial(_branch, c, self.deterministic)
+        x = branch(x, "self_attn_layer_norm", lambda x: attention(x, x, mask))[0]
+        x = branch(x, "final_layer_norm", _mlp(c, c.encoder_ffn_dim, self.deterministic))[0]
+        return _layer_drop(self, c.encoder_layerdrop, block_input, x), None
+
+
+class DecoderBlock(nn.Module):
+    """Attention to x [B, T, D], then to the memory [B, S, D], then an MLP.
+
+    A cache is a pair of the block's self-attention keys and values, and those of the memory (None
+    before the first call). The block returns the updated cache.
+    """
+
+    config: BartConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: tuple[KeysValues, KeysValues | None] | None,
+        memory: jax.Array | None,
+        mask: jax.Array | None,
+        memory_mask: jax.Array | None,
+        position: jax.Array | int,
+    ) -> tuple[jax.Array, tuple[KeysValues, KeysValues] | None]:
+        c, block_input, (cached, memorized) = self.config, x, cache or (None, None)
+        to_itself, to_memory = (
+            Attention(c, c.decoder_attention_heads, self.deterministic, name=name)
+            for name in ("self_attn", "encoder_attn")
+        )
+        branch = functools.partial(_branch, c, self.deterministic)
+        x, own_keys = branch(
+            x, "self_attn_layer_norm", lambda x: to_itself(x, x, mask, cached, position)
+        )
+        x, memory_keys = branch(
+            x, "encoder_attn_layer_norm", lambda x: to_memory(x, memory, memory_mask, memorized)
+        )
+        x = branch(x, "final_layer_norm", _mlp(c, c.decoder_ffn_dim, self.deterministic))[0]
+        x = _layer_drop(self, c.decoder_layerdrop, block_input, x)
+        return x, None if cache is None else (own_keys, memory_keys)
+
+
+def _branch(
+    c: BartConfig,
+    deterministic: bool,
+    x: jax.Array,
+    norm: str,
+    f: Callable[[jax.Array], tuple[jax.Array, Extra]],
+) -> tuple[jax.Array, Extra]:
+    """Computes x + f(norm(x)) or norm(x + f(x)); returns also the second result of f."""
+    norm_layer = _layer_norm(c, norm)
+    y, extra = f(norm_layer(x) if c.normalize_before else x)
+    x = x + nn.Dropout(c.dropout, deterministic=deterministic)(y)
+    return (x if c.normalize_before else norm_layer(x)), extra
+
+
+def _mlp(
+    c: BartConfig, width: int, deterministic: bool
+) -> Callable[[jax.Array], tuple[jax.Array, None]]:
+    """Returns an MLP [B, T, D] -> gelu [B, T, width] -> [B, T, D]."""
+
+    def mlp(x: jax.Array) -> tuple[jax.Array, None]:
+        h = nn.gelu(_dense(width, c, "fc1")(x), approximate=False)
+        h = nn.Dropout(c.activation_dropout, deterministic=deterministic)(h)
+        return _dense(c.d_model, c, "fc2")(h), None
+
+    return mlp
+
+
+def _layer_drop(
+    block: EncoderBlock | DecoderBlock, rate: float, before: jax.Array, after: jax.Array
+) -> jax.Array:
+    """Applies LayerDrop: skips the block at this rate, for all rows at once. arXiv:1909.11556."""
+    if block.deterministic or not rate:
+        return after
+    return jnp.where(jax.random.bernoulli(block.make_rng("dropout"), rate), before, after)
 
 
 class Stack(nn.Module):
@@ -37,19 +246,24 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, places: jax.Array, deterministic: bool, *inputs: Any, cache: Any = None
-    ) -> tuple[jax.Array, Any]:
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        deterministic: bool,
+        *inputs: object,
+        cache: Tree = None,
+    ) -> tuple[jax.Array, Tree]:
         c = self.config
         rows = c.max_position_embeddings + c.position_offset
-        x += embed(rows, c, "embed_positions")(places + c.position_offset)
+        x += _embed(rows, c, "embed_positions")(positions + c.position_offset)
         if c.normalize_embedding:
-            x = layer_norm(c, "layernorm_embedding")(x)
+            x = _layer_norm(c, "layernorm_embedding")(x)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
         x, cache = run_blocks(
             self.block, (c, deterministic), x, *inputs,
             layers=range(self.layers), name="layers", scan=c.scan, remat=c.remat, each=cache,
         )  # fmt: skip
-        return layer_norm(c, "layer_norm")(x) if c.add_final_layer_norm else x, cache
+        return _layer_norm(c, "layer_norm")(x) if c.add_final_layer_norm else x, cache
 
 
 class Bart(nn.Module):
@@ -64,7 +278,7 @@ class Bart(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.shared = embed(c.vocab_size, c)
+        self.shared = _embed(c.vocab_size, c)
         self.encoder = Stack(c, EncoderBlock, c.encoder_layers)
         self.decoder = Stack(c, DecoderBlock, c.decoder_layers)
         if c.add_logits_bias:
@@ -106,11 +320,11 @@ class Bart(nn.Module):
         self,
         tokens: jax.Array,
         position: jax.Array | int,
-        cache: Any,
-        memorized: Any = None,
+        cache: Cache,
+        memorized: Cache | None = None,
         memory: jax.Array | None = None,
         attention_mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, Any]:
+    ) -> tuple[jax.Array, Cache, Cache]:
         """Returns logits [B, V] after the tokens [B] at this position, `cache` and `memorized`.
 
         `cache` has the keys and values of the positions before, from `empty_cache` or the previous
@@ -118,7 +332,7 @@ class Bart(nn.Module):
         returns `memorized` for the next calls. `attention_mask` [B, S] is the source's.
         """
         scan, length = self.config.scan, jax.tree.leaves(cache)[0].shape[-3]
-        caches: Any = (cache, memorized)
+        caches: Tree = (cache, memorized)
         if not scan:
             caches = [*zip(cache, memorized or [None] * len(cache), strict=True)]
         x, caches = self.decoder(
@@ -128,7 +342,7 @@ class Bart(nn.Module):
         cache, memorized = caches if scan else zip(*caches, strict=True)
         return self._logits(x)[:, 0], cache, memorized
 
-    def empty_cache(self, rows: int, length: int) -> Any:
+    def empty_cache(self, rows: int, length: int) -> Cache:
         """Returns the empty cache for `rows` targets of up to `length` tokens."""
         c, layers = self.config, self.config.decoder_layers
         heads = c.decoder_attention_heads
@@ -140,11 +354,7 @@ class Bart(nn.Module):
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         c = self.config
-        if tokens.shape[1] > c.max_position_embeddings:
-            raise ValueError(
-                f"{tokens.shape[1]} tokens in a row, but max_position_embeddings = "
-                f"{c.max_position_embeddings}"
-            )
+        check_length(tokens, c, "max_position_embeddings")
         return self.shared(tokens) * (math.sqrt(c.d_model) if c.scale_embedding else 1)
 
     def _logits(self, x: jax.Array) -> jax.Array:
@@ -170,3 +380,17 @@ def shifted(labels: jax.Array, config: BartConfig) -> jax.Array:
 def _keys(mask: jax.Array | None) -> jax.Array | None:
     """Broadcasts a mask of keys [B, S] for scores [B, H, T, S]."""
     return None if mask is None else mask[:, None, None, :].astype(bool)
+
+
+def _dense(features: int, c: BartConfig, name: str) -> nn.Dense:
+    init = nn.initializers.normal(c.init_std)
+    return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)
+
+
+def _embed(rows: int, c: BartConfig, name: str | None = None) -> nn.Embed:
+    init = nn.initializers.normal(c.init_std)
+    return nn.Embed(rows, c.d_model, dtype=c.dtype, embedding_init=init, name=name)
+
+
+def _layer_norm(c: BartConfig, name: str) -> nn.LayerNorm:
+    return nn.LayerNorm(LAYER_NORM_EPS, dtype=c.dtype, name=name)

@@ -18,15 +18,15 @@ Shapes: B rows, K num_beams, L max_length, V vocabulary.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.models.bart import Bart
+from zerojax.models.blocks import Tree
 from zerojax.models.loss import widen
-from zerojax.models.ngrams import completes
 
 NEVER = -1e9  # added to the score of a hypothesis that must not be chosen
 
@@ -49,12 +49,12 @@ class State(NamedTuple):
     complete: jax.Array  # bool [B, K], True for each finished hypothesis that exists
     improvable: jax.Array  # bool [B], a running hypothesis may still beat a finished one
     stuck: jax.Array  # bool [], no hypothesis can be extended
-    cache: Any
+    cache: Tree
 
 
 def beam_search(
-    step: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]],
-    cache: Any,
+    step: Callable[[jax.Array, jax.Array, Tree], tuple[jax.Array, Tree]],
+    cache: Tree,
     *,
     rows: int,
     start: int,
@@ -99,7 +99,7 @@ def beam_search(
         early_stopping = True
     flat = functools.partial(jax.tree.map, lambda x: x.reshape(rows * num_beams, *x.shape[2:]))
 
-    def next_scores(state: State) -> tuple[jax.Array, Any]:
+    def next_scores(state: State) -> tuple[jax.Array, Tree]:
         """Returns log-probabilities [B, K V] of each hypothesis with each token, and the cache."""
         last = jax.lax.dynamic_index_in_dim(state.running.tokens, state.length - 1, 2, False)
         logits, cache = step(flat(last), state.length - 1, state.cache)
@@ -196,7 +196,7 @@ def _select_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
 
 def generate(
     model: Bart,
-    variables: Any,
+    variables: Mapping[str, Tree],
     input_ids: jax.Array,
     attention_mask: jax.Array | None = None,
     *,
@@ -231,18 +231,18 @@ def generate(
             f"max_length = {max_length}, but max_position_embeddings = {c.max_position_embeddings}"
         )
 
-    def repeated(x: Any) -> Any:
-        return x if x is None else jnp.repeat(x, num_beams, axis=0)
+    def repeated(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x, num_beams, axis=0)
 
     call: Callable[..., Any] = functools.partial(model.apply, variables)
-    mask = repeated(attention_mask)
+    mask = None if attention_mask is None else repeated(attention_mask)
     memory = repeated(call(input_ids, attention_mask, method="encode"))
     empty = call(rows * num_beams, max_length, method="empty_cache")
     start_tokens = jnp.full(rows * num_beams, c.decoder_start_token_id)
     # The memory's keys and values are the same in each step.
     _, _, memorized = call(start_tokens, 0, empty, None, memory, mask, method="decode")
 
-    def step(tokens: jax.Array, position: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def step(tokens: jax.Array, position: jax.Array, cache: Tree) -> tuple[jax.Array, Tree]:
         decoded = call(tokens, position, cache, memorized, None, mask, method="decode")
         return decoded[:2]
 
@@ -271,3 +271,38 @@ def generate(
         cache_axis=1 if c.scan else 0,
         **options,
     )
+
+
+def completes(
+    written: jax.Array,
+    length: jax.Array | int,
+    history: jax.Array,
+    count: jax.Array | int,
+    *,
+    size: int,
+    vocabulary: int,
+) -> jax.Array:
+    """Returns which next tokens complete an n-gram of the history, bool [R, V].
+
+    Args:
+      written: Tokens int [R, L], of which the first `length` are written.
+      length: The number of written tokens, the same for all rows.
+      history: Tokens int [R, S], of which the first `count` are compared.
+      count: The number of compared tokens, the same for all rows.
+      size: n. With 1, each token of the history is found.
+      vocabulary: V.
+
+    >>> written = jnp.array([[5, 6, 7, 5, 6, 0]])             # five tokens, and a place for more
+    >>> jnp.flatnonzero(completes(written, 5, written, 5, size=3, vocabulary=9)).tolist()
+    [7]
+    """
+    rows, windows = history.shape[0], history.shape[1] - size + 1
+    if windows < 1:
+        return jnp.zeros((rows, vocabulary), bool)
+    prefix = jax.lax.dynamic_slice_in_dim(written, length - (size - 1), size - 1, 1)
+    ends = jnp.arange(windows) + size - 1
+    is_match = jnp.broadcast_to((ends < count) & (length >= size - 1), (rows, windows))
+    for i in range(size - 1):
+        is_match &= history[:, i : i + windows] == prefix[:, i : i + 1]
+    found = jnp.zeros((rows, vocabulary), bool)
+    return found.at[jnp.arange(rows)[:, None], history[:, size - 1 :]].max(is_match)

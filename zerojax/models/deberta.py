@@ -13,20 +13,183 @@ DeBERTa (arXiv:2006.03654), and Hugging Face's `deberta-v2`, whose names config 
 ShapeDtypeStruct(shape=(8, 2), dtype=float32)
 
 Shapes: B batch, T time, D hidden_size, H num_attention_heads, d = D / H, C num_labels,
-S position_buckets.
+S the span of distances.
 """
+
+import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
-from zerojax.models.deberta_config import SIZES as SIZES
-from zerojax.models.deberta_config import DebertaConfig as DebertaConfig
-from zerojax.models.disentangled import SelfAttention, dense, hidden_dropout
-from zerojax.models.layers import run_blocks
+from zerojax.models.blocks import attend, check_length, run_blocks, split_heads
+from zerojax.models.config import ModelConfig, Sizes
 from zerojax.models.loss import widen
 
 ACTIVATIONS = {"gelu": lambda x: nn.gelu(x, approximate=False), "tanh": jnp.tanh}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DebertaConfig(ModelConfig):
+    """Sizes and options of a DeBERTa, by Hugging Face's names.
+
+    With a convolution, `scan` leaves the first block unstacked.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int = 512
+    max_relative_positions: int = -1  # below 1: max_position_embeddings
+    position_buckets: int = 256  # below 1: a bucket for each distance
+    pos_att_type: tuple[str, ...] = ("c2p", "p2c")  # empty: no relative positions
+    share_att_key: bool = True  # positions use the content's projections
+    norm_rel_ebd: str = "layer_norm"  # or "none"
+    position_biased_input: bool = False  # adds absolute positions
+    type_vocab_size: int = 0
+    conv_kernel_size: int = 0
+    conv_act: str = "gelu"
+    layer_norm_eps: float = 1e-7
+    initializer_range: float = 0.02
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    num_labels: int = 2
+
+    def __post_init__(self) -> None:
+        self.check_sizes(
+            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+            *("intermediate_size", "max_position_embeddings", "num_labels"),
+        )
+        self.check_heads("hidden_size", "num_attention_heads")
+        self.check_rates("hidden_dropout_prob", "attention_probs_dropout_prob")
+        self.check_one_of("norm_rel_ebd", "layer_norm", "none")
+        self.check_one_of("conv_act", "gelu", "tanh")
+        self.check_one_of("pos_att_type", (), ("c2p",), ("p2c",), ("c2p", "p2c"), ("p2c", "c2p"))
+        if self.conv_kernel_size and self.conv_kernel_size % 2 == 0:
+            raise ValueError(
+                f"DebertaConfig.conv_kernel_size must be odd, or 0 for no convolution, not "
+                f"{self.conv_kernel_size}"
+            )
+
+    @property
+    def span(self) -> int:
+        """Span S: the table of 2 S positions has a row for each distance from -S to S - 1."""
+        return self.position_buckets if self.position_buckets > 0 else self.farthest
+
+    @property
+    def farthest(self) -> int:
+        """Distance at which the last bucket ends."""
+        if self.max_relative_positions > 0:
+            return self.max_relative_positions
+        return self.max_position_embeddings
+
+
+# Numbers of parameters with two classes; Hugging Face's `microsoft/deberta-v2-xlarge` (He et al.
+# report 900M) has 884,593,152 without the head.
+SIZES: Sizes = {
+    "deberta-tiny": dict(
+        vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=32, position_buckets=8, conv_kernel_size=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    ),
+    "deberta-mini": dict(
+        vocab_size=1024, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=256, max_position_embeddings=128, position_buckets=32, conv_kernel_size=3,
+        type_vocab_size=2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.05,
+    ),
+    "deberta-v2-xlarge": dict(
+        vocab_size=128100, hidden_size=1536, num_hidden_layers=24, num_attention_heads=24,
+        intermediate_size=6144, conv_kernel_size=3,
+    ),  # 886,957,058
+}  # fmt: skip
+
+
+def bucket_of(distances: np.ndarray, buckets: int, farthest: int) -> np.ndarray:
+    """Maps distances to buckets of the same sign: exact up to buckets / 2, then logarithmic.
+
+    With m = buckets / 2, |x| > m becomes m + ceil((m - 1) log(|x| / m) / log((farthest - 1) / m)).
+    The computation is in fp32, because its rounding determines the borders of the buckets.
+
+    >>> bucket_of(np.array([-2, 4, 5, 8, 16, 31]), buckets=8, farthest=32)
+    array([-2,  4,  5,  6,  7,  7])
+    """
+    half = buckets // 2
+    ratio = np.maximum(np.abs(distances), half).astype(np.float32) / np.float32(half)
+    log_range = np.log(np.float32((farthest - 1) / half))
+    logarithmic = np.ceil(np.log(ratio) / log_range * np.float32(half - 1)) + half
+    is_exact = np.abs(distances) <= half
+    return np.where(is_exact, distances, np.sign(distances) * logarithmic).astype(np.int64)
+
+
+def rows_by_distance(config: DebertaConfig, tokens: int) -> np.ndarray:
+    """Returns the table's rows, int [2 T - 1], for distances T - 1, T - 2, ..., 1 - T."""
+    distances = np.arange(tokens - 1, -tokens, -1)
+    if config.position_buckets > 0:
+        distances = bucket_of(distances, config.position_buckets, config.farthest)
+    return np.clip(distances + config.span, 0, 2 * config.span - 1)
+
+
+def by_pairs(scores: jax.Array) -> jax.Array:
+    """Converts scores by distance [..., T, 2 T - 1] to [..., T, T]: (i, j) is (i, T - 1 - i + j).
+
+    Padding each row by one element, and reading the flattened array with the unpadded row length,
+    shifts each row by one relative to the row before, so that no gather is needed.
+
+    >>> by_pairs(jnp.tile(jnp.arange(2, -3, -1), (3, 1)))                        # i - j
+    Array([[ 0, -1, -2],
+           [ 1,  0, -1],
+           [ 2,  1,  0]], dtype=int32)
+    """
+    *batch, tokens, distances = scores.shape
+    padded = jnp.pad(scores, [(0, 0)] * len(batch) + [(0, 0), (0, 1)])
+    flat = padded.reshape(*batch, -1)[..., tokens - 1 : tokens - 1 + tokens * distances]
+    return flat.reshape(*batch, tokens, distances)[..., :tokens]
+
+
+class SelfAttention(nn.Module):
+    """[B, T, D] -> [B, T, D]: softmax((q k + q p_k + p_q k) / sqrt(3 d)) v.
+
+    p_k and p_q are keys and queries of the table of positions [2 S, D], read at the distance of the
+    two tokens. Each term that `pos_att_type` omits reduces the 3 under the root by 1.
+    """
+
+    config: DebertaConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array | None, table: jax.Array | None) -> jax.Array:
+        c = self.config
+        scale = 1 / math.sqrt(c.hidden_size // c.num_attention_heads * (1 + len(c.pos_att_type)))
+        query, key, value = (
+            _dense(c.hidden_size, c, f"{name}_proj") for name in ("query", "key", "value")
+        )
+        q, k, v = (split_heads(layer(x), c.num_attention_heads) for layer in (query, key, value))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q * scale, k)
+
+        if table is not None:
+            # Only the rows for these distances are projected.
+            rows, row_indices = np.unique(rows_by_distance(c, x.shape[1]), return_inverse=True)
+            table = _hidden_dropout(c, self.deterministic)(table)[rows[0] : rows[-1] + 1]
+
+            def positions(shared: nn.Dense, name: str) -> jax.Array:
+                layer = shared if c.share_att_key else _dense(c.hidden_size, c, name)
+                return split_heads(layer(table), c.num_attention_heads)[row_indices]
+
+            if "c2p" in c.pos_att_type:
+                p_k = positions(key, "pos_key_proj")
+                scores += by_pairs(jnp.einsum("bqhd,phd->bhqp", q * scale, p_k))
+            if "p2c" in c.pos_att_type:
+                p_q = positions(query, "pos_query_proj")[::-1]
+                by_key = by_pairs(jnp.einsum("bkhd,phd->bhkp", k, p_q * scale))
+                scores += by_key.swapaxes(-1, -2)
+
+        dropout = nn.Dropout(c.attention_probs_dropout_prob, deterministic=self.deterministic)
+        return attend(scores, v, mask, dropout).reshape(x.shape)
 
 
 class Output(nn.Module):
@@ -38,7 +201,7 @@ class Output(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
         c = self.config
-        y = hidden_dropout(c, self.deterministic)(dense(c.hidden_size, c, "dense")(y))
+        y = _hidden_dropout(c, self.deterministic)(_dense(c.hidden_size, c, "dense")(y))
         return _layer_norm(c)(x + y)
 
 
@@ -62,7 +225,7 @@ class DenseGelu(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return ACTIVATIONS["gelu"](dense(self.features, self.config, "dense")(x))
+        return ACTIVATIONS["gelu"](_dense(self.features, self.config, "dense")(x))
 
 
 class Block(nn.Module):
@@ -90,7 +253,7 @@ class Conv(nn.Module):
         c, size = self.config, (self.config.conv_kernel_size,)
         init = nn.initializers.normal(c.initializer_range)
         conv = nn.Conv(c.hidden_size, size, dtype=c.dtype, kernel_init=init, name="conv")
-        convolved = hidden_dropout(c, self.deterministic)(_masked(conv(x), mask))
+        convolved = _hidden_dropout(c, self.deterministic)(_masked(conv(x), mask))
         return _masked(_layer_norm(c)(y + ACTIVATIONS[c.conv_act](convolved)), mask)
 
 
@@ -107,17 +270,13 @@ class Embeddings(nn.Module):
         c, tokens = self.config, input_ids.shape[1]
         x = _embed(c.vocab_size, c, "word_embeddings")(input_ids)
         if c.position_biased_input:
-            if tokens > c.max_position_embeddings:
-                raise ValueError(
-                    f"{tokens} tokens in a row, but max_position_embeddings = "
-                    f"{c.max_position_embeddings}"
-                )
+            check_length(input_ids, c, "max_position_embeddings")
             table = _embed(c.max_position_embeddings, c, "position_embeddings")
             x += table(jnp.arange(tokens))
         if c.type_vocab_size:
             types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
             x += _embed(c.type_vocab_size, c, "token_type_embeddings")(types)
-        return hidden_dropout(c, self.deterministic)(_masked(_layer_norm(c)(x), mask))
+        return _hidden_dropout(c, self.deterministic)(_masked(_layer_norm(c)(x), mask))
 
 
 class Encoder(nn.Module):
@@ -184,8 +343,8 @@ class DebertaClassifier(nn.Module):
         c = self.config
         body = Deberta(c, name="deberta")
         x = body(input_ids, attention_mask, token_type_ids, deterministic)[:, 0]
-        x = hidden_dropout(c, deterministic)(DenseGelu(c, c.hidden_size, name="pooler")(x))
-        return widen(dense(c.num_labels, c, "classifier")(x))
+        x = _hidden_dropout(c, deterministic)(DenseGelu(c, c.hidden_size, name="pooler")(x))
+        return widen(_dense(c.num_labels, c, "classifier")(x))
 
 
 def _masked(x: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -199,3 +358,12 @@ def _embed(rows: int, c: DebertaConfig, name: str) -> nn.Embed:
 
 def _layer_norm(c: DebertaConfig) -> nn.LayerNorm:
     return nn.LayerNorm(c.layer_norm_eps, dtype=c.dtype, name="LayerNorm")
+
+
+def _hidden_dropout(c: DebertaConfig, deterministic: bool) -> nn.Dropout:
+    return nn.Dropout(c.hidden_dropout_prob, deterministic=deterministic)
+
+
+def _dense(features: int, c: DebertaConfig, name: str) -> nn.Dense:
+    init = nn.initializers.normal(c.initializer_range)
+    return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)

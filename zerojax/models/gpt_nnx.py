@@ -13,47 +13,38 @@ Example::
 Shapes as in `zerojax.models.gpt`.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax.models.gpt import INIT_STD, LAYER_NORM_EPS, GPTConfig, attention, check_cut
-from zerojax.models.kernels import Kernels
-from zerojax.models.loss import cross_entropy, widen
+from zerojax.models.blocks import INIT_STD, causal_attention, check_length, split_heads
+from zerojax.models.gpt import LAYER_NORM_EPS, GPTConfig, check_cut
+from zerojax.models.kernels import Kernels, add_and_normalize, normalize
+from zerojax.models.layout import Layout
+from zerojax.models.loss import logits_or_losses
 from zerojax.models.loss import loss_fn as loss_fn
-from zerojax.models.tensor_parallel import TensorParallel, side_by_side
+from zerojax.models.tensor_parallel import TensorParallel
 
 
 class SelfAttention(nnx.Module):
     """[B, T, D] -> [B, T, D], each position attending to itself and earlier ones."""
 
     def __init__(
-        self,
-        config: GPTConfig,
-        rngs: nnx.Rngs,
-        kernels: Kernels | None,
-        tensor: TensorParallel | None,
+        self, config: GPTConfig, rngs: nnx.Rngs, layout: Layout, kernels: Kernels | None
     ) -> None:
         c = config
-        self.n_head, self.kernels, self.tensor, self.dtype = c.n_head, kernels, tensor, c.dtype
+        self.n_head, self.layout, self.kernels = c.n_head, layout, kernels
         self.c_attn = _linear(c.n_embd, 3 * c.n_embd, INIT_STD, c, rngs)
         self.c_proj = _linear(c.n_embd, c.n_embd, c.residual_std, c, rngs)
         self.dropout = _dropout(c, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self.tensor:
-            dense: Any = self.c_attn
-            parts = side_by_side(x, dense.kernel[...], dense.bias[...], 3, self.tensor, self.dtype)
-        else:
-            parts = jnp.split(self.c_attn(x), 3, axis=-1)
-        q, k, v = (a.reshape(*x.shape[:2], self.n_head, -1) for a in parts)
+        heads = self.layout.split(self.c_attn, x, 3)
+        q, k, v = (split_heads(a, self.n_head) for a in heads)
         if self.kernels and (self.dropout.deterministic or not self.dropout.rate):
-            y = self.kernels.attention(q, k, v, attention)
+            y = self.kernels.causal_attention(q, k, v)
         else:
-            y = attention(q, k, v, self.dropout)
+            y = causal_attention(q, k, v, self.dropout)
         return self.c_proj(y.reshape(x.shape))
 
 
@@ -61,54 +52,38 @@ class MLP(nnx.Module):
     """[B, T, D] -> [B, T, 4D] -> gelu -> [B, T, D]."""
 
     def __init__(
-        self,
-        config: GPTConfig,
-        rngs: nnx.Rngs,
-        kernels: Kernels | None,
-        tensor: TensorParallel | None,
+        self, config: GPTConfig, rngs: nnx.Rngs, layout: Layout, kernels: Kernels | None
     ) -> None:
         c = config
-        self.kernels, self.tensor, self.dtype = kernels, tensor, c.dtype
+        self.layout, self.kernels = layout, kernels
         self.c_fc = _linear(c.n_embd, 4 * c.n_embd, INIT_STD, c, rngs)
         self.c_proj = _linear(4 * c.n_embd, c.n_embd, c.residual_std, c, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if not self.kernels:
+        if self.kernels:
+            h = self.kernels.dense_gelu(self.c_fc, x)
+        else:
             h = nnx.gelu(self.c_fc(x), approximate=True)
-            return self.c_proj(self.tensor.features(h) if self.tensor else h)
-        dense: Any = self.c_fc
-        kernel, bias = dense.kernel[...], dense.bias[...]
-        return self.c_proj(self.kernels.dense_gelu(x, kernel, bias, self.dtype))
+        return self.c_proj(self.layout.features(h))
 
 
 class Block(nnx.Module):
     """x + attn(ln(x)), then x + mlp(ln(x))."""
 
     def __init__(
-        self,
-        config: GPTConfig,
-        rngs: nnx.Rngs,
-        kernels: Kernels | None,
-        tensor: TensorParallel | None,
+        self, config: GPTConfig, rngs: nnx.Rngs, layout: Layout, kernels: Kernels | None
     ) -> None:
-        self.kernels, self.tensor = kernels, tensor
+        self.layout, self.kernels = layout, kernels
         self.ln_1 = _layer_norm(config, rngs)
-        self.attn = SelfAttention(config, rngs, kernels, tensor)
+        self.attn = SelfAttention(config, rngs, layout, kernels)
         self.ln_2 = _layer_norm(config, rngs)
-        self.mlp = MLP(config, rngs, kernels, tensor)
+        self.mlp = MLP(config, rngs, layout, kernels)
         self.dropout = _dropout(config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        attn: Callable[..., Any] = self.attn
-        mlp: Callable[..., Any] = self.mlp
-        if self.tensor:
-            attn, mlp = self.tensor.between(attn), self.tensor.between(mlp)
-        a = self.dropout(attn(_normalize(self.ln_1, x, self.kernels)))
-        if self.kernels:
-            normalized, x = _normalize(self.ln_2, a, self.kernels, x)
-        else:
-            x = x + a
-            normalized = self.ln_2(x)
+        attn, mlp = self.layout.branch(self.attn), self.layout.branch(self.mlp)
+        a = self.dropout(attn(normalize(self.ln_1, x, self.kernels)))
+        normalized, x = add_and_normalize(self.ln_2, x, a, self.kernels)
         return x + self.dropout(mlp(normalized))
 
 
@@ -134,27 +109,23 @@ class GPT(nnx.Module):
         self.wpe = _embed(config.block_size, config, rngs)
         self.dropout = _dropout(config, rngs)
         for i in range(config.n_layer):  # h_0, h_1, ... as linen names them
-            setattr(self, f"h_{i}", Block(config, rngs, kernels, tensor))
+            setattr(self, f"h_{i}", Block(config, rngs, Layout(tensor=tensor), kernels))
         self.ln_f = _layer_norm(config, rngs)
 
     def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
-        c = self.config
-        if tokens.shape[1] > c.block_size:
-            raise ValueError(f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}")
-        tensor, x = self.tensor, self.wte(tokens)
-        if tensor:
-            tensor.check_tokens(tokens)
-            x = tensor.looked_up(x)
-        x = self.dropout(x + self.wpe(jnp.arange(tokens.shape[1])))
+        c, layout = self.config, Layout(tensor=self.tensor)
+        check_length(tokens, c, "block_size")
+        layout.check(tokens)
+        x = layout.embedded(self.wte(tokens)) + self.wpe(jnp.arange(tokens.shape[1]))
+        x = self.dropout(x)
         run_block = nnx.remat(_run_block) if c.remat else _run_block
         for i in range(c.n_layer):
             x = run_block(getattr(self, f"h_{i}"), x)
-        x = _normalize(self.ln_f, x, self.kernels)
+        x = normalize(self.ln_f, x, self.kernels)
         if self.kernels and targets is not None:
             return self.kernels.losses(x, self.wte.embedding[...], targets)
-        logits = self.wte.attend(tensor.gathered(x) if tensor else x)
-        logits = widen(tensor.features(logits) if tensor else logits)
-        return logits if targets is None else cross_entropy(logits, targets)
+        logits = layout.features(self.wte.attend(layout.gathered(x)))
+        return logits_or_losses(logits, targets)
 
 
 def _run_block(block: Block, x: jax.Array) -> jax.Array:
@@ -173,15 +144,6 @@ def _embed(rows: int, c: GPTConfig, rngs: nnx.Rngs) -> nnx.Embed:
 
 def _layer_norm(c: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(c.n_embd, epsilon=LAYER_NORM_EPS, dtype=c.dtype, rngs=rngs)
-
-
-def _normalize(
-    norm: Any, x: jax.Array, kernels: Kernels | None, residual: jax.Array | None = None
-) -> Any:
-    """Applies a LayerNorm to x; with a residual (fused only), to the sum, and returns both."""
-    if not kernels:
-        return norm(x)
-    return kernels.layer_norm(x, norm.scale[...], norm.bias[...], LAYER_NORM_EPS, residual)
 
 
 def _dropout(c: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:

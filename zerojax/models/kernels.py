@@ -16,8 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import nnx
 
 import pallas_kernels
+from zerojax.models.blocks import causal_attention, parameters
+
+LayerNorm = nn.LayerNorm | nnx.LayerNorm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,52 +34,59 @@ class Kernels:
         device.
     """
 
-    per_device: Callable[..., Any]
+    per_device: Callable[..., Callable[..., Any]]
     implementation: str | None = None
 
-    def layer_norm(
-        self,
-        x: jax.Array,
-        scale: jax.Array,
-        bias: jax.Array,
-        eps: float,
-        residual: jax.Array | None = None,
-    ) -> Any:
-        """Normalizes x [B, T, D]; with a residual, normalizes the sum, and returns the sum too."""
+    def layer_norm(self, norm: LayerNorm, x: jax.Array) -> jax.Array:
+        """Computes norm(x) of x [B, T, D]."""
+        return self._layer_norm(norm, x, None)
 
-        def layer_norm(x: Any, residual: Any, scale: Any, bias: Any) -> Any:
+    def add_and_layer_norm(
+        self, norm: LayerNorm, x: jax.Array, residual: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Computes norm(x + residual) of x [B, T, D], and the sum."""
+        return self._layer_norm(norm, x, residual)
+
+    def _layer_norm(self, norm: LayerNorm, x: jax.Array, residual: jax.Array | None) -> Any:
+        eps, weights = norm.epsilon, parameters(norm)
+
+        def layer_norm(
+            x: jax.Array, residual: jax.Array | None, scale: jax.Array, bias: jax.Array
+        ) -> jax.Array | tuple[jax.Array, jax.Array]:
             return pallas_kernels.layer_norm(
                 x, scale, bias, residual=residual, eps=eps, implementation=self.implementation
             )
 
-        return self.per_device(layer_norm, replicated=[2, 3])(x, residual, scale, bias)
+        fused = self.per_device(layer_norm, replicated=[2, 3])
+        return fused(x, residual, weights["scale"], weights["bias"])
 
-    def dense_gelu(self, x: jax.Array, kernel: jax.Array, bias: jax.Array, dtype: Any) -> jax.Array:
-        """Computes gelu(x kernel + bias), [B, T, 4D]; the activation's kernel adds the bias."""
+    def dense_gelu(self, dense: nn.Dense | nnx.Linear, x: jax.Array) -> jax.Array:
+        """Computes gelu(dense(x)), [B, T, 4D]; the activation's kernel adds the bias."""
 
-        def bias_gelu(x: Any, bias: Any) -> Any:
+        def bias_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
             return pallas_kernels.bias_gelu(x, bias, implementation=self.implementation)
 
-        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=dtype)
+        weights = parameters(dense)
+        x, kernel, bias = nn.dtypes.promote_dtype(
+            x, weights["kernel"], weights["bias"], dtype=dense.dtype
+        )
         return self.per_device(bias_gelu, replicated=[1])(jnp.dot(x, kernel), bias)
 
-    def attention(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, otherwise: Callable[..., jax.Array]
-    ) -> jax.Array:
-        """Computes causal attention [B, T, H, d] without dropout by cuDNN, or by `otherwise`."""
+    def causal_attention(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Computes causal attention [B, T, H, d] by cuDNN, or unfused if cuDNN refuses."""
 
-        def cudnn(q: Any, k: Any, v: Any) -> Any:
+        def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return pallas_kernels.attention(q, k, v, is_causal=True, implementation="cudnn")
 
         try:
             return self.per_device(cudnn)(q, k, v)
         except ValueError:  # no cuDNN, or it does not support these arguments
-            return otherwise(q, k, v)
+            return causal_attention(q, k, v)
 
     def losses(self, hidden: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
         """Computes the cross-entropy [B, T] of hidden [B, T, D] projected on the table [V, D]."""
 
-        def losses(hidden: Any, targets: Any, table: Any) -> Any:
+        def losses(hidden: jax.Array, targets: jax.Array, table: jax.Array) -> jax.Array:
             return pallas_kernels.softmax_cross_entropy(
                 hidden, table.astype(hidden.dtype), targets, implementation=self.implementation
             )
@@ -83,29 +94,15 @@ class Kernels:
         return self.per_device(losses, replicated=[2])(hidden, targets, table)
 
 
-class FusedLayerNorm(nn.Module):
-    """Fused `nn.LayerNorm`; with a residual, of the sum, which it returns too."""
-
-    kernels: Kernels
-    eps: float
-
-    @nn.compact
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> Any:
-        scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
-        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:])
-        return self.kernels.layer_norm(x, scale, bias, self.eps, residual)
+def normalize(norm: LayerNorm, x: jax.Array, kernels: Kernels | None) -> jax.Array:
+    """Computes norm(x)."""
+    return kernels.layer_norm(norm, x) if kernels else norm(x)
 
 
-class FusedDenseGelu(nn.Module):
-    """Fused `nn.gelu(nn.Dense(features)(x))`."""
-
-    kernels: Kernels
-    features: int
-    kernel_init: Any
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
-        bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        return self.kernels.dense_gelu(x, kernel, bias, self.dtype)
+def add_and_normalize(
+    norm: LayerNorm, x: jax.Array, branch: jax.Array, kernels: Kernels | None
+) -> tuple[jax.Array, jax.Array]:
+    """Computes norm(x + branch), and the sum."""
+    if kernels:
+        return kernels.add_and_layer_norm(norm, branch, x)
+    return norm(x + branch), x + branch

@@ -16,34 +16,37 @@ L n_layer.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from zerojax.models.gpt import INIT_STD, attention
-from zerojax.models.loss import cross_entropy, widen
+from zerojax.models.blocks import (
+    INIT_STD,
+    Attention,
+    causal_attention,
+    check_length,
+    parameters,
+    run_blocks,
+    split_heads,
+)
+from zerojax.models.config import Fields, ModelConfig, Sizes
+from zerojax.models.layout import Layout
+from zerojax.models.loss import logits_or_losses, widen
 from zerojax.models.tensor_parallel import TensorParallel
 from zerojax.step.sequence import SequenceAxis
-from zerojax.trace.tiled import tiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
+class LlamaConfig(ModelConfig):
     """Sizes and options of a Llama, named as in `GPTConfig`; comments have Hugging Face's names.
 
-    `n_kv_head=None` gives each query head its own key and value head. `dtype=None` computes in the
-    parameters' dtype, so that a model with bf16 parameters computes in bf16; RMSNorm's statistics,
-    the rotation, the softmax, the logits and the loss are always in fp32. `scan` stacks the L
-    blocks' parameters into `[L, ...]` leaves and compiles one block, not L. `remat` saves only each
-    block's input and recomputes the rest in the backward pass. `mlp_chunks` splits the sequence
-    into that many chunks and runs the MLP on them one after another (`zerojax.tiled`);
-    `loss_chunks` does so for the logits and the loss if there are targets. `hugging_face` is as in
-    `GPTConfig`.
+    `n_kv_head=None` gives each query head its own key and value head. The statistics of RMSNorm and
+    the rotation are always in fp32. `mlp_chunks` splits the sequence into that many chunks and runs
+    the MLP on them one after another (`zerojax.tiled`); `loss_chunks` does so for the logits and
+    the loss if there are targets.
 
     >>> config = LlamaConfig(**SIZES["llama-70b"])
     >>> config.n_head, config.kv_heads, config.head_size
@@ -60,19 +63,12 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    scan: bool = False
-    remat: bool = False
     mlp_chunks: int | None = None
     loss_chunks: int | None = None
-    dtype: Any = None
-    hugging_face: str = dataclasses.field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner"):
-            _check_size(name, getattr(self, name))
-        for name in ("n_kv_head", "mlp_chunks", "loss_chunks"):
-            if getattr(self, name) is not None:
-                _check_size(name, getattr(self, name))
+        self.check_sizes("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner")
+        self.check_optional_sizes("n_kv_head", "mlp_chunks", "loss_chunks")
         if self.n_embd % (2 * self.n_head):
             raise ValueError(
                 f"LlamaConfig.n_embd = {self.n_embd} does not divide into n_head = {self.n_head} "
@@ -105,21 +101,16 @@ class LlamaConfig:
         return self.n_embd // self.n_head
 
 
-def _check_size(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"LlamaConfig.{name} must be a positive int, not {value!r}")
-
-
 def _size(
     n_layer: int, n_head: int, n_embd: int, n_inner: int, eps: float = 1e-6, **other: int
-) -> dict[str, Any]:
+) -> Fields:
     sizes = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, n_inner=n_inner)
     return dict(vocab_size=32000, block_size=2048, rms_norm_eps=eps) | sizes | other
 
 
 # Numbers of parameters; the first config is for tests, the next four are from Touvron et al. 2023
 # (arXiv:2302.13971), and the last is Llama 2 with grouped queries (arXiv:2307.09288).
-SIZES: dict[str, dict[str, Any]] = {
+SIZES: Sizes = {
     "llama-tiny": _size(2, 4, 32, 96, vocab_size=256, block_size=32, n_kv_head=2),  # 41k
     "llama-7b": _size(32, 32, 4096, 11008),  # 6.74B
     "llama-13b": _size(40, 40, 5120, 13824),  # 13.0B
@@ -173,11 +164,8 @@ def grouped_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     of a group are an extra dimension of q only.
     """
     grouped = q.reshape(*k.shape[:3], -1, q.shape[-1])
-    attend_group = jax.vmap(attention, (3, None, None), 3)
+    attend_group = jax.vmap(causal_attention, (3, None, None), 3)
     return attend_group(grouped, k, v).reshape(q.shape)
-
-
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class SelfAttention(nn.Module):
@@ -185,19 +173,18 @@ class SelfAttention(nn.Module):
 
     config: LlamaConfig
     attention: Attention
-    tensor: TensorParallel | None = None
+    layout: Layout
 
     @nn.compact
     def __call__(self, x: jax.Array, tables: Tables) -> jax.Array:
-        c, tensor = self.config, self.tensor
+        c, layout = self.config, self.layout
 
         def heads(count: int, name: str) -> jax.Array:
-            y = _dense(count * c.head_size, c, name)(x).reshape(*x.shape[:2], count, -1)
-            return tensor.heads(y) if tensor else y
+            return layout.heads(split_heads(_dense(count * c.head_size, c, name)(x), count))
 
         q, k = heads(c.n_head, "q_proj"), heads(c.kv_heads, "k_proj")
         v = heads(c.kv_heads, "v_proj")
-        y = self.attention(rotate(q, tables), rotate(k, tables), v)
+        y = layout.attention(self.attention)(rotate(q, tables), rotate(k, tables), v)
         return _dense(c.n_embd, c, "o_proj")(y.reshape(x.shape))
 
 
@@ -205,33 +192,28 @@ class MLP(nn.Module):
     """SwiGLU: [B, T, D] -> silu(gate) * up [B, T, F] -> [B, T, D]. Source: arXiv:2002.05202."""
 
     config: LlamaConfig
-    tensor: TensorParallel | None = None
+    layout: Layout
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        c, tensor = self.config, self.tensor
+        c = self.config
         gate, up = (_dense(c.n_inner, c, name)(x) for name in ("gate_proj", "up_proj"))
-        h = nn.silu(gate) * up
-        return _dense(c.n_embd, c, "down_proj")(tensor.features(h) if tensor else h)
+        return _dense(c.n_embd, c, "down_proj")(self.layout.features(nn.silu(gate) * up))
 
 
 class Block(nn.Module):
-    """x + attn(norm(x)), then x + mlp(norm(x)). The second result is `nn.scan`'s."""
+    """x + attn(norm(x)), then x + mlp(norm(x)). The second argument and result are `nn.scan`'s."""
 
     config: LlamaConfig
     attention: Attention
-    sequence: SequenceAxis | None = None
-    tensor: TensorParallel | None = None
+    layout: Layout
 
     @nn.compact
-    def __call__(self, x: jax.Array, tables: Tables) -> tuple[jax.Array, None]:
-        c, sequence, tensor = self.config, self.sequence, self.tensor
-        x = sequence.tokens(x) if sequence and not tensor else x
-        attn: Callable[..., Any] = SelfAttention(c, self.attention, tensor, name="self_attn")
-        mlp: Callable[..., Any] = MLP(c, tensor, name="mlp")
-        shards = sequence.size if sequence else 1
-        mlp = tiled(mlp, chunks=c.mlp_chunks, shards=shards) if c.mlp_chunks else mlp
-        attn, mlp = (tensor.between(attn), tensor.between(mlp)) if tensor else (attn, mlp)
+    def __call__(self, x: jax.Array, _: None, tables: Tables) -> tuple[jax.Array, None]:
+        c, layout = self.config, self.layout
+        x = layout.tokens(x)
+        attn = layout.branch(SelfAttention(c, self.attention, layout, name="self_attn"))
+        mlp = layout.branch(layout.in_chunks(MLP(c, layout, name="mlp"), c.mlp_chunks))
         x = x + attn(_rms_norm(c, "input_layernorm")(x), tables)
         return x + mlp(_rms_norm(c, "post_attention_layernorm")(x)), None
 
@@ -263,61 +245,34 @@ class Llama(nn.Module):
     def __call__(
         self, tokens: jax.Array, deterministic: bool = True, targets: jax.Array | None = None
     ) -> jax.Array:
-        c = self.config
-        if tokens.shape[1] > c.block_size:
-            raise ValueError(
-                f"{tokens.shape[1]} tokens in a row, but block_size={c.block_size}: cut the "
-                "rows, or choose a config with a larger one"
-            )
-        init = nn.initializers.normal(INIT_STD)
-        attention, sequence, tensor = self.attention, self.sequence, self.tensor
+        c, attention, layout = self.config, self.attention, Layout(self.sequence, self.tensor)
+        check_length(tokens, c, "block_size")
         if self.is_initializing():  # its batch need not divide among the devices
-            attention, sequence, tensor = grouped_attention, None, None
-        if sequence:
-            attention = sequence.attention(
-                attention, sharded=tensor.sharded_heads if tensor else None
-            )
-        if tensor:
-            tensor.check_tokens(tokens)
+            attention, layout = grouped_attention, Layout()
+        layout.check(tokens)
+        init = nn.initializers.normal(INIT_STD)
         embed = nn.Embed(
             c.vocab_size, c.n_embd, dtype=c.dtype, embedding_init=init, name="embed_tokens"
         )
-        x = tensor.looked_up(embed(tokens)) if tensor else embed(tokens)
+        x = layout.embedded(embed(tokens))
         tables = rotary_tables(tokens.shape[1], c.head_size, c.rope_theta)
-        tables = jax.tree.map(sequence.positions, tables) if sequence else tables
-
-        # XLA does no CSE across iterations of a scan, so that the barrier would only cost time.
-        remat = functools.partial(nn.remat, prevent_cse=not c.scan, policy=self.policy)
-        block = remat(Block) if c.remat else Block
-        if c.scan:
-            stack = nn.scan(
-                block,
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                in_axes=nn.broadcast,
-                length=c.n_layer,
-            )
-            x, _ = stack(c, attention, sequence, tensor, name="layers")(x, tables)
-        else:
-            for i in range(c.n_layer):
-                x, _ = block(c, attention, sequence, tensor, name=f"layers_{i}")(x, tables)
-        x = sequence.tokens(x) if sequence and not tensor else x
-        x = _rms_norm(c, "norm")(x)
-        x = tensor.gathered(x) if tensor else x
+        tables = jax.tree.map(layout.positions, tables)
+        x, _ = run_blocks(
+            Block, (c, attention, layout), x, tables,
+            layers=range(c.n_layer), name="layers", scan=c.scan, remat=c.remat, policy=self.policy,
+        )  # fmt: skip
+        x = layout.gathered(_rms_norm(c, "norm")(layout.tokens(x)))
         head = None if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")
         if targets is not None and c.loss_chunks and not self.is_initializing():
-            table = head.variables["params"]["kernel"] if head else embed.embedding.T
+            table = parameters(head)["kernel"] if head else embed.embedding.T
 
             def losses(x: jax.Array, targets: jax.Array) -> jax.Array:
                 logits = jnp.dot(*nn.dtypes.promote_dtype(x, table, dtype=c.dtype))
-                logits = tensor.features(logits) if tensor else logits
-                return cross_entropy(widen(logits), targets)
+                return logits_or_losses(layout.features(logits), targets)
 
-            shards = sequence.size if sequence else 1
-            return tiled(losses, chunks=c.loss_chunks, shards=shards)(x, targets)
+            return layout.in_chunks(losses, c.loss_chunks)(x, targets)
         logits = head(x) if head else embed.attend(x)
-        logits = tensor.features(logits) if tensor else logits
-        return widen(logits) if targets is None else cross_entropy(widen(logits), targets)
+        return logits_or_losses(layout.features(logits), targets)
 
 
 def _dense(features: int, c: LlamaConfig, name: str) -> nn.Dense:

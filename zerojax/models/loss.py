@@ -8,10 +8,10 @@ Example::
 Shapes: logits [B, T, V], targets int [B, T], mask [B, T].
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+
+Residuals = tuple[jax.Array, jax.Array, jax.Array]  # logits, targets, and their log-sum-exp
 
 
 def loss_fn(logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -35,6 +35,11 @@ def widen(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+def logits_or_losses(logits: jax.Array, targets: jax.Array | None) -> jax.Array:
+    """Returns a model's logits in fp32 or wider; with targets the loss per token, [B, T]."""
+    return widen(logits) if targets is None else cross_entropy(widen(logits), targets)
+
+
 @jax.custom_vjp
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Computes the loss per token, [B, T], in fp32 or wider.
@@ -47,14 +52,14 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return _cross_entropy_fwd(logits, targets)[0]
 
 
-def _cross_entropy_fwd(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
+def _cross_entropy_fwd(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, Residuals]:
     wide = widen(logits)
     lse = jax.nn.logsumexp(wide, axis=-1)
     label = jnp.where(_onehot(targets, logits.shape[-1]), wide, 0).sum(-1)
     return lse - label, (logits, targets, lse)
 
 
-def _cross_entropy_bwd(residuals: Any, grad: jax.Array) -> tuple[jax.Array, None]:
+def _cross_entropy_bwd(residuals: Residuals, grad: jax.Array) -> tuple[jax.Array, None]:
     logits, targets, lse = residuals
     softmax = jnp.exp(logits.astype(lse.dtype) - lse[..., None])
     d_logits = (softmax - _onehot(targets, logits.shape[-1])) * grad[..., None]

@@ -13,12 +13,14 @@ True
 """
 
 from functools import partial
-from typing import Any
 
 from zerojax.api import Zero
 from zerojax.models import gpt, llama
-from zerojax.models.attention import Attention, planned_attention
+from zerojax.models.attention import planned_attention
+from zerojax.models.blocks import Attention
+from zerojax.models.config import Fields
 from zerojax.models.tensor_parallel import TensorParallel
+from zerojax.step.sequence import SequenceAxis
 
 
 def _gpt(
@@ -30,8 +32,8 @@ def _gpt(
     attention: str = "auto",
 ) -> gpt.GPT:
     config = gpt.GPTConfig(**_with_block_size(gpt.SIZES[name], seq), remat=remat, scan=scan)
-    fused, parallel = _on_devices(zero, attention)
-    return gpt.GPT(config, attention=fused, **parallel)
+    fused, sequence, tensor = _on_devices(zero, attention)
+    return gpt.GPT(config, attention=fused, sequence=sequence, tensor=tensor)
 
 
 def _llama(
@@ -43,18 +45,21 @@ def _llama(
     attention: str = "auto",
 ) -> llama.Llama:
     config = llama.LlamaConfig(**_with_block_size(llama.SIZES[name], seq), remat=remat, scan=scan)
-    fused, parallel = _on_devices(zero, attention)
-    return llama.Llama(config, fused or llama.grouped_attention, **parallel)
+    fused, sequence, tensor = _on_devices(zero, attention)
+    fused = fused or llama.grouped_attention
+    return llama.Llama(config, fused, sequence=sequence, tensor=tensor)
 
 
-def _on_devices(zero: Zero | None, attention: str) -> tuple[Attention | None, dict[str, Any]]:
-    """Returns the attention, and the model's fields for the mesh axes "seq" and "model"."""
+def _on_devices(
+    zero: Zero | None, attention: str
+) -> tuple[Attention | None, SequenceAxis | None, TensorParallel | None]:
+    """Returns the attention, and the mesh axes "seq" and "model"."""
     tensor = TensorParallel.of(zero.mesh) if zero else None
     fused = planned_attention(zero, attention, tensor.sharded_heads if tensor else None)
-    return fused, {"sequence": zero.sequence if zero else None, "tensor": tensor}
+    return fused, zero.sequence if zero else None, tensor
 
 
-def _with_block_size(size: dict[str, Any], seq: int) -> dict[str, Any]:
+def _with_block_size(size: Fields, seq: int) -> Fields:
     return size | {"block_size": max(seq, size["block_size"])}
 
 

@@ -22,12 +22,15 @@ from typing import Any
 
 GROUP = "zerojax.models"
 
+Builder = Callable[..., Any]
+"""A function that returns a flax model or a :class:`zerojax.Workload`."""
+
 
 class ModelError(ValueError):
     """A model is unknown, cannot be imported or called, or is not a language model."""
 
 
-def find(name: str) -> Callable[..., Any]:
+def find(name: str) -> Builder:
     """Returns the function of a model, by the model's name or as ``module:function``.
 
     Raises:
@@ -46,7 +49,7 @@ def find(name: str) -> Callable[..., Any]:
     return _imported(name, entries[name].module, entries[name].attr)
 
 
-def _imported(name: str, module: str, function: str) -> Callable[..., Any]:
+def _imported(name: str, module: str, function: str) -> Builder:
     try:
         found = functools.reduce(getattr, function.split("."), importlib.import_module(module))
     except Exception as error:  # any error is possible: the module's code runs
@@ -59,7 +62,7 @@ def _imported(name: str, module: str, function: str) -> Callable[..., Any]:
     return found
 
 
-def bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[[], Any]:
+def bound(function: Builder, options: Mapping[str, object]) -> Builder:
     """Binds to ``function`` those options that it takes.
 
     Raises:
@@ -81,6 +84,6 @@ def bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[
     return functools.partial(function, **{k: v for k, v in options.items() if k in parameters})
 
 
-def takes(function: Callable[..., Any], option: str) -> bool:
+def takes(function: Builder, option: str) -> bool:
     """Returns whether a function has an option of that name."""
     return option in inspect.signature(function).parameters

@@ -20,13 +20,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from zerojax.devices.mesh import (
     SEQUENCE,
@@ -36,6 +37,7 @@ from zerojax.devices.mesh import (
     nearest_multiples,
     sequence_size,
 )
+from zerojax.models.blocks import Tree
 
 MODEL = "model"
 
@@ -110,7 +112,7 @@ class TensorParallel:
         [B, T, H, d]."""
         return {self.axis: 2}
 
-    def specs(self, params: Any) -> Any:
+    def specs(self, params: Tree) -> Tree:
         """Returns each parameter's `PartitionSpec`, for `zerojax.zero(..., specs=tensor.specs)`.
 
         Raises:
@@ -118,7 +120,7 @@ class TensorParallel:
         """
         return jax.tree_util.tree_map_with_path(self._spec, params)
 
-    def _spec(self, path: Any, x: Any) -> PartitionSpec:
+    def _spec(self, path: KeyPath, x: jax.Array) -> PartitionSpec:
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         names = names[:-1] if names[-1] == "value" else names
         module, name = names[-2:] if len(names) > 1 else ("", names[-1])
@@ -133,7 +135,7 @@ class TensorParallel:
             )
         return PartitionSpec(*[None] * (x.ndim + dim), self.axis) if dim else PartitionSpec()
 
-    def check(self, config: Any, *names: str) -> None:
+    def check(self, config: object, *names: str) -> None:
         """Rejects sizes of a model that the axis does not divide.
 
         Args:
@@ -204,7 +206,24 @@ class TensorParallel:
         """Wraps `fn` of [B, T, D] to take and return arrays with sharded tokens."""
         return lambda x, *more: self.scattered(fn(self.gathered(x), *more))
 
-    def side_by_side(self, weights: jax.Array, count: int) -> jax.Array:
+    def side_by_side(
+        self,
+        x: jax.Array,
+        kernel: jax.Array,
+        bias: jax.Array,
+        count: int,
+        dtype: DTypeLike | None = None,
+    ) -> list[jax.Array]:
+        """Computes `jnp.split(x kernel + bias, count, -1)` of x [B, T, D] with sharded features."""
+        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=dtype)
+        bias = self._split(bias, count)
+        if self.exchanges(x.shape[-1]):
+            parts = _product(x, kernel.reshape(x.shape[-1], count, -1), self)
+        else:
+            parts = jnp.einsum("btd,dnf->nbtf", x, self._split(kernel, count))
+        return [part + b for part, b in zip(parts, bias, strict=True)]
+
+    def _split(self, weights: jax.Array, count: int) -> jax.Array:
         """Splits concatenated weights [..., count F] into [..., count, F] with sharded F.
 
         A kernel [D, count F] has sharded rows at rest, a bias [count F] is not sharded. The
@@ -232,47 +251,12 @@ class TensorParallel:
 
         On a mesh with the axis "seq", that axis shards tokens as well, before this one.
         """
-        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] + [None] * (rank - 1)
+        entries: list[object] = [PartitionSpec.UNCONSTRAINED] + [None] * (rank - 1)
         if sequence_size(self.mesh) > 1:
             entries[1] = SEQUENCE
         if dimension:
             entries[dimension] = (SEQUENCE, self.axis) if entries[dimension] else self.axis
         return NamedSharding(self.mesh, PartitionSpec(*entries))
-
-
-class SideBySide(nn.Module):
-    """Module for `jnp.split(nn.Dense(count * features)(x), count, -1)` with sharded features."""
-
-    tensor: TensorParallel
-    count: int
-    features: int
-    kernel_init: Any
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> list[jax.Array]:
-        width = self.count * self.features
-        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], width))
-        bias = self.param("bias", nn.initializers.zeros, (width,))
-        return side_by_side(x, kernel, bias, self.count, self.tensor, self.dtype)
-
-
-def side_by_side(
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array,
-    count: int,
-    tensor: TensorParallel,
-    dtype: Any = None,
-) -> list[jax.Array]:
-    """Computes `jnp.split(x kernel + bias, count, -1)` of x [B, T, D] with sharded features."""
-    x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=dtype)
-    bias = tensor.side_by_side(bias, count)
-    if tensor.exchanges(x.shape[-1]):
-        parts = _product(x, kernel.reshape(x.shape[-1], count, -1), tensor)
-    else:
-        parts = jnp.einsum("btd,dnf->nbtf", x, tensor.side_by_side(kernel, count))
-    return [part + b for part, b in zip(parts, bias, strict=True)]
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -288,13 +272,15 @@ def _resharded(x: jax.Array, of_x: NamedSharding, of_gradient: NamedSharding) ->
     return lax.with_sharding_constraint(x, of_x)
 
 
-def _resharded_fwd(x: jax.Array, of_x: NamedSharding, of_gradient: NamedSharding) -> Any:
+def _resharded_fwd(
+    x: jax.Array, of_x: NamedSharding, of_gradient: NamedSharding
+) -> tuple[jax.Array, None]:
     return _resharded(x, of_x, of_gradient), None
 
 
 def _resharded_bwd(
     of_x: NamedSharding, of_gradient: NamedSharding, _: None, gradient: jax.Array
-) -> Any:
+) -> tuple[jax.Array]:
     return (lax.with_sharding_constraint(gradient, of_gradient),)
 
 
@@ -308,11 +294,15 @@ def _product(x: jax.Array, kernel: jax.Array, tensor: TensorParallel) -> jax.Arr
     return jnp.einsum("btd,dnf->nbtf", x, lax.with_sharding_constraint(kernel, columns))
 
 
-def _product_fwd(x: jax.Array, kernel: jax.Array, tensor: TensorParallel) -> Any:
+def _product_fwd(
+    x: jax.Array, kernel: jax.Array, tensor: TensorParallel
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _product(x, kernel, tensor), (x, kernel)
 
 
-def _product_bwd(tensor: TensorParallel, kept: Any, gradient: jax.Array) -> Any:
+def _product_bwd(
+    tensor: TensorParallel, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Computes the kernel's gradient with sharded F, as [devices, D / devices, count, F].
 
     A reduce-scatter over the rows of the batch shards the second dimension, and only its result is
@@ -322,7 +312,7 @@ def _product_bwd(tensor: TensorParallel, kept: Any, gradient: jax.Array) -> Any:
     x, kernel = kept
     (rows,), model = batch_axes(tensor.mesh), tensor.axis
 
-    def constrain(value: jax.Array, *spec: Any) -> jax.Array:
+    def constrain(value: jax.Array, *spec: str | None) -> jax.Array:
         return lax.with_sharding_constraint(value, NamedSharding(tensor.mesh, PartitionSpec(*spec)))
 
     d_x = jnp.einsum("nbtf,dnf->btd", gradient, constrain(kernel, None, None, model))

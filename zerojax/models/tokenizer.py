@@ -10,14 +10,20 @@
 The extra `text` installs the library: https://huggingface.co/docs/tokenizers.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 
 
-def load_tokenizer(folder: str | os.PathLike[str], vocab_size: int | None = None) -> Any:
+def load_tokenizer(folder: str | os.PathLike[str], vocab_size: int | None = None) -> Tokenizer:
     """Loads the `tokenizers.Tokenizer` from a folder's `tokenizer.json`.
 
     Args:
@@ -42,11 +48,11 @@ def load_tokenizer(folder: str | os.PathLike[str], vocab_size: int | None = None
     except ImportError:
         raise
     except Exception as error:  # the library raises Exception itself
-        raise ValueError(f"{file} is no tokenizer's file: {error}") from error
+        raise ValueError(f"{file} is not a tokenizer's file: {error}") from error
     return _checked(tokenizer, vocab_size, str(file))
 
 
-def gpt2_tokenizer(merges: str | os.PathLike[str], vocab_size: int | None = None) -> Any:
+def gpt2_tokenizer(merges: str | os.PathLike[str], vocab_size: int | None = None) -> Tokenizer:
     """Builds GPT-2's byte-level BPE from only `vocab.bpe`, which is also called `merges.txt`.
 
     The ids follow from the file: the 256 bytes, printable ones first, the merges in order, then
@@ -73,7 +79,7 @@ def gpt2_tokenizer(merges: str | os.PathLike[str], vocab_size: int | None = None
             continue
         if len(pair) != 2 or not known >= set(pair):
             raise ValueError(
-                f"{file}:{number}: {line!r} merges no two symbols of the lines before: give the "
+                f"{file}:{number}: {line!r} does not merge two symbols of earlier lines: give the "
                 "full vocab.bpe or merges.txt of a GPT-2"
             )
         pairs.append(pair)
@@ -100,7 +106,7 @@ def byte_symbols() -> list[str]:
     return [chr(byte) for byte in visible] + [chr(256 + i) for i in range(others)]
 
 
-def _checked(tokenizer: Any, vocab_size: int | None, source: str) -> Any:
+def _checked(tokenizer: Tokenizer, vocab_size: int | None, source: str) -> Tokenizer:
     """Returns the tokenizer after checking that its ids are within a model's vocabulary.
 
     Raises:
@@ -118,7 +124,7 @@ def _checked(tokenizer: Any, vocab_size: int | None, source: str) -> Any:
     return tokenizer
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     try:
         import tokenizers
     except ImportError:

@@ -1,24 +1,19 @@
 """Hugging Face's `bart` and `blenderbot`: their `config.json` and tensor names.
 
 >>> config = config_from_hf({"model_type": "blenderbot", "d_model": 64, "decoder_layers": 3})
->>> config.encoder_layers, config.normalize_before   # as in BlenderbotConfig where nothing is said
+>>> config.encoder_layers, config.normalize_before   # as in BlenderbotConfig if a key is missing
 (2, True)
 >>> config_from_hf(config_to_hf(config)) == config
 True
 """
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
-
-from zerojax.checkpoint.naming import Renamed
-from zerojax.models.bart_config import BLENDERBOT, BartConfig
+from zerojax.models.bart import BLENDERBOT, BartConfig
+from zerojax.models.config import Fields
 from zerojax.models.hugging_face import config_file
-from zerojax.models.hugging_face.config import check_supported, of_fields
+from zerojax.models.hugging_face.config_file import Json, Supported, check_supported
+from zerojax.models.hugging_face.folder import Format
 from zerojax.models.hugging_face.module_names import module_names
-from zerojax.models.hugging_face.parameters import saved_config
 from zerojax.weights import Names, Tensor
-from zerojax.weights.writer import Path
 
 # Copies of the shared embedding table that older files also have.
 TIED = {
@@ -31,7 +26,7 @@ TIED = {
 }
 
 # Values that zerojax.models.bart supports; the first of each is transformers' default.
-SUPPORTED: dict[str, tuple[Any, ...]] = {
+SUPPORTED: Supported = {
     "model_type": ("bart", "blenderbot"),
     "activation_function": ("gelu",),
     "tie_word_embeddings": (True,),
@@ -43,7 +38,7 @@ ARCHITECTURES = {
 }
 
 # Options that distinguish each model type, and transformers' defaults of its sizes.
-_BART: dict[str, Any] = dict(
+_BART: Fields = dict(
     vocab_size=50265, d_model=1024, encoder_layers=12, decoder_layers=12,
     encoder_attention_heads=16, decoder_attention_heads=16, encoder_ffn_dim=4096,
     decoder_ffn_dim=4096, max_position_embeddings=1024,
@@ -58,17 +53,18 @@ KINDS = {"bart": _BART, "blenderbot": _BLENDERBOT}
 
 def names(config: BartConfig) -> Names:
     """Maps paths of a `Bart` to tensors of a `BartForConditionalGeneration`, or Blenderbot's."""
-    layers = {"encoder": config.encoder_layers, "decoder": config.decoder_layers}
-    stacks = {f"{side}/layers": range(count) for side, count in layers.items()}
-    bias = {"final_logits_{bias}": Tensor("final_logits_{bias}")}
+    stacks = ("encoder/layers", "decoder/layers")
     return Names(
-        bias | module_names("model.", stacks if config.scan else {}),
+        {
+            "final_logits_{bias}": Tensor("final_logits_{bias}"),
+            **module_names("model.", *stacks),
+        },
         ignored=() if config.add_logits_bias else ("final_logits_bias",),
         tied=TIED,
     )
 
 
-def config_from_hf(values: Mapping[str, Any]) -> BartConfig:
+def config_from_hf(values: Json) -> BartConfig:
     """Converts a `config.json` to a `BartConfig`; `config_to_hf` writes its other keys back.
 
     Files have a `final_logits_bias`, usually of zeros; if it is nonzero, set `add_logits_bias`.
@@ -84,22 +80,11 @@ def config_from_hf(values: Mapping[str, Any]) -> BartConfig:
     check_supported(
         values, {key: (getattr(defaults, key),) for key in flags}, "zerojax.models.bart"
     )
-    fields = kind | of_fields(BartConfig, values)
+    fields = config_file.from_keys(config_file.same_keys(BartConfig, kind), values)
     return BartConfig(**fields, hugging_face=config_file.kept(values))
 
 
-def read_config(folder: Path) -> BartConfig:
-    """Reads a folder's `config.json` by `config_from_hf`, and keeps its `generation_config.json`.
-
-    Raises:
-      FileNotFoundError: The folder has no `config.json`.
-      ValueError: The file is not a JSON object, or `zerojax.models.bart` does not support the
-        model.
-    """
-    return config_file.read(folder, config_from_hf)
-
-
-def config_to_hf(config: BartConfig) -> dict[str, Any]:
+def config_to_hf(config: BartConfig) -> Json:
     """Returns the `config.json` for transformers, with the other keys of the original file.
 
     `scan`, `remat` and `dtype` are omitted.
@@ -122,7 +107,7 @@ def config_to_hf(config: BartConfig) -> dict[str, Any]:
     return {
         **config_file.carried(config),
         "architectures": [ARCHITECTURES[kind]],
-        **of_fields(BartConfig, dataclasses.asdict(config)),
+        **config_file.to_keys(config_file.same_keys(BartConfig, {}), config),
         "model_type": kind,
         "activation_function": "gelu",
         "tie_word_embeddings": True,
@@ -130,19 +115,5 @@ def config_to_hf(config: BartConfig) -> dict[str, Any]:
     }
 
 
-def texts(config: BartConfig) -> dict[str, str]:
-    """Returns `config.json`, and the original `generation_config.json` if any, by file name."""
-    return config_file.texts(config, config_to_hf(config))
-
-
-def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
-    """Serves `zerojax export CHECKPOINT OUT --names zerojax.models.hugging_face.bart:export_names`.
-
-    The checkpoint must have been saved with `extra={"model": {...}}`, the fields of the
-    `BartConfig`, as `Trainer` does.
-
-    Raises:
-      ValueError: `extra` has no such fields.
-    """
-    config = saved_config(extra, BartConfig)
-    return Renamed(names(config), texts(config))
+FORMAT = Format(BartConfig, config_from_hf, config_to_hf, names)
+read_config, texts, export_names = FORMAT.read_config, FORMAT.texts, FORMAT.export_names

@@ -1,4 +1,4 @@
-"""A folder's `config.json` and `generation_config.json`: reading, checking, writing back."""
+"""A folder's `config.json` and `generation_config.json`: keys as data, reading, writing back."""
 
 import dataclasses
 import json
@@ -7,18 +7,75 @@ import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+from zerojax.models.config import Fields, ModelConfig
 from zerojax.weights.reader import read_json
 from zerojax.weights.saver import CONFIG_FILE, GENERATION_FILE, json_text
 
-Config = TypeVar("Config", bound=Any)
-Sizes = Sequence[tuple[str, str, Any]]
-"""For each size, a config's name, Hugging Face's name, and the default of transformers."""
+Json = dict[str, Any]
+"""The content of a JSON file."""
+
+Config = TypeVar("Config", bound=ModelConfig)
+
+Keys = Sequence[tuple[str, str, object]]
+"""For each field of a config: its name, Hugging Face's key, and transformers' default."""
+
+Supported = Mapping[str, Sequence[object]]
+"""The values that a model supports, by key; the first of each is transformers' default."""
 
 _OF_FILES = ("torch_dtype", "dtype", "quantization_config", "auto_map")
 """Keys that describe the tensors and the code of the original folder, and are not written back."""
 
 
-def kept(values: Mapping[str, Any], without: Collection[str] = ()) -> str:
+def same_keys(config: type[ModelConfig], defaults: Fields) -> Keys:
+    """Returns the keys of a config whose fields have Hugging Face's names.
+
+    Args:
+      config: The config's type; the fields of `ModelConfig` have no keys.
+      defaults: transformers' defaults that differ from those of `config`.
+    """
+    ours = {field.name for field in dataclasses.fields(ModelConfig)}
+    return [
+        (field.name, field.name, defaults.get(field.name, field.default))
+        for field in dataclasses.fields(config)
+        if field.name not in ours
+    ]
+
+
+def from_keys(keys: Keys, values: Json) -> Fields:
+    """Returns the fields of a config from the values of a `config.json`."""
+    return {field: values.get(key, default) for field, key, default in keys}
+
+
+def to_keys(keys: Keys, config: ModelConfig) -> Json:
+    """Returns the values for a `config.json` from a config."""
+    return {key: getattr(config, field) for field, key, _ in keys}
+
+
+def check_supported(values: Json, supported: Supported, module: str) -> None:
+    """Rejects values of a `config.json` that a model does not support.
+
+    Args:
+      values: The values of the file.
+      supported: The values that the model supports.
+      module: The name of the model's module, for messages.
+
+    Raises:
+      ValueError: A value is not supported.
+
+    >>> check_supported({"hidden_act": "relu"}, {"hidden_act": ["gelu"]}, "zerojax.models.deberta")
+    Traceback (most recent call last):
+        ...
+    ValueError: hidden_act = 'relu' is not supported: zerojax.models.deberta computes 'gelu'
+    """
+    for key, accepted in supported.items():
+        if key in values and values[key] not in accepted:
+            raise ValueError(
+                f"{key} = {values[key]!r} is not supported: {module} computes "
+                f"{' or '.join(map(repr, accepted))}"
+            )
+
+
+def kept(values: Json, without: Collection[str] = ()) -> str:
     """Returns the keys of a `config.json` as text for a config's field `hugging_face`.
 
     >>> kept({"eos_token_id": 5, "torch_dtype": "float16"})
@@ -28,13 +85,13 @@ def kept(values: Mapping[str, Any], without: Collection[str] = ()) -> str:
     return json.dumps({CONFIG_FILE: remaining})
 
 
-def carried(config: Any, file: str = CONFIG_FILE) -> dict[str, Any]:
+def carried(config: ModelConfig, file: str = CONFIG_FILE) -> Json:
     """Returns the keys of the file from which a config was read; empty if it was not read."""
-    found: dict[str, Any] = json.loads(config.hugging_face or "{}").get(file, {})
+    found: Json = json.loads(config.hugging_face or "{}").get(file, {})
     return found
 
 
-def texts(config: Any, about: Mapping[str, Any]) -> dict[str, str]:
+def texts(config: ModelConfig, about: Json) -> dict[str, str]:
     """Returns the texts of the JSON files in a model's folder, by name.
 
     Args:
@@ -46,7 +103,7 @@ def texts(config: Any, about: Mapping[str, Any]) -> dict[str, str]:
     return {CONFIG_FILE: json_text(about), **extra}
 
 
-def read(folder: str | os.PathLike[str], from_hf: Callable[[Mapping[str, Any]], Config]) -> Config:
+def read(folder: str | os.PathLike[str], from_hf: Callable[[Json], Config]) -> Config:
     """Reads the config from a folder's `config.json`, and keeps its `generation_config.json`.
 
     Raises:
@@ -67,38 +124,3 @@ def read(folder: str | os.PathLike[str], from_hf: Callable[[Mapping[str, Any]], 
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     return dataclasses.replace(config, hugging_face=json.dumps(files))
-
-
-def check(folder: str | os.PathLike[str], theirs: Any, ours: Any, sizes: Sizes) -> None:
-    """Rejects a config unlike the folder's, because no tensor's shape shows the number of heads.
-
-    Raises:
-      ValueError: A size differs.
-    """
-    for name, key, _ in sizes:
-        if getattr(theirs, name) != getattr(ours, name):
-            raise ValueError(
-                f"{pathlib.Path(folder) / CONFIG_FILE}: {key} = {getattr(theirs, name)}, but the "
-                f"model has {name} = {getattr(ours, name)}: build it from read_config(folder)"
-            )
-
-
-def check_supported(
-    values: Mapping[str, Any], supported: Mapping[str, Sequence[Any]], module: str
-) -> None:
-    """Rejects values that a model does not support.
-
-    Args:
-      values: The values of a `config.json`.
-      supported: The values that the model supports, by key.
-      module: The name of the model's module, for messages.
-
-    Raises:
-      ValueError: A value is not supported.
-    """
-    for key, accepted in supported.items():
-        if key in values and values[key] not in accepted:
-            raise ValueError(
-                f"{key} = {values[key]!r} is not supported: {module} computes "
-                f"{' or '.join(map(repr, accepted))}"
-            )

@@ -1,27 +1,22 @@
 """Hugging Face's `deberta-v2`, which includes v3: its `config.json` and tensor names.
 
 >>> config = config_from_hf({"hidden_size": 64, "num_attention_heads": 4})
->>> config.num_hidden_layers, config.pos_att_type   # as in DebertaV2Config where nothing is said
+>>> config.num_hidden_layers, config.pos_att_type   # as in DebertaV2Config if a key is missing
 (24, ())
 >>> config_from_hf(config_to_hf(config)) == config
 True
 """
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
-
-from zerojax.checkpoint.naming import Renamed
-from zerojax.models.deberta_config import DebertaConfig
+from zerojax.models.config import Fields
+from zerojax.models.deberta import DebertaConfig
 from zerojax.models.hugging_face import config_file
-from zerojax.models.hugging_face.config import check_supported, of_fields
+from zerojax.models.hugging_face.config_file import Json, Supported, check_supported
+from zerojax.models.hugging_face.folder import Format
 from zerojax.models.hugging_face.module_names import module_names
-from zerojax.models.hugging_face.parameters import saved_config
 from zerojax.weights import Names
-from zerojax.weights.writer import Path
 
 # Values that zerojax.models.deberta supports; the first of each is transformers' default.
-SUPPORTED: dict[str, tuple[Any, ...]] = {
+SUPPORTED: Supported = {
     "model_type": ("deberta-v2",),
     "hidden_act": ("gelu",),
     "pooler_hidden_act": ("gelu",),
@@ -30,12 +25,12 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 # transformers' defaults that differ from DebertaConfig's.
-DEFAULTS: dict[str, Any] = dict(
+DEFAULTS: Fields = dict(
     vocab_size=128100, hidden_size=1536, num_hidden_layers=24, num_attention_heads=24,
     intermediate_size=6144, position_buckets=-1, share_att_key=False, norm_rel_ebd="none",
     position_biased_input=True, conv_act="tanh",
 )  # fmt: skip
-
+KEYS = config_file.same_keys(DebertaConfig, DEFAULTS)
 
 _DERIVED = ("embedding_size", "pooler_hidden_size", "attention_head_size", "cls_dropout")
 """Keys derived from others; transformers also derives them if a file lacks them."""
@@ -47,17 +42,17 @@ def names(config: DebertaConfig) -> Names:
     Tensors of the pretraining heads are ignored.
     """
     first = 1 if config.conv_kernel_size else 0
-    stacked = {"deberta/encoder/layer": range(first, config.num_hidden_layers)}
+    layers = range(first, config.num_hidden_layers)
     ignored = [
         *("lm_predictions.{rest:path}", "mask_predictions.{rest:path}", "cls.{rest:path}"),
         "deberta.embeddings.position_ids",
     ]
     if not config.position_biased_input:
         ignored.append("deberta.embeddings.position_embeddings.weight")
-    return Names(module_names("", stacked if config.scan else {}), ignored=ignored)
+    return Names(module_names("", "deberta/encoder/layer", layers=layers), ignored=ignored)
 
 
-def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
+def config_from_hf(values: Json) -> DebertaConfig:
     """Converts a `config.json` to a `DebertaConfig`; `config_to_hf` writes its other keys back.
 
     Raises:
@@ -77,21 +72,10 @@ def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
         "num_labels": sizes.get("num_labels") or len(sizes.get("id2label") or (0, 1)),
     }
     kept = config_file.kept(values, without=_DERIVED)
-    return DebertaConfig(**of_fields(DebertaConfig, sizes), hugging_face=kept)
+    return DebertaConfig(**config_file.from_keys(KEYS, sizes), hugging_face=kept)
 
 
-def read_config(folder: Path) -> DebertaConfig:
-    """Reads a folder's `config.json` by `config_from_hf`.
-
-    Raises:
-      FileNotFoundError: The folder has no `config.json`.
-      ValueError: The file is not a JSON object, or `zerojax.models.deberta` does not support the
-        model.
-    """
-    return config_file.read(folder, config_from_hf)
-
-
-def _check_derived(sizes: Mapping[str, Any]) -> None:
+def _check_derived(sizes: Json) -> None:
     """Rejects keys that contradict the keys from which `zerojax.models.deberta` derives them.
 
     >>> _check_derived({"hidden_size": 32, "num_attention_heads": 4, "attention_head_size": 16})
@@ -118,7 +102,7 @@ zerojax.models.deberta takes for it: write 8, or leave attention_head_size out
             )
 
 
-def config_to_hf(config: DebertaConfig) -> dict[str, Any]:
+def config_to_hf(config: DebertaConfig) -> Json:
     """Returns the `config.json` for transformers, with the other keys of the original file.
 
     The names of the labels are kept as well, if `num_labels` is unchanged. `scan`, `remat` and
@@ -132,7 +116,7 @@ def config_to_hf(config: DebertaConfig) -> dict[str, Any]:
         **{key: supported[0] for key, supported in SUPPORTED.items()},
         **carried,
         "architectures": ["DebertaV2ForSequenceClassification"],
-        **of_fields(DebertaConfig, dataclasses.asdict(config)),
+        **config_file.to_keys(KEYS, config),
         "pos_att_type": list(config.pos_att_type),
         "relative_attention": bool(config.pos_att_type),
         "id2label": labels,
@@ -140,19 +124,5 @@ def config_to_hf(config: DebertaConfig) -> dict[str, Any]:
     }
 
 
-def texts(config: DebertaConfig) -> dict[str, str]:
-    """Returns `config.json`, and other JSON files read with the config, by file name."""
-    return config_file.texts(config, config_to_hf(config))
-
-
-def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
-    """Serves `zerojax export ... --names zerojax.models.hugging_face.deberta:export_names`.
-
-    The checkpoint must have been saved with `extra={"model": {...}}`, the fields of the
-    `DebertaConfig`, as `Trainer` does.
-
-    Raises:
-      ValueError: `extra` has no such fields.
-    """
-    config = saved_config(extra, DebertaConfig)
-    return Renamed(names(config), texts(config))
+FORMAT = Format(DebertaConfig, config_from_hf, config_to_hf, names)
+read_config, texts, export_names = FORMAT.read_config, FORMAT.texts, FORMAT.export_names

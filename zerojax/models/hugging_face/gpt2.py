@@ -28,23 +28,20 @@ The parameters that `load` replaces stay in memory until the new ones are loaded
 parameter over all devices, as much as the step's gradients need later. If `model.config` has
 `scan=True`, the layers' tensors are stacked into `[L, ...]` leaves. `zerojax.models.gpt_nnx` has
 the same names: `zerojax.weights.load(folder, like=model, names=NAMES)`.
+
+>>> config = config_from_hf({"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_head": 4})
+>>> config.block_size, config.n_layer, config.dropout     # as in `gpt2` if a key is missing
+(64, 12, 0.1)
+>>> config_from_hf(config_to_hf(config)) == config
+True
 """
 
-import pathlib
-from collections.abc import Mapping
-from typing import Any
-
 from zerojax import weights
-from zerojax.checkpoint.naming import Renamed
-from zerojax.models.gpt import GPT, GPTConfig
+from zerojax.models.blocks import INIT_STD
+from zerojax.models.gpt import GPT, LAYER_NORM_EPS, GPTConfig
 from zerojax.models.hugging_face import config_file
-from zerojax.models.hugging_face.gpt2_config import SIZES
-from zerojax.models.hugging_face.gpt2_config import config_from_hf as config_from_hf
-from zerojax.models.hugging_face.gpt2_config import config_to_hf as config_to_hf
-from zerojax.models.hugging_face.gpt2_config import read_config as read_config
-from zerojax.models.hugging_face.parameters import fields_of, nested, wanted
-from zerojax.weights.saver import CONFIG_FILE, MAX_FILE_BYTES
-from zerojax.weights.writer import Path
+from zerojax.models.hugging_face.config_file import Json, Keys, Supported
+from zerojax.models.hugging_face.folder import LanguageModel
 
 NAMES = weights.Names(
     {
@@ -62,76 +59,83 @@ NAMES = weights.Names(
     tied={"lm_head.weight": "wte.weight"},
 )
 
+KEYS: Keys = (
+    ("vocab_size", "vocab_size", 50257),
+    ("block_size", "n_positions", 1024),
+    ("n_layer", "n_layer", 12),
+    ("n_head", "n_head", 12),
+    ("n_embd", "n_embd", 768),
+)
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+DEFAULT_DROPOUT = 0.1
 
-def load(path: Path, config: GPTConfig, *, like: Any = None, dtype: Any = None) -> Any:
-    """Loads the `params` of `GPT(config)` from a safetensors file or a folder of Hugging Face's.
-
-    Args:
-      path: A file, or a folder with `model.safetensors` or `model.safetensors.index.json`. A
-        folder's `config.json`, if present, must agree with `config`.
-      like: The shardings of the parameters: a tree of arrays or `jax.ShapeDtypeStruct`, such as
-        `.params` of `zero.init` or `zero.abstract_state`, or of shardings. None for JAX's default
-        device.
-      dtype: The dtype of the parameters. None for the dtype of `like`, or float32; fp16 and bf16
-        files are widened.
-
-    Returns:
-      A tree of arrays with the structure of `like`.
-
-    Raises:
-      ValueError: A file is corrupt, or a tensor is missing, unexpected, of a wrong shape or of
-        integers. All headers are checked before anything is loaded.
-      FileNotFoundError: A file does not exist.
-    """
-    like = wanted(GPT(config), like, dtype)
-    if (pathlib.Path(path) / CONFIG_FILE).exists():
-        config_file.check(path, read_config(path), config, SIZES)
-    return weights.load(path, like=like, names=NAMES)
+# Values that zerojax.models.gpt supports; the first of each is transformers' default.
+SUPPORTED: Supported = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of tanh-GELU
+    "layer_norm_epsilon": (LAYER_NORM_EPS,),
+    "tie_word_embeddings": (True,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),
+    "add_cross_attention": (False,),
+}
 
 
-def save(
-    params: Any, config: GPTConfig, folder: Path, *, max_shard_size: int = MAX_FILE_BYTES
-) -> None:
-    """Writes parameters of `GPT(config)` to a folder that `load` and transformers can read.
+def config_from_hf(values: Json) -> GPTConfig:
+    """Converts a GPT-2's `config.json` to a `GPTConfig`.
 
-    The folder has `config.json`, the `generation_config.json` of the folder from which `config`
-    was read, and `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index if the
-    total exceeds `max_shard_size` bytes. The files get their final names at the end, so that an
-    error before leaves the folder unchanged.
-
-    Args:
-      params: `model.init(...)["params"]` or `state.params`, on any devices of this process.
+    Keys that do not affect the forward pass (token ids, generation, summaries) are kept for
+    `config_to_hf`.
 
     Raises:
-      ValueError: The arrays are not the parameters of `GPT(config)`, or are stored on other
-        processes' devices.
+      ValueError: `zerojax.models.gpt` does not support a value, such as another activation.
     """
-    wanted(GPT(config), params)
-    texts = config_file.texts(config, config_to_hf(config))
-    weights.save(folder, params, NAMES, texts=texts, max_shard_size=max_shard_size)
-
-
-def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
-    """Serves `zerojax export CHECKPOINT OUT --names zerojax.models.hugging_face.gpt2:export_names`.
-
-    The exported folder is as `save` writes it. The checkpoint must have been saved with
-    `extra={"model": {...}}`, the fields of the `GPTConfig`, because no shape shows `n_head`.
-
-    Args:
-      leaves: Shapes by name, such as `h_0.attn.c_attn.kernel`; with `scan=True`, `h.attn...`.
-
-    Raises:
-      ValueError: `extra` has no such fields, or the parameters do not match them.
-    """
-    names = [field for field, _, _ in SIZES]
-    model_fields = fields_of(extra, names, "GPTConfig")
-    fields = {name: model_fields[name] for name in names}
-    scan = any(name.startswith("h.") for name in leaves)
-    config = GPTConfig(
-        **fields,
-        dropout=model_fields.get("dropout", 0.0),
-        scan=scan,
-        hugging_face=model_fields.get("hugging_face", ""),
+    config_file.check_supported(values, SUPPORTED, "zerojax.models.gpt")
+    sizes = config_file.from_keys(KEYS, values)
+    if values.get("n_inner") not in (None, 4 * sizes["n_embd"]):
+        raise ValueError(
+            f"n_inner = {values['n_inner']!r} is not supported: zerojax.models.gpt's MLP is "
+            f"4 * n_embd = {4 * sizes['n_embd']} wide"
+        )
+    dropouts = {key: values.get(key, DEFAULT_DROPOUT) for key in DROPOUTS}
+    if len(set(dropouts.values())) > 1:
+        raise ValueError(
+            f"{dropouts} is not supported: zerojax.models.gpt has one dropout rate for all"
+        )
+    return GPTConfig(
+        **sizes, dropout=dropouts["resid_pdrop"], hugging_face=config_file.kept(values)
     )
-    wanted(GPT(config), nested(leaves))
-    return Renamed(NAMES, config_file.texts(config, config_to_hf(config)))
+
+
+def config_to_hf(config: GPTConfig) -> Json:
+    """Returns the `config.json` for transformers, with the other keys of the original file.
+
+    `scan`, `remat` and `dtype` are omitted.
+    """
+    end_of_text = 50256  # transformers' default, an error if the vocabulary is smaller
+    in_vocabulary = config.vocab_size > end_of_text
+    return {
+        **{key: supported[0] for key, supported in SUPPORTED.items()},
+        "initializer_range": INIT_STD,
+        "bos_token_id": end_of_text if in_vocabulary else None,
+        "eos_token_id": end_of_text if in_vocabulary else None,
+        **config_file.carried(config),
+        "architectures": ["GPT2LMHeadModel"],
+        **config_file.to_keys(KEYS, config),
+        **{key: config.dropout for key in DROPOUTS},
+        "n_inner": None,
+    }
+
+
+FORMAT = LanguageModel(
+    GPTConfig,
+    config_from_hf,
+    config_to_hf,
+    names=lambda config: NAMES,
+    model=GPT,
+    stack="h",
+    checked=[(field, key) for field, key, _ in KEYS],
+)
+load, save, read_config = FORMAT.load, FORMAT.save, FORMAT.read_config
+export_names = FORMAT.export_names

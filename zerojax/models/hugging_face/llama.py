@@ -13,97 +13,129 @@ Folders are read and written as by `zerojax.models.hugging_face.gpt2`:
 ...     params = load(folder, model.config)
 >>> params["layers_0"]["mlp"]["gate_proj"]["kernel"].shape                 # [in, out] in flax
 (32, 96)
+
+>>> config = config_from_hf({"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2})
+>>> config.n_embd, config.n_inner, config.kv_heads      # as in transformers if a key is missing
+(64, 11008, 4)
+>>> config_from_hf(config_to_hf(config)) == config
+True
 """
 
 import dataclasses
-import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from zerojax import weights
-from zerojax.checkpoint.naming import Renamed
+from zerojax.models.blocks import INIT_STD, Tree
 from zerojax.models.hugging_face import config_file
-from zerojax.models.hugging_face.llama_config import SIZES
-from zerojax.models.hugging_face.llama_config import config_from_hf as config_from_hf
-from zerojax.models.hugging_face.llama_config import config_to_hf as config_to_hf
-from zerojax.models.hugging_face.llama_config import read_config as read_config
-from zerojax.models.hugging_face.parameters import abstract, by_path, fields_of, nested, wanted
+from zerojax.models.hugging_face.config_file import Json, Keys, Supported
+from zerojax.models.hugging_face.folder import LanguageModel, abstract, by_path
+from zerojax.models.hugging_face.module_names import module_names
 from zerojax.models.llama import Llama, LlamaConfig
 from zerojax.weights.names import link
-from zerojax.weights.saver import CONFIG_FILE, MAX_FILE_BYTES
-from zerojax.weights.writer import Path
-
-_CHECKED = [
-    *(("kv_heads" if ours == "n_kv_head" else ours, key, known) for ours, key, known in SIZES),
-    ("rope_theta", "rope_theta", None),
-]
-_IN_LAYER = "model.layers.{layer}.{module}.weight"
 
 NAMES = weights.Names(
     {
-        "embed_tokens/embedding": "model.embed_tokens.weight",
-        "norm/scale": "model.norm.weight",
-        # nn.Linear stores [out, in].
-        "{head}/kernel": weights.Tensor("{head}.weight", "o i -> i o"),
-        "layers_{layer:int}/{module:path}/kernel": weights.Tensor(_IN_LAYER, "o i -> i o"),
-        "layers_{layer:int}/{module:path}/scale": _IN_LAYER,
-        "layers/{module:path}/kernel": weights.Tensor(_IN_LAYER, "o i -> layer i o"),
-        "layers/{module:path}/scale": weights.Tensor(_IN_LAYER, "i -> layer i"),
+        "{head}/kernel": weights.Tensor("{head}.weight", "o i -> i o"),  # no prefix
+        **module_names("model.", "layers"),
     },
     prefix="model.",  # in the names of a LlamaForCausalLM, not of a LlamaModel
     ignored=("layers.{layer}.self_attn.rotary_emb.inv_freq",),  # in older files
     tied={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
+KEYS: Keys = (
+    ("vocab_size", "vocab_size", 32000),
+    ("block_size", "max_position_embeddings", 2048),
+    ("n_layer", "num_hidden_layers", 32),
+    ("n_head", "num_attention_heads", 32),
+    ("n_kv_head", "num_key_value_heads", None),
+    ("n_embd", "hidden_size", 4096),
+    ("n_inner", "intermediate_size", 11008),
+    ("rms_norm_eps", "rms_norm_eps", 1e-6),
+    ("tie_word_embeddings", "tie_word_embeddings", False),
+)
+ROPE_THETA = 10000.0
 
-def load(path: Path, config: LlamaConfig, *, like: Any = None, dtype: Any = None) -> Any:
-    """Loads the `params` of `Llama(config)` from a safetensors file or a folder of Hugging Face's.
-
-    Arguments, result and errors are as for `zerojax.models.hugging_face.gpt2.load`.
-    """
-    like = wanted(Llama(config), like, dtype)
-    if (pathlib.Path(path) / CONFIG_FILE).exists():
-        config_file.check(path, read_config(path), config, _CHECKED)
-    return weights.load(path, like=like, names=NAMES)
-
-
-def save(
-    params: Any, config: LlamaConfig, folder: Path, *, max_shard_size: int = MAX_FILE_BYTES
-) -> None:
-    """Writes parameters of `Llama(config)` to a folder that `load` and transformers can read.
-
-    Arguments and errors are as for `zerojax.models.hugging_face.gpt2.save`.
-    """
-    wanted(Llama(config), params)
-    texts = config_file.texts(config, config_to_hf(config))
-    weights.save(folder, params, NAMES, texts=texts, max_shard_size=max_shard_size)
+# Values that zerojax.models.llama supports; the first of each is transformers' default.
+SUPPORTED: Supported = {
+    "model_type": ("llama",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0.0,),
+    "rope_scaling": (None,),
+}
 
 
-def export_names(leaves: Mapping[str, tuple[int, ...]], extra: Any) -> Renamed:
-    """Serves `zerojax export ... --names zerojax.models.hugging_face.llama:export_names`.
+def config_from_hf(values: Json) -> LlamaConfig:
+    """Converts a Llama's `config.json` to a `LlamaConfig`.
 
-    The exported folder is as `save` writes it. The checkpoint must have been saved with
-    `extra={"model": {...}}`, the fields of the `LlamaConfig`.
-
-    Args:
-      leaves: Shapes by name, such as `layers_0.mlp.up_proj.kernel`; with `scan=True`,
-        `layers.mlp...`.
+    Keys that do not affect the forward pass (token ids, generation) are kept for `config_to_hf`.
 
     Raises:
-      ValueError: `extra` has no such fields, or the parameters do not match them.
+      ValueError: `zerojax.models.llama` does not support a value, such as scaled rotations.
     """
-    names = [field for field, _, _ in SIZES] + ["rope_theta"]
-    model_fields = fields_of(extra, names, "LlamaConfig")
-    scan = any(name.startswith("layers.") for name in leaves)
-    fields = {name: model_fields[name] for name in names}
-    config = LlamaConfig(**fields, scan=scan, hugging_face=model_fields.get("hugging_face", ""))
-    wanted(Llama(config), nested(leaves))
-    return Renamed(NAMES, config_file.texts(config, config_to_hf(config)))
+    module = "zerojax.models.llama"
+    # From transformers 5 on; older files have a separate rope_theta, and rope_scaling for the rest.
+    rope: Json = values.get("rope_parameters") or {}
+    config_file.check_supported(values, SUPPORTED, module)
+    config_file.check_supported(rope, {"rope_type": ("default",)}, module)
+    sizes = config_file.from_keys(KEYS, values)
+    theta: float = rope.get("rope_theta", values.get("rope_theta", ROPE_THETA))
+    if sizes["n_kv_head"] == sizes["n_head"]:
+        sizes["n_kv_head"] = None  # LlamaConfig's form
+    config = LlamaConfig(
+        **sizes,
+        rope_theta=theta,
+        hugging_face=config_file.kept(values, without=["head_dim"]),
+    )
+    if values.get("head_dim") not in (None, config.head_size):
+        raise ValueError(
+            f"head_dim = {values['head_dim']!r} is not supported: {module} has heads of "
+            f"hidden_size / num_attention_heads = {config.head_size}"
+        )
+    return config
 
 
-def from_hf(tensors: Mapping[str, np.ndarray], config: LlamaConfig) -> dict[str, Any]:
+def config_to_hf(config: LlamaConfig) -> Json:
+    """Returns the `config.json` for transformers, with the other keys of the original file.
+
+    `scan`, `remat` and `dtype` are omitted.
+    """
+    return {
+        **{key: supported[0] for key, supported in SUPPORTED.items() if key != "rope_scaling"},
+        "initializer_range": INIT_STD,
+        "bos_token_id": 1 if config.vocab_size > 2 else None,
+        "eos_token_id": 2 if config.vocab_size > 2 else None,
+        **config_file.carried(config),
+        "architectures": ["LlamaForCausalLM"],
+        **config_file.to_keys(KEYS, config),
+        "num_key_value_heads": config.kv_heads,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    }
+
+
+# `kv_heads` has the number that `n_kv_head=None` stands for.
+_CHECKED = [("kv_heads" if field == "n_kv_head" else field, key) for field, key, _ in KEYS]
+
+FORMAT = LanguageModel(
+    LlamaConfig,
+    config_from_hf,
+    config_to_hf,
+    names=lambda config: NAMES,
+    needed=("rms_norm_eps", "tie_word_embeddings", "rope_theta"),
+    model=Llama,
+    stack="layers",
+    checked=[*_CHECKED, ("rope_theta", "rope_theta")],
+)
+load, save, read_config = FORMAT.load, FORMAT.save, FORMAT.read_config
+export_names = FORMAT.export_names
+
+
+def from_hf(tensors: Mapping[str, np.ndarray], config: LlamaConfig) -> Tree:
     """Returns the `params` of `Llama(config)` as NumPy arrays in the tensors' dtypes.
 
     Args:
@@ -115,8 +147,7 @@ def from_hf(tensors: Mapping[str, np.ndarray], config: LlamaConfig) -> dict[str,
       ValueError: Tensors are missing, unexpected, of a wrong shape or not floats; the message lists
         the first few.
     """
-    params: dict[str, Any] = weights.rearranged(tensors, abstract(Llama(config)), NAMES)
-    return params
+    return weights.rearranged(tensors, abstract(Llama(config)), NAMES)
 
 
 def shapes_of(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

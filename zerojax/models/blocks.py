@@ -1,25 +1,36 @@
-"""Layers that DeBERTa and BART share: attention from scores, and unrolled or stacked blocks.
+"""Building blocks of all models: attention from scores, blocks one after another or stacked.
 
 Shapes: B batch, T queries, S keys, H heads, d features of a head, L blocks.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import nnx
 
+from zerojax.models.config import ModelConfig
 from zerojax.models.loss import widen
 
-Fields = tuple[Any, ...]
+INIT_STD = 0.02  # of the weights of GPT and Llama
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""A function of q [B, T, H, d], k and v [B, S, G, d] to [B, T, H, d]."""
+
+Tree = Any
+"""A pytree of arrays, or of what describes them."""
+
+Dropout = Callable[[jax.Array], jax.Array]
 
 
 def attend(
     scores: jax.Array,
     values: jax.Array,
     mask: jax.Array | None = None,
-    dropout: Callable[..., jax.Array] = lambda x: x,
+    dropout: Dropout = lambda x: x,
 ) -> jax.Array:
     """Computes softmax(scores) values [B, T, H, d] for scores [B, H, T, S], values [B, S, H, d].
 
@@ -36,6 +47,18 @@ def attend(
     return jnp.einsum("bhqk,bkhd->bqhd", dropout(weights), values)
 
 
+def causal_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, dropout: Dropout = lambda x: x
+) -> jax.Array:
+    """Computes causal softmax(q k^T / sqrt(d)) v for `[B, T, H, d]`, softmax in fp32 or wider.
+
+    The product computes the scores in the inputs' dtype, and the softmax widens them: compiled for
+    a GPU, a block of 25 heads and 4 x 1024 tokens needs 390 MB less at peak than with fp32 scores.
+    """
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
+    return attend(scores, v, jnp.tril(jnp.ones(scores.shape[-2:], bool)), dropout)
+
+
 def split_heads(x: jax.Array, heads: int) -> jax.Array:
     """Reshapes [..., D] to [..., H, d]."""
     return x.reshape(*x.shape[:-1], heads, -1)
@@ -43,15 +66,16 @@ def split_heads(x: jax.Array, heads: int) -> jax.Array:
 
 def run_blocks(
     block: type[nn.Module],
-    fields: Fields,
+    fields: Sequence[object],
     x: jax.Array,
-    *inputs: Any,
+    *inputs: object,
     layers: range,
     name: str,
     scan: bool,
     remat: bool,
-    each: Any = None,
-) -> tuple[jax.Array, Any]:
+    policy: Callable[..., bool] | None = None,
+    each: Tree = None,
+) -> tuple[jax.Array, Tree]:
     """Runs blocks one after another, unrolled or stacked; must be called within a module.
 
     Args:
@@ -63,6 +87,7 @@ def run_blocks(
       name: The name of the stack with leaves [L, ...]; unrolled blocks are `name_0`, `name_1`, ...
       scan: Whether the blocks are stacked, so that one is compiled in place of all.
       remat: Whether a block saves only its input and recomputes the rest in the backward pass.
+      policy: What such a block saves in addition, as for `jax.checkpoint`.
       each: The separate input of each block: leaves [L, ...] for a stack, a sequence for unrolled
         blocks.
 
@@ -71,7 +96,7 @@ def run_blocks(
     """
     if remat:
         # XLA does no CSE across iterations of a scan, so that the barrier would only cost time.
-        block = nn.remat(block, prevent_cse=not scan)
+        block = nn.remat(block, prevent_cse=not scan, policy=policy)
     if scan:
         stack = nn.scan(
             block,
@@ -81,9 +106,36 @@ def run_blocks(
             length=len(layers),
         )
         return stack(*fields, name=name)(x, each, *inputs)
-    block_inputs: Sequence[Any] = each or [None] * len(layers)
+    block_inputs = each or [None] * len(layers)
     block_outputs = []
     for i, block_input in zip(layers, block_inputs, strict=True):
         x, block_output = block(*fields, name=f"{name}_{i}")(x, block_input, *inputs)
         block_outputs.append(block_output)
     return x, block_outputs
+
+
+def stack_blocks(params: Mapping[str, Tree], name: str = "h") -> dict[str, Tree]:
+    """Stacks the parameters of an unrolled model (`h_0`, `h_1`, ...) for `scan=True` (`h`).
+
+    `name` is the name of the blocks: "layers" for `zerojax.models.llama.Llama`.
+    """
+    rest = {key: leaf for key, leaf in params.items() if not key.startswith(f"{name}_")}
+    blocks = [params[f"{name}_{i}"] for i in range(len(params) - len(rest))]
+    return rest | {name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
+
+
+def parameters(layer: nn.Module | nnx.Module) -> dict[str, jax.Array]:
+    """Returns the parameters of a bound linen layer or of an NNX layer, by name."""
+    if isinstance(layer, nn.Module):
+        return dict(layer.variables["params"])
+    return {name: value[...] for name, value in vars(layer).items() if isinstance(value, nnx.Param)}
+
+
+def check_length(tokens: jax.Array, config: ModelConfig, field: str) -> None:
+    """Rejects rows [B, T] that are longer than a field of the model's config allows."""
+    length, limit = tokens.shape[1], getattr(config, field)
+    if length > limit:
+        raise ValueError(
+            f"{length} tokens in a row, but {field} = {limit}: cut the rows, or choose a config "
+            "with a larger one"
+        )

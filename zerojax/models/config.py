@@ -1,0 +1,69 @@
+"""Options that the configs of all models share, and checks of their fields."""
+
+import dataclasses
+from typing import Any
+
+from jax.typing import DTypeLike
+
+Fields = dict[str, Any]
+"""Keyword arguments of a config."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Options of every model.
+
+    Attributes:
+      scan: Whether the blocks' parameters are stacked into `[L, ...]` leaves, so that one block is
+        compiled, not L.
+      remat: Whether only each block's input is saved, and the rest recomputed in the backward pass.
+      dtype: The dtype of the computation; None for the parameters' dtype, so that a model with bf16
+        parameters computes in bf16. The statistics of norms, the softmax, the logits and the loss
+        are always in fp32.
+      hugging_face: Other contents of a Hugging Face folder's files, as JSON, to write them back.
+    """
+
+    scan: bool = False
+    remat: bool = False
+    dtype: DTypeLike | None = None
+    hugging_face: str = dataclasses.field(default="", compare=False, repr=False)
+
+    def check_sizes(self, *names: str) -> None:
+        """Rejects the config if a named field is not a positive int."""
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                self._reject(name, "be a positive int")
+
+    def check_optional_sizes(self, *names: str) -> None:
+        """Rejects the config if a named field is neither None nor a positive int."""
+        self.check_sizes(*(name for name in names if getattr(self, name) is not None))
+
+    def check_rates(self, *names: str) -> None:
+        """Rejects the config if a named field is not a dropout rate in [0, 1)."""
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+                self._reject(name, "be in [0, 1)")
+
+    def check_heads(self, width: str, heads: str) -> None:
+        """Rejects the config if its width is not a multiple of its number of heads."""
+        if getattr(self, width) % getattr(self, heads):
+            raise ValueError(
+                f"{type(self).__name__}.{width} = {getattr(self, width)} does not divide into "
+                f"{heads} = {getattr(self, heads)}: choose a multiple"
+            )
+
+    def check_one_of(self, name: str, *known: object) -> None:
+        """Rejects the config if the named field is not a known value."""
+        if getattr(self, name) not in known:
+            self._reject(name, f"be {' or '.join(map(repr, known))}")
+
+    def _reject(self, name: str, requirement: str) -> None:
+        raise ValueError(
+            f"{type(self).__name__}.{name} must {requirement}, not {getattr(self, name)!r}"
+        )
+
+
+Sizes = dict[str, Fields]
+"""Sizes of published and small models by name, as the keyword arguments of a config."""

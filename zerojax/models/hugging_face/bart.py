@@ -14,7 +14,7 @@ from typing import Any
 from zerojax.checkpoint.naming import Renamed
 from zerojax.models.bart_config import BLENDERBOT, BartConfig
 from zerojax.models.hugging_face import config_file
-from zerojax.models.hugging_face.config import check_supported, of_fields
+from zerojax.models.hugging_face.config import of_fields
 from zerojax.models.hugging_face.module_names import module_names
 from zerojax.models.hugging_face.parameters import saved_config
 from zerojax.weights import Names, Tensor
@@ -77,11 +77,11 @@ def config_from_hf(values: Mapping[str, Any]) -> BartConfig:
       ValueError: The file has another `model_type`, or a value that `zerojax.models.bart` does not
         support.
     """
-    check_supported(values, SUPPORTED, "zerojax.models.bart")
+    config_file.check_supported(values, SUPPORTED, "zerojax.models.bart")
     kind = KINDS[values.get("model_type", "bart")]
     flags = {"normalize_before", "normalize_embedding", "add_final_layer_norm"} & set(values)
     defaults = BartConfig(**kind)
-    check_supported(
+    config_file.check_supported(
         values, {key: (getattr(defaults, key),) for key in flags}, "zerojax.models.bart"
     )
     fields = kind | of_fields(BartConfig, values)

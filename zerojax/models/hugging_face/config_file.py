@@ -95,6 +95,11 @@ def check_supported(
 
     Raises:
       ValueError: A value is not supported.
+
+    >>> check_supported({"hidden_act": "relu"}, {"hidden_act": ["gelu"]}, "zerojax.models.deberta")
+    Traceback (most recent call last):
+        ...
+    ValueError: hidden_act = 'relu' is not supported: zerojax.models.deberta computes 'gelu'
     """
     for key, accepted in supported.items():
         if key in values and values[key] not in accepted:

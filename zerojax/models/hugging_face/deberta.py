@@ -14,7 +14,7 @@ from typing import Any
 from zerojax.checkpoint.naming import Renamed
 from zerojax.models.deberta_config import DebertaConfig
 from zerojax.models.hugging_face import config_file
-from zerojax.models.hugging_face.config import check_supported, of_fields
+from zerojax.models.hugging_face.config import of_fields
 from zerojax.models.hugging_face.module_names import module_names
 from zerojax.models.hugging_face.parameters import saved_config
 from zerojax.weights import Names
@@ -63,7 +63,7 @@ def config_from_hf(values: Mapping[str, Any]) -> DebertaConfig:
     Raises:
       ValueError: The file has a value that `zerojax.models.deberta` does not support.
     """
-    check_supported(values, SUPPORTED, "zerojax.models.deberta")
+    config_file.check_supported(values, SUPPORTED, "zerojax.models.deberta")
     sizes = DEFAULTS | dict(values)
     _check_derived(sizes)
 

@@ -110,9 +110,7 @@ class Step(Decorated[P, R]):
             program.fits = True
         if self._reports:
             self._reports.begin(
-                lambda: program.lowered(
-                    parts, _shapes(program, call, batch), call.args, call.kwargs
-                ),
+                lambda: program.lowered(parts, layout.shapes(call.batch), call.args, call.kwargs),
                 program.setting.plan,
                 (parts, batch),
             )
@@ -189,7 +187,7 @@ class Step(Decorated[P, R]):
     def _check_memory(
         self, guard: Guard, program: StepProgram, call: Call, parts: Parts, batch: Any
     ) -> None:
-        like = _shapes(program, call, batch)
+        like = program.setting.layout.shapes(call.batch)
         batch_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(batch))
         jax.block_until_ready(parts)  # the program that computed them has freed its memory
         guard.check(
@@ -297,12 +295,6 @@ def _copy_state_arrays(parts: Parts, given: Any) -> Any:
         return given
     state_ids = {id(x) for x in jax.tree.leaves(parts)}
     return jax.tree.map(lambda x: x.copy() if id(x) in state_ids else x, given)
-
-
-def _shapes(program: StepProgram, call: Call, batch: Any) -> Any:
-    """Returns the global shapes of a call's batch, with its dtypes on the devices."""
-    shape = program.setting.layout.leaves.shape
-    return jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(shape(x), y.dtype), call.batch, batch)
 
 
 def _check_concrete(name: str, tree: Any) -> None:

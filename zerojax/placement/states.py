@@ -157,10 +157,11 @@ class States:
         tx = opened.tx if is_wrapped else self.wrap(opened.tx)
         return dataclasses.replace(opened, parts=parts, tx=tx, plain=plain)
 
-    def split_state(self, objects: tuple[Any, ...]) -> OpenedState:
-        """Splits a state into its arrays; finds its parameters if the config needs them."""
+    def split_state(self, objects: tuple[Any, ...], *, read_only: bool = False) -> OpenedState:
+        """Splits a state into its arrays, see :func:`split_state`; finds its parameters if the
+        config needs them."""
         keys = of_parameters(self.config)
-        opened = split_state(objects)
+        opened = split_state(objects, read_only=read_only)
         if not opened.any_pytree or not keys or find_zero_state(objects) is None:
             return opened
         parameters = find_parameters(objects, " and ".join(keys), self.params)
@@ -422,14 +423,18 @@ def is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
     )
 
 
-def split_state(objects: tuple[Any, ...]) -> OpenedState:
-    """Splits a ``(TrainState,)``, NNX objects with an optimizer among them, or any pytree.
+def split_state(objects: tuple[Any, ...], *, read_only: bool = False) -> OpenedState:
+    """Splits a ``(TrainState,)``, NNX objects, or any pytree.
+
+    Args:
+      objects: The state. One of NNX objects is their optimizer.
+      read_only: Whether NNX objects may be without an optimizer.
 
     Raises:
       TypeError: The objects are not a state.
     """
     if any(map(is_nnx, objects)):
-        return open_objects(objects)
+        return open_objects(objects, read_only=read_only)
     if len(objects) == 1 and is_train_state(*objects):
         return open_state(*objects)
     return open_pytree(objects)

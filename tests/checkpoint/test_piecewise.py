@@ -129,7 +129,8 @@ def test_plain_orbax_reads_the_shape_without_padding(folder: Path, expected: Any
         assert_same(got, expected)
         np.testing.assert_array_equal(alone["params"]["both"], leaves["params.both"])
     opened = zero.states.open((got,))
-    (placed,) = opened.close(zero.states.placed(opened, zero.states.plan(opened)), opened.tx)
+    parts = zero.states.state_placer(zero.states.plan(opened)).donatable(opened)
+    (placed,) = opened.close(parts, opened.tx)
     assert padded_of(placed)
     assert_same(placed, expected)
 

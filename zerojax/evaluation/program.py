@@ -18,12 +18,11 @@ from zerojax.distributed import log
 from zerojax.evaluation.batch import Division, rows_of
 from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.rows import ByRows
-from zerojax.evaluation.state import StateReader
 from zerojax.evaluation.undivided import Undivided
 from zerojax.graph.graph import graph_of
 from zerojax.offload.disk.params import ParamReader, beside_disk
 from zerojax.placement.states import States
-from zerojax.plan.places import DEVICE, reaches_host
+from zerojax.plan.places import DEVICE, offloads, reaches_host
 from zerojax.plan.plan import DTYPES
 from zerojax.plan.quantized import sent
 from zerojax.step.batch_placer import BatchPlacer
@@ -109,7 +108,8 @@ class EvaluationProgram:
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
         self._reader = ParamReader(self._config.offload_param)
-        self._state_reader = StateReader(states, plan)
+        self._state_placer = states.state_placer(plan)
+        self._copies = states.placer.copies(plan) if offloads(self._config) else None
         self._known: dict[Any, Execution] = {}
         self._jitted = jax.jit(
             named(self._run, "state", BATCH, "arrays", "static", "execution"),
@@ -132,7 +132,7 @@ class EvaluationProgram:
         """
         arrays, static = divide(args, kwargs)
         execution = self._execution(batch, arrays, static)
-        values = self._state_reader(opened.parts, execution.used)
+        values = self._values(opened, execution.used)
         self._reader.use(values)
         given = beside_disk(values, self._leaves)
         if execution.filled is not None:
@@ -142,13 +142,28 @@ class EvaluationProgram:
         self._reader.check(results)
         return results
 
+    def _values(self, opened: OpenedState, used: Sequence[bool]) -> list[Any]:
+        """Returns the arrays of a state at rest in order, with compute parameters in place of
+        masters where copies exist; None for arrays that are not used.
+
+        Raises:
+          ValueError: The state is placed on another mesh.
+        """
+        n, leaves = len(self._plan.compute), jax.tree.leaves(opened.parts)
+        if self._copies is None or not any(used[:n]):
+            return self._state_placer.readable(leaves, used)
+        # Copies exist of all parameters or of none.
+        values = self._state_placer.readable(leaves, (*[True] * n, *used[n:]))
+        values[:n] = self._copies.of(values[:n])
+        return values
+
     def lowered(
         self, opened: OpenedState, batch: Any, args: Any, kwargs: Any
     ) -> Iterator[LoweredProgram]:
         """Yields the single program, lowered."""
         arrays, static = divide(args, kwargs)
         execution = self._execution(batch, arrays, static)
-        copied = self._state_reader.copies is not None
+        copied = self._copies is not None
         taken = self._shapes if copied else jax.tree.leaves(opened.parts)
         values = [
             jax.ShapeDtypeStruct(leaf.padded, x.dtype, sharding=self._plan.sharding(leaf))
@@ -263,7 +278,7 @@ class EvaluationProgram:
     def _run(
         self, values: list[Any], batch: Any, arrays: list[Any], static: Static, execution: Execution
     ) -> Any:
-        cast_here = len(self._plan.compute) if self._state_reader.copies is None else 0
+        cast_here = len(self._plan.compute) if self._copies is None else 0
         values = [
             x if x is None or leaf.place != DEVICE else self._plan.unpadded(x, leaf)
             for x, leaf in zip(values, self._leaves, strict=True)

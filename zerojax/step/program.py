@@ -40,6 +40,7 @@ class StepSetting:
 
     Attributes:
       plan: PartitionSpec and bytes of every leaf of the state.
+      state_placer: Places the arrays of a state.
       layout: The placement of the batch.
       body: The user's step on the parts of a state.
       inserter: Gathers parameters where the body uses them.
@@ -64,6 +65,7 @@ class StepSetting:
         self.knows_parameters = opened.knows_parameters
         self.structure: Any = Parts(*map(jax.tree.structure, opened.parts))
         self.plan = plan = states.plan(opened)
+        self.state_placer = states.state_placer(plan)
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
         self.divide = ArgumentReader(plan)
         sizes, rows_at = config.batch(batch_devices(mesh)), function.form.batch_axis

@@ -145,7 +145,7 @@ class Step(Decorated[P, R]):
         _check_not_deleted(jax.tree.leaves(call.objects) if opened.any_pytree else ())
         program = self._program(opened, call, explicit)
         program.setting.layout.check(call.batch)
-        return program, self._states.placed(opened, program.setting.plan), None
+        return program, program.setting.state_placer.donatable(opened), None
 
     def _finish(
         self, call: Call, program: StepProgram, recognized: Recognized | None, result: StepResult

@@ -71,22 +71,13 @@ class Division(NamedTuple):
         padded = self.padded // self.blocks
         return np.arange(self.padded) % padded < self.rows // self.blocks
 
-    def filled(self, batch: Any, leaves: BatchRows) -> Any:
-        """Pads the arrays of a batch with copies, global arrays and a process's own rows alike."""
+    def pad(self, batch: Any, leaves: BatchRows) -> Any:
+        """Pads the arrays of a batch with copies, those of all blocks, or a process's own rows."""
 
-        def filled(x: Any) -> Any:
+        def padded(x: Any) -> Any:
             if self.padded == self.rows or not np.ndim(x):
                 return x
             return x[self.places(1 if leaves.own(x) else self.blocks)]
-
-        return jax.tree.map(filled, batch)
-
-    def shapes(self, batch: Any) -> Any:
-        """Returns the padded shapes of a batch of global shapes."""
-
-        def padded(x: Any) -> jax.ShapeDtypeStruct:
-            shape = (self.padded, *x.shape[1:]) if x.shape else ()
-            return jax.ShapeDtypeStruct(shape, x.dtype)
 
         return jax.tree.map(padded, batch)
 

@@ -136,7 +136,7 @@ class EvaluationProgram:
         self._reader.use(values)
         given = beside_disk(values, self._leaves)
         if execution.filled is not None:
-            batch = execution.filled.filled(batch, self._placer.leaves)
+            batch = execution.filled.pad(batch, self._placer.leaves)
         placed = self._placer.place(batch)
         results = self._jitted(given, placed, arrays, static, execution)
         self._reader.check(results)
@@ -174,7 +174,7 @@ class EvaluationProgram:
         values = beside_disk(values, self._leaves)
         shapes = self._placer.shapes(batch)
         if execution.filled is not None:
-            shapes = execution.filled.shapes(shapes)
+            shapes = _like(shapes, execution.filled.padded)
         placed = self._placer.abstract(shapes)
         traced = self._jitted.trace(values, placed, arrays, static, execution)
         reaches = reaches_host(self._config)
@@ -347,10 +347,11 @@ class EvaluationProgram:
         return [x.whole() if isinstance(x, Fetchable) else x for x in outs]
 
 
-def _like(batch: Any, rows: int | None = None) -> Any:
-    """Returns the shapes and dtypes of a batch, with ``rows`` as leading dimension if given."""
+def _like(batch: Any, rows: int) -> Any:
+    """Returns the shapes and dtypes of a batch, with ``rows`` as leading dimension."""
 
-    def shape(x: Any) -> tuple[int, ...]:
-        return (rows, *jnp.shape(x)[1:]) if rows is not None and jnp.ndim(x) else jnp.shape(x)
+    def like(x: Any) -> jax.ShapeDtypeStruct:
+        shape = (rows, *jnp.shape(x)[1:]) if jnp.ndim(x) else ()
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), jnp.result_type(x)), batch)
+    return jax.tree.map(like, batch)

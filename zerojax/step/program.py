@@ -59,7 +59,7 @@ class StepSetting:
         signals: Callable[[ZeroOptState, Any], Signals],
     ) -> None:
         self.function, self.states, self.config = function, states, states.config
-        self.donate, self.signals = donate, signals
+        self.explicit, self.donate, self.signals = explicit, donate, signals
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
         self.write_back, self.any_pytree = opened.write_back, opened.any_pytree
         self.knows_parameters = opened.knows_parameters

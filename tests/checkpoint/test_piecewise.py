@@ -129,7 +129,8 @@ def test_plain_orbax_reads_the_shape_without_padding(folder: Path, expected: Any
         assert_same(got, expected)
         np.testing.assert_array_equal(alone["params"]["both"], leaves["params.both"])
     opened = zero.states.open((got,))
-    (placed,) = opened.close(zero.states.place(opened, zero.states.plan(opened)), opened.tx)
+    parts = zero.states.state_placer(zero.states.plan(opened)).donatable(opened)
+    (placed,) = opened.close(parts, opened.tx)
     assert padded_of(placed)
     assert_same(placed, expected)
 
@@ -141,7 +142,7 @@ def test_a_flipped_byte_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, state)
         checkpointer.wait()
-        monkeypatch.setattr("zerojax.checkpoint.record.find_changes", lambda *_: [])
+        monkeypatch.setattr("zerojax.checkpoint.record.changed", lambda *_: [])
         last = values(state)["params.rows"][-1, -9:].tobytes()
         files = [file for file in (tmp_path / "1").rglob("d/*") if last in file.read_bytes()]
         for file in files:  # tensorstore may leave one that is not used

@@ -421,6 +421,12 @@ class TestNNX:
             jitted(other, want, batch_of(rows))
         close(got.compute(), want.compute())
 
+    def test_a_model_may_have_attributes_without_a_hash(self) -> None:
+        zero, batch = zero_for(3), batch_of(8)
+        (model, _), (other, _) = zero.init(made), made()
+        model.sizes = {"hidden": 32}
+        close(zero.evaluate(lambda m, batch: m(batch["x"]))(model, batch), other(batch["x"]))
+
     def test_with_an_optimizer_and_rngs_in_any_order(self) -> None:
         zero = zero_for(3)
         model, optimizer = zero.init(made)

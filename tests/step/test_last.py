@@ -133,11 +133,11 @@ def test_found_only_as_it_was_left() -> None:
     assert last is not None
     found = last.recognize(objects)
     assert found is not None
-    assert found.write_back is not None
-    same = zip(*map(jax.tree.leaves, (found.parts, opened.parts)), strict=True)
+    parts, write_back = found
+    same = zip(*map(jax.tree.leaves, (parts, opened.parts)), strict=True)
     assert all(a is b for a, b in same)
-    after = jax.tree.map(jnp.copy, found.parts)
-    found.write_back(after)
+    after = jax.tree.map(jnp.copy, parts)
+    write_back(after)
     assert objects[0].linear.kernel.get_raw_value() is after.params["linear"]["kernel"]
     assert last.recognize(objects) is not None
     objects[2].reset()

@@ -1,13 +1,14 @@
-"""Retention: the steps that a folder keeps."""
+"""Retention: the steps that a folder keeps, by orbax's preservation policies."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
+from orbax.checkpoint import checkpoint_managers as orbax
 
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint.errors import CheckpointError
@@ -82,16 +83,26 @@ class Retention:
 
     def expired(self, folders: Mapping[int, epath.Path]) -> list[int]:
         """Returns the steps in ``folders`` to remove; steps without any metrics are kept."""
-        steps = sorted(folders)
-        if self.keep is None:
-            return []
-        kept = set(steps[-self.keep :])
+        policies: list[orbax.PreservationPolicy] = [orbax.LatestN(self.keep)]
         if self.metric is not None:
-            metrics = {step: _metrics(folders[step]) for step in steps}
-            scores = {step: self.score(x) for step, x in metrics.items() if x is not None}
-            best = sorted(scores, key=scores.__getitem__, reverse=self.mode == "min")
-            kept |= {*best[-self.keep_best :], *(metrics.keys() - scores.keys())}
-        return [step for step in steps if step not in kept]
+            descending = self.mode == "min"  # the last are the best
+            best = orbax.BestN(get_metric_fn=self.score, reverse=descending, n=self.keep_best)
+            policies.append(best)
+        steps = [
+            _SavedStep(step, None if self.metric is None else _metrics(folders[step]))
+            for step in sorted(folders)
+        ]
+        kept = orbax.AnyPreservationPolicy(policies).should_preserve(
+            steps, context=orbax.PreservationContext()
+        )
+        return [saved.step for saved, is_kept in zip(steps, kept, strict=True) if not is_kept]
+
+
+class _SavedStep(NamedTuple):
+    """The attributes of a step that orbax's policies read."""
+
+    step: int
+    metrics: Mapping[str, float] | None
 
 
 def _metrics(folder: epath.Path) -> Mapping[str, float] | None:

@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.devices.mesh import batch_axes, batch_devices, sequence_size
+from zerojax.devices.mesh import batch_axes, sequence_size
 from zerojax.devices.rows import BatchRows
-from zerojax.step.sequence import check_tokens, tokens_entry
+from zerojax.step.sequence import tokens_entry
 
 Entry = tuple[str, ...] | str | None
 """Mesh axes that shard one dimension."""
@@ -71,9 +71,15 @@ class Division(NamedTuple):
         padded = self.padded // self.blocks
         return np.arange(self.padded) % padded < self.rows // self.blocks
 
-    def filled(self, x: Any, blocks: int | None = None) -> Any:
-        """Pads ``x`` [rows, ...] with copies, for all blocks or for ``blocks`` of them."""
-        return x if self.padded == self.rows else x[self.places(blocks or self.blocks)]
+    def pad(self, batch: Any, leaves: BatchRows) -> Any:
+        """Pads the arrays of a batch with copies, those of all blocks, or a process's own rows."""
+
+        def padded(x: Any) -> Any:
+            if self.padded == self.rows or not np.ndim(x):
+                return x
+            return x[self.places(1 if leaves.own(x) else self.blocks)]
+
+        return jax.tree.map(padded, batch)
 
     def without_copies(self, x: jax.Array) -> jax.Array:
         """Removes the copies: [padded, ...] becomes [rows, ...]."""
@@ -81,6 +87,23 @@ class Division(NamedTuple):
             return x
         x = x.reshape(self.blocks, -1, *x.shape[1:])[:, : self.rows // self.blocks]
         return x.reshape(self.rows, *x.shape[2:])
+
+    def micro_batches(self, x: jax.Array, mesh: Mesh) -> jax.Array:
+        """Reshapes [padded, ...] to [times, part, ...]; each device keeps the rows that it has."""
+        axes, tokens = batch_axes(mesh), tokens_entry(x.shape, sequence_size(mesh))
+        x = x.reshape(self.devices, self.times, self.each, *x.shape[1:])
+        x = jnp.swapaxes(_constrained(x, mesh, axes, None, None, *tokens), 0, 1)
+        x = x.reshape(self.times, self.part, *x.shape[3:])
+        return _constrained(x, mesh, None, axes, *tokens)
+
+    def in_rows(self, x: jax.Array, mesh: Mesh) -> jax.Array:
+        """Reverses :meth:`micro_batches` and removes copies: [times, part, ...] becomes [rows,
+        ...]."""
+        axes = batch_axes(mesh)
+        x = x.reshape(self.times, self.devices, self.each, *x.shape[2:])
+        x = jnp.swapaxes(_constrained(x, mesh, None, axes), 0, 1)
+        x = _constrained(x.reshape(self.padded, *x.shape[3:]), mesh, axes)
+        return self.without_copies(x)
 
 
 def rows_of(batch: Any) -> int | None:
@@ -98,86 +121,5 @@ def rows_of(batch: Any) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-class BatchPlacer:
-    """Placement of batches on the devices.
-
-    Args:
-      mesh: The devices.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._axes, self.devices = mesh, batch_axes(mesh), batch_devices(mesh)
-        self._leaves = BatchRows(mesh)
-        self._parts = sequence_size(mesh)
-
-    def _of(self, *entries: Entry) -> NamedSharding:
-        return NamedSharding(self._mesh, PartitionSpec(*entries))
-
-    def _sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        even = bool(shape) and shape[0] % self.devices == 0
-        tokens = self._tokens(shape)
-        return self._of(*((self._axes if even else None,) if even or tokens else ()), *tokens)
-
-    def _tokens(self, shape: tuple[int, ...]) -> tuple[Entry, ...]:
-        """Returns the spec entry of an array's tokens, empty if the array has none.
-
-        Raises:
-          ValueError: The tokens do not divide among the devices.
-        """
-        if entry := tokens_entry(shape, self._parts):
-            check_tokens(f"the batch's array {shape}", shape[1], self._parts)
-        return entry
-
-    def blocks(self, batch: Any) -> int:
-        """Returns the number of row blocks if the batch has only this process's rows; else 1.
-
-        Raises:
-          ValueError: Leaves with this process's rows have different numbers of rows.
-        """
-        return 1 if self._leaves.own_rows(batch) is None else self._leaves.blocks
-
-    def shapes(self, batch: Any) -> Any:
-        """Returns the shapes and dtypes of a batch with the rows of all processes."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(self._leaves.shape(x), jnp.result_type(x)), batch
-        )
-
-    def place(self, batch: Any, division: Division | None) -> Any:
-        """Puts a batch on the devices. With a division, the batch is padded with copies of its last
-        row; without one, arrays whose rows do not divide are replicated on every device."""
-
-        def filled(x: Any) -> jax.Array:
-            if division is not None and np.ndim(x):
-                x = division.filled(x, 1 if self._leaves.own(x) else None)
-            return self._leaves.put(x, self._sharding(self._leaves.shape(x)))
-
-        return jax.tree.map(filled, batch)
-
-    def abstract(self, batch: Any, division: Division | None) -> Any:
-        """Returns the shapes, dtypes and shardings on the devices of a result of :meth:`shapes`."""
-
-        def like(x: Any) -> jax.ShapeDtypeStruct:
-            shape = tuple(np.shape(x))
-            shape = (division.padded, *shape[1:]) if division is not None and shape else shape
-            return jax.ShapeDtypeStruct(shape, jnp.result_type(x), sharding=self._sharding(shape))
-
-        return jax.tree.map(like, batch)
-
-    def _constrained(self, x: jax.Array, *entries: Entry) -> jax.Array:
-        return lax.with_sharding_constraint(x, self._of(*entries))
-
-    def micro_batches(self, x: jax.Array, division: Division) -> jax.Array:
-        """Reshapes [padded, ...] to [times, part, ...]; each device keeps the rows that it has."""
-        tokens = self._tokens(x.shape)
-        x = x.reshape(division.devices, division.times, division.each, *x.shape[1:])
-        x = jnp.swapaxes(self._constrained(x, self._axes, None, None, *tokens), 0, 1)
-        x = x.reshape(division.times, division.part, *x.shape[3:])
-        return self._constrained(x, None, self._axes, *tokens)
-
-    def rows(self, x: jax.Array, division: Division) -> jax.Array:
-        """Reverses :meth:`micro_batches` and removes copies: [times, part, ...] becomes [rows,
-        ...]."""
-        x = x.reshape(division.times, division.devices, division.each, *x.shape[2:])
-        x = jnp.swapaxes(self._constrained(x, None, self._axes), 0, 1)
-        x = self._constrained(x.reshape(division.padded, *x.shape[3:]), self._axes)
-        return division.without_copies(x)
+def _constrained(x: jax.Array, mesh: Mesh, *entries: Entry) -> jax.Array:
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 import optax
-from flax import nnx
-from jax.sharding import PartitionSpec
 
 from zerojax.placement.states import States
-from zerojax.train_state.nnx import apply_settings, is_nnx, open_objects, settings
+from zerojax.train_state.nnx import apply_settings, settings
 from zerojax.train_state.state_parts import OpenedState, Parts
 
 
@@ -52,10 +49,10 @@ def subject_of(objects: tuple[Any, ...], states: States) -> Subject:
       TypeError: The NNX objects have no module, or a pytree has no arrays, or a leaf that is
         neither an array nor hashable.
     """
-    if not any(map(is_nnx, objects)):
-        return _state_subject(states.split_with_parameters(objects))
-    trained = any(isinstance(x, nnx.Optimizer) for x in objects)
-    return _objects_subject(objects, open_objects(objects) if trained else open_model(objects))
+    opened = states.split_with_parameters(objects, read_only=True)
+    if opened.write_back is None:
+        return _state_subject(opened)
+    return _objects_subject(objects, opened)
 
 
 def _state_subject(opened: OpenedState) -> Subject:
@@ -92,61 +89,6 @@ def _objects_subject(objects: tuple[Any, ...], opened: OpenedState) -> Subject:
         opened.write_back(objects, parts, opened.tx)
 
     return Subject(opened, call, update)
-
-
-def open_model(objects: tuple[Any, ...]) -> OpenedState:
-    """Splits NNX objects without an optimizer into their parts: the first module is the model, and
-    its ``nnx.Param`` are the parameters.
-
-    Raises:
-      TypeError: No object is a module.
-    """
-    models = [i for i, x in enumerate(objects) if isinstance(x, nnx.Module)]
-    if not models:
-        raise TypeError(
-            "zero.evaluate takes (state, batch, ...) or (model, batch, ...), but none of "
-            f"{', '.join(type(x).__name__ for x in objects)} is an nnx.Module."
-        )
-    model, is_param = models[0], nnx.filterlib.to_predicate(nnx.Param)
-
-    def parameter(path: Any, x: Any) -> bool:
-        return path[0] == model and is_param(path[1:], x)
-
-    def split(*objects: Any) -> Parts:
-        _, *states = nnx.split(objects, parameter, ...)
-        params = nnx.as_pure(states[0]).raw_mapping
-        rest = nnx.as_pure(states[1])
-        step = np.zeros((), np.int32)
-        return Parts(nnx.State(params.get(model, {})), optax.EmptyState(), step, {"rest": rest})
-
-    graph, *states = nnx.split(objects, parameter, ...)
-
-    def joined(parts: Parts) -> tuple[Any, Any]:
-        return nnx.State({model: parts.params}), parts.rest["rest"]
-
-    def close(parts: Parts, tx: Any) -> tuple[Any, ...]:
-        closed: tuple[Any, ...] = nnx.merge(graph, *joined(parts))
-        return closed
-
-    def write_back(objects: tuple[Any, ...], parts: Parts, tx: Any) -> None:
-        nnx.update(objects, *joined(parts))
-
-    specs = jax.tree.leaves(
-        nnx.as_pure(nnx.get_partition_spec(states[0])),
-        is_leaf=lambda s: isinstance(s, PartitionSpec),
-    )
-    return OpenedState(
-        parts=split(*objects),
-        tx=_IDENTITY,
-        split=split,
-        close=close,
-        key=graph,
-        specs=tuple(specs),
-        write_back=write_back,
-    )
-
-
-_IDENTITY = optax.identity()  # one for all, because programs are cached by their optimizer
 
 
 def _check_kept(before: Any, after: Any) -> None:

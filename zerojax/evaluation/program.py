@@ -15,17 +15,17 @@ from zerojax.collectives import Inserter, kept
 from zerojax.collectives.host import Fetchable
 from zerojax.collectives.layer import layer_bytes
 from zerojax.distributed import log
-from zerojax.evaluation.batch import BatchPlacer, Division, rows_of
+from zerojax.evaluation.batch import Division, rows_of
 from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.rows import ByRows
-from zerojax.evaluation.state import StateReader
 from zerojax.evaluation.undivided import Undivided
 from zerojax.graph.def_use import graph_of
 from zerojax.offload.disk.params import ParamReader, beside_disk
 from zerojax.placement.states import States
-from zerojax.plan.places import DEVICE, reaches_host
+from zerojax.plan.places import DEVICE, offloads, reaches_host
 from zerojax.plan.quantized import sent_formats
 from zerojax.plan.state_sharding import DTYPES
+from zerojax.step.batch_placer import BatchPlacer
 from zerojax.step.call import RearrangedFunction, Static, divide, join
 from zerojax.step.entering import enter
 from zerojax.step.ragged_products import warn_of_ragged_products
@@ -96,7 +96,7 @@ class EvaluationProgram:
             for leaf, dtype in zip(self._leaves, dtypes, strict=True)
         ]
         self._placer = BatchPlacer(plan.lowering_mesh)
-        self._micro = self._config.batch(self._placer.devices).micro
+        self._micro = self._config.batch(self._placer.world).micro
         overlap = self._config.overlap_comm is not False
         self._inserter = Inserter(
             plan.lowering_mesh,
@@ -108,7 +108,8 @@ class EvaluationProgram:
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
         self._reader = ParamReader(self._config.offload_param)
-        self._state_reader = StateReader(states, plan)
+        self._state_placer = states.state_placer(plan)
+        self._copies = states.placer.copies(plan) if offloads(self._config) else None
         self._known: dict[Any, Execution] = {}
         self._jitted = jax.jit(
             with_argument_names(self._run, "state", BATCH, "arrays", "static", "execution"),
@@ -130,24 +131,39 @@ class EvaluationProgram:
           DiskStateError: A parameter's bytes on disk are not those that were written.
         """
         arrays, static = divide(args, kwargs)
-        shapes, blocks = self._placer.shapes(batch), self._placer.blocks(batch)
-        execution = self._execution(shapes, blocks, arrays, static)
-        values = self._state_reader(opened.parts, execution.used)
+        execution = self._execution(batch, arrays, static)
+        values = self._values(opened, execution.used)
         self._reader.use(values)
         given = beside_disk(values, self._leaves)
-        placed = self._placer.place(batch, execution.filled)
+        if execution.filled is not None:
+            batch = execution.filled.pad(batch, self._placer.leaves)
+        placed = self._placer.place(batch)
         results = self._jitted(given, placed, arrays, static, execution)
         self._reader.check(results)
         return results
+
+    def _values(self, opened: OpenedState, used: Sequence[bool]) -> list[Any]:
+        """Returns the arrays of a state at rest in order, with compute parameters in place of
+        masters where copies exist; None for arrays that are not used.
+
+        Raises:
+          ValueError: The state is placed on another mesh.
+        """
+        n, leaves = len(self._plan.compute), jax.tree.leaves(opened.parts)
+        if self._copies is None or not any(used[:n]):
+            return self._state_placer.readable(leaves, used)
+        # Copies exist of all parameters or of none.
+        values = self._state_placer.readable(leaves, (*[True] * n, *used[n:]))
+        values[:n] = self._copies.of(values[:n])
+        return values
 
     def lowered(
         self, opened: OpenedState, batch: Any, args: Any, kwargs: Any
     ) -> Iterator[LoweredProgram]:
         """Yields the single program, lowered."""
         arrays, static = divide(args, kwargs)
-        shapes, blocks = self._placer.shapes(batch), self._placer.blocks(batch)
-        execution = self._execution(shapes, blocks, arrays, static)
-        copied = self._state_reader.copies is not None
+        execution = self._execution(batch, arrays, static)
+        copied = self._copies is not None
         taken = self._shapes if copied else jax.tree.leaves(opened.parts)
         values = [
             jax.ShapeDtypeStruct(leaf.padded, x.dtype, sharding=self._plan.sharding(leaf))
@@ -156,39 +172,44 @@ class EvaluationProgram:
             for leaf, x, used in zip(self._leaves, taken, execution.used, strict=True)
         ]
         values = beside_disk(values, self._leaves)
-        shapes = self._placer.abstract(shapes, execution.filled)
-        traced = self._jitted.trace(values, shapes, arrays, static, execution)
+        shapes = self._placer.shapes(batch)
+        if execution.filled is not None:
+            shapes = _like(shapes, execution.filled.padded)
+        placed = self._placer.abstract(shapes)
+        traced = self._jitted.trace(values, placed, arrays, static, execution)
         reaches = reaches_host(self._config)
         yield LoweredProgram(
             EVALUATION, compat.lower_for(traced, self._plan.mesh) if reaches else traced.lower()
         )
 
-    def _execution(
-        self, batch: Any, blocks: int, arrays: Sequence[Any], static: Static
-    ) -> Execution:
-        """Returns the choices for a batch of these shapes, from the cache if they are known."""
-        leaves, tree = jax.tree.flatten((batch, arrays))
+    def _execution(self, batch: Any, arrays: Sequence[Any], static: Static) -> Execution:
+        """Returns the choices for batches of these shapes, from the cache if they are known."""
+        rows = self._placer.leaves
+        blocks = 1 if rows.own_rows(batch) is None else rows.blocks
+        batch_shapes = self._placer.shapes(batch)
+        leaves, tree = jax.tree.flatten((batch_shapes, arrays))
         shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
         key = shapes, tree, static, blocks
         if key not in self._known:
-            self._known[key] = self._work_out(batch, blocks, arrays, static)
+            self._known[key] = self._work_out(batch_shapes, blocks, arrays, static)
         return self._known[key]
 
     def _work_out(
         self, batch: Any, blocks: int, arrays: Sequence[Any], static: Static
     ) -> Execution:
         rows = rows_of(batch)
+        self._placer.check_tokens(batch)
         traced = self._traced(batch, arrays, static)
         jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
-        warn_of_ragged_products(self.function.__name__, jaxpr, self._placer.devices)
+        warn_of_ragged_products(self.function.__name__, jaxpr, self._placer.world)
         graph = graph_of(jaxpr)
         used = tuple(graph.times_used(v) > 0 for v in jaxpr.invars[: len(self._leaves)])
         filled: Division | None = None
         if rows is not None and blocks > 1:
-            filled = Division.of(rows, None, self._placer.devices, blocks)
+            filled = Division.of(rows, None, self._placer.world, blocks)
         division = None
         if rows is not None:
-            division = Division.of(rows, self._micro, self._placer.devices, blocks)
+            division = Division.of(rows, self._micro, self._placer.world, blocks)
         if division is not None:
             try:
                 self._by_rows(batch, arrays, static, division)
@@ -257,7 +278,7 @@ class EvaluationProgram:
     def _run(
         self, values: list[Any], batch: Any, arrays: list[Any], static: Static, execution: Execution
     ) -> Any:
-        cast_here = len(self._plan.compute) if self._state_reader.copies is None else 0
+        cast_here = len(self._plan.compute) if self._copies is None else 0
         values = [
             x if x is None or leaf.place != DEVICE else self._plan.unpadded(x, leaf)
             for x, leaf in zip(values, self._leaves, strict=True)
@@ -288,11 +309,11 @@ class EvaluationProgram:
     ) -> tuple[list[Any], Any]:
         """Runs the micro-batches one after another, and then once what depends on all of them."""
         by_rows, structure = self._by_rows(batch, arrays, static, division)
-        leaves = jax.tree.leaves(batch)
-        rows = [self._placer.micro_batches(x, division) for x in leaves if x.ndim]
+        leaves, mesh = jax.tree.leaves(batch), self._plan.lowering_mesh
+        rows = [division.micro_batches(x, mesh) for x in leaves if x.ndim]
         counts = None
         if division.padded != division.rows:
-            counts = self._placer.micro_batches(jnp.asarray(division.counts()), division)
+            counts = division.micro_batches(jnp.asarray(division.counts()), mesh)
 
         def part(totals: list[Any], xs: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
             slices = iter(xs[0])
@@ -306,7 +327,7 @@ class EvaluationProgram:
             stacked = [x[None] for x in stacked]
         else:
             totals, stacked = lax.scan(part, totals, (rows, counts))
-        outs = [self._placer.rows(x, division) for x in stacked]
+        outs = [division.in_rows(x, mesh) for x in stacked]
         others = [*[None if x.ndim else x for x in leaves], *arrays]
         return self._inserted(by_rows.finish, state, others, totals, outs), structure
 
@@ -326,10 +347,11 @@ class EvaluationProgram:
         return [x.fetched() if isinstance(x, Fetchable) else x for x in outs]
 
 
-def _like(batch: Any, rows: int | None = None) -> Any:
-    """Returns the shapes and dtypes of a batch, with ``rows`` as leading dimension if given."""
+def _like(batch: Any, rows: int) -> Any:
+    """Returns the shapes and dtypes of a batch, with ``rows`` as leading dimension."""
 
-    def shape(x: Any) -> tuple[int, ...]:
-        return (rows, *jnp.shape(x)[1:]) if rows is not None and jnp.ndim(x) else jnp.shape(x)
+    def like(x: Any) -> jax.ShapeDtypeStruct:
+        shape = (rows, *jnp.shape(x)[1:]) if jnp.ndim(x) else ()
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), jnp.result_type(x)), batch)
+    return jax.tree.map(like, batch)

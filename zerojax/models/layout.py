@@ -83,7 +83,9 @@ class Layout:
         """Wraps an attention, which then runs on some heads and all tokens on each device."""
         if self.sequence is None:
             return fn
-        return self.sequence.attention(fn, sharded=self.tensor.sharded_heads if self.tensor else None)
+        return self.sequence.attention(
+            fn, sharded=self.tensor.sharded_heads if self.tensor else None
+        )
 
     def in_chunks(
         self, fn: Callable[..., jax.Array], chunks: int | None

@@ -8,17 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import AXIS, REPLICA, automatic_context, relabel_arrays, same_devices
+from zerojax.devices.mesh import AXIS, REPLICA, automatic_context, relabel_arrays
 from zerojax.distributed import log
 from zerojax.distributed.equality import require_same_program, require_same_values
 from zerojax.distributed.join import require_same
 from zerojax.distributed.lockstep import lockstep
-from zerojax.offload.disk.array import DiskArray
 from zerojax.optim.frozen import frozen_leaves
 from zerojax.optim.wrap import (
     UNKNOWN,
@@ -33,12 +31,11 @@ from zerojax.optim.wrap import (
 from zerojax.placement.errors import with_errors
 from zerojax.placement.owned import OwnedArrays
 from zerojax.placement.placer import Placer
-from zerojax.placement.replicated import check_one_copy
+from zerojax.placement.state_placer import StatePlacer, by_path, is_on_mesh
 from zerojax.plan import layout
-from zerojax.plan.places import DISK, check_memories, offloads
+from zerojax.plan.places import check_memories, offloads
 from zerojax.plan.planning import make_plan
-from zerojax.plan.state_sharding import Leaf, Plan
-from zerojax.plan.stored import StoredArray, unwrap_stored
+from zerojax.plan.state_sharding import Plan
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import is_train_state, open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
@@ -152,15 +149,18 @@ class States:
         parts = jax.eval_shape(prepare, opened.parts) if abstract else prepare(opened.parts)
         if has_own and not is_wrapped:  # the config's optimizer is in use
             self._wrapped.setdefault(opened.tx, wrap(opened.tx))
-        # For any other pytree `place` decides array by array what to copy.
+        # For any other pytree `placed` decides array by array what to copy.
         plain = not is_wrapped and not opened.any_pytree
         tx = opened.tx if is_wrapped else self.wrap(opened.tx)
         return dataclasses.replace(opened, parts=parts, tx=tx, plain=plain)
 
-    def split_with_parameters(self, objects: tuple[Any, ...]) -> OpenedState:
-        """Splits a state into its arrays; finds its parameters if the config needs them."""
+    def split_with_parameters(
+        self, objects: tuple[Any, ...], *, read_only: bool = False
+    ) -> OpenedState:
+        """Splits a state into its arrays, see :func:`split_state`; finds its parameters if the
+        config needs them."""
         keys = of_parameters(self.config)
-        opened = split_state(objects)
+        opened = split_state(objects, read_only=read_only)
         if not opened.any_pytree or not keys or find_zero_state(objects) is None:
             return opened
         parameters = find_parameters(objects, " and ".join(keys), self.params)
@@ -237,8 +237,8 @@ class States:
         """Returns the spec of an array on this mesh, without ZeRO's axis; None for other arrays."""
         if isinstance(x, jax.core.Tracer):  # has none; raising that takes seconds
             return None
-        sharding = getattr(x, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or not _same_mesh(sharding.mesh, self.mesh):
+        sharding: Any = getattr(x, "sharding", None)
+        if not is_on_mesh(sharding, self.mesh):
             return None
         return PartitionSpec(*layout.without(tuple(sharding.spec), self.axis))
 
@@ -269,7 +269,7 @@ class States:
         if calls := lockstep(self.mesh):
             calls.note("zero.init")
             require_same(self.config, self.mesh)
-            require_same_values("zero.init", _by_path(args, "argument "))
+            require_same_values("zero.init", by_path(args, "argument "))
             require_same_program("zero.init", [make.lower(*args)])
 
     def abstract(self, create: Callable[..., Any], *args: Any) -> Any:
@@ -316,59 +316,9 @@ class States:
 
         return jax.jit(make_on_mesh, inline=compat.INLINE), opened
 
-    def place(self, opened: OpenedState, plan: Plan) -> Parts:
-        """Places the arrays of a state as planned.
-
-        An array is copied, so that the caller's array survives, unless zerojax created it and it
-        is already placed: a ``TrainState`` or NNX objects are copied entirely or not at all, any
-        other pytree array by array. The second occurrence of an array is copied, because the step
-        donates each.
-
-        Raises:
-          ValueError: The state is on another mesh.
-        """
-        parts, wanted = opened.parts, plan.shardings()
-        leaves, shardings = jax.tree.leaves(parts), jax.tree.leaves(wanted)
-        targets = list(zip(leaves, shardings, plan.all_leaves(), strict=True))
-        are_placed = [not opened.plain and is_placed(*each) for each in targets]
-        if not opened.any_pytree and all(are_placed) and len({*map(id, leaves)}) == len(leaves):
-            return parts
-        self.check_mesh(parts)
-        if lockstep(self.mesh):
-            require_same_values("the state", _by_path(parts))
-        kept = {id(x) for x in leaves} if all(are_placed) else set()
-        if opened.any_pytree:
-            kept = {
-                id(x)
-                for x, in_place in zip(leaves, are_placed, strict=True)
-                if in_place and x in self.owned
-            }
-        arrays = [self._owned(kept, *each) for each in targets]
-        return jax.tree.unflatten(jax.tree.structure(parts), arrays)
-
-    def _owned(self, kept: set[int], x: Any, sharding: NamedSharding, leaf: Leaf) -> Any:
-        """Places an array; copies it unless it is in ``kept``, from which it is removed."""
-        if id(x) in kept:
-            kept.remove(id(x))
-            return x
-        if isinstance(x, StoredArray) and is_placed(x, sharding, leaf) and leaf.place != DISK:
-            return StoredArray(x.stored.copy(), x.shape)  # not gathered
-        return self.placer.put(_copy(x), sharding, leaf)
-
-    def check_mesh(self, parts: Any) -> None:
-        """Raises ValueError if an array of a state is on another mesh."""
-        check_one_copy(parts)
-        for path, x in jax.tree_util.tree_leaves_with_path(parts):
-            sharding = getattr(x, "sharding", None)
-            if sharding is None or len(sharding.device_set) == 1:
-                continue
-            if not isinstance(sharding, NamedSharding) or not _same_mesh(sharding.mesh, self.mesh):
-                raise ValueError(
-                    f"the state is on another mesh: {jax.tree_util.keystr(path)} is placed with "
-                    f"{sharding}, zero's mesh is {dict(self.mesh.shape)} over "
-                    f"{self.mesh.devices.size} devices. Make the state with this zero.init, or "
-                    "bring it to the host first (jax.device_get)."
-                )
+    def state_placer(self, plan: Plan) -> StatePlacer:
+        """Returns the placer of states with this plan."""
+        return StatePlacer(self.placer, self.owned, plan)
 
 
 def _check_features(config: ZeroConfig, *, wrapped: bool) -> None:
@@ -409,27 +359,18 @@ def of_parameters(config: ZeroConfig) -> list[str]:
     return [name for name, is_used in in_use.items() if is_used]
 
 
-def is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
-    """Returns whether an array already has the sharding, memory and place of its leaf."""
-    if leaf.plain == isinstance(x, StoredArray):
-        return False
-    x = unwrap_stored(x)
-    return (
-        isinstance(getattr(x, "sharding", None), NamedSharding)  # not by TrainState.create
-        and x.sharding.is_equivalent_to(sharding, x.ndim)
-        and x.sharding.memory_kind == sharding.memory_kind
-        and isinstance(x, DiskArray) == (leaf.place == DISK)
-    )
+def split_state(objects: tuple[Any, ...], *, read_only: bool = False) -> OpenedState:
+    """Splits a ``(TrainState,)``, NNX objects, or any pytree.
 
-
-def split_state(objects: tuple[Any, ...]) -> OpenedState:
-    """Splits a ``(TrainState,)``, NNX objects with an optimizer among them, or any pytree.
+    Args:
+      objects: The state. One of NNX objects is their optimizer.
+      read_only: Whether NNX objects may be without an optimizer.
 
     Raises:
       TypeError: The objects are not a state.
     """
     if any(map(is_nnx, objects)):
-        return open_objects(objects)
+        return open_objects(objects, read_only=read_only)
     if len(objects) == 1 and is_train_state(*objects):
         return open_state(*objects)
     return open_pytree(objects)
@@ -452,28 +393,13 @@ def abstract(parts: Parts, plan: Plan, *, at_rest: bool = False) -> Parts:
     ])  # fmt: skip
 
 
-def _by_path(tree: Any, of: str = "") -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {f"{of}{jax.tree_util.keystr(path)}": x for path, x in leaves}
-
-
 def _array(x: Any) -> Any:
     """Converts a Python number to an array."""
     return jnp.asarray(x, jnp.result_type(x)) if isinstance(x, int | float | complex) else x
 
 
-def _copy(x: Any) -> Any:
-    # device_put without a copy may share memory with an array on one of the devices.
-    x = x.gathered() if isinstance(x, StoredArray) else x
-    return x.copy() if isinstance(x, jax.Array) else np.asarray(x)
-
-
 def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec)
-
-
-def _same_mesh(a: Any, b: Mesh) -> bool:
-    return isinstance(a, Mesh) and same_devices(layout.merge_axes(a), b)
 
 
 def _full_precision_masters(parts: Parts, tx: optax.GradientTransformation) -> Parts:

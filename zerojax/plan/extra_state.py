@@ -32,10 +32,14 @@ class ParameterForm(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     leaves: tuple[Leaf, ...]
 
-    def holds(self, value: Any) -> bool:
-        """Returns whether ``value`` is a copy of the parameters, of any dtypes."""
-        same: bool = jax.tree.structure(value) == self.tree
-        return same and tuple(tuple(x.shape) for x in jax.tree.leaves(value)) == self.shapes
+    def holds(self, value: Any, *, shapes: bool = True) -> bool:
+        """Returns whether ``value`` is a copy of the parameters, of any dtypes; without ``shapes``,
+        of any shapes too, unless all arrays are scalars."""
+        structure: Any = jax.tree.structure(value)
+        if structure != self.tree:
+            return False
+        found = tuple(tuple(x.shape) for x in jax.tree.leaves(value))
+        return found == self.shapes if shapes else any(found)
 
 
 class ExtraState:

@@ -50,10 +50,10 @@ def make_plan(
     params, places = _parameters(parts.params, own, at_rest, config)
     param_tree = jax.tree.unflatten(jax.tree.structure(parts.params), params)
     moments = {leaf.path: place.moments for leaf, place in zip(params, places, strict=True)}
-    opt_tree = _optimizer_leaves(parts, tx, param_tree, at_rest, mesh, moments)
     form = ParameterForm(
         jax.tree.structure(parts.params), tuple(leaf.shape for leaf in params), tuple(params)
     )
+    opt_tree = _optimizer_leaves(parts, tx, form, at_rest, mesh, moments)
     # A state with unknown parameters has all its arrays in ``rest``.
     stage = 3 if config.stage and not params else config.stage
     rest_tree = ExtraState(form, at_rest, mesh, stage).leaves(parts.rest)
@@ -158,7 +158,7 @@ def _shown_path(path: Any) -> str:
 def _optimizer_leaves(
     parts: Parts,
     tx: optax.GradientTransformation | None,
-    params: Any,
+    form: ParameterForm,
     at_rest: Any,
     mesh: Mesh,
     moments: Mapping[str, str],
@@ -171,7 +171,7 @@ def _optimizer_leaves(
     if error is not None:  # no optax transformation knows this field
         errors = jax.tree.map(lambda x: error_leaf(x[0], x[1], mesh), paths.error, is_leaf=_is_pair)
         without_error = parts._replace(opt_state=parts.opt_state._replace(error=None))
-        leaves = _optimizer_leaves(without_error, tx, params, at_rest, mesh, moments)
+        leaves = _optimizer_leaves(without_error, tx, form, at_rest, mesh, moments)
         return leaves._replace(error=errors)
 
     def parameter_leaf(pair: Any, param: Leaf) -> Any:
@@ -198,11 +198,11 @@ def _optimizer_leaves(
         empty = (None,) * len(x.shape)
         return Leaf.of(path, x, empty, empty, "belongs to no parameter", mesh)
 
-    structure: Any = jax.tree.structure(params, is_leaf=_is_leaf)
+    params = jax.tree.unflatten(form.tree, form.leaves)
 
     def is_copy(node: Any) -> bool:
-        pairs, node_structure = jax.tree.flatten(node, is_leaf=_is_pair)
-        return bool(node_structure == structure) and any(x.ndim for _, x in pairs)
+        arrays = jax.tree.map(lambda pair: pair[1], node, is_leaf=_is_pair)
+        return form.holds(arrays, shapes=False)
 
     def by_form(node: Any) -> Any:
         if is_copy(node):

@@ -1,20 +1,18 @@
-"""The batch of a step: checked, split into micro-batches, and sharded over the devices."""
+"""The batch of a step, checked against the devices and the config."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from zerojax.config import BatchSizes
-from zerojax.devices.mesh import batch_axes, batch_devices, sequence_size
-from zerojax.devices.rows import BatchRows, dimension
+from zerojax.devices.rows import dimension
+from zerojax.step.batch_placer import BatchPlacer
 from zerojax.step.call import is_array, is_key
-from zerojax.step.sequence import check_tokens, tokens_entry
 
 _SHOWN = 6
 _NO_BATCH = (
@@ -23,16 +21,10 @@ _NO_BATCH = (
 )
 
 
-class BatchLayout:
-    """The placement of a batch on the devices.
+class BatchLayout(BatchPlacer):
+    """The placement of a step's batch, which fits the devices and the config.
 
-    The leading dimension of every leaf, or another dimension, is the global batch, of which a
-    process may pass only its own rows, see :class:`BatchRows`. With accumulation the global batch
-    is split into micro-batches of consecutive rows, ``[B, ...] -> [k, B / k, ...]``, and each
-    micro-batch is sharded over the data-parallel devices; with several processes, a micro-batch has
-    consecutive rows of each process. Without accumulation, leaves may differ in their leading
-    dimensions (nodes and edges of graphs): dimensions that divide among the devices are sharded,
-    the other leaves are replicated.
+    Without accumulation, leaves may differ in their numbers of rows (nodes and edges of graphs).
 
     Args:
       mesh: The devices.
@@ -40,43 +32,27 @@ class BatchLayout:
       axis: The dimension of rows; 0 under accumulation.
 
     Attributes:
-      sizes, axis: The arguments of these names.
-      accumulation: Number of micro-batches in a step.
-      world: Number of devices that share the rows.
-      leaves: The rows of each leaf that a process has.
+      sizes: The argument of this name.
     """
 
     def __init__(self, mesh: Mesh, sizes: BatchSizes, axis: int = 0) -> None:
-        self.sizes, self.accumulation, self.world = sizes, sizes.accumulation, batch_devices(mesh)
-        self.axis, self.leaves = axis, BatchRows(mesh, axis)
-        self._mesh, self._parts = mesh, sequence_size(mesh)
-        axes = batch_axes(mesh)
-        self._rows = (None, axes) if sizes.accumulation > 1 else (*[None] * axis, axes)
-        # Cached by kind of array, because every step places a batch.
-        self._sharded = functools.cache(self._sharded_by)
-        self._deal = functools.cache(lambda sharding: jax.jit(self._dealt, out_shardings=sharding))
+        super().__init__(mesh, sizes.accumulation, axis)
+        self.sizes = sizes
 
     def place(self, batch: Any) -> Any:
         """Checks a batch of arrays and puts it on the devices."""
         self.check(batch)
-        return jax.tree.map(self._place, batch)
+        return super().place(batch)
 
     def abstract(self, batch: Any) -> Any:
-        """Returns the shapes, dtypes and shardings of a batch on the devices."""
+        """Checks a batch and returns its shapes, dtypes and shardings on the devices."""
         self.check(batch)
-
-        def on_devices(x: Any) -> jax.ShapeDtypeStruct:
-            dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-            shape = self._divided(self.leaves.shape(x))
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding(x))
-
-        return jax.tree.map(on_devices, batch)
+        return super().abstract(batch)
 
     def check(self, batch: Any) -> None:
         """Raises ValueError if the batch does not fit the devices or the config."""
         self._check_dimensions(batch)
-        if self._parts > 1:
-            self._check_tokens(batch)
+        self.check_tokens(batch)
         own, k, blocks = self.leaves.own_rows(batch), self.accumulation, self.leaves.blocks
         rows = {self.leaves.shape(x)[self.axis] for x in jax.tree.leaves(batch) if np.ndim(x)}
         if not rows or (len(rows) > 1 and k > 1):
@@ -142,12 +118,6 @@ class BatchLayout:
             "over updates, write zero(step, batch_axis=1)."
         )
 
-    def _check_tokens(self, batch: Any) -> None:
-        for path, x in jax.tree_util.tree_leaves_with_path(batch):
-            if tokens_entry((shape := np.shape(x))[self.axis :], self._parts):
-                name = f"the batch's array {jax.tree_util.keystr(path)} {shape}"
-                check_tokens(name.replace("  ", " "), shape[self.axis + 1], self._parts)
-
     def check_more(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> None:
         """Checks a step's further arguments, which every micro-batch receives in full.
 
@@ -200,35 +170,6 @@ class BatchLayout:
             "gradient_accumulation_steps to 1 (graphs, whose nodes and edges have dimensions of "
             "their own)."
         )
-
-    def _sharding(self, x: Any) -> NamedSharding:
-        shape = self.leaves.shape(x)
-        rows = shape[self.axis] if shape else 0
-        divides = bool(rows and rows % self.world == 0)
-        return self._sharded(divides, tokens_entry(shape[self.axis :], self._parts))
-
-    def _sharded_by(self, rows: bool, tokens: tuple[str, ...]) -> NamedSharding:
-        """Returns the sharding by rows, if ``rows``, and by tokens."""
-        no_axes = (None,) * len(self._rows) if tokens else ()
-        return NamedSharding(self._mesh, PartitionSpec(*(self._rows if rows else no_axes), *tokens))
-
-    def _divided(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        k = self.accumulation
-        return (k, shape[0] // k, *shape[1:]) if shape and k > 1 else tuple(shape)
-
-    def _dealt(self, x: Any) -> Any:
-        """Reshapes [B, ...] to [k, B / k, ...], micro-batches of consecutive rows per process."""
-        k, blocks, n = self.accumulation, self.leaves.blocks, x.shape[0]
-        x = x.reshape(blocks, k, n // (blocks * k), *x.shape[1:])
-        return x.swapaxes(0, 1).reshape(k, n // k, *x.shape[3:])
-
-    def _place(self, x: Any) -> jax.Array:
-        sharding = self._sharding(x)
-        if self.accumulation == 1 or not np.ndim(x):
-            return self.leaves.put(x, sharding)
-        if self.leaves.blocks > 1 and not self.leaves.own(x):
-            return self._deal(sharding)(x)
-        return self.leaves.put(x.reshape(self._divided(x.shape)), sharding, axis=1)
 
 
 def _some(names: Collection[str]) -> str:

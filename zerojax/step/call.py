@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from zerojax.plan.layout import Spec
 from zerojax.step.jitted import Slot
 from zerojax.train_state.nnx import Settings, apply_settings, is_nnx, settings
 from zerojax.train_state.results import ObjectPlaceholder
@@ -138,20 +139,20 @@ def _value(x: Any) -> Any:
 
 
 class Static(NamedTuple):
-    """Further arguments without their arrays; hashable, so that a jit can key on them."""
+    """Further arguments without their arrays; hashable, so that a jit can key on them.
+
+    Attributes:
+      tree: ``jax.tree.structure`` of the arguments, ``(args, kwargs)``.
+      values: The leaves in order, with None in the place of an array.
+      are_arrays: Whether each leaf is an array.
+      specs: The spec of each array that is sharded like a parameter, None for the others, from
+        :class:`zerojax.step.further_arguments.ArgumentReader`; empty without that reader.
+    """
 
     tree: Any
     values: tuple[Any, ...]
-
-
-class _Array:
-    """The placeholder of an array."""
-
-    def __repr__(self) -> str:
-        return "array"
-
-
-_ARRAY = _Array()
+    are_arrays: tuple[bool, ...]
+    specs: tuple[Spec | None, ...] = ()
 
 
 def divide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Static]:
@@ -161,11 +162,13 @@ def divide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], St
       TypeError: A value of the rest is not hashable.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    arrays, values = [], []
-    for path, x in leaves:
-        if is_array(x):
+    are_arrays = tuple(is_array(x) for _, x in leaves)
+    arrays: list[Any] = []
+    values: list[Any] = []
+    for (path, x), array in zip(leaves, are_arrays, strict=True):
+        if array:
             arrays.append(x)
-            values.append(_ARRAY)
+            values.append(None)
             continue
         try:
             hash(x)
@@ -177,13 +180,14 @@ def divide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], St
                 "frozen dataclass), or give it to the step by functools.partial."
             ) from None
         values.append(x)
-    return arrays, Static(tree, tuple(values))
+    return arrays, Static(tree, tuple(values), are_arrays)
 
 
 def join(arrays: list[Any], static: Static) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Rebuilds the further arguments of a call from the results of :func:`divide`."""
     remaining = iter(arrays)
-    leaves = [next(remaining) if x is _ARRAY else x for x in static.values]
+    pairs = zip(static.values, static.are_arrays, strict=True)
+    leaves = [next(remaining) if array else x for x, array in pairs]
     return jax.tree.unflatten(static.tree, leaves)
 
 

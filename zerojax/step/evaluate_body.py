@@ -23,10 +23,10 @@ from zerojax.optim.wrap import ZeroOptState, choose
 from zerojax.plan.error_feedback import key_of
 from zerojax.plan.places import offloads
 from zerojax.plan.state_sharding import DTYPES
-from zerojax.step.call import join
+from zerojax.step.call import Static, join
 from zerojax.step.entering import BodyArrays, enter_rest
 from zerojax.step.extra_state import wanted_specs
-from zerojax.step.further_arguments import FurtherArguments, WithShards, enter_arguments
+from zerojax.step.further_arguments import WithShards, enter_arguments
 from zerojax.step.loop_advice import advise
 from zerojax.step.program import StepSetting
 from zerojax.step.ragged_products import warn_of_ragged_products
@@ -47,7 +47,7 @@ def evaluate_body(
     params: BodyArrays,
     batch: Any,
     arrays: list[Any],
-    further: FurtherArguments,
+    further: Static,
     *,
     replace: Mapping[str, Any] | None = None,
     host: Host | None = None,
@@ -74,7 +74,7 @@ def evaluate_body(
     """
     config, body, k = setting.config, setting.body, setting.layout.accumulation
     batch = _in_compute_dtype(setting, batch)
-    args, kwargs = join(arrays, further.static)
+    args, kwargs = join(arrays, further)
     shards = enter_arguments(setting.inserter, arrays, further.specs)
     feedback = _error_feedback(setting, start)
 

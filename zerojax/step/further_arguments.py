@@ -26,18 +26,6 @@ from zerojax.step.call import Static, divide, is_array
 from zerojax.xla import jaxprs
 
 
-class FurtherArguments(NamedTuple):
-    """Further arguments without their arrays; hashable, so that a jit can key on them.
-
-    Attributes:
-      static: The arguments except for the arrays.
-      specs: The spec of each array that is sharded like a parameter; None for the others.
-    """
-
-    static: Static
-    specs: tuple[Spec | None, ...]
-
-
 class ArrayLayout(NamedTuple):
     """Shape and sharding of one array of an argument.
 
@@ -67,15 +55,13 @@ class ArgumentReader:
         # Cached, because every step asks for every array.
         self._by_rule, self._spec = functools.cache(self._rule), functools.cache(self._spec_of)
 
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], FurtherArguments]:
-        """Returns the arrays of further arguments, and the arguments without their arrays."""
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Static]:
+        """Returns the arrays of further arguments, and the arguments without them, with specs."""
         arrays, static = divide(args, kwargs)
         specs: list[Spec | None] = []
         for argument in (*args, *(x for _, x in sorted(kwargs.items()))):
             specs += self._specs(argument)
-        return arrays, FurtherArguments(static, tuple(specs))
+        return arrays, static._replace(specs=tuple(specs))
 
     def _specs(self, argument: Any) -> Sequence[Spec | None]:
         leaves, tree = jax.tree.flatten(argument)

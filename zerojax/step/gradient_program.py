@@ -25,9 +25,9 @@ from zerojax.optim.wrap import unscaled
 from zerojax.plan.places import DEVICE, DISK
 from zerojax.plan.state_sharding import layout
 from zerojax.plan.stored import pad
+from zerojax.step.call import Static
 from zerojax.step.entering import enter
 from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
-from zerojax.step.further_arguments import FurtherArguments
 from zerojax.step.optimizer_update import OptimizerUpdate
 from zerojax.step.program import StepSetting, TracedProgram
 from zerojax.step.view import View, collecting, constrainer
@@ -132,9 +132,7 @@ class GradientProgram:
         )
 
     @seldom_collected()
-    def _run(
-        self, parts: Parts, batch: Any, arrays: list[Any], further: FurtherArguments
-    ) -> GradientResult:
+    def _run(self, parts: Parts, batch: Any, arrays: list[Any], further: Static) -> GradientResult:
         setting, plan = self._setting, self._setting.plan
         rest = plan.each(plan.unpadded, parts.rest, plan.leaves["rest"])
         opt: Any = jax.tree.unflatten(setting.structure.opt_state, parts.opt_state)

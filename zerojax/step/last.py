@@ -7,7 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import nnx
@@ -15,18 +15,8 @@ from flax import nnx
 from zerojax.train_state.nnx import graph_hash
 from zerojax.train_state.state_parts import Parts
 
-
-class RecognizedState(NamedTuple):
-    """A state that the last step left.
-
-    Attributes:
-      parts: The state's arrays.
-      write_back: Writes the arrays after the step into the NNX objects; None for a state that is
-        returned.
-    """
-
-    parts: Parts
-    write_back: Callable[[Parts], None] | None
+WriteBack = Callable[[Parts], None]
+"""Writes the arrays after the step into the NNX objects of a state."""
 
 
 class LastArrays:
@@ -47,14 +37,14 @@ class LastArrays:
         self._leaves = _references(leaves)
         self._own, self._split = own, split
 
-    def recognize(self, objects: tuple[Any, ...]) -> RecognizedState | None:
+    def recognize(self, objects: tuple[Any, ...]) -> tuple[Parts, None] | None:
         """Returns the state if ``objects`` have the arrays of the last step; else None."""
         leaves, tree = jax.tree.flatten(objects)
         if tree != self._tree:
             return None
         if not all(map(operator.is_, [reference() for reference in self._leaves], leaves)):
             return None
-        return RecognizedState(self._split(*objects)._replace(**self._own), None)
+        return self._split(*objects)._replace(**self._own), None
 
 
 def _references(leaves: list[Any]) -> list[Callable[[], Any]]:
@@ -98,8 +88,9 @@ class LastObjects:
         is_complete = len(places) == len(flat.leaves) and -1 not in places
         return cls(graph, places, parts) if is_complete else None
 
-    def recognize(self, objects: tuple[Any, ...]) -> RecognizedState | None:
-        """Returns the objects' arrays; None if the objects are different, or have changed."""
+    def recognize(self, objects: tuple[Any, ...]) -> tuple[Parts, WriteBack] | None:
+        """Returns the objects' arrays, and the function that replaces them; None if the objects are
+        different, or have changed."""
         graph, flat = nnx.graph.flatten(objects)
         if (graph_hash(graph), graph) != self._graph:
             return None
@@ -114,4 +105,4 @@ class LastObjects:
                 variable.set_raw_value(x)
             self._arrays = [weakref.ref(x) for x in leaves]
 
-        return RecognizedState(jax.tree.unflatten(self._tree, arrays), write_back)
+        return jax.tree.unflatten(self._tree, arrays), write_back

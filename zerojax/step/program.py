@@ -40,6 +40,7 @@ class StepSetting:
 
     Attributes:
       plan: PartitionSpec and bytes of every leaf of the state.
+      state_placer: Places the arrays of a state.
       layout: The placement of the batch.
       body: The user's step on the parts of a state.
       inserter: Gathers parameters where the body uses them.
@@ -58,12 +59,13 @@ class StepSetting:
         signals: Callable[[ZeroOptState, Any], Signals],
     ) -> None:
         self.function, self.states, self.config = function, states, states.config
-        self.donate, self.signals = donate, signals
+        self.explicit, self.donate, self.signals = explicit, donate, signals
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
         self.write_back, self.any_pytree = opened.write_back, opened.any_pytree
         self.knows_parameters = opened.knows_parameters
         self.structure: Any = Parts(*map(jax.tree.structure, opened.parts))
         self.plan = plan = states.plan(opened)
+        self.state_placer = states.state_placer(plan)
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
         self.divide = ArgumentReader(plan)
         sizes, rows_at = config.batch(batch_devices(mesh)), function.form.batch_axis

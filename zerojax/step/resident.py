@@ -13,9 +13,9 @@ from zerojax.devices.mesh import axis_size
 from zerojax.placement.states import abstract
 from zerojax.plan.places import reaches_host
 from zerojax.plan.state_sharding import DTYPES
+from zerojax.step.call import Static
 from zerojax.step.entering import enter
 from zerojax.step.evaluate_body import evaluate_body, unless_skipped, was_done
-from zerojax.step.further_arguments import FurtherArguments
 from zerojax.step.partial_update import to_shards
 from zerojax.step.program import StepResult, StepSetting, TracedProgram
 from zerojax.step.view import View, advancing, cast, constrainer, params_after, updating
@@ -55,9 +55,7 @@ class ResidentStep:
         )
 
     @seldom_collected()
-    def _step(
-        self, parts: Parts, batch: Any, arrays: list[Any], further: FurtherArguments
-    ) -> StepResult:
+    def _step(self, parts: Parts, batch: Any, arrays: list[Any], further: Static) -> StepResult:
         setting, dtype = self.setting, DTYPES[self.setting.config.compute_dtype]
         parts = setting.plan.without_padding(parts)
         compute, view = parts.params, View(opt=parts.opt_state)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh
@@ -20,12 +20,12 @@ from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
 from zerojax.step.arguments import Arguments
-from zerojax.step.call import Call, Form, RearrangedFunction
+from zerojax.step.call import Call, RearrangedFunction
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.emitted import collectives_of
 from zerojax.step.find_optimizer import find_optimizer
-from zerojax.step.last import LastArrays, LastObjects, RecognizedState
+from zerojax.step.last import LastArrays, LastObjects, WriteBack
 from zerojax.step.offloaded import OffloadedStep
 from zerojax.step.program import StepProgram, StepResult, StepSetting
 from zerojax.step.resident import ResidentStep
@@ -34,15 +34,6 @@ from zerojax.train_state.nnx import from_cached_partial
 from zerojax.train_state.results import beside, put_back
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla.lowered import LoweredProgram
-
-
-class LastStep(NamedTuple):
-    """The record of the last step: its state, the form of its call, and its program."""
-
-    left: LastObjects | LastArrays
-    form: Form
-    explicit: Explicit | None
-    program: StepProgram
 
 
 class Step(Decorated[P, R]):
@@ -70,7 +61,7 @@ class Step(Decorated[P, R]):
         self._after_step = AfterStep(states.config)
         has_reports = StepReports.asked(states.config)
         self._reports = StepReports(states.config, states.mesh) if has_reports else None
-        self._last: LastStep | None = None
+        self._last: tuple[LastObjects | LastArrays, StepProgram] | None = None
         self.zero_state: ZeroOptState | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -92,7 +83,7 @@ class Step(Decorated[P, R]):
 
     def _run(self, call: Call, explicit: Explicit | None) -> tuple[tuple[Any, ...], Any]:
         """Returns the state's objects after the step, and the results without these objects."""
-        program, parts, recognized = self._begin(call, explicit)
+        program, parts, write_back = self._begin(call, explicit)
         layout, after_step = program.setting.layout, self._after_step
         _check_concrete(self._arguments.name, parts.step)
         _check_not_deleted(jax.tree.leaves((parts.params, parts.rest))[:1])
@@ -110,9 +101,7 @@ class Step(Decorated[P, R]):
             program.fits = True
         if self._reports:
             self._reports.begin(
-                lambda: program.lowered(
-                    parts, _shapes(program, call, batch), call.args, call.kwargs
-                ),
+                lambda: program.lowered(parts, layout.shapes(call.batch), call.args, call.kwargs),
                 program.setting.plan,
                 (parts, batch),
             )
@@ -121,22 +110,26 @@ class Step(Decorated[P, R]):
             self._reports.end(result)
         _check_concrete(self._arguments.name, result.parts.step)
         self.zero_state = result.parts.opt_state._replace(inner=None, error=None)
-        objects, record = self._finish(call, program, recognized, result)
+        objects, record = self._finish(call, program, write_back, result)
         if record is not None:
-            self._last = LastStep(record, call.form, explicit, program)
+            self._last = record, program
         after_step.note(result.signals, beside(result.out), layout.rows(call.batch))
         return objects, result.out
 
     def _begin(
         self, call: Call, explicit: Explicit | None
-    ) -> tuple[StepProgram, Parts, RecognizedState | None]:
-        """Returns the program for a call, and the state, placed for the program. Skips all checks
-        if the state is the one that the last step left."""
-        cached, last = from_cached_partial(), self._last
-        if last is not None and (last.form, last.explicit) == (call.form, explicit):
-            recognized = last.left.recognize(call.objects)
-            if recognized is not None:  # nothing left to check
-                return last.program, recognized.parts, recognized
+    ) -> tuple[StepProgram, Parts, WriteBack | None]:
+        """Returns the program for a call; the state, placed for the program; and, if the state is
+        that of NNX objects which the last step left, the function that replaces their arrays. Skips
+        all checks if the last step left the state."""
+        cached = from_cached_partial()
+        if self._last is not None:
+            record, program = self._last
+            setting = program.setting
+            if (setting.function.form, setting.explicit) == (call.form, explicit):
+                recognized = record.recognize(call.objects)
+                if recognized is not None:  # nothing left to check
+                    return program, *recognized
         _check_concrete(self._arguments.name, call.objects)
         opened = self._states.open(call.objects)
         if opened.write_back is not None and cached and opened.plain:
@@ -147,14 +140,10 @@ class Step(Decorated[P, R]):
         _check_not_deleted(jax.tree.leaves(call.objects) if opened.any_pytree else ())
         program = self._program(opened, call, explicit)
         program.setting.layout.check(call.batch)
-        return program, self._states.place(opened, program.setting.plan), None
+        return program, program.setting.state_placer.donatable(opened), None
 
     def _finish(
-        self,
-        call: Call,
-        program: StepProgram,
-        recognized: RecognizedState | None,
-        result: StepResult,
+        self, call: Call, program: StepProgram, write_back: WriteBack | None, result: StepResult
     ) -> tuple[tuple[Any, ...], LastObjects | LastArrays | None]:
         """Returns the state's objects after the step, NNX objects updated in place; and the record
         by which the next step recognizes them, None if there is no new record."""
@@ -168,12 +157,13 @@ class Step(Decorated[P, R]):
                 if not setting.knows_parameters:
                     own_parts["opt_state"] = parts.opt_state
             return objects, LastArrays(objects, setting.split, own_parts)
-        if recognized is not None and recognized.write_back is not None:
-            recognized.write_back(parts)
+        record = None
+        if write_back is not None:
+            write_back(parts)
         else:
             setting.write_back(call.objects, parts, setting.tx)
+            record = LastObjects.of(call.objects, parts)
         setting.function.bring_up_to_date(call)
-        record = LastObjects.of(call.objects, parts) if recognized is None else None
         return call.objects, record
 
     def _program(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
@@ -197,7 +187,7 @@ class Step(Decorated[P, R]):
     def _check_memory(
         self, guard: Guard, program: StepProgram, call: Call, parts: Parts, batch: Any
     ) -> None:
-        like = _shapes(program, call, batch)
+        like = program.setting.layout.shapes(call.batch)
         batch_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(batch))
         jax.block_until_ready(parts)  # the program that computed them has freed its memory
         guard.check(
@@ -305,12 +295,6 @@ def _copy_state_arrays(parts: Parts, given: Any) -> Any:
         return given
     state_ids = {id(x) for x in jax.tree.leaves(parts)}
     return jax.tree.map(lambda x: x.copy() if id(x) in state_ids else x, given)
-
-
-def _shapes(program: StepProgram, call: Call, batch: Any) -> Any:
-    """Returns the global shapes of a call's batch, with its dtypes on the devices."""
-    shape = program.setting.layout.leaves.shape
-    return jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(shape(x), y.dtype), call.batch, batch)
 
 
 def _check_concrete(name: str, tree: Any) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 from zerojax.train_state.nnx_bound import bind, bound_to
-from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.train_state.state_parts import IDENTITY, OpenedState, Parts
 
 MODEL = "model"  # the key in Parts.rest of the model's variables beside its parameters
 
@@ -50,36 +52,49 @@ def ordered(objects: Sequence[Any]) -> list[int]:
     return [candidates[0], optimizers[0], *(i for i in others if i != candidates[0])]
 
 
-def open_objects(objects: tuple[Any, ...]) -> OpenedState:
+def open_objects(objects: tuple[Any, ...], *, read_only: bool = False) -> OpenedState:
     """Splits a model, its optimizer and other objects, in any order, into their parts.
 
     ``Parts.rest`` has the model's variables beside its parameters as ``"model"``, and those of the
     other objects as ``"2"``, ``"3"`` and so on. A variable that two objects share belongs to the
     first.
 
+    Args:
+      objects: The objects.
+      read_only: Whether the optimizer may be absent, in a function that trains nothing. The first
+        module is then the model, and its ``nnx.Param`` are the parameters.
+
     Raises:
-      TypeError: The objects are not one optimizer and its model.
+      TypeError: The objects are not one optimizer and its model, or no module.
     """
-    order = ordered(objects)
-    index = order[1]
-    nodes = [order[0], *order[2:]]  # one graph, as they may share variables
-    optimizer, count = objects[index], len(objects)  # closures below must not keep objects alive
-    matches_wrt = nnx.filterlib.to_predicate(optimizer.wrt)
+    index: int | None = None
+    if read_only and not any(isinstance(x, nnx.Optimizer) for x in objects):
+        nodes, wrt = _module_first(objects), nnx.Param
+    else:
+        model, index, *others = ordered(objects)
+        nodes, wrt = [model, *others], objects[index].wrt
+    count = len(objects)  # closures below must not keep objects alive
+    matches_wrt = nnx.filterlib.to_predicate(wrt)
 
     def trained(path: Any, x: Any) -> bool:
         return path[0] == 0 and matches_wrt(path[1:], x)
 
     def opened(objects: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+        # The nodes are one graph, as they may share variables.
         graph, *states = nnx.split(tuple(objects[i] for i in nodes), trained, ...)
         return graph, states
 
     def split(*objects: Any) -> Parts:
         params, rest = (nnx.as_pure(state) for state in opened(objects)[1])
-        optimizer = objects[index]
+        opt_state: Any = optax.EmptyState()
+        step: Any = np.zeros((), np.int32)
+        if index is not None:
+            opt_state = nnx.as_pure(bound_to(objects[index])[1])
+            step = objects[index].step.get_value()
         return Parts(
             _object_variables(params, 0),
-            nnx.as_pure(bound_to(optimizer)[1]),
-            optimizer.step.get_value(),
+            opt_state,
+            step,
             {
                 MODEL: _object_variables(rest, 0),
                 **{str(i + 1): _object_variables(rest, i) for i in range(1, len(nodes))},
@@ -91,31 +106,20 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
         return nnx.State({0: parts.params}), nnx.State(rest)
 
     graph, states = opened(objects)
-    if not jax.tree.leaves(states[0]):
-        raise _untrainable([objects[i] for i in nodes], optimizer)
-    # `close` replaces the optimizer's arrays: keep their shapes, not their memory.
-    optimizer_graph, optimizer_state = nnx.split(optimizer)
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.as_pure(optimizer_state)
-    )
+    if index is not None and not jax.tree.leaves(states[0]):
+        raise _untrainable([objects[i] for i in nodes], objects[index])
+    restored = None if index is None else _restored(objects[index])
 
     def close(parts: Parts, tx: Any) -> tuple[Any, ...]:
-        closed = nnx.merge(optimizer_graph, shapes)
-        adopt(closed, parts, tx)
         merged = dict(zip(nodes, nnx.merge(graph, *joined(parts)), strict=True))
-        return tuple(closed if i == index else merged[i] for i in range(count))
+        if index is not None and restored is not None:
+            merged[index] = restored(parts, tx)
+        return tuple(merged[i] for i in range(count))
 
     def write_back(objects: tuple[Any, ...], parts: Parts, tx: Any) -> None:
         nnx.update(tuple(objects[i] for i in nodes), *joined(parts))
-        optimizer = objects[index]
-        # Not nnx.update, which skips a value that it does not recognize as an array: one on disk.
-        old, variables = bound_to(optimizer)
-        leaves = jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        if old is not tx or len(leaves) != len(jax.tree.leaves(parts.opt_state)):
-            return adopt(optimizer, parts, tx)
-        for variable, x in zip(leaves, jax.tree.leaves(parts.opt_state), strict=True):
-            variable.set_value(x)
-        optimizer.step.set_value(parts.step)
+        if index is not None:
+            _write_optimizer(objects[index], parts, tx)
 
     specs = jax.tree.leaves(
         nnx.as_pure(nnx.get_partition_spec(states[0])),
@@ -123,13 +127,50 @@ def open_objects(objects: tuple[Any, ...]) -> OpenedState:
     )
     return OpenedState(
         parts=split(*objects),
-        tx=bound_to(optimizer)[0],
+        tx=IDENTITY if index is None else bound_to(objects[index])[0],
         split=split,
         close=close,
-        key=(_Graph(graph), type(optimizer), tuple(order)),
+        key=(_Graph(graph), index is not None and type(objects[index]), index, *nodes),
         specs=tuple(specs),
         write_back=write_back,
     )
+
+
+def _module_first(objects: Sequence[Any]) -> list[int]:
+    """Returns the positions of the first module and of the other objects."""
+    modules = [i for i, x in enumerate(objects) if isinstance(x, nnx.Module)]
+    if not modules:
+        raise TypeError(
+            "zero.evaluate takes (state, batch, ...) or (model, batch, ...), but none of "
+            f"{', '.join(type(x).__name__ for x in objects)} is an nnx.Module."
+        )
+    return [modules[0], *(i for i in range(len(objects)) if i != modules[0])]
+
+
+def _restored(optimizer: Any) -> Callable[[Parts, Any], Any]:
+    """Returns a function from parts and a transformation to an optimizer like this one."""
+    # The arrays are replaced: keep their shapes, not their memory.
+    graph, state = nnx.split(optimizer)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.as_pure(state))
+
+    def restored(parts: Parts, tx: Any) -> Any:
+        closed = nnx.merge(graph, shapes)
+        adopt(closed, parts, tx)
+        return closed
+
+    return restored
+
+
+def _write_optimizer(optimizer: Any, parts: Parts, tx: Any) -> None:
+    """Writes the optimizer's arrays into its variables, or replaces the variables by others."""
+    # Not nnx.update, which skips a value that it does not recognize as an array: one on disk.
+    old, variables = bound_to(optimizer)
+    leaves = jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    if old is not tx or len(leaves) != len(jax.tree.leaves(parts.opt_state)):
+        return adopt(optimizer, parts, tx)
+    for variable, x in zip(leaves, jax.tree.leaves(parts.opt_state), strict=True):
+        variable.set_value(x)
+    optimizer.step.set_value(parts.step)
 
 
 def graph_hash(graph: Any) -> int | None:

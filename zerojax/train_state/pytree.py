@@ -13,11 +13,9 @@ import optax
 
 from zerojax.train_state.bound import has_inner
 from zerojax.train_state.linen import own_specs
-from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.train_state.state_parts import IDENTITY, OpenedState, Parts
 
 _STATE_KEY = "state"
-_IDENTITY = optax.identity()
-"""The optimizer of a state that the step updates itself."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) 
     parts = split(*objects)
     return OpenedState(
         parts=parts,
-        tx=_IDENTITY,
+        tx=IDENTITY,
         split=split,
         close=close,
         key=(tree, *others.values(), *known),

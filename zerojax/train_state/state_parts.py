@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 
 import optax
 
+IDENTITY = optax.identity()
+"""The optimizer of a state that the step updates itself, or that is only read; one object, because
+programs are cached by their optimizer."""
+
 
 class Parts(NamedTuple):
     """The arrays of a training state.

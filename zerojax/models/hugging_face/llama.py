@@ -83,7 +83,7 @@ def config_from_hf(values: Json) -> LlamaConfig:
     config_file.check_supported(values, SUPPORTED, module)
     config_file.check_supported(rope, {"rope_type": ("default",)}, module)
     sizes = config_file.from_keys(KEYS, values)
-    theta: float = rope.get("rope_theta", values.get("rope_theta", ROPE_THETA))
+    theta = {"rope_theta": ROPE_THETA, **values, **rope}["rope_theta"]
     if sizes["n_kv_head"] == sizes["n_head"]:
         sizes["n_kv_head"] = None  # LlamaConfig's form
     config = LlamaConfig(

@@ -84,11 +84,11 @@ def test_where_two_stand_is_said_once(capsys: pytest.CaptureFixture[str]) -> Non
     first, other = Lockstep(Coordinator()), Lockstep(Coordinator(), silent=0.0)
     for calls in (first, other):
         calls.note("train_step(...)")
-    other.compare(0, first.told())
+    other.compare(0, first.described())
     other.note("train_step(...)")
-    told = first.told()
+    described = first.described()
     for _ in range(4):
-        other.compare(0, told)
+        other.compare(0, described)
     said = capsys.readouterr().err
     assert said.count("process 0 stands at ") == 1
     assert "test_lockstep.py:" in said

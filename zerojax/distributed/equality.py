@@ -92,7 +92,7 @@ def _digest(x: object) -> str:
     return f"{array.dtype}{[*array.shape]} of checksum {checksum:08x}"
 
 
-def _lines(told: list[str]) -> str:
+def _lines(values: list[str]) -> str:
     """Lists each value once, with its processes."""
-    groups = by_value(dict(enumerate(told)))
+    groups = by_value(dict(enumerate(values)))
     return "\n".join(f"  {who}: {value}" for value, who in groups.items())

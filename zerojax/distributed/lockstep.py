@@ -62,7 +62,7 @@ class Lockstep:
             self._has_ended = True
             self.note(_END)
         if self._me == 0 or self._has_ended:
-            text = self.told()
+            text = self.described()
             if text != self._published:
                 self._coordinator.publish(_ALL_CALLS if self._me else _CALLS, text)
                 self._published = text
@@ -71,14 +71,14 @@ class Lockstep:
             self.compare(process, text)
         return _TICK
 
-    def told(self) -> str:
+    def described(self) -> str:
         """Returns the number of calls, the last of them, and the main thread's line, as JSON."""
         with self._lock:
             return json.dumps([self._count, [*self._calls][-_PUBLISHED:], _place()])
 
-    def compare(self, process: int, told: str) -> None:
+    def compare(self, process: int, description: str) -> None:
         """Ends this process if another process has executed other calls."""
-        count, other_calls, place = json.loads(told)
+        count, other_calls, place = json.loads(description)
         with self._lock:
             own_calls, number = [*self._calls], self._count
         first = max(count - len(other_calls), number - len(own_calls))
@@ -86,7 +86,7 @@ class Lockstep:
             own, other = own_calls[n - number], other_calls[n - count]
             if own[0] != other[0]:
                 self._refuse(n + 1, own[1], process, other[1], place)
-        self._say_who_waits(process, count, place, number)
+        self._report_waiting(process, count, place, number)
 
     def _refuse(self, number: int, own: str, process: int, other: str, place: str) -> None:
         end_with(
@@ -99,7 +99,7 @@ class Lockstep:
             )
         )
 
-    def _say_who_waits(self, process: int, count: int, place: str, number: int) -> None:
+    def _report_waiting(self, process: int, count: int, place: str, number: int) -> None:
         """Prints once where two processes are that have been at different calls for long."""
         now, state = time.monotonic(), (process, count, place, number)
         if self._still is None or (self._still[0] == process and self._still != state):

@@ -51,7 +51,7 @@ class Coordinator(threading.Thread):
       count: Number of processes.
       tick: Seconds between looks at what other processes may publish at any moment.
       answers: Whether process 0 answers.
-      ended: Set when the script of this process has ended.
+      ended: Whether the script of this process has ended.
       at_end: Functions that the thread calls before it ends.
     """
 
@@ -59,11 +59,12 @@ class Coordinator(threading.Thread):
         super().__init__(name="zerojax coordinator", daemon=True)
         self.client, self.me, self.count = client, jax.process_index(), jax.process_count()
         self.tick = _TICK * max(1.0, self.count / _PROCESSES_PER_TICK)
-        self.answers, self.ended = True, threading.Event()
+        self.answers, self.ended = True, False
         self.at_end: list[Callable[[], object]] = []
         self._checks: list[_Check] = []
         self._rounds: Counter[str] = Counter()
         self._shared: dict[Callable[..., Any], Any] = {}
+        self._is_leaving = threading.Event()
         self._waits, self._ended_at, self._has_reported = True, 0.0, False
         if client is not None:
             self.publish(_UP, "")
@@ -125,23 +126,24 @@ class Coordinator(threading.Thread):
         JAX's shutdown does not print which processes it waits for, and after 300 s all abort.
         """
         atexit.unregister(self.leave)
+        self.ended = True
         if self.client is not None and self.client is _client():
             try:
                 for array in jax.live_arrays():  # from steps that the others run as well
                     array.block_until_ready()
             except RuntimeError:  # a step has failed, perhaps because the others are gone
                 self._waits = False
-        self.ended.set()
+        self._is_leaving.set()
         self.join()  # a thread that the interpreter ends inside jaxlib aborts the process
 
     def run(self) -> None:
         """Runs the thread until the scripts of all processes have ended."""
         while self.client is _client():
-            has_ended = self.ended.is_set()
+            is_leaving = self._is_leaving.is_set()
             self.answers = self.client is None or self.wait(_UP, 0, self.me, _ANSWER) is not None
-            pause = self._look(everything=has_ended)
-            if not has_ended:
-                self.ended.wait(pause)
+            pause = self._look(everything=is_leaving)
+            if not is_leaving:
+                self._is_leaving.wait(pause)
             elif self._have_all_ended():
                 self._look(everything=True)  # at what the others published before they ended
                 break

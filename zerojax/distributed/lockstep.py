@@ -58,7 +58,7 @@ class Lockstep:
 
         Process 0 compares with the processes whose scripts have ended, the others with process 0.
         """
-        if self._coordinator.ended.is_set() and not self._has_ended:
+        if self._coordinator.ended and not self._has_ended:
             self._has_ended = True
             self.note(_END)
         if self._me == 0 or self._has_ended:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from launch.launched import launched
 
+from zerojax.distributed.coordinator import Coordinator
 from zerojax.distributed.lockstep import Lockstep
 
 pytestmark = pytest.mark.slow
@@ -80,14 +81,14 @@ def test_one_process_alone(name: str, tmp_path: Path) -> None:
 
 def test_where_two_stand_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     """As where process 0 alone fetches an array of all, which is no call of zerojax."""
-    first, other = Lockstep(), Lockstep(silent=0.0)
+    first, other = Lockstep(Coordinator()), Lockstep(Coordinator(), silent=0.0)
     for calls in (first, other):
         calls.note("train_step(...)")
     other.compare(0, first.snapshot())
     other.note("train_step(...)")
-    told = first.snapshot()
+    described = first.snapshot()
     for _ in range(4):
-        other.compare(0, told)
+        other.compare(0, described)
     said = capsys.readouterr().err
     assert said.count("process 0 stands at ") == 1
     assert "test_lockstep.py:" in said

@@ -9,6 +9,7 @@ import pytest
 from distributed import stalled
 from groups import LIMIT, group, wait_for
 
+from zerojax.distributed.coordinator import Coordinator, coordinator
 from zerojax.distributed.watchdog import STALLED, Watchdog, watchdog
 
 pytestmark = pytest.mark.slow
@@ -76,13 +77,13 @@ def test_where_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     there = watchdog()
     assert there is not None
     assert watchdog() is there
-    there.stop()
-    there.join(LIMIT)
-    assert not there.is_alive()
+    thread = coordinator()
+    thread.leave()
+    assert not thread.is_alive()
 
 
 def test_the_limit_follows_the_pace_of_steps() -> None:
-    waits = Watchdog(None, None)
+    waits = Watchdog(Coordinator(), None, None)
     assert waits.limit() == 1800
     waits.begin()
     assert waits.limit() == 1800
@@ -94,7 +95,7 @@ def test_the_limit_follows_the_pace_of_steps() -> None:
 
 def test_a_step_costs_a_few_calls() -> None:
     """Of Python's functions and of C's, microseconds in all."""
-    waits = Watchdog(60, None)
+    waits = Watchdog(Coordinator(), 60, None)
     results = {"loss": jnp.ones(()), "accuracy": jnp.ones(())}
     events: list[str] = []
     sys.setprofile(lambda frame, event, _: events.append(event))

@@ -28,9 +28,9 @@ class Preemption:
     Several processes agree: whichever process receives a SIGTERM, ``notice`` becomes true in all of
     them at the same read, so that all save the same step and exit together. Every process must
     therefore read ``notice`` equally often: once per step, and once per batch of an evaluation that
-    preemption may interrupt. A read that waits for the other processes' answers takes milliseconds,
-    any other read a microsecond. After an agreed notice, a process survives its first SIGTERM even
-    after the end of the block.
+    preemption may interrupt. The notice comes within a few seconds. The read that waits for the
+    other processes' answers takes about a second, any other read a microsecond. After an agreed
+    notice, a process survives its first SIGTERM even after the end of the block.
 
     Raises:
       ValueError: outside the main thread, because Python handles signals only there.

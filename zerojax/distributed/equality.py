@@ -7,7 +7,6 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import Any
 
 import jax
 import numpy as np
@@ -53,7 +52,7 @@ def require_same_program(name: str, programs: Iterable[jax.stages.Lowered]) -> N
     )
 
 
-def require_same_values(name: str, values: Mapping[str, Any]) -> None:
+def require_same_values(name: str, values: Mapping[str, object]) -> None:
     """Refuses arrays and numbers that differ between the processes.
 
     Args:
@@ -76,20 +75,21 @@ def require_same_values(name: str, values: Mapping[str, Any]) -> None:
         )
 
 
-def _is_own(x: Any) -> bool:
+def _is_own(x: object) -> bool:
     if isinstance(x, jax.Array):
         return x.is_fully_addressable
     return isinstance(x, np.ndarray | np.generic | int | float | complex)
 
 
-def _digest(x: Any) -> str:
+def _digest(x: object) -> str:
     """Describes an array by its values or a checksum; equal arrays have equal descriptions."""
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    x = np.asarray(x)
-    if x.size <= 4:
-        return repr(x.tolist())
-    return f"{x.dtype}{[*x.shape]} of checksum {zlib.crc32(np.ascontiguousarray(x).tobytes()):08x}"
+    array = np.asarray(x)
+    if array.size <= 4:
+        return repr(array.tolist())
+    checksum = zlib.crc32(np.ascontiguousarray(array).tobytes())
+    return f"{array.dtype}{[*array.shape]} of checksum {checksum:08x}"
 
 
 def _lines(values: list[str]) -> str:

@@ -8,6 +8,7 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 _LAST_WORDS = 1.0
 """Seconds that the other processes have to print an error that all raise."""
@@ -55,6 +56,17 @@ def end_at_once(index: int) -> None:
             os._exit(status)
 
     sys.excepthook = end
+
+
+def end_with(error: Exception) -> NoReturn:
+    """Prints an error as an uncaught exception, and ends this process with status 1.
+
+    Another thread calls this function where the main thread may wait for ever, in a program that
+    the other processes do not run.
+    """
+    sys.excepthook(type(error), error, error.__traceback__)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def ends_at_once() -> bool:

@@ -19,7 +19,6 @@ from zerojax.distributed.exchange import exchange
 from zerojax.distributed.failure import end_at_once, leave
 from zerojax.distributed.gpus import local_devices
 from zerojax.distributed.launched import LaunchError, launched
-from zerojax.distributed.leaving import leave_together
 from zerojax.distributed.preflight import (
     cpu_warnings,
     describe,
@@ -108,7 +107,6 @@ def init_distributed(
     if me.index == 0:
         for each in cpu_warnings(records):
             warnings.warn(f"zerojax: {each}", stacklevel=2)
-    leave_together()
     leave("joined", me.index)
     watchdog()
 

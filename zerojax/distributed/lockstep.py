@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
 import os
 import sys
@@ -11,22 +9,22 @@ import threading
 import time
 import zlib
 from collections import deque
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from zerojax.distributed.coordinator import Coordinator, coordinator
+from zerojax.distributed.failure import end_with
 from zerojax.distributed.launched import LaunchError
-from zerojax.distributed.leaving import leave_together
 from zerojax.xla import compat
 
-_FIRST, _ENDED = "zerojax/calls/of/", "zerojax/calls/ended/"
+_CALLS, _ALL_CALLS = "calls", "calls of an ended script"
 _TICK = 2.0  # s
 _PUBLISHED, _KEPT = 64, 4096  # calls
 _END = "the end of the program"
 
 
-class Lockstep(threading.Thread):
+class Lockstep:
     """Compares the calls of all processes with those of process 0, every few seconds.
 
     If one process evaluates, saves or steps by itself, it waits for the others for ever, or its
@@ -34,18 +32,20 @@ class Lockstep(threading.Thread):
     its last calls, and the others read them. A process that finds a difference ends with an error.
 
     Args:
+      this: The coordinator of this process.
       silent: Seconds after which a process reports that two processes are at different calls, and
         at which lines.
     """
 
-    def __init__(self, silent: float = 60.0) -> None:
-        super().__init__(name="zerojax lockstep", daemon=True)
-        self._silent = silent
-        self._me, self._lock, self._over = jax.process_index(), threading.Lock(), threading.Event()
+    def __init__(self, this: Coordinator, silent: float = 60.0) -> None:
+        self._coordinator, self._me, self._silent = this, this.me, silent
+        self._lock = threading.Lock()
         self._count, self._sum = 0, 0
         self._calls: deque[tuple[int, str]] = deque(maxlen=_KEPT)  # checksum of all so far, name
-        self._published = ""
-        self._still: tuple[Any, float] = None, 0.0  # unchanged state, since when
+        self._published, self._has_ended = "", False
+        self._still: tuple[int, int, str, int] | None = None  # positions, unchanged since
+        self._since = 0.0
+        this.every(self._look)
 
     def note(self, call: str) -> None:
         """Records a call that all processes must execute, before the call waits for any of them."""
@@ -53,65 +53,61 @@ class Lockstep(threading.Thread):
             self._count, self._sum = self._count + 1, zlib.crc32(call.encode(), self._sum)
             self._calls.append((self._sum, call))
 
-    def run(self) -> None:
-        """Runs the thread."""
-        while not self._over.wait(_TICK):
-            if not jax.distributed.is_initialized():
-                return
-            self._look()
+    def _look(self) -> float:
+        """Publishes this process's calls, and compares them with those of other processes.
 
-    def _look(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the job is over
-            if self._me == 0:
-                self._publish(_FIRST)
-            for key, word in compat.coordination().key_value_dir_get(
-                _FIRST if self._me else _ENDED
-            ):
-                self.compare(int(key.rpartition("/")[2]), word)
+        Process 0 compares with the processes whose scripts have ended, the others with process 0.
+        """
+        if self._coordinator.ended and not self._has_ended:
+            self._has_ended = True
+            self.note(_END)
+        if self._me == 0 or self._has_ended:
+            text = self.snapshot()
+            if text != self._published:
+                self._coordinator.publish(_ALL_CALLS if self._me else _CALLS, text)
+                self._published = text
+        others = self._coordinator.collect(_CALLS if self._me else _ALL_CALLS)
+        for process, text in others.items():
+            self.compare(process, text)
+        return _TICK
 
     def snapshot(self) -> str:
         """Returns the number of calls, the last of them, and the main thread's line, as JSON."""
         with self._lock:
             return json.dumps([self._count, [*self._calls][-_PUBLISHED:], _place()])
 
-    def _publish(self, folder: str) -> None:
-        word = self.snapshot()
-        if word != self._published:
-            self._published = word
-            compat.coordination().key_value_set(f"{folder}{self._me}", word, True)
-
-    def compare(self, process: int, snapshot: str) -> None:
+    def compare(self, process: int, description: str) -> None:
         """Ends this process if another process has executed other calls."""
-        count, other_calls, place = json.loads(snapshot)
+        count, other_calls, place = json.loads(description)
         with self._lock:
             own_calls, number = [*self._calls], self._count
         first = max(count - len(other_calls), number - len(own_calls))
         for n in range(first, min(count, number)):
             own, other = own_calls[n - number], other_calls[n - count]
             if own[0] != other[0]:
-                self._report(n + 1, own[1], process, other[1], place)
-        self._say_who_waits(process, count, place, number)
+                self._refuse(n + 1, own[1], process, other[1], place)
+        self._report_waiting(process, count, place, number)
 
-    def _report(self, number: int, own: str, process: int, other: str, place: str) -> None:
-        error = LaunchError(
-            f"the processes do not call the same: call {number} of zerojax is {other} in process "
-            f"{process}, which is at {place}, and {own} in process {self._me}, which is at "
-            f"{_place()}. Every process runs the same steps, evaluations, saves and restores, "
-            "with the same numbers beside the batch; only process 0 need print and log"
+    def _refuse(self, number: int, own: str, process: int, other: str, place: str) -> None:
+        end_with(
+            LaunchError(
+                f"the processes do not call the same: call {number} of zerojax is {other} in "
+                f"process {process}, which is at {place}, and {own} in process {self._me}, which "
+                f"is at {_place()}. Every process runs the same steps, evaluations, saves and "
+                "restores, with the same numbers beside the batch; only process 0 need print and "
+                "log"
+            )
         )
-        sys.excepthook(LaunchError, error, None)
-        sys.stderr.flush()
-        os._exit(1)  # the main thread may wait for the others in a program that they do not run
 
-    def _say_who_waits(self, process: int, count: int, place: str, number: int) -> None:
+    def _report_waiting(self, process: int, count: int, place: str, number: int) -> None:
         """Prints once where two processes are that have been at different calls for long."""
         now, state = time.monotonic(), (process, count, place, number)
-        if self._still[0] is None or (self._still[0][0] == process and self._still[0] != state):
-            self._still = state, now
-        elif self._still[0][0] != process or (number > count and self._me > 1):
+        if self._still is None or (self._still[0] == process and self._still != state):
+            self._still, self._since = state, now
+        elif self._still[0] != process or (number > count and self._me > 1):
             return  # one of the processes that see this reports it
-        elif count != number and 0 < now - self._still[1] > self._silent:
-            self._still = state, float("inf")
+        elif count != number and 0 < now - self._since > self._silent:
+            self._since = float("inf")
             print(
                 f"zerojax: for {self._silent:g} s process {process} stands at {place}, in or after "
                 f"call {count} of zerojax, and process {self._me} at {_place()}, call {number}. "
@@ -119,16 +115,6 @@ class Lockstep(threading.Thread):
                 file=sys.stderr,
                 flush=True,
             )
-
-    def end(self) -> None:
-        """Publishes and compares at the program's end; the last process to end compares all."""
-        self._over.set()
-        self.join(_TICK)
-        if jax.distributed.is_initialized():
-            self.note(_END)
-            with contextlib.suppress(RuntimeError):
-                self._publish(_ENDED if self._me else _FIRST)
-            self._look()
 
 
 def lockstep(mesh: Mesh | AbstractMesh) -> Lockstep | None:
@@ -138,14 +124,7 @@ def lockstep(mesh: Mesh | AbstractMesh) -> Lockstep | None:
         return None
     if len({device.process_index for device in mesh.devices.flat}) < jax.process_count():
         return None
-    for thread in threading.enumerate():  # Python lists the threads; zerojax keeps no globals
-        if isinstance(thread, Lockstep):
-            return thread
-    started = Lockstep()
-    started.start()
-    leave_together()
-    atexit.register(started.end)  # runs before the wait for the others
-    return started
+    return coordinator().only(Lockstep)
 
 
 def _place() -> str:

@@ -83,7 +83,7 @@ class _Roll:
             for key, _ in self._waiting.select(min(seconds - waited, 1.0)):
                 if key.fileobj is self._listener:
                     self._admit()
-                elif problem := self._hear(key.fileobj):
+                elif problem := self._hear(key.data):
                     return problem
         return ""
 
@@ -92,10 +92,10 @@ class _Roll:
             guest, _ = self._listener.accept()
             self._heard[guest] = bytearray()
             guest.setblocking(False)
-            self._waiting.register(guest, selectors.EVENT_READ)
+            self._waiting.register(guest, selectors.EVENT_READ, guest)
             guest.send(_GREETING)
 
-    def _hear(self, guest: Any) -> str:
+    def _hear(self, guest: socket.socket) -> str:
         buffer, received = self._heard[guest], b""
         with contextlib.suppress(OSError):
             received = guest.recv(1 << 16)

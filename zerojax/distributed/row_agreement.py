@@ -3,44 +3,47 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Mapping
 
 import jax
 
-from zerojax.distributed.exchange import ProcessesMissing, exchange
-from zerojax.distributed.leaving import UntilAllHaveLeft
-from zerojax.xla import compat
+from zerojax.distributed.coordinator import Coordinator, coordinator
+from zerojax.distributed.exchange import ProcessesMissing, gather
+from zerojax.distributed.failure import end_with
+from zerojax.distributed.roll_call import by_value
 
 _GRACE = 5.0  # s in which the main thread may raise itself
-_LOOK = 1.0  # s between checks for questions of others
+_ANSWERING = 0.1  # s between looks for the answers of the others
 
 
 class RowAgreement:
     """The row counts that each process passes to one function, call by call.
 
     With unequal rows the processes would run different programs, and wait for each other for ever.
-    A process whose rows change asks the others for their rows at that call, and waits. If all rows
-    change equally, all processes ask and go on. A process whose rows do not change sends nothing;
-    its background thread sees the question and replies. The main thread may then already run a
-    program that never ends without the others, so on a mismatch the background thread ends the
-    process if no further call raises.
+    A process whose rows change begins a round at that call, and waits for all answers. If all rows
+    change equally, all processes begin it and go on. A process whose rows do not change sends
+    nothing; the coordinator's thread sees the round and answers. The main thread may then already
+    run a program that never ends without the others, so on a mismatch the coordinator's thread ends
+    the process if no further call raises.
 
     Args:
-      name: Name of the function, for messages. All processes must make the first calls of their
-        functions in the same order.
+      name: Name of the function, for messages. All processes must make the first calls of
+        functions of one name in the same order.
       seconds: Seconds to wait for a process that has not come to the call.
     """
 
     def __init__(self, name: str, seconds: float = 600.0) -> None:
         self._name, self._seconds = name, seconds
+        self._coordinator: Coordinator | None = None
+        self._topic = ""
         self._lock = threading.Lock()
-        self._raised = threading.Event()
-        self._calls, self._rows, self._turns = 0, "", 0
+        self._calls, self._rows = 0, ""
+        self._round = 0  # the last that this process has answered
+        self._answering, self._answer = 0, ""  # the round that the thread answers; 0 for none
         self._problem: ValueError | None = None
-        self._place = ""
+        self._is_raised, self._end_at = False, 0.0
 
     def agree(self, rows: str) -> None:
         """Begins a call.
@@ -56,85 +59,69 @@ class RowAgreement:
             return
         with self._lock:
             if self._problem is not None:
-                self._raised.set()
+                self._is_raised = True
                 raise self._problem
             self._calls += 1
             if rows == self._rows:
                 return
             previous, self._rows = self._rows, rows
-            self._turns += 1
-        if not self._place:
-            self._start()
-        client, question = compat.coordination(), f"{self._place}/asked/{self._turns}"
-        client.key_value_set(question, str(self._calls), allow_overwrite=True)
-        if problem := self._compare(self._calls, rows, previous):
+            self._round += 1
+            number, answer = self._round, f"{self._calls}:{rows}:{previous}"
+        this = self._coordinator or self._start()
+        answers = gather(this, self._topic, number, answer, self._seconds)
+        if problem := self._mismatch(this, dict(enumerate(answers)), number):
             raise problem
-        client.key_value_delete(question)  # all others have asked as well
 
-    def _start(self) -> None:
-        client, me = compat.coordination(), jax.process_index()
-        number = len(client.key_value_dir_get(f"zerojax/rows/of/{me}/"))
-        client.key_value_set(f"zerojax/rows/of/{me}/{number}", self._name)
-        self._place = f"zerojax/rows/{number}"
-        _Listener(self._listen).start()
+    def _start(self) -> Coordinator:
+        this = self._coordinator = coordinator()
+        self._topic = this.new_topic(f"rows of {self._name}")
+        this.every(lambda: self._look(this))
+        return this
 
-    def _compare(self, call: int, rows: str, before: str) -> ValueError | None:
-        """Returns the mismatch, if any, once all have sent the call at which their rows changed."""
-        name = f"rows of {self._name} ({self._place})"
-        answers = [x.split(":") for x in exchange(name, f"{call}:{rows}:{before}", self._seconds)]
-        first = min(int(at) for at, _, _ in answers)
-        rows_by_process = [rows if int(at) == first else before for at, rows, before in answers]
-        if len({*rows_by_process}) == 1:
+    def _mismatch(
+        self, this: Coordinator, answers: Mapping[int, str], number: int
+    ) -> ValueError | None:
+        """Returns the error for unequal rows, if they are, from the answers of all processes.
+
+        An answer is the call, its rows and the rows before.
+        """
+        split = {process: answer.split(":") for process, answer in answers.items()}
+        first = min(int(at) for at, _, _ in split.values())
+        rows_by_process = {
+            process: (rows if int(at) == first else before) or "none"
+            for process, (at, rows, before) in sorted(split.items())
+        }
+        groups = by_value(rows_by_process)
+        if len(groups) == 1:
             return None
         with contextlib.suppress(ProcessesMissing, jax.errors.JaxRuntimeError):
-            exchange(f"{name}, read", "", _GRACE)  # keeps the coordinator alive until all have read
-        counts = ", ".join(
-            f"{each or 'none'} in process{'es' * bool(processes[1:])} {_listed(processes)}"
-            for each in dict.fromkeys(rows_by_process)
-            for processes in [[i for i, x in enumerate(rows_by_process) if x == each]]
-        )
+            # Process 0 must not end before all have read the answers.
+            gather(this, f"{self._topic}, read", number, "", _GRACE)
+        counts = ", ".join(f"{rows} in {who}" for rows, who in groups.items())
         return ValueError(
             f"{self._name}: the processes pass different numbers of rows at call {first}: {counts}."
             " Every process passes equally many, so that all run the same program: let the loader "
             "drop the last incomplete batch, or fill it up with rows of weight 0."
         )
 
-    def _listen(self, over: threading.Event) -> None:
-        """Sends this process's unchanged rows when another process's rows have changed."""
-        client = compat.coordination()
-        with contextlib.suppress(ProcessesMissing, jax.errors.JaxRuntimeError):
-            while not over.wait(_LOOK):
-                questions = dict(client.key_value_dir_get(f"{self._place}/asked/"))
-                with self._lock:
-                    call = questions.get(f"{self._place}/asked/{self._turns + 1}")
-                    if call is None or int(call) > self._calls:
-                        continue  # the main thread asks too, or has yet to reach the call
-                    self._turns += 1
-                    rows = self._rows
-                if problem := self._compare(int(call), rows, rows):
-                    self._report(problem)
-                    return
-
-    def _report(self, problem: ValueError) -> None:
+    def _look(self, this: Coordinator) -> float:
+        """Answers a round of others at whose call this process's rows did not change."""
+        if self._problem is not None:
+            if time.monotonic() > self._end_at and not self._is_raised:
+                end_with(self._problem)
+            return this.tick
+        number = self._answering or self._round + 1
+        answers = this.collect(self._topic, number)
         with self._lock:
-            self._problem = problem
-        if not self._raised.wait(_GRACE):
-            sys.excepthook(ValueError, problem, None)
-            sys.stderr.flush()
-            os._exit(1)  # the main thread waits for the others in a program that they do not run
-
-
-class _Listener(UntilAllHaveLeft):
-    """Thread that answers also after the script's end, which others may not have reached."""
-
-    def __init__(self, listen: Callable[[threading.Event], None]) -> None:
-        super().__init__("zerojax rows")
-        self._listen = listen
-
-    def run(self) -> None:
-        """Runs the thread."""
-        self._listen(self.over)
-
-
-def _listed(processes: Sequence[int]) -> str:
-    return ", ".join(map(str, processes[:8])) + (", ..." if processes[8:] else "")
+            first = min((int(each.partition(":")[0]) for each in answers.values()), default=0)
+            if number > self._round and 0 < first <= self._calls:
+                self._round = self._answering = number
+                self._answer = f"{first}:{self._rows}:{self._rows}"
+        if self._answering and this.me not in answers:
+            this.publish(self._topic, self._answer, number)
+        elif self._answering and len(answers) == this.count:
+            problem = self._mismatch(this, answers, number)
+            with self._lock:
+                self._answering, self._problem = 0, problem
+                self._end_at = time.monotonic() + _GRACE
+        return _ANSWERING if self._answering else this.tick

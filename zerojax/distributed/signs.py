@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
-from zerojax.xla import compat
+from zerojax.distributed.coordinator import Coordinator
 
-_KEY = "zerojax/signs/"
+_TOPIC = "signs"
 
 
 class Sign(NamedTuple):
@@ -29,42 +26,39 @@ class Sign(NamedTuple):
 
 
 class Signs:
-    """The signs of all processes, sent through the coordinator.
+    """The signs of all processes.
 
-    Each process measures the ages of signs by its own clock, as clocks of hosts differ. A
-    coordinator that does not answer shows as a process 0 without a sign.
+    Each process measures the ages of signs by its own clock, as clocks of hosts differ. If process
+    0 does not answer, no process has a new sign.
     """
 
-    def __init__(self) -> None:
-        self._me, self._count = jax.process_index(), jax.process_count()
+    def __init__(self, this: Coordinator) -> None:
+        self._coordinator = this
         self._given = 0
         self._signs: dict[int, Sign] = {}
         self._since = 0.0
 
-    def give(self, busy: str, seconds: float) -> None:
+    def give(self, busy: str) -> None:
         """Sends a sign of this process.
 
         Args:
           busy: The process's activity in place of steps; empty for none.
-          seconds: Seconds that the coordinator may take.
         """
         self._given += 1
         word = f"{self._given} {busy}"
-        if self._count > 1:
-            key = f"{_KEY}{self._me}"
-            within(seconds, lambda: compat.coordination().key_value_set(key, word, True))
-        self._signs[self._me] = Sign(word, time.monotonic())
+        if self._can_ask():
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._coordinator.publish(_TOPIC, word)
+        self._signs[self._coordinator.me] = Sign(word, time.monotonic())
 
-    def look(self, seconds: float) -> None:
+    def look(self) -> None:
         """Reads the signs of the others, and compares them with those of earlier calls."""
         self._since = self._since or time.monotonic()
-        if self._count == 1:
-            return
-        entries = within(seconds, lambda: compat.coordination().key_value_dir_get(_KEY)) or []
-        for key, word in entries:
-            process = int(key.rpartition("/")[2])
-            if process not in self._signs or self._signs[process].word != word:
-                self._signs[process] = Sign(word, time.monotonic())
+        if self._can_ask():
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                for process, word in self._coordinator.collect(_TOPIC).items():
+                    if process not in self._signs or self._signs[process].word != word:
+                        self._signs[process] = Sign(word, time.monotonic())
 
     def look_away(self) -> None:
         """Forgets all signs, until the next :meth:`look`."""
@@ -79,25 +73,12 @@ class Signs:
         """Returns the processes without a new sign for more than ``seconds``."""
         now = time.monotonic()
         late = Sign("", -seconds)
-        return [i for i in range(self._count) if now - self._signs.get(i, late).seen > seconds]
+        processes = range(self._coordinator.count)
+        return [i for i in processes if now - self._signs.get(i, late).seen > seconds]
 
     def busy(self) -> set[str]:
         """Returns the activities of the processes in place of steps."""
         return {sign.word.partition(" ")[2] for sign in self._signs.values()} - {""}
 
-
-def within(seconds: float, ask: Callable[[], Any]) -> Any:
-    """Returns the coordinator's answer; None if ``ask`` fails or takes longer than ``seconds``."""
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def run() -> None:
-        answer = None
-        with contextlib.suppress(RuntimeError):  # JaxRuntimeError is one
-            answer = ask()
-        answers.put(answer)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return answers.get(timeout=seconds)
-    except queue.Empty:
-        return None
+    def _can_ask(self) -> bool:
+        return self._coordinator.count > 1 and self._coordinator.answers

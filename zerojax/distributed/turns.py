@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 
-import jax
+from zerojax.distributed.coordinator import coordinator
 
-from zerojax.distributed.broadcast import Broadcast
+_CHOOSING = 0.02  # s between looks while a turn is chosen
 
 
 class AgreedTurn:
     """Agreement on a turn: any process asks at any moment, and all learn of it at the same turn.
 
     A turn is a call of :meth:`reached`, which every process calls equally often. The chosen turn is
-    the first that no process has begun when the question reaches it. Until all processes have sent
-    the number of their turns, :meth:`reached` waits.
+    the first that no process has begun when the question reaches it. Until all processes have
+    published the number of their turns, :meth:`reached` waits.
 
     Args:
       name: Name of the question; every process creates agreements of one name in the same order.
@@ -24,31 +24,53 @@ class AgreedTurn:
     """
 
     def __init__(self, name: str) -> None:
+        self._coordinator = coordinator()
+        self._topic = self._coordinator.new_topic(name)
         self._turns = 0
         self._chosen: int | None = None
-        self._choosing = threading.Lock()
-        self._question = Broadcast(name, self._choose)
+        self._is_asked, self._is_choosing = False, False
+        self._choice = threading.Condition()
+        self._coordinator.every(self._look)
 
     def ask(self) -> None:
-        """Asks all processes; signal handlers may call it."""
-        self._question.send("")
+        """Asks all processes, within a few seconds; signal handlers may call it."""
+        self._is_asked = True
 
     def reached(self) -> bool:
         """Begins a turn; returns whether the turn is the chosen one or later."""
-        with self._choosing:
+        with self._choice:
+            self._choice.wait_for(lambda: not self._is_choosing)
             self._turns += 1
             return self._chosen is not None and self._turns >= self._chosen
 
     def close(self) -> None:
-        """Ends this process's turns, so that the others need not wait for this process."""
-        self._tell()
-        self._question.close()
+        """Ends this process's turns, so that the others need not wait for this process.
 
-    def _tell(self) -> None:
-        self._question.set(f"turns/{jax.process_index()}", str(self._turns))
+        They then choose a turn that no process has begun, after the last of this process.
+        """
+        self._coordinator.forget(self._look)
+        with self._choice:
+            is_published = self._is_choosing or self._chosen is not None
+        if not is_published:  # the others choose by the first number of each process
+            self._publish()
 
-    def _choose(self, _: str) -> None:
-        with self._choosing:
-            self._tell()
-            turns = [self._question.wait(f"turns/{i}") for i in range(jax.process_count())]
-            self._chosen = max(map(int, turns)) + 1
+    def _publish(self) -> None:
+        self._coordinator.publish(self._topic, str(self._turns))
+
+    def _look(self) -> float:
+        """Publishes the number of turns once any process has, and chooses once all have."""
+        this = self._coordinator
+        if self._chosen is not None:
+            return this.tick
+        turns = this.collect(self._topic)
+        if not (turns or self._is_asked):
+            return this.tick
+        with self._choice:
+            self._is_choosing = True
+        if this.me not in turns:
+            self._publish()
+        elif len(turns) == this.count:
+            with self._choice:
+                self._chosen, self._is_choosing = max(map(int, turns.values())) + 1, False
+                self._choice.notify_all()
+        return _CHOOSING

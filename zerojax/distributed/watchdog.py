@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import os
@@ -13,13 +12,13 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
-from zerojax.distributed.broadcast import Broadcast
-from zerojax.distributed.exchange import format_processes
-from zerojax.distributed.signs import Signs, within
+from zerojax.distributed.coordinator import Coordinator, coordinator
+from zerojax.distributed.roll_call import format_indices
+from zerojax.distributed.signs import Signs
 from zerojax.xla import compat
 
 STALLED = 76
@@ -32,10 +31,11 @@ _LONGEST = 3600.0  # s that compiles and saves may add between two steps
 _TICK = 15.0  # s at most; otherwise an eighth of the limit
 _GRACE = 3.0  # s in which the processes write their stacks
 _DEBUGGER = "a debugger"
+_STALLED, _WRITTEN = "stalled", "stacks are written"
 
 
-class Watchdog(threading.Thread):
-    """Thread that ends all processes of the job, with status 76, when no step ends any more.
+class Watchdog:
+    """A check that ends all processes of the job, with status 76, when no step ends any more.
 
     A step (or an evaluation) has ended when the devices have its results; the main thread may be
     blocked in a collective. While all processes give signs of life and one compiles, saves,
@@ -44,30 +44,33 @@ class Watchdog(threading.Thread):
     ``ZEROJAX_RUN_DIR/stacks.INDEX``. A stopped process can do neither; the others print its index.
 
     Args:
+      this: The coordinator of this process.
       seconds: The longest time without the end of a step, once the first has begun. None: 30 steps
         of median duration, five minutes at least, and half an hour before their pace is known.
       folder: Folder of ``stacks.INDEX``; None writes only to stderr.
     """
 
-    def __init__(self, seconds: float | None, folder: Path | None) -> None:
-        super().__init__(name="zerojax watchdog", daemon=True)
-        self._seconds, self._folder = seconds, folder
-        self._me, self._count = jax.process_index(), jax.process_count()
-        self._results: deque[Any] = deque(maxlen=1024)  # scalars of calls that may not have ended
+    def __init__(self, this: Coordinator, seconds: float | None, folder: Path | None) -> None:
+        self._coordinator, self._seconds, self._folder = this, seconds, folder
+        self._me, self._count = this.me, this.count
+        # Scalars of calls that may not have ended.
+        self._results: deque[jax.Array | None] = deque(maxlen=1024)
         self._paces: deque[float] = deque(maxlen=64)  # s
         self._last, self._added = time.monotonic(), 0.0
         self._begun = False
         self._pauses: list[str] = []
-        self._signs = Signs()
-        self._over, self._ending = threading.Event(), threading.Lock()
-        self._alarm = Broadcast("watchdog", self._hear) if self._count > 1 else None
+        self._signs = Signs(this)
+        this.every(self._look, offline=True)
+        if self._count > 1:
+            this.every(self._hear)
+        this.at_end.append(faulthandler.cancel_dump_traceback_later)
 
     def begin(self) -> None:
         """Expects steps from now on."""
         if not self._begun:
             self._begun, self._last = True, time.monotonic()
 
-    def ran(self, results: Any) -> None:
+    def ran(self, results: object) -> None:
         """Records a step's results, ready or not. A step without a scalar counts as ended."""
         leaves = jax.tree.leaves(results)
         self._results.append(next((x for x in leaves if _is_scalar(x)), None))
@@ -82,47 +85,26 @@ class Watchdog(threading.Thread):
             self._pauses.remove(what)
             self._last = time.monotonic()
 
-    def stop(self) -> None:
-        """Stops the watchdog."""
-        atexit.unregister(self.stop)
-        self._over.set()
-        if threading.current_thread() is not self:
-            self.join(5)
-        faulthandler.cancel_dump_traceback_later()
-        if self._alarm:
-            self._alarm.close()
-
-    @property
-    def stopped(self) -> bool:
-        return self._over.is_set()
-
-    def run(self) -> None:
-        """Runs the thread."""
-        atexit.register(self.stop)
-        while not self._over.wait(min(_TICK, (self._seconds or self.limit()) / 8)):
-            if self._count > 1 and not jax.distributed.is_initialized():
-                self.stop()  # the job is over, and only this process runs on
-                return
-            # Ends a process in which no Python thread runs, as one keeps the interpreter lock.
-            faulthandler.dump_traceback_later(1.5 * self.limit() + 5, exit=True, file=2)
-            self._look()
-
-    def _look(self) -> None:
+    def _look(self) -> float:
+        # Ends a process in which no Python thread runs, as one keeps the interpreter lock.
+        faulthandler.dump_traceback_later(1.5 * self.limit() + 5, exit=True, file=2)
         self.take_results()
         silence, limit = time.monotonic() - self._last, self.limit()
-        self._signs.give(self._busy(), limit / 8)
+        self._signs.give(self._busy())
+        period = min(_TICK, (self._seconds or limit) / 8)
         if silence < limit / 2:
             self._signs.look_away()
-            return
-        self._signs.look(limit / 8)
+            return period
+        self._signs.look()
         if silence < limit or self._signs.watched < 0.45 * limit:
-            return
+            return period
         missing, busy = self._signs.missing(0.4 * limit), self._signs.busy()
         if busy and not missing and (_DEBUGGER in busy or self._added < _LONGEST):
             self._last += silence
             self._added += silence
         else:
             self._end(_cause(self._me, silence, limit, missing, self._count), missing)
+        return period
 
     def limit(self) -> float:
         """Returns the longest time without the end of a step, in s."""
@@ -151,29 +133,31 @@ class Watchdog(threading.Thread):
             return self._pauses[0]
         return "a compile" if any(map(compat.compiles, frames)) else ""
 
-    def _hear(self, word: str) -> None:
-        missing, _, cause = word.partition(";")
-        self._end(cause, [*map(int, missing.split())])
+    def _hear(self) -> float:
+        """Ends this process if another has published that the job is stalled."""
+        for word in self._coordinator.collect(_STALLED).values():
+            missing, _, cause = word.partition(";")
+            self._end(cause, [*map(int, missing.split())])
+        return self._coordinator.tick
 
-    def _end(self, cause: str, missing: list[int]) -> None:
+    def _end(self, cause: str, missing: list[int]) -> NoReturn:
         """Alerts the other processes, writes the stacks, and ends this process."""
-        if self.stopped or not self._ending.acquire(blocking=False):
-            return
-        deadline = time.monotonic() + _GRACE
-        alarm = None if 0 in missing else self._alarm  # an alarm needs the coordinator
-        if alarm:
-            message = f"{' '.join(map(str, missing))};{cause}"
-            within(_GRACE / 3, lambda: alarm.send(message))
-        self._write_stacks(f"zerojax: {cause} This is process {self._me}; status {STALLED}.\n")
-        if alarm:
-            within(_GRACE / 3, lambda: alarm.set(f"written/{self._me}", ""))
-        while alarm and time.monotonic() < deadline:
-            written = within(_GRACE / 3, lambda: alarm.words("written/")) or ()
-            if len(written) >= self._count - len(missing):
-                break
-            time.sleep(0.05)
-        if alarm and self._me == 0:
-            time.sleep(0.5)  # without the coordinator JAX aborts the others
+        this = self._coordinator
+        deadline = time.monotonic() + this.tick + _GRACE
+        has_others = self._count > 1 and 0 not in missing
+        about = f"zerojax: {cause} This is process {self._me}; status {STALLED}.\n"
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if has_others:
+                this.publish(_STALLED, f"{' '.join(map(str, missing))};{cause}")
+        self._write_stacks(about)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if has_others:
+                this.publish(_WRITTEN, "")
+                present = self._count - len(missing)
+                while time.monotonic() < deadline and len(this.collect(_WRITTEN)) < present:
+                    time.sleep(0.05)
+        if has_others and self._me == 0:
+            time.sleep(0.5)  # without the coordination service JAX aborts the others
         os._exit(STALLED)
 
     def _write_stacks(self, about: str) -> None:
@@ -201,9 +185,6 @@ def watchdog() -> Watchdog | None:
     is_joined = jax.distributed.is_initialized() and jax.process_count() > 1
     if text == "off" or not (text or is_joined):
         return None
-    for thread in threading.enumerate():  # Python lists the threads; zerojax keeps no globals
-        if isinstance(thread, Watchdog) and not thread.stopped:
-            return thread
     try:
         seconds = float(text) if text else None
         if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
@@ -211,9 +192,7 @@ def watchdog() -> Watchdog | None:
     except ValueError:
         raise ValueError(f"ZEROJAX_WATCHDOG={text}: seconds above 0, or off") from None
     folder = os.environ.get("ZEROJAX_RUN_DIR")
-    started = Watchdog(seconds, Path(folder) if folder else None)
-    started.start()
-    return started
+    return coordinator().only(Watchdog, seconds, Path(folder) if folder else None)
 
 
 @contextlib.contextmanager
@@ -247,7 +226,7 @@ def _cause(me: int, silence: float, limit: float, missing: list[int], count: int
     if 0 in missing:
         detail = " Process 0, the coordinator, does not answer."
     elif missing:
-        detail = f" No sign of life from {format_processes(missing)}."
+        detail = f" No sign of life from {format_indices(missing, 'process')}."
     return (
         f"no step has ended for {silence:.3g} s, ZEROJAX_WATCHDOG is {limit:.3g} s, as process "
         f"{me} sees.{detail}"

@@ -1,0 +1,54 @@
+"""The thread that runs the checks among the processes."""
+
+import threading
+
+from zerojax.distributed.coordinator import Coordinator
+
+
+def test_checks_run_until_the_script_ends() -> None:
+    this, called, order = Coordinator(), threading.Event(), list[str]()
+
+    def look() -> float:
+        order.append("look")
+        if order.count("look") == 3:
+            called.set()
+        return 0.01
+
+    def idle() -> float:
+        order.append("idle")
+        return 3600.0
+
+    this.every(look)
+    this.every(idle)
+    this.every(never)
+    this.forget(never)
+    this.at_end.append(lambda: order.append("end"))
+    this.start()
+    assert called.wait(60)
+    before = order.count("idle")
+    this.leave()
+    assert not this.is_alive()
+    assert before == 1
+    assert order[-5:].count("idle") == 2, "all checks look at the end, due or not"
+    assert order[-1] == "end"
+
+
+def never() -> float:
+    raise AssertionError
+
+
+class Shared:
+    def __init__(self, this: Coordinator, number: int) -> None:
+        self.number = number
+
+
+def test_one_object_of_a_class_and_topics_of_one_name() -> None:
+    this = Coordinator()
+    assert this.only(Shared, 3) is this.only(Shared, 4)
+    assert this.only(Shared).number == 3
+    assert [this.new_topic(name) for name in ("rows", "turns", "rows")] == [
+        "rows",
+        "turns",
+        "rows (2)",
+    ]
+    assert [this.next_round("config") for _ in range(2)] == [1, 2]

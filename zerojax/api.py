@@ -26,6 +26,7 @@ from zerojax.devices.mesh import mesh as all_devices
 from zerojax.distributed import log
 from zerojax.distributed.join import require_joined
 from zerojax.evaluation.evaluation import Evaluation
+from zerojax.experimental.choice import OPTIMIZERS, exchange_of
 from zerojax.foresight.guard import Guard
 from zerojax.monitor import lines
 from zerojax.optim.named import named_optimizer
@@ -69,7 +70,8 @@ class Zero:
                 "cut a block's input yourself, with jax.lax.with_sharding_constraint, and set the "
                 "key to false"
             )
-        self.states = States(config, self.mesh, axis, specs, params)
+        exchange = exchange_of(config, self.mesh, axis)
+        self.states = States(config, self.mesh, axis, specs, params, exchange)
         self._donate, self._check_memory = donate, check_memory
 
     def __call__(
@@ -233,7 +235,10 @@ class Zero:
                 '{"lr": 1e-3}}}, or pass an optax transformation to TrainState.create yourself.'
             )
         tx, learning_rate = named_optimizer(
-            config.optimizer, config.scheduler, weight_decay_mask=weight_decay_mask
+            config.optimizer,
+            config.scheduler,
+            weight_decay_mask=weight_decay_mask,
+            further_rules=OPTIMIZERS,
         )
         return wrap(tx, learning_rate=learning_rate, **features(config))
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.accumulation.exchange import Exchange
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import AXIS, REPLICA, automatic_context, relabelled, same_devices
 from zerojax.distributed import log
@@ -64,6 +65,7 @@ class States:
         function from the parameters to such a tree; None takes the model's metadata.
       params: A function from a state that is any pytree to its parameters; None recognizes them by
         the optimizer's moments.
+      exchange: The exchange of gradients that the config asks for; None for ordinary sums.
 
     Attributes:
       placer: Puts arrays into the places of the plan.
@@ -77,9 +79,10 @@ class States:
         axis: str,
         specs: Any = None,
         params: Callable[[Any], Any] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
-        self.params = params
+        self.params, self.exchange = params, exchange
         self._warned = False
         self._told = set[str]()
         self.owned = OwnedArrays()
@@ -145,7 +148,8 @@ class States:
                 norm = UNKNOWN if opened.any_pytree else 0.0
                 adopted = adopt(parts.opt_state, parts.step, loss_scale, norm)
                 parts = parts._replace(opt_state=adopted)
-            return with_errors(parts, opened.specs, self.mesh, self.axis, self.config)
+            own = opened.specs
+            return with_errors(parts, self.exchange, own, self.mesh, self.axis, self.config)
 
         leaves = jax.tree.leaves(opened.parts)
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
@@ -196,7 +200,16 @@ class States:
             else ()
         )
         tx = None if opened.optimizer_in_step else opened.tx
-        plan = make_plan(opened.parts, tx, opened.specs, self.mesh, self.axis, self.config, frozen)
+        plan = make_plan(
+            opened.parts,
+            tx,
+            opened.specs,
+            self.mesh,
+            self.axis,
+            self.config,
+            frozen,
+            "" if self.exchange is None else self.exchange.key,
+        )
         own_axes = {
             axis for leaf in plan.leaves["params"] for e in leaf.whole for axis in layout.axes(e)
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
@@ -26,7 +27,7 @@ from zerojax.devices.mesh import mesh as all_devices
 from zerojax.distributed import log
 from zerojax.distributed.join import require_joined
 from zerojax.evaluation.evaluation import Evaluation
-from zerojax.experimental.choice import OPTIMIZERS, exchange_of
+from zerojax.experimental.choice import OPTIMIZERS, exchange_of, reader_of
 from zerojax.foresight.guard import Guard
 from zerojax.monitor import lines
 from zerojax.optim.named import named_optimizer
@@ -70,8 +71,15 @@ class Zero:
                 "cut a block's input yourself, with jax.lax.with_sharding_constraint, and set the "
                 "key to false"
             )
-        exchange = exchange_of(config, self.mesh, axis)
-        self.states = States(config, self.mesh, axis, specs, params, exchange)
+        self.states = States(
+            config,
+            self.mesh,
+            axis,
+            specs,
+            params,
+            exchange=exchange_of(config, self.mesh, axis),
+            reader=functools.partial(reader_of, config),
+        )
         self._donate, self._check_memory = donate, check_memory
 
     def __call__(

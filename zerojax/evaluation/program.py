@@ -21,7 +21,7 @@ from zerojax.evaluation.rows import ByRows
 from zerojax.evaluation.state import StateReader
 from zerojax.evaluation.undivided import Undivided
 from zerojax.graph.graph import graph_of
-from zerojax.offload.disk.params import ParamReader, beside_disk
+from zerojax.offload.program_reader import beside_disk
 from zerojax.placement.states import States
 from zerojax.plan.places import DEVICE, reaches_host
 from zerojax.plan.plan import DTYPES
@@ -107,7 +107,7 @@ class EvaluationProgram:
             sent=sent(self._config),
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
-        self._reader = ParamReader(self._config.offload_param)
+        self._reader = states.reader()
         self._state_reader = StateReader(states, plan)
         self._known: dict[Any, Execution] = {}
         self._jitted = jax.jit(
@@ -133,11 +133,13 @@ class EvaluationProgram:
         shapes, blocks = self._placer.shapes(batch), self._placer.blocks(batch)
         execution = self._execution(shapes, blocks, arrays, static)
         values = self._state_reader(opened.parts, execution.used)
-        self._reader.use(values)
+        if self._reader is not None:
+            self._reader.use(values)
         given = beside_disk(values, self._leaves)
         placed = self._placer.place(batch, execution.filled)
         results = self._jitted(given, placed, arrays, static, execution)
-        self._reader.check(results)
+        if self._reader is not None:
+            self._reader.check(results)
         return results
 
     def lowered(

@@ -11,10 +11,12 @@ from jax.sharding import Mesh
 from zerojax.accumulation.exchange import Exchange
 from zerojax.config import ZeroConfig
 from zerojax.config.keys.named_types import ONE_BIT
+from zerojax.experimental.disk_params import ParamReader
 from zerojax.experimental.loco import LoCo
 from zerojax.experimental.one_bit import scale_by_one_bit_adam, scale_by_zero_one_adam
 from zerojax.experimental.one_bit_lamb import scale_by_one_bit_lamb
 from zerojax.experimental.one_bit_momentum import OneBit
+from zerojax.offload.program_reader import ProgramReader
 from zerojax.optim.named import Rule, Setting, Transformations
 from zerojax.plan.quantized import sent
 
@@ -26,6 +28,13 @@ def exchange_of(config: ZeroConfig, mesh: Mesh, axis: str) -> Exchange | None:
     if config.optimizer is not None and config.optimizer.type in ONE_BIT:
         return OneBit(config.optimizer, mesh)
     return None
+
+
+def reader_of(config: ZeroConfig) -> ProgramReader | None:
+    """Returns a reader of one program's arrays on disk; None if a config keeps nothing on disk."""
+    sections = config.offload_optimizer, config.offload_param
+    on_disk = any(section is not None and section.device == "nvme" for section in sections)
+    return ParamReader(config.offload_param) if on_disk else None
 
 
 def _one_bit_adam(s: Setting) -> Transformations:

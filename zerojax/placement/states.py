@@ -20,6 +20,7 @@ from zerojax.distributed.equality import require_same_program, require_same_valu
 from zerojax.distributed.join import require_same
 from zerojax.distributed.lockstep import lockstep
 from zerojax.offload.disk.array import DiskArray
+from zerojax.offload.program_reader import ProgramReader
 from zerojax.optim.frozen import frozen_leaves
 from zerojax.optim.wrap import (
     UNKNOWN,
@@ -66,6 +67,8 @@ class States:
       params: A function from a state that is any pytree to its parameters; None recognizes them by
         the optimizer's moments.
       exchange: The exchange of gradients that the config asks for; None for ordinary sums.
+      reader: Returns the reader for one program's arrays on disk; None if the config keeps nothing
+        on disk.
 
     Attributes:
       placer: Puts arrays into the places of the plan.
@@ -80,9 +83,10 @@ class States:
         specs: Any = None,
         params: Callable[[Any], Any] | None = None,
         exchange: Exchange | None = None,
+        reader: Callable[[], ProgramReader | None] = lambda: None,
     ) -> None:
         self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
-        self.params, self.exchange = params, exchange
+        self.params, self.exchange, self.reader = params, exchange, reader
         self._warned = False
         self._told = set[str]()
         self.owned = OwnedArrays()

@@ -21,6 +21,7 @@ ROOMS = (
     "foresight",
     "step",
     "evaluation",
+    "experimental",
     "api",
     "weights",
     "checkpoint",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
@@ -26,6 +27,7 @@ from zerojax.devices.mesh import mesh as all_devices
 from zerojax.distributed import log
 from zerojax.distributed.join import require_joined
 from zerojax.evaluation.decorated import Evaluation
+from zerojax.experimental.choice import OPTIMIZERS, exchange_of, reader_of
 from zerojax.foresight.guard import Guard
 from zerojax.monitor import lines
 from zerojax.optim.named import named_optimizer
@@ -69,7 +71,15 @@ class Zero:
                 "cut a block's input yourself, with jax.lax.with_sharding_constraint, and set the "
                 "key to false"
             )
-        self.states = States(config, self.mesh, axis, specs, params)
+        self.states = States(
+            config,
+            self.mesh,
+            axis,
+            specs,
+            params,
+            exchange=exchange_of(config, self.mesh, axis),
+            reader=functools.partial(reader_of, config),
+        )
         self._donate, self._check_memory = donate, check_memory
 
     def __call__(
@@ -233,7 +243,10 @@ class Zero:
                 '{"lr": 1e-3}}}, or pass an optax transformation to TrainState.create yourself.'
             )
         tx, learning_rate = named_optimizer(
-            config.optimizer, config.scheduler, weight_decay_mask=weight_decay_mask
+            config.optimizer,
+            config.scheduler,
+            weight_decay_mask=weight_decay_mask,
+            further_rules=OPTIMIZERS,
         )
         return wrap(tx, learning_rate=learning_rate, **features(config))
 

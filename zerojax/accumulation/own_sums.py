@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
-
-import jax
+from typing import Any
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
@@ -13,26 +11,8 @@ from zerojax.accumulation.lines import where
 from zerojax.accumulation.split import Split
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS
-from zerojax.plan.layout import Spec
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
-
-
-class Reducer(Protocol):
-    """A way to reduce gradients that each device has summed over its own rows.
-
-    Attributes:
-      key: The config key that enables the reducer.
-      after: For each parameter, the errors after the update; empty if the reducer does not send
-        its gradient.
-    """
-
-    key: str
-    after: list[tuple[jax.Array, ...]]
-
-    def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
-        """Returns the gradient of a parameter, float32, from the devices' partial sums [devices,
-        *shape]."""
 
 
 def remedy(key: str) -> str:

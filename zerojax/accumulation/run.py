@@ -12,6 +12,7 @@ from jax import lax
 
 from zerojax.accumulation import own_sums
 from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.exchange import Reducer
 from zerojax.accumulation.flat import Flat, flatten
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.lanes import Lanes, rows_of_all
@@ -137,7 +138,7 @@ class MicroBatches:
       sharded: Whether gradients are reduce-scattered as soon as they are computed.
       lanes: Lanes that sum separately until the end, used if the step can run on them.
       dtype: Dtype in which gradients are summed; None for their own, float32 at least.
-      feedback: Sends quantized gradients with their errors; if given, the step runs on lanes.
+      feedback: Reduces gradients with their errors; if given, the step runs on lanes.
 
     Raises:
       ValueError: The results would differ from those of the global batch.
@@ -157,7 +158,7 @@ class MicroBatches:
         sharded: bool,
         lanes: Lanes | None = None,
         dtype: Any,
-        feedback: own_sums.Reducer | None = None,
+        feedback: Reducer | None = None,
     ) -> None:
         self._k, self._blocks, self._inserter = k, blocks, inserter
         self._dtype, self._roles = dtype, roles
@@ -211,7 +212,7 @@ class MicroBatches:
         return why
 
     def _divide_for(
-        self, feedback: own_sums.Reducer, lanes: Lanes, trace: Trace, flat: Flat, batch: Any
+        self, feedback: Reducer, lanes: Lanes, trace: Trace, flat: Flat, batch: Any
     ) -> _Divided:
         """Divides the step into each lane's micro-batches; gradients are sent with their errors.
 

@@ -20,7 +20,7 @@ from zerojax.evaluation.objects import Subject
 from zerojax.evaluation.rows import ByRows
 from zerojax.evaluation.undivided import Undivided
 from zerojax.graph.def_use import graph_of
-from zerojax.offload.disk.params import ParamReader, beside_disk
+from zerojax.offload.program_reader import beside_disk
 from zerojax.placement.states import States
 from zerojax.plan.places import DEVICE, offloads, reaches_host
 from zerojax.plan.quantized import sent_formats
@@ -107,7 +107,7 @@ class EvaluationProgram:
             sent=sent_formats(self._config),
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
-        self._reader = ParamReader(self._config.offload_param)
+        self._reader = states.reader()
         self._state_placer = states.state_placer(plan)
         self._copies = states.placer.copies(plan) if offloads(self._config) else None
         self._known: dict[Any, Execution] = {}
@@ -133,13 +133,15 @@ class EvaluationProgram:
         arrays, static = divide(args, kwargs)
         execution = self._execution(batch, arrays, static)
         values = self._values(opened, execution.used)
-        self._reader.use(values)
+        if self._reader is not None:
+            self._reader.use(values)
         given = beside_disk(values, self._leaves)
         if execution.filled is not None:
             batch = execution.filled.pad(batch, self._placer.leaves)
         placed = self._placer.place(batch)
         results = self._jitted(given, placed, arrays, static, execution)
-        self._reader.check(results)
+        if self._reader is not None:
+            self._reader.check(results)
         return results
 
     def _values(self, opened: OpenedState, used: Sequence[bool]) -> list[Any]:

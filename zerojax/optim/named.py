@@ -1,8 +1,11 @@
 """The optimizers that a DeepSpeed JSON names, built on optax with DeepSpeed's defaults."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import optax
@@ -11,8 +14,6 @@ from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig
 from zerojax.distributed import log
 from zerojax.optim.decay import Mask, no_bias_and_norm
 from zerojax.optim.muon import muon_or_adam, scale_by_orthogonal_momentum
-from zerojax.optim.one_bit import scale_by_one_bit_adam, scale_by_zero_one_adam
-from zerojax.optim.one_bit_lamb import scale_by_one_bit_lamb
 from zerojax.optim.one_pass import adam_in_one_pass
 from zerojax.optim.scaling import (
     Beta,
@@ -32,6 +33,7 @@ def named_optimizer(
     scheduler: SchedulerConfig | optax.Schedule | None = None,
     *,
     weight_decay_mask: Mask | None = None,
+    further_rules: Mapping[str, Rule] = MappingProxyType({}),
 ) -> tuple[optax.GradientTransformation, Rate]:
     """Returns the optimizer that a config names, with its schedule.
 
@@ -45,9 +47,6 @@ def named_optimizer(
     - Lamb: u = m / (sqrt(v) + eps) + d p, times clamp(|p| / |u|, min_coeff, max_coeff), times
       sqrt(1 - b2^n) / (1 - b1^n) with `bias_correction`. As in DeepSpeed, the correction comes
       last; `optax.lamb` corrects the moments, and does not clamp.
-    - OneBitAdam: AdamW, with v frozen after `freeze_step` updates. ZeroOneAdam: AdamW with a v that
-      is updated at growing intervals. OneBitLamb: Lamb, with v and the trust ratios frozen after
-      `freeze_step` updates. See `zerojax.optim.one_bit`.
     - Muon: for matrices u = NS(m) sqrt(max(1, out / in)) + d p at the rate `muon_lr`, see
       `zerojax.optim.muon`; AdamW at the rate `adam_lr` for other parameters. Both rates default to
       `lr`, and without `lr` to 0.02 and 3e-4.
@@ -67,6 +66,7 @@ def named_optimizer(
       weight_decay_mask: The parameters that decay, as optax's mask: a tree of bools or a function
         from the parameters to such a tree. Replaces the parameter of the same name, which is
         "all", or "no_bias_and_norm" for :func:`zerojax.optim.decay.no_bias_and_norm`.
+      further_rules: Rules of types that this module has none of, by type.
 
     Returns:
       The transformation, and its learning rate; for Muon the rate of the matrices.
@@ -80,7 +80,7 @@ def named_optimizer(
       0.0003
     """
     params = config.with_defaults()
-    setting = _Setting(
+    setting = Setting(
         params=params,
         given=config.params,
         scheduler=scheduler,
@@ -90,7 +90,8 @@ def named_optimizer(
     if config.type == "Muon":
         return _muon(setting)
     rate = setting.rate(params["lr"])
-    tx = optax.chain(*_RULES[config.type](setting), optax.scale_by_learning_rate(rate))
+    rules = {**_RULES, **further_rules}
+    tx = optax.chain(*rules[config.type](setting), optax.scale_by_learning_rate(rate))
     if config.type in _WITH_KERNEL and params["bias_correction"]:
         tx = adam_in_one_pass(
             tx,
@@ -106,11 +107,11 @@ def named_optimizer(
     return tx, rate
 
 
-Parts: TypeAlias = list[optax.GradientTransformation]
+Transformations: TypeAlias = list[optax.GradientTransformation]
 
 
 @dataclass(frozen=True)
-class _Setting:
+class Setting:
     """The inputs of a rule.
 
     Attributes:
@@ -125,12 +126,16 @@ class _Setting:
     given: Mapping[str, Any]
     scheduler: SchedulerConfig | optax.Schedule | None
     betas: tuple[Beta, ...]
-    decay: Parts
+    decay: Transformations
 
     def rate(self, base_lr: float) -> Rate:
         if isinstance(self.scheduler, SchedulerConfig):
             return schedule(self.scheduler, base_lr)
         return base_lr if self.scheduler is None else self.scheduler
+
+
+Rule: TypeAlias = Callable[[Setting], Transformations]
+"""Function from a setting to the transformations that turn a gradient into a direction."""
 
 
 def _betas(
@@ -148,7 +153,7 @@ def _betas(
     return config.with_defaults().get("betas", ())
 
 
-def _decay(params: Mapping[str, Any], mask: Mask | None) -> Parts:
+def _decay(params: Mapping[str, Any], mask: Mask | None) -> Transformations:
     rate = params["weight_decay"]
     if rate:
         return [optax.add_decayed_weights(rate, _mask(params, mask))]
@@ -162,19 +167,19 @@ def _mask(params: Mapping[str, Any], mask: Mask | None) -> Mask | None:
     return named if mask is None else mask
 
 
-def _adam(s: _Setting) -> Parts:
+def _adam(s: Setting) -> Transformations:
     b1, b2 = s.betas
     rule = optax.scale_by_adam if s.params["bias_correction"] else scale_by_raw_adam
     adam = with_beta(lambda b: rule(b1=b, b2=b2, eps=s.params["eps"]), b1)
     return [adam, *s.decay] if s.params["adam_w_mode"] else [*s.decay, adam]
 
 
-def _lion(s: _Setting) -> Parts:
+def _lion(s: Setting) -> Transformations:
     b1, b2 = s.betas
     return [with_beta(lambda b: optax.scale_by_lion(b1=b, b2=b2), b1), *s.decay]
 
 
-def _sgd(s: _Setting) -> Parts:
+def _sgd(s: Setting) -> Transformations:
     mu, nesterov = s.params["momentum"], s.params["nesterov"]
     if nesterov and not mu:
         raise ConfigError("optimizer.params.nesterov = true needs momentum; set it above 0")
@@ -182,7 +187,7 @@ def _sgd(s: _Setting) -> Parts:
     return [*s.decay, *trace]
 
 
-def _lamb(s: _Setting) -> Parts:
+def _lamb(s: Setting) -> Transformations:
     b1, b2 = s.betas
     params = s.params
     correction = [scale_by_late_bias_correction(b1, b2)] if params["bias_correction"] else []
@@ -194,26 +199,7 @@ def _lamb(s: _Setting) -> Parts:
     ]
 
 
-def _one_bit_adam(s: _Setting) -> Parts:
-    b1, b2 = s.params["betas"]
-    correct = s.params["bias_correction"]
-    rule = scale_by_one_bit_adam(
-        b1, b2, s.params["eps"], s.params["freeze_step"], bias_correction=correct
-    )
-    return [rule, *s.decay]
-
-
-def _zero_one_adam(s: _Setting) -> Parts:
-    b1, b2 = s.params["betas"]
-    steps = (s.params[f"var_{name}"] for name in ("freeze_step", "update_scaler"))
-    correct = s.params["bias_correction"]
-    return [
-        scale_by_zero_one_adam(b1, b2, s.params["eps"], *steps, bias_correction=correct),
-        *s.decay,
-    ]
-
-
-def _muon(s: _Setting) -> tuple[optax.GradientTransformation, Rate]:
+def _muon(s: Setting) -> tuple[optax.GradientTransformation, Rate]:
     b1, b2 = s.betas
     rates = [
         s.rate(next((s.given[k] for k in (key, "lr") if s.given.get(k) is not None), default))
@@ -233,15 +219,10 @@ def _muon(s: _Setting) -> tuple[optax.GradientTransformation, Rate]:
 _WITH_KERNEL = {"Adam", "AdamW", "FusedAdam"}
 _WITH_BETAS = {*_WITH_KERNEL, "CPUAdam", "Lion", "Lamb"}
 
-_RULES: dict[str, Callable[[_Setting], Parts]] = {
+_RULES: dict[str, Rule] = {
     **dict.fromkeys([*_WITH_KERNEL, "CPUAdam"], _adam),
     "Lion": _lion,
     "SGD": _sgd,
     "Adagrad": lambda s: [*s.decay, scale_by_root_sum(eps=s.params["eps"])],
     "Lamb": _lamb,
-    "OneBitAdam": _one_bit_adam,
-    "OneBitLamb": lambda s: [
-        scale_by_one_bit_lamb(s.params, optax.chain(optax.identity(), *s.decay))
-    ],
-    "ZeroOneAdam": _zero_one_adam,
 }

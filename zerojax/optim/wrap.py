@@ -38,8 +38,8 @@ class ZeroOptState(NamedTuple):
         without frozen parameters; inf if the step was skipped, ``UNKNOWN`` if unknown.
       learning_rate: float32 [], the rate of the last step; ``UNKNOWN`` if unknown.
       loss_scale: The state of the loss scale; None without one.
-      error: The quantization errors of gradients, in the form of the parameters, see
-        :mod:`zerojax.plan.error_feedback`; None without error feedback.
+      error: The errors of sent gradients, a tuple for each parameter, in the form of the
+        parameters, see :mod:`zerojax.accumulation.exchange`; None without such an exchange.
     """
 
     inner: optax.OptState

@@ -1,4 +1,4 @@
-"""Error feedback in a state: its existing errors of quantized gradients, or zeros."""
+"""The errors of sent gradients in a state: its existing ones, or zeros."""
 
 from __future__ import annotations
 
@@ -10,38 +10,58 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from zerojax.config import ZeroConfig
+from zerojax.accumulation.exchange import Exchange
+from zerojax.config import ConfigError, ZeroConfig
+from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.distributed import log
-from zerojax.optim.one_bit import one_bit_state
-from zerojax.plan.error_feedback import errors_of, key_of
 from zerojax.plan.planning import parameter_leaves
 from zerojax.train_state.state_parts import Parts
 
 
 def with_errors(
-    parts: Parts, own: Sequence[Any], mesh: Mesh, axis: str, config: ZeroConfig
+    parts: Parts,
+    exchange: Exchange | None,
+    own: Sequence[Any],
+    mesh: Mesh,
+    axis: str,
+    config: ZeroConfig,
 ) -> Parts:
-    """Returns a state with the errors that the config asks for: its own if they fit, or zeros.
+    """Returns a state with the errors that an exchange keeps: the state's own if they fit, or
+    zeros.
 
     Args:
       parts: A state with a wrapped optimizer state.
+      exchange: The exchange of gradients; None for ordinary sums, which have no errors.
       own, mesh, axis, config: See :func:`zerojax.plan.planning.make_plan`.
+
+    Raises:
+      ConfigError: The mesh has an axis over which the batch is not split.
     """
     current = parts.opt_state.error
-    is_one_bit = one_bit_state(parts.opt_state.inner) is not None
-    if config.zeropp_loco_param is None and not (is_one_bit and key_of(config)):
+    if exchange is None or not exchange.applies_to(parts.opt_state.inner):
         return parts if current is None else _with(parts, None)
+    _check_rows(exchange.key, mesh)
     leaves = parameter_leaves(parts.params, own, mesh, axis, config)
     tree = jax.tree.structure(parts.params)
-    wanted = jax.tree.unflatten(tree, errors_of(config, leaves, mesh, axis))
+    wanted = jax.tree.unflatten(tree, exchange.errors_of(leaves))
     if _shapes(current) == _shapes(wanted):
         return parts
     if current is not None:
-        log.warning("%s: errors of other devices start from zero.", key_of(config))
+        log.warning("%s: errors of other devices start from zero.", exchange.key)
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(parts))
     # NumPy zeros take no memory until each device receives its shard.
     zeros = jnp.zeros if traced else np.zeros
     return _with(parts, jax.tree.map(lambda x: zeros(x.shape, x.dtype), wanted))
+
+
+def _check_rows(key: str, mesh: Mesh) -> None:
+    """Refuses a mesh on which devices share the rows of the batch."""
+    if batch_devices(mesh) != mesh.size:
+        others = {a: n for a, n in mesh.shape.items() if a not in batch_axes(mesh) and n > 1}
+        raise ConfigError(
+            f"{key}: the axes {others} of the mesh divide no rows of the batch, and error feedback "
+            "has each device sum up rows of its own; take the key or these axes out"
+        )
 
 
 def _with(parts: Parts, error: Any) -> Parts:

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from zerojax.accumulation.exchange import Exchange
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import AXIS, REPLICA, automatic_context, relabel_arrays
 from zerojax.distributed import log
 from zerojax.distributed.equality import require_same_program, require_same_values
 from zerojax.distributed.join import require_same
 from zerojax.distributed.lockstep import lockstep
+from zerojax.offload.program_reader import ProgramReader
 from zerojax.optim.frozen import frozen_leaves
 from zerojax.optim.wrap import (
     UNKNOWN,
@@ -61,6 +63,9 @@ class States:
         function from the parameters to such a tree; None takes the model's metadata.
       params: A function from a state that is any pytree to its parameters; None recognizes them by
         the optimizer's moments.
+      exchange: The exchange of gradients that the config asks for; None for ordinary sums.
+      reader: Returns the reader for one program's arrays on disk; None if the config keeps nothing
+        on disk.
 
     Attributes:
       placer: Puts arrays into the places of the plan.
@@ -74,9 +79,11 @@ class States:
         axis: str,
         specs: Any = None,
         params: Callable[[Any], Any] | None = None,
+        exchange: Exchange | None = None,
+        reader: Callable[[], ProgramReader | None] = lambda: None,
     ) -> None:
         self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
-        self.params = params
+        self.params, self.exchange, self.reader = params, exchange, reader
         self._warned = False
         self._logged = set[str]()
         self.owned = OwnedArrays()
@@ -142,7 +149,8 @@ class States:
                 norm = UNKNOWN if opened.any_pytree else 0.0
                 adopted = adopt(parts.opt_state, parts.step, loss_scale, norm)
                 parts = parts._replace(opt_state=adopted)
-            return with_errors(parts, opened.specs, self.mesh, self.axis, self.config)
+            own = opened.specs
+            return with_errors(parts, self.exchange, own, self.mesh, self.axis, self.config)
 
         leaves = jax.tree.leaves(opened.parts)
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
@@ -196,7 +204,16 @@ class States:
             else ()
         )
         tx = None if opened.optimizer_in_step else opened.tx
-        plan = make_plan(opened.parts, tx, opened.specs, self.mesh, self.axis, self.config, frozen)
+        plan = make_plan(
+            opened.parts,
+            tx,
+            opened.specs,
+            self.mesh,
+            self.axis,
+            self.config,
+            frozen,
+            "" if self.exchange is None else self.exchange.key,
+        )
         own_axes = {
             axis for leaf in plan.leaves["params"] for e in leaf.own_spec for axis in layout.axes(e)
         }

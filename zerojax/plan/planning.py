@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig
 from zerojax.plan import layout
-from zerojax.plan.error_feedback import error_leaf
+from zerojax.plan.errors import error_leaf
 from zerojax.plan.extra_state import ExtraState, ParameterForm
 from zerojax.plan.places import choose_places, offloads
 from zerojax.plan.quantized import QuantizedWeights
@@ -33,6 +33,7 @@ def make_plan(
     axis: str,
     config: ZeroConfig,
     frozen: Sequence[bool] = (),
+    exchange: str = "",
 ) -> Plan:
     """Plans a state.
 
@@ -45,6 +46,7 @@ def make_plan(
       mesh, axis, config: see :class:`Plan`.
       frozen: whether the optimizer leaves a parameter unchanged, one bool a leaf; empty if
         unknown.
+      exchange: see :class:`Plan`.
     """
     at_rest = _rule(mesh, axis, config)
     params, places = _parameters(parts.params, own, at_rest, config)
@@ -65,13 +67,12 @@ def make_plan(
         _computing(leaf, place.compute, config) for leaf, place in zip(params, places, strict=True)
     )
     frozen_paths = {leaf.path for leaf, is_frozen in zip(params, frozen, strict=False) if is_frozen}
-    unsharded_grads = config.stage < 2 or config.zeropp_loco_param is not None
     return Plan(
         mesh=mesh,
         axis=axis,
         config=config,
         params=specs(param_tree),
-        grads=specs(param_tree, "own_spec" if unsharded_grads else "spec"),
+        grads=specs(param_tree, "own_spec" if config.stage < 2 or exchange else "spec"),
         opt_state=specs(opt_tree),
         step=PartitionSpec(),
         rest=specs(rest_tree),
@@ -82,6 +83,7 @@ def make_plan(
         },
         compute=compute,
         quantized=QuantizedWeights(config, compute, frozen_paths, mesh, axis),
+        exchange=exchange,
     )
 
 

@@ -39,7 +39,7 @@ from zerojax.devices.mesh import (
     batch_devices,
     joined_axes,
 )
-from zerojax.plan import error_feedback, layout, table
+from zerojax.plan import errors, layout, table
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.live import Live
@@ -71,6 +71,7 @@ class Plan:
       leaves: the leaves of ``params``, ``opt_state`` and ``rest`` as flat tuples, with reasons.
       compute: the parameters as the step computes with them, in the order of ``params``.
       quantized: the compute parameters that are gathered in low-bit blocks (qwZ).
+      exchange: the config key of an exchange of gradients with errors; empty for ordinary sums.
     """
 
     mesh: Mesh
@@ -84,6 +85,7 @@ class Plan:
     leaves: dict[str, tuple[Leaf, ...]]
     compute: tuple[Leaf, ...]
     quantized: QuantizedWeights
+    exchange: str
 
     @property
     def bytes_per_device(self) -> int:
@@ -250,7 +252,8 @@ class Plan:
             if note.status in ("default", "resolved", "no effect")
         ]
         notes += [*self._far(), *self.live.notes, *self.quantized.notes]
-        notes += error_feedback.notes(config, self.errors, self.gradients())
+        if self.exchange:
+            notes.append(errors.note(self.exchange, self.errors, self.gradients()))
         platform = self.mesh.devices.flat[0].platform
         if self.config.xla_options and platform not in GPUS:
             notes.append(f"xla: options for GPUs, without effect on devices of {platform!r}")

@@ -9,18 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.accumulation.exchange import Reducer
 from zerojax.accumulation.lanes import Lanes
-from zerojax.accumulation.own_sums import Reducer
 from zerojax.accumulation.roles import Roles, roles_of
 from zerojax.accumulation.run import MicroBatches, Trace, rows_together
 from zerojax.collectives import kept
-from zerojax.collectives.error_feedback import ErrorFeedback
 from zerojax.collectives.host import Host
-from zerojax.collectives.one_bit import OneBitMomentum
 from zerojax.distributed import log
-from zerojax.optim.one_bit import one_bit_state, sending
 from zerojax.optim.wrap import ZeroOptState, choose
-from zerojax.plan.error_feedback import key_of
 from zerojax.plan.places import offloads
 from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.call import Static, join
@@ -76,7 +72,7 @@ def evaluate_body(
     batch = _in_compute_dtype(setting, batch)
     args, kwargs = join(arrays, further)
     shards = enter_arguments(setting.inserter, arrays, further.specs)
-    feedback = _error_feedback(setting, start)
+    feedback = _reducer(setting, start)
 
     def trace(batch: Any) -> tuple[Any, Any]:
         closed, shapes = body.trace(
@@ -186,23 +182,13 @@ def _warn_of_unquantized(setting: StepSetting) -> None:
         setting.inserter.sent_unquantized.clear()
 
 
-def _error_feedback(setting: StepSetting, start: Parts) -> Reducer | None:
-    """Returns the error feedback of a step's gradients, or momenta; None if it has none."""
-    config, opt = setting.config, start.opt_state.opt
-    loco = config.zeropp_loco_param
-    if not jax.tree.leaves(opt.error):
+def _reducer(setting: StepSetting, start: Parts) -> Reducer | None:
+    """Returns the reducer of a step whose gradients have errors; None for any other step."""
+    exchange, opt = setting.exchange, start.opt_state.opt
+    if exchange is None or not jax.tree.leaves(opt.error):
         return None
     structure: Any = jax.tree.structure(start.params)
-    errors = structure.flatten_up_to(opt.error)
-    scale = None if opt.loss_scale is None else opt.loss_scale.scale
-    if loco is not None:
-        return ErrorFeedback(loco, setting.inserter, errors, opt.steps - opt.skipped, scale)
-    state, key = one_bit_state(opt.inner), key_of(config)
-    assert state is not None
-    assert config.optimizer is not None
-    assert key is not None
-    sending_mode = sending(state, config.optimizer.with_defaults())
-    return OneBitMomentum(setting.inserter, errors, state, sending_mode, scale, key)
+    return exchange.reducer(setting.inserter, opt, structure.flatten_up_to(opt.error))
 
 
 def _with_errors(results: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any]:

@@ -19,7 +19,7 @@ from zerojax.collectives.host import (
 )
 from zerojax.collectives.shard import Gathering, HostGradient
 from zerojax.monitor.after_step import Signals
-from zerojax.offload.disk.params import ParamReader, beside_disk
+from zerojax.offload.program_reader import beside_disk
 from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import unscaled
 from zerojax.plan.places import DEVICE, DISK
@@ -79,7 +79,7 @@ class GradientProgram:
         self._setting, self._update, plan = setting, update, setting.plan
         grads = plan.grads if setting.layout.accumulation > 1 else plan.params
         self._tx = collecting(constrainer(plan.on_device(grads)), update.uses)
-        self._reader = ParamReader(setting.config.offload_param)
+        self._reader = setting.states.reader()
         shardings = plan.shardings()
         unset: Any = GradientResult._make([None] * len(GradientResult._fields))
         gradients = [plan.sharding(leaf) for leaf in plan.gradients()]
@@ -99,11 +99,13 @@ class GradientProgram:
         Raises:
           DiskStateError: A parameter on the disk differs from the data that was written.
         """
-        self._reader.use(parts.params)
+        if self._reader is not None:
+            self._reader.use(parts.params)
         further = self._setting.divide(args, kwargs)
         result: GradientResult = self._jitted(self._taken(parts), batch, *further)
-        # Reads and the update's writes share a queue; finish the reads first.
-        self._reader.check((result.grads, result.out))
+        if self._reader is not None:
+            # Reads and the update's writes share a queue; finish the reads first.
+            self._reader.check((result.grads, result.out))
         return result
 
     def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:

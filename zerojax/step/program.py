@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from zerojax.accumulation.exchange import Exchange
 from zerojax.collectives import Inserter
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import batch_devices
@@ -14,7 +15,6 @@ from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States, of_parameters
-from zerojax.plan.error_feedback import key_of
 from zerojax.plan.places import offloads
 from zerojax.plan.quantized import sent_formats
 from zerojax.step.batch import BatchLayout
@@ -44,6 +44,7 @@ class StepSetting:
       layout: The placement of the batch.
       body: The user's step on the parts of a state.
       inserter: Gathers parameters where the body uses them.
+      exchange: The config's exchange of gradients; None for ordinary sums.
       divide: Divides further arguments into arrays and the rest.
       tx, split, close, write_back, any_pytree, knows_parameters: See :class:`OpenedState`.
       structure: ``jax.tree.structure`` of each of a state's parts.
@@ -66,14 +67,16 @@ class StepSetting:
         self.structure: Any = Parts(*map(jax.tree.structure, opened.parts))
         self.plan = plan = states.plan(opened)
         self.state_placer = states.state_placer(plan)
+        self.exchange = states.exchange
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
         self.divide = ArgumentReader(plan)
         sizes, rows_at = config.batch(batch_devices(mesh)), function.form.batch_axis
-        _check_batch_axis(config, sizes.accumulation, rows_at)
+        _check_batch_axis(self.exchange, sizes.accumulation, rows_at)
         self.layout = BatchLayout(mesh, sizes, rows_at)
         types = Types(plan, explicit) if explicit else None
         needs_tx = [*of_parameters(config), *["gradient_clipping"] * bool(config.gradient_clipping)]
-        self.body = Body(function, opened, _once(config, self.layout.accumulation), needs_tx, types)
+        once = _once(config, self.exchange, self.layout.accumulation)
+        self.body = Body(function, opened, once, needs_tx, types)
         self.inserter = Inserter(
             mesh,
             axis,
@@ -128,9 +131,10 @@ class StepProgram(Protocol):
         """Lowers all programs of the step, each once, for abstract or concrete arguments."""
 
 
-def _check_batch_axis(config: ZeroConfig, accumulation: int, batch_axis: int) -> None:
+def _check_batch_axis(exchange: Exchange | None, accumulation: int, batch_axis: int) -> None:
     """Refuses rows in a later dimension if the step runs micro-batch by micro-batch."""
-    key = "gradient_accumulation_steps" if accumulation > 1 else key_of(config)
+    key = "" if exchange is None else exchange.key
+    key = "gradient_accumulation_steps" if accumulation > 1 else key
     if batch_axis and key:
         value, remedy = (f" = {accumulation}", "set it to 1") if accumulation > 1 else ("", "")
         raise ValueError(
@@ -141,13 +145,14 @@ def _check_batch_axis(config: ZeroConfig, accumulation: int, batch_axis: int) ->
         )
 
 
-def _once(config: ZeroConfig, accumulation: int) -> str:
+def _once(config: ZeroConfig, exchange: Exchange | None, accumulation: int) -> str:
     """Returns why a step may update only once, with the remedy; empty if it may more often."""
     if offloads(config):
         return (
             "streamed to where the optimizer state is stored: update once, or train without offload"
         )
-    if key := key_of(config):
+    if exchange is not None:
+        key = exchange.key
         return f"sent with one error ({key}): update once, or take {key} out"
     if accumulation > 1:
         return (

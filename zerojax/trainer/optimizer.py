@@ -7,6 +7,7 @@ import optax
 from zerojax.api import Zero
 from zerojax.config import ConfigError, OptimizerConfig
 from zerojax.config.keys.named_types import NAMED_TYPES
+from zerojax.experimental.choice import OPTIMIZERS as EXPERIMENTAL
 from zerojax.optim.decay import no_bias_and_norm
 from zerojax.optim.named import named_optimizer
 from zerojax.optim.wrap import features, wrap
@@ -50,7 +51,9 @@ def optimizer_of(
     )
     is_masked = config.optimizer is None and args.weight_decay
     mask = no_bias_and_norm if is_masked else None
-    tx, learning_rate = named_optimizer(named, rate, weight_decay_mask=mask)
+    tx, learning_rate = named_optimizer(
+        named, rate, weight_decay_mask=mask, further_rules=EXPERIMENTAL
+    )
     return wrap(tx, learning_rate=learning_rate, **features(config))
 
 

@@ -1,7 +1,8 @@
 """Optimizers whose devices send 1 bit an element: 1-bit Adam, 1-bit Lamb, 0/1 Adam.
 
-The rules of this module expect the gradient from :mod:`zerojax.collectives.one_bit`, with which the
-new momentum equals the one that was sent. In any other program they run on ordinary gradients.
+The rules of this module expect the gradient from :mod:`zerojax.experimental.one_bit_momentum`, with
+which the new momentum equals the one that was sent. In any other program they run on ordinary
+gradients.
 """
 
 from __future__ import annotations

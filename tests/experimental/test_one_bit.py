@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from zerojax.config import OptimizerConfig
+from zerojax.experimental.choice import OPTIMIZERS
+from zerojax.experimental.one_bit import one_bit_state, sending
 from zerojax.optim.named import named_optimizer
-from zerojax.optim.one_bit import one_bit_state, sending
 
 STEPS, LR = 9, 0.01
 
@@ -25,7 +26,8 @@ def gradient(i: int) -> dict[str, Any]:
 
 
 def trained(kind: str, **params: Any) -> tuple[dict[str, Any], Any]:
-    tx, _ = named_optimizer(OptimizerConfig(type=kind, params={"lr": LR, **params}))
+    named = OptimizerConfig(type=kind, params={"lr": LR, **params})
+    tx, _ = named_optimizer(named, further_rules=OPTIMIZERS)
     now = jax.tree.map(jnp.asarray, start())
     state = tx.init(now)
     for i in range(STEPS):
@@ -96,7 +98,7 @@ def test_zero_one_adam_updates_its_variance_more_and_more_rarely() -> None:
 def test_zero_one_adam_sends_gradients_and_then_momenta() -> None:
     params = {"lr": LR, "var_update_scaler": 2, "var_freeze_step": 6, "local_step_clipper": 1}
     config = OptimizerConfig(type="ZeroOneAdam", params=params)
-    tx, _ = named_optimizer(config)
+    tx, _ = named_optimizer(config, further_rules=OPTIMIZERS)
     now = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), start())
     state, found = tx.init(now), []
     for i in range(STEPS):

@@ -15,10 +15,10 @@ from jax import lax
 from swept import swept
 
 import zerojax
-from zerojax.collectives.error_feedback import ErrorFeedback
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.config.keys.loco import Loco
+from zerojax.experimental.loco import ErrorFeedback
 from zerojax.plan import layout
 from zerojax.plan.quantized import Quantization, Sent, block_of_slice
 

@@ -1,22 +1,92 @@
-"""Error feedback: a device adds the error of quantizing its gradient to its next gradient."""
+"""LoCo: a device adds the error of quantizing its gradient to its next gradient.
+
+Each device keeps the error of its own quantization, so that an error has the shape of the unsharded
+gradient and differs from device to device. If a gradient is sent twice, within a host and between
+hosts, the second quantization also has an error, in the sum that a device receives within its host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
+from zerojax.accumulation.exchange import Errors
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.collectives.reduction import pin_to_devices, reduce_partial_sums
 from zerojax.config.keys.loco import Loco
-from zerojax.devices.mesh import batch_axes
+from zerojax.devices.mesh import axis_size, batch_axes
+from zerojax.devices.network import near
+from zerojax.optim.wrap import ZeroOptState
 from zerojax.plan import layout
-from zerojax.plan.error_feedback import KEY
 from zerojax.plan.layout import Spec
+from zerojax.plan.leaf import Leaf
+from zerojax.plan.quantized import Quantization, block_of_slice
+
+KEY = "zero_optimization.zeropp_loco_param"
+
+
+class LoCo:
+    """The exchange of quantized gradients with error feedback, see
+    :class:`zerojax.accumulation.exchange.Exchange`.
+
+    Args:
+      loco: Beta and the period.
+      how: The format in which gradients are sent.
+      mesh: The devices.
+      axis: The axis over which ZeRO shards.
+    """
+
+    def __init__(self, loco: Loco, how: Quantization | None, mesh: Mesh, axis: str) -> None:
+        self.key = KEY
+        self._loco, self._how, self._mesh, self._axis = loco, how, mesh, axis
+
+    def applies_to(self, opt_state: Any) -> bool:
+        """Returns True: LoCo serves any optimizer."""
+        del opt_state
+        return True
+
+    def errors_of(self, leaves: Sequence[Leaf]) -> list[Errors]:
+        """Returns the errors of each parameter's gradient, one for each time that the gradient is
+        sent; none for a gradient that is not sent quantized.
+
+        An error is float32 [devices, *shape], with the sharded dimension first in ``shape``.
+        """
+        return [tuple(self._errors(leaf)) for leaf in leaves]
+
+    def _errors(self, leaf: Leaf) -> Iterator[jax.ShapeDtypeStruct]:
+        mesh, axis = self._mesh, self._axis
+        spec, n = layout.full(leaf.spec, len(leaf.shape)), axis_size(mesh, axis)
+        dims = layout.dimensions(spec, axis)
+        if len(dims) != 1 or layout.parts(spec[dims[0]], mesh) != n or n == 1:
+            return
+        (dim,) = dims
+        extent, others = leaf.shape[dim], (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
+        if extent % n or block_of_slice((extent, *others), n, self._how) is None:
+            return
+        for parts in self._sends(spec):
+            yield jax.ShapeDtypeStruct((mesh.size, extent, *others), jnp.float32)
+            extent //= parts
+
+    def _sends(self, spec: Spec) -> list[int]:
+        """Returns the number of devices in each exchange in which a gradient is sent quantized."""
+        mesh, axis = self._mesh, self._axis
+        parts = [layout.parts(name, mesh) for _, name in layout.parts_of(spec, axis)]
+        n, close = axis_size(mesh, axis), near(mesh, axis)
+        return [close, n // close] if len(parts) == 1 and 1 < close < n else parts
+
+    def reducer(
+        self, gatherer: Gatherer, opt_state: ZeroOptState, errors: Sequence[Errors]
+    ) -> ErrorFeedback:
+        """Returns the reduction of one update."""
+        scale = None if opt_state.loss_scale is None else opt_state.loss_scale.scale
+        updates = opt_state.steps - opt_state.skipped
+        return ErrorFeedback(self._loco, gatherer, errors, updates, scale)
 
 
 class ErrorFeedback:
@@ -34,7 +104,7 @@ class ErrorFeedback:
     Args:
       loco: Beta and the period.
       gatherer: Reduces gradients.
-      errors: By parameter, see :mod:`zerojax.plan.error_feedback`.
+      errors: By parameter, see :meth:`LoCo.errors_of`.
       updates: int [], the number of updates so far.
       scale: float32 [], the loss scale of the gradients, which errors are stored without; None
         without one.
@@ -44,16 +114,15 @@ class ErrorFeedback:
       after: The errors after the update; unchanged for a gradient that is not sent.
     """
 
-    key = KEY
-
     def __init__(
         self,
         loco: Loco,
         gatherer: Gatherer,
-        errors: Sequence[tuple[jax.Array, ...]],
+        errors: Sequence[Errors],
         updates: jax.Array,
         scale: jax.Array | None,
     ) -> None:
+        self.key = KEY
         self._beta, self._gatherer = loco.err_beta, gatherer
         self._scale = jnp.ones((), jnp.float32) if scale is None else scale
         self._ends = (updates + 1) % loco.reset_T == 0

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from offload.watched_store import WatchedStore
 
+from zerojax.experimental.disk_params import ParamReader
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
-from zerojax.offload.disk.params import DiskParam, ParamReader
 from zerojax.offload.disk.store import DiskStateError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -32,7 +32,7 @@ class Stored:
         self.array: DiskArray = leaf.advance()
         self.store = store
         self.reader = ParamReader(None)
-        self.param = DiskParam(self.reader, 3, VALUES.shape, VALUES.dtype, SHARDING)
+        self.param = self.reader.array(3, VALUES.shape, VALUES.dtype, SHARDING)
         self.reader.use([None, None, None, self.array])
 
 

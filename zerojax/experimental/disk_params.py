@@ -1,4 +1,4 @@
-"""Parameters that a compiled program reads from the disk while it runs. Experimental.
+"""Parameters that a compiled program reads from the disk while it runs.
 
 Each read is a callback in the program, for which the device waits; threads prefetch. The numbers
 are tested on CPU devices, and no GPU has run such a program yet.
@@ -20,8 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.config import OffloadParam
 from zerojax.offload.disk.array import DiskArray
-from zerojax.plan.places import DISK
-from zerojax.plan.state_sharding import Leaf
 
 _ENTIRE = -1
 """Value in place of an entry: the entire parameter."""
@@ -42,7 +40,8 @@ class _Read(NamedTuple):
 
 
 class ParamReader:
-    """Server of a program's reads, which prefetches the next entry of a stack in either direction.
+    """A :class:`zerojax.offload.program_reader.ProgramReader`, which prefetches the next entry of a
+    stack in either direction.
 
     Args:
       config: Its ``buffer_count`` is the most reads under way; None if no parameter is offloaded.
@@ -80,6 +79,12 @@ class ParamReader:
         if self._failed is not None:
             raise self._failed
 
+    def array(
+        self, number: int, shape: Sequence[int], dtype: Any, sharding: NamedSharding
+    ) -> DiskParam:
+        """Returns an array on disk in a traced program."""
+        return DiskParam(self, number, shape, dtype, sharding)
+
     def read(self, number: int, position: Any, entry: Any) -> np.ndarray:
         """Returns a shard, see :class:`_Read`, or zeros if the read fails.
 
@@ -112,11 +117,6 @@ class ParamReader:
         if wanted.entry == _ENTIRE:
             return array.read_slice(index)
         return array.read_slice((slice(wanted.entry, wanted.entry + 1), *index[1:]))[0]
-
-
-def beside_disk(values: Sequence[Any], leaves: Sequence[Leaf]) -> list[Any]:
-    """Returns ``values`` as a program takes them: None in place of each leaf on disk."""
-    return [None if leaf.place == DISK else x for x, leaf in zip(values, leaves, strict=True)]
 
 
 class DiskParam:

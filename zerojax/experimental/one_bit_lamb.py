@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.optim.one_bit import OneBitLambState
+from zerojax.experimental.one_bit import OneBitLambState
 
 
 def scale_by_one_bit_lamb(

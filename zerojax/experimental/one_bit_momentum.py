@@ -1,4 +1,4 @@
-"""Momenta and gradients in 1 bit an element, with the errors of both quantizations."""
+"""The exchange of the 1-bit optimizers: momenta and gradients in 1 bit an element."""
 
 from __future__ import annotations
 
@@ -9,12 +9,68 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
+from zerojax.accumulation.exchange import Errors
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.reduction import add_up, pin_to_devices
-from zerojax.devices.mesh import batch_axes
-from zerojax.optim.one_bit import OneBitState, Sending
+from zerojax.config import OptimizerConfig
+from zerojax.experimental.one_bit import OneBitState, Sending, one_bit_state, sending
+from zerojax.experimental.one_bit_mean import mean_in_one_bit, unpack
+from zerojax.optim.wrap import ZeroOptState
 from zerojax.plan.layout import Spec
+from zerojax.plan.leaf import Leaf
+from zerojax.plan.rule import SMALL
+
+
+class OneBit:
+    """The exchange of the 1-bit optimizers, see :class:`zerojax.accumulation.exchange.Exchange`.
+
+    Args:
+      optimizer: The optimizer of the config.
+      mesh: The devices.
+    """
+
+    def __init__(self, optimizer: OptimizerConfig, mesh: Mesh) -> None:
+        self.key = f'optimizer.type = "{optimizer.type}"'
+        self._optimizer, self._mesh = optimizer, mesh
+
+    def applies_to(self, opt_state: Any) -> bool:
+        """Returns whether the state is that of a 1-bit optimizer."""
+        return one_bit_state(opt_state) is not None
+
+    def errors_of(self, leaves: Sequence[Leaf]) -> list[Errors]:
+        """Returns the errors of each momentum that is sent in 1 bit an element.
+
+        They are float32 [devices, size], the error in what each device sends, and float32 [devices,
+        size / devices], the error in the shard that each device averages. ``size`` is that of the
+        parameter, padded so that shards are full bytes; a small parameter has no errors.
+
+        A sharded momentum (stage 1) also has the message that was sent last, the same on all
+        devices: bits as uint8 [devices, size / devices / 8], and scales as float32 [devices].
+        """
+        return [self._errors(leaf) for leaf in leaves]
+
+    def _errors(self, leaf: Leaf) -> Errors:
+        count, n = math.prod(leaf.shape), self._mesh.size
+        if count <= SMALL or n == 1:
+            return ()
+        shard_size = -(-count // (8 * n)) * 8
+        errors = (jax.ShapeDtypeStruct((n, k), jnp.float32) for k in (n * shard_size, shard_size))
+        if not leaf.sharded:
+            return tuple(errors)
+        bits = jax.ShapeDtypeStruct((n, shard_size // 8), jnp.uint8)
+        return (*errors, bits, jax.ShapeDtypeStruct((n,), jnp.float32))
+
+    def reducer(
+        self, gatherer: Gatherer, opt_state: ZeroOptState, errors: Sequence[Errors]
+    ) -> OneBitMomentum:
+        """Returns the reduction of one update."""
+        state = one_bit_state(opt_state.inner)
+        assert state is not None
+        how = sending(state, self._optimizer.with_defaults())
+        scale = None if opt_state.loss_scale is None else opt_state.loss_scale.scale
+        return OneBitMomentum(gatherer, errors, state, how, scale, self.key)
 
 
 class OneBitMomentum:
@@ -36,7 +92,7 @@ class OneBitMomentum:
 
     Args:
       gatherer: Reduces gradients.
-      errors: By parameter, see :func:`zerojax.plan.error_feedback.one_bit_errors`.
+      errors: By parameter, see :meth:`OneBit.errors_of`.
       state: The optimizer's state.
       how: The form in which this update's gradients are sent.
       scale: float32 [], the loss scale; None without one.
@@ -49,7 +105,7 @@ class OneBitMomentum:
     def __init__(
         self,
         gatherer: Gatherer,
-        errors: Sequence[tuple[jax.Array, ...]],
+        errors: Sequence[Errors],
         state: OneBitState,
         how: Sending,
         scale: jax.Array | None,
@@ -112,61 +168,3 @@ class OneBitMomentum:
             return self._gatherer.constrain(momentum, (None,) * momentum.ndim)
 
         return lax.cond(jnp.any(scales > 0), decoded, gathered, None)
-
-
-def mean_in_one_bit(
-    local: jax.Array, errors: Sequence[jax.Array], gatherer: Gatherer
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Returns the mean of the devices' rows of ``local``, the new errors, and the mean as it was
-    sent: uint8 [devices, size / devices / 8] and float32 [devices].
-
-    Args:
-      local: float32 [devices, size], each device's row on that device.
-      errors: The errors of the rows that devices send, [devices, size], and of the slice that each
-        device averages, [devices, size / devices]; padded with zeros to full bytes per slice.
-      gatherer: Constrains arrays to the devices.
-    """
-    axes, constrain = batch_axes(gatherer.mesh), gatherer.constrain
-    n, size = local.shape
-    slice_size = errors[1].shape[1]
-    padding = n * slice_size - size
-    is_element = (jnp.arange(n * slice_size) < size).reshape(n, slice_size)
-
-    corrected = jnp.pad(local, ((0, 0), (0, padding))) + errors[0]
-    corrected = constrain(corrected, (axes, None))
-    scales = jnp.linalg.norm(corrected, axis=1) / math.sqrt(size)
-    sent_errors = jnp.where(
-        is_element.reshape(-1), corrected - scales[:, None] * signs(corrected), 0.0
-    )
-    codes = constrain(pack(corrected.reshape(n, n, slice_size)), (axes, None, None))
-    codes = constrain(codes, (None, axes, None))
-    scales = constrain(constrain(scales, (axes,)), (None,))
-    own_slice = add_up(unpack(codes) * scales[:, None, None], 0) / n + errors[1]
-
-    own_slice = constrain(jnp.where(is_element, own_slice, 0.0), (axes, None))
-    elements = jnp.maximum(is_element.sum(1), 1).astype(own_slice.dtype)
-    scales = jnp.linalg.norm(own_slice, axis=1) / jnp.sqrt(elements)
-    mean_errors = constrain(
-        jnp.where(is_element, own_slice - scales[:, None] * signs(own_slice), 0.0), (axes, None)
-    )
-    codes = constrain(constrain(pack(own_slice), (axes, None)), (None, None))
-    scales = constrain(constrain(scales, (axes,)), (None,))
-    mean = (unpack(codes) * scales[:, None]).reshape(-1)[:size]
-    return mean, (constrain(sent_errors, (axes, None)), mean_errors), (codes, scales)
-
-
-def signs(x: jax.Array) -> jax.Array:
-    """Returns 1 or -1 for each element; 1 for 0."""
-    return jnp.where(x >= 0, 1.0, -1.0)
-
-
-def pack(x: jax.Array) -> jax.Array:
-    """Packs the signs of [..., 8 n] into bits, uint8 [..., n]."""
-    bits = (x >= 0).reshape(*x.shape[:-1], -1, 8).astype(jnp.uint8)
-    return jnp.sum(bits << jnp.arange(8, dtype=jnp.uint8), axis=-1, dtype=jnp.uint8)
-
-
-def unpack(codes: jax.Array) -> jax.Array:
-    """Unpacks bits, uint8 [..., n], into 1 or -1, float32 [..., 8 n]."""
-    bits = (codes[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & 1
-    return (2.0 * bits.astype(jnp.float32) - 1.0).reshape(*codes.shape[:-1], -1)

@@ -10,7 +10,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.optim.top_k import top_k
+from zerojax.experimental.top_k import top_k
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -14,8 +14,8 @@ from swept import swept
 import zerojax
 from zerojax.checkpoint import Checkpointer
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.one_bit import mean_in_one_bit, pack, signs, unpack
 from zerojax.config import ConfigError
+from zerojax.experimental.one_bit_mean import mean_in_one_bit, pack, signs, unpack
 from zerojax.hlo.traffic import collectives
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -38,7 +38,7 @@ def assumed_attention(per_device: Callable[..., Callable[..., Any]]) -> Attentio
         out, sums = (checkpoint_name(x, NAME) for x in per_device(_forward)(q, k, v))
         return out, (q, k, v, out, sums)
 
-    def backward(residuals: Arrays, gradient: jax.Array) -> Arrays:
+    def backward(residuals: Arrays, gradient: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(per_device(_backward)(*residuals, gradient))
 
     attention.defvjp(forward, backward)

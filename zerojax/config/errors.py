@@ -44,7 +44,7 @@ class ConfigError(ValueError):
         head = f"{self.source or 'config'}: {len(self.problems)} problems"
         return "\n  ".join([head, *self.problems])
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.problems, self.source)
 
 

@@ -1,7 +1,7 @@
 """Error feedback of quantized gradients (LoCo): the value of `zeropp_loco_param`."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -30,7 +30,7 @@ class Loco(BaseModel):
         return self.model_dump_json()
 
 
-def _loco(value: Any) -> Any:
+def _loco(value: object) -> object:
     return Loco(**value) if isinstance(value, Mapping) else value
 
 

@@ -145,7 +145,7 @@ class Checkpointer:
         state: Any,
         *,
         extra: Any = None,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, object] | None = None,
     ) -> None:
         """Saves a state in the background; returns once the state is copied from the devices.
 
@@ -259,9 +259,9 @@ class Checkpointer:
     def _read(
         self,
         step: int | None,
-        read: Callable[[epath.Path], Any],
+        read: Callable[[epath.Path], object],
         ask: Callable[[Callable[[], str]], str],
-    ) -> Any:
+    ) -> object:
         """Returns the result of ``read`` for a step's folder.
 
         ``ask`` calls a function in one process and returns its answer in every process.
@@ -370,7 +370,7 @@ class Checkpointer:
         self._writer = self._writer or Writer(self.directory, self._retention, self._name)
         return self._writer
 
-    def _check(self, step: int, state: Any) -> None:
+    def _check(self, step: int, state: object) -> None:
         has_arrays = any(map(is_array, jax.tree.leaves(state)))
         if state_tree.form_of(state) == "pytree" and not has_arrays:
             raise CheckpointError(

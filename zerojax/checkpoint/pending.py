@@ -70,7 +70,7 @@ class PendingSave:
         self.step = step
         tree = state_tree.tree_of(state)
         _check_arrays(tree)
-        self.tree: Any = jax.tree.map(_array, tree)
+        self.tree: object = jax.tree.map(_array, tree)
         leaves = state_tree.named(self.tree)
         self.replicated = {name: _digest(x) for name, x in leaves.items() if _is_replicated(x)}
         self.extra_by_process = False
@@ -186,7 +186,7 @@ def _digest(x: jax.Array) -> str:
     return repr(values.tolist()) if values.size <= 4 else _sha256(values.tobytes().hex())
 
 
-def _sha256(value: Any) -> str:
+def _sha256(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -194,7 +194,7 @@ def _class_name(handler: type) -> str:
     return f"{handler.__module__}.{handler.__qualname__}"
 
 
-def _check_arrays(tree: Any) -> None:
+def _check_arrays(tree: object) -> None:
     """Checks that every array can be saved.
 
     Raises:
@@ -225,7 +225,7 @@ def _check_arrays(tree: Any) -> None:
             )
 
 
-def _array(x: Any) -> jax.Array | DiskArray | StoredArray:
+def _array(x: object) -> jax.Array | DiskArray | StoredArray:
     """Returns a leaf as an array that does not change during the save."""
     if isinstance(x, DiskArray | StoredArray):
         return x
@@ -249,10 +249,10 @@ def _spec(x: Any) -> Spec | None:
     return [list(entry) if isinstance(entry, tuple) else entry for entry in sharding.spec]
 
 
-def _config(config: ZeroConfig) -> dict[str, Any]:
+def _config(config: ZeroConfig) -> dict[str, object]:
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     del fields["notes"]
-    plain: dict[str, Any] = pydantic_core.to_jsonable_python(
+    plain: dict[str, object] = pydantic_core.to_jsonable_python(
         fields, fallback=lambda x: dict(x) if isinstance(x, Mapping) else repr(x)
     )
     return plain

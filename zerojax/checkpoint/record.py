@@ -228,7 +228,7 @@ def extra_file(folder: epath.Path, process: int) -> epath.Path:
     return folder / EXTRA / f"{process}.json"
 
 
-def encoded(value: Any, path: str = "extra", level: int = 0) -> Any:
+def encoded(value: object, path: str = "extra", level: int = 0) -> object:
     """Encodes ``value`` as JSON; PRNG keys become their data and implementation.
 
     Raises:
@@ -261,7 +261,7 @@ def encoded(value: Any, path: str = "extra", level: int = 0) -> Any:
     )
 
 
-def decoded(value: Any) -> Any:
+def decoded(value: object) -> object:
     """Returns the value that :func:`encoded` encoded, with lists in place of tuples."""
     if isinstance(value, list):
         return [decoded(item) for item in value]
@@ -277,6 +277,6 @@ def _crc32(file: epath.Path) -> int:
     return zlib.crc32(steps_folder.read(file))
 
 
-def _sha256(version: Any, body: Any) -> str:
+def _sha256(version: object, body: object) -> str:
     text = json.dumps([version, body], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

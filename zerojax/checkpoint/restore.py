@@ -71,7 +71,7 @@ def restore(folder: epath.Path, abstract_state: Any, zero: Zero, name: str) -> A
     local = agreed(name, lambda: _read_local_arrays(folder, abstract_state, zero), LONGEST)
     saved, wanted, in_memory = local.saved, local.wanted, local.in_memory
     _verify(saved, {leaf: local.arrays[leaf.path] for leaf in in_memory.values()}, local.sound)
-    restored: dict[Path, Any] = {
+    restored: dict[Path, object] = {
         path: _fit(path, local.arrays[leaf.path], wanted) for path, leaf in in_memory.items()
     }
     restored |= _to_disk(saved, local.chosen, wanted, zero, name)
@@ -102,7 +102,7 @@ class _LocalArrays(NamedTuple):
     sound: dict[str, int]
 
 
-def _read_local_arrays(folder: epath.Path, abstract_state: Any, zero: Zero) -> _LocalArrays:
+def _read_local_arrays(folder: epath.Path, abstract_state: object, zero: Zero) -> _LocalArrays:
     saved = SavedStep(folder)
     present = {state_tree.unboxed(leaf.path): leaf for leaf in saved.arrays()}
     form = state_tree.form_of(abstract_state)
@@ -136,7 +136,7 @@ def _full_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
         leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)))
     paths = state_tree.paths_of(opened.parts, form)
 
-    def close(arrays: list[Any]) -> Any:
+    def close(arrays: list[Any]) -> object:
         closed = opened.close(jax.tree.unflatten(tree, arrays), opened.tx)
         return closed if form == "nnx" else closed[0]
 
@@ -151,7 +151,7 @@ def _on_disk(
     paths: list[Path],
     opened: OpenedState,
     zero: Zero,
-    in_order: Callable[[Parts], Any] = lambda parts: parts,
+    in_order: Callable[[Parts], object] = lambda parts: parts,
 ) -> dict[Path, Leaf]:
     """Returns the planned leaves, by path, of the arrays that the config places on a disk.
 
@@ -176,7 +176,7 @@ def _uses_disk(zero: Zero) -> bool:
     return any(section and section.device == "nvme" for section in sections)
 
 
-def _check_arrays(params: Any) -> None:
+def _check_arrays(params: object) -> None:
     if not any(hasattr(x, "shape") and hasattr(x, "dtype") for x in jax.tree.leaves(params)):
         raise CheckpointError(
             f"restore takes an abstract state, as zero.abstract_state returns it, or the "
@@ -184,7 +184,7 @@ def _check_arrays(params: Any) -> None:
         )
 
 
-def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
+def _any_pytree(state: object, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
     """Targets all arrays of a pytree; uses the plan's shardings unless every array has its own."""
     opened = split_state((state,))
     given = jax.tree.leaves(opened.parts.rest)
@@ -197,7 +197,7 @@ def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wan
     structs = [_struct(x, stored(x).sharding) for x in leaves]
     paths = state_tree.below((), arrays)
 
-    def close(arrays: list[Any]) -> Any:
+    def close(arrays: list[object]) -> object:
         remaining = iter(arrays)  # arrays without elements are not saved
         all_leaves = [next(remaining) if x.size else jnp.zeros(x.shape, x.dtype) for x in structs]
         parts = opened.parts._replace(rest=jax.tree.unflatten(tree, all_leaves))
@@ -210,14 +210,14 @@ def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wan
     if _uses_disk(zero):
         planned = zero.states.open((state,))
 
-        def in_order(parts: Parts) -> Any:
+        def in_order(parts: Parts) -> object:
             return opened.split(*planned.close(parts, planned.tx)).rest
 
         on_disk = _on_disk(paths, planned, zero, in_order)
     return _Wanted(wanted, close, on_disk)
 
 
-def _only_params(params: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
+def _only_params(params: object, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
     is_nnx = all(path[0].isdecimal() for path in present)
     prefix = state_tree.PARAMS["nnx" if is_nnx else "linen"]
     if not any(path[: len(prefix)] == prefix for path in present):
@@ -294,7 +294,7 @@ def _padded(wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     return layout.padded(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
 
 
-def _max_read_bytes(wanted: jax.ShapeDtypeStruct, about: Any) -> int:
+def _max_read_bytes(wanted: jax.ShapeDtypeStruct, about: object) -> int:
     """Returns the maximum bytes read for one device: its shard, and the rest of the same chunks."""
     storage = getattr(about, "storage", None)
     chunk = (storage and storage.chunk_shape) or wanted.shape
@@ -411,7 +411,7 @@ def _to_disk(
     return {path: shown(x.advance(), leaves[path].shape) for path, x in targets.items()}
 
 
-def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: Any) -> np.ndarray:
+def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: object) -> np.ndarray:
     """Reads a box of a saved array; integers must fit ``dtype``."""
     values = saved.read(leaf.name, box)
     _check_fits(saved, leaf, values, dtype)
@@ -419,14 +419,14 @@ def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: Any) -> 
 
 
 def _fresh(
-    wanted: _Wanted, restored: Mapping[Path, Any], form: state_tree.Form, zero: Zero
-) -> dict[Path, Any]:
+    wanted: _Wanted, restored: Mapping[Path, object], form: state_tree.Form, zero: Zero
+) -> dict[Path, object]:
     """Creates the arrays that a plain state, or a state of another precision, lacks."""
     numbers = state_tree.NUMBERS[form]
     step = restored[state_tree.STEP[form]]
     new = adopt(None, np.asarray(jax.device_get(step)), LossScale.of(zero.config))
     values = dict(zip(state_tree.below(numbers, new), jax.tree.leaves(new), strict=True))
-    fresh: dict[Path, Any] = {}
+    fresh: dict[Path, object] = {}
     for path, struct in wanted.leaves.items():
         if path in restored:
             continue

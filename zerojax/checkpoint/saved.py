@@ -168,7 +168,7 @@ class SavedArrays:
     def _result(self, name: str, future: Any) -> Any:
         return self._tried(name, future.result)
 
-    def _tried(self, name: str, act: Callable[[], Any]) -> Any:
+    def _tried(self, name: str, act: Callable[[], object]) -> object:
         try:
             return act()
         except (*records.UNREADABLE, NotImplementedError) as error:
@@ -212,7 +212,7 @@ class SavedStep(SavedArrays):
         except records.UNREADABLE as error:
             raise cannot_be_read(f"{self.folder}: extra", error) from None
 
-    def _extra(self, process: int | None) -> Any:
+    def _extra(self, process: int | None) -> object:
         """Returns the ``extra`` as JSON, see :meth:`extra`."""
         if self.record is None:
             return None

@@ -32,7 +32,7 @@ NUMBERS: dict[Form, Path] = {"linen": ("tx", "numbers"), "nnx": ("1", "tx", "num
 STEP: dict[Form, Path] = {"linen": ("step",), "nnx": ("1", "step")}
 
 
-def form_of(state: Any) -> Form:
+def form_of(state: object) -> Form:
     """Returns the kind of a state: a TrainState, a tuple of NNX objects, or any other pytree, such
     as only parameters."""
     if isinstance(state, tuple) and any(isinstance(x, nnx.Optimizer) for x in state):
@@ -76,7 +76,7 @@ def paths_of(parts: Parts, form: Form) -> list[Path]:
     ]
 
 
-def below(prefix: Path, tree: Any) -> list[Path]:
+def below(prefix: Path, tree: object) -> list[Path]:
     """Returns the paths of a tree's arrays under ``prefix``."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [unboxed((*prefix, *strings(keys))) for keys, _ in leaves]

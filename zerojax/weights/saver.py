@@ -30,7 +30,7 @@ def save(
     *,
     config: Mapping[str, Any] | Path | None = None,
     texts: Mapping[str, str] | None = None,
-    dtype: Any = None,
+    dtype: object = None,
     max_shard_size: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes parameters as a folder that :func:`load` and transformers read.
@@ -143,7 +143,7 @@ def config_files(config: Mapping[str, Any] | Path) -> dict[str, str]:
     return {name: each.read_text(encoding="utf-8") for name, each in files.items()}
 
 
-def json_text(values: Mapping[str, Any]) -> str:
+def json_text(values: Mapping[str, object]) -> str:
     """Returns the text of a file such as ``config.json``."""
     return json.dumps(values, indent=2) + "\n"
 

@@ -19,7 +19,7 @@ class Opened(NamedTuple):
     """
 
     leaves: dict[str, Any]
-    close: Callable[[Mapping[Any, Any]], Any]
+    close: Callable[[Mapping[Any, object]], Any]
 
 
 def open_tree(tree: Any) -> Opened:
@@ -45,17 +45,17 @@ def open_tree(tree: Any) -> Opened:
     if not leaves:
         raise ValueError("the tree has no arrays: give a model's parameters, such as state.params")
 
-    def close(arrays: Mapping[Any, Any]) -> Any:
+    def close(arrays: Mapping[Any, object]) -> object:
         new_leaves = (arrays.get(path, leaf) for path, (_, leaf) in zip(paths, keyed, strict=True))
         return jax.tree.unflatten(structure, new_leaves)
 
     return Opened(leaves, close)
 
 
-def _is_stream(x: Any) -> bool:
+def _is_stream(x: object) -> bool:
     return isinstance(x, nnx.RngState)
 
 
-def _path(keys: tuple[Any, ...]) -> str:
+def _path(keys: tuple[object, ...]) -> str:
     is_boxed = keys[-1:] == (GetAttrKey("value"),)  # flax's box of an array and its metadata
     return keystr(keys[:-1] if is_boxed else keys, simple=True, separator="/")

@@ -232,7 +232,7 @@ def automatic_context(given: Mesh) -> Iterator[tuple[str, ...]]:
 def relabelled(tree: Any, given: Mesh) -> Any:
     """Moves arrays on the same devices, but with other axis types, to the mesh ``given``."""
 
-    def moved(x: Any) -> Any:
+    def moved(x: Any) -> object:
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             return x
         sharding = x.sharding

@@ -113,12 +113,12 @@ class BatchRows:
         shape: tuple[int, ...] = np.shape(x)
         return _times(shape, self.blocks, self._axis) if self.own(x) else shape
 
-    def told(self, batch: Any) -> str:
+    def told(self, batch: object) -> str:
         """Returns, as text, the numbers of rows of the leaves that hold own rows."""
         rows = {np.shape(x)[self._axis] for x in jax.tree.leaves(batch) if self.own(x)}
         return " and ".join(map(str, sorted(rows)))
 
-    def own_rows(self, batch: Any) -> int | None:
+    def own_rows(self, batch: object) -> int | None:
         """Returns the number of rows of the leaves that hold own rows; None if no leaf does.
 
         Raises:

@@ -185,8 +185,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
-    model: Any,
-    *inputs: Any,
+    model: object,
+    *inputs: object,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
@@ -218,8 +218,8 @@ def estimate_zero2_model_states_mem_needs_all_live(
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
-    model: Any,
-    *inputs: Any,
+    model: object,
+    *inputs: object,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,

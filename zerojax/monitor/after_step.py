@@ -46,7 +46,7 @@ class AfterStep:
         self._flags: deque[jax.Array] = deque()
         self._since, self._times = 0.0, dict[str, float]()
 
-    def signals(self, opt_state: ZeroOptState, out: Any) -> Signals:
+    def signals(self, opt_state: ZeroOptState, out: object) -> Signals:
         """Returns the numbers of a step that :meth:`note` needs, traced within the step.
 
         The numbers are copies, since the state is donated to the next step.

@@ -48,7 +48,7 @@ def progress(
     return ", ".join(parts)
 
 
-def momentum(config: ZeroConfig) -> Any:
+def momentum(config: ZeroConfig) -> object:
     """Returns DeepSpeed's ``mom``: the optimizer's betas or momentum, or 0.0.
 
     Returns None if the config does not determine them: without an optimizer, or if OneCycle changes

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import jax
 
@@ -72,7 +72,7 @@ class Reporter:
     def record(
         self,
         report: Mapping[str, jax.Array],
-        out: Any,
+        out: object,
         rows: int,
         times: Mapping[str, float] | None = None,
     ) -> None:
@@ -131,7 +131,7 @@ class Reporter:
         if times:
             lines.say(self._clock.first(times))
 
-    def _progress(self, report: Mapping[str, Any], by_tag: Mapping[str, Any]) -> str:
+    def _progress(self, report: Mapping[str, object], by_tag: Mapping[str, object]) -> str:
         text = lines.progress(report, by_tag, self._momentum, fp16=self.config.fp16)
         pace = self._pace.per_second(time.perf_counter())
         self._backlog.drain(wait=True)  # all steps are done

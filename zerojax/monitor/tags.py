@@ -79,7 +79,7 @@ def scalars(out: Any) -> dict[str, Any]:
     return numbers
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_number(leaf: object) -> bool:
     if isinstance(leaf, bool | int | float):
         return True
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
@@ -89,7 +89,7 @@ def _is_number(leaf: Any) -> bool:
     return is_real or jnp.issubdtype(dtype, jnp.bool_)
 
 
-def _names(path: tuple[Any, ...]) -> Iterator[str]:
+def _names(path: tuple[object, ...]) -> Iterator[str]:
     """Yields candidate names for the leaf at ``path``, the best one first."""
     parts = [_part(key) for key in path]
     texts = [str(part) for part in parts]
@@ -108,7 +108,7 @@ def _names(path: tuple[Any, ...]) -> Iterator[str]:
         number += 1
 
 
-def _part(key: Any) -> str | int:
+def _part(key: object) -> str | int:
     text = jax.tree_util.keystr((key,), simple=True)
     is_position = isinstance(key, jax.tree_util.SequenceKey | jax.tree_util.FlattenedIndexKey)
     return int(text) if is_position else text

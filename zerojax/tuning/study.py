@@ -59,7 +59,7 @@ class Study(Trials):
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         config: ZeroConfig,
         mesh: Mesh,
         rates: Rates,

@@ -68,8 +68,8 @@ def seq2seq(
 
 def _workload(
     zero: Zero,
-    init: Callable[[jax.Array], Any],
-    loss: Callable[[Any, Any, Any], jax.Array],
+    init: Callable[[jax.Array], object],
+    loss: Callable[[object, object, object], jax.Array],
     batch: dict[str, jax.ShapeDtypeStruct],
     tokens: int,
 ) -> Workload:
@@ -78,7 +78,7 @@ def _workload(
     def create_state(key: jax.Array) -> TrainState:
         return TrainState.create(apply_fn=loss, params=init(key), tx=tx)
 
-    def train_step(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
+    def train_step(state: TrainState, batch: object, key: jax.Array) -> tuple[TrainState, object]:
         rngs = {"dropout": jax.random.fold_in(key, state.step)}
         value, grads = value_and_grad(loss)(state.params, batch, rngs)
         return state.apply_gradients(grads=grads), {"loss": value}

@@ -265,7 +265,7 @@ def _nnx(
         model = make()
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
+    def train_step(model: object, optimizer: Any, batch: object) -> object:
         value, grads = value_and_grad(lambda model: _loss(model, model, batch))(model)
         optimizer.update(model, grads)
         return {"loss": value}

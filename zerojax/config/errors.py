@@ -34,7 +34,9 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, problems: Iterable[str] | str, source: str = "") -> None:
-        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.problems: tuple[str, ...] = (
+            (problems,) if isinstance(problems, str) else tuple(problems)
+        )
         self.source = source
         super().__init__(self._message())
 

@@ -45,9 +45,9 @@ class Keywords(TypedDict, total=False):
     zero_quantized_gradients: bool
     zero_quantized_gradients_dtype: str
     zero_quantized_block_size: int | None
-    zeropp_loco_param: Loco | Mapping[str, object] | None
-    offload_optimizer: OffloadOptimizer | Mapping[str, object] | str | None
-    offload_param: OffloadParam | Mapping[str, object] | str | None
+    zeropp_loco_param: Loco | Mapping[str, Any] | None
+    offload_optimizer: OffloadOptimizer | Mapping[str, Any] | str | None
+    offload_param: OffloadParam | Mapping[str, Any] | str | None
     sub_group_size: int
     cpu_checkpointing: bool
     partition_activations: bool
@@ -61,11 +61,11 @@ class Keywords(TypedDict, total=False):
     scheduler: SchedulerConfig | Mapping[str, Any] | None
     steps_per_print: int | None
     wall_clock_breakdown: bool
-    tensorboard: MonitorConfig | Mapping[str, object] | None
-    csv_monitor: MonitorConfig | Mapping[str, object] | None
-    wandb: WandbConfig | Mapping[str, object] | None
+    tensorboard: MonitorConfig | Mapping[str, Any] | None
+    csv_monitor: MonitorConfig | Mapping[str, Any] | None
+    wandb: WandbConfig | Mapping[str, Any] | None
     memory_breakdown: bool
     dump_state: bool
-    flops_profiler: FlopsProfilerConfig | Mapping[str, object] | None
-    comms_logger: CommsLoggerConfig | Mapping[str, object] | None
-    autotuning: AutotuningConfig | Mapping[str, object] | None
+    flops_profiler: FlopsProfilerConfig | Mapping[str, Any] | None
+    comms_logger: CommsLoggerConfig | Mapping[str, Any] | None
+    autotuning: AutotuningConfig | Mapping[str, Any] | None

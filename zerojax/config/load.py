@@ -160,12 +160,12 @@ class ConfigReading:
     """
 
     def __init__(self, raw: dict[str, Any], auto: Mapping[str, Any] | None = None) -> None:
-        self.raw = plain(raw)
-        self.source = ""
+        self.raw: dict[str, Any] = plain(raw)
+        self.source: str = ""
         self.yaml: Translation | None = None
         self.fields: dict[str, Any] = {}
         self.problems: list[str] = list(rename(raw))
-        self.given = dict(_leaves(raw, ""))
+        self.given: dict[str, Any] = dict(_leaves(raw, ""))
         self._replaced: set[str] = set()
         if auto is not None:
             self._replaced, problems = stand_in(raw, auto)

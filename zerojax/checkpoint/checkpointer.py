@@ -29,6 +29,7 @@ from zerojax.distributed.lockstep import lockstep
 from zerojax.distributed.roll_call import by_value
 from zerojax.distributed.watchdog import paused
 from zerojax.train_state.pytree import is_array
+from zerojax.xla.types import PyTree
 
 
 class Checkpointer:
@@ -96,7 +97,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"zero: expected what zerojax.zero(...) returns, got {type(zero).__name__}"
             )
-        self.directory = steps_folder.opened(directory)
+        self.directory: epath.Path = steps_folder.opened(directory)
         self.zero = zero
         self._retention = Retention(keep, keep_best, metric, mode)
         self._read_only, self._closed = read_only, False
@@ -142,7 +143,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         *,
         extra: Any = None,
         metrics: Mapping[str, object] | None = None,
@@ -208,7 +209,7 @@ class Checkpointer:
             if self._writer:
                 self._writer.settle(swept=True)
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Any:
+    def restore(self, abstract_state: PyTree, step: int | None = None) -> PyTree:
         """Restores a saved state with the shardings of ``abstract_state``; checks every array.
 
         Stage, mesh and precision may differ from those of the save. A loss scale that was not
@@ -370,7 +371,7 @@ class Checkpointer:
         self._writer = self._writer or Writer(self.directory, self._retention, self._name)
         return self._writer
 
-    def _check(self, step: int, state: object) -> None:
+    def _check(self, step: int, state: PyTree) -> None:
         has_arrays = any(map(is_array, jax.tree.leaves(state)))
         if state_tree.form_of(state) == "pytree" and not has_arrays:
             raise CheckpointError(

@@ -31,6 +31,7 @@ from zerojax.config import ZeroConfig
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.places import PINNED
 from zerojax.plan.stored import StoredArray, stored
+from zerojax.xla.types import PyTree
 
 _SMALL = 1024
 """Maximum bytes of an array that every save compares between the processes."""
@@ -62,7 +63,7 @@ class PendingSave:
     def __init__(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         zero: Zero,
         extra: Any,
         metrics: dict[str, float] | None,
@@ -70,10 +71,12 @@ class PendingSave:
         self.step = step
         tree = state_tree.tree_of(state)
         _check_arrays(tree)
-        self.tree: object = jax.tree.map(_array, tree)
+        self.tree: PyTree = jax.tree.map(_array, tree)
         leaves = state_tree.named(self.tree)
-        self.replicated = {name: _digest(x) for name, x in leaves.items() if _is_replicated(x)}
-        self.extra_by_process = False
+        self.replicated: dict[str, str] = {
+            name: _digest(x) for name, x in leaves.items() if _is_replicated(x)
+        }
+        self.extra_by_process: bool = False
         self._sums: dict[str, jax.Array] = {}
         self._began = time.time_ns()
         self._leaves = {
@@ -168,7 +171,7 @@ class PendingSave:
                     raise CheckpointError(f"{folder}: the extra of process {process} is missing")
 
 
-def _is_replicated(x: Any) -> bool:
+def _is_replicated(x: object) -> bool:
     """Returns whether ``x`` is a small replicated array of integers, bools or keys."""
     return (
         isinstance(x, jax.Array)
@@ -194,7 +197,7 @@ def _class_name(handler: type) -> str:
     return f"{handler.__module__}.{handler.__qualname__}"
 
 
-def _check_arrays(tree: object) -> None:
+def _check_arrays(tree: PyTree) -> None:
     """Checks that every array can be saved.
 
     Raises:

@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from zerojax.api import Zero
 from zerojax.checkpoint import piecewise, state_tree
@@ -32,6 +33,7 @@ from zerojax.plan.places import DISK, PINNED
 from zerojax.plan.plan import Leaf
 from zerojax.plan.stored import StoredArray, pad, shown, stored
 from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.xla.types import PyTree, Shaped
 
 _MAX_IN_FLIGHT_GB = 0.5
 """Limit in GB on data that is read but not yet on the devices; it bounds the host memory."""
@@ -47,11 +49,11 @@ class _Wanted(NamedTuple):
     """
 
     leaves: dict[Path, jax.ShapeDtypeStruct]
-    close: Callable[[list[Any]], Any]
+    close: Callable[[list[Any]], PyTree]
     on_disk: Mapping[Path, Leaf]
 
 
-def restore(folder: epath.Path, abstract_state: Any, zero: Zero, name: str) -> Any:
+def restore(folder: epath.Path, abstract_state: PyTree, zero: Zero, name: str) -> PyTree:
     """Restores the state or parameters of a step in the form and shardings of ``abstract_state``.
 
     Every array is read shard by shard in the saved dtype, checked against its recorded checksum,
@@ -102,7 +104,7 @@ class _LocalArrays(NamedTuple):
     sound: dict[str, int]
 
 
-def _read_local_arrays(folder: epath.Path, abstract_state: object, zero: Zero) -> _LocalArrays:
+def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -> _LocalArrays:
     saved = SavedStep(folder)
     present = {state_tree.unboxed(leaf.path): leaf for leaf in saved.arrays()}
     form = state_tree.form_of(abstract_state)
@@ -126,7 +128,7 @@ def _read_local_arrays(folder: epath.Path, abstract_state: object, zero: Zero) -
     return _LocalArrays(saved, form, wanted, chosen, in_memory, arrays, host_checksums)
 
 
-def _full_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
+def _full_state(state: PyTree, form: state_tree.Form, zero: Zero) -> _Wanted:
     objects = state if form == "nnx" else (state,)
     opened: OpenedState = split_state(objects)
     if not isinstance(opened.tx, ZeroTransformation):
@@ -136,7 +138,7 @@ def _full_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
         leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)))
     paths = state_tree.paths_of(opened.parts, form)
 
-    def close(arrays: list[Any]) -> object:
+    def close(arrays: list[Any]) -> PyTree:
         closed = opened.close(jax.tree.unflatten(tree, arrays), opened.tx)
         return closed if form == "nnx" else closed[0]
 
@@ -176,7 +178,7 @@ def _uses_disk(zero: Zero) -> bool:
     return any(section and section.device == "nvme" for section in sections)
 
 
-def _check_arrays(params: object) -> None:
+def _check_arrays(params: PyTree) -> None:
     if not any(hasattr(x, "shape") and hasattr(x, "dtype") for x in jax.tree.leaves(params)):
         raise CheckpointError(
             f"restore takes an abstract state, as zero.abstract_state returns it, or the "
@@ -184,7 +186,7 @@ def _check_arrays(params: object) -> None:
         )
 
 
-def _any_pytree(state: object, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
+def _any_pytree(state: PyTree, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
     """Targets all arrays of a pytree; uses the plan's shardings unless every array has its own."""
     opened = split_state((state,))
     given = jax.tree.leaves(opened.parts.rest)
@@ -197,7 +199,7 @@ def _any_pytree(state: object, present: dict[Path, SavedArray], zero: Zero) -> _
     structs = [_struct(x, stored(x).sharding) for x in leaves]
     paths = state_tree.below((), arrays)
 
-    def close(arrays: list[object]) -> object:
+    def close(arrays: list[Any]) -> PyTree:
         remaining = iter(arrays)  # arrays without elements are not saved
         all_leaves = [next(remaining) if x.size else jnp.zeros(x.shape, x.dtype) for x in structs]
         parts = opened.parts._replace(rest=jax.tree.unflatten(tree, all_leaves))
@@ -217,7 +219,7 @@ def _any_pytree(state: object, present: dict[Path, SavedArray], zero: Zero) -> _
     return _Wanted(wanted, close, on_disk)
 
 
-def _only_params(params: object, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
+def _only_params(params: PyTree, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
     is_nnx = all(path[0].isdecimal() for path in present)
     prefix = state_tree.PARAMS["nnx" if is_nnx else "linen"]
     if not any(path[: len(prefix)] == prefix for path in present):
@@ -235,7 +237,7 @@ def _only_params(params: object, present: dict[Path, SavedArray], zero: Zero) ->
     )
 
 
-def _struct(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+def _struct(x: Shaped, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
@@ -372,7 +374,7 @@ def _fit(path: Path, x: jax.Array | StoredArray, wanted: _Wanted) -> jax.Array |
     return x if x.dtype == struct.dtype else shown(_cast(stored(x), struct.dtype), x.shape)
 
 
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     if x.sharding.memory_kind != PINNED:
         return x.astype(dtype)
     shards = [  # cast on the host, where the array is stored

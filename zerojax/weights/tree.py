@@ -9,6 +9,8 @@ import jax
 from flax import nnx
 from jax.tree_util import GetAttrKey, keystr
 
+from zerojax.xla.types import PyTree
+
 
 class Opened(NamedTuple):
     """A model split into its arrays.
@@ -19,10 +21,10 @@ class Opened(NamedTuple):
     """
 
     leaves: dict[str, Any]
-    close: Callable[[Mapping[Any, object]], Any]
+    close: Callable[[Mapping[Any, object]], PyTree]
 
 
-def open_tree(tree: Any) -> Opened:
+def open_tree(tree: PyTree) -> Opened:
     """Splits a pytree or an NNX module into its arrays.
 
     Raises:

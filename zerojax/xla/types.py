@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol, Self, TypeAlias
 
-import jax
 import numpy as np
 from jax.extend import core
 
@@ -20,9 +19,6 @@ PyTree: TypeAlias = Any
 
 MaybeNone: TypeAlias = Any
 """None, in a result that is not None for most callers: ``X | MaybeNone`` asks for no check."""
-
-KeyPath: TypeAlias = tuple[jax.tree_util.KeyEntry, ...]
-"""The path of a leaf of a pytree."""
 
 
 class Shaped(Protocol):

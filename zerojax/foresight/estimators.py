@@ -38,6 +38,7 @@ from jax.extend.core import primitives as prims
 
 from zerojax.graph.graph import graph_of
 from zerojax.xla import hijax, jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Jaxpr
 
 GIB = 2**30
 
@@ -290,10 +291,10 @@ def _tokens_of(model: linen.Module) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((1, 8), jnp.int32)] * len(required)
 
 
-def _stacked(traced: Any) -> list[int]:
+def _stacked(traced: AnyJaxpr) -> list[int]:
     """Returns the number of ``nn.scan`` layers stacked in each result of a traced ``init``."""
 
-    def layers(jaxpr: Any, v: Any) -> int:
+    def layers(jaxpr: Jaxpr, v: Atom) -> int:
         eqn = graph_of(jaxpr).producer(v)
         if eqn is None:
             return 1

@@ -14,8 +14,9 @@ from zerojax.config import ZeroConfig
 from zerojax.monitor import lines
 from zerojax.monitor.backlog import Backlog, Figures
 from zerojax.monitor.clock import Clock, Pace
-from zerojax.monitor.tags import PREFIX, figures
+from zerojax.monitor.tags import PREFIX, Scalar, figures
 from zerojax.monitor.writers import check, open_writers
+from zerojax.xla.types import PyTree
 
 
 class Reporter:
@@ -72,7 +73,7 @@ class Reporter:
     def record(
         self,
         report: Mapping[str, jax.Array],
-        out: object,
+        out: PyTree,
         rows: int,
         times: Mapping[str, float] | None = None,
     ) -> None:
@@ -131,7 +132,7 @@ class Reporter:
         if times:
             lines.say(self._clock.first(times))
 
-    def _progress(self, report: Mapping[str, object], by_tag: Mapping[str, object]) -> str:
+    def _progress(self, report: Mapping[str, Scalar], by_tag: Mapping[str, Scalar]) -> str:
         text = lines.progress(report, by_tag, self._momentum, fp16=self.config.fp16)
         pace = self._pace.per_second(time.perf_counter())
         self._backlog.drain(wait=True)  # all steps are done

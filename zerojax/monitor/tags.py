@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+
+from zerojax.xla.types import PyTree
 
 PREFIX = "Train/Samples/"
 LOSS = PREFIX + "train_loss"
@@ -15,8 +17,11 @@ RATE = PREFIX + "lr"
 Event = tuple[str, float, int]
 """A tag, its value, and the number of global samples seen."""
 
+Scalar: TypeAlias = jax.Array | float
+"""A number, or an array of shape [], maybe not ready."""
 
-def figures(report: Mapping[str, Any], out: Any, *, fp16: bool) -> dict[str, Any]:
+
+def figures(report: Mapping[str, Scalar], out: PyTree, *, fp16: bool) -> dict[str, Scalar]:
     """Returns every scalar of a step by its tag, without reading the arrays.
 
     DeepSpeed's engine has ``Train/Samples/train_loss``, ``lr`` and, in fp16, ``loss_scale``.
@@ -58,7 +63,7 @@ def figures(report: Mapping[str, Any], out: Any, *, fp16: bool) -> dict[str, Any
     return by_tag
 
 
-def scalars(out: Any) -> dict[str, Any]:
+def scalars(out: PyTree) -> dict[str, Any]:
     """Returns the real scalars, of shape [], in a result of any structure, by name.
 
     "/" joins the names of nested dicts and dataclasses. Positions before a name are omitted if
@@ -71,7 +76,7 @@ def scalars(out: Any) -> dict[str, Any]:
       >>> scalars((0.5, 0.25))
       {'train_loss': 0.5, 'output_1': 0.25}
     """
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, Scalar] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(out):
         if _is_number(leaf):
             name = next(name for name in _names(path) if name not in numbers)

@@ -35,10 +35,13 @@ from zerojax.optim.wrap import ZeroTransformation, features, wrap
 from zerojax.placement.states import States
 from zerojax.plan.state_sharding import Plan
 from zerojax.step.arguments import Arguments
+from zerojax.step.call import RearrangedFunction
 from zerojax.step.decorated import P, R
 from zerojax.step.per_device import per_device
 from zerojax.step.sequence import SequenceAxis
 from zerojax.step.train_step import Step
+from zerojax.xla.lowered import LoweredProgram
+from zerojax.xla.types import PyTree
 
 S = TypeVar("S")
 
@@ -53,13 +56,13 @@ class Zero:
         self,
         config: ZeroConfig,
         mesh: Mesh,
-        specs: Any = None,
+        specs: PyTree = None,
         donate: bool = True,
         check_memory: bool = True,
-        params: Callable[[Any], Any] | None = None,
+        params: Callable[[PyTree], PyTree] | None = None,
     ) -> None:
         self.config = config
-        self.mesh = automatic(mesh)
+        self.mesh: Mesh = automatic(mesh)
         axis = zero_axis(self.mesh)
         check_groups(self.mesh, config.mics_shard_size, config.words("mics_shard_size"))
         config.batch(batch_devices(self.mesh))  # raises if the sizes are inconsistent
@@ -71,7 +74,7 @@ class Zero:
                 "cut a block's input yourself, with jax.lax.with_sharding_constraint, and set the "
                 "key to false"
             )
-        self.states = States(
+        self.states: States = States(
             config,
             self.mesh,
             axis,
@@ -175,8 +178,14 @@ class Zero:
         return Evaluation(arguments, self.states)
 
     def _other(
-        self, config: ZeroConfig, function: Any, objects: Any, batch: Any, args: Any, kwargs: Any
-    ) -> tuple[Plan, Callable[[], Any]]:
+        self,
+        config: ZeroConfig,
+        function: RearrangedFunction,
+        objects: tuple[PyTree, ...],
+        batch: PyTree,
+        args: tuple[PyTree, ...],
+        kwargs: Mapping[str, PyTree],
+    ) -> tuple[Plan, Callable[[], Iterable[LoweredProgram]]]:
         """Returns the plan and the programs of a step under another config on these devices."""
         other = Zero(config, self.mesh, self.states.specs, self._donate, params=self.states.params)
         if len(objects) == 1:  # memory is short: do not copy a state
@@ -190,7 +199,7 @@ class Zero:
         )
         return other.plan(*objects), lambda: step.programs(*objects, batch, *args, **kwargs)
 
-    def init(self, create_state: Callable[..., S], *args: Any) -> S:
+    def init(self, create_state: Callable[..., S], *args: object) -> S:
         """Creates a state whose arrays are sharded from the start.
 
         Args:
@@ -205,13 +214,13 @@ class Zero:
         state: S = self.states.init(create_state, *args)
         return state
 
-    def abstract_state(self, create_state: Callable[..., S], *args: Any) -> S:
+    def abstract_state(self, create_state: Callable[..., S], *args: object) -> S:
         """Returns the state of :meth:`init` as ``jax.ShapeDtypeStruct`` with shardings, for
         ``train_step.lower`` and for orbax to restore into. Touches no device."""
         state: S = self.states.abstract(create_state, *args)
         return state
 
-    def plan(self, *state: Any) -> Plan:
+    def plan(self, *state: PyTree) -> Plan:
         """Returns the sharding of a state over the devices, with the reasons.
 
         Args:
@@ -225,7 +234,7 @@ class Zero:
         objects = state[0] if len(state) == 1 and type(state[0]) is tuple else state
         return self.states.plan(self.states.open(tuple(objects)))
 
-    def optimizer(self, *, weight_decay_mask: Any = None) -> ZeroTransformation:
+    def optimizer(self, *, weight_decay_mask: PyTree = None) -> ZeroTransformation:
         """Returns the config's optimizer with schedule, clipping and loss scale, for optax.
 
         Args:
@@ -273,11 +282,11 @@ class Zero:
 
     def per_device(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., R],
         *,
         replicated: Collection[int] = (),
         sharded: Mapping[str, int] | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., R]:
         """Returns ``function`` such that each device runs it on its own rows of a batch.
 
         A decorated step is written for the global batch, and XLA partitions the work. Use this
@@ -311,8 +320,8 @@ def zero(
     config: str | os.PathLike[str] | Mapping[str, Any] | ZeroConfig | None = None,
     *,
     mesh: Mesh | None = None,
-    specs: Any = None,
-    params: Callable[[Any], Any] | None = None,
+    specs: PyTree = None,
+    params: Callable[[PyTree], PyTree] | None = None,
     donate: bool = True,
     auto: Mapping[str, Any] | None = None,
     check_finite: bool | None = None,

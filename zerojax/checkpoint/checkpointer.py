@@ -35,6 +35,7 @@ from zerojax.distributed.lockstep import lockstep
 from zerojax.distributed.roll_call import by_value
 from zerojax.distributed.watchdog import paused
 from zerojax.train_state.pytree import is_array
+from zerojax.xla.types import PyTree
 
 
 class Checkpointer:
@@ -102,7 +103,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"zero: expected what zerojax.zero(...) returns, got {type(zero).__name__}"
             )
-        self.directory = steps_folder.opened(directory)
+        self.directory: epath.Path = steps_folder.opened(directory)
         self.zero = zero
         self._retention = Retention(keep, keep_best, metric, mode)
         self._read_only, self._closed = read_only, False
@@ -148,10 +149,10 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         *,
         extra: Any = None,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, object] | None = None,
     ) -> None:
         """Saves a state in the background; returns once the state is copied from the devices.
 
@@ -214,7 +215,7 @@ class Checkpointer:
             if self._writer:
                 self._writer.settle(swept=True)
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Any:
+    def restore(self, abstract_state: PyTree, step: int | None = None) -> PyTree:
         """Restores a saved state with the shardings of ``abstract_state``; checks every array.
 
         Stage, mesh and precision may differ from those of the save. A loss scale that was not
@@ -265,9 +266,9 @@ class Checkpointer:
     def _read(
         self,
         step: int | None,
-        read: Callable[[epath.Path], Any],
+        read: Callable[[epath.Path], object],
         ask: Callable[[Callable[[], str]], str],
-    ) -> Any:
+    ) -> object:
         """Returns the result of ``read`` for a step's folder.
 
         ``ask`` calls a function in one process and returns its answer in every process.
@@ -376,7 +377,7 @@ class Checkpointer:
         self._writer = self._writer or Writer(self.directory, self._retention, self._name)
         return self._writer
 
-    def _check(self, step: int, state: Any) -> None:
+    def _check(self, step: int, state: PyTree) -> None:
         has_arrays = any(map(is_array, jax.tree.leaves(state)))
         if state_tree.form_of(state) == "pytree" and not has_arrays:
             raise CheckpointError(

@@ -189,7 +189,7 @@ def begin_checksums(arrays: Mapping[str, jax.Array | StoredArray]) -> dict[str, 
     return jax.jit(lambda t: jax.tree.map(lambda p: jnp.sum(p, dtype=jnp.uint32), t))(parts)
 
 
-def finish_checksum(parts: Any) -> int:
+def finish_checksum(parts: object) -> int:
     """Returns a checksum that :func:`begin_checksums` started; waits for the devices."""
     return int(np.sum(np.asarray(parts), dtype=np.uint32))
 

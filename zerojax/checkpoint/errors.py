@@ -7,7 +7,6 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 
 class CheckpointError(RuntimeError):
@@ -52,7 +51,7 @@ def reason(error: BaseException) -> str:
     return re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]
 
 
-def cannot_be_read(what: Any, error: BaseException) -> CheckpointError:
+def cannot_be_read(what: object, error: BaseException) -> CheckpointError:
     """Returns the error for unreadable data: damage, unless the operating system refused to read.
 
     Example:

@@ -7,7 +7,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +42,7 @@ def export(
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     names: Names | None = None,
-    config: Mapping[str, Any] | Path | None = None,
+    config: Mapping[str, object] | Path | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Exported:
     """Writes a saved step's parameters as ``model.safetensors``, or as several files and an index.

@@ -8,7 +8,6 @@ zerojax has not wrapped yet, and a target of only parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +17,7 @@ from zerojax.checkpoint.saved import SavedArray
 from zerojax.checkpoint.state_tree import NUMBERS, OPTIMIZER, Form, Path, is_key
 from zerojax.distributed import log
 from zerojax.optim.wrap import ZeroOptState
+from zerojax.xla.types import Shaped
 
 INNER, LOSS_SCALE, ERROR = "inner", "loss_scale", "error"
 FRESH = [name for name in ZeroOptState._fields if name != INNER]
@@ -26,7 +26,7 @@ SHOWN = 8
 
 
 def match(
-    wanted: Mapping[Path, Any],
+    wanted: Mapping[Path, Shaped],
     saved: Mapping[Path, SavedArray],
     form: Form | None,
     *,
@@ -101,7 +101,7 @@ def _current_paths(saved: Mapping[Path, SavedArray], form: Form | None) -> dict[
     return {current_path(path): path for path in saved}
 
 
-def _mismatch(path: Path, wanted: Any, saved: SavedArray) -> list[str]:
+def _mismatch(path: Path, wanted: Shaped, saved: SavedArray) -> list[str]:
     if is_key(wanted):
         return []  # the disk holds the key's data
     if tuple(wanted.shape) != saved.shape:
@@ -111,7 +111,7 @@ def _mismatch(path: Path, wanted: Any, saved: SavedArray) -> list[str]:
     return []
 
 
-def _same_kind(a: Any, b: Any) -> bool:
+def _same_kind(a: np.dtype, b: np.dtype) -> bool:
     """Returns whether both dtypes are floats or both integers of any width, or they are equal.
 
     The width may differ because a step counter may have been a Python int.
@@ -122,7 +122,7 @@ def _same_kind(a: Any, b: Any) -> bool:
     )
 
 
-def _described(path: Path, leaf: Any) -> str:
+def _described(path: Path, leaf: Shaped) -> str:
     return f"{'.'.join(path)} {list(leaf.shape)} {leaf.dtype}"
 
 

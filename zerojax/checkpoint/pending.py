@@ -31,6 +31,7 @@ from zerojax.config import ZeroConfig
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.places import PINNED
 from zerojax.plan.stored import StoredArray, unwrap_stored
+from zerojax.xla.types import PyTree
 
 _SMALL = 1024
 """Maximum bytes of an array that every save compares between the processes."""
@@ -62,7 +63,7 @@ class PendingSave:
     def __init__(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         zero: Zero,
         extra: Any,
         metrics: dict[str, float] | None,
@@ -70,10 +71,12 @@ class PendingSave:
         self.step = step
         tree = state_tree.tree_of(state)
         _check_arrays(tree)
-        self.tree: Any = jax.tree.map(_array, tree)
+        self.tree: PyTree = jax.tree.map(_array, tree)
         leaves = state_tree.arrays_by_name(self.tree)
-        self.replicated = {name: _digest(x) for name, x in leaves.items() if _is_replicated(x)}
-        self.extra_by_process = False
+        self.replicated: dict[str, str] = {
+            name: _digest(x) for name, x in leaves.items() if _is_replicated(x)
+        }
+        self.extra_by_process: bool = False
         self._sums: dict[str, jax.Array] = {}
         self._began = time.time_ns()
         self._leaves = {
@@ -168,7 +171,7 @@ class PendingSave:
                     raise CheckpointError(f"{folder}: the extra of process {process} is missing")
 
 
-def _is_replicated(x: Any) -> bool:
+def _is_replicated(x: object) -> bool:
     """Returns whether ``x`` is a small replicated array of integers, bools or keys."""
     return (
         isinstance(x, jax.Array)
@@ -186,7 +189,7 @@ def _digest(x: jax.Array) -> str:
     return repr(values.tolist()) if values.size <= 4 else _sha256(values.tobytes().hex())
 
 
-def _sha256(value: Any) -> str:
+def _sha256(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -194,7 +197,7 @@ def _class_name(handler: type) -> str:
     return f"{handler.__module__}.{handler.__qualname__}"
 
 
-def _check_arrays(tree: Any) -> None:
+def _check_arrays(tree: PyTree) -> None:
     """Checks that every array can be saved.
 
     Raises:
@@ -225,7 +228,7 @@ def _check_arrays(tree: Any) -> None:
             )
 
 
-def _array(x: Any) -> jax.Array | DiskArray | StoredArray:
+def _array(x: object) -> jax.Array | DiskArray | StoredArray:
     """Returns a leaf as an array that does not change during the save."""
     if isinstance(x, DiskArray | StoredArray):
         return x
@@ -249,10 +252,10 @@ def _spec(x: Any) -> Spec | None:
     return [list(entry) if isinstance(entry, tuple) else entry for entry in sharding.spec]
 
 
-def _config(config: ZeroConfig) -> dict[str, Any]:
+def _config(config: ZeroConfig) -> dict[str, object]:
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     del fields["notes"]
-    plain: dict[str, Any] = pydantic_core.to_jsonable_python(
+    plain: dict[str, object] = pydantic_core.to_jsonable_python(
         fields, fallback=lambda x: dict(x) if isinstance(x, Mapping) else repr(x)
     )
     return plain

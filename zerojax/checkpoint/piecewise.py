@@ -62,7 +62,7 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
         return "np.ndarray"
 
     async def serialize(
-        self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
+        self, values: Sequence[Any], infos: Sequence[Any], args: object = None
     ) -> Sequence[ocp.future.Future]:
         arrays = [_Array.of(value) for value in values]
         # Orbax creates its folder first.

@@ -228,7 +228,7 @@ def extra_file(folder: epath.Path, process: int) -> epath.Path:
     return folder / EXTRA / f"{process}.json"
 
 
-def encode_json(value: Any, path: str = "extra", level: int = 0) -> Any:
+def encode_json(value: object, path: str = "extra", level: int = 0) -> object:
     """Encodes ``value`` as JSON; PRNG keys become their data and implementation.
 
     Raises:
@@ -263,7 +263,7 @@ def encode_json(value: Any, path: str = "extra", level: int = 0) -> Any:
     )
 
 
-def decode_json(value: Any) -> Any:
+def decode_json(value: object) -> object:
     """Returns the value that :func:`encode_json` encoded, with lists in place of tuples."""
     if isinstance(value, list):
         return [decode_json(item) for item in value]
@@ -279,6 +279,6 @@ def _crc32(file: epath.Path) -> int:
     return zlib.crc32(steps_folder.read(file))
 
 
-def _sha256(version: Any, body: Any) -> str:
+def _sha256(version: object, body: object) -> str:
     text = json.dumps([version, body], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from zerojax.api import Zero
 from zerojax.checkpoint import piecewise, state_tree
@@ -32,6 +33,7 @@ from zerojax.plan.places import DISK, PINNED
 from zerojax.plan.state_sharding import Leaf
 from zerojax.plan.stored import StoredArray, pad, unwrap_stored, user_leaf
 from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.xla.types import PyTree, Shaped
 
 _MAX_IN_FLIGHT_GB = 0.5
 """Limit in GB on data that is read but not yet on the devices; it bounds the host memory."""
@@ -47,11 +49,11 @@ class _Wanted(NamedTuple):
     """
 
     leaves: dict[Path, jax.ShapeDtypeStruct]
-    close: Callable[[list[Any]], Any]
+    close: Callable[[list[Any]], PyTree]
     on_disk: Mapping[Path, Leaf]
 
 
-def restore(folder: epath.Path, abstract_state: Any, zero: Zero, name: str) -> Any:
+def restore(folder: epath.Path, abstract_state: PyTree, zero: Zero, name: str) -> PyTree:
     """Restores the state or parameters of a step in the form and shardings of ``abstract_state``.
 
     Every array is read shard by shard in the saved dtype, checked against its recorded checksum,
@@ -71,7 +73,7 @@ def restore(folder: epath.Path, abstract_state: Any, zero: Zero, name: str) -> A
     local = call_on_all(name, lambda: _read_local_arrays(folder, abstract_state, zero), LONGEST)
     saved, wanted, in_memory = local.saved, local.wanted, local.in_memory
     _verify(saved, {leaf: local.arrays[leaf.path] for leaf in in_memory.values()}, local.sound)
-    restored: dict[Path, Any] = {
+    restored: dict[Path, object] = {
         path: _fit(path, local.arrays[leaf.path], wanted) for path, leaf in in_memory.items()
     }
     restored |= _to_disk(saved, local.chosen, wanted, zero, name)
@@ -102,7 +104,7 @@ class _LocalArrays(NamedTuple):
     sound: dict[str, int]
 
 
-def _read_local_arrays(folder: epath.Path, abstract_state: Any, zero: Zero) -> _LocalArrays:
+def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -> _LocalArrays:
     saved = SavedStep(folder)
     present = {state_tree.unboxed(leaf.path): leaf for leaf in saved.arrays()}
     form = state_tree.form_of(abstract_state)
@@ -126,7 +128,7 @@ def _read_local_arrays(folder: epath.Path, abstract_state: Any, zero: Zero) -> _
     return _LocalArrays(saved, form, wanted, chosen, in_memory, arrays, host_checksums)
 
 
-def _full_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
+def _full_state(state: PyTree, form: state_tree.Form, zero: Zero) -> _Wanted:
     objects = state if form == "nnx" else (state,)
     opened: OpenedState = split_state(objects)
     if not isinstance(opened.tx, ZeroTransformation):
@@ -136,7 +138,7 @@ def _full_state(state: Any, form: state_tree.Form, zero: Zero) -> _Wanted:
         leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)))
     paths = state_tree.paths_of(opened.parts, form)
 
-    def close(arrays: list[Any]) -> Any:
+    def close(arrays: list[Any]) -> PyTree:
         closed = opened.close(jax.tree.unflatten(tree, arrays), opened.tx)
         return closed if form == "nnx" else closed[0]
 
@@ -154,7 +156,7 @@ def _on_disk(
     paths: list[Path],
     opened: OpenedState,
     zero: Zero,
-    in_order: Callable[[Parts], Any] = lambda parts: parts,
+    in_order: Callable[[Parts], object] = lambda parts: parts,
 ) -> dict[Path, Leaf]:
     """Returns the planned leaves, by path, of the arrays that the config places on a disk.
 
@@ -179,7 +181,7 @@ def _uses_disk(zero: Zero) -> bool:
     return any(section and section.device == "nvme" for section in sections)
 
 
-def _check_arrays(params: Any) -> None:
+def _check_arrays(params: PyTree) -> None:
     if not any(hasattr(x, "shape") and hasattr(x, "dtype") for x in jax.tree.leaves(params)):
         raise CheckpointError(
             f"restore takes an abstract state, as zero.abstract_state returns it, or the "
@@ -187,7 +189,7 @@ def _check_arrays(params: Any) -> None:
         )
 
 
-def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
+def _any_pytree(state: PyTree, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
     """Targets all arrays of a pytree; uses the plan's shardings unless every array has its own."""
     opened = split_state((state,))
     given = jax.tree.leaves(opened.parts.rest)
@@ -200,7 +202,7 @@ def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wan
     structs = [_struct(x, unwrap_stored(x).sharding) for x in leaves]
     paths = state_tree.below((), arrays)
 
-    def close(arrays: list[Any]) -> Any:
+    def close(arrays: list[Any]) -> PyTree:
         remaining = iter(arrays)  # arrays without elements are not saved
         all_leaves = [next(remaining) if x.size else jnp.zeros(x.shape, x.dtype) for x in structs]
         parts = opened.parts._replace(rest=jax.tree.unflatten(tree, all_leaves))
@@ -213,14 +215,14 @@ def _any_pytree(state: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wan
     if _uses_disk(zero):
         planned = zero.states.open((state,))
 
-        def in_order(parts: Parts) -> Any:
+        def in_order(parts: Parts) -> object:
             return opened.split(*planned.close(parts, planned.tx)).rest
 
         on_disk = _on_disk(paths, planned, zero, in_order)
     return _Wanted(wanted, close, on_disk)
 
 
-def _only_params(params: Any, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
+def _only_params(params: PyTree, present: dict[Path, SavedArray], zero: Zero) -> _Wanted:
     is_nnx = all(path[0].isdecimal() for path in present)
     prefix = state_tree.PARAMS["nnx" if is_nnx else "linen"]
     if not any(path[: len(prefix)] == prefix for path in present):
@@ -238,7 +240,7 @@ def _only_params(params: Any, present: dict[Path, SavedArray], zero: Zero) -> _W
     )
 
 
-def _struct(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+def _struct(x: Shaped, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
@@ -297,7 +299,7 @@ def _padded(wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     return layout.padded_shape(shape, layout.full(sharding.spec, len(shape)), sharding.mesh)
 
 
-def _max_read_bytes(wanted: jax.ShapeDtypeStruct, about: Any) -> int:
+def _max_read_bytes(wanted: jax.ShapeDtypeStruct, about: object) -> int:
     """Returns the maximum bytes read for one device: its shard, and the rest of the same chunks."""
     storage = getattr(about, "storage", None)
     chunk = (storage and storage.chunk_shape) or wanted.shape
@@ -377,7 +379,7 @@ def _fit(path: Path, x: jax.Array | StoredArray, wanted: _Wanted) -> jax.Array |
     )
 
 
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     if x.sharding.memory_kind != PINNED:
         return x.astype(dtype)
     shards = [  # cast on the host, where the array is stored
@@ -416,7 +418,7 @@ def _to_disk(
     return {path: user_leaf(x.advance(), leaves[path].shape) for path, x in targets.items()}
 
 
-def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: Any) -> np.ndarray:
+def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: object) -> np.ndarray:
     """Reads a box of a saved array; integers must fit ``dtype``."""
     values = saved.read(leaf.name, box)
     _check_fits(saved, leaf, values, dtype)
@@ -424,14 +426,14 @@ def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: Any) -> 
 
 
 def _fresh(
-    wanted: _Wanted, restored: Mapping[Path, Any], form: state_tree.Form, zero: Zero
-) -> dict[Path, Any]:
+    wanted: _Wanted, restored: Mapping[Path, object], form: state_tree.Form, zero: Zero
+) -> dict[Path, object]:
     """Creates the arrays that a plain state, or a state of another precision, lacks."""
     numbers = state_tree.NUMBERS[form]
     step = restored[state_tree.STEP[form]]
     new = adopt(None, np.asarray(jax.device_get(step)), LossScale.of(zero.config))
     values = dict(zip(state_tree.below(numbers, new), jax.tree.leaves(new), strict=True))
-    fresh: dict[Path, Any] = {}
+    fresh: dict[Path, object] = {}
     for path, struct in wanted.leaves.items():
         if path in restored:
             continue

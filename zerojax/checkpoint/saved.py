@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorstore
@@ -22,6 +22,8 @@ from zerojax.checkpoint.errors import (
 )
 from zerojax.checkpoint.record import LeafRecord, Record
 from zerojax.offload.disk.slices import grid
+
+R = TypeVar("R")
 
 STATE = "state"
 ITEMS = (STATE, "default", "pytree", "")
@@ -64,7 +66,7 @@ class SavedArrays:
     """
 
     def __init__(self, folder: epath.PathLike) -> None:
-        self.folder = steps_folder.path_of(folder)
+        self.folder: epath.Path = steps_folder.path_of(folder)
         self._context = tensorstore.Context({_INDEX: {"total_bytes_limit": 64 * 2**20}})
         try:
             item = item_of(self.folder)
@@ -97,7 +99,7 @@ class SavedArrays:
         except records.UNREADABLE as error:
             raise cannot_be_read(item / _METADATA, error) from None
         self._paths = {".".join(path): path for path in paths}
-        self.names = sorted(self._paths)
+        self.names: list[str] = sorted(self._paths)
 
     def array(self, name: str) -> SavedArray:
         """Returns the path, shape and dtype of an array.
@@ -168,7 +170,7 @@ class SavedArrays:
     def _result(self, name: str, future: Any) -> Any:
         return self._tried(name, future.result)
 
-    def _tried(self, name: str, act: Callable[[], Any]) -> Any:
+    def _tried(self, name: str, act: Callable[[], R]) -> R:
         try:
             return act()
         except (*records.UNREADABLE, NotImplementedError) as error:
@@ -212,7 +214,7 @@ class SavedStep(SavedArrays):
         except records.UNREADABLE as error:
             raise cannot_be_read(f"{self.folder}: extra", error) from None
 
-    def _extra(self, process: int | None) -> Any:
+    def _extra(self, process: int | None) -> object:
         """Returns the ``extra`` as JSON, see :meth:`extra`."""
         if self.record is None:
             return None

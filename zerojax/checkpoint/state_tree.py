@@ -7,7 +7,8 @@ optimizer, and ``2`` and so on for other objects.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Literal
 
 import jax
 from flax import nnx
@@ -17,6 +18,7 @@ from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import MODEL, ordered
 from zerojax.train_state.pytree import is_array
 from zerojax.train_state.state_parts import Parts
+from zerojax.xla.types import PyTree, Shaped
 
 Path = tuple[str, ...]
 Form = Literal["linen", "nnx", "pytree"]
@@ -32,7 +34,7 @@ NUMBERS: dict[Form, Path] = {"linen": ("tx", "numbers"), "nnx": ("1", "tx", "num
 STEP: dict[Form, Path] = {"linen": ("step",), "nnx": ("1", "step")}
 
 
-def form_of(state: Any) -> Form:
+def form_of(state: PyTree) -> Form:
     """Returns the kind of a state: a TrainState, a tuple of NNX objects, or any other pytree, such
     as only parameters."""
     if isinstance(state, tuple) and any(isinstance(x, nnx.Optimizer) for x in state):
@@ -40,7 +42,7 @@ def form_of(state: Any) -> Form:
     return "linen" if is_train_state(state) else "pytree"
 
 
-def tree_of(state: Any) -> Any:
+def tree_of(state: PyTree) -> PyTree:
     """Returns the tree that orbax writes, without leaves that are not arrays and without arrays
     that have no elements, which orbax refuses."""
     nnx_form = form_of(state) == "nnx"
@@ -50,7 +52,7 @@ def tree_of(state: Any) -> Any:
     )
 
 
-def arrays_by_name(tree: Any) -> dict[str, Any]:
+def arrays_by_name(tree: PyTree) -> dict[str, PyTree]:
     """Returns the arrays of a tree from :func:`tree_of`, by orbax's names."""
     return {
         ".".join(strings(keys)): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -76,7 +78,7 @@ def paths_of(parts: Parts, form: Form) -> list[Path]:
     ]
 
 
-def below(prefix: Path, tree: Any) -> list[Path]:
+def below(prefix: Path, tree: PyTree) -> list[Path]:
     """Returns the paths of a tree's arrays under ``prefix``."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [unboxed((*prefix, *strings(keys))) for keys, _ in leaves]
@@ -92,11 +94,11 @@ def unboxed(path: Path) -> Path:
     return path[:-1] if path[-1:] == ("value",) else path
 
 
-def strings(keys: Any) -> Path:
+def strings(keys: Iterable[object]) -> Path:
     """Converts JAX's keys of a leaf to the strings that orbax writes."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: Shaped) -> bool:
     """Returns whether an array, abstract or not, holds PRNG keys."""
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -10,7 +10,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Self
 
 from etils import epath
 from etils.epath.gpath import PosixGPath
@@ -272,7 +272,7 @@ def sweep(directory: epath.Path) -> None:
         discard(directory / DELETED)
 
 
-def kvstore(folder: epath.Path) -> dict[str, Any]:
+def kvstore(folder: epath.Path) -> dict[str, object]:
     """Returns tensorstore's key-value store spec of a folder; its path ends with a slash."""
     if in_bucket(folder):
         bucket, _, path = os.fspath(folder).removeprefix("gs://").partition("/")

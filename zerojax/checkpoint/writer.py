@@ -98,7 +98,7 @@ class Writer:
         self._step = pending.step
         save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), pending.tree)
         args = ocp.args.PyTreeSave(pending.tree, save_args=save_args, custom_metadata=records.MARK)
-        writes: list[Any] = []
+        writes: list[object] = []
         try:
             pending.begin_checksums()
             folder = steps_folder.under_way(self._directory, pending.step)
@@ -115,7 +115,7 @@ class Writer:
         if any(gather_strings(self._name, lambda: status)):
             self.settle()
 
-    def _finish(self, pending: PendingSave, writing: list[Any]) -> None:
+    def _finish(self, pending: PendingSave, writing: list[object]) -> None:
         """Waits for the arrays of all processes, then gives the step its final name."""
         name = f"{self._name}: the end of a save"
 
@@ -204,7 +204,7 @@ def _settle_last(kept: weakref.ref[Writer]) -> None:
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
 
 
-def _completed(begin: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+def _completed(begin: Callable[[], Coroutine[object, object, _T]]) -> _T:
     """Runs a coroutine to its result, even if an asyncio loop already runs, as in a notebook."""
     try:
         asyncio.get_running_loop()

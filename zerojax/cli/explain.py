@@ -87,7 +87,7 @@ def to_json(source: str, found: Explanation) -> dict[str, Any]:
     return {"config": source, "keys": rows, "problems": list(found.problems)}
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """Replaces numbers that JSON lacks by strings, such as the infinity that 1e999 reads as."""
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
@@ -129,14 +129,14 @@ def _table(rows: Sequence[Row], grouped: bool) -> Table:
     return table
 
 
-def stand_ins(given: list[str]) -> dict[str, Any] | None:
+def stand_ins(given: list[str]) -> dict[str, object] | None:
     """Parses KEY=VALUE pairs into a mapping; a value that is not JSON is a string.
 
     Example:
       >>> stand_ins(["a.b=300", "c=linear"])
       {'a.b': 300, 'c': 'linear'}
     """
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for pair in given:
         key, equals, text = pair.partition("=")
         if not key or not equals:

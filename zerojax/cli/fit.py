@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -140,7 +140,7 @@ def _best(ranking: Sequence[Trial]) -> list[Trial]:
     return list(first.values())
 
 
-def _row(trial: Trial) -> dict[str, Any]:
+def _row(trial: Trial) -> dict[str, object]:
     forecast = trial.forecast
     return {
         "choice": dataclasses.asdict(trial.choice),

@@ -80,8 +80,8 @@ def to_json(found: Inspection, *, leaves: bool = False) -> dict[str, Any]:
     }
 
 
-def _json(step: InspectedStep, leaves: bool) -> dict[str, Any]:
-    values: dict[str, Any] = {
+def _json(step: InspectedStep, leaves: bool) -> dict[str, object]:
+    values: dict[str, object] = {
         "step": step.step,
         "folder": step.folder,
         "status": step.status,
@@ -207,6 +207,6 @@ def _leaves(step: InspectedStep) -> Table:
     return table
 
 
-def _entry(entry: Any) -> str:
+def _entry(entry: object) -> str:
     """Formats one dimension of a spec as Python code."""
     return repr(tuple(entry) if isinstance(entry, list) else entry)

@@ -151,7 +151,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _memory(forecast: Forecast) -> dict[str, Any]:
+def _memory(forecast: Forecast) -> dict[str, object]:
     peak = forecast.peak
     return {"kinds": dict(peak.memory), "peak": peak.bytes, "headroom": forecast.headroom}
 

@@ -1,7 +1,7 @@
 """Resolution of each "auto" in a config: to the caller's value, to the default, or to a problem."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zerojax.config.errors import as_text, closest, hint, problems_of
 from zerojax.config.keys import KEYS, renamed
@@ -21,7 +21,7 @@ class StandIns(NamedTuple):
     problems: list[str]
 
 
-def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StandIns:
+def stand_in(raw: dict[str, object], auto: Mapping[str, object]) -> StandIns:
     """Replaces each "auto" in the config by the value that `auto` has for its key.
 
     Args:
@@ -58,7 +58,7 @@ def stand_in(raw: dict[str, Any], auto: Mapping[str, Any]) -> StandIns:
     return StandIns(replaced, problems_of([*unmatched], problem))
 
 
-def _autos(raw: dict[str, Any], section: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _autos(raw: dict[str, object], section: str) -> Iterator[tuple[str, dict[str, object]]]:
     """Yields each path whose value is "auto", with the dict that contains the value."""
     for name, value in raw.items():
         if "." in name:  # an unknown key, even if its path looks like a known one
@@ -76,7 +76,7 @@ class AutoResolution(NamedTuple):
     problems: list[str]
 
 
-def resolve_autos(raw: dict[str, Any]) -> AutoResolution:
+def resolve_autos(raw: dict[str, object]) -> AutoResolution:
     """Removes each "auto" from a config, except among `params`, so that the defaults apply.
 
     Args:

@@ -34,7 +34,9 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, problems: Iterable[str] | str, source: str = "") -> None:
-        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.problems: tuple[str, ...] = (
+            (problems,) if isinstance(problems, str) else tuple(problems)
+        )
         self.source = source
         super().__init__(self._message())
 
@@ -44,7 +46,7 @@ class ConfigError(ValueError):
         head = f"{self.source or 'config'}: {len(self.problems)} problems"
         return "\n  ".join([head, *self.problems])
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.problems, self.source)
 
 

@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
     key: str
     given: Any
-    resolved: Any
+    resolved: object
     became: Became
     why: str
 
@@ -143,7 +143,7 @@ class _Table:
             return Row(path, value, size, "resolved", self._solved(key))
         return Row(path, value, note.holds, note.status, note.reason)
 
-    def of_yaml(self, path: str, key: str, value: Any) -> Row:
+    def of_yaml(self, path: str, key: str, value: object) -> Row:
         """Returns the row of a key of Accelerate's YAML, whose current name is `key`."""
         if (row := self._wrong(path, key, value)) is not None:
             return row
@@ -156,7 +156,7 @@ class _Table:
             return Row(path, value, None, "no effect", _EMPTY)
         return Row(path, value, None, "wrong", _UNKNOWN)
 
-    def _wrong(self, path: str, key: str, value: Any) -> Row | None:
+    def _wrong(self, path: str, key: str, value: object) -> Row | None:
         """Returns the row of a key if a problem starts with either spelling of it, else None."""
         if not (problem := self.wrong.get(path) or self.wrong.get(key)):
             return None
@@ -218,7 +218,7 @@ def _about(problem: str, key: str) -> str:
     return ""
 
 
-def _leaves(raw: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
+def _leaves(raw: Mapping[str, object], section: str) -> Iterator[tuple[str, object]]:
     """Yields each (path, value) of a config, down to the keys of the table."""
     for name, value in raw.items():
         path = f"{section}{quote_name(name)}"

@@ -169,7 +169,7 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        checked: dict[str, Any] = {}
+        checked: dict[str, object] = {}
         for name, key in BY_FIELD.items():
             value = getattr(self, name)
             if value is None and key.default is None:

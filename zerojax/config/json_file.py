@@ -16,7 +16,7 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number in JSON; write a finite one")
 
 
-def read_file(path: str | os.PathLike[str]) -> Any:
+def read_file(path: str | os.PathLike[str]) -> object:
     """Returns the value in a JSON or HJSON file; `repeated` lists its repeated keys.
 
     Raises:
@@ -32,7 +32,7 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         raise ConfigError(f"not a usable JSON file: {error}", source) from None
 
 
-def _read_hjson(text: str, as_json: json.JSONDecodeError, source: str) -> Any:
+def _read_hjson(text: str, as_json: json.JSONDecodeError, source: str) -> object:
     """Returns the value of a text that is not JSON, for example with comments or trailing commas.
 
     HJSON is only the fallback: its reader turns 3.0 into 3 and reports errors less precisely.
@@ -60,7 +60,7 @@ class JsonConfig(NamedTuple):
     problems: list[str]
 
 
-def read_json(config: str | os.PathLike[str] | Mapping[str, Any]) -> JsonConfig:
+def read_json(config: str | os.PathLike[str] | Mapping[str, object]) -> JsonConfig:
     """Reads a config.
 
     Args:
@@ -71,7 +71,7 @@ def read_json(config: str | os.PathLike[str] | Mapping[str, Any]) -> JsonConfig:
       RecursionError: A mapping contains itself.
     """
     source = source_of(config)
-    value: Any = config
+    value: object = config
     if isinstance(config, str | os.PathLike):
         value = (read_yaml if source.endswith(ENDINGS) else read_file)(source)
     if not isinstance(value, Mapping):
@@ -89,7 +89,7 @@ def plain(value: Mapping[Any, Any], path: str = "") -> dict[str, Any]:
     Raises:
       ConfigError: A key is not a string.
     """
-    copy: dict[str, Any] = {}
+    copy: dict[str, object] = {}
     for name, child in value.items():
         if not isinstance(name, str):
             raise ConfigError(f"{path}{as_text(name)}: keys are strings; put it in quotes")

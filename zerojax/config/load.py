@@ -69,7 +69,7 @@ def load(
 
 
 def read(
-    config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None = None
+    config: str | os.PathLike[str] | Mapping[str, object], auto: Mapping[str, object] | None = None
 ) -> "ConfigReading":
     """Reads a config that may be wrong; the result lists its problems.
 
@@ -94,7 +94,7 @@ def read(
 
 
 def as_json(
-    config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None = None
+    config: str | os.PathLike[str] | Mapping[str, object], auto: Mapping[str, object] | None = None
 ) -> JsonConfig:
     """Returns a config as a DeepSpeed JSON: unchanged, or translated from Accelerate's YAML.
 
@@ -118,7 +118,7 @@ class _Source(NamedTuple):
 
 
 def _source(
-    config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None
+    config: str | os.PathLike[str] | Mapping[str, object], auto: Mapping[str, object] | None
 ) -> _Source:
     raw, repeated = read_json(config)
     path = source_of(config)
@@ -160,12 +160,12 @@ class ConfigReading:
     """
 
     def __init__(self, raw: dict[str, Any], auto: Mapping[str, Any] | None = None) -> None:
-        self.raw = plain(raw)
-        self.source = ""
+        self.raw: dict[str, Any] = plain(raw)
+        self.source: str = ""
         self.yaml: Translation | None = None
         self.fields: dict[str, Any] = {}
         self.problems: list[str] = list(rename(raw))
-        self.given = dict(_leaves(raw, ""))
+        self.given: dict[str, Any] = dict(_leaves(raw, ""))
         self._replaced: set[str] = set()
         if auto is not None:
             self._replaced, problems = stand_in(raw, auto)
@@ -191,7 +191,7 @@ class ConfigReading:
         if yaml.file:
             self.source += f" (deepspeed_config_file: {yaml.file})"
 
-    def _set_fields(self, values: Mapping[str, Any]) -> None:
+    def _set_fields(self, values: Mapping[str, object]) -> None:
         """Sets all fields but optimizer and scheduler, from the JSON or DeepSpeed's defaults."""
         for name, key in BY_FIELD.items():
             self.fields[name] = values.get(key.path, key.default)
@@ -240,7 +240,7 @@ class ConfigReading:
             elif key.loud and path not in noted:
                 self.notes.append(Note(path, key.default, "default", key.loud, key.default))
 
-    def _judge(self, key: Key, value: Any, idle: str | None) -> None:
+    def _judge(self, key: Key, value: object, idle: str | None) -> None:
         """Adds a note or a problem for a key; `idle` is the reason why the key has no effect."""
         if key.treatment == "off only" and value not in key.accepts:
             off = as_text(key.accepts[0])
@@ -260,7 +260,10 @@ class ConfigReading:
             self.notes.append(Note(key.path, value, key.treatment, key.why))
 
     def _named(
-        self, section: str, cls: type[OptimizerConfig] | type[SchedulerConfig], raw: dict[str, Any]
+        self,
+        section: str,
+        cls: type[OptimizerConfig] | type[SchedulerConfig],
+        raw: dict[str, object],
     ) -> OptimizerConfig | SchedulerConfig | None:
         """Returns the optimizer or the schedule, or None if the section has a problem."""
         given, params = raw.get("type"), raw.get("params", {})
@@ -293,12 +296,12 @@ class ConfigReading:
         return None if problems else cls(type=name, params=values)
 
     def _note(
-        self, section: str, key: str, value: Any, status: Status, reason: str, holds: Any
+        self, section: str, key: str, value: object, status: Status, reason: str, holds: object
     ) -> None:
         self.notes.append(Note(f"{section}.params.{key}", value, status, reason, holds))
 
 
-def _leaves(raw: dict[str, Any], section: str) -> Iterator[tuple[str, Any]]:
+def _leaves(raw: dict[str, object], section: str) -> Iterator[tuple[str, object]]:
     """Yields the known keys of a config, as (path, value)."""
     for name, value in raw.items():
         path = f"{section}{name}"
@@ -320,7 +323,7 @@ class CheckedKeys(NamedTuple):
     problems: list[str]
 
 
-def check_keys(raw: dict[str, Any]) -> CheckedKeys:
+def check_keys(raw: dict[str, object]) -> CheckedKeys:
     """Checks every key of a config in one pass.
 
     Args:
@@ -331,11 +334,11 @@ def check_keys(raw: dict[str, Any]) -> CheckedKeys:
       CheckedKeys(values={'bf16.enabled': True}, \
 problems=['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
     """
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     problems: list[str] = []
     unknown: dict[str, tuple[str, str]] = {}
 
-    def visit(section: str, given: dict[str, Any]) -> None:
+    def visit(section: str, given: dict[str, object]) -> None:
         names = sections()[section]
         for name in (name for name in names if name in given):
             path, value = f"{section}.{name}" if section else name, given[name]

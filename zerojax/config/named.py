@@ -54,7 +54,7 @@ class CheckedParams(NamedTuple):
 
 
 def check_params(
-    section: str, name: str, given: Mapping[str, Any], *, json: bool = False
+    section: str, name: str, given: Mapping[str, object], *, json: bool = False
 ) -> CheckedParams:
     """Checks the parameters of an optimizer or a schedule.
 
@@ -122,7 +122,7 @@ class FrozenParams(Mapping[str, Any]):
         items = {k: v for mapping in (*given, more) for k, v in mapping.items()}
         self._items = {k: tuple(v) if isinstance(v, list) else v for k, v in items.items()}
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         return self._items[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -155,7 +155,7 @@ class _Named:
                 f"{self._section}.params: expected an object, got {as_text(self.params)}"
             )
         name, problems = resolve_type(self._section, self.type)
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         if name is not None:
             values, _, problems = check_params(self._section, name, self.params)
         if problems:

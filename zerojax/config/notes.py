@@ -23,7 +23,7 @@ class Note(NamedTuple):
     value: Any
     status: Status
     reason: str
-    holds: Any = None
+    holds: object = None
     sets: tuple[str, ...] = ()
 
 

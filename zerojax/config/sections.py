@@ -246,7 +246,7 @@ class OffloadRead:
 
 
 def read_offload(
-    checked: Mapping[str, Any], given: Mapping[str, Any], wrong: Set[str]
+    checked: Mapping[str, object], given: Mapping[str, object], wrong: Set[str]
 ) -> OffloadRead:
     """Reads both sections from a JSON, also in DeepSpeed's old form, and skips a wrong section.
 
@@ -299,7 +299,7 @@ def _device(section: str, checked: Mapping[str, Any], given: Mapping[str, Any]) 
 
 
 def _config(
-    section: str, device: str, values: Mapping[str, Any]
+    section: str, device: str, values: Mapping[str, object]
 ) -> OffloadOptimizer | OffloadParam | None:
     if device == "none":
         return None

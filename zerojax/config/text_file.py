@@ -24,7 +24,7 @@ class Object(dict[str, Any]):
         return values
 
 
-def repeated(value: Any, path: str = "") -> list[str]:
+def repeated(value: object, path: str = "") -> list[str]:
     """Returns one sentence for each key that an `Object` or a nested one repeats."""
     if not isinstance(value, Object):
         return []
@@ -34,7 +34,7 @@ def repeated(value: Any, path: str = "") -> list[str]:
     return problems
 
 
-def source_of(config: Any) -> str:
+def source_of(config: object) -> str:
     """Returns the path of a config's file, for messages; "" if the config is not a file."""
     return os.fspath(config) if isinstance(config, str | os.PathLike) else ""
 

@@ -108,7 +108,7 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
 
 
 def _beside_offload(
-    values: Mapping[str, Any], name: Callable[[str], str], on_device: str
+    values: Mapping[str, object], name: Callable[[str], str], on_device: str
 ) -> Iterator[str]:
     """Yields a problem for each offload section, with the text ``on_device`` as the conflict."""
     for section in OFFLOAD:
@@ -116,7 +116,7 @@ def _beside_offload(
             yield f"{on_device}, and {name(section)} has the state elsewhere; leave out one of them"
 
 
-def _of_error_feedback(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterator[str]:
+def _of_error_feedback(values: Mapping[str, object], name: Callable[[str], str]) -> Iterator[str]:
     if values.get("zeropp_loco_param") is None:
         return
     loco, gradients = name("zeropp_loco_param"), name("zero_quantized_gradients")
@@ -151,7 +151,7 @@ def _of_one_bit(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterat
         )
 
 
-def idle(values: Mapping[str, Any]) -> dict[str, str]:
+def idle(values: Mapping[str, object]) -> dict[str, str]:
     """Returns the reason for each field that has no effect with the other fields, by name.
 
     Args:

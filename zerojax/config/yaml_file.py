@@ -2,7 +2,6 @@
 
 import math
 import os
-from typing import Any
 
 import yaml
 
@@ -39,7 +38,7 @@ def _size(node: yaml.Node, known: dict[int, float]) -> float:
     return known[id(node)]
 
 
-def read_yaml(path: str | os.PathLike[str]) -> Any:
+def read_yaml(path: str | os.PathLike[str]) -> object:
     """Returns the value in a YAML file; `repeated` lists its repeated keys.
 
     Raises:

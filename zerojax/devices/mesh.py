@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from zerojax.config import ConfigError
+from zerojax.xla.types import PyTree
 
 AXIS = "data"
 REPLICA = "replica"
@@ -229,10 +230,10 @@ def automatic_context(given: Mesh) -> Iterator[tuple[str, ...]]:
         yield explicit
 
 
-def relabel_arrays(tree: Any, given: Mesh) -> Any:
+def relabel_arrays(tree: PyTree, given: Mesh) -> PyTree:
     """Moves arrays on the same devices, but with other axis types, to the mesh ``given``."""
 
-    def moved(x: Any) -> Any:
+    def moved(x: Any) -> object:
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             return x
         sharding = x.sharding

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.devices.mesh import mesh as all_devices
+from zerojax.xla.types import PyTree
 
 
 class RowBlocks(NamedTuple):
@@ -100,7 +101,7 @@ class BatchRows:
         self._axis = axis
         self._several = jax.process_count() > 1
         self._known = RowBlocks.of(mesh)
-        self.blocks = 1 if self._known is None else self._known.number
+        self.blocks: int = 1 if self._known is None else self._known.number
 
     def own(self, x: Any) -> bool:
         """Returns whether a leaf holds only the process's own rows."""
@@ -113,12 +114,12 @@ class BatchRows:
         shape: tuple[int, ...] = np.shape(x)
         return _times(shape, self.blocks, self._axis) if self.own(x) else shape
 
-    def row_counts(self, batch: Any) -> str:
+    def row_counts(self, batch: PyTree) -> str:
         """Returns, as text, the numbers of rows of the leaves that hold own rows."""
         rows = {np.shape(x)[self._axis] for x in jax.tree.leaves(batch) if self.own(x)}
         return " and ".join(map(str, sorted(rows)))
 
-    def own_rows(self, batch: Any) -> int | None:
+    def own_rows(self, batch: PyTree) -> int | None:
         """Returns the number of rows of the leaves that hold own rows; None if no leaf does.
 
         Raises:

@@ -18,6 +18,7 @@ from zerojax.step.decorated import Decorated, P, R
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.results import put_back
 from zerojax.xla.lowered import LoweredProgram
+from zerojax.xla.types import PyTree
 
 
 class Evaluation(Decorated[P, R]):
@@ -57,7 +58,7 @@ class Evaluation(Decorated[P, R]):
     def _with(self, arguments: Arguments) -> Self:
         return type(self)(arguments, self._states)
 
-    def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
+    def programs(self, *args: PyTree, **kwargs: PyTree) -> Iterator[LoweredProgram]:
         """Yields the single program, called "evaluation", lowered; like ``programs`` of a step."""
         with automatic_context(self._states.mesh) as names:
             subject, call = self._opened(args, kwargs)

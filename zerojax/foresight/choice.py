@@ -146,7 +146,7 @@ class Choice:
         return dict(zip(BATCH_SIZES, (rows, self.micro, self.accumulation), strict=True))
 
 
-def elastic(config: Mapping[str, Any]) -> Elasticity | None:
+def elastic(config: Mapping[str, object]) -> Elasticity | None:
     """Returns the elasticity of a DeepSpeed JSON, whose other keys may be wrong; None if absent.
 
     Raises:

@@ -38,6 +38,7 @@ from jax.extend.core import primitives as prims
 
 from zerojax.graph.def_use import graph_of
 from zerojax.xla import hijax, jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Jaxpr
 
 GIB = 2**30
 
@@ -185,8 +186,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
-    model: Any,
-    *inputs: Any,
+    model: object,
+    *inputs: object,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
@@ -218,8 +219,8 @@ def estimate_zero2_model_states_mem_needs_all_live(
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
-    model: Any,
-    *inputs: Any,
+    model: object,
+    *inputs: object,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
@@ -290,10 +291,10 @@ def _tokens_of(model: linen.Module) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((1, 8), jnp.int32)] * len(required)
 
 
-def _stacked(traced: Any) -> list[int]:
+def _stacked(traced: AnyJaxpr) -> list[int]:
     """Returns the number of ``nn.scan`` layers stacked in each result of a traced ``init``."""
 
-    def layers(jaxpr: Any, v: Any) -> int:
+    def layers(jaxpr: Jaxpr, v: Atom) -> int:
         eqn = graph_of(jaxpr).producer(v)
         if eqn is None:
             return 1

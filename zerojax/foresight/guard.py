@@ -57,7 +57,7 @@ class Guard:
         programs: Callable[[], Iterable[LoweredProgram]],
         plan: Plan,
         batch_bytes: int,
-        *step: Any,
+        *step: object,
     ) -> None:
         """Raises an error if a step does not fit.
 
@@ -94,7 +94,7 @@ class Guard:
             f"there for it, so it was not run.\n{advice}"
         )
 
-    def _advice(self, rates: Rates, function: Any, objects: Any, batch: Any, *rest: Any) -> str:
+    def _advice(self, rates: Rates, function: Any, objects: Any, batch: Any, *rest: object) -> str:
         if jax.process_count() > 1:
             return "What takes it, and settings that fit: `zerojax plan`."
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -48,7 +47,7 @@ class StepReports:
         return bool(config.memory_breakdown or config.comms_logger or config.flops_profiler)
 
     def begin(
-        self, programs: Callable[[], Iterable[LoweredProgram]], plan: Plan, given: Any
+        self, programs: Callable[[], Iterable[LoweredProgram]], plan: Plan, given: object
     ) -> None:
         """Before the first step, compiles it and logs its tables; waits for a timed step's inputs.
 
@@ -71,7 +70,7 @@ class StepReports:
             jax.block_until_ready(given)
             self._begun = time.perf_counter()
 
-    def end(self, result: Any) -> None:
+    def end(self, result: object) -> None:
         """After the timed step, waits for the result and logs or writes the profile.
 
         Args:

@@ -63,6 +63,9 @@ class Trials:
       measured: Measures a program, as :func:`zerojax.foresight.costs.measure` does.
     """
 
+    given: Choice
+    rates: Rates
+
     def __init__(
         self,
         build: Callable[[Choice], BuiltStep],

@@ -10,15 +10,16 @@ repeats a loop until its facts no longer change.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from jax.extend import core
 
 from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.regions import Region, regions
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 F = TypeVar("F")
-Rule = Callable[[Any, Sequence[F]], Sequence[F]]
+Rule = Callable[[Equation, Sequence[F]], Sequence[F]]
 """Function from an equation and the facts on one side of it to the facts on the other side."""
 
 
@@ -31,7 +32,7 @@ class Facts(NamedTuple, Generic[F]):
     """
 
     ends: Sequence[F]
-    of: Mapping[Any, F]
+    of: Mapping[Atom, F]
 
 
 class Analysis(Generic[F]):
@@ -79,18 +80,18 @@ class Analysis(Generic[F]):
 
         return register
 
-    def forward(self, jaxpr: Any, given: Sequence[F]) -> Facts[F]:
+    def forward(self, jaxpr: Jaxpr, given: Sequence[F]) -> Facts[F]:
         """Returns the facts of an open jaxpr, computed from those of its arguments."""
         return self._forward_once(jaxpr, *given)
 
-    def backward(self, jaxpr: Any, needed: Sequence[F]) -> Facts[F]:
+    def backward(self, jaxpr: Jaxpr, needed: Sequence[F]) -> Facts[F]:
         """Returns the facts of an open jaxpr, computed from those of its results."""
         return self._backward_once(jaxpr, *needed)
 
-    def _forward(self, jaxpr: Any, given: Sequence[F]) -> Facts[F]:
+    def _forward(self, jaxpr: Jaxpr, given: Sequence[F]) -> Facts[F]:
         env = dict(zip(jaxpr.invars, given, strict=True))
 
-        def read(atom: Any) -> F:
+        def read(atom: Atom) -> F:
             return self._bottom if isinstance(atom, core.Literal) else env.get(atom, self._bottom)
 
         for equation in jaxpr.eqns:
@@ -104,7 +105,7 @@ class Analysis(Generic[F]):
             env.update(zip(equation.outvars, results, strict=True))
         return Facts([read(v) for v in jaxpr.outvars], env)
 
-    def through(self, equation: Any, operands: Sequence[F]) -> Sequence[F]:
+    def through(self, equation: Equation, operands: Sequence[F]) -> Sequence[F]:
         """Computes the facts of results from those of operands, through the programs inside. A rule
         for a primitive that runs regions may start from these facts."""
         inside = regions(equation)
@@ -132,10 +133,10 @@ class Analysis(Generic[F]):
                 return results
             given = grown
 
-    def _backward(self, jaxpr: Any, needed: Sequence[F]) -> Facts[F]:
-        env: dict[Any, F] = {}
+    def _backward(self, jaxpr: Jaxpr, needed: Sequence[F]) -> Facts[F]:
+        env: dict[Atom, F] = {}
 
-        def add(atom: Any, fact: F) -> None:
+        def add(atom: Atom, fact: F) -> None:
             if not isinstance(atom, core.Literal):
                 env[atom] = self._join(env[atom], fact) if atom in env else fact
 
@@ -154,7 +155,7 @@ class Analysis(Generic[F]):
         return Facts([env.get(v, self._bottom) for v in jaxpr.invars], env)
 
     def _back_through(
-        self, equation: Any, inside: Sequence[Region], results: Sequence[F]
+        self, equation: Equation, inside: Sequence[Region], results: Sequence[F]
     ) -> Sequence[F]:
         """Computes the facts of operands from those of results, through the programs inside."""
         operands = [self._bottom] * len(equation.invars)

@@ -24,7 +24,7 @@ def cached_by_jaxpr(
       function: Function whose first argument is an open jaxpr, or another object that compares by
         identity; its other arguments are hashable and positional.
     """
-    known: weakref.WeakKeyDictionary[Any, dict[Any, R]] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[object, dict[object, R]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(function)
     def cached(jaxpr: Any, *question: P.args, **_: P.kwargs) -> R:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend import core
 
 from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, Jaxpr, MaybeNone
 
 
 class Use(NamedTuple):
     """An equation that takes a value, and the value's position among the operands."""
 
-    equation: Any
+    equation: Equation
     position: int
 
 
@@ -27,11 +28,11 @@ class Graph:
       results: The results of the program.
     """
 
-    def __init__(self, equations: Sequence[Any], results: Sequence[Any]) -> None:
+    def __init__(self, equations: Sequence[Equation], results: Sequence[Atom]) -> None:
         self._equations, self._results = equations, results
 
     @cached_property
-    def _producers(self) -> Mapping[Any, Any]:
+    def _producers(self) -> Mapping[Atom, Equation]:
         return {v: equation for equation in self._equations for v in equation.outvars}
 
     @cached_property
@@ -39,8 +40,8 @@ class Graph:
         return {id(equation): i for i, equation in enumerate(self._equations)}
 
     @cached_property
-    def _users(self) -> Mapping[Any, Sequence[Use]]:
-        users: dict[Any, list[Use]] = {}
+    def _users(self) -> Mapping[Atom, Sequence[Use]]:
+        users: dict[Atom, list[Use]] = {}
         for equation in self._equations:
             for i, v in enumerate(equation.invars):
                 if not isinstance(v, core.Literal):
@@ -48,26 +49,26 @@ class Graph:
         return users
 
     @cached_property
-    def _returned(self) -> Mapping[Any, Sequence[int]]:
-        returned: dict[Any, list[int]] = {}
+    def _returned(self) -> Mapping[Atom, Sequence[int]]:
+        returned: dict[Atom, list[int]] = {}
         for i, v in enumerate(self._results):
             if not isinstance(v, core.Literal):
                 returned.setdefault(v, []).append(i)
         return returned
 
     @cached_property
-    def _by_name(self) -> Mapping[str, Sequence[Any]]:
-        named: dict[str, list[Any]] = {}
+    def _by_name(self) -> Mapping[str, Sequence[Equation]]:
+        named: dict[str, list[Equation]] = {}
         for equation in self._equations:
             named.setdefault(equation.primitive.name, []).append(equation)
         return named
 
-    def producer(self, atom: Any) -> Any:
+    def producer(self, atom: Atom) -> Equation | MaybeNone:
         """Returns the equation that produces a value; None for an argument, a constant or a
         literal."""
         return None if isinstance(atom, core.Literal) else self._producers.get(atom)
 
-    def is_zeros(self, atom: Any) -> bool:
+    def is_zeros(self, atom: Atom) -> bool:
         """Returns whether an atom is a literal zero, or a broadcast or cast of one."""
         producer = self.producer(atom)
         if producer is None:
@@ -75,37 +76,37 @@ class Graph:
         moves = producer.primitive.name in ("broadcast_in_dim", "convert_element_type")
         return moves and self.is_zeros(producer.invars[0])
 
-    def users(self, v: Any) -> Sequence[Use]:
+    def users(self, v: Atom) -> Sequence[Use]:
         """Returns the uses of a variable by equations, in order."""
         return self._users.get(v, ())
 
-    def returned(self, v: Any) -> Sequence[int]:
+    def returned(self, v: Atom) -> Sequence[int]:
         """Returns the positions of a variable among the results."""
         return self._returned.get(v, ())
 
-    def times_used(self, v: Any) -> int:
+    def times_used(self, v: Atom) -> int:
         """Counts the uses of a variable, as an operand or as a result."""
         return len(self.users(v)) + len(self.returned(v))
 
-    def place(self, equation: Any) -> int:
+    def place(self, equation: Equation) -> int:
         """Returns the position of an equation in the program."""
         return self._places[id(equation)]
 
-    def without(self, equations: Sequence[Any]) -> list[Any]:
+    def without(self, equations: Sequence[Equation]) -> list[Equation]:
         """Returns all other equations, in order."""
         left_out = {id(equation) for equation in equations}
         return [equation for equation in self._equations if id(equation) not in left_out]
 
-    def not_producing(self, values: Collection[Any]) -> list[Any]:
+    def not_producing(self, values: Collection[Atom]) -> list[Equation]:
         """Returns the equations that produce none of these values, in order."""
         return [each for each in self._equations if all(v not in values for v in each.outvars)]
 
-    def named(self, *names: str) -> Sequence[Any]:
+    def named(self, *names: str) -> Sequence[Equation]:
         """Returns the equations of primitives with these names; in order for one name."""
         return [equation for name in names for equation in self._by_name.get(name, ())]
 
 
 @cached_by_jaxpr
-def graph_of(jaxpr: Any) -> Graph:
+def graph_of(jaxpr: Jaxpr) -> Graph:
     """Returns the graph of an open jaxpr, built once."""
     return Graph(jaxpr.eqns, jaxpr.outvars)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend import core
 from jax.extend.core import primitives as prims
@@ -21,6 +21,7 @@ from zerojax.graph.primitives import ELEMENTWISE, GENERAL_SUMS, MOVES_OR_ROUNDS
 from zerojax.graph.regions import regions
 from zerojax.graph.search import runs_regions
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
 
 class Operation(NamedTuple):
@@ -35,7 +36,7 @@ class Operation(NamedTuple):
       names: The name stack of the equation, after those of enclosing calls.
     """
 
-    eqn: Any
+    eqn: Equation
     operands: tuple[int | None, ...]
     results: tuple[int, ...]
     times: int
@@ -68,7 +69,7 @@ class Program:
         at the ends of loops and conds.
     """
 
-    def __init__(self, closed: Any) -> None:
+    def __init__(self, closed: AnyJaxpr) -> None:
         self.operations: list[Operation] = []
         self.producers: dict[int, int] = {}
         self.users: dict[int, list[int]] = defaultdict(list)
@@ -76,8 +77,8 @@ class Program:
         self.targets: dict[int, list[int]] = defaultdict(list)
         self._count = 0
         jaxpr, _ = jaxprs.open_jaxpr(closed)
-        self.arguments = self._new(len(jaxpr.invars))
-        self.results = self._add(jaxpr, self.arguments, 1, True, "")
+        self.arguments: list[int] = self._new(len(jaxpr.invars))
+        self.results: list[int | None] = self._add(jaxpr, self.arguments, 1, True, "")
 
     def live(self) -> set[int]:
         """Returns the positions of the operations from which a result or an effect is computed.
@@ -141,13 +142,13 @@ class Program:
                 self.targets[source].append(target)
 
     def _add(
-        self, jaxpr: Any, given: Sequence[int | None], times: int, exact: bool, names: str
+        self, jaxpr: Jaxpr, given: Sequence[int | None], times: int, exact: bool, names: str
     ) -> list[int | None]:
         """Appends the operations of an open jaxpr, and returns the numbers of its results."""
-        env: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
+        env: dict[Atom, int | None] = dict(zip(jaxpr.invars, given, strict=True))
         env.update(zip(jaxpr.constvars, self._new(len(jaxpr.constvars)), strict=True))
 
-        def read(atom: Any) -> int | None:
+        def read(atom: Atom) -> int | None:
             return None if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
@@ -167,7 +168,7 @@ class Program:
         return [read(v) for v in jaxpr.outvars]
 
     def _enter(
-        self, eqn: Any, operands: Sequence[int | None], times: int, exact: bool, names: str
+        self, eqn: Equation, operands: Sequence[int | None], times: int, exact: bool, names: str
     ) -> Sequence[int | None]:
         """Appends the operations of the programs that an equation runs, and returns the numbers of
         its results."""
@@ -195,5 +196,5 @@ class Program:
         return results
 
 
-def _names(eqn: Any) -> str:
+def _names(eqn: Equation) -> str:
     return str(jaxprs.source(eqn).name_stack)

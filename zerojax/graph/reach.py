@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 from zerojax.graph.analysis import Analysis
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
 
 
-def _any(eqn: Any, operands: Sequence[bool]) -> list[bool]:
+def _any(eqn: Equation, operands: Sequence[bool]) -> list[bool]:
     return [any(operands)] * len(eqn.outvars)
 
 

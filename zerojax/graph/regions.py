@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax.extend.core import primitives as prims
 
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, MaybeNone
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Region:
         is not among the equation's results.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     operands: Sequence[int]
     carries: Sequence[tuple[int, int]] = ()
     entries: int | None = None
@@ -44,7 +44,7 @@ class Region:
         more."""
         return self.stacked is not None and result >= self.stacked
 
-    def argument(self, operand: int) -> Any:
+    def argument(self, operand: int) -> Atom | MaybeNone:
         """Returns the argument of the program that starts from an operand; None if the program does
         not take this operand."""
         if operand not in self.operands:
@@ -52,7 +52,7 @@ class Region:
         return self.jaxpr.invars[self.operands.index(operand)]
 
 
-def regions(equation: Any) -> tuple[Region, ...]:
+def regions(equation: Equation) -> tuple[Region, ...]:
     """Returns the programs of a call, a rematerialised block, a function with custom derivatives, a
     loop, a ``cond`` or a ``shard_map``; none for other equations.
 
@@ -84,5 +84,5 @@ def regions(equation: Any) -> tuple[Region, ...]:
     return ()
 
 
-def _opened(jaxpr: Any) -> Any:
+def _opened(jaxpr: AnyJaxpr) -> Jaxpr:
     return jaxprs.open_jaxpr(jaxpr)[0]

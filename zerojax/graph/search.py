@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.regions import regions
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation, Jaxpr
 
 
-def everything(equation: Any) -> bool:
+def everything(equation: Equation) -> bool:
     """Enters every equation."""
     return True
 
 
-def runs_regions(equation: Any) -> bool:
+def runs_regions(equation: Equation) -> bool:
     """Enters calls, loops and conds; not a ``shard_map``, nor a kernel."""
     return bool(regions(equation)) and equation.primitive.name != "shard_map"
 
 
 def equations(
-    jaxpr: Any, enters: Callable[[Any], bool] = everything, _seen: set[int] | None = None
-) -> Iterator[Any]:
+    jaxpr: Jaxpr, enters: Callable[[Equation], bool] = everything, _seen: set[int] | None = None
+) -> Iterator[Equation]:
     """Yields the equations of an open jaxpr and of the programs inside them, outer ones first.
 
     A program that several equations run is visited once.
@@ -41,10 +41,10 @@ def equations(
 
 
 def contains(
-    equation: Any,
+    equation: Equation,
     test: Callable[..., bool],
-    *question: Any,
-    enters: Callable[[Any], bool] = everything,
+    *question: object,
+    enters: Callable[[Equation], bool] = everything,
 ) -> bool:
     """Returns whether ``test(equation, *question)`` holds for an equation, or for one inside it.
 
@@ -65,7 +65,7 @@ def contains(
 
 @cached_by_jaxpr
 def holds(
-    jaxpr: Any, test: Callable[..., bool], enters: Callable[[Any], bool], *question: Any
+    jaxpr: Jaxpr, test: Callable[..., bool], enters: Callable[[Equation], bool], *question: object
 ) -> bool:
     """Returns whether ``test`` holds for an equation of a program, see :func:`contains`."""
     return any(contains(equation, test, *question, enters=enters) for equation in jaxpr.eqns)

@@ -93,7 +93,7 @@ def _machines(
     return AccelerateOptions(per_node, nodes, rank, f"{address}:{port}", None, environ, ignored)
 
 
-def _ignored(path: Path, values: dict[str, Any]) -> list[str]:
+def _ignored(path: Path, values: dict[str, object]) -> list[str]:
     """Lists settings that a launch does not use: of the training, and those without effect."""
     training: dict[str, None] = {}
     unused: dict[str, None] = {}

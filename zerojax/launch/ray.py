@@ -24,6 +24,9 @@ class ScriptError(Exception):
       status: Exit status of the script, as a shell reports it.
     """
 
+    process: int
+    status: int
+
     def __init__(self, process: int, status: int) -> None:
         super().__init__(process, status)
         self.process, self.status = process, status

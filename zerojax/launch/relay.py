@@ -37,6 +37,13 @@ class Source:
       tail: The last bytes.
     """
 
+    prefix: bytes
+    to: int
+    log: IO[bytes] | None
+    failures: list[Failure] | None
+    rest: bytearray
+    tail: bytes
+
     def __init__(
         self,
         prefix: bytes,

@@ -13,6 +13,7 @@ from zerojax.monitor import Reporter
 from zerojax.monitor.finite import Finiteness, FiniteWatch
 from zerojax.optim.telemetry import report
 from zerojax.optim.wrap import ZeroOptState
+from zerojax.xla.types import PyTree
 
 _T = TypeVar("_T")
 Signals: TypeAlias = dict[str, Any]
@@ -46,7 +47,7 @@ class AfterStep:
         self._flags: deque[jax.Array] = deque()
         self._since, self._times = 0.0, dict[str, float]()
 
-    def signals(self, opt_state: ZeroOptState, out: Any) -> Signals:
+    def signals(self, opt_state: ZeroOptState, out: PyTree) -> Signals:
         """Returns the numbers of a step that :meth:`note` needs, traced within the step.
 
         The numbers are copies, since the state is donated to the next step.
@@ -92,7 +93,7 @@ class AfterStep:
             self._times[name], self._since = now - self._since, now
         return value
 
-    def note(self, signals: Signals, out: Any, rows: int) -> None:
+    def note(self, signals: Signals, out: PyTree, rows: int) -> None:
         """Records a step's numbers, after the step.
 
         Args:

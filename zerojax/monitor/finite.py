@@ -12,6 +12,7 @@ import numpy as np
 
 from zerojax.distributed import log
 from zerojax.monitor.tags import scalars
+from zerojax.xla.types import PyTree
 
 _LONGEST = 256  # steps that wait for a check
 _BITS = 31
@@ -33,7 +34,7 @@ class Finiteness:
     names: tuple[str, ...] = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, step: jax.Array, grad_norm: jax.Array, out: Any) -> Finiteness:
+    def of(cls, step: jax.Array, grad_norm: jax.Array, out: PyTree) -> Finiteness:
         """Checks the gradient's norm and every floating scalar among a step's results.
 
         Args:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from zerojax.config import ZeroConfig
-from zerojax.monitor.tags import LOSS
+from zerojax.monitor.tags import LOSS, Scalar
 from zerojax.optim.telemetry import is_known
 
 
 def progress(
-    report: Mapping[str, Any], figures: Mapping[str, Any], momentum: Any, *, fp16: bool
+    report: Mapping[str, Scalar], figures: Mapping[str, Scalar], momentum: object, *, fp16: bool
 ) -> str:
     """Returns DeepSpeed's line on the last step, extended by loss and gradient norm.
 
@@ -48,7 +47,7 @@ def progress(
     return ", ".join(parts)
 
 
-def momentum(config: ZeroConfig) -> Any:
+def momentum(config: ZeroConfig) -> object:
     """Returns DeepSpeed's ``mom``: the optimizer's betas or momentum, or 0.0.
 
     Returns None if the config does not determine them: without an optimizer, or if OneCycle changes

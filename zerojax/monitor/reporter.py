@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import jax
 
@@ -14,8 +14,9 @@ from zerojax.config import ZeroConfig
 from zerojax.monitor import lines
 from zerojax.monitor.backlog import Backlog, Figures
 from zerojax.monitor.clock import Clock, Pace
-from zerojax.monitor.tags import PREFIX, figures
+from zerojax.monitor.tags import PREFIX, Scalar, figures
 from zerojax.monitor.writers import check, open_writers
+from zerojax.xla.types import PyTree
 
 
 class Reporter:
@@ -72,7 +73,7 @@ class Reporter:
     def record(
         self,
         report: Mapping[str, jax.Array],
-        out: Any,
+        out: PyTree,
         rows: int,
         times: Mapping[str, float] | None = None,
     ) -> None:
@@ -131,7 +132,7 @@ class Reporter:
         if times:
             lines.say(self._clock.first(times))
 
-    def _progress(self, report: Mapping[str, Any], by_tag: Mapping[str, Any]) -> str:
+    def _progress(self, report: Mapping[str, Scalar], by_tag: Mapping[str, Scalar]) -> str:
         text = lines.progress(report, by_tag, self._momentum, fp16=self.config.fp16)
         pace = self._pace.per_second(time.perf_counter())
         self._backlog.drain(wait=True)  # all steps are done

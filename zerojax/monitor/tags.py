@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+
+from zerojax.xla.types import PyTree
 
 PREFIX = "Train/Samples/"
 LOSS = PREFIX + "train_loss"
@@ -15,8 +17,11 @@ RATE = PREFIX + "lr"
 Event = tuple[str, float, int]
 """A tag, its value, and the number of global samples seen."""
 
+Scalar: TypeAlias = jax.Array | float
+"""A number, or an array of shape [], maybe not ready."""
 
-def figures(report: Mapping[str, Any], out: Any, *, fp16: bool) -> dict[str, Any]:
+
+def figures(report: Mapping[str, Scalar], out: PyTree, *, fp16: bool) -> dict[str, Scalar]:
     """Returns every scalar of a step by its tag, without reading the arrays.
 
     DeepSpeed's engine has ``Train/Samples/train_loss``, ``lr`` and, in fp16, ``loss_scale``.
@@ -58,7 +63,7 @@ def figures(report: Mapping[str, Any], out: Any, *, fp16: bool) -> dict[str, Any
     return by_tag
 
 
-def scalars(out: Any) -> dict[str, Any]:
+def scalars(out: PyTree) -> dict[str, Any]:
     """Returns the real scalars, of shape [], in a result of any structure, by name.
 
     "/" joins the names of nested dicts and dataclasses. Positions before a name are omitted if
@@ -71,7 +76,7 @@ def scalars(out: Any) -> dict[str, Any]:
       >>> scalars((0.5, 0.25))
       {'train_loss': 0.5, 'output_1': 0.25}
     """
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, Scalar] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(out):
         if _is_number(leaf):
             name = next(name for name in _names(path) if name not in numbers)
@@ -79,7 +84,7 @@ def scalars(out: Any) -> dict[str, Any]:
     return numbers
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_number(leaf: object) -> bool:
     if isinstance(leaf, bool | int | float):
         return True
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
@@ -89,7 +94,7 @@ def _is_number(leaf: Any) -> bool:
     return is_real or jnp.issubdtype(dtype, jnp.bool_)
 
 
-def _names(path: tuple[Any, ...]) -> Iterator[str]:
+def _names(path: tuple[object, ...]) -> Iterator[str]:
     """Yields candidate names for the leaf at ``path``, the best one first."""
     parts = [_part(key) for key in path]
     texts = [str(part) for part in parts]
@@ -108,7 +113,7 @@ def _names(path: tuple[Any, ...]) -> Iterator[str]:
         number += 1
 
 
-def _part(key: Any) -> str | int:
+def _part(key: object) -> str | int:
     text = jax.tree_util.keystr((key,), simple=True)
     is_position = isinstance(key, jax.tree_util.SequenceKey | jax.tree_util.FlattenedIndexKey)
     return int(text) if is_position else text

@@ -108,7 +108,7 @@ class CsvFiles:
     """
 
     def __init__(self, folder: str) -> None:
-        self.where = f"csv_monitor in {os.path.abspath(folder)}"
+        self.where: str = f"csv_monitor in {os.path.abspath(folder)}"
         self._folder = folder
         os.makedirs(folder, exist_ok=True)
 
@@ -165,7 +165,7 @@ class TensorBoardFile:
     def __init__(self, folder: str) -> None:
         from tensorboard.summary import Writer
 
-        self.where = f"tensorboard in {os.path.abspath(folder)}"
+        self.where: str = f"tensorboard in {os.path.abspath(folder)}"
         self._file = Writer(folder)
         self._flushed = time.monotonic()
 
@@ -190,7 +190,7 @@ class WandbRun:
     def __init__(self, config: WandbConfig) -> None:
         import wandb
 
-        self.where = f"wandb project {config.project}"
+        self.where: str = f"wandb project {config.project}"
         self._wandb = wandb
         self._began = getattr(wandb, "run", None) is None
         if self._began:

@@ -45,6 +45,7 @@ from zerojax.train_state.parameters import find_parameters
 from zerojax.train_state.pytree import open_pytree
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla import compat, jaxprs
+from zerojax.xla.types import PyTree
 
 LITTLE = 0.01
 """The fraction of a device's bytes at rest that may exceed its share without a warning."""
@@ -77,8 +78,8 @@ class States:
         config: ZeroConfig,
         mesh: Mesh,
         axis: str,
-        specs: Any = None,
-        params: Callable[[Any], Any] | None = None,
+        specs: PyTree = None,
+        params: Callable[[PyTree], PyTree] | None = None,
         exchange: Exchange | None = None,
         reader: Callable[[], ProgramReader | None] = lambda: None,
     ) -> None:

@@ -49,6 +49,7 @@ from zerojax.plan.rule import is_small
 from zerojax.plan.stored import pad, unwrap_stored, user_leaf
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla.compiler import GPUS
+from zerojax.xla.types import PyTree
 
 DTYPES: dict[str | None, Any] = {
     None: None,
@@ -77,11 +78,11 @@ class Plan:
     mesh: Mesh
     axis: str
     config: ZeroConfig
-    params: Any
-    grads: Any
-    opt_state: Any
-    step: Any
-    rest: Any
+    params: PyTree
+    grads: PyTree
+    opt_state: PyTree
+    step: PyTree
+    rest: PyTree
     leaves: dict[str, tuple[Leaf, ...]]
     compute: tuple[Leaf, ...]
     quantized: QuantizedWeights
@@ -166,7 +167,7 @@ class Plan:
         """Removes the padding from the arrays of a state; call under ``jit``."""
         return self.each(self.unpadded, parts, self.all_leaves())
 
-    def unpadded(self, x: Any, leaf: Leaf) -> Any:
+    def unpadded(self, x: PyTree, leaf: Leaf) -> PyTree:
         """Removes the padding of one array, sharded as the leaf is; call under ``jit``."""
         if leaf.even:
             return x
@@ -185,7 +186,7 @@ class Plan:
             else self.each(lambda x, leaf: user_leaf(x, leaf.shape), parts, self.all_leaves())
         )
 
-    def results(self, out: Any) -> Any:
+    def results(self, out: PyTree) -> PyTree:
         """Constrains the further results of a user's function; call under ``jit``.
 
         ``jit`` cannot infer the sharding of a result computed from an array on a divided mesh.
@@ -211,7 +212,7 @@ class Plan:
         kind = PINNED if leaf.place == HOST else None
         return layout.sharding(self.lowering_mesh, leaf.spec, kind)
 
-    def on_device(self, specs: Any) -> Any:
+    def on_device(self, specs: PyTree) -> PyTree:
         """Turns a tree of specs into shardings in device memory."""
         return jax.tree.map(
             lambda spec: layout.sharding(self.lowering_mesh, spec), specs, is_leaf=_is_spec

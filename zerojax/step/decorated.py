@@ -25,6 +25,7 @@ from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.state_parts import OpenedState
 from zerojax.xla.lowered import LoweredProgram
+from zerojax.xla.types import PyTree
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,14 +52,14 @@ class Decorated(abc.ABC, Generic[P, R]):
         """Calls the function."""
 
     @abc.abstractmethod
-    def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
+    def programs(self, *args: PyTree, **kwargs: PyTree) -> Iterator[LoweredProgram]:
         """Lowers every program that a call runs, for abstract or concrete arguments."""
 
     @abc.abstractmethod
     def _with(self, arguments: Arguments) -> Self:
         """Returns an object like this one for another function."""
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """Lowers the function for abstract (or concrete) arguments, as ``jax.jit(f).lower`` does.
 
         Works for a mesh of absent devices (:func:`zerojax.topology`).

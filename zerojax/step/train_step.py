@@ -34,6 +34,7 @@ from zerojax.train_state.nnx import from_cached_partial
 from zerojax.train_state.results import beside, put_back
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla.lowered import LoweredProgram
+from zerojax.xla.types import PyTree
 
 
 class Step(Decorated[P, R]):
@@ -209,7 +210,7 @@ class Step(Decorated[P, R]):
         steps were finite. Steps may follow."""
         self._after_step.close()
 
-    def programs(self, *args: Any, **kwargs: Any) -> Iterator[LoweredProgram]:
+    def programs(self, *args: PyTree, **kwargs: PyTree) -> Iterator[LoweredProgram]:
         """Lowers every program of the step; :meth:`lower` returns the first.
 
         A step is one program, named "step", unless something is offloaded. Under offload,
@@ -219,7 +220,7 @@ class Step(Decorated[P, R]):
         with self._checked(args, kwargs, self._program) as (program, parts, call):
             yield from program.lowered(parts, call.batch, call.args, call.kwargs)
 
-    def collectives(self, *args: Any, **kwargs: Any) -> CollectivesTable:
+    def collectives(self, *args: PyTree, **kwargs: PyTree) -> CollectivesTable:
         """Returns the collectives that zerojax requests for a step, without compiling the step.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
@@ -52,17 +52,17 @@ _NAMES = ValueKind(
 )
 
 
-def _text(value: Any) -> Any:
+def _text(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> object:
     if value is None or value is False:
         return ()
     return tuple(value.split()) if isinstance(value, str) else value
 
 
-def _argument(kind: ValueKind, default: Any) -> Any:
+def _argument(kind: ValueKind, default: object) -> Any:
     return field(default=default, metadata={"kind": kind})
 
 
@@ -146,7 +146,7 @@ did you mean `learning_rate`?
     num_train_epochs: float = _argument(ABOVE_ZERO, 3.0)
     max_steps: int = _argument(INTEGER, -1)
     lr_scheduler_type: str = _argument(choice(*SCHEDULES), "linear")
-    lr_scheduler_kwargs: Mapping[str, Any] | None = _argument(optional(OBJECT), None)
+    lr_scheduler_kwargs: Mapping[str, object] | None = _argument(optional(OBJECT), None)
     warmup_steps: float = _argument(AMOUNT, 0)
     warmup_ratio: float = _argument(optional(FRACTION), 0.0)
     bf16: bool = _argument(FLAG, False)
@@ -176,13 +176,17 @@ did you mean `learning_rate`?
     remove_unused_columns: bool = _argument(FLAG, True)
     label_names: tuple[str, ...] = _argument(_NAMES, ("labels",))
     disable_tqdm: bool = _argument(optional(FLAG), False)
-    deepspeed: Any = field(default=None, metadata={"kind": ANYTHING})
+    deepspeed: str | os.PathLike[str] | Mapping[str, object] | None = field(
+        default=None, metadata={"kind": ANYTHING}
+    )
     fsdp: tuple[str, ...] = _argument(_NAMES, ())
-    fsdp_config: Any = field(default=None, metadata={"kind": ANYTHING})
+    fsdp_config: str | os.PathLike[str] | Mapping[str, object] | None = field(
+        default=None, metadata={"kind": ANYTHING}
+    )
     use_cpu: bool = _argument(FLAG, False)
     given: frozenset[str] = field(init=False, repr=False, compare=False)
 
-    def __init__(self, output_dir: str = "trainer_output", **arguments: Any) -> None:
+    def __init__(self, output_dir: str = "trainer_output", **arguments: object) -> None:
         given = {"output_dir": output_dir} | {RENAMED.get(k, k): v for k, v in arguments.items()}
         init_fields = {spec.name: spec for spec in fields(self) if spec.init}
         problems = [*_argument_problems(given, init_fields)]
@@ -211,7 +215,7 @@ did you mean `learning_rate`?
             log.warning("TrainingArguments without effect here: %s", "; ".join(unused))
 
     @classmethod
-    def of(cls, given: Any) -> TrainingArguments:
+    def of(cls, given: TrainingArguments | None) -> TrainingArguments:
         """Returns the arguments unchanged, or the defaults for None.
 
         Raises:
@@ -296,7 +300,7 @@ did you mean `learning_rate`?
         return math.ceil(number * steps) if number < 1 else int(number)
 
 
-def _argument_problems(given: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+def _argument_problems(given: Mapping[str, object], own: Iterable[str]) -> Iterator[str]:
     """Yields a problem for each argument that is unknown, or that zerojax refuses."""
     known = [*own, *WITHOUT_EFFECT, *REFUSED]
     for name, value in given.items():

@@ -29,7 +29,7 @@ class TrainerState:
     global_step: int = 0
     max_steps: int = 0
     epoch: float = 0.0
-    log_history: list[dict[str, Any]] = field(default_factory=list)
+    log_history: list[dict[str, float]] = field(default_factory=list)
     best_metric: float | None = None
     best_global_step: int | None = None
 
@@ -60,34 +60,94 @@ class TrainerCallback:
       ...         control.should_training_stop = state.global_step >= 100
     """
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Runs before the first step."""
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Runs after the last step."""
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Runs before the first step of an epoch."""
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Runs after the last step of an epoch."""
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Runs before a step."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Runs after a step."""
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Runs after an evaluation, with its ``metrics``."""
 
-    def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_predict(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Runs after a prediction, with its ``metrics``."""
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Runs after a checkpoint's save has started."""
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Runs after a log, with its ``logs``."""
 
 
@@ -107,12 +167,20 @@ class EarlyStoppingCallback(TrainerCallback):
     ) -> None:
         self._patience, self._threshold = early_stopping_patience, early_stopping_threshold
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Checks that the run has evaluations."""
         if args.eval_strategy == "no":
             raise ValueError('EarlyStoppingCallback needs eval_strategy="steps" or "epoch"')
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Counts evaluations since the best one, from ``log_history``, which checkpoints store."""
         name, sign = args.metric_for_best_model, 1 if args.greater_is_better else -1
         if "eval_runtime" in kwargs["metrics"]:  # skip other prefixes, such as eval_other
@@ -125,7 +193,7 @@ class EarlyStoppingCallback(TrainerCallback):
         control.should_training_stop |= waited >= self._patience
 
 
-def check_metric(name: str, metrics: Mapping[str, Any]) -> None:
+def check_metric(name: str, metrics: Mapping[str, object]) -> None:
     """Checks that an evaluation returns ``metric_for_best_model``.
 
     Raises:
@@ -149,7 +217,9 @@ class Callbacks:
         exist.
     """
 
-    def __init__(self, given: Iterable[Any], args: TrainingArguments) -> None:
+    def __init__(
+        self, given: Iterable[TrainerCallback | type[TrainerCallback]], args: TrainingArguments
+    ) -> None:
         self._args = args
         self._all = [callback() if isinstance(callback, type) else callback for callback in given]
         for callback in self._all:
@@ -166,7 +236,7 @@ class Callbacks:
                     )
 
     def __call__(
-        self, event: str, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, event: str, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         for callback in self._all:
             getattr(callback, event)(self._args, state, control, **kwargs)
@@ -197,6 +267,6 @@ def due(args: TrainingArguments, state: TrainerState, control: TrainerControl, e
     control.should_evaluate |= control.should_save and args.load_best_model_at_end
 
 
-def saved(state: TrainerState) -> dict[str, Any]:
+def saved(state: TrainerState) -> dict[str, object]:
     """Returns the state as a dict for JSON."""
     return dataclasses.asdict(state)

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from zerojax.devices.rows import BatchRows, process_rows
 from zerojax.trainer.arguments import TrainingArguments
 
-Batch: TypeAlias = dict[str, Any]
+Batch: TypeAlias = Mapping[str, np.ndarray | jax.Array]
 
 
 class Dataset(Protocol):
@@ -21,10 +22,10 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    def __getitem__(self, index: int, /) -> object: ...
 
 
-Collator: TypeAlias = Callable[[list[Any]], Mapping[str, Any]]
+Collator: TypeAlias = Callable[[list[Any]], Mapping[str, ArrayLike]]
 """Function from a list of rows to a batch: arrays by name, rows on the first axis."""
 
 
@@ -67,7 +68,7 @@ class Epochs(NamedTuple):
     seed: int
 
     @classmethod
-    def of(cls, dataset: Any, args: TrainingArguments, world: int) -> Epochs:
+    def of(cls, dataset: Dataset | None, args: TrainingArguments, world: int) -> Epochs:
         """Counts updates as transformers does; without a dataset, updates have no rows.
 
         ``dataloader_drop_last`` drops the rows beyond the last full micro-batch over all devices,
@@ -133,13 +134,17 @@ class Reader:
         process the batch.
     """
 
+    dataset: Dataset
+
     def __init__(
         self,
         dataset: Dataset,
         collator: Collator | None,
         mesh: Mesh,
         numbers_only: bool = True,
-        check: Callable[[Batch, Sequence[str]], object] = lambda batch, left_out: None,
+        check: Callable[
+            [Mapping[str, np.ndarray], Sequence[str]], object
+        ] = lambda batch, left_out: None,
     ) -> None:
         self.dataset, self._collator = dataset, collator or stacked
         self._mesh, self._numbers_only, self._check = mesh, numbers_only, check
@@ -167,12 +172,12 @@ class Reader:
         """Returns a batch of the first row, the same in every process."""
         return self._read([0])[0]
 
-    def _checked(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def _checked(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         batch, left_out = self._read(indices)
         self._check(batch, left_out)
         return batch
 
-    def _read(self, indices: Sequence[int] | np.ndarray) -> tuple[Batch, list[str]]:
+    def _read(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[str, np.ndarray], list[str]]:
         """Returns a batch, and the names of the non-numeric columns."""
         row_numbers, left_out = [int(i) for i in indices], list[str]()
         getitems = getattr(self.dataset, "__getitems__", None)  # one read of many rows
@@ -204,19 +209,19 @@ class Reader:
             yield len(row_numbers), self.batch(row_numbers)
 
 
-def _numbers(row: Any) -> Any:
+def _numbers(row: object) -> object:
     if not isinstance(row, Mapping):
         return row
     return {k: v for k, v in row.items() if v is not None and not _text(v)}
 
 
-def _text(value: Any) -> bool:
+def _text(value: object) -> bool:
     while isinstance(value, list | tuple) and value:
         value = value[0]
     return isinstance(value, str | bytes)
 
 
-def stacked(rows: list[Any]) -> Batch:
+def stacked(rows: list[Any]) -> dict[str, np.ndarray]:
     """Stacks rows of equal shapes, each a dict, into a batch; renames ``label`` to ``labels``.
 
     Raises:

@@ -18,9 +18,10 @@ from zerojax.trainer.data import Reader
 from zerojax.trainer.losses import Forward
 from zerojax.trainer.model import Model
 from zerojax.trainer.predictions import EvalPrediction, PredictionOutput, joined, to_host
+from zerojax.xla.types import PyTree
 
 ComputeMetrics = Callable[[EvalPrediction], Mapping[str, Any]]
-Preprocess = Callable[[Any, Any], Any]
+Preprocess = Callable[[PyTree, PyTree], PyTree]
 
 
 class Evaluator:
@@ -38,6 +39,8 @@ class Evaluator:
       compute_metrics, preprocess: As for the Trainer.
     """
 
+    compute_metrics: ComputeMetrics | None
+
     def __init__(
         self,
         model: Model,
@@ -54,7 +57,7 @@ class Evaluator:
         self._writers: list[MetricsWriter] = []
 
     def run(
-        self, state: Any, reader: Reader, prefix: str, keep: bool, limit: int | None = None
+        self, state: PyTree, reader: Reader, prefix: str, keep: bool, limit: int | None = None
     ) -> PredictionOutput:
         """Evaluates all rows of a dataset, or the first ``limit``; ``keep`` keeps predictions.
 
@@ -104,7 +107,9 @@ class Evaluator:
             raise
         return {(k if k.startswith(f"{prefix}_") else f"{prefix}_{k}"): v for k, v in plain.items()}
 
-    def try_metrics(self, state: Any, reader: Reader, keep: bool, args: TrainingArguments) -> None:
+    def try_metrics(
+        self, state: PyTree, reader: Reader, keep: bool, args: TrainingArguments
+    ) -> None:
         """Evaluates one batch, so that errors in the metrics appear before the first step.
 
         A metric may be undefined on one batch; if that evaluation fails, this method evaluates the
@@ -124,7 +129,12 @@ class Evaluator:
             self._try(state, reader, keep, args)
 
     def _try(
-        self, state: Any, reader: Reader, keep: bool, args: TrainingArguments, limit: Any = None
+        self,
+        state: PyTree,
+        reader: Reader,
+        keep: bool,
+        args: TrainingArguments,
+        limit: int | None = None,
     ) -> None:
         output = self.run(state, reader, "eval", keep, limit)
         if keep and output.label_ids is None:
@@ -135,8 +145,8 @@ class Evaluator:
         if args.load_best_model_at_end:
             check_metric(args.metric_for_best_model, output.metrics)
 
-    def _kept(self, forward: Forward, batch: Mapping[str, Any]) -> dict[str, Any]:
-        predictions: Any = forward.predictions
+    def _kept(self, forward: Forward, batch: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        predictions: PyTree = forward.predictions
         labels = {name: batch[name] for name in self._labels if name in batch}
         if self._preprocess is not None:
             prediction, label = (
@@ -146,7 +156,7 @@ class Evaluator:
             predictions = {"predictions": self._preprocess(prediction, label)}
         return _loss(forward, batch) | {"predictions": predictions, "labels": labels}
 
-    def write(self, metrics: Mapping[str, Any], samples: int) -> None:
+    def write(self, metrics: Mapping[str, object], samples: int) -> None:
         """Writes an evaluation's metrics to the config's monitors, in process 0."""
         if jax.process_index():
             return
@@ -163,7 +173,7 @@ class Evaluator:
         self._writers = []
 
 
-def _loss(forward: Forward, batch: Any) -> dict[str, Any]:
+def _loss(forward: Forward, batch: PyTree) -> dict[str, PyTree]:
     """Returns the batch's loss: (sum, weight) for a pair, (mean, None) for a scalar, or None."""
     mean = None if forward.mean is None else (forward.mean, None)
     return {"loss": mean if forward.sums is None else forward.sums}

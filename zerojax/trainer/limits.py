@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -13,7 +12,8 @@ from flax import nnx
 
 from zerojax.distributed import log
 from zerojax.trainer.losses import IGNORED, Forward, causal_lm_loss, classification_loss
-from zerojax.trainer.model import TracedLoss
+from zerojax.trainer.model import AnyModel, Loss, TracedLoss
+from zerojax.xla.types import Shaped
 
 
 class Limits:
@@ -33,9 +33,9 @@ class Limits:
 
     def __init__(
         self,
-        model: Any,
-        loss: Any,
-        traced: Callable[[Any], TracedLoss],
+        model: AnyModel,
+        loss: Loss,
+        traced: Callable[[Mapping[str, Shaped]], TracedLoss],
         devices: int = 1,
         labels: Collection[str] = (),
     ) -> None:
@@ -105,7 +105,7 @@ class Limits:
                 )  # fmt: skip
         return self._known[names]
 
-    def _within(self, batch: Mapping[str, Any], name: str, size: int, of: str) -> None:
+    def _within(self, batch: Mapping[str, np.ndarray], name: str, size: int, of: str) -> None:
         values = batch.get(name)
         if values is None or not values.size or values.dtype.kind not in "iub":
             return
@@ -144,7 +144,7 @@ class Limits:
             )  # fmt: skip
 
 
-def _takes_mask(model: Any) -> tuple[str, bool]:
+def _takes_mask(model: AnyModel) -> tuple[str, bool]:
     """Returns the name of the model's class, and whether the model takes an ``attention_mask``.
 
     For a function that returns a model the answer is True, because its model may take the mask.

@@ -9,7 +9,7 @@ import inspect
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zerojax.api import zero
+from zerojax.api import Zero, zero
 from zerojax.checkpoint import PREEMPTED, export
 from zerojax.checkpoint.processes import LONGEST, call_on_first
 from zerojax.devices.mesh import batch_devices
@@ -25,11 +25,17 @@ from zerojax.devices.mesh import mesh as all_devices
 from zerojax.optim.telemetry import telemetry
 from zerojax.trainer import data
 from zerojax.trainer.arguments import TrainingArguments
-from zerojax.trainer.callbacks import Callbacks, TrainerControl, TrainerState, due
+from zerojax.trainer.callbacks import (
+    Callbacks,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    due,
+)
 from zerojax.trainer.evaluation import ComputeMetrics, Evaluator, Preprocess
 from zerojax.trainer.limits import Limits
 from zerojax.trainer.losses import model_loss
-from zerojax.trainer.model import Loss, config_of, hidden_size, model_of
+from zerojax.trainer.model import AnyModel, Create, Loss, config_of, hidden_size, model_of
 from zerojax.trainer.optimizer import optimizer_of
 from zerojax.trainer.other_arguments import refuse
 from zerojax.trainer.partial import Partial
@@ -37,6 +43,7 @@ from zerojax.trainer.predictions import PredictionOutput
 from zerojax.trainer.progress import MeanLoss, TrainingProgress
 from zerojax.trainer.resolved import resolved
 from zerojax.trainer.run_folder import RunFolder, preemption_notice
+from zerojax.xla.types import PyTree
 
 
 class TrainOutput(NamedTuple):
@@ -92,23 +99,32 @@ class Trainer:
       True
     """
 
+    args: TrainingArguments
+    callbacks: Callbacks
+    train_dataset: data.Dataset | None
+    eval_dataset: data.Dataset | None
+    epochs: data.Epochs
+    zero: Zero
+    state: TrainerState
+    control: TrainerControl
+
     def __init__(
         self,
-        model: Any,
+        model: AnyModel,
         args: TrainingArguments | None = None,
         *,
         train_dataset: data.Dataset | None = None,
         eval_dataset: data.Dataset | None = None,
         data_collator: data.Collator | None = None,
         loss: Loss = model_loss,
-        params: Any = None,
+        params: PyTree = None,
         compute_metrics: ComputeMetrics | None = None,
         preprocess_logits_for_metrics: Preprocess | None = None,
-        callbacks: Iterable[Any] = (),
+        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = (),
         optimizer: optax.GradientTransformation | None = None,
         mesh: Mesh | None = None,
-        specs: Any = None,
-        **others: Any,
+        specs: PyTree = None,
+        **others: object,
     ) -> None:
         refuse(others, inspect.signature(Trainer).parameters)
         self.args = args = TrainingArguments.of(args)
@@ -135,7 +151,7 @@ class Trainer:
             self._model, self.zero, world * args.per_device_eval_batch_size, args.label_names,
             compute_metrics, preprocess_logits_for_metrics,
         )  # fmt: skip
-        self.train_state: Any = None  # created when first needed
+        self.train_state: PyTree = None  # created when first needed
         self.state, self.control = TrainerState(max_steps=steps), TrainerControl()
         self._losses = MeanLoss()
         self._saved: int | None = None  # the step whose checkpoint stores the current state
@@ -285,26 +301,26 @@ class Trainer:
         if (last := self.epochs.last) is not None and self.args.gradient_accumulation_steps > 1:
             self._model.check_partial(reader.sample(), self._partial(last))
 
-    def _update(self, update: data.Update, key: jax.Array) -> tuple[Any, Any]:
+    def _update(self, update: data.Update, key: jax.Array) -> tuple[PyTree, dict[str, jax.Array]]:
         """Runs an update; returns the next state and the step's metrics."""
         partial = None if update.counts is None else self._partial(update.rows)
         batch = update.batch if partial is None else (update.batch, update.counts)
         return self._model.update(self._step, self.train_state, batch, key, partial)
 
-    def _created(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _created(self) -> Create:
         dataset = self.eval_dataset if self.train_dataset is None else self.train_dataset
         return self._model.create(self._tx, self._reader(dataset).sample())
 
-    def _fresh(self) -> Any:
+    def _fresh(self) -> PyTree:
         create, arguments = self._created()
         state = self.zero.init(create, *arguments)
         return state if self._params is None else self._model.with_params(state, self._params)
 
-    def _abstract(self) -> Any:
+    def _abstract(self) -> PyTree:
         create, arguments = self._created()
         return self.zero.abstract_state(create, *arguments)
 
-    def _ready(self) -> Any:
+    def _ready(self) -> PyTree:
         self.train_state = self._fresh() if self.train_state is None else self.train_state
         return self.train_state
 

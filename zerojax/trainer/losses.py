@@ -20,7 +20,7 @@ a dict as the forward pass of Hugging Face's models does::
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from zerojax.models.loss import cross_entropy
 from zerojax.trace.gradients import weighted_mean
+from zerojax.xla.types import PyTree
 
 IGNORED = -100
 """The label of a token that does not count, as in transformers."""
@@ -46,7 +47,7 @@ class Forward(NamedTuple):
 
     mean: jax.Array | None
     sums: tuple[jax.Array, jax.Array] | None
-    predictions: dict[str, Any]
+    predictions: dict[str, PyTree]
 
 
 def _entries(given: Any) -> Mapping[str, Any]:
@@ -62,12 +63,12 @@ def _entries(given: Any) -> Mapping[str, Any]:
     return result
 
 
-def loss_entry(given: Any) -> Any:
+def loss_entry(given: object) -> Any:
     """Returns the loss in a loss function's result, unchanged; None if there is none."""
     return _entries(given).get("loss")
 
 
-def forward_of(given: Any) -> Forward:
+def forward_of(given: object) -> Forward:
     """Splits a loss function's result into the loss and the predictions.
 
     Raises:
@@ -93,7 +94,7 @@ def forward_of(given: Any) -> Forward:
     return Forward(jnp.asarray(loss), None, predictions)
 
 
-def mean_loss(given: Any) -> jax.Array:
+def mean_loss(given: object) -> jax.Array:
     """Returns the mean loss [] in a loss function's result.
 
     Raises:
@@ -110,7 +111,9 @@ def mean_loss(given: Any) -> jax.Array:
     return mean
 
 
-def call(model: Any, batch: Mapping[str, Any], *, without: tuple[str, ...] = ()) -> Any:
+def call(
+    model: Callable[..., Any], batch: Mapping[str, object], *, without: tuple[str, ...] = ()
+) -> Any:
     """Calls ``model(**fields)`` with the fields of the batch that its ``__call__`` names.
 
     A linen model's ``deterministic``, ``train`` or ``training`` is set according to whether dropout
@@ -150,12 +153,14 @@ _SWITCHES = {"deterministic": False, "train": True, "training": True}
 """Names of the argument that switches to training, and its value in training."""
 
 
-def model_loss(model: Any, batch: Mapping[str, Any]) -> Any:
+def model_loss(model: Callable[..., object], batch: Mapping[str, object]) -> object:
     """Calls the model, which takes labels and returns the loss, as Hugging Face's do; default."""
     return call(model, batch)
 
 
-def causal_lm_loss(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+def causal_lm_loss(
+    model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]
+) -> dict[str, PyTree]:
     """Returns the mean cross-entropy of the next tokens, in nats; labels of -100 do not count.
 
     The model returns logits [B, T, V] from ``input_ids`` [B, T] (also passed as ``tokens``) or the
@@ -181,7 +186,9 @@ def causal_lm_loss(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     return {"loss": (losses, counts.astype(losses.dtype)), "logits": logits}
 
 
-def classification_loss(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+def classification_loss(
+    model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]
+) -> dict[str, PyTree]:
     """Returns the mean cross-entropy of ``labels`` [...], in nats; labels of -100 do not count.
 
     The model returns logits [..., C] from the fields that its ``__call__`` names.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
@@ -14,14 +14,23 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from zerojax.api import Zero
+from zerojax.evaluation.decorated import Evaluation
 from zerojax.graph.def_use import graph_of
+from zerojax.step.train_step import Step
 from zerojax.trace.gradients import value_and_grad
+from zerojax.trainer.data import Batch
 from zerojax.trainer.losses import Forward, forward_of, mean_loss
 from zerojax.trainer.partial import Partial, partial_mean
 from zerojax.xla import hijax, jaxprs
+from zerojax.xla.types import PyTree
 
-Loss = Callable[[Any, Any], Any]
-Create = tuple[Callable[..., Any], tuple[Any, ...]]
+R = TypeVar("R")
+
+AnyModel: TypeAlias = nn.Module | nnx.Module | Callable[..., nnx.Module]
+"""A model, or a function of ``rngs`` that creates an NNX module."""
+
+Loss = Callable[[Any, Any], object]
+Create = tuple[Callable[..., PyTree], tuple[PyTree, ...]]
 
 
 class TracedLoss(NamedTuple):
@@ -37,7 +46,7 @@ class TracedLoss(NamedTuple):
 
     @classmethod
     def of(
-        cls, function: Callable[..., Forward], args: Any, batch: Mapping[str, Any]
+        cls, function: Callable[..., Forward], args: PyTree, batch: Mapping[str, object]
     ) -> TracedLoss:
         """Traces ``function(args, batch)``."""
         closed, forward = hijax.trace(function, args, batch)
@@ -50,41 +59,46 @@ class TracedLoss(NamedTuple):
 class Model(Protocol):
     """The loop's interface to a model; a state is a ``TrainState``, or NNX (model, optimizer)."""
 
-    def create(self, tx: optax.GradientTransformation, sample: Any) -> Create:
+    def create(self, tx: optax.GradientTransformation, sample: Mapping[str, object]) -> Create:
         """Returns a function that creates the state, and its arguments, for ``zero.init``."""
 
-    def traced(self, batch: Any) -> TracedLoss:
+    def traced(self, batch: Mapping[str, object]) -> TracedLoss:
         """Traces the loss of a batch, with shapes in place of arrays."""
 
-    def train_step(self, zero: Zero) -> Any:
+    def train_step(self, zero: Zero) -> Step[..., PyTree]:
         """Returns the train step, decorated with ``zero``."""
 
-    def check_partial(self, sample: Any, partial: Partial) -> None:
+    def check_partial(self, sample: Batch, partial: Partial) -> None:
         """Checks, with the shapes of a sample batch, that a partial update has a loss.
 
         Raises:
           ValueError: It has none, see :func:`zerojax.trainer.partial.partial_mean`.
         """
 
-    def evaluate(self, zero: Zero, function: Callable[[Forward, Any], Any]) -> Any:
+    def evaluate(self, zero: Zero, function: Callable[[Forward, PyTree], R]) -> Evaluation[..., R]:
         """Returns a decorated function of state and batch: function(forward, batch), no dropout."""
 
     def update(
-        self, step: Any, state: Any, batch: Any, key: jax.Array, partial: Partial | None
-    ) -> tuple[Any, Any]:
+        self,
+        step: Step[..., PyTree],
+        state: PyTree,
+        batch: PyTree,
+        key: jax.Array,
+        partial: Partial | None,
+    ) -> tuple[PyTree, dict[str, jax.Array]]:
         """Runs a decorated step; returns the next state and {"loss": ...}.
 
         For a partial update, ``batch`` is a pair of the batch and a mask of the rows that count.
         """
 
-    def evaluated(self, function: Any, state: Any, batch: Any) -> Any:
+    def evaluated(self, function: Evaluation[..., R], state: PyTree, batch: PyTree) -> R:
         """Runs a decorated evaluation and returns its result."""
 
-    def with_params(self, state: Any, source: Any) -> Any:
+    def with_params(self, state: PyTree, source: PyTree) -> PyTree:
         """Returns the state with other parameters; for ``source`` see :func:`as_params`."""
 
 
-def model_of(model: Any, loss: Loss, seed: int, remat: bool) -> Model:
+def model_of(model: AnyModel, loss: Loss, seed: int, remat: bool) -> Model:
     """Wraps a linen or NNX model in the common interface.
 
     Args:
@@ -109,12 +123,12 @@ def model_of(model: Any, loss: Loss, seed: int, remat: bool) -> Model:
     )
 
 
-def config_of(model: Any) -> Any:
+def config_of(model: object) -> Any:
     """Returns the model's config, of any class, or None if it has none."""
     return getattr(model, "config", None)
 
 
-def hidden_size(model: Any) -> int | None:
+def hidden_size(model: object) -> int | None:
     """Returns the model's width under one of Hugging Face's names in its config, or None."""
     for name in ("hidden_size", "n_embd", "d_model", "dim"):
         if isinstance(size := getattr(config_of(model), name, None), int):
@@ -122,7 +136,7 @@ def hidden_size(model: Any) -> int | None:
     return None
 
 
-def with_remat(model: Any) -> Any:
+def with_remat(model: object) -> nn.Module:
     """Returns the linen model with ``remat`` turned on, a field of the model or of its config.
 
     Raises:
@@ -143,7 +157,7 @@ def with_remat(model: Any) -> Any:
 class LinenState(TrainState):
     """``TrainState`` with the collections other than parameters, such as ``batch_stats``."""
 
-    variables: Any
+    variables: PyTree
 
 
 class Linen:
@@ -152,7 +166,7 @@ class Linen:
     def __init__(self, module: nn.Module, loss: Loss, seed: int) -> None:
         self._module, self._loss, self._seed = module, loss, seed
 
-    def create(self, tx: optax.GradientTransformation, sample: Any) -> Create:
+    def create(self, tx: optax.GradientTransformation, sample: Mapping[str, object]) -> Create:
         def create(key: jax.Array) -> LinenState:
             keys = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
             batch = jax.tree.map(jnp.asarray, sample)
@@ -162,8 +176,8 @@ class Linen:
 
         return create, (jax.random.key(self._seed),)
 
-    def traced(self, batch: Any) -> TracedLoss:
-        def forward(keys: Any, batch: Any) -> Any:
+    def traced(self, batch: Mapping[str, object]) -> TracedLoss:
+        def forward(keys: PyTree, batch: PyTree) -> Forward:
             return forward_of(nn.init_with_output(self._loss, self._module)(keys, batch)[0])
 
         return TracedLoss.of(
@@ -171,11 +185,18 @@ class Linen:
         )
 
     def _mean(
-        self, params: Any, variables: Any, key: jax.Array, batch: Any, partial: Partial | None
-    ) -> tuple[jax.Array, Any]:
+        self,
+        params: PyTree,
+        variables: PyTree,
+        key: jax.Array,
+        batch: PyTree,
+        partial: Partial | None,
+    ) -> tuple[jax.Array, PyTree]:
         """Returns the mean loss, and the changed variables."""
 
-        def apply_loss(params: Any, variables: Any, key: jax.Array, batch: Any) -> tuple[Any, Any]:
+        def apply_loss(
+            params: PyTree, variables: PyTree, key: jax.Array, batch: PyTree
+        ) -> tuple[object, PyTree]:
             apply = nn.apply(self._loss, self._module, mutable=[*variables])
             loss, changed = apply({"params": params, **variables}, batch, rngs={"dropout": key})
             return loss, changed
@@ -188,9 +209,11 @@ class Linen:
         loss, changed = apply_loss(*args, batch)
         return mean_loss(loss), changed
 
-    def train_step(self, zero: Zero) -> Any:
-        def train_step(state: Any, batch: Any, key: jax.Array, partial: Partial | None) -> Any:
-            def loss_fn(params: Any) -> Any:
+    def train_step(self, zero: Zero) -> Step[..., PyTree]:
+        def train_step(
+            state: PyTree, batch: PyTree, key: jax.Array, partial: Partial | None
+        ) -> PyTree:
+            def loss_fn(params: PyTree) -> tuple[jax.Array, PyTree]:
                 return self._mean(params, state.variables, key, batch, partial)
 
             (loss, variables), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
@@ -199,7 +222,7 @@ class Linen:
 
         return zero(train_step, static_argnames="partial")
 
-    def check_partial(self, sample: Any, partial: Partial) -> None:
+    def check_partial(self, sample: Batch, partial: Partial) -> None:
         create, (key,) = self.create(optax.identity(), sample)
         state, batch = jax.eval_shape(create, key), partial.batch_like(sample)
         jax.eval_shape(
@@ -211,9 +234,9 @@ class Linen:
             batch,
         )
 
-    def evaluate(self, zero: Zero, function: Callable[[Forward, Any], Any]) -> Any:
+    def evaluate(self, zero: Zero, function: Callable[[Forward, PyTree], R]) -> Evaluation[..., R]:
         @zero.evaluate
-        def evaluate(state: Any, batch: Any) -> Any:
+        def evaluate(state: PyTree, batch: PyTree) -> R:
             variables = {"params": state.params, **state.variables}
             outputs = nn.apply(self._loss, self._module)(variables, batch)
             return function(forward_of(outputs), batch)
@@ -221,24 +244,31 @@ class Linen:
         return evaluate
 
     def update(
-        self, step: Any, state: Any, batch: Any, key: jax.Array, partial: Partial | None
-    ) -> tuple[Any, Any]:
+        self,
+        step: Step[..., PyTree],
+        state: PyTree,
+        batch: PyTree,
+        key: jax.Array,
+        partial: Partial | None,
+    ) -> tuple[PyTree, dict[str, jax.Array]]:
         return step(state, batch, key, partial=partial)  # type: ignore[no-any-return]
 
-    def evaluated(self, function: Any, state: Any, batch: Any) -> Any:
+    def evaluated(self, function: Evaluation[..., R], state: PyTree, batch: PyTree) -> R:
         return function(state, batch)
 
-    def with_params(self, state: Any, source: Any) -> Any:
+    def with_params(self, state: PyTree, source: PyTree) -> PyTree:
         return state.replace(params=as_params(source, state.params))
 
 
 class Nnx:
     """An NNX module, or a function that creates it; its ``Rngs`` supply the keys of dropout."""
 
-    def __init__(self, model: Any, loss: Loss, seed: int) -> None:
+    def __init__(
+        self, model: nnx.Module | Callable[..., nnx.Module], loss: Loss, seed: int
+    ) -> None:
         self._model, self._loss, self._seed = model, loss, seed
 
-    def create(self, tx: optax.GradientTransformation, sample: Any) -> Create:
+    def create(self, tx: optax.GradientTransformation, sample: Mapping[str, object]) -> Create:
         def with_optimizer(model: nnx.Module) -> tuple[nnx.Module, nnx.Optimizer]:
             model.train()
             return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -248,19 +278,19 @@ class Nnx:
             return (lambda arrays: with_optimizer(nnx.merge(graph, arrays))), (arrays,)
         return (lambda: with_optimizer(self._model(rngs=nnx.Rngs(self._seed)))), ()
 
-    def traced(self, batch: Any) -> TracedLoss:
+    def traced(self, batch: Mapping[str, object]) -> TracedLoss:
         create, arrays = self.create(optax.identity(), batch)
         return TracedLoss.of(
             lambda arrays, batch: forward_of(self._loss(create(*arrays)[0], batch)), arrays, batch
         )
 
-    def _mean(self, model: nnx.Module, batch: Any, partial: Partial | None) -> jax.Array:
+    def _mean(self, model: nnx.Module, batch: PyTree, partial: Partial | None) -> jax.Array:
         """Returns the mean loss; updates the model's other state, such as statistics."""
         if partial is None:
             return mean_loss(self._loss(model, batch))
         graph, arrays = nnx.split(model)
 
-        def apply_loss(arrays: Any, batch: Any) -> tuple[Any, Any]:
+        def apply_loss(arrays: PyTree, batch: PyTree) -> tuple[object, PyTree]:
             model = nnx.merge(graph, arrays)
             return self._loss(model, batch), nnx.state(model, nnx.Not(nnx.Param))
 
@@ -273,17 +303,17 @@ class Nnx:
         nnx.update(model, changed)
         return mean
 
-    def train_step(self, zero: Zero) -> Any:
+    def train_step(self, zero: Zero) -> Step[..., PyTree]:
         def train_step(
-            model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, partial: Partial | None
-        ) -> Any:
+            model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, partial: Partial | None
+        ) -> dict[str, jax.Array]:
             loss, grads = value_and_grad(lambda model: self._mean(model, batch, partial))(model)
             optimizer.update(model, grads)
             return {"loss": loss}
 
         return zero(train_step, static_argnames="partial")
 
-    def check_partial(self, sample: Any, partial: Partial) -> None:
+    def check_partial(self, sample: Batch, partial: Partial) -> None:
         create, arrays = self.create(optax.identity(), sample)
         jax.eval_shape(
             lambda arrays, batch: self._mean(create(*arrays)[0], batch, partial),
@@ -291,9 +321,9 @@ class Nnx:
             partial.batch_like(sample),
         )
 
-    def evaluate(self, zero: Zero, function: Callable[[Forward, Any], Any]) -> Any:
+    def evaluate(self, zero: Zero, function: Callable[[Forward, PyTree], R]) -> Evaluation[..., R]:
         @zero.evaluate
-        def evaluate(model: nnx.Module, batch: Any) -> Any:
+        def evaluate(model: nnx.Module, batch: PyTree) -> R:
             model.eval()
             outputs = self._loss(model, batch)
             model.train()
@@ -302,19 +332,24 @@ class Nnx:
         return evaluate
 
     def update(
-        self, step: Any, state: Any, batch: Any, key: jax.Array, partial: Partial | None
-    ) -> tuple[Any, Any]:
+        self,
+        step: Step[..., PyTree],
+        state: PyTree,
+        batch: PyTree,
+        key: jax.Array,
+        partial: Partial | None,
+    ) -> tuple[PyTree, dict[str, jax.Array]]:
         return state, step(*state, batch, partial=partial)
 
-    def evaluated(self, function: Any, state: Any, batch: Any) -> Any:
+    def evaluated(self, function: Evaluation[..., R], state: PyTree, batch: PyTree) -> R:
         return function(state[0], batch)
 
-    def with_params(self, state: Any, source: Any) -> Any:
+    def with_params(self, state: PyTree, source: PyTree) -> PyTree:
         nnx.update(state[0], as_params(source, nnx.state(state[0], nnx.Param)))
         return state
 
 
-def place_like(params: Any, like: Any, *, own: bool = True) -> Any:
+def place_like(params: PyTree, like: PyTree, *, own: bool = True) -> PyTree:
     """Casts and places arrays with the dtypes and shardings of others.
 
     Args:
@@ -344,7 +379,7 @@ def place_like(params: Any, like: Any, *, own: bool = True) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def as_params(source: Any, like: Any) -> Any:
+def as_params(source: PyTree, like: PyTree) -> PyTree:
     """Returns placed parameters from a tree, or from a function of the abstract parameters."""
     if not callable(source) or isinstance(source, Mapping):
         return place_like(source, like)

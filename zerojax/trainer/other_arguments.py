@@ -1,7 +1,8 @@
 """Arguments of Hugging Face's Trainer that have no effect in zerojax or that it refuses."""
 
+import os
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zerojax.config.accelerate.keys import FSDP
 from zerojax.config.accelerate.keys import KEYS as YAML_KEYS
@@ -52,7 +53,7 @@ WITHOUT_EFFECT: dict[str, str] = {
 }  # fmt: skip
 """The reason for each argument that has no effect."""
 
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "label_smoothing_factor": ((0, 0.0), "smooth the labels in loss="),
     "group_by_length": ((False,), "sort the dataset"),
     "train_sampling_strategy": (("random",), "write the loop yourself for another order"),
@@ -102,7 +103,7 @@ OF_TRAINER: dict[str, str] = {
 """Alternatives to parameters of Hugging Face's ``Trainer``."""
 
 
-def refuse(given: Mapping[str, Any], known: Iterable[str]) -> None:
+def refuse(given: Mapping[str, object], known: Iterable[str]) -> None:
     """Refuses parameters that ``Trainer`` does not have.
 
     Raises:
@@ -132,7 +133,7 @@ class FsdpOptions(NamedTuple):
 
 _REMAT = ("activation_checkpointing", "xla_fsdp_grad_ckpt")
 _OF_XLA = ("limit_all_gathers", "xla", "xla_fsdp_settings", "xla_fsdp_v2")
-_IN_FSDP: dict[str, tuple[Any, str]] = {
+_IN_FSDP: dict[str, tuple[object, str]] = {
     "offload_params": (False, 'fsdp="full_shard offload" does so'),
     "reshard_after_forward": (True, 'fsdp="shard_grad_op" keeps gathered parameters'),
     "sharding_strategy": (None, "fsdp has its name"),
@@ -144,7 +145,9 @@ _IN_FSDP: dict[str, tuple[Any, str]] = {
 """Keys that an argument replaces: the value that changes nothing, and the remedy for others."""
 
 
-def fsdp_options(given: Any) -> FsdpOptions:
+def fsdp_options(
+    given: str | os.PathLike[str] | Mapping[str, object] | None,
+) -> FsdpOptions:
     """Parses ``fsdp_config``; Accelerate's YAML has its keys with the prefix ``fsdp_``.
 
     Args:

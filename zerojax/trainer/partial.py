@@ -10,17 +10,19 @@ single micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from zerojax.accumulation.pairs import Sizes
 from zerojax.evaluation.rows import ByRows
 from zerojax.evaluation.undivided import Undivided
 from zerojax.trace.gradients import weighted_mean
 from zerojax.trainer.losses import loss_entry, mean_loss
+from zerojax.xla.types import PyTree, Shaped
 
 
 class Partial(NamedTuple):
@@ -36,10 +38,10 @@ class Partial(NamedTuple):
     full: int
     times: int
 
-    def batch_like(self, sample: Any) -> tuple[Any, jax.ShapeDtypeStruct]:
+    def batch_like(self, sample: Mapping[str, Shaped]) -> tuple[PyTree, jax.ShapeDtypeStruct]:
         """Returns the shapes of a full batch like ``sample``, and of the mask of its rows."""
 
-        def like(x: Any) -> jax.ShapeDtypeStruct:
+        def like(x: Shaped) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(x.dtype)
             return jax.ShapeDtypeStruct((self.full, *x.shape[1:]), dtype)
 
@@ -47,14 +49,14 @@ class Partial(NamedTuple):
 
 
 def partial_mean(
-    function: Callable[..., tuple[Any, Any]],
-    args: tuple[Any, ...],
-    batch: Any,
+    function: Callable[..., tuple[object, PyTree]],
+    args: tuple[PyTree, ...],
+    batch: PyTree,
     counts: jax.Array,
     partial: Partial,
     *,
     remembers: bool,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, PyTree]:
     """Returns the mean loss of the rows that count, and the rest of the state after the update.
 
     Args:
@@ -92,7 +94,7 @@ def partial_mean(
     return mean_loss(given), changed
 
 
-def _by_weights(loss: Any, rows: int) -> bool:
+def _by_weights(loss: object, rows: int) -> bool:
     """Returns whether a loss is a pair of values and weights with ``rows`` rows each."""
     if not (isinstance(loss, tuple) and len(loss) == 2):
         return False
@@ -101,12 +103,12 @@ def _by_weights(loss: Any, rows: int) -> bool:
 
 
 def _by_rows(
-    function: Callable[..., tuple[Any, Any]],
-    args: tuple[Any, ...],
-    batch: Any,
+    function: Callable[..., tuple[object, PyTree]],
+    args: tuple[PyTree, ...],
+    batch: PyTree,
     counts: jax.Array,
     partial: Partial,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, PyTree]:
     """Computes :func:`partial_mean` from row-wise computations and reductions over rows.
 
     Raises:
@@ -117,11 +119,11 @@ def _by_rows(
     # numbers in them from the trace of the global batch.
     rows = partial.rows if batch_rows == partial.full else batch_rows + 1
 
-    def mean(args: tuple[Any, ...], batch: Any) -> tuple[jax.Array, Any]:
+    def mean(args: tuple[PyTree, ...], batch: PyTree) -> tuple[jax.Array, PyTree]:
         outputs, changed = function(*args, batch)
         return mean_loss(outputs), changed
 
-    def traced(n: int) -> Any:
+    def traced(n: int) -> tuple[core.ClosedJaxpr, PyTree]:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
         return jax.make_jaxpr(mean, return_shape=True)(args, shapes)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from zerojax.trainer.losses import IGNORED
+from zerojax.xla.types import PyTree
 
 
 class EvalPrediction(NamedTuple):
@@ -21,22 +22,22 @@ class EvalPrediction(NamedTuple):
         none.
     """
 
-    predictions: Any
-    label_ids: Any
+    predictions: PyTree
+    label_ids: PyTree
 
 
 class PredictionOutput(NamedTuple):
     """Result of ``predict``: the fields of :class:`EvalPrediction`, and the metrics."""
 
-    predictions: Any
-    label_ids: Any
+    predictions: PyTree
+    label_ids: PyTree
     metrics: dict[str, float]
 
 
-def to_host(tree: Any) -> Any:
+def to_host(tree: PyTree) -> PyTree:
     """Returns global arrays, which may span several processes, as NumPy arrays."""
 
-    def gathered(x: Any) -> np.ndarray:
+    def gathered(x: jax.Array | np.ndarray) -> np.ndarray:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return np.asarray(multihost_utils.process_allgather(x, tiled=True))
         return np.asarray(x)
@@ -44,7 +45,7 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(gathered, tree)
 
 
-def joined(parts: list[dict[str, Any]]) -> Any:
+def joined(parts: Sequence[Mapping[str, PyTree]]) -> PyTree:
     """Concatenates batches; pads rows of different lengths with -100.
 
     Example:
@@ -55,7 +56,7 @@ def joined(parts: list[dict[str, Any]]) -> Any:
     return columns[0] if len(columns) == 1 else tuple(columns) or None
 
 
-def _concatenated(parts: list[Any]) -> Any:
+def _concatenated(parts: Sequence[PyTree]) -> PyTree:
     if isinstance(parts[0], Mapping):
         return {k: _concatenated([part[k] for part in parts]) for k in parts[0]}
     if isinstance(parts[0], tuple | list):

@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from zerojax.xla.types import Shaped
 
 
 class TrainingProgress:
@@ -54,7 +56,7 @@ class TrainingProgress:
     ) -> None:
         self._bar.stop()
 
-    def advance(self, rows: int, batch: Mapping[str, Any]) -> None:
+    def advance(self, rows: int, batch: Mapping[str, Shaped]) -> None:
         """Counts an update that was dispatched; ``rows`` are those of all processes."""
         shape = batch["input_ids"].shape[1:] if "input_ids" in batch else None
         if self._mark is not None:
@@ -68,7 +70,7 @@ class TrainingProgress:
         """Excludes the time since the last update, for example that of an evaluation."""
         self._mark = self._mark and time.perf_counter()
 
-    def log(self, step: int, logs: Mapping[str, Any]) -> None:
+    def log(self, step: int, logs: Mapping[str, float]) -> None:
         """Prints the figures of a log; reading the loss has already waited for the device."""
         figures = "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
         self._bar.update(self._task, figures=self._pace())
@@ -92,7 +94,7 @@ class MeanLoss:
     """
 
     def __init__(self, values: Iterable[float] = ()) -> None:
-        self._since: list[Any] = [*values]
+        self._since: list[float | jax.Array] = [*values]
         self._sum, self._count = 0.0, 0
 
     def add(self, loss: jax.Array) -> None:

@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     """
 
     path: str
-    value: Any
+    value: object
     names: tuple[str, ...] = ()
     absent: bool = True
 
@@ -130,13 +130,13 @@ def _steps_from(args: TrainingArguments) -> tuple[str, ...]:
     return ("max_steps",) if args.max_steps > 0 else ("num_train_epochs",)
 
 
-def _params_of(section: str, kind: Any) -> set[str]:
+def _params_of(section: str, kind: object) -> set[str]:
     """Returns a type's parameters, ignoring case; empty if unknown, which the loader reports."""
     types = {name.lower(): params for name, params in NAMED_TYPES[section].items()}
     return set(types.get(kind.lower(), ())) if isinstance(kind, str) else set()
 
 
-def _same(entry: Entry, given: Any) -> bool:
+def _same(entry: Entry, given: object) -> bool:
     """Returns whether the JSON agrees with the arguments; the loader reports invalid values."""
     try:
         given = KEYS[entry.path].kind.check(given) if entry.path in KEYS else given
@@ -195,7 +195,7 @@ def _get(raw: dict[str, Any], path: str) -> Any:
     return value
 
 
-def _set(raw: dict[str, Any], path: str, value: Any) -> None:
+def _set(raw: dict[str, Any], path: str, value: object) -> None:
     *sections, name = path.split(".")
     for section in sections:
         raw = raw.setdefault(section, {})

@@ -18,6 +18,7 @@ from zerojax.distributed import log
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.callbacks import TrainerState, saved
 from zerojax.trainer.data import Epochs
+from zerojax.xla.types import PyTree
 
 Resume = bool | str | os.PathLike[str] | None
 
@@ -25,7 +26,7 @@ Resume = bool | str | os.PathLike[str] | None
 class StartingPoint(NamedTuple):
     """Training state, progress, and losses since the last log, from which a run starts."""
 
-    train_state: Any
+    train_state: PyTree
     state: TrainerState
     losses: list[float]
 
@@ -42,7 +43,7 @@ class RunFolder:
     """
 
     def __init__(
-        self, args: TrainingArguments, zero: Zero, epochs: Epochs, model: Any = None
+        self, args: TrainingArguments, zero: Zero, epochs: Epochs, model: object = None
     ) -> None:
         self._about = _fields(model)
         self._args, self._zero, self._epochs = args, zero, epochs
@@ -50,7 +51,7 @@ class RunFolder:
         keep = args.save_total_limit
         if self._metric:  # the best checkpoint counts towards the limit
             keep = sys.maxsize if keep is None else max(1, keep - 1)
-        self.checkpoints = Checkpointer(
+        self.checkpoints: Checkpointer = Checkpointer(
             pathlib.Path(args.output_dir, "checkpoints"),
             zero,
             keep=keep,
@@ -67,7 +68,7 @@ class RunFolder:
         self.checkpoints.__exit__(*error)
 
     def begin(
-        self, resume: Resume, fresh: Callable[[], Any], abstract: Callable[[], Any]
+        self, resume: Resume, fresh: Callable[[], PyTree], abstract: Callable[[], PyTree]
     ) -> StartingPoint:
         """Creates a new state, or restores a saved one.
 
@@ -105,7 +106,7 @@ class RunFolder:
 
     def save(
         self,
-        train_state: Any,
+        train_state: PyTree,
         state: TrainerState,
         losses: list[float],
         scores: Mapping[str, float],
@@ -118,7 +119,7 @@ class RunFolder:
         scores = {**unknown, **{k: v for k, v in scores.items() if isinstance(v, int | float)}}
         self.checkpoints.save(state.global_step, train_state, extra=extra, metrics=scores or None)
 
-    def _data(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, int]:
         """Returns the values that must be equal in a resumed run, by their names in messages."""
         epochs = self._epochs
         return {
@@ -130,7 +131,7 @@ class RunFolder:
             "steps": epochs.steps,
         }
 
-    def _check(self, extra: Any, where: str) -> None:
+    def _check(self, extra: object, where: str) -> None:
         if not isinstance(extra, Mapping) or not {"trainer", "data", "losses"} <= extra.keys():
             raise CheckpointError(
                 f"{where} was not saved by a Trainer, and has no position in the data; start from "
@@ -180,7 +181,7 @@ def preemption_notice() -> contextlib.AbstractContextManager[Preemption | None]:
     return Preemption() if is_main else contextlib.nullcontext()
 
 
-def _fields(config: Any) -> dict[str, Any] | None:
+def _fields(config: object) -> dict[str, object] | None:
     """Returns the fields of a config that JSON can store; None if it is not a dataclass."""
     if not dataclasses.is_dataclass(config):
         return None

@@ -108,7 +108,7 @@ def _constant(run: Run, t: jax.Array, x: jax.Array, options: Options) -> jax.Arr
     return jnp.ones_like(x)
 
 
-SCHEDULES: dict[str, tuple[After, dict[str, Any]]] = {
+SCHEDULES: dict[str, tuple[After, dict[str, float | None]]] = {
     "linear": (lambda run, t, x, options: jnp.maximum(0.0, 1 - x), {}),
     "cosine": (lambda run, t, x, options: _cosine(x, options["num_cycles"]), {"num_cycles": 0.5}),
     "cosine_with_restarts": (_restarts, {"num_cycles": 1}),

@@ -43,6 +43,9 @@ class Cache:
       misses: The number of programs compiled.
     """
 
+    hits: int
+    misses: int
+
     def __init__(self, folder: Path | None = None) -> None:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self._folder = base / "zerojax" / "plans" if folder is None else folder

@@ -56,7 +56,7 @@ class Fitted:
 
 def fit(
     config: str | os.PathLike[str] | Mapping[str, Any],
-    model: str | Callable[..., Any],
+    model: str | Callable[..., object],
     *,
     train_batch_size: int | None = None,
     seq: int = 1024,

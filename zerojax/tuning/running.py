@@ -12,6 +12,7 @@ from flax import nnx
 
 from zerojax.api import Zero
 from zerojax.tuning.workload import Workload
+from zerojax.xla.types import PyTree
 
 STEPS = 5
 
@@ -39,7 +40,7 @@ def seconds_of_a_step(zero: Zero, workload: Workload, steps: int = STEPS) -> flo
     return statistics.median(times[1:])
 
 
-def _zeros(tree: Any) -> Any:
+def _zeros(tree: PyTree) -> PyTree:
     """Replaces abstract arrays by zeros, and abstract PRNG keys by keys."""
 
     def array(x: Any) -> Any:

@@ -104,7 +104,7 @@ class Space:
             if mode.possible:
                 yield mode
 
-    def furthest(self, config: Mapping[str, Any], world: int) -> dict[str, Any]:
+    def furthest(self, config: Mapping[str, object], world: int) -> dict[str, object]:
         """Returns a config with the last mode, so that the loader reads both offload sections."""
         modes = list(self.modes())
         if not modes:
@@ -176,14 +176,14 @@ def left_open(
     return space, fixed
 
 
-def _is_one_bit(config: Mapping[str, Any]) -> bool:
+def _is_one_bit(config: Mapping[str, object]) -> bool:
     """Returns whether the optimizer communicates 1 bit per element."""
     optimizer = config.get("optimizer")
     named = str(optimizer.get("type")).lower() if isinstance(optimizer, dict) else ""
     return named in {name.lower() for name in ONE_BIT}
 
 
-def _offloads(zero: dict[str, Any], *, without: bool) -> tuple[Offload, ...]:
+def _offloads(zero: dict[str, object], *, without: bool) -> tuple[Offload, ...]:
     """Returns the offloads that agree with the config's sections, or with their old switches.
 
     Sections that leave offload open count as not offloaded if ``without`` is set, because other

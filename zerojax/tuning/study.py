@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -30,6 +29,7 @@ from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.train_step import Step
 from zerojax.tuning.running import seconds_of_a_step
 from zerojax.tuning.workload import Workload, workload
+from zerojax.xla.types import PyTree
 
 
 class Study(Trials):
@@ -57,9 +57,11 @@ class Study(Trials):
       ConfigError: The rows do not divide among the devices as the config requires.
     """
 
+    world: int
+
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         config: ZeroConfig,
         mesh: Mesh,
         rates: Rates,
@@ -114,7 +116,7 @@ class Study(Trials):
         plan, step, step_args, tokens = self._step(choice)
         return BuiltStep(plan, lambda: step.programs(*step_args), tokens)
 
-    def _step(self, choice: Choice) -> tuple[Plan, Step[Any, Any], tuple[Any, ...], int]:
+    def _step(self, choice: Choice) -> tuple[Plan, Step[..., PyTree], tuple[PyTree, ...], int]:
         """Returns the plan of a choice's state, its step, the step's arguments, and its tokens."""
         config = choice.config(self._config, self.world)
         if config.offload_param and config.offload_param.device == "nvme":

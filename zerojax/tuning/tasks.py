@@ -23,6 +23,7 @@ from zerojax.api import Zero
 from zerojax.models import bart, deberta
 from zerojax.trace.gradients import value_and_grad, weighted_mean
 from zerojax.tuning.workload import LEARNING_RATE, Workload
+from zerojax.xla.types import PyTree
 
 
 def classification(
@@ -32,7 +33,7 @@ def classification(
     config = deberta.DebertaConfig(**deberta.SIZES[size], remat=remat, scan=scan)
     model = deberta.DebertaClassifier(config)
 
-    def loss(params: Any, batch: Any, rngs: Any) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree, rngs: PyTree) -> jax.Array:
         logits = model.apply(
             {"params": params}, batch["input_ids"], batch["attention_mask"],
             deterministic=False, rngs=rngs,
@@ -53,7 +54,7 @@ def seq2seq(
     config = bart.BartConfig(**sizes, remat=remat, scan=scan)
     model, target = bart.Bart(config), max(1, seq // 2)
 
-    def loss(params: Any, batch: Any, rngs: Any) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree, rngs: PyTree) -> jax.Array:
         labels = batch["labels"]
         losses: Any = model.apply(
             {"params": params}, batch["input_ids"], bart.shifted(labels, config),
@@ -68,8 +69,8 @@ def seq2seq(
 
 def _workload(
     zero: Zero,
-    init: Callable[[jax.Array], Any],
-    loss: Callable[[Any, Any, Any], jax.Array],
+    init: Callable[[jax.Array], object],
+    loss: Callable[[PyTree, PyTree, PyTree], jax.Array],
     batch: dict[str, jax.ShapeDtypeStruct],
     tokens: int,
 ) -> Workload:
@@ -78,7 +79,7 @@ def _workload(
     def create_state(key: jax.Array) -> TrainState:
         return TrainState.create(apply_fn=loss, params=init(key), tx=tx)
 
-    def train_step(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
+    def train_step(state: TrainState, batch: PyTree, key: jax.Array) -> tuple[TrainState, PyTree]:
         rngs = {"dropout": jax.random.fold_in(key, state.step)}
         value, grads = value_and_grad(loss)(state.params, batch, rngs)
         return state.apply_gradients(grads=grads), {"loss": value}
@@ -88,7 +89,7 @@ def _workload(
     return Workload(create_state, train_step, batch, tokens=rows * tokens, args=(key,))
 
 
-def _params(model: Any, *inputs: jax.Array) -> Any:
+def _params(model: Any, *inputs: jax.Array) -> PyTree:
     *tokens, key = inputs
     return model.init(key, *tokens)["params"]
 

@@ -20,6 +20,7 @@ from flax.training.train_state import TrainState
 from zerojax.api import Zero
 from zerojax.models.registry import ModelError
 from zerojax.trace.gradients import value_and_grad
+from zerojax.xla.types import PyTree
 
 LEARNING_RATE = 1e-4  # of AdamW, if the config names no optimizer; the rate changes no cost
 
@@ -143,12 +144,12 @@ class Workload:
       5.84
     """
 
-    create_state: Callable[..., Any]
-    train_step: Callable[..., Any]
-    batch: Any
+    create_state: Callable[..., PyTree]
+    train_step: Callable[..., PyTree]
+    batch: PyTree
     tokens: int = 0
-    args: tuple[Any, ...] = ()
-    specs: Any = None
+    args: tuple[PyTree, ...] = ()
+    specs: PyTree = None
 
 
 def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Workload:
@@ -219,7 +220,7 @@ def _logits(model: Any, call: Callable[[jax.Array], Any], tokens: jax.Array) -> 
     return logits
 
 
-def _loss(model: Any, call: Callable[[jax.Array], Any], batch: Any) -> jax.Array:
+def _loss(model: Any, call: Callable[[jax.Array], Any], batch: PyTree) -> jax.Array:
     """Returns the mean cross-entropy of the next token, in float32."""
     tokens, targets = batch["tokens"], batch.get("targets")
     if targets is None:
@@ -230,11 +231,11 @@ def _loss(model: Any, call: Callable[[jax.Array], Any], batch: Any) -> jax.Array
 
 def _linen(
     model: linen.Module, tx: optax.GradientTransformation, seq: int
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
     def create_state(key: jax.Array) -> TrainState:
-        variables: dict[str, Any] = {}
+        variables: dict[str, PyTree] = {}
 
-        def init(tokens: jax.Array) -> Any:
+        def init(tokens: jax.Array) -> PyTree:
             logits, new_variables = model.init_with_output(key, tokens)
             variables.update(new_variables)
             return logits
@@ -248,8 +249,8 @@ def _linen(
             )
         return TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx)
 
-    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-        def loss(params: Any) -> jax.Array:
+    def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
+        def loss(params: PyTree) -> jax.Array:
             return _loss(model, partial(state.apply_fn, {"params": params}), batch)
 
         value, grads = value_and_grad(loss)(state.params)
@@ -260,12 +261,12 @@ def _linen(
 
 def _nnx(
     make: Callable[[], nnx.Module], tx: optax.GradientTransformation
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
     def create_state(key: jax.Array) -> Any:
         model = make()
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
+    def train_step(model: object, optimizer: Any, batch: object) -> object:
         value, grads = value_and_grad(lambda model: _loss(model, model, batch))(model)
         optimizer.update(model, grads)
         return {"loss": value}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from zerojax.weights.loader import fit
 from zerojax.weights.names import Names, Tensor, link
 from zerojax.weights.strides import contiguous
 from zerojax.weights.tree import open_tree
+from zerojax.xla.types import PyTree
 
 
 class HostTensor(NamedTuple):
@@ -48,9 +49,9 @@ class HostTensor(NamedTuple):
 
 def rearranged(
     tensors: Mapping[str, np.ndarray],
-    like: Any,
+    like: PyTree,
     names: Names | Mapping[str, str | Tensor | None] | None = None,
-) -> Any:
+) -> PyTree:
     """Builds parameters from arrays in host memory, as NumPy arrays of the same dtypes.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from zerojax.weights.reader import open_tensors
 from zerojax.weights.shards import clipped, from_shards, zeros
 from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import Path
+from zerojax.xla.types import PyTree, Shaped
 
 _ROWS = 1024  # rows of a tied tensor that are compared at a time
 
@@ -48,9 +49,9 @@ AnySource = TypeVar("AnySource", bound=Source)
 def load(
     folder: Path,
     *,
-    like: Any,
+    like: PyTree,
     names: Names | Mapping[str, str | Tensor | None] | None = None,
-) -> Any:
+) -> PyTree:
     """Loads parameters from a folder of safetensors files.
 
     Each process reads each distinct shard of its devices once, and the host holds one shard at a
@@ -213,12 +214,14 @@ def _log_casts(
         log.warning("%s: %s, the dtype of `like`.", source, summary)
 
 
-def _dtype(leaf: Any) -> np.dtype:
+def _dtype(leaf: Shaped) -> np.dtype:
     dtype: np.dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
     return dtype
 
 
-def _array(leaf: Any, dtype: np.dtype, links: Sequence[Link], sources: Mapping[str, Source]) -> Any:
+def _array(
+    leaf: Shaped, dtype: np.dtype, links: Sequence[Link], sources: Mapping[str, Source]
+) -> object:
     """Builds a parameter; reads each distinct shard for the devices that store it."""
     shape, sharding = tuple(leaf.shape), getattr(unwrap_stored(leaf), "sharding", None)
     assert sharding is None or isinstance(sharding, Sharding)

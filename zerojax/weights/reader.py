@@ -241,7 +241,7 @@ class _Entry(NamedTuple):
         return cls(tuple(shape), dtype, *offsets)
 
 
-def _sizes(values: Any) -> bool:
+def _sizes(values: object) -> bool:
     """Returns whether ``values`` is a list of ints in the range of sizes and offsets."""
     return isinstance(values, list) and all(type(n) is int and 0 <= n < 2**63 for n in values)
 
@@ -263,7 +263,7 @@ def _check(entries: dict[str, _Entry], size: int) -> None:
         raise ValueError(f"its tensors end at byte {bounds[-1]} of {size}")
 
 
-def read_json(file: pathlib.Path) -> dict[str, Any]:
+def read_json(file: pathlib.Path) -> dict[str, object]:
     """Reads a JSON object.
 
     Raises:
@@ -275,14 +275,14 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"not JSON ({error}): copy the file again") from None
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parsed(text: str) -> dict[str, object]:
     values = json.loads(text, object_pairs_hook=_once)
     if not isinstance(values, dict):
         raise ValueError(f"a JSON {type(values).__name__} where an object is needed")
     return values
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Builds a JSON object; refuses duplicate names."""
     values = dict(pairs)
     if len(values) < len(pairs):

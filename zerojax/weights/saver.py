@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from zerojax.plan.stored import unwrap_stored
 from zerojax.weights.arrangement import Bounds, Link
@@ -17,6 +18,7 @@ from zerojax.weights.names import Linked, Names, Tensor, link
 from zerojax.weights.shards import to_host
 from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import DTYPES, BlockWriter, Path, TensorSpec, writing
+from zerojax.xla.types import PyTree
 
 MAX_FILE_BYTES = 5 * 10**9
 CONFIG_FILE = "config.json"
@@ -25,12 +27,12 @@ GENERATION_FILE = "generation_config.json"
 
 def save(
     folder: Path,
-    params: Any,
+    params: PyTree,
     names: Names | Mapping[str, str | Tensor | None] | None = None,
     *,
-    config: Mapping[str, Any] | Path | None = None,
+    config: Mapping[str, object] | Path | None = None,
     texts: Mapping[str, str] | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     max_shard_size: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes parameters as a folder that :func:`load` and transformers read.
@@ -77,7 +79,7 @@ def save(
                     write(put, links, bounds, shard, dtypes[path], path)
 
 
-def saved_dtype(path: str, dtype: Any, floats: Any = None) -> np.dtype:
+def saved_dtype(path: str, dtype: DTypeLike, floats: DTypeLike | None = None) -> np.dtype:
     """Returns a parameter's dtype in a file: ``floats`` if passed and the parameter is a float.
 
     Raises:
@@ -121,7 +123,7 @@ def write(
             put(part.tensor, box.view(values, bounds), box.offset, box.strides)
 
 
-def config_files(config: Mapping[str, Any] | Path) -> dict[str, str]:
+def config_files(config: Mapping[str, object] | Path) -> dict[str, str]:
     """Returns the contents of a model's config files, by file name.
 
     Args:
@@ -143,7 +145,7 @@ def config_files(config: Mapping[str, Any] | Path) -> dict[str, str]:
     return {name: each.read_text(encoding="utf-8") for name, each in files.items()}
 
 
-def json_text(values: Mapping[str, Any]) -> str:
+def json_text(values: Mapping[str, object]) -> str:
     """Returns the text of a file such as ``config.json``."""
     return json.dumps(values, indent=2) + "\n"
 

@@ -9,6 +9,8 @@ import jax
 from flax import nnx
 from jax.tree_util import GetAttrKey, keystr
 
+from zerojax.xla.types import PyTree
+
 
 class OpenedModel(NamedTuple):
     """A model split into its arrays.
@@ -19,10 +21,10 @@ class OpenedModel(NamedTuple):
     """
 
     leaves: dict[str, Any]
-    close: Callable[[Mapping[Any, Any]], Any]
+    close: Callable[[Mapping[Any, object]], PyTree]
 
 
-def open_tree(tree: Any) -> OpenedModel:
+def open_tree(tree: PyTree) -> OpenedModel:
     """Splits a pytree or an NNX module into its arrays.
 
     Raises:
@@ -45,17 +47,17 @@ def open_tree(tree: Any) -> OpenedModel:
     if not leaves:
         raise ValueError("the tree has no arrays: give a model's parameters, such as state.params")
 
-    def close(arrays: Mapping[Any, Any]) -> Any:
+    def close(arrays: Mapping[Any, object]) -> object:
         new_leaves = (arrays.get(path, leaf) for path, (_, leaf) in zip(paths, keyed, strict=True))
         return jax.tree.unflatten(structure, new_leaves)
 
     return OpenedModel(leaves, close)
 
 
-def _is_stream(x: Any) -> bool:
+def _is_stream(x: object) -> bool:
     return isinstance(x, nnx.RngState)
 
 
-def _path(keys: tuple[Any, ...]) -> str:
+def _path(keys: tuple[object, ...]) -> str:
     is_boxed = keys[-1:] == (GetAttrKey("value"),)  # flax's box of an array and its metadata
     return keystr(keys[:-1] if is_boxed else keys, simple=True, separator="/")

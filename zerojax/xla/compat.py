@@ -8,15 +8,17 @@ import math
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax._src import compiler, core, distributed, dtypes, xla_bridge
 from jax._src.interpreters import mlir, partial_eval, pxla
 from jax.experimental import compute_on
 from jax.sharding import Mesh
+
+R = TypeVar("R")
 
 TESTED = ("0.10.2", "0.11.2", "0.12.0.1")
 """Versions of jax that zerojax is tested with."""
@@ -42,7 +44,7 @@ ALL_REDUCE_KERNELS_FAIL = 64 if jax.version.__version_info__ >= (0, 12) else mat
 """The smallest number of GPUs for which XLA's all-reduce kernels end the compiling process."""
 
 
-def computed_on_host(fun: Callable[..., Any]) -> Callable[..., Any]:
+def computed_on_host(fun: Callable[..., R]) -> Callable[..., R]:
     """Returns ``fun`` of arrays in host memory, computed on the host; its results stay there."""
     # In jax 0.11 the older name, a context manager until then, became this function.
     wrap: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
@@ -64,11 +66,13 @@ class LoweredFor(jax.stages.Lowered):
         self._lowering.compile_args["backend"] = devices[0].client
         self._devices = tuple(devices)
 
-    def compile(self, compiler_options: Any = None, **_: Any) -> jax.stages.Compiled:
+    def compile(
+        self, compiler_options: dict[str, str | bool] | None = None, **_: object
+    ) -> jax.stages.Compiled:
         return super().compile(compiler_options, device_assignment=self._devices)
 
 
-def lower_for(traced: Any, mesh: Mesh) -> jax.stages.Lowered:
+def lower_for(traced: jax.stages.Traced, mesh: Mesh) -> jax.stages.Lowered:
     """Lowers a traced program for the devices of a mesh, which may be absent."""
     devices = list(mesh.devices.flat)
     if devices[0].addressable_memories():
@@ -104,7 +108,7 @@ def jit_options(jitted: Any) -> JitOptions:
     """
     info = jitted._jit_info
 
-    def is_any_specified(leaves: Any) -> bool:
+    def is_any_specified(leaves: Iterable[object]) -> bool:
         return any(x is not None and type(x).__name__ != "UnspecifiedValue" for x in leaves)
 
     given = {

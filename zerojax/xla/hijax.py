@@ -14,13 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend import source_info_util
+from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
 
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation, PyTree
 
 
-def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+def trace(function: Callable[..., object], *args: object) -> tuple[core.ClosedJaxpr, PyTree]:
     """Returns the closed jaxpr of ``function(*args)``, and the shapes that the function returns.
 
     In the jaxpr, hijax is replaced by calls of the jaxprs that it runs, at any depth. Custom
@@ -49,7 +50,7 @@ class _Opener:
             self._opened[id(jaxpr)] = jaxpr, jaxprs.with_body(jaxpr, body)
         return self._opened[id(jaxpr)][1]
 
-    def _equation(self, eqn: Any) -> Any:
+    def _equation(self, eqn: Any) -> Equation:
         operands = [v.aval for v in eqn.invars]
         if not eqn.primitive.is_high(*operands, **eqn.params):
             return eqn

@@ -11,7 +11,7 @@ import contextlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -19,7 +19,9 @@ from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
 from jax.interpreters import partial_eval
 
-CALLS = {
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, Shaped
+
+CALLS: dict[core.Primitive, str] = {
     prims.jit_p: "jaxpr",
     prims.closed_call_p: "call_jaxpr",
     prims.custom_jvp_call_p: "call_jaxpr",
@@ -33,7 +35,7 @@ _JAX, _PYTHON = str(Path(jax.__file__).parent), sysconfig.get_path("stdlib")
 _REQUIRED = object()
 
 
-def param(eqn: Any, name: str, default: Any = _REQUIRED) -> Any:
+def param(eqn: Equation, name: str, default: Any = _REQUIRED) -> Any:
     """Returns a parameter of an equation; ``default``, if given, if its primitive has none.
 
     The rules of this package know primitives by their parameters, whose names jax may change.
@@ -51,40 +53,40 @@ def param(eqn: Any, name: str, default: Any = _REQUIRED) -> Any:
     )
 
 
-def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
+def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[Jaxpr, tuple[jax.Array, ...]]:
     """Returns the open jaxpr and the constants of a jaxpr. jax 0.10 has separate classes for open
     and closed jaxprs, 0.11 and newer have one class."""
-    return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
+    return cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr)), tuple(getattr(jaxpr, "consts", ()))
 
 
-def is_jaxpr(value: Any) -> bool:
+def is_jaxpr(value: object) -> bool:
     """Returns whether a parameter of an equation is a jaxpr, open or closed."""
     return isinstance(value, _JAXPRS)
 
 
-def with_body(jaxpr: Any, body: Any) -> Any:
+def with_body(jaxpr: Any, body: Jaxpr) -> Any:
     """Replaces the open jaxpr of a jaxpr, open or closed, and keeps the constants."""
     return jaxpr.replace(jaxpr=body) if open_jaxpr(jaxpr)[0] is not jaxpr else body
 
 
-def shaped_like(jaxpr: Any, closed: Any) -> Any:
+def shaped_like(jaxpr: AnyJaxpr, closed: AnyJaxpr) -> Any:
     """Returns ``closed``, opened if ``jaxpr`` is open: jax 0.10 has parameters of both kinds."""
     return closed if hasattr(jaxpr, "jaxpr") else open_jaxpr(closed)[0]
 
 
-def called_jaxpr(eqn: Any) -> Any:
+def called_jaxpr(eqn: Equation) -> AnyJaxpr:
     """Returns the jaxpr that a call runs, open or closed."""
     return param(eqn, CALLS[eqn.primitive])
 
 
-def bodies(eqn: Any) -> list[Any]:
+def bodies(eqn: Equation) -> list[Jaxpr]:
     """Returns the open jaxprs of a call, or of the branches of a cond; [] for other equations."""
     programs = [called_jaxpr(eqn)] if eqn.primitive in CALLS else []
     programs = list(param(eqn, "branches")) if eqn.primitive is prims.cond_p else programs
     return [open_jaxpr(jaxpr)[0] for jaxpr in programs]
 
 
-def programs(eqn: Any) -> tuple[str, ...]:
+def programs(eqn: Equation) -> tuple[str, ...]:
     """Returns the names of the parameters that hold the jaxprs of a loop, conditional or call."""
     if eqn.primitive is prims.scan_p:
         return ("jaxpr",)
@@ -95,7 +97,7 @@ def programs(eqn: Any) -> tuple[str, ...]:
     return (CALLS[eqn.primitive],) if eqn.primitive in CALLS else ()
 
 
-def inner(eqn: Any) -> Iterator[Any]:
+def inner(eqn: Equation) -> Iterator[Jaxpr]:
     """Yields the open jaxprs in an equation's parameters."""
     for value in eqn.params.values():
         for x in value if isinstance(value, tuple | list) else (value,):
@@ -115,7 +117,7 @@ class ScanCounts(NamedTuple):
     carry: int
 
 
-def scan_counts(eqn: Any) -> ScanCounts:
+def scan_counts(eqn: Equation) -> ScanCounts:
     """Returns the numbers of a scan's constants and carries: parameters in 0.10, a tree later."""
     if "num_consts" in eqn.params:
         return ScanCounts(param(eqn, "num_consts"), param(eqn, "num_carry"))
@@ -131,45 +133,45 @@ class WhileParts(NamedTuple):
       cond_consts, body_consts: numbers of their constants.
     """
 
-    cond: Any
-    body: Any
+    cond: AnyJaxpr
+    body: AnyJaxpr
     cond_consts: int
     body_consts: int
 
 
-def while_parts(eqn: Any) -> WhileParts:
+def while_parts(eqn: Equation) -> WhileParts:
     """Returns the parts of a while loop."""
     names = "cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"
     return WhileParts(*(param(eqn, name) for name in names))
 
 
-def runs_backward(eqn: Any) -> bool:
+def runs_backward(eqn: Equation) -> bool:
     """Returns whether ``eqn`` is a rematerialised block that runs again for the backward pass."""
     return eqn.primitive is prims.remat_p and bool(param(eqn, "differentiated"))
 
 
-def is_recomputed(eqn: Any) -> bool:
+def is_recomputed(eqn: Equation) -> bool:
     """Returns whether ``eqn``, by its name stack, recomputes a value of a rematerialised block for
     the backward pass. Under ``jax_remat3`` no block encloses such equations."""
     return "rematted_computation" in str(source(eqn).name_stack)
 
 
-def is_transposed(eqn: Any) -> bool:
+def is_transposed(eqn: Equation) -> bool:
     """Returns whether differentiation, by the name stack, derived ``eqn`` for the backward pass."""
     return "transpose(" in str(source(eqn).name_stack)
 
 
-def is_differentiated(eqn: Any) -> bool:
+def is_differentiated(eqn: Equation) -> bool:
     """Returns whether differentiation derived ``eqn``, for the forward or the backward pass."""
     return "jvp(" in str(source(eqn).name_stack)
 
 
-def is_batched(eqn: Any) -> bool:
+def is_batched(eqn: Equation) -> bool:
     """Returns whether ``eqn``, by its name stack, comes from ``jax.vmap``."""
     return "vmap(" in str(source(eqn).name_stack)
 
 
-def source(eqn: Any) -> Any:
+def source(eqn: Equation) -> Any:
     """Returns the origin of an equation: a name stack and a traceback, with its frames."""
     return eqn.source_info
 
@@ -198,12 +200,12 @@ def source_within(call: Any, inside: Any, *, own_line: bool) -> Any:
     )
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
+def variables(atoms: Iterable[Atom]) -> list[Atom]:
     """Returns the atoms that are not literals, in order."""
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
-def is_zero(atom: Any) -> bool:
+def is_zero(atom: Atom) -> bool:
     """Returns whether an atom is a literal zero."""
     if not isinstance(atom, core.Literal):
         return False
@@ -211,12 +213,14 @@ def is_zero(atom: Any) -> bool:
     return not (jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) or np.any(atom.val))
 
 
-def read(atom: Any, env: Mapping[Any, Any]) -> Any:
+def read(atom: Atom, env: Mapping[Any, Any]) -> Any:
     """Returns the value of a literal, or of a variable in ``env``."""
     return atom.val if isinstance(atom, core.Literal) else env[atom]
 
 
-def bind(eqn: Any, values: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]:
+def bind(
+    eqn: Equation, values: Sequence[Any], params: Mapping[str, Any] | None = None
+) -> Sequence[Any]:
     """Runs an equation on other operands, and with other parameters if given; returns its results.
 
     Primitives take functions among their parameters in another form than equations hold them.
@@ -228,20 +232,20 @@ def bind(eqn: Any, values: Sequence[Any], params: Mapping[str, Any] | None = Non
     return out if primitive.multiple_results else [out]
 
 
-def context(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+def context(eqn: Equation) -> contextlib.AbstractContextManager[object]:
     """Returns the context in which ``eqn`` was traced: its mesh, compute type and metadata."""
     return eqn.ctx.manager
 
 
 @contextlib.contextmanager
-def traced_where(eqn: Any) -> Iterator[None]:
+def traced_where(eqn: Equation) -> Iterator[None]:
     """Traces equations in the context of ``eqn``, as if they came from its line."""
     names = source_info_util.current_name_stack() + source(eqn).name_stack
     with source_info_util.user_context(source(eqn).traceback, name_stack=names), context(eqn):
         yield
 
 
-def pruned(eqn: Any, used: Sequence[bool]) -> Any:
+def pruned(eqn: Equation, used: Sequence[bool]) -> Equation | None:
     """Returns ``eqn`` in a form that computes only the used results; None if nothing needs it.
 
     Args:
@@ -255,17 +259,17 @@ def pruned(eqn: Any, used: Sequence[bool]) -> Any:
     return rule([*used], *read_later, eqn)[1]
 
 
-def bind_in_context(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+def bind_in_context(eqn: Equation, values: Sequence[Any]) -> Sequence[Any]:
     """Runs an equation on other operands, in the context in which it was traced."""
     with context(eqn):
         return bind(eqn, values)
 
 
 def evaluate(
-    closed: Any,
+    closed: AnyJaxpr,
     args: Sequence[Any],
     run: Callable[[Any, list[Any]], Sequence[Any]] = bind_in_context,
-    opens: Callable[[Any], bool] = lambda eqn: eqn.primitive in CALLS,
+    opens: Callable[[Equation], bool] = lambda eqn: eqn.primitive in CALLS,
 ) -> list[Any]:
     """Runs a jaxpr equation by equation; if this is traced, the opened calls are inlined.
 
@@ -287,13 +291,15 @@ def evaluate(
     return [read(v, env) for v in jaxpr.outvars]
 
 
-def like(aval: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
+def like(aval: Shaped, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
     """Returns the abstract value of a variable for tracing; with another shape, if given."""
     weak = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
 
 
-def without_calls(closed: Any, opens: Callable[[Any], bool] = lambda eqn: True) -> Any:
+def without_calls(
+    closed: AnyJaxpr, opens: Callable[[Equation], bool] = lambda eqn: True
+) -> core.ClosedJaxpr:
     """Returns the closed jaxpr of the same function with the calls that `opens` selects inlined."""
     shapes = [like(v.aval) for v in open_jaxpr(closed)[0].invars]
     return jax.make_jaxpr(lambda *args: evaluate(closed, args, opens=opens))(*shapes)

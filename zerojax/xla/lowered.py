@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
+
+R = TypeVar("R")
 
 STEP, GRADIENTS, EVALUATION = "step", "gradients", "evaluation"
 """Names of programs: a step's only program, the first of several, and ``zero.evaluate``'s."""
@@ -41,7 +43,7 @@ class LoweredProgram(NamedTuple):
     times: int = 1
 
 
-def with_argument_names(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
+def with_argument_names(function: Callable[..., R], *names: str) -> Callable[..., R]:
     """Returns a function whose positional arguments have these names in the compiled program.
 
     Args:
@@ -54,7 +56,7 @@ def with_argument_names(function: Callable[..., Any], *names: str) -> Callable[.
     """
 
     @functools.wraps(function)
-    def renamed(*args: Any) -> Any:
+    def renamed(*args: object) -> R:
         return function(*args)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
+from jax.extend import core
 from jax.interpreters import partial_eval
 
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Equation, Jaxpr
 
 
-def used_arguments(closed: Any) -> list[bool]:
+def used_arguments(closed: AnyJaxpr) -> list[bool]:
     """Returns, for each argument of a jaxpr, whether a result or an effect may depend on it.
 
     The analysis enters calls, loops and conditionals.
     """
-    return list(partial_eval.dce_jaxpr(jaxprs.open_jaxpr(closed)[0], True)[1])
+    return list(partial_eval.dce_jaxpr(cast(core.Jaxpr, jaxprs.open_jaxpr(closed)[0]), True)[1])
 
 
-def unused(jaxpr: Any) -> list[Any]:
+def unused(jaxpr: Jaxpr) -> list[Equation]:
     """Returns the equations of an open jaxpr that no result and no effect depends on, last first.
 
     A call, loop or conditional counts as one equation, which uses all of its operands.
@@ -32,13 +34,14 @@ def unused(jaxpr: Any) -> list[Any]:
     return found
 
 
-def without_unused(jaxpr: Any, keeps_operands: Callable[[Any], bool]) -> Any:
+def without_unused(jaxpr: Jaxpr, keeps_operands: Callable[[Equation], bool]) -> Jaxpr:
     """Removes all values, also in calls and loops, that no result or effect of a jaxpr depends on.
 
     Args:
       jaxpr: The open jaxpr, which keeps its arguments and results.
       keeps_operands: Whether an equation keeps all its operands, if any of its results is used.
     """
+    eqn: Equation | None
     needed, kept = {*jaxprs.variables(jaxpr.outvars)}, []
     for eqn in reversed(jaxpr.eqns):
         used = [v in needed for v in eqn.outvars]

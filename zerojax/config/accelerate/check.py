@@ -37,7 +37,7 @@ class CheckResult(NamedTuple):
     problems: list[str]
 
 
-def is_accelerate(raw: Mapping[str, Any]) -> bool:
+def is_accelerate(raw: Mapping[str, object]) -> bool:
     """Returns whether an object has a key that only Accelerate's configs have at the top level."""
     return "distributed_type" in raw or "compute_environment" in raw
 
@@ -88,7 +88,7 @@ def check(file: Mapping[str, Any]) -> CheckResult:
     return checked._replace(problems=checked.problems + problems)
 
 
-def _leaves(file: Mapping[str, Any]) -> Iterator[Leaf]:
+def _leaves(file: Mapping[str, object]) -> Iterator[Leaf]:
     for name, value in file.items():
         if name in SECTIONS and isinstance(value, Mapping) and value:
             for inner, each in value.items():

@@ -53,16 +53,16 @@ def _number(value: Any) -> Any:
     return int(value) if value.lstrip("+-").isdecimal() else number
 
 
-def _no(value: Any) -> Any:
+def _no(value: object) -> object:
     """Converts false to "no", since YAML 1.1 reads an unquoted no as false; lowercases strings."""
     return "no" if value is False else value.lower() if isinstance(value, str) else value
 
 
-def _upper(value: Any) -> Any:
+def _upper(value: object) -> object:
     return "NO" if value is False else value.upper() if isinstance(value, str) else value
 
 
-def _none(value: Any) -> Any:
+def _none(value: object) -> object:
     return None if isinstance(value, str) and value.lower() == "none" else value
 
 
@@ -80,7 +80,7 @@ _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRI
 """FSDP's sharding strategies, in the order of their numbers, which start at 1."""
 
 
-def _strategy(value: Any) -> Any:
+def _strategy(value: object) -> object:
     """Converts a strategy's name or number, or `true` and `false` (reshard after forward)."""
     words = {"true": True, "false": False}
     value = words.get(value.lower(), value) if isinstance(value, str) else value

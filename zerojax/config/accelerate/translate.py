@@ -30,7 +30,7 @@ _DTYPE_EFFECTS = {
 }
 
 
-def translate(file: Mapping[str, Any], folder: Path) -> Translation:
+def translate(file: Mapping[str, object], folder: Path) -> Translation:
     """Translates Accelerate's YAML into a DeepSpeed JSON with the same behavior.
 
     Args:

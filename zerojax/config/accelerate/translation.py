@@ -29,7 +29,7 @@ class KeyTreatment(NamedTuple):
     sets: tuple[str, ...]
     status: Status = "honoured"
     reason: str = ""
-    holds: Any = None
+    holds: object = None
 
 
 @dataclass
@@ -57,7 +57,9 @@ class Translation:
     judged: dict[str, KeyTreatment] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)
-    _both: dict[str, Any] = field(default_factory=dict)  # of_file's values for keys of both files
+    _both: dict[str, object] = field(
+        default_factory=dict
+    )  # of_file's values for keys of both files
 
     def put(self, key: str, path: str, value: Any) -> bool:
         """Sets `path` of the JSON from `key` of the YAML, unless the JSON's file sets a value.
@@ -92,12 +94,12 @@ class Translation:
         """Records that a key of the YAML is translated into these keys of the JSON."""
         self.judged[key] = KeyTreatment(paths, "honoured", reason, self.values[key])
 
-    def imply(self, path: str, value: Any, reason: str) -> None:
+    def imply(self, path: str, value: object, reason: str) -> None:
         """Sets a key of the JSON to Accelerate's default, since no key of the YAML sets it."""
         self.put("", path, value)
         self.implied[path] = reason
 
-    def leave_open(self, auto: Mapping[str, Any]) -> None:
+    def leave_open(self, auto: Mapping[str, object]) -> None:
         """Sets keys that Accelerate takes from the program to "auto", if the caller passes values.
 
         Args:
@@ -164,14 +166,16 @@ class Translation:
         return problem
 
 
-def _checked(path: str, value: Any) -> Any:
+def _checked(path: str, value: object) -> object:
     try:
         return JSON_KEYS[path].kind.check(value)
     except ConfigError:
         return value
 
 
-def without(raw: Mapping[str, Any], paths: Iterable[str], section: str = "") -> dict[str, Any]:
+def without(
+    raw: Mapping[str, object], paths: Iterable[str], section: str = ""
+) -> dict[str, object]:
     """Returns a copy of a JSON without some keys and without sections that this leaves empty.
 
     Example:
@@ -179,7 +183,7 @@ def without(raw: Mapping[str, Any], paths: Iterable[str], section: str = "") -> 
       {'zero_optimization': {'stage': 2}}
     """
     paths = frozenset(paths)
-    kept: dict[str, Any] = {}
+    kept: dict[str, object] = {}
     for name, value in raw.items():
         path = f"{section}{name}"
         if path in paths:

@@ -1,7 +1,7 @@
 """Error feedback of quantized gradients (LoCo): the value of `zeropp_loco_param`."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -21,7 +21,7 @@ class Loco(BaseModel):
       1024
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     err_beta: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.8
     reset_T: Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)] = 1024
@@ -30,7 +30,7 @@ class Loco(BaseModel):
         return self.model_dump_json()
 
 
-def _loco(value: Any) -> Any:
+def _loco(value: object) -> object:
     return Loco(**value) if isinstance(value, Mapping) else value
 
 

@@ -1,7 +1,6 @@
 """Keys of logs and metrics, and of features that zerojax leaves to others or does not support."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from zerojax.config.errors import as_text
 from zerojax.config.keys.row import (
@@ -28,14 +27,14 @@ from zerojax.config.keys.row import (
     setting,
 )
 
-_EMPTY: tuple[ValueKind, Any] = (OBJECT, {})
+_EMPTY: tuple[ValueKind, object] = (OBJECT, {})
 _AXIS = 'give zero() a mesh with a "model" axis and the parameters a PartitionSpec on it'
 _EXPERTS = "experts are sharded by the model's own specs"
 _REMAT = "activation_checkpointing"
 _INPUT = "the input pipeline is the user's own"
 
 
-def _monitor(section: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
+def _monitor(section: str, **keys: tuple[ValueKind, object]) -> Iterator[Key]:
     why = f"true: metrics are written to {section}"
     yield honoured(f"{section}.enabled", FLAG, False, why, auto=OFF)
     for name, (kind, default) in keys.items():

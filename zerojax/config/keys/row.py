@@ -54,16 +54,16 @@ class ValueKind:
             raise ConfigError(f"expected {self.says}, got {as_text(value)}") from None
 
 
-def _integral_to_int(value: Any) -> Any:
+def _integral_to_int(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _spelled_bool(value: Any) -> Any:
+def _spelled_bool(value: object) -> object:
     words = {"true": True, "false": False}
     return words.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _as_tuple(value: Any) -> Any:
+def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -169,7 +169,7 @@ class Key:
 
     path: str
     kind: ValueKind
-    default: Any
+    default: object
     treatment: Treatment
     why: str = ""
     field: str | None = None
@@ -189,12 +189,12 @@ def setting(path: str, kind: ValueKind, default: Any, why: str, **more: Any) -> 
     return honoured(path, kind, default, why, field=section if name == "enabled" else name, **more)
 
 
-def left_to_xla(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
+def left_to_xla(section: str, why: str, **keys: tuple[ValueKind, object]) -> Iterator[Key]:
     """Yields keys, from (kind, default), for settings that XLA chooses itself."""
     return _accepted(section, "left to XLA", why, keys)
 
 
-def left_to_launch(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
+def left_to_launch(section: str, why: str, **keys: tuple[ValueKind, object]) -> Iterator[Key]:
     """Yields keys, from (kind, default), that control how processes start."""
     return _accepted(section, "left to launch", why, keys)
 
@@ -205,7 +205,7 @@ def no_effect(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterator
 
 
 def _accepted(
-    section: str, treatment: Treatment, why: str, keys: Mapping[str, tuple[ValueKind, Any]]
+    section: str, treatment: Treatment, why: str, keys: Mapping[str, tuple[ValueKind, object]]
 ) -> Iterator[Key]:
     for name, (kind, default) in keys.items():
         yield Key(
@@ -232,13 +232,13 @@ def off_only(section: str, why: str, **keys: tuple[Any, ...]) -> Iterator[Key]:
         )
 
 
-def off_section(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
+def off_section(section: str, why: str, **keys: tuple[ValueKind, object]) -> Iterator[Key]:
     """Yields keys of a section whose `enabled` must be false, so that the others have no effect."""
     yield from off_only(section, why, enabled=(FLAG, False))
     yield from no_effect(section, f"{section} is off", **keys)
 
 
-def free(names: str) -> dict[str, tuple[ValueKind, Any]]:
+def free(names: str) -> dict[str, tuple[ValueKind, object]]:
     """Returns keys that accept any value, as (kind, default), from space-separated names."""
     return dict.fromkeys(names.split(), (ANYTHING, None))
 
@@ -265,7 +265,7 @@ class Param:
     """
 
     kind: ValueKind
-    default: Any
+    default: object
     only: tuple[Any, ...] = ()
     why: str = ""
     loud: bool = False

@@ -62,7 +62,7 @@ _ELASTICITY: tuple[tuple[str, ValueKind, Any, str], ...] = (
     ("model_parallel_size", POSITIVE, 1, "devices that share the rows of one"),
 )
 
-_SCALING: tuple[tuple[str, ValueKind, Any, str], ...] = (
+_SCALING: tuple[tuple[str, ValueKind, object, str], ...] = (
     ("auto_cast", *FLAG_OFF, "true: float leaves of the batch are cast to the compute dtype"),
     ("loss_scale", SCALE_OR_ZERO, 0.0, "0 is a dynamic scale, all else a static one"),
     ("initial_scale_power", POWER, 16, "the dynamic scale starts at 2**this"),

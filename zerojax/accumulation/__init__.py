@@ -1,1 +1,18 @@
-"""Gradient accumulation: a traced step split into what runs per micro-batch and what runs once."""
+"""Gradient accumulation: a traced step split into what runs per micro-batch and what runs once.
+
+A step traced on the global batch, a function that traces it on other batches, and the roles of its
+arguments come in; ``run.MicroBatches``, to be read first, computes the results of the global batch
+micro-batch by micro-batch. In the order of the work:
+
+- ``flat``: the step without calls. ``resize``: the step on micro-batches of a single row.
+- ``resolve``, ``analysis``, ``equation_analysis``: the dependence of each value on the rows of the
+  batch, a ``RowKind`` of ``kinds``, by the rules of ``row_rules``, ``product_rules`` and
+  ``sum_rules``. ``pairs`` matches the equations of both traces. ``reductions``: sum, max and so on.
+- ``roles``: the results that each micro-batch computes, and the state that it passes to the next.
+- ``split``, ``literals``: the programs that run per micro-batch and once.
+- ``lanes``: micro-batches side by side, one per device. ``own_sums``: checks of such a step.
+  ``exchange``: the protocol of gradients that are sent with errors.
+- ``lines``: the user's line of an equation, for the messages of all rooms.
+
+:mod:`zerojax.evaluation.rows` splits functions of a batch with the same modules.
+"""

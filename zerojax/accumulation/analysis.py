@@ -1,4 +1,8 @@
-"""Abstract interpretation of a step: how each value depends on the rows of the batch."""
+"""Abstract interpretation of a step: how each value depends on the rows of the batch.
+
+Two traces are interpreted together, on the global batch and on a micro-batch, because only their
+shapes show which dimensions hold rows. :mod:`zerojax.graph.analysis` interprets one program.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Another way to sum gradients over the devices, for which each device keeps errors.
+"""The protocol of an exchange: a sum of gradients over the devices for which devices keep errors,
+the parts of their gradients that they did not send.
 
-This module is the seam between a step and the ways in :mod:`zerojax.experimental`. With an exchange
-each device runs the step on its own rows, and the partial sums of all gradients are reduced once an
-update. The errors are arrays of the optimizer state, ``error`` of
+This module is the seam between a step and the exchanges in :mod:`zerojax.experimental`. With an
+exchange each device runs the step on its own rows, and the partial sums of all gradients are
+reduced once an update. The errors are arrays of the optimizer state, ``error`` of
 :class:`zerojax.optim.wrap.ZeroOptState`: they are planned, placed, saved and restored like all
 others, and a skipped step leaves them unchanged.
 """

@@ -1,4 +1,8 @@
-"""A traced step as one list of equations: calls are inlined, loops and checkpoints are not."""
+"""A traced step as one list of equations: calls are inlined, loops and checkpoints are not.
+
+The list can be cut into programs, unlike :class:`zerojax.graph.operations.Program`, which enters
+loops too and is only read.
+"""
 
 from __future__ import annotations
 

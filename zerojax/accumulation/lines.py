@@ -1,4 +1,4 @@
-"""The user's line that an equation comes from."""
+"""The user's line that an equation comes from, for messages and tables of this and later rooms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of a step in which each device sums over its own rows until the update."""
+"""Checks of a step in which each device sums gradients over its own rows until the update."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from jax import lax
 
 
 class Reduction(NamedTuple):
-    """A reduction that may be computed part by part.
+    """A reduction that may be computed from its results on parts of the rows.
 
     Attributes:
       primitive: The name of the primitive that computes the reduction.

@@ -1,4 +1,4 @@
-"""One step of ``k`` micro-batches."""
+"""One step of ``k`` micro-batches: the step is divided, and its programs run one after another."""
 
 from __future__ import annotations
 
@@ -139,6 +139,9 @@ class MicroBatches:
       lanes: Lanes that sum separately until the end, used if the step can run on them.
       dtype: Dtype in which gradients are summed; None for their own, float32 at least.
       feedback: Reduces gradients with their errors; if given, the step runs on lanes.
+
+    Attributes:
+      lanes: The lanes on which the step runs; None if it runs without.
 
     Raises:
       ValueError: The results would differ from those of the global batch.

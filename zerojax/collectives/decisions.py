@@ -20,7 +20,7 @@ EXCHANGE = "all-to-all"
 ENTRY, BEFORE_LOOP, USE, LOOP = "entry", "before the loop", "use", "loop"
 PREFETCHED, DEFERRED, AFTER_LOOP = "loop, prefetched", "loop, deferred", "after the loop"
 PRODUCED, UPDATE = "produced", "update"
-"""Places of collectives: see the column "where" in docs/planning.md."""
+"""Places of collectives: docs/planning.md has a table of what each value of "where" means."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,10 +52,11 @@ class Scope:
         them.
       adjacent: the gathers that an equation, and the equations of a function that it calls, share
         with adjacent equations; None if the equation shares no gather.
-      window: delays gathers in a body without loops; None if gathers are not delayed.
+      window: delays gathers outside loops; None if gathers are not delayed.
       cotangent: the cotangent of the last block of the backward pass that was held back.
       batch_rows: the number of rows of the batch; None if unknown.
-      behind: whether loops in the scope reduce gradients one iteration later.
+      behind: whether loops directly in the scope reduce gradients one iteration later; only in the
+        scope of the step's body.
       row_sums: by variable, the sums in the scope that are not yet added up over the devices.
       of_layer: whether the scope is one layer, in a loop over layers.
       of_step: whether the scope is one of several updates, an iteration or a branch.

@@ -6,9 +6,15 @@ the layout run on the shard; an all-gather is inserted before the first equation
 unsharded parameter (a matrix product, a lookup of many rows, a convolution). Loops and
 rematerialised blocks are entered, so that a stacked parameter is gathered one layer at a time.
 
-Everything inserted is an identity (a sharding constraint, an optimization barrier), so the numbers
-cannot change, whatever the body does. Because the same jaxpr contains the backward pass, a
-parameter is gathered again in the backward pass without any differentiation rule.
+Everything inserted is an identity (a sharding constraint, an optimization barrier, a wait), so the
+numbers cannot change, whatever the body does; only arrays that are sent quantized (ZeRO++) are
+rounded. Because the same jaxpr contains the backward pass, a parameter is gathered again in the
+backward pass without any differentiation rule.
+
+:class:`Inserter` runs the equations; :mod:`zerojax.collectives.scans` runs loops over stacks, and
+:mod:`zerojax.collectives.gathering` gathers and reduces. What is gathered or reduced where is
+decided before a program runs (:mod:`zerojax.collectives.program_decisions`) or before a loop runs
+(:mod:`zerojax.collectives.loop_decisions`).
 """
 
 from __future__ import annotations
@@ -68,8 +74,8 @@ class Inserter(Scans):
         body without a backward pass.
       away: the fewest elements per device of a residual of a rematerialised block in a loop that
         waits in host memory for the backward pass; None keeps all residuals on the device.
-      overlap: whether loops gather one iteration ahead, and a body without loops gathers within a
-        window.
+      overlap: whether loops gather one iteration ahead and reduce one iteration later, and gathers
+        outside loops wait for the window, see :mod:`zerojax.collectives.window`.
       sent: the formats in which parameters and gradients are sent.
     """
 

@@ -1,4 +1,4 @@
-"""The size of a layer in a loop over layers, known before the step is traced.
+"""The bytes of a layer in a loop over layers, for an option of XLA, before the step is traced.
 
 XLA combines collectives up to a number of bytes, an option that is set when the step is created.
 Before the trace only their shapes show that parameters are stacked: all leaves below one node of

@@ -43,8 +43,8 @@ class ProgramDecisions:
     reused: reuse.ReusedGradients
 
     def places(self, eqn: Any) -> bool:
-        """Returns whether a gradient is computed from a result, or a result is sent to host
-        memory."""
+        """Returns whether an equation has a result that is a gradient, or from which a gradient is
+        computed, or that is sent to host memory."""
         return any(v in self.wants or v in self.leaving for v in eqn.outvars)
 
 

@@ -77,7 +77,7 @@ def _uses(jaxpr: Any, v: Any, *, direct: bool) -> list[bool]:
 
 
 def _of_operand(eqn: Any, at: int, *, direct: bool) -> list[bool]:
-    """Returns the same for the uses of one operand within an equation."""
+    """Returns, for each use of operand ``at`` within an equation, the answer of :func:`_uses`."""
     if not holds_block(eqn):
         return [False]
     if jaxprs.runs_backward(eqn):

@@ -33,7 +33,7 @@ _SAME_SIZE = ELEMENTWISE | LABELS | propagate.FORWARD.keys()
 _MOVES = LABELS | propagate.FORWARD.keys() | LINEAR | {"add_any"}
 
 NEEDED: Analysis[bool] = Analysis(False, operator.or_, lambda eqn, _: [True] * len(eqn.invars))
-"""Backward: True if an equation needs the value unsharded, in any layout and scale."""
+"""Backward analysis of whether an equation needs a value unsharded, in any layout and scale."""
 
 
 @NEEDED.rule("while", "shard_map")

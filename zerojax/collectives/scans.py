@@ -29,7 +29,8 @@ class Scans(Gatherer):
     Attributes:
       overlap: Whether loops gather one iteration ahead, and reduce one iteration later.
       share: Whether one gather of a parameter serves all its uses in the body.
-      left: Whether a loop has sent residuals to host memory.
+      left: True once a loop has sent residuals to host memory, or if none are to be sent; set too
+        when the warning that none can be sent has been logged.
     """
 
     overlap: bool

@@ -28,7 +28,8 @@ _Beyond = Callable[[int, Spec], _Dtypes]
 
 
 class Uses:
-    """The dtypes in which jaxprs need a parameter unsharded when :class:`Inserter` runs them.
+    """The dtypes in which jaxprs need a parameter unsharded when
+    :class:`zerojax.collectives.insert.Inserter` runs them.
 
     Args:
       mesh, axis: The devices, and the axis over which ZeRO shards.

@@ -4,6 +4,9 @@ The step constrains each gradient to its shard when the optimizer takes it. That
 it was computed: after a loop over layers, or after the sum of two uses of a tied parameter. Traced
 back through the jaxpr, the constraint reaches the equations that compute the gradient, so that it
 can be reduce-scattered there.
+
+In this package ``want`` is the sequence of the target specs of a program's results, and ``wants``
+maps the variables of a program to the specs that :func:`trace_back` returns.
 """
 
 from __future__ import annotations

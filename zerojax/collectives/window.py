@@ -1,4 +1,4 @@
-"""The window within which a program without loops gathers ahead.
+"""The window within which the equations of a step outside loops gather ahead.
 
 XLA may gather all parameters of an unrolled model at the beginning of the program, since no gather
 depends on other work; then all of them are unsharded in memory at the same time. So each gather

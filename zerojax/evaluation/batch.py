@@ -51,7 +51,7 @@ class Division(NamedTuple):
 
     @property
     def part(self) -> int:
-        """Rows of a micro-batch."""
+        """Rows of a micro-batch, on all devices together."""
         return self.each * self.devices
 
     @property

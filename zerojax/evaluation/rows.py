@@ -40,7 +40,8 @@ class ByRows:
       full: Closed jaxpr of the function on a batch of ``sizes.global_rows`` rows.
       part: Closed jaxpr of the function on ``sizes.traced`` rows.
       sizes: Rows of the full batch and of a part.
-      batch: For each argument, whether its first dimension holds the rows.
+      batch: For each argument, whether it is an array of the batch, whose first dimension holds the
+        rows.
       padded: Whether a part may have rows that do not count.
       differentiated: Whether the function is differentiated afterwards; if so, checkpoints and
         functions with custom derivatives are kept.

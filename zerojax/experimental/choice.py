@@ -1,4 +1,4 @@
-"""The experimental features that a config asks for."""
+"""The experimental features that a config asks for, in the forms that the rooms below take."""
 
 from __future__ import annotations
 

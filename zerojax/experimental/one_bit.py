@@ -1,6 +1,7 @@
-"""Optimizers whose devices send 1 bit an element: 1-bit Adam, 1-bit Lamb, 0/1 Adam.
+"""Optimizers whose devices send 1 bit an element: the rules of 1-bit Adam and 0/1 Adam, and the
+states of these and of 1-bit Lamb, whose rule is in :mod:`zerojax.experimental.one_bit_lamb`.
 
-The rules of this module expect the gradient from :mod:`zerojax.experimental.one_bit_momentum`, with
+The rules expect the gradient from :mod:`zerojax.experimental.one_bit_momentum`, with
 which the new momentum equals the one that was sent. In any other program they run on ordinary
 gradients.
 """
@@ -156,7 +157,7 @@ def scale_by_zero_one_adam(
     """Scales by Adam's direction, with a variance that is updated at growing intervals.
 
     The interval doubles after each ``var_update_scaler`` updates of the variance. The variance is
-    frozen after ``var_freeze_step`` updates.
+    frozen after update number ``var_freeze_step + 1`` of the optimizer.
 
     Source: 0/1 Adam, arXiv:2202.06009, and DeepSpeed's ``ZeroOneAdam``, without local steps.
     """

@@ -21,7 +21,8 @@ class Use(NamedTuple):
 
 
 class Graph:
-    """The equations of one program as a graph of values. Literals have no producer and no users.
+    """The equations of one program as a graph of values; programs inside its equations are not
+    entered. Literals have no producer and no users.
 
     Args:
       equations: The equations, in order.

@@ -5,7 +5,7 @@
 
 Every value has a number. Values that enter or leave a scan, a cond or a while loop are linked to
 the values that they come from, so that a search for the origin or the use of a value sees one
-graph.
+graph. :class:`zerojax.graph.def_use.Graph` is the graph of one program without those inside it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
 
 class Operation(NamedTuple):
-    """One equation that is not a call, a loop or a cond.
+    """One equation that is not a call, a loop or a cond; a ``shard_map`` is one operation.
 
     Attributes:
       eqn: The equation.

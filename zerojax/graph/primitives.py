@@ -35,7 +35,7 @@ ELEMENTWISE = frozenset({
     "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan",
     "tanh", "xor",
 })  # fmt: skip
-"""Primitives that work element by element, on shards too."""
+"""Primitives that work element by element, so that each device can run them on its shard."""
 
 DRAWS = frozenset({
     "random_bits", "random_gamma", "threefry2x32", "philox2x32", "philox4x32",

@@ -20,10 +20,10 @@ class Region:
       operands: For each argument of the program, the position of the operand that it starts from.
       carries: Pairs of positions: a result of the program, and the argument that takes this result
         in the next iteration of a loop.
-      entries: The position of the first argument that is one entry of its operand, as in a scan;
-        the number of arguments where none is.
-      stacked: The position of the first result that is one entry of the equation's result; the
-        number of results where none is.
+      entries: For the body of a scan, the position of the first argument that is one entry of its
+        operand, or the number of arguments if none is; None for other programs.
+      stacked: For the body of a scan, the position of the first result that is one entry of the
+        equation's result, or the number of results if none is; None for other programs.
       decides: True for the condition of a loop: the program only decides what runs, and its result
         is not among the equation's results.
     """

@@ -1,4 +1,5 @@
-"""Compute parameters, where the parameters at rest have another place, sharding or dtype."""
+"""Compute parameters that are stored beside the state, because the parameters at rest have another
+place or dtype."""
 
 from __future__ import annotations
 

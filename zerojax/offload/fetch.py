@@ -1,4 +1,4 @@
-"""A state copied to the devices, for computations outside a step."""
+"""A copy of a state in device memory, for computations outside a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sub-groups: the rows of the state that stream through the device together."""
+"""Sub-groups of at most ``sub_group_size`` elements: the rows of the state that stream through the
+device together."""
 
 from __future__ import annotations
 
@@ -58,6 +59,8 @@ class GroupRows(NamedTuple):
 
 
 Group = tuple[GroupRows, ...]
+"""One half of a sub-group of the config. The programs of the update take one such group at a time;
+their docstrings call a group a sub-group."""
 
 
 def is_sent_unsplit(group: Group) -> bool:

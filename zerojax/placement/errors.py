@@ -1,4 +1,7 @@
-"""The errors of sent gradients in a state: its existing ones, or zeros."""
+"""The errors of sent gradients in a state, as arrays: those that the state has, or zeros.
+
+:mod:`zerojax.plan.errors` plans these arrays.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement of arrays as planned, including host memory and disk."""
+"""Placement of single arrays as planned, including host memory and disk."""
 
 from __future__ import annotations
 

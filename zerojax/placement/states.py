@@ -1,4 +1,5 @@
-"""Sharding of a user's state: wraps its optimizer, plans its leaves, creates or places arrays."""
+"""From a user's state to a sharded one: its optimizer is wrapped, its leaves are planned, and its
+arrays are created on the devices. :mod:`zerojax.placement.state_placer` places existing arrays."""
 
 from __future__ import annotations
 
@@ -158,7 +159,7 @@ class States:
         parts = jax.eval_shape(prepare, opened.parts) if abstract else prepare(opened.parts)
         if has_own and not is_wrapped:  # the config's optimizer is in use
             self._wrapped.setdefault(opened.tx, wrap(opened.tx))
-        # For any other pytree `placed` decides array by array what to copy.
+        # For any other pytree `StatePlacer.donatable` decides array by array what to copy.
         plain = not is_wrapped and not opened.any_pytree
         tx = opened.tx if is_wrapped else self.wrap(opened.tx)
         return dataclasses.replace(opened, parts=parts, tx=tx, plain=plain)

@@ -1,0 +1,12 @@
+"""The plan: the sharding, the place and the reason for every array of a state.
+
+The shapes of a state's parts, the user's specs, a mesh and a config come in; a ``Plan`` comes out.
+
+- ``rule``, to be read first: the sharding of one array. ``layout``: partition specs as tuples.
+- ``planning``: ``make_plan`` applies the rule to all arrays. ``extra_state``: the state beside
+  parameters and optimizer state. ``errors``: the errors of sent gradients, as arrays.
+- ``state_sharding``: ``Plan``. ``leaf``: one array of the plan. ``table``: the plan as text.
+- ``places``: device, host memory or disk. ``live``: the parameters that stay gathered at stage 3.
+  ``quantized``: the arrays that are sent in low-bit blocks.
+- ``stored``: arrays that are padded, or sharded over parts of an axis, as the user sees them.
+"""

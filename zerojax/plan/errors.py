@@ -1,4 +1,8 @@
-"""The errors of sent gradients, which devices keep from update to update, in the plan."""
+"""The plan of errors: arrays of what devices did not send of their gradients, for the next update.
+
+:class:`zerojax.accumulation.exchange.Exchange` determines these arrays. No module of this name has
+exceptions.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from zerojax.plan.table import size
 
 def error_leaf(path: str, x: Any, mesh: Mesh) -> Leaf:
     """Builds the leaf of an error, of which each device stores its own row, or of a message that
-    all devices were sent."""
+    was sent to all devices and that each stores. Messages are integers, or have one dimension."""
     replicated = (None,) * len(x.shape)
     if not jnp.issubdtype(x.dtype, jnp.floating) or len(x.shape) == 1:
         return Leaf.of(path, x, replicated, replicated, "is what all devices were sent", mesh)

@@ -20,8 +20,9 @@ class Leaf:
 
     Attributes:
       path: the array's path in the state.
-      spec: its PartitionSpec at rest.
-      own_spec: its PartitionSpec without ZeRO: the user's spec.
+      spec: its PartitionSpec at rest, without None at its end; :func:`zerojax.plan.layout.full`
+        returns the spec with an entry for each dimension.
+      own_spec: its PartitionSpec without ZeRO: the user's spec, also without None at its end.
       reason: why ZeRO does not shard the array over all of the axis; empty if it does.
       bytes: the bytes of the full array; ``bytes_per_device`` those of the largest shard.
       place: its memory, see :mod:`zerojax.plan.places`.
@@ -62,6 +63,7 @@ class Leaf:
 
     @property
     def sharded(self) -> bool:
+        """True if ZeRO shards the array, over all of the axis or a part of it."""
         return self.spec != self.own_spec
 
     @property

@@ -30,7 +30,8 @@ from zerojax.plan.table import size
 
 
 class Live:
-    """The parameters that stay gathered; empty below stage 3, where all do, and under offload.
+    """The parameters that stay gathered; empty below stage 3, where all do, and if the config
+    offloads parameters.
 
     Args:
       config: The limits on the number of elements and on the distance between two uses.

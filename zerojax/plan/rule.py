@@ -21,8 +21,9 @@ of one partition are adjacent. A gather between partitions only then yields a se
 The first of three or more dimensions usually counts the layers of a stack, of which a step takes
 one at a time. The rule does not shard it if it is not the largest and another can be sharded.
 
-Sizes are those of one device's shard under the user's spec. An array that is replicated, over all
-of the axis or over a part of it, has a reason, which the plan prints.
+Sizes are those of one device's shard under the user's spec; only the persistence threshold counts
+the elements of the global array. An array that is replicated, over all of the axis or over a part
+of it, has a reason, which the plan prints.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Cut(NamedTuple):
         return math.prod(-(-size // by_dimension.get(d, 1)) for d, size in enumerate(shard_shape))
 
     def exact(self, shard_shape: Sequence[int]) -> bool:
+        """Returns whether the cut needs no padding."""
         return all(shard_shape[d] % n == 0 for d, n in self.slices)
 
     def inner(self, partition: int) -> list[int]:

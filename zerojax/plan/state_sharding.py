@@ -62,7 +62,9 @@ DTYPES: dict[str | None, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The specs of a complete state. ``str(plan)`` is a table.
+    """The specs of a complete state, built by :func:`zerojax.plan.planning.make_plan`.
+
+    ``str(plan)`` is a table.
 
     Attributes:
       mesh, axis: the devices, and the axis over which ZeRO shards.
@@ -304,7 +306,8 @@ class Plan:
 
     @property
     def errors(self) -> list[Leaf]:
-        """The quantization errors of gradients, which differ from device to device."""
+        """The arrays that an exchange of gradients keeps for the next update, see
+        :mod:`zerojax.plan.errors`; empty for ordinary sums."""
         leaves = jax.tree.unflatten(
             jax.tree.structure(self.opt_state, is_leaf=_is_spec), self.leaves["opt_state"]
         )
@@ -339,7 +342,8 @@ class Plan:
         return inner_spec if inner_spec != spec and n_shards == size else None
 
     def gradients(self) -> tuple[Leaf, ...]:
-        """Returns the accumulated gradients, float32, in the form of ``grads``.
+        """Returns the accumulated gradients in the form of ``grads``, with the dtypes of the
+        parameters at rest.
 
         The gradient of an offloaded parameter is sent to host memory."""
         specs = jax.tree.leaves(self.grads, is_leaf=_is_spec)

@@ -1,13 +1,25 @@
-"""A step from its decorator to its compiled programs. In reading order:
+"""A step from its decorator to its compiled programs.
 
-- ``step``: the decorated call; ``decorated``: the base class shared with an evaluated function.
+The user's function and its arguments come in; the new state and the function's other results come
+out. In reading order:
+
+- ``train_step``: the decorated call; ``decorated``: the base class shared with an evaluated
+  function.
 - ``arguments``, ``call``, ``jitted``: the roles of the arguments (state, batch, static, further).
-- ``batch``: the placement of the batch. ``last``: recognition of the state that a step returned.
+  ``find_state``, ``find_optimizer``: the state among the arguments and the optimizer of a step, if
+  the user names neither. ``further_arguments``: arguments that are sharded like parameters.
+- ``batch``, ``batch_placer``: the check and the placement of the batch. ``last``: recognition of
+  the state that the last step returned.
 - ``program``: the settings of a step, and the protocol of the two compiled steps.
 - ``resident``: the state is stored on the devices; one program.
-- ``body``, ``view``: the user's function, and the optimizer that it sees.
+- ``body``, ``view``: the user's function, and the optimizer that it sees. ``partial_update``: an
+  update of some parameters. ``gradient_norm``: the norm of gradients that no update computes.
 - ``entering``, ``evaluate_body``: the arrays of the state; the function, emitted for shards.
+  ``extra_state``: the specs of new state that no wrapped optimizer computes.
 - ``offloaded``, ``gradient_program``, ``optimizer_update``: the state is stored elsewhere; several
   programs.
-- ``per_device``: a kernel within a step.
+- ``emitted``, ``collective_origins``, ``collectives_table``: the table of a step's collectives.
+- ``loop_advice``, ``ragged_products``: warnings.
+- ``sequence``, ``per_device``: rows sharded along their tokens, and a kernel within a step, both
+  for the authors of models.
 """

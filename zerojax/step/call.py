@@ -1,4 +1,4 @@
-"""A call of a decorated function with sorted arguments, and the way back to the author's order.
+"""A call of a decorated function with sorted arguments, and the function called in that order.
 
 Arrays among the further arguments are traced; everything else is part of the program.
 """

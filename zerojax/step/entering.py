@@ -21,7 +21,8 @@ class BodyArrays(NamedTuple):
     """Arrays in the form that the body takes.
 
     Attributes:
-      values: The arrays; a :class:`Shard` for each that is sharded or stored off the device.
+      values: The arrays; a :class:`Shard` for each that is sharded or stored off the device; None
+        for one that the body does not use.
       kept: The way in which each array is gathered once a step, as far as the plan decides.
     """
 

@@ -1,4 +1,4 @@
-"""The sharding of new state that no wrapped optimizer computes."""
+"""The target specs of new state that no wrapped optimizer computes, such as a second network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norm of the gradients, if the state's own optimizer does not compute it."""
+"""The norm of the gradients, added to a traced step if the update does not compute it."""
 
 from __future__ import annotations
 

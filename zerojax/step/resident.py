@@ -28,7 +28,8 @@ from zerojax.xla.lowered import BATCH, STATE, STEP, LoweredProgram, with_argumen
 
 
 class ResidentStep:
-    """The compiled step, see :class:`zerojax.step.program.StepProgram`."""
+    """The compiled step, see :class:`zerojax.step.program.StepProgram`. Its program takes and
+    returns the state at rest, and runs :func:`zerojax.step.evaluate_body.evaluate_body` between."""
 
     fits = False
 

@@ -1,4 +1,8 @@
-"""The decorated call: the course of a step, from its arguments to its results."""
+"""The decorated call: the course of a step, from its arguments to its results.
+
+:meth:`Step.__call__` sorts the arguments; ``_begin`` recognizes the state that the last step
+returned, or opens and places another one; the program runs; ``_finish`` rebuilds the user's state.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Updates of parameters that already exist, recognized where the step adds the update.
+"""New parameters that exist before the step adds the update, in place of the step's own sum.
 
-An optax optimizer returns the updates to add to the parameters. If the new parameters already
-exist, as after an update in one pass over memory, the sum would read and write them once more. So
-the new parameters replace the step's sum.
+An optax optimizer returns the updates that the step adds to the parameters. If the optimizer has
+computed the new parameters too, as in one pass over memory, the sum would read and write them once
+more. So :func:`change` marks such an update, :func:`find_sums` finds the sums with it, and the new
+parameters replace them.
 """
 
 from __future__ import annotations

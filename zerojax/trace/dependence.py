@@ -37,9 +37,10 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
     by sub-group, has not computed them yet.
 
     Args:
-      jaxpr: The jaxpr of the step, with :class:`zerojax.step.view.View` as the optimizer state in
-        ``given``.
-      given, results: The step's state and batch; the shapes of its results.
+      jaxpr: The open jaxpr of the step, with :class:`zerojax.step.view.View` as the optimizer state
+        in ``given``.
+      given: The step's state, whose leaves are the first arguments of the jaxpr.
+      results: The shapes of the step's results: the new state, and everything else.
       name: The name of the step.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Replacements for the marks of a traced step."""
+"""The loss scale in place of its mark in a traced step, and the check of scaled gradients."""
 
 from __future__ import annotations
 

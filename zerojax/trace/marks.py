@@ -1,4 +1,4 @@
-"""Marks: values of the user's step that zerojax finds again once the step has been traced.
+"""Marks on values of the user's step, by which zerojax finds the values in the traced step.
 
 A mark is a named identity, like that of ``jax.ad_checkpoint.checkpoint_name``, so that it costs
 nothing, means nothing outside a decorated step, and survives every transformation.
@@ -63,9 +63,10 @@ def reach_optimizer(jaxpr: Any) -> bool:
 
 
 def count(jaxpr: Any, name: str) -> tuple[int, int, int]:
-    """Counts the marks of this name that run once, those in branches, and those in loops.
+    """Counts the marks of this name that run once, those in branches, and the loops with marks.
 
-    The recomputation of a rematerialised block is left out, because it repeats marks.
+    Of several branches the one with the most marks counts. The recomputation of a rematerialised
+    block is left out, because it repeats marks.
     """
     straight = branched = looped = 0
     for eqn in jaxpr.eqns:

@@ -1,7 +1,8 @@
 """The gradients of a step whose optimizer has no marks, found by the step's dataflow.
 
 Differentiation names the equations that it creates. Results of these equations from which the new
-state is computed are the gradients that the update consumes.
+state is computed are the gradients that the update consumes. A step whose optimizer zerojax wraps
+has marks, see :mod:`zerojax.trace.marks`.
 """
 
 from __future__ import annotations

@@ -193,7 +193,8 @@ class _Graph:
 
 
 def from_cached_partial() -> bool:
-    """Consumes the cache of ``nnx.cached_partial``, as flax requires; returns if it was set."""
+    """Consumes the cache of ``nnx.cached_partial``, as flax requires. Returns whether the cache was
+    set."""
     with nnx.update_context("zerojax") as context:
         return context.static_cache is not None
 

@@ -17,9 +17,10 @@ class Parts(NamedTuple):
     """The arrays of a training state.
 
     Attributes:
-      params: The parameters that the optimizer updates.
+      params: The parameters that the optimizer updates; an empty dict if they are not known.
       opt_state: The optimizer's state.
-      step: int [], the user's step counter.
+      step: int [], the user's step counter; for a state that is any pytree a counter of zerojax's,
+        which is 0 in a state that is opened.
       rest: All other arrays that a step passes to the next (batch statistics, PRNG keys, an average
         of the parameters), by name.
     """
@@ -46,7 +47,8 @@ class OpenedState:
         order; None or empty if the model sets none.
       write_back: ``write_back(objects, parts, tx)`` updates the user's objects in place, as NNX
         does; None for a state that is returned.
-      plain: Whether the state has not been through zerojax yet, so that the caller owns its arrays.
+      plain: Whether the state, a ``TrainState`` or NNX objects, has not been through zerojax yet,
+        so that the caller owns its arrays; set by :meth:`zerojax.placement.states.States.open`.
       matches: ``matches(objects)`` returns, for each object of a state, a test whether a node of a
         step's results is its new value; an empty sequence for objects that are updated in place.
       any_pytree: Whether the state is neither a ``TrainState`` nor NNX objects. The caller owns the

@@ -97,10 +97,12 @@ class RowKind:
 
     @property
     def rows(self) -> bool:
+        """True if the value depends on the rows entry by entry."""
         return self.name == "rows"
 
     @property
     def reduced(self) -> bool:
+        """True if the value is a reduction over rows."""
         return self.name in REDUCTIONS
 
     @property
@@ -114,6 +116,7 @@ class RowKind:
         return self.but(name="sum", adds=False) if self.adds else self
 
     def but(self, **changes: Any) -> RowKind:
+        """Returns this kind with other values of some fields."""
         return dataclasses.replace(self, **changes)
 
 
@@ -124,6 +127,7 @@ ZERO = RowKind("fixed", zero=True)
 
 
 def mixed(why: str, where: str, shape: tuple[int, ...] | None = None) -> RowKind:
+    """Returns the kind of a value that micro-batches cannot compute, see :class:`Problem`."""
     return RowKind("mixed", problem=Problem(why, where, shape), learned=True)
 
 

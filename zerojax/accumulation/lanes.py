@@ -56,6 +56,7 @@ class Lanes(NamedTuple):
 
     @property
     def number(self) -> int:
+        """The number of lanes."""
         return math.prod(self.mesh.shape[name] for name in self.axes)
 
     def divided(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -14,6 +14,7 @@ from zerojax.xla.jaxprs import param
 
 
 def product(eqn: Any, kinds: Kinds) -> RowKind | None:
+    """Returns the kind of a matrix product: rows, or a sum if rows are contracted."""
     (contracted, batched) = param(eqn, "dimension_numbers")
     inherited = together(kinds)
     places: list[int] = []
@@ -54,6 +55,7 @@ def product(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def convolution(eqn: Any, kinds: Kinds) -> RowKind | None:
+    """Returns the kind of a convolution: rows, or a sum for the gradient of its kernel."""
     left, right = kinds
     lhs, rhs, out = param(eqn, "dimension_numbers")
     if left.rows and not right.rows:
@@ -72,6 +74,7 @@ def convolution(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def lookup(eqn: Any, kinds: Kinds) -> RowKind | None:
+    """Returns the kind of a lookup (``gather``) in a table, or in rows by their own index."""
     operand, indices = kinds
     dn, sizes = param(eqn, "dimension_numbers"), param(eqn, "slice_sizes")
     ndim = eqn.outvars[0].aval.ndim
@@ -111,6 +114,7 @@ def _holds_own_index(indices: RowKind, column: int) -> bool:
 
 
 def scatter(eqn: Any, kinds: Kinds) -> RowKind | None:
+    """Returns the kind of a scatter: a sum if rows are added to zeros or to a sum, else rows."""
     operand, indices, updates = kinds
     dn = param(eqn, "dimension_numbers")
     inherited = together(kinds)

@@ -152,6 +152,8 @@ class _Once:
         self.last: dict[Any, None] = {}
 
     def need(self, atoms: Iterable[Any]) -> None:
+        """Adds the equations that compute these values once, and the values that they need from the
+        micro-batches: each crosses, or is taken from the last micro-batch."""
         left = list(atoms)
         while left:
             v = left.pop()

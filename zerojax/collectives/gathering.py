@@ -105,6 +105,7 @@ class Scope:
         )
 
     def replaces(self, eqn: Any) -> bool:
+        """Returns whether an equation is, or contains, a mark that is replaced."""
         return any(marks.holds(eqn, name) for name in self.replace)
 
 

@@ -31,7 +31,8 @@ def send_to_host(x: jax.Array) -> jax.Array:
 
 @runtime_checkable
 class Fetchable(Protocol):
-    """A parameter outside the program's memory that can be brought to the device."""
+    """A parameter outside the program's memory, such as one on disk, that can be brought to the
+    device: all of it by ``fetched()``, or one entry of its first dimension by ``entry(index)``."""
 
     def fetched(self) -> jax.Array: ...
 

@@ -132,6 +132,11 @@ class Inserter(Scans):
     def run(
         self, closed: Any, args: Sequence[Any], scope: Scope, want: Sequence[Spec | None] = ()
     ) -> list[Any]:
+        """Returns the results of one program (the step, a called function, an iteration, a branch)
+        on values some of which are shards; its results may be shards too.
+
+        ``scope`` is the scope in which the program runs, ``want`` as for :meth:`__call__`.
+        """
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         decided = program_decisions.decide(jaxpr, args, want, self, scope, self.smallest)
         scope.used_unsharded |= decided.reused.used_unsharded

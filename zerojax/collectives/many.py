@@ -27,7 +27,7 @@ def gather_together(
     constrain: Callable[[jax.Array, Spec], jax.Array],
     ledger: Ledger | None = None,
 ) -> list[jax.Array]:
-    """Gathers shards, by one all-gather for those of a dtype and axis.
+    """Gathers shards, by one all-gather for all shards of a dtype and axis.
 
     Args:
       shards: Shards of any shapes and dtypes, each small by :func:`zerojax.plan.rule.is_small`.

@@ -309,7 +309,7 @@ class EvaluationProgram:
     def _in_parts(
         self, state: list[Any], batch: Any, arrays: list[Any], static: Static, division: Division
     ) -> tuple[list[Any], Any]:
-        """Runs the micro-batches one after another, and then once what depends on all of them."""
+        """Runs the program of each micro-batch, and then the program that runs once."""
         by_rows, structure = self._by_rows(batch, arrays, static, division)
         leaves, mesh = jax.tree.leaves(batch), self._plan.lowering_mesh
         rows = [division.micro_batches(x, mesh) for x in leaves if x.ndim]

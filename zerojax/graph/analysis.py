@@ -4,7 +4,8 @@ A fact states what is known of a value: whether the value depends on an argument
 an equation needs it unsharded. A transfer rule maps the facts of an equation's operands to those
 of its results (forward), or the facts of its results to those of its operands (backward). The
 engine does the rest: it joins the facts of several uses, enters calls, branches and loops, and
-repeats a loop until its facts no longer change.
+repeats a loop until its facts no longer change. Facts are kept by program, so that a rule depends
+on nothing but its arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Facts(NamedTuple, Generic[F]):
 
     Attributes:
       ends: The facts of the results (forward), or of the arguments (backward), in order.
-      of: The fact of each variable of the program, without those of programs inside its equations.
+      of: The fact of each variable of the program, without variables of programs inside its
+        equations.
     """
 
     ends: Sequence[F]

@@ -44,6 +44,7 @@ class SubAxis(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The name of the part in a spec, such as ``"data:(64)16"``."""
         return f"{self.axis}:({self.before}){self.size}"
 
     @classmethod

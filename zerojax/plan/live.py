@@ -60,6 +60,7 @@ class Live:
 
     @functools.cached_property
     def paths(self) -> frozenset[str]:
+        """The paths of the parameters that stay gathered."""
         return frozenset(leaf.path for leaf in self.leaves)
 
     @property

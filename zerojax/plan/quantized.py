@@ -174,6 +174,7 @@ class QuantizedWeights:
 
     @functools.cached_property
     def paths(self) -> frozenset[str]:
+        """The paths of the compute parameters that are gathered in blocks."""
         return frozenset(leaf.path for leaf in self.leaves)
 
     @property

@@ -173,7 +173,7 @@ class Arguments:
         return form_of(x) in [form_of(given[other]) for other in self._named(self._state, given)]
 
     def _find(self, given: dict[Slot, Any], free: list[Slot]) -> list[Slot]:
-        """Returns the arguments that come back among the results."""
+        """Returns the arguments whose form is among the results of the function."""
         batch = self._named(self._batch, given)
         tree, shapes = form_of([given[slot] for slot in free])
         key = tuple(free), tree, tuple(shapes)

@@ -18,12 +18,13 @@ from zerojax.xla import jaxprs
 
 
 def wanted_specs(plan: Plan, jaxpr: Any, results: tuple[Parts, Any]) -> list[Spec | None]:
-    """Returns, for each result of a step, the spec of the gradient behind it; None for most.
+    """Returns, for each result of a step, the target spec of the gradient from which the result is
+    computed element by element; None for results that need no spec.
 
     The moments of a second network are sharded, and its gradients should be sharded where they are
-    produced. Gradients that stay unsharded are reduced there too, so that activations need not wait
-    for them. An average of the new parameters is computed from these element by element, and needs
-    no spec. A state whose optimizer marks its gradients needs none either.
+    produced. Gradients that stay unsharded are reduced where they are produced too, so that
+    activations need not wait for them. An average of the new parameters is computed from these
+    element by element, and needs no spec. Nor do parameters and moments whose gradients are marked.
 
     Args:
       plan: PartitionSpec of every leaf.

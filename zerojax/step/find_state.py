@@ -23,10 +23,10 @@ class FoundState(NamedTuple):
 
     Attributes:
       slots: The arguments, in order.
-      alike: Arguments of equal form (tree, shapes, dtypes) of which only some come back, so that
-        it is not known which of them are the state.
-      bare: Single arrays that come back beside containers: they belong to the state, or to the
-        batch if a result has their form by chance.
+      alike: Arguments of equal form (tree, shapes, dtypes) of which the step returns only some, so
+        that the state among them is not known.
+      bare: Single arrays that the step returns beside containers: they belong to the state, or to
+        the batch if a result has their form by chance.
       returned: A short description of the step's results.
     """
 
@@ -42,9 +42,9 @@ def find_state(
     free: Sequence[Slot],
     batch: Sequence[Slot],
 ) -> FoundState:
-    """Finds the arguments whose tree, shapes and dtypes come back among a function's results.
+    """Finds the arguments whose tree, shapes and dtypes a function has among its results.
 
-    Containers of arrays count at any position. Single arrays count if no container comes back, or
+    Containers of arrays count at any position. Single arrays count if no container is returned, or
     if the batch is named; numbers and random keys do not count.
 
     Args:

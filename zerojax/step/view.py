@@ -74,7 +74,7 @@ class View:
         return self.around(self.inner._replace(**fields))
 
     def _shown(self) -> Any:
-        """Returns the state behind all reads and writes of this view."""
+        """Returns the state that all reads and writes of this view refer to."""
         return self.opt.inner
 
 

@@ -67,6 +67,7 @@ def find_sums(jaxpr: Any) -> dict[Any, Any]:
 
 
 def is_change(eqn: Any) -> bool:
+    """Returns whether an equation is a call of :func:`change`."""
     if eqn.primitive is not prims.jit_p or jaxprs.param(eqn, "name") != "change":
         return False
     inside = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0].eqns

@@ -42,6 +42,7 @@ def mark(tree: Any, name: str) -> Any:
 
 
 def is_mark(eqn: Any, name: str) -> bool:
+    """Returns whether an equation is a mark of this name."""
     return eqn.primitive.name == "name" and jaxprs.param(eqn, "name") == name
 
 
@@ -99,7 +100,8 @@ def origins_of(jaxpr: Any, name: str) -> dict[str, list[MarkOrigins]]:
     """Returns the origins of each gradient that reaches the optimizer, and of each loss, with
     respect to marks of this name.
 
-    Zeros, the gradients of unused parameters, are left out. Loops are not entered.
+    Zeros, the gradients of unused parameters, are left out. Loops are not entered, and a program
+    that several equations call counts once.
     """
     origins: dict[str, list[MarkOrigins]] = {GRADIENT: [], LOSS: []}
 

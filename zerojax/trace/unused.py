@@ -12,8 +12,8 @@ from zerojax.xla.unused import unused, without_unused
 def without_unused_gradients(closed: Any) -> Any:
     """Removes the gradients from a traced step that its update does not use.
 
-    XLA itself would remove most of them, but not those that share one of our barriers, or a loop,
-    with another gradient. A step that uses all its gradients is returned unchanged.
+    XLA itself would remove most of them, but not a gradient that shares a barrier of zerojax's, or
+    a loop, with another gradient. A step that uses all its gradients is returned unchanged.
 
     Args:
       closed: The step's jaxpr and its constants.

@@ -132,6 +132,7 @@ class Analysis(EquationAnalysis):
         return [read(v) for v in global_program.outvars]
 
     def _equation(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
+        """Returns the kinds of an equation's results, by the rule for the kinds of its operands."""
         eqn = pair.global_eqn
         if not eqn.outvars:
             return []
@@ -176,6 +177,9 @@ class Analysis(EquationAnalysis):
         return self._run(global_jaxpr, micro_jaxpr, kinds, (*path, at), backward, {}, [])
 
     def _scan(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
+        """Returns the kinds of a scan's results: the body is interpreted until the kinds of the
+        carry no longer change. A scan that is longer on the global batch loops over the rows
+        themselves."""
         eqn, micro = pair
         if jaxprs.param(eqn, "length") != jaxprs.param(micro, "length"):
             return self._over_rows(pair, kinds, path, backward)
@@ -224,6 +228,8 @@ class Analysis(EquationAnalysis):
         return results
 
     def _while(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
+        """Returns the kinds of a ``while`` loop's results; they are "mixed" if its condition is
+        neither fixed nor a micro-batch's own."""
         eqn = pair.global_eqn
         loops = [jaxprs.while_parts(e) for e in pair]
         a = loops[0].cond_consts
@@ -243,6 +249,8 @@ class Analysis(EquationAnalysis):
         return [k.but(home=None) for k in new]
 
     def _cond(self, pair: EquationPair, kinds: Kinds, path: Path, backward: bool) -> Kinds:
+        """Returns the kinds that the results of all branches have in common; refuses an index that
+        is computed from all rows."""
         eqn, micro = pair
         index, *operands = kinds
         if index.name not in ("fixed", "own"):

@@ -74,6 +74,12 @@ def flatten(
 
 
 class _Opener:
+    """The inlining of one program, see :func:`flatten`.
+
+    Attributes:
+      flat: The result.
+    """
+
     def __init__(
         self, closed: Any, learned: Collection[int], batch: Collection[int], keeps: Collection[Any]
     ) -> None:

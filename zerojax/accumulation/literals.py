@@ -26,6 +26,8 @@ def with_global_sizes(analysis: Analysis) -> list[Any]:
 
 
 def _equation(pair: EquationPair, path: Path, analysis: Analysis) -> Any:
+    """Returns a micro-batch's equation with the numbers of the global batch, in its inner programs
+    too. Equations at the paths ``analysis.literals`` keep the micro-batch's own numbers."""
     global_eqn, micro_eqn = pair
     atoms = list(zip(global_eqn.invars, micro_eqn.invars, strict=True))
     changes: dict[str, Any] = {}

@@ -97,6 +97,8 @@ class Resize:
         return few
 
     def _body(self, full: Any, few: Any, at: str) -> Any:
+        """Returns the inner program of an equation on one row; ``few`` itself if no shape in it
+        depends on the rows."""
         (w, _), (f, consts) = jaxprs.open_jaxpr(full), jaxprs.open_jaxpr(few)
         if str([v.aval for v in w.invars]) == str([v.aval for v in f.invars]) and all(
             map(alike_in_shape, map(EquationPair, w.eqns, f.eqns))

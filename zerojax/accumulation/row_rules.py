@@ -73,6 +73,8 @@ def _transpose(eqn: Any, kinds: Kinds) -> RowKind | None:
 
 
 def _reshape(eqn: Any, kinds: Kinds) -> RowKind | None:
+    """Finds the dimension of the result that holds the rows, and the number of their stretches in
+    it; None if no dimension holds complete stretches."""
     kind = kinds[0]
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     order = param(eqn, "dimensions", None)  # of the operand, which is transposed first

@@ -74,6 +74,8 @@ class _Needs(NamedTuple):
     def _inside(
         self, region: Region, eqn: Any, i: int, spec: Spec, varies: Mapping[Any, bool]
     ) -> bool:
+        """Returns whether a program inside an equation needs all of the equation's operand ``i`` at
+        once."""
         v = region.argument(i)
         if v is None or any(argument == i for _, argument in region.carries):
             return True

@@ -189,6 +189,9 @@ class Inserter(Scans):
     def _equation(
         self, eqn: Any, values: list[Any], scope: Scope, decided: ProgramDecisions
     ) -> Sequence[Any]:
+        """Runs an equation that takes shards, or for which something was decided: replaces marks,
+        enters calls and loops, fetches operands from host memory, and reduces the results that are
+        gradients."""
         wants = decided.wants
         if eqn.primitive.name == "name" and (mark := jaxprs.param(eqn, "name")) in scope.replace:
             return [scope.replace[mark](*values)]
@@ -300,6 +303,9 @@ class Inserter(Scans):
     def _call(
         self, eqn: Any, values: list[Any], scope: Scope, want: Sequence[Spec | None]
     ) -> Sequence[Any]:
+        """Runs a called program. A rematerialised block of the backward pass waits for earlier
+        blocks, see :meth:`_in_turn`, and its gradients are recorded for later blocks to wait
+        for."""
         inner = jaxprs.called_jaxpr(eqn)
         if eqn.primitive is not prims.remat_p:
             with self.ledger.within(eqn):
@@ -352,6 +358,8 @@ class Inserter(Scans):
         ]
 
     def _branch(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+        """Runs a ``cond`` or a ``while`` loop. A result of a ``cond`` is a shard if some branch
+        returns a shard for it, and all of these have one spec."""
         if eqn.primitive is prims.while_p:
             return self._while(eqn, values, scope)
         # A branch that trains gathers within: that branch may need all of the memory.
@@ -392,6 +400,8 @@ class Inserter(Scans):
         return body
 
     def _while(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+        """Runs a ``while`` loop, which carries the state that it updates as shards; constants that
+        each iteration needs unsharded are gathered before the loop."""
         loop = jaxprs.while_parts(eqn)
         a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
         updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self.axis)

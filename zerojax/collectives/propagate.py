@@ -36,6 +36,8 @@ def _reshape(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
 
 
 def _reshaped(old: Sequence[int], new: Sequence[int], spec: Spec, mesh: Mesh) -> Spec | None:
+    """Returns the spec after a reshape from shape ``old`` to ``new``; None if elements would move
+    between devices."""
     out: list[Any] = [None] * len(new)
     for i, entry in enumerate(spec):
         if entry is None:

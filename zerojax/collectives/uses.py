@@ -58,6 +58,8 @@ class Uses:
         return _NONE.union(*by_equations, *(beyond(at, spec) for at in graph.returned(v)))
 
     def _use(self, jaxpr: Any, eqn: Any, i: int, spec: Spec, beyond: _Beyond) -> _Dtypes:
+        """Returns the dtypes in which an equation needs its operand ``i`` unsharded, by itself or
+        because a use of its results needs them unsharded."""
         name, v = eqn.primitive.name, eqn.invars[i]
         own_dtype = frozenset([v.aval.dtype])
 
@@ -91,6 +93,8 @@ class Uses:
         return eqn.primitive.name in _NOT_SURE
 
     def _in_loop(self, eqn: Any, i: int, spec: Spec, of_result: _Beyond) -> _Dtypes:
+        """Returns the dtypes in which a scan needs its operand ``i`` unsharded. A carried value and
+        a stack that is sharded along its layers are always gathered."""
         (body,), (consts, carry) = jaxprs.inner(eqn), jaxprs.scan_counts(eqn)
         own_dtype = frozenset([eqn.invars[i].aval.dtype])
         is_stacked = i >= consts + carry
@@ -145,6 +149,7 @@ def readers(jaxpr: Any, v: Any, cast: bool = False) -> Iterator[Reader | None]:
 
 
 def _of_use(jaxpr: Any, eqn: Any, i: int, cast: bool) -> Iterator[Reader | None]:
+    """Yields what :func:`readers` yields for operand ``i`` of one equation."""
     if eqn.primitive is prims.scan_p:
         at = i - sum(jaxprs.scan_counts(eqn))
         yield Reader(eqn, at, cast) if at >= 0 else None

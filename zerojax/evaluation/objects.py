@@ -63,6 +63,9 @@ def _state_subject(opened: OpenedState) -> Subject:
 
 
 def _objects_subject(objects: tuple[Any, ...], opened: OpenedState) -> Subject:
+    """Returns the subject of NNX objects, whose variables the function may change, except for
+    parameters."""
+
     def call(function: Any, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Any:
         call_objects = opened.close(parts, REFUSING)
         before = settings(call_objects)

@@ -199,6 +199,8 @@ class EvaluationProgram:
     def _work_out(
         self, batch: Any, blocks: int, arrays: Sequence[Any], static: Static
     ) -> Execution:
+        """Traces the function, and decides how batches of these shapes are divided; logs why a
+        batch is not divided."""
         rows = rows_of(batch)
         self._placer.check_tokens(batch)
         traced = self._traced(batch, arrays, static)
@@ -228,6 +230,8 @@ class EvaluationProgram:
         return Execution(used, division, division or filled)
 
     def _traced(self, batch: Any, arrays: Sequence[Any], static: Static) -> _TracedFunction:
+        """Traces the function on abstract, unsharded arrays of a state."""
+
         def body(leaves: list[Any], batch: Any, arrays: list[Any]) -> Any:
             if self._low is not None and self._config.auto_cast:
                 batch = cast(batch, self._low)
@@ -280,6 +284,8 @@ class EvaluationProgram:
     def _run(
         self, values: list[Any], batch: Any, arrays: list[Any], static: Static, execution: Execution
     ) -> Any:
+        """Runs the function in the compiled program: the state enters as shards, and the function
+        runs on all rows at once, or micro-batch by micro-batch."""
         cast_here = len(self._plan.compute) if self._copies is None else 0
         values = [
             x if x is None or leaf.place != DEVICE else self._plan.unpadded(x, leaf)

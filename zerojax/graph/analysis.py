@@ -91,6 +91,7 @@ class Analysis(Generic[F]):
         return self._backward_once(jaxpr, *needed)
 
     def _forward(self, jaxpr: Jaxpr, given: Sequence[F]) -> Facts[F]:
+        """Computes facts from the first equation of a program to its last."""
         env = dict(zip(jaxpr.invars, given, strict=True))
 
         def read(atom: Atom) -> F:
@@ -136,6 +137,7 @@ class Analysis(Generic[F]):
             given = grown
 
     def _backward(self, jaxpr: Jaxpr, needed: Sequence[F]) -> Facts[F]:
+        """Computes facts from the last equation of a program to its first."""
         env: dict[Atom, F] = {}
 
         def add(atom: Atom, fact: F) -> None:

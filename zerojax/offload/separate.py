@@ -143,6 +143,7 @@ class SeparatedUpdate:
         return [*eqns.values()], [*ends]
 
     def _cluster(self, connected: _Connected) -> Cluster:
+        """Converts connected arguments and results to a cluster."""
         eqns = connected.eqns
         ins, outs = tuple(sorted(connected.inputs)), tuple(sorted(connected.outputs))
         arrays = [self._jaxpr.invars[i] for i in ins] + [self._jaxpr.outvars[i] for i in outs]
@@ -194,6 +195,8 @@ class SeparatedUpdate:
     def _evaluate(
         self, targets: Sequence[Any], env: dict[Any, Any], shape: tuple[int, ...] | None
     ) -> list[Any]:
+        """Computes ``targets`` from the values in ``env``: of complete arrays, or, if ``shape`` is
+        given, of rows of this shape."""
         env = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
         needed, _ = self._backward_slice(targets, env.__contains__)
         for eqn in sorted(needed, key=self._graph.place):

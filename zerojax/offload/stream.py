@@ -195,6 +195,8 @@ class GroupPrograms:
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._rows_sharding(i))
 
     def _advance(self, group: Group, coming: Group) -> Callable[..., GroupResults]:
+        """Builds the program that updates rows of the clusters of ``group``, on each device its
+        own, and brings the rows of ``coming`` in."""
         numbers, mesh = self.numbers(group, coming), self._mesh
         to_compute = send_to_host if self._on_host else lambda x: x
 
@@ -253,6 +255,7 @@ class GroupPrograms:
         return computed_on_host(run)(values, [send_to_host(s) for s in scalars])
 
     def _unsplit(self, p: GroupRows) -> Callable[..., GroupResults]:
+        """Builds the program that updates a complete cluster, and brings no other group in."""
         numbers, c = self.numbers((p,), ()), p.cluster
         targets = self.targets(p)
 

@@ -95,6 +95,8 @@ class Update:
         self.turns = [*self._turns(groups(self.separated.clusters, placements, mesh, largest))]
 
     def _turns(self, groups: Sequence[Group]) -> Iterator[Turn]:
+        """Yields the turn of each group. A turn brings the next group in, unless one of the two
+        passes through the device unsplit."""
         last = {id(p.cluster): p for group in groups for p in group}
         is_loaded = False  # whether the previous turn brings the group in
         for group, after in zip(groups, [*groups, ()][1:], strict=True):

@@ -165,6 +165,12 @@ def _optimizer_leaves(
     mesh: Mesh,
     moments: Mapping[str, str],
 ) -> Any:
+    """Plans the optimizer state; returns its tree with a leaf for each array.
+
+    An array that belongs to a parameter and has its shape is sharded like the parameter. Arrays
+    that by optax belong to no parameter are replicated. The rule for parameters shards all others:
+    arrays of another shape, and all arrays of an optimizer that hides from optax what they are.
+    """
     # Pairs carry the path of each leaf into the function that optax maps over the tree.
     paths = jax.tree_util.tree_map_with_path(
         lambda path, x: (_shown_path(path), x), parts.opt_state

@@ -135,6 +135,9 @@ class GradientProgram:
 
     @seldom_collected()
     def _run(self, parts: Parts, batch: Any, arrays: list[Any], further: Static) -> GradientResult:
+        """Computes the gradients in the compiled program: the compute parameters enter as shards,
+        the body runs with an optimizer that collects gradients, and the prelude of the update
+        follows."""
         setting, plan = self._setting, self._setting.plan
         rest = plan.each(plan.unpadded, parts.rest, plan.leaves["rest"])
         opt: Any = jax.tree.unflatten(setting.structure.opt_state, parts.opt_state)
@@ -230,6 +233,8 @@ class _GradientSender:
         return Host(config.stage3_param_persistence_threshold, self._sums)
 
     def __call__(self, gradient: Any) -> Any:
+        """Replaces the mark of the next gradient, in the order of the parameters: constrains the
+        gradient to its shard, and sends it to host memory if its parameter is offloaded."""
         leaf = self._setting.plan.compute[len(self.square_sums)]
         if on_host(gradient) and leaf.place == DEVICE:
             gradient = fetch_to_device(gradient.value)

@@ -57,6 +57,8 @@ class ResidentStep:
 
     @seldom_collected()
     def _step(self, parts: Parts, batch: Any, arrays: list[Any], further: Static) -> StepResult:
+        """Runs the step in the compiled program. The body computes with a copy of the parameters if
+        the config has a compute dtype, or secondary shards; masters are updated beside the copy."""
         setting, dtype = self.setting, DTYPES[self.setting.config.compute_dtype]
         parts = setting.plan.without_padding(parts)
         compute, view = parts.params, View(opt=parts.opt_state)

@@ -124,6 +124,8 @@ class Types:
         return make_jaxpr(body, (parts, batch), specs, self.plan.lowering_mesh, names)
 
     def _of_parts(self, parts: Parts) -> Parts:
+        """Returns the specs in the types of a state's arrays, in the form of ``parts``. The
+        optimizer state counts as replicated."""
         view = parts.opt_state
         return Parts(
             self._own_specs(parts.params, "params"),
@@ -188,6 +190,7 @@ def _opens(eqn: Any) -> bool:
 
 
 def _equation(eqn: Any, values: list[Any], mesh: Mesh) -> Sequence[Any]:
+    """Runs an equation without explicit axes; a sharding that it requests becomes a constraint."""
     requests = (jaxprs.param(eqn, name, None) for name in _ASKING)
     requested = next((sharding for sharding in requests if sharding is not None), None)
     if not isinstance(requested, NamedSharding) or not explicit_axes(requested.mesh):

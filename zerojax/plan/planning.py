@@ -39,7 +39,7 @@ def make_plan(
 
     Args:
       parts: abstract or concrete arrays; only shapes and dtypes are read.
-      tx: the optimizer of ``parts.opt_state``. optax (``tree_map_params``) maps its leaves to
+      tx: the optimizer of ``parts.opt_state``. optax (``tree.map_params``) maps its leaves to
         parameters, never their shapes. None if only the step knows the optimizer: copies of the
         parameters' tree are then recognized.
       own: the user's spec of each parameter leaf.

@@ -284,6 +284,7 @@ class MicroBatches:
         )
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
         size = args[rows[0]].shape[1]
+        # The values that depend only on the batch are computed from the global batch.
         first: list[Any] = []
         if split.first.outvars:
             global_args = list(args)
@@ -297,6 +298,8 @@ class MicroBatches:
 
         entering = args if self.lanes is None else self.lanes.entering(args)
 
+        # A micro-batch takes the state from the one before, and the sums so far. It returns both,
+        # its other reductions, and the results that each micro-batch computes.
         def micro(state: tuple[Any, Any], slices: list[Any]) -> tuple[Any, Any]:
             passed, sums = state
             given = list(entering)
@@ -323,6 +326,7 @@ class MicroBatches:
         zeros = [self._zero(split.crossing[i], split.micro.outvars[i].aval) for i in adding]
         start = [plain(args[i]) for i in split.carry], zeros
         (_, sums), (combined, others) = lax.scan(micro, start, [args[i] for i in rows], length=k)
+        # The reductions over all micro-batches, in the order of `split.crossing`.
         totals, series = iter(sums), iter(combined)
         axes = (0,) if self.lanes is None else (0, 1)
         crossing = [
@@ -331,6 +335,7 @@ class MicroBatches:
             else REDUCTIONS[x.how].over(next(series), axes)
             for x in split.crossing
         ]
+        # The rest of the step runs once, without the rows of the batch.
         last = [x[-1] for x in others[: split.n_last]]
         placeholders = [None if i in rows else x for i, x in enumerate(args)]
         want = [self._want[i] for i in split.done]

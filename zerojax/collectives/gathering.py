@@ -37,6 +37,11 @@ class Scope:
     The body of the step does not share gathers at stage 3: each use gathers anew, separated from
     the earlier uses by a barrier, so that no gathered parameter is kept for the backward pass.
 
+    ``share``, ``replace``, ``host``, ``window``, ``batch_rows``, ``behind``, ``row_sums``,
+    ``of_layer`` and ``of_step`` are set when the scope begins. The other attributes record what the
+    equations that have run in the scope gathered, used and reduced; ``adjacent`` is set for each
+    equation.
+
     Attributes:
       share: whether one gather serves all uses in the scope.
       replace: the functions that replace marks.

@@ -94,6 +94,10 @@ class Scans(Gatherer):
         stacks = eqn.outvars[n:]
         sent_specs: dict[int, Spec | None] = {}
 
+        # The loop carries four things: the values that it does not only add up, the sums so far,
+        # the entries read ahead for this iteration, and the deferred partial sums with the stacks
+        # of their gradients. An iteration takes the index of the next one, the indices of the
+        # previous one and of itself, and its entries of the stacks and of their rounded copies.
         def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
             (carry, totals, come, given), (index, indices, rest, rounded) = state, at
             with self.ledger.place(decisions.PREFETCHED, "gathered one iteration ahead"):

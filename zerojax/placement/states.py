@@ -126,7 +126,7 @@ class States:
         opened = self.split_with_parameters(objects)
         has_own = opened.any_pytree and find_zero_state(objects) is not None
         if opened.any_pytree:
-            _check_features(self.config, wrapped=has_own)
+            self._check_features(wrapped=has_own)
         elif not jax.tree.leaves(opened.parts.params):
             raise ValueError(
                 "the state has no parameters (params is empty), so that there is nothing to train: "
@@ -163,12 +163,49 @@ class States:
         tx = opened.tx if is_wrapped else self.wrap(opened.tx)
         return dataclasses.replace(opened, parts=parts, tx=tx, plain=plain)
 
+    def _check_features(self, *, wrapped: bool) -> None:
+        """Rejects, for a state that is any pytree, keys that need a wrapped optimizer if it has
+        none.
+
+        Args:
+          wrapped: Whether the state contains one of ``zero.optimizer()`` or ``zero.wrap()``.
+        """
+        if self.config.zero_quantized_nontrainable_weights:
+            raise ValueError(
+                "zero_quantized_nontrainable_weights: zerojax reads from a TrainState's optimizer "
+                "which weights it does not update. Pass TrainState.create(apply_fn=..., "
+                "params=..., tx=...), or take the key out of the config."
+            )
+        keys = self.keys_of_parameters()
+        if self.config.gradient_clipping:
+            keys.append(f"gradient_clipping = {self.config.gradient_clipping:g}")
+        if keys and not wrapped:
+            raise ValueError(
+                f"{' and '.join(keys)}: the step updates by an optimizer of its own. Make the "
+                "optimizer with zero.wrap(tx) or zero.optimizer(), and its state with "
+                "tx.init(params); or take the keys out of the config."
+            )
+
+    def keys_of_parameters(self) -> list[str]:
+        """Returns the keys in use for which zerojax must know the parameters of a state."""
+        config, exchange = self.config, self.exchange
+        in_use = {
+            "bf16 or fp16": config.compute_dtype is not None,
+            "offload_optimizer": config.offload_optimizer is not None,
+            "offload_param": config.offload_param is not None,
+            "zero_quantized_weights": config.zero_quantized_weights,
+            "zero_quantized_gradients": config.zero_quantized_gradients,
+            "zero_hpz_partition_size": config.zero_hpz_partition_size > 1,
+        }
+        keys = [name for name, is_used in in_use.items() if is_used]
+        return keys if exchange is None else [*keys, exchange.key]
+
     def split_with_parameters(
         self, objects: tuple[Any, ...], *, read_only: bool = False
     ) -> OpenedState:
         """Splits a state into its arrays, see :func:`split_state`; finds its parameters if the
         config needs them."""
-        keys = of_parameters(self.config)
+        keys = self.keys_of_parameters()
         opened = split_state(objects, read_only=read_only)
         if not opened.any_pytree or not keys or find_zero_state(objects) is None:
             return opened
@@ -337,44 +374,6 @@ class States:
     def state_placer(self, plan: Plan) -> StatePlacer:
         """Returns the placer of states with this plan."""
         return StatePlacer(self.placer, self.owned, plan)
-
-
-def _check_features(config: ZeroConfig, *, wrapped: bool) -> None:
-    """Rejects, for a state that is any pytree, keys that need a wrapped optimizer if it has none.
-
-    Args:
-      config: The config.
-      wrapped: Whether the state contains one of ``zero.optimizer()`` or ``zero.wrap()``.
-    """
-    if config.zero_quantized_nontrainable_weights:
-        raise ValueError(
-            "zero_quantized_nontrainable_weights: zerojax reads from a TrainState's optimizer "
-            "which weights it does not update. Pass TrainState.create(apply_fn=..., params=..., "
-            "tx=...), or take the key out of the config."
-        )
-    keys = of_parameters(config)
-    if config.gradient_clipping:
-        keys.append(f"gradient_clipping = {config.gradient_clipping:g}")
-    if keys and not wrapped:
-        raise ValueError(
-            f"{' and '.join(keys)}: the step updates by an optimizer of its own. Make the "
-            "optimizer with zero.wrap(tx) or zero.optimizer(), and its state with "
-            "tx.init(params); or take the keys out of the config."
-        )
-
-
-def of_parameters(config: ZeroConfig) -> list[str]:
-    """Returns the keys in use for which zerojax must know the parameters of a state."""
-    in_use = {
-        "bf16 or fp16": config.compute_dtype is not None,
-        "offload_optimizer": config.offload_optimizer is not None,
-        "offload_param": config.offload_param is not None,
-        "zero_quantized_weights": config.zero_quantized_weights,
-        "zero_quantized_gradients": config.zero_quantized_gradients,
-        "zero_hpz_partition_size": config.zero_hpz_partition_size > 1,
-        "zeropp_loco_param": config.zeropp_loco_param is not None,
-    }
-    return [name for name, is_used in in_use.items() if is_used]
 
 
 def split_state(objects: tuple[Any, ...], *, read_only: bool = False) -> OpenedState:

@@ -14,7 +14,7 @@ from zerojax.devices.mesh import batch_devices
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
 from zerojax.optim.wrap import ZeroOptState
-from zerojax.placement.states import States, of_parameters
+from zerojax.placement.states import States
 from zerojax.plan.places import offloads
 from zerojax.plan.quantized import sent_formats
 from zerojax.step.batch import BatchLayout
@@ -74,7 +74,8 @@ class StepSetting:
         _check_batch_axis(self.exchange, sizes.accumulation, rows_at)
         self.layout = BatchLayout(mesh, sizes, rows_at)
         types = Types(plan, explicit) if explicit else None
-        needs_tx = [*of_parameters(config), *["gradient_clipping"] * bool(config.gradient_clipping)]
+        clips = bool(config.gradient_clipping)
+        needs_tx = [*states.keys_of_parameters(), *["gradient_clipping"] * clips]
         once = _once(config, self.exchange, self.layout.accumulation)
         self.body = Body(function, opened, once, needs_tx, types)
         self.inserter = Inserter(

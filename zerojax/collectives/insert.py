@@ -54,6 +54,7 @@ from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED, Sent
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Equation
 
 
 class Inserter(Scans):
@@ -93,8 +94,8 @@ class Inserter(Scans):
 
     def __call__(
         self,
-        closed: Any,
-        args: Sequence[Any],
+        closed: AnyJaxpr,
+        args: Sequence[object],
         replace: Replacements | None = None,
         want: Sequence[Spec | None] = (),
         host: Host | None = None,
@@ -124,13 +125,17 @@ class Inserter(Scans):
         return outs
 
     def run(
-        self, closed: Any, args: Sequence[Any], scope: Scope, want: Sequence[Spec | None] = ()
+        self,
+        closed: AnyJaxpr,
+        args: Sequence[object],
+        scope: Scope,
+        want: Sequence[Spec | None] = (),
     ) -> list[Any]:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         decided = program_decisions.decide(jaxpr, args, want, self, scope, self.smallest)
         scope.used_unsharded |= decided.reused.used_unsharded
         outer = scope.adjacent  # shared by the call that runs this jaxpr
-        env: dict[Any, Any] = dict(
+        env: dict[Atom, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
 
@@ -176,8 +181,8 @@ class Inserter(Scans):
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
 
     def _equation(
-        self, eqn: Any, values: list[Any], scope: Scope, decided: ProgramDecisions
-    ) -> Sequence[Any]:
+        self, eqn: Equation, values: list[Any], scope: Scope, decided: ProgramDecisions
+    ) -> Sequence[object]:
         wants = decided.wants
         if eqn.primitive.name == "name" and (mark := jaxprs.param(eqn, "name")) in scope.replace:
             return [scope.replace[mark](*values)]
@@ -217,7 +222,7 @@ class Inserter(Scans):
             scope.reduced.append(reduced)
         return outs
 
-    def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+    def _use(self, eqn: Equation, values: Sequence[object], scope: Scope) -> Sequence[object]:
         """Runs an equation on shards if each device can do so on its own, else on the gathered
         arrays."""
         name = eqn.primitive.name
@@ -271,7 +276,7 @@ class Inserter(Scans):
             scope.window.used(shards, outs)
         return outs
 
-    def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
+    def _on_shards(self, eqn: Equation, values: Sequence[object], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; ``spec`` is the spec of its result."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
         gathered = copies.follow(eqn, values, self.axis)
@@ -287,8 +292,8 @@ class Inserter(Scans):
         return [Shard(self.constrain(out, spec), spec, gathered, gathering)]
 
     def _call(
-        self, eqn: Any, values: list[Any], scope: Scope, want: Sequence[Spec | None]
-    ) -> Sequence[Any]:
+        self, eqn: Equation, values: Sequence[object], scope: Scope, want: Sequence[Spec | None]
+    ) -> Sequence[object]:
         inner = jaxprs.called_jaxpr(eqn)
         if eqn.primitive is not prims.remat_p:
             with self.ledger.within(eqn):
@@ -304,7 +309,7 @@ class Inserter(Scans):
         scope.reduced.append([ReducedGradient(plain(o), w) for o, w in summed if w is not None])
         return outs
 
-    def _in_turn(self, values: list[Any], scope: Scope) -> list[Any]:
+    def _in_turn(self, values: Sequence[object], scope: Scope) -> list[object]:
         """Holds a block of the backward pass back until its cotangents exist, as ``jax.checkpoint``
         does, and until the gradients of the block before the last exist. Otherwise XLA defers those
         gradients to the end, and keeps the activations that they are computed from. With
@@ -326,11 +331,11 @@ class Inserter(Scans):
         ordered = dict(zip(positions, operands, strict=True))
         return [arrived(v, ordered[i]) if i in ordered else v for i, v in enumerate(values)]
 
-    def _is_gathered(self, v: Any) -> bool:
+    def _is_gathered(self, v: object) -> bool:
         """Returns whether ``v`` is a parameter on the devices that its uses gather."""
         return isinstance(v, Shard) and not v.gathering.host and is_sharded(v.spec, self.axis)
 
-    def _gathered(self, values: Sequence[Any], scope: Scope) -> list[Any]:
+    def _gathered(self, values: Sequence[object], scope: Scope) -> list[object]:
         """Gathers the operands of a choice or a loop before it, for the uses within. They stay
         shards as well, for equations that run on shards (an average that some steps update)."""
         return [
@@ -340,7 +345,7 @@ class Inserter(Scans):
             for v in values
         ]
 
-    def _branch(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+    def _branch(self, eqn: Equation, values: Sequence[object], scope: Scope) -> Sequence[object]:
         if eqn.primitive is prims.while_p:
             return self._while(eqn, values, scope)
         # A branch that trains gathers within: that branch may need all of the memory.
@@ -355,7 +360,7 @@ class Inserter(Scans):
             for o, noted in chosen
         ]
 
-    def _within(self, eqn: Any, scope: Scope) -> Callable[[], Scope]:
+    def _within(self, eqn: Equation, scope: Scope) -> Callable[[], Scope]:
         """Returns a constructor of the scope of a branch or an iteration. A branch or loop that
         contains a complete backward pass is a step of its own."""
         trains = loop_decisions.trains(eqn)
@@ -363,15 +368,15 @@ class Inserter(Scans):
 
     def _closed(
         self,
-        jaxpr: Any,
-        captured: Sequence[Any],
+        jaxpr: AnyJaxpr,
+        captured: Sequence[object],
         within: Callable[[], Scope],
         specs: Sequence[set[Spec]] = (),
-    ) -> Callable[..., list[Any]]:
+    ) -> Callable[..., list[jax.Array]]:
         """Returns ``jaxpr`` as a function of its last arguments, with its first ones ``captured``.
         The function adds to ``specs`` the spec of each result that is a shard."""
 
-        def body(*args: Any) -> list[Any]:
+        def body(*args: object) -> list[jax.Array]:
             outs = self.run(jaxpr, (*captured, *args), within())
             for o, noted in zip(outs, specs, strict=False):
                 if isinstance(o, Shard) and not o.gathering.host:
@@ -380,7 +385,7 @@ class Inserter(Scans):
 
         return body
 
-    def _while(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+    def _while(self, eqn: Equation, values: Sequence[Any], scope: Scope) -> Sequence[object]:
         loop = jaxprs.while_parts(eqn)
         a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
         updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self.axis)
@@ -390,11 +395,11 @@ class Inserter(Scans):
         within = self._within(eqn, scope)
 
         def closed(
-            jaxpr: Any, consts: list[Any], want: Sequence[Spec | None]
-        ) -> Callable[[Any], list[Any]]:
+            jaxpr: AnyJaxpr, consts: Sequence[object], want: Sequence[Spec | None]
+        ) -> Callable[[Sequence[jax.Array]], list[Any]]:
             consts = self.held(held.decide(jaxpr, consts, self.mesh), consts, scope)
 
-            def run(carry: Any) -> list[Any]:
+            def run(carry: Sequence[jax.Array]) -> list[Any]:
                 with self.ledger.place(decisions.LOOP):
                     args = (*consts, *self.carried(carry, updated))
                     return self.run(jaxpr, args, within(), want)

@@ -268,7 +268,9 @@ class MicroBatches:
             averaged,
         )
 
-    def __call__(self, args: Sequence[Any], replace: Mapping[str, Any]) -> list[Any]:
+    def __call__(
+        self, args: Sequence[Any], replace: Mapping[str, Callable[[jax.Array], jax.Array]]
+    ) -> list[jax.Array]:
         """Runs the step.
 
         Args:
@@ -286,7 +288,7 @@ class MicroBatches:
         )
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
         size = args[rows[0]].shape[1]
-        first: list[Any] = []
+        first: list[jax.Array] = []
         if split.first.outvars:
             global_args = list(args)
             for i in rows:
@@ -307,7 +309,7 @@ class MicroBatches:
             for i, x in zip(split.carry, passed, strict=True):
                 given[i] = self._as_given(args[i], x)
 
-            def part(slices: Sequence[jax.Array]) -> list[Any]:
+            def part(slices: Sequence[jax.Array]) -> list[jax.Array]:
                 for i, x in zip(rows, slices, strict=True):
                     given[i] = x
                 return micro_inserter(split.micro, [*given, *first], replace, want, rows=size)
@@ -352,7 +354,7 @@ class MicroBatches:
             results[i] = jnp.mean(results[i], axis=0)  # no results if k is 1
         return [results[i] for i in range(len(results))]
 
-    def _as_given(self, argument: Any, value: jax.Array) -> Any:
+    def _as_given(self, argument: object, value: jax.Array) -> jax.Array | Shard:
         """Shards state that one micro-batch passes to the next like the step's argument."""
         if not isinstance(argument, Shard):
             return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -71,7 +70,7 @@ def find_parameters(objects: tuple[PyTree, ...], keys: str, select: Select | Non
     return Parameters(form, positions, *optimizers)
 
 
-def _like_moments(state: PyTree, leaves: Sequence[Any], moments: PyTree, keys: str) -> PyTree:
+def _like_moments(state: PyTree, leaves: Sequence[PyTree], moments: PyTree, keys: str) -> PyTree:
     """Finds the only part of the state that has the form of the optimizer's largest moments."""
 
     def shapes(

@@ -11,9 +11,10 @@ from typing import Any
 from zerojax.accumulation.kinds import Kinds, RowKind, shared_layout, together
 from zerojax.graph.primitives import SCATTER_ADDS
 from zerojax.xla.jaxprs import param
+from zerojax.xla.types import Equation
 
 
-def product(eqn: Any, kinds: Kinds) -> RowKind | None:
+def product(eqn: Equation, kinds: Kinds) -> RowKind | None:
     (contracted, batched) = param(eqn, "dimension_numbers")
     inherited = together(kinds)
     places: list[int] = []
@@ -53,7 +54,7 @@ def product(eqn: Any, kinds: Kinds) -> RowKind | None:
     return RowKind("rows", dim=places[0], outer=next(iter(outers), None), **inherited)
 
 
-def convolution(eqn: Any, kinds: Kinds) -> RowKind | None:
+def convolution(eqn: Equation, kinds: Kinds) -> RowKind | None:
     left, right = kinds
     lhs, rhs, out = param(eqn, "dimension_numbers")
     if left.rows and not right.rows:
@@ -71,7 +72,7 @@ def convolution(eqn: Any, kinds: Kinds) -> RowKind | None:
     return same.but(dim=out[1]) if is_depthwise and param(eqn, "batch_group_count") == 1 else None
 
 
-def lookup(eqn: Any, kinds: Kinds) -> RowKind | None:
+def lookup(eqn: Equation, kinds: Kinds) -> RowKind | None:
     operand, indices = kinds
     dn, sizes = param(eqn, "dimension_numbers"), param(eqn, "slice_sizes")
     ndim = eqn.outvars[0].aval.ndim
@@ -110,7 +111,7 @@ def _holds_own_index(indices: RowKind, column: int) -> bool:
     return indices.rows and indices.index == "own" and indices.column == column
 
 
-def scatter(eqn: Any, kinds: Kinds) -> RowKind | None:
+def scatter(eqn: Equation, kinds: Kinds) -> RowKind | None:
     operand, indices, updates = kinds
     dn = param(eqn, "dimension_numbers")
     inherited = together(kinds)

@@ -77,7 +77,9 @@ class Lanes(NamedTuple):
         return [x.unsharded if is_gathered(x) and moved_stacks.of(x) is None else x for x in args]
 
     def run(
-        self, task: Callable[[Sequence[jax.Array]], Sequence[object]], rows: Sequence[jax.Array]
+        self,
+        task: Callable[[Sequence[jax.Array]], Sequence[Shard | jax.Array]],
+        rows: Sequence[jax.Array],
     ) -> list[jax.Array]:
         """Returns a task's results on each lane's rows, [lanes, ...].
 

@@ -149,7 +149,7 @@ class EvaluationProgram:
             self._reader.check(results)
         return results
 
-    def _values(self, opened: OpenedState, used: Sequence[bool]) -> list[object]:
+    def _values(self, opened: OpenedState, used: Sequence[bool]) -> list[Any]:
         """Returns the arrays of a state at rest in order, with compute parameters in place of
         masters where copies exist; None for arrays that are not used.
 

@@ -69,7 +69,7 @@ class StatePlacer:
         arrays = [self._kept_or_copied(kept, *each) for each in targets]
         return jax.tree.unflatten(jax.tree.structure(parts), arrays)
 
-    def readable(self, leaves: Sequence[StateArray], used: Sequence[bool]) -> list[object]:
+    def readable(self, leaves: Sequence[StateArray], used: Sequence[bool]) -> list[Any]:
         """Places the arrays of a state that a program only reads; None for those it does not use.
 
         Arrays that are already placed are used unchanged. Others, such as those of a state that has

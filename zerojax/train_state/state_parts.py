@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optax
-from jax.sharding import PartitionSpec
 
 from zerojax.xla.types import PyTree
 
@@ -63,7 +62,7 @@ class OpenedState:
     split: Callable[..., Parts]
     close: Callable[[Parts, optax.GradientTransformation], tuple[PyTree, ...]]
     key: Hashable
-    specs: tuple[PartitionSpec | None, ...]
+    specs: tuple[Any, ...]
     write_back: Callable[[tuple[PyTree, ...], Parts, optax.GradientTransformation], None] | None = (
         None
     )

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.accumulation.kinds import RowKind
 from zerojax.collectives import moved_stacks
 from zerojax.collectives.gathering import is_gathered, plain
+from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
 from zerojax.graph.primitives import NEVER_ON_LANES, NOT_ON_LANES
 from zerojax.graph.search import equations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from jax.extend import core
 from jax.extend.core import primitives as prims
@@ -39,6 +38,7 @@ from zerojax.accumulation.kinds import (
 from zerojax.accumulation.lines import line, where
 from zerojax.accumulation.pairs import EquationPair, Sizes, pairs, scaled
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, HasEquations
 
 
 class Analysis(EquationAnalysis):
@@ -73,21 +73,21 @@ class Analysis(EquationAnalysis):
         n, m = next((w.aval.shape[0], m.aval.shape[0]) for w, m, k in both if k.rows)
         super().__init__(Sizes(n, m, neighbours), choices, hopeful)
         self.literals: set[Path] = set()
-        self.kinds: dict[Any, RowKind] = {}
+        self.kinds: dict[Atom, RowKind] = {}
         self.pairs: list[EquationPair] = []
-        self._bound, self._inside = global_flat.bound, dict[Path, Any]()
+        self._bound, self._inside = global_flat.bound, dict[Path, Equation]()
         self._run(global_flat, micro_flat, given, (), False, self.kinds, self.pairs)
 
-    def kind(self, atom: Any) -> RowKind:
+    def kind(self, atom: Atom) -> RowKind:
         """Returns the kind of a variable of ``global_flat``, or of a literal."""
         return _literal(atom) if isinstance(atom, core.Literal) else self.kinds[atom]
 
-    def equation(self, path: Path) -> Any:
+    def equation(self, path: Path) -> Equation | None:
         """Returns the equation at a path, on the global batch; None for a sum that a loop over the
         rows carries."""
         return self.pairs[path[0]].global_eqn if len(path) == 1 else self._inside.get(path)
 
-    def place(self, path: Path) -> tuple[Any, ...] | None:
+    def place(self, path: Path) -> tuple[object, ...] | None:
         """Returns where the user's program binds an equation, call by call, see
         :func:`zerojax.xla.jaxprs.bound_at`; None if unknown."""
         inside = (self._inside.get(path[:n]) for n in range(3, len(path) + 1, 2))
@@ -98,12 +98,12 @@ class Analysis(EquationAnalysis):
 
     def _run(
         self,
-        global_program: Any,
-        micro_program: Any,
+        global_program: HasEquations,
+        micro_program: HasEquations,
         given: Sequence[RowKind],
         path: Path,
         backward: bool,
-        env: dict[Any, RowKind],
+        env: dict[Atom, RowKind],
         matched: list[EquationPair],
     ) -> Kinds:
         """Interprets a program, and returns the kinds of its results."""
@@ -111,7 +111,7 @@ class Analysis(EquationAnalysis):
             env[w] = FIXED if w.aval.shape == m.aval.shape else _constant(w, m)
         env.update(zip(global_program.invars, given, strict=True))
 
-        def read(atom: Any) -> RowKind:
+        def read(atom: Atom) -> RowKind:
             return _literal(atom) if isinstance(atom, core.Literal) else env[atom]
 
         for i, pair in enumerate(pairs(global_program, micro_program, self.sizes)):
@@ -167,7 +167,7 @@ class Analysis(EquationAnalysis):
 
     def _body(
         self,
-        inner: Iterable[Any],
+        inner: Iterable[AnyJaxpr],
         kinds: Sequence[RowKind],
         path: Path,
         backward: bool,
@@ -265,7 +265,7 @@ class Analysis(EquationAnalysis):
         return [mixed(MIXES, where(eqn)) if k.name == "global" else k.but(home=None) for k in outs]
 
 
-def _located(kind: RowKind, call: Any) -> RowKind:
+def _located(kind: RowKind, call: Equation) -> RowKind:
     """Adds the user's line of the enclosing call to a kind's problem that has no line."""
     if kind.problem is None or " at " in kind.problem.where:
         return kind
@@ -273,11 +273,11 @@ def _located(kind: RowKind, call: Any) -> RowKind:
     return kind if place is None else mixed(kind.problem.why, f"{kind.problem.where} at {place}")
 
 
-def _literal(atom: Any) -> RowKind:
+def _literal(atom: Atom) -> RowKind:
     return ZERO if jaxprs.is_zero(atom) else FIXED
 
 
-def _constant(w: Any, m: Any) -> RowKind:
+def _constant(w: Atom, m: Atom) -> RowKind:
     dims = scaled(w.aval, m.aval) if w.aval.ndim == m.aval.ndim else []
     return mixed(BRINGS, f"shape {w.aval.shape}, {dims}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from zerojax.accumulation.kinds import FIXED, Kinds, Node, RowKind, mixed, together
 from zerojax.accumulation.lines import where
@@ -12,6 +11,7 @@ from zerojax.accumulation.row_rules import RULES
 from zerojax.accumulation.sum_rules import reduced
 from zerojax.graph.primitives import ADDS, CALLBACKS, KERNELS, SCATTER_ADDS, ZERO_STAYS
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation
 
 MIXES = "combines rows of the batch with each other"
 TAKES = "uses a number computed from all rows within the rows"
@@ -48,7 +48,7 @@ class Choices:
       own: Paths of the reductions that each micro-batch computes over its own rows.
     """
 
-    first: set[Any] = field(default_factory=set)
+    first: set[Atom] = field(default_factory=set)
     own: set[Path] = field(default_factory=set)
 
 
@@ -68,6 +68,9 @@ class EquationAnalysis:
       owners: Places where the forward pass computes a micro-batch's own values.
       backward: For the path of each reduction over rows, whether the backward pass computes it.
     """
+
+    choices: Choices
+    hopeful: bool
 
     def __init__(self, sizes: Sizes, choices: Choices, hopeful: bool) -> None:
         self.choices, self.hopeful = choices, hopeful
@@ -175,7 +178,7 @@ class EquationAnalysis:
         remainder = 0 if self.sizes.neighbours else global_size % (outer * self.sizes.global_rows)
         return not remainder and micro_size % outer == 0
 
-    def _misshapen(self, global_var: Any, micro_var: Any) -> tuple[int, ...] | None:
+    def _misshapen(self, global_var: Atom, micro_var: Atom) -> tuple[int, ...] | None:
         """Returns the shape of a variable that has rows in several dimensions, or a dimension that
         does not grow in proportion to the rows; None for other variables."""
         dims, shape = scaled(global_var.aval, micro_var.aval), global_var.aval.shape
@@ -203,7 +206,7 @@ class EquationAnalysis:
                 outs.append(rows or RowKind("sum", **inherited))
         return outs
 
-    def of_numbers(self, eqn: Any, kinds: Kinds, nested: bool) -> Kinds:
+    def of_numbers(self, eqn: Equation, kinds: Kinds, nested: bool) -> Kinds:
         """Returns the kinds of the results of an equation without rows, on reductions over rows or
         values computed from them."""
         result = RowKind("global", **together(kinds))
@@ -226,7 +229,7 @@ class EquationAnalysis:
             result = result.but(guarded=tuple(eqn.invars[1:]))
         return [result] * len(eqn.outvars)
 
-    def of_row(self, eqn: Any, kinds: Kinds) -> Kinds:
+    def of_row(self, eqn: Equation, kinds: Kinds) -> Kinds:
         """Returns the kinds of an equation's results on one row, within a loop over the rows."""
         inherited = together(kinds)
         if not any(k.needs_all_rows for k in kinds):
@@ -238,12 +241,12 @@ class EquationAnalysis:
         return refused(eqn, LOOPS)
 
 
-def refused(eqn: Any, why: str) -> Kinds:
+def refused(eqn: Equation, why: str) -> Kinds:
     """Returns the kinds of results that micro-batches cannot reproduce because of ``eqn``."""
     return [mixed(why, where(eqn))] * len(eqn.outvars)
 
 
-def is_sum(eqn: Any, kinds: Kinds) -> bool:
+def is_sum(eqn: Equation, kinds: Kinds) -> bool:
     """Returns whether the result is a sum over micro-batches, to which each may contribute with its
     own values."""
     given = [FIXED if k.name == "own" and not k.adds else k.added for k in kinds]

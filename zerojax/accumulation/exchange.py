@@ -19,6 +19,7 @@ from zerojax.collectives.gathering import Gatherer
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
+from zerojax.xla.types import PyTree
 
 Errors = tuple[Any, ...]
 """The errors of one parameter's gradient, arrays or their shapes; empty if the exchange leaves the
@@ -51,7 +52,7 @@ class Exchange(Protocol):
 
     key: str
 
-    def applies_to(self, opt_state: Any) -> bool:
+    def applies_to(self, opt_state: PyTree) -> bool:
         """Returns whether the exchange serves a state with this state of its optimizer."""
 
     def errors_of(self, leaves: Sequence[Leaf]) -> list[Errors]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +22,14 @@ from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.graph.search import contains, runs_regions
 from zerojax.trace.changes import is_change
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Variable:
     """A variable of a flat program. Unlike a variable of a jaxpr, it belongs to one call only."""
 
-    aval: Any
+    aval: Aval
 
 
 @dataclass(repr=False, eq=False)
@@ -43,19 +43,19 @@ class Flat:
       bound: For each equation, the tracebacks of the calls around it, outermost first, and its own.
     """
 
-    invars: list[Any]
-    eqns: list[Any] = field(default_factory=list)
-    outvars: list[Any] = field(default_factory=list)
-    constvars: list[Any] = field(default_factory=list)
-    consts: list[Any] = field(default_factory=list)
-    bound: list[tuple[Any, ...]] = field(default_factory=list)
+    invars: list[Atom]
+    eqns: list[Equation] = field(default_factory=list)
+    outvars: list[Atom] = field(default_factory=list)
+    constvars: list[Atom] = field(default_factory=list)
+    consts: list[jax.Array] = field(default_factory=list)
+    bound: list[tuple[object, ...]] = field(default_factory=list)
 
 
 def flatten(
-    closed: Any,
+    closed: AnyJaxpr,
     learned: Collection[int],
     batch: Collection[int] = (),
-    keeps: Collection[Any] = (prims.remat_p,),
+    keeps: Collection[core.Primitive] = (prims.remat_p,),
 ) -> Flat:
     """Inlines calls of a jaxpr that run their body once on their own operands.
 
@@ -81,25 +81,29 @@ class _Opener:
     """
 
     def __init__(
-        self, closed: Any, learned: Collection[int], batch: Collection[int], keeps: Collection[Any]
+        self,
+        closed: AnyJaxpr,
+        learned: Collection[int],
+        batch: Collection[int],
+        keeps: Collection[core.Primitive],
     ) -> None:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
-        self._known: dict[Any, bool] = {}
+        self._known: dict[object, bool] = {}
         self._keeps = keeps
         self.flat = Flat([Variable(v.aval) for v in jaxpr.invars])
         self._learned = {v for i, v in enumerate(self.flat.invars) if i in learned}
-        self._zeros = set[Any]()
+        self._zeros = set[Atom]()
         self._batch = {v for i, v in enumerate(self.flat.invars) if i in batch}
         self.flat.outvars = self._open(jaxpr, consts, self.flat.invars, None, ())
 
     def _open(
         self,
-        jaxpr: Any,
-        consts: Sequence[Any],
-        args: Sequence[Any],
-        outer: Any,
-        calls: tuple[Any, ...],
-    ) -> list[Any]:
+        jaxpr: Jaxpr,
+        consts: Sequence[jax.Array],
+        args: Sequence[Atom],
+        outer: object,
+        calls: tuple[object, ...],
+    ) -> list[Atom]:
         """Appends the equations of a jaxpr applied to ``args``, and returns its results.
 
         Args:
@@ -112,7 +116,7 @@ class _Opener:
             self.flat.constvars.append(env[v])
             self.flat.consts.append(value)
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> Atom:
             return atom if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
@@ -139,14 +143,14 @@ class _Opener:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _users_own(self, traceback: Any) -> bool:
+    def _users_own(self, traceback: object) -> bool:
         """Returns whether a traceback has a line of the user's code. Inside a function of a
         library it has none, because jax traces the function once for all callers."""
         if traceback not in self._known:
             self._known[traceback] = line(traceback) is not None
         return self._known[traceback]
 
-    def _body(self, eqn: Any, values: Sequence[Any]) -> Any:
+    def _body(self, eqn: Equation, values: Sequence[Atom]) -> AnyJaxpr | None:
         """Returns the jaxpr to inline in place of an equation; None if the equation stays."""
         if eqn.primitive in jaxprs.CALLS and not is_change(eqn):
             return None if eqn.primitive in self._keeps else jaxprs.called_jaxpr(eqn)
@@ -159,18 +163,18 @@ class _Opener:
             )
         return None
 
-    def _is_learned(self, atom: Any) -> bool:
+    def _is_learned(self, atom: Atom) -> bool:
         return not isinstance(atom, core.Literal) and atom in self._learned
 
     def _without_numbers(
-        self, eqn: Any, values: list[Any], info: Any, bound: tuple[Any, ...]
-    ) -> tuple[Any, list[Any]]:
+        self, eqn: Equation, values: list[Atom], info: object, bound: tuple[object, ...]
+    ) -> tuple[Equation, list[Atom]]:
         """Moves reductions that do not depend on learned arguments out of a checkpoint; returns
         the checkpoint that takes them as further operands, and its operands."""
         inner = jaxprs.param(eqn, "jaxpr")
         depends = EQUATION_DEPENDS.forward(inner, [*map(self._is_learned, values)]).of
         learned = {v for v, is_learned in depends.items() if is_learned}
-        counted: dict[Any, None] = {}  # results of reductions
+        counted: dict[Atom, None] = {}  # results of reductions
         for each in inner.eqns:
             shrinks = len(each.outvars) == 1 and (_reduces(each) or _small(each, counted))
             if shrinks and learned.isdisjoint(each.outvars):
@@ -191,31 +195,31 @@ class _Opener:
         return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *counts]
 
 
-def _reduces(eqn: Any) -> bool:
+def _reduces(eqn: Equation) -> bool:
     """Returns whether an equation shrinks an array by a reduction."""
     return _shrinks(eqn) and contains(eqn, _is_reduction, enters=runs_regions)
 
 
-def _shrinks(eqn: Any) -> bool:
+def _shrinks(eqn: Equation) -> bool:
     largest = max((v.aval.size for v in eqn.invars), default=0)
     return all(v.aval.size < largest for v in eqn.outvars)
 
 
-def _is_reduction(eqn: Any) -> bool:
+def _is_reduction(eqn: Equation) -> bool:
     return eqn.primitive.name in REDUCES and _shrinks(eqn)
 
 
-def _small(eqn: Any, counted: Collection[Any]) -> bool:
+def _small(eqn: Equation, counted: Collection[Atom]) -> bool:
     """Returns whether an equation takes some of ``counted``, and its result is no larger than the
     largest of them."""
     given = [v.aval.size for v in jaxprs.variables(eqn.invars) if v in counted]
     return bool(given) and eqn.outvars[0].aval.size <= max(given)
 
 
-def _scatter_add_to_zeros(eqn: Any) -> Any:
+def _scatter_add_to_zeros(eqn: Equation) -> core.ClosedJaxpr:
     """Returns a closed jaxpr that scatter-adds to zeros first, and then adds the operand."""
 
-    def run(operand: Any, *added: Any) -> Any:
+    def run(operand: jax.Array, *added: jax.Array) -> jax.Array:
         (total,) = jaxprs.bind(eqn, [jnp.zeros_like(operand), *added])
         return operand + total
 

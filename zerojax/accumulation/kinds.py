@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.accumulation.reductions import REDUCTIONS
+from zerojax.xla.types import Atom
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,10 +20,10 @@ class Node:
       parents: The nodes of the reduced values that this one is computed from.
     """
 
-    key: Any = None
+    key: tuple[int, ...] | None = None
     parents: tuple[Node, ...] = ()
 
-    def roots(self) -> set[Any]:
+    def roots(self) -> set[tuple[int, ...]]:
         """Returns the keys of all reductions over rows that the value is computed from."""
         roots, seen, left = set(), {id(self)}, [self]
         while left:
@@ -91,8 +92,8 @@ class RowKind:
     column: int = 0
     learned: bool = False
     node: Node | None = None
-    home: Any = None
-    guarded: tuple[Any, ...] = ()
+    home: Atom | None = None
+    guarded: tuple[Atom, ...] = ()
     problem: Problem | None = None
 
     @property

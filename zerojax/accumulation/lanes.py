@@ -24,12 +24,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.accumulation.kinds import RowKind
 from zerojax.collectives import moved_stacks
 from zerojax.collectives.gathering import is_gathered, plain
+from zerojax.collectives.shard import Shard
 from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
 from zerojax.graph.primitives import NEVER_ON_LANES, NOT_ON_LANES
 from zerojax.graph.search import equations
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation, MaybeNone
 
 
 class Lanes(NamedTuple):
@@ -77,7 +79,9 @@ class Lanes(NamedTuple):
         return [x.unsharded if is_gathered(x) and moved_stacks.of(x) is None else x for x in args]
 
     def run(
-        self, task: Callable[[Sequence[jax.Array]], Sequence[Any]], rows: Sequence[jax.Array]
+        self,
+        task: Callable[[Sequence[jax.Array]], Sequence[Shard | jax.Array]],
+        rows: Sequence[jax.Array],
     ) -> list[jax.Array]:
         """Returns a task's results on each lane's rows, [lanes, ...].
 
@@ -100,7 +104,7 @@ class Lanes(NamedTuple):
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes, *rest))
         return lax.with_sharding_constraint(value, sharding)
 
-    def obstacle(self, program: Any) -> Any:
+    def obstacle(self, program: Any) -> Equation | MaybeNone:
         """Returns the innermost equation that cannot run on all lanes side by side, in loops and
         calls too; None if all can."""
         found, inside = None, equations(program)
@@ -114,7 +118,7 @@ class Lanes(NamedTuple):
         lane's micro-batch is worthwhile."""
         return not any(eqn.primitive.name in NEVER_ON_LANES for eqn in equations(program))
 
-    def _is_obstacle(self, eqn: Any) -> bool:
+    def _is_obstacle(self, eqn: Equation) -> bool:
         if eqn.effects or eqn.primitive.name in NOT_ON_LANES or not _is_batched(eqn):
             return True
         if eqn.primitive is not prims.sharding_constraint_p:
@@ -123,7 +127,7 @@ class Lanes(NamedTuple):
         return spec is None or any({*layout.axes(entry)} & {*self.axes} for entry in spec)
 
 
-def _is_batched(eqn: Any) -> bool:
+def _is_batched(eqn: Equation) -> bool:
     """Returns whether ``jax.vmap`` can batch an equation."""
     has_no_operands = not jaxprs.variables(eqn.invars)  # such as an iota
     is_call = eqn.primitive in jaxprs.CALLS

@@ -8,11 +8,12 @@ from pathlib import PurePath
 from typing import Any
 
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
 
 _PACKAGE = PurePath(__file__).parent.parent
 
 
-def where(eqn: Any) -> str:
+def where(eqn: Equation) -> str:
     """Returns the equation's primitive and, if known, the user's line that it comes from."""
     place = line(jaxprs.source(eqn).traceback)
     return f"{eqn.primitive.name} at {place}" if place else eqn.primitive.name

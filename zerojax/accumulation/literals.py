@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import numpy as np
 from jax.extend import core
@@ -18,19 +17,20 @@ from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import Path
 from zerojax.accumulation.pairs import EquationPair, Sizes, alike_in_shape, other_numbers, pairs
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Equation
 
 
-def with_global_sizes(analysis: Analysis) -> list[Any]:
+def with_global_sizes(analysis: Analysis) -> list[Equation]:
     """Returns the micro-batch's equations in order, with the numbers of the global batch."""
     return [_equation(pair, (i,), analysis) for i, pair in enumerate(analysis.pairs)]
 
 
-def _equation(pair: EquationPair, path: Path, analysis: Analysis) -> Any:
+def _equation(pair: EquationPair, path: Path, analysis: Analysis) -> Equation:
     """Returns a micro-batch's equation with the numbers of the global batch, in its inner programs
     too. Equations at the paths ``analysis.literals`` keep the micro-batch's own numbers."""
     global_eqn, micro_eqn = pair
     atoms = list(zip(global_eqn.invars, micro_eqn.invars, strict=True))
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     if path not in analysis.literals and _counts_rows(pair, analysis.sizes):
         values = [w if isinstance(w, core.Literal) else m for w, m in atoms]
         return global_eqn.replace(invars=values, outvars=micro_eqn.outvars)
@@ -49,11 +49,11 @@ def _equation(pair: EquationPair, path: Path, analysis: Analysis) -> Any:
     return eqn.replace(invars=[w if _differ(w, m) else m for w, m in atoms])
 
 
-def changed_rule(analysis: Analysis, rules: Collection[Any]) -> Any:
+def changed_rule(analysis: Analysis, rules: Collection[core.Primitive]) -> Equation | None:
     """Returns the first call of one of the primitives ``rules``, in loops and calls too, inside
     which the micro-batch would have numbers of the global batch; None if there is none."""
 
-    def first(both: Iterable[EquationPair], inside: bool) -> Any:
+    def first(both: Iterable[EquationPair], inside: bool) -> Equation | None:
         for pair in both:
             within = inside or pair.global_eqn.primitive in rules
             if inside and (
@@ -87,7 +87,9 @@ def _counts_rows(pair: EquationPair, sizes: Sizes) -> bool:
     )
 
 
-def _body(global_jaxpr: Any, micro_jaxpr: Any, path: Path, analysis: Analysis) -> Any:
+def _body(
+    global_jaxpr: AnyJaxpr, micro_jaxpr: AnyJaxpr, path: Path, analysis: Analysis
+) -> AnyJaxpr:
     inside, outside = jaxprs.open_jaxpr(micro_jaxpr)[0], jaxprs.open_jaxpr(global_jaxpr)[0]
     both = enumerate(pairs(outside, inside, analysis.sizes))
     eqns = [_equation(pair, (*path, i), analysis) for i, pair in both]
@@ -96,7 +98,7 @@ def _body(global_jaxpr: Any, micro_jaxpr: Any, path: Path, analysis: Analysis) -
     return jaxprs.with_body(micro_jaxpr, inside.replace(eqns=eqns))
 
 
-def _differ(global_atom: Any, micro_atom: Any) -> bool:
+def _differ(global_atom: Atom, micro_atom: Atom) -> bool:
     if not (isinstance(global_atom, core.Literal) and isinstance(micro_atom, core.Literal)):
         return False
     return not np.ndim(global_atom.val) and bool(global_atom.val != micro_atom.val)

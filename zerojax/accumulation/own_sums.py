@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
@@ -13,6 +12,7 @@ from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation
 
 
 def remedy(key: str) -> str:
@@ -22,7 +22,7 @@ def remedy(key: str) -> str:
 
 def parameters_of(
     flat: Flat, names: Sequence[str], chosen: Collection[int], key: str
-) -> dict[Any, int]:
+) -> dict[Atom, int]:
     """Maps each variable from which a parameter's gradient is computed element by element to the
     position of the parameter.
 
@@ -41,7 +41,7 @@ def parameters_of(
             f"{key}: the step updates in a branch, in a loop or more than once, and errors are fed "
             f"back into one update: update once, in the step itself, {remedy(key)}."
         )
-    found: dict[Any, int] = {}
+    found: dict[Atom, int] = {}
     for i in chosen:
         left = [reach[i]]
         while left:
@@ -61,7 +61,7 @@ def check_sums(
     flat: Flat,
     analysis: Analysis,
     names: Sequence[str],
-    parameters: dict[Any, int],
+    parameters: dict[Atom, int],
     key: str,
 ) -> None:
     """Raises ValueError if a gradient is not a single sum over rows, which each device could
@@ -77,7 +77,7 @@ def check_sums(
             )
 
 
-def obstacle(split: Split, analysis: Analysis, eqn: Any) -> str | None:
+def obstacle(split: Split, analysis: Analysis, eqn: Equation | None) -> str | None:
     """Returns why devices cannot run a step separately; None if they can.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax.extend import core
@@ -11,6 +11,7 @@ from jax.extend import core
 from zerojax.accumulation.lines import where
 from zerojax.graph.primitives import KERNELS
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, HasEquations, Shaped
 
 _GROUPS = frozenset({"feature_group_count", "batch_group_count"})
 """Parameters that count rows where ``jax.vmap`` has turned each row into a group."""
@@ -45,8 +46,8 @@ class Sizes(NamedTuple):
 class EquationPair(NamedTuple):
     """One equation, on the global batch (``global_eqn``) and on a micro-batch (``micro_eqn``)."""
 
-    global_eqn: Any
-    micro_eqn: Any
+    global_eqn: Equation
+    micro_eqn: Equation
 
 
 class UnevenError(Exception):
@@ -59,7 +60,9 @@ class UnevenError(Exception):
     remedy: str | None = None
 
 
-def pairs(global_program: Any, micro_program: Any, sizes: Sizes) -> Iterator[EquationPair]:
+def pairs(
+    global_program: HasEquations, micro_program: HasEquations, sizes: Sizes
+) -> Iterator[EquationPair]:
     """Matches the equations of two programs, open jaxprs or flat ones.
 
     Raises:
@@ -70,7 +73,7 @@ def pairs(global_program: Any, micro_program: Any, sizes: Sizes) -> Iterator[Equ
         raise UnevenError("it has other constants")
     micro_of = dict(zip(*given, strict=True))
 
-    def matched(w: Any, m: Any) -> bool:
+    def matched(w: Atom, m: Atom) -> bool:
         literals = isinstance(w, core.Literal), isinstance(m, core.Literal)
         return all(literals) if any(literals) else micro_of[w] is m
 
@@ -88,7 +91,7 @@ def pairs(global_program: Any, micro_program: Any, sizes: Sizes) -> Iterator[Equ
         raise UnevenError("it returns other values")
 
 
-def _alike(one: Any, other: Any, sizes: Sizes) -> bool:
+def _alike(one: Equation, other: Equation, sizes: Sizes) -> bool:
     """Returns whether the equations differ at most in the number of rows."""
     shapes = _shapes(one), _shapes(other)
     if one.primitive != other.primitive or len(shapes[0]) != len(shapes[1]):
@@ -103,7 +106,7 @@ def _alike(one: Any, other: Any, sizes: Sizes) -> bool:
     return alike and not other_numbers(EquationPair(one, other))
 
 
-def _shapes(eqn: Any) -> list[tuple[int, ...]]:
+def _shapes(eqn: Equation) -> list[tuple[int, ...]]:
     return [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
 
 
@@ -125,7 +128,7 @@ def other_numbers(pair: EquationPair) -> bool:
     return False
 
 
-def _differ(one: Sequence[Any], other: Sequence[Any]) -> set[int]:
+def _differ(one: Sequence[object], other: Sequence[object]) -> set[int]:
     """Returns the positions of numbers, or of tuples of numbers, that differ."""
     both = enumerate(zip(one, other, strict=True))
     numbers = int | float | np.number | tuple
@@ -142,7 +145,7 @@ def alike_in_shape(pair: EquationPair) -> bool:
     return global_shapes == micro_shapes
 
 
-def scaled(global_aval: Any, micro_aval: Any) -> list[int]:
+def scaled(global_aval: Shaped, micro_aval: Shaped) -> list[int]:
     """Returns the dimensions in which an array grows with the number of rows."""
     shapes = zip(global_aval.shape, micro_aval.shape, strict=True)
     return [i for i, (a, b) in enumerate(shapes) if a != b]

@@ -11,9 +11,10 @@ from typing import Any
 from zerojax.accumulation.kinds import Kinds, RowKind, shared_layout, together
 from zerojax.graph.primitives import SCATTER_ADDS
 from zerojax.xla.jaxprs import param
+from zerojax.xla.types import Equation
 
 
-def product(eqn: Any, kinds: Kinds) -> RowKind | None:
+def product(eqn: Equation, kinds: Kinds) -> RowKind | None:
     """Returns the kind of a matrix product: rows, or a sum if rows are contracted."""
     (contracted, batched) = param(eqn, "dimension_numbers")
     inherited = together(kinds)
@@ -54,7 +55,7 @@ def product(eqn: Any, kinds: Kinds) -> RowKind | None:
     return RowKind("rows", dim=places[0], outer=next(iter(outers), None), **inherited)
 
 
-def convolution(eqn: Any, kinds: Kinds) -> RowKind | None:
+def convolution(eqn: Equation, kinds: Kinds) -> RowKind | None:
     """Returns the kind of a convolution: rows, or a sum for the gradient of its kernel."""
     left, right = kinds
     lhs, rhs, out = param(eqn, "dimension_numbers")
@@ -73,7 +74,7 @@ def convolution(eqn: Any, kinds: Kinds) -> RowKind | None:
     return same.but(dim=out[1]) if is_depthwise and param(eqn, "batch_group_count") == 1 else None
 
 
-def lookup(eqn: Any, kinds: Kinds) -> RowKind | None:
+def lookup(eqn: Equation, kinds: Kinds) -> RowKind | None:
     """Returns the kind of a lookup (``gather``) in a table, or in rows by their own index."""
     operand, indices = kinds
     dn, sizes = param(eqn, "dimension_numbers"), param(eqn, "slice_sizes")
@@ -113,7 +114,7 @@ def _holds_own_index(indices: RowKind, column: int) -> bool:
     return indices.rows and indices.index == "own" and indices.column == column
 
 
-def scatter(eqn: Any, kinds: Kinds) -> RowKind | None:
+def scatter(eqn: Equation, kinds: Kinds) -> RowKind | None:
     """Returns the kind of a scatter: a sum if rows are added to zeros or to a sum, else rows."""
     operand, indices, updates = kinds
     dn = param(eqn, "dimension_numbers")

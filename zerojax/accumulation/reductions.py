@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -23,20 +24,20 @@ class Reduction(NamedTuple):
     """
 
     primitive: str
-    of_two: Callable[[Any, Any], Any]
-    over: Callable[[Any, tuple[int, ...]], Any]
-    neutral: Callable[[Any], Any]
+    of_two: Callable[[jax.Array, jax.Array], jax.Array]
+    over: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+    neutral: Callable[[np.dtype], jax.typing.ArrayLike]
 
 
-def _lowest(dtype: Any) -> Any:
+def _lowest(dtype: np.dtype) -> jax.typing.ArrayLike:
     return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
 
 
-def _highest(dtype: Any) -> Any:
+def _highest(dtype: np.dtype) -> jax.typing.ArrayLike:
     return jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
 
 
-def _all_bits(dtype: Any) -> Any:
+def _all_bits(dtype: np.dtype) -> jax.typing.ArrayLike:
     return np.array(-1).astype(dtype)
 
 

@@ -17,6 +17,7 @@ from zerojax.accumulation.flat import Flat, Variable
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.pairs import EquationPair, Sizes, UnevenError, alike_in_shape, pairs
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Aval, Jaxpr
 
 
 def micro_batch(global_flat: Flat, traced: Flat, sizes: Sizes) -> Flat:
@@ -39,19 +40,21 @@ class Resize:
 
     def flat(self, full: Flat, few: Flat) -> Flat:
         """Returns the flat program on one row, equation by equation the one on a few rows."""
-        env: dict[Any, Any] = {}
+        env: dict[Atom, Variable] = {}
 
-        def resized(w: Any, v: Any) -> Any:
+        def resized(w: Atom, v: Any) -> Variable:
             shape = self._shape(w.aval, v.aval)
             same = shape == getattr(v.aval, "shape", ())
             env[v] = Variable(v.aval if same else v.aval.update(shape=shape))
             return env[v]
 
-        def read(w: Any, v: Any) -> Any:
+        def read(w: Atom, v: Atom) -> Atom:
             return self._literal(w, v) if isinstance(v, core.Literal) else env[v]
 
-        invars = [resized(w, v) for w, v in zip(full.invars, few.invars, strict=True)]
-        constvars = [resized(w, v) for w, v in zip(full.constvars, few.constvars, strict=True)]
+        invars: list[Atom] = [resized(w, v) for w, v in zip(full.invars, few.invars, strict=True)]
+        constvars: list[Atom] = [
+            resized(w, v) for w, v in zip(full.constvars, few.constvars, strict=True)
+        ]
         eqns = []
         for pair in pairs(full, few, self._sizes):
             w, f = pair
@@ -61,24 +64,24 @@ class Resize:
         outvars = [read(w, v) for w, v in zip(full.outvars, few.outvars, strict=True)]
         return Flat(invars, eqns, outvars, constvars, few.consts)
 
-    def _shape(self, full: Any, few: Any) -> tuple[int, ...]:
+    def _shape(self, full: Aval, few: Aval) -> tuple[int, ...]:
         shapes = zip(getattr(full, "shape", ()), getattr(few, "shape", ()), strict=True)
         return tuple(self._size(w, f) for w, f in shapes)
 
-    def _size(self, full: Any, few: Any) -> Any:
+    def _size(self, full: int, few: int) -> int:
         if full == few:
             return few
         if full * self._few != few * self._full:
             raise UnevenError(f"a dimension has {full} elements for {self._full} rows")
         return few // self._few if isinstance(few, int) else few / self._few
 
-    def _literal(self, full: Any, few: Any) -> Any:
+    def _literal(self, full: Any, few: Any) -> core.Literal:
         alike = not isinstance(full, core.Literal) or few.aval.shape or full.val == few.val
         if alike or full.val * self._few != few.val * self._full:
             return few
         return core.Literal(np.asarray(few.val / self._few, few.aval.dtype), few.aval)
 
-    def _params(self, pair: EquationPair) -> dict[str, Any]:
+    def _params(self, pair: EquationPair) -> dict[str, object]:
         global_eqn, few = pair
         if alike_in_shape(pair):  # its numbers become the global batch's, see literals
             return dict(few.params)
@@ -87,7 +90,7 @@ class Resize:
             for name, value in few.params.items()
         }
 
-    def _param(self, full: Any, few: Any, pair: EquationPair) -> Any:
+    def _param(self, full: Any, few: Any, pair: EquationPair) -> object:
         if type(few) is tuple and type(full) is tuple and len(few) == len(full):
             return tuple(self._param(w, f, pair) for w, f in zip(full, few, strict=True))
         if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in (full, few)):
@@ -96,7 +99,7 @@ class Resize:
             return self._body(full, few, where(pair.global_eqn))
         return few
 
-    def _body(self, full: Any, few: Any, at: str) -> Any:
+    def _body(self, full: AnyJaxpr, few: AnyJaxpr, at: str) -> AnyJaxpr:
         """Returns the inner program of an equation on one row; ``few`` itself if no shape in it
         depends on the rows."""
         (w, _), (f, consts) = jaxprs.open_jaxpr(full), jaxprs.open_jaxpr(few)
@@ -116,11 +119,13 @@ class Resize:
             raise UnevenError(at)
         return inner
 
-    def _run(self, full: Any, few: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def _run(
+        self, full: Jaxpr, few: Jaxpr, consts: Sequence[jax.Array], args: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         """Evaluates the inner program of an equation on arguments of one row."""
         env = dict(zip((*few.constvars, *few.invars), (*consts, *args), strict=True))
 
-        def read(w: Any, v: Any) -> Any:
+        def read(w: Atom, v: Atom) -> jax.Array:
             return self._literal(w, v).val if isinstance(v, core.Literal) else env[v]
 
         for pair in pairs(full, few, self._sizes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import Choices
@@ -33,7 +32,7 @@ def analyse(
       UnevenError: The two programs differ in more than shapes.
     """
     choices = Choices()
-    owned = set[Any]()  # places of equations that compute or read batch statistics
+    owned = set[object]()  # places of equations that compute or read batch statistics
     while True:
         analysis = Analysis(global_flat, micro_flat, given, choices, hopeful=True)
         statistics = set()
@@ -67,7 +66,7 @@ def analyse(
             return Analysis(global_flat, micro_flat, given, choices, hopeful=False), choices
 
 
-def _differentiates(place: tuple[Any, ...] | None, owned: Collection[Any]) -> bool:
+def _differentiates(place: tuple[object, ...] | None, owned: Collection[object]) -> bool:
     """Returns whether an equation's place, or a suffix of it, is one of ``owned``. Suffixes count
     because the forward pass of a checkpoint is in the step without the checkpoint's call."""
     return place is not None and any(place[i:] in owned for i in range(len(place)))

@@ -20,6 +20,7 @@ from zerojax.graph.analysis import Analysis as Dataflow
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, PyTree
 
 REMEDY = "Set gradient_accumulation_steps to 1, or make the loss a sum or a mean over rows."
 
@@ -61,7 +62,7 @@ class Roles:
         ]
 
 
-def roles_of(name: str, given: Parts, batch: Any, results: tuple[Parts, Any]) -> Roles:
+def roles_of(name: str, given: Parts, batch: PyTree, results: tuple[Parts, PyTree]) -> Roles:
     """Returns the roles in a step from ``(given, batch)`` to ``results``, the new state and
     everything else."""
     ends = list(itertools.accumulate(len(jax.tree.leaves(part)) for part in given))
@@ -87,11 +88,11 @@ def roles_of(name: str, given: Parts, batch: Any, results: tuple[Parts, Any]) ->
     )
 
 
-def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, Any]:
+def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, Atom]:
     """Finds the state that each micro-batch passes to the next: state that only the batch changes
     (batch statistics), and keys. Returns the variable that holds each array of that state, by the
     array's position among the arguments; ``rest`` as in :class:`Roles`."""
-    carry: dict[int, Any] = {}
+    carry: dict[int, Atom] = {}
     for i in rest:
         given, out = flat.invars[i], flat.outvars[i]
         if isinstance(out, core.Literal) or out is given:
@@ -110,7 +111,7 @@ def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, An
 
 
 def per_micro_batch(
-    flat: Flat, analysis: Analysis, roles: Roles, carry: Mapping[int, Any], k: int
+    flat: Flat, analysis: Analysis, roles: Roles, carry: Mapping[int, Atom], k: int
 ) -> tuple[list[int], list[int]]:
     """Returns the results that each micro-batch computes, and those of them that are averaged.
 
@@ -182,18 +183,18 @@ def _some(places: Sequence[str]) -> str:
     return ", ".join(distinct[:2]) + (f" and {len(distinct) - 2} more" if len(distinct) > 2 else "")
 
 
-def _feeds_noise(flat: Any, start: Any) -> bool:
+def _feeds_noise(flat: Flat, start: Atom) -> bool:
     """Returns whether an argument is a key, or integers that keys are derived from."""
     dtype = start.aval.dtype
     key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return key or (dtype == jnp.uint32 and _reaches_noise(flat, start))
 
 
-def _reaches_noise(flat: Any, start: Any) -> bool:
+def _reaches_noise(flat: Any, start: Atom) -> bool:
     """Returns whether a primitive that draws random numbers depends on an argument."""
-    draws: list[Any] = []
+    draws: list[Equation] = []
 
-    def depend(eqn: Any, operands: Sequence[bool]) -> list[bool]:
+    def depend(eqn: Equation, operands: Sequence[bool]) -> list[bool]:
         if any(operands) and eqn.primitive.name.startswith(("random_", "threefry")):
             draws.append(eqn)
         return [any(operands)] * len(eqn.outvars)

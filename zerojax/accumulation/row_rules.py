@@ -9,8 +9,7 @@ reduces over rows, or None if the equation mixes rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from zerojax.accumulation.kinds import Kinds, RowKind, shared_layout
 from zerojax.accumulation.product_rules import convolution, lookup, product, scatter
@@ -24,11 +23,12 @@ from zerojax.graph.primitives import (
     WINDOWS,
 )
 from zerojax.xla.jaxprs import param
+from zerojax.xla.types import Equation
 
-Rule = Callable[[Any, Kinds], "RowKind | None"]
+Rule = Callable[[Equation, Kinds], "RowKind | None"]
 
 
-def _elementwise(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _elementwise(eqn: Equation, kinds: Kinds) -> RowKind | None:
     layout = shared_layout(kinds)
     if layout is None:
         return None
@@ -38,7 +38,7 @@ def _elementwise(eqn: Any, kinds: Kinds) -> RowKind | None:
     return layout.but(index=_index_of(eqn, kinds)) if layout.index else layout
 
 
-def _index_of(eqn: Any, kinds: Kinds) -> str:
+def _index_of(eqn: Equation, kinds: Kinds) -> str:
     """Returns the ``index`` of the result. Row indices stay "own" through the check for negative
     indices that numpy's indexing adds."""
     name = eqn.primitive.name
@@ -51,7 +51,7 @@ def _index_of(eqn: Any, kinds: Kinds) -> str:
     return "number"
 
 
-def _reduce(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _reduce(eqn: Equation, kinds: Kinds) -> RowKind | None:
     axes = param(eqn, "axes")
     (kind,) = kinds
     if kind.dim not in axes:
@@ -62,19 +62,20 @@ def _reduce(eqn: Any, kinds: Kinds) -> RowKind | None:
     return RowKind(REDUCES[eqn.primitive.name], learned=kind.learned)
 
 
-def _broadcast(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _broadcast(eqn: Equation, kinds: Kinds) -> RowKind | None:
     kind = kinds[0]
     return kind.but(dim=param(eqn, "broadcast_dimensions")[kind.dim])
 
 
-def _transpose(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _transpose(eqn: Equation, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     return kind.but(dim=list(param(eqn, "permutation")).index(kind.dim))
 
 
-def _reshape(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _reshape(eqn: Equation, kinds: Kinds) -> RowKind | None:
     """Finds the dimension of the result that holds the rows, and the number of their stretches in
     it; None if no dimension holds complete stretches."""
+    old: Sequence[int]
     kind = kinds[0]
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     order = param(eqn, "dimensions", None)  # of the operand, which is transposed first
@@ -92,13 +93,13 @@ def _reshape(eqn: Any, kinds: Kinds) -> RowKind | None:
     return None
 
 
-def _squeeze(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _squeeze(eqn: Equation, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     gone = param(eqn, "dimensions")
     return None if kind.dim in gone else kind.but(dim=kind.dim - sum(d < kind.dim for d in gone))
 
 
-def _slice(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _slice(eqn: Equation, kinds: Kinds) -> RowKind | None:
     """Accepts a slice of the complete dimension of rows, or of complete stretches."""
     (kind,) = kinds
     n, strides = eqn.invars[0].aval.shape[kind.dim], param(eqn, "strides")
@@ -114,7 +115,7 @@ def _slice(eqn: Any, kinds: Kinds) -> RowKind | None:
     return kind.but(outer=(limit - start) // size)
 
 
-def _split(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _split(eqn: Equation, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     sizes = param(eqn, "sizes")
     if param(eqn, "axis") != kind.dim:
@@ -124,7 +125,7 @@ def _split(eqn: Any, kinds: Kinds) -> RowKind | None:
     return kind.but(outer=None if kind.outer is None else kind.outer // len(sizes))
 
 
-def _concatenate(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _concatenate(eqn: Equation, kinds: Kinds) -> RowKind | None:
     layout = shared_layout(kinds)
     along = param(eqn, "dimension")
     if layout is None:
@@ -137,7 +138,7 @@ def _concatenate(eqn: Any, kinds: Kinds) -> RowKind | None:
     return layout.but(outer=len(kinds))
 
 
-def _joined_layout(eqn: Any, kinds: Kinds, layout: RowKind, along: int) -> RowKind:
+def _joined_layout(eqn: Equation, kinds: Kinds, layout: RowKind, along: int) -> RowKind:
     """Returns the layout of arrays joined along another dimension than the rows. Row indices may be
     one column among others."""
     indexed = [i for i, k in enumerate(kinds) if k.index]
@@ -149,20 +150,20 @@ def _joined_layout(eqn: Any, kinds: Kinds, layout: RowKind, along: int) -> RowKi
     return layout
 
 
-def _stack(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _stack(eqn: Equation, kinds: Kinds) -> RowKind | None:
     layout, along = shared_layout(kinds), param(eqn, "axis") % eqn.outvars[0].aval.ndim
     if layout is None:
         return None
     return _joined_layout(eqn, kinds, layout.but(dim=layout.dim + (along <= layout.dim)), along)
 
 
-def _unstack(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _unstack(eqn: Equation, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     along = param(eqn, "axis") % eqn.invars[0].aval.ndim
     return None if along == kind.dim else kind.but(dim=kind.dim - (along < kind.dim))
 
 
-def _pad(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _pad(eqn: Equation, kinds: Kinds) -> RowKind | None:
     kind, value = kinds
     if not kind.rows:
         return None
@@ -180,7 +181,7 @@ def _along(parameter: str) -> Rule:
     """Returns a rule for primitives that work along one dimension (or several), separately for
     each entry of the others."""
 
-    def rule(eqn: Any, kinds: Kinds) -> RowKind | None:
+    def rule(eqn: Equation, kinds: Kinds) -> RowKind | None:
         layout, along = shared_layout(kinds), param(eqn, parameter)
         along = along if isinstance(along, tuple | list) else (along,)
         n = eqn.invars[0].aval.ndim
@@ -191,12 +192,12 @@ def _along(parameter: str) -> Rule:
     return rule
 
 
-def _tile(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _tile(eqn: Equation, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     return kind if param(eqn, "reps")[kind.dim] == 1 else None
 
 
-def _window(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _window(eqn: Equation, kinds: Kinds) -> RowKind | None:
     kind = shared_layout(kinds)
     if kind is None:
         return None
@@ -208,18 +209,18 @@ def _window(eqn: Any, kinds: Kinds) -> RowKind | None:
     return kind if padding is None or tuple(padding[kind.dim]) == (0, 0) else None
 
 
-def _leading(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _leading(eqn: Equation, kinds: Kinds) -> RowKind | None:
     layout, before = shared_layout(kinds), eqn.invars[0].aval.ndim - 2
     return layout if layout is not None and layout.dim < before else None
 
 
-def _fft(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _fft(eqn: Equation, kinds: Kinds) -> RowKind | None:
     (kind,) = kinds
     last = eqn.invars[0].aval.ndim - len(param(eqn, "fft_lengths"))
     return kind if kind.dim < last else None
 
 
-def _dynamic_slice(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _dynamic_slice(eqn: Equation, kinds: Kinds) -> RowKind | None:
     kind = kinds[0]
     if not kind.rows or any(k.rows for k in kinds[1:]):
         return None
@@ -227,7 +228,7 @@ def _dynamic_slice(eqn: Any, kinds: Kinds) -> RowKind | None:
     return kind if full else None
 
 
-def _dynamic_update_slice(eqn: Any, kinds: Kinds) -> RowKind | None:
+def _dynamic_update_slice(eqn: Equation, kinds: Kinds) -> RowKind | None:
     layout = shared_layout(kinds[:2])
     if layout is None or not kinds[0].rows or any(k.rows for k in kinds[2:]):
         return None

@@ -37,18 +37,21 @@ from zerojax.collectives.reduction import add_up, is_quantized, of_all
 from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.xla.types import AnyJaxpr, Atom, Aval, PyTree
 
-Trace = Callable[[Any], tuple[Any, Any]]
+Trace = Callable[[PyTree], tuple[AnyJaxpr, PyTree]]
 """Function from a batch to the jaxpr of the step, and the shapes of its results."""
 
 
-def accumulator(param: Any, dtype: Any) -> Any:
+def accumulator(
+    param: jax.typing.DTypeLike, dtype: jax.typing.DTypeLike | None
+) -> jax.typing.DTypeLike:
     """Returns the dtype in which gradients of dtype ``param`` are summed: ``dtype`` if given, else
     float32 at least."""
     return jnp.promote_types(param, jnp.float32) if dtype is None else dtype
 
 
-def flat_micro(trace: Trace, global_flat: Flat, batch: Any, roles: Roles) -> Flat:
+def flat_micro(trace: Trace, global_flat: Flat, batch: PyTree, roles: Roles) -> Flat:
     """Returns the step on a micro-batch.
 
     Args:
@@ -83,17 +86,17 @@ def _number_written_out(error: Exception, rows: int, global_rows: int) -> Uneven
     return uneven
 
 
-def rows_together(batch: Any) -> Any:
+def rows_together(batch: PyTree) -> PyTree:
     """Returns the shapes of the global batch: leaves [k, rows, ...] become [k * rows, ...]."""
     return _with_rows(batch, lambda k, rows: k * rows)
 
 
-def one_of(batch: Any, rows: int | None = None) -> Any:
+def one_of(batch: PyTree, rows: int | None = None) -> PyTree:
     """Returns the shapes of one micro-batch, with ``rows`` rows if given."""
     return _with_rows(batch, lambda _, own: rows or own)
 
 
-def _with_rows(batch: Any, rows: Callable[[int, int], int]) -> Any:
+def _with_rows(batch: PyTree, rows: Callable[[int, int], int]) -> PyTree:
     """Returns leaves [k, rows, ...] as shapes [rows(k, rows), ...], and scalars unchanged."""
     return jax.tree.map(
         lambda x: (
@@ -150,8 +153,8 @@ class MicroBatches:
     def __init__(
         self,
         trace: Trace,
-        global_jaxpr: Any,
-        batch: Any,
+        global_jaxpr: AnyJaxpr,
+        batch: PyTree,
         roles: Roles,
         k: int,
         blocks: int,
@@ -160,7 +163,7 @@ class MicroBatches:
         *,
         sharded: bool,
         lanes: Lanes | None = None,
-        dtype: Any,
+        dtype: jax.typing.DTypeLike | None,
         feedback: Reducer | None = None,
     ) -> None:
         self._k, self._blocks, self._inserter = k, blocks, inserter
@@ -169,7 +172,7 @@ class MicroBatches:
         self._want = [*want] or [None] * len(flat.outvars)
         self._wants = wanted.trace_back(flat, self._want, inserter.mesh)
         self._sharded, self._feedback = sharded and feedback is None, feedback
-        self._parameters: dict[Any, int] = {}
+        self._parameters: dict[Atom, int] = {}
         if feedback is not None:
             assert lanes is not None
             self.lanes: Lanes | None = lanes
@@ -193,7 +196,9 @@ class MicroBatches:
         """The programs of the step."""
         return self._divided.split
 
-    def _divide_into(self, lanes: Lanes, trace: Trace, flat: Flat, batch: Any) -> _Divided | None:
+    def _divide_into(
+        self, lanes: Lanes, trace: Trace, flat: Flat, batch: PyTree
+    ) -> _Divided | None:
         """Divides the step into each lane's micro-batches; returns None if lanes would change the
         numbers, or be slower."""
         axis = self._inserter.axis
@@ -215,7 +220,7 @@ class MicroBatches:
         return why
 
     def _divide_for(
-        self, feedback: Reducer, lanes: Lanes, trace: Trace, flat: Flat, batch: Any
+        self, feedback: Reducer, lanes: Lanes, trace: Trace, flat: Flat, batch: PyTree
     ) -> _Divided:
         """Divides the step into each lane's micro-batches; gradients are sent with their errors.
 
@@ -249,7 +254,7 @@ class MicroBatches:
         )
         return divided
 
-    def _divide(self, trace: Trace, flat: Flat, batch: Any) -> _Divided:
+    def _divide(self, trace: Trace, flat: Flat, batch: PyTree) -> _Divided:
         """Divides the step into the micro-batches of a batch with leaves [k, rows, ...]."""
         roles = self._roles
         small = flat_micro(trace, flat, batch, roles)
@@ -266,7 +271,9 @@ class MicroBatches:
             averaged,
         )
 
-    def __call__(self, args: Sequence[Any], replace: Mapping[str, Any]) -> list[Any]:
+    def __call__(
+        self, args: Sequence[Any], replace: Mapping[str, Callable[[jax.Array], jax.Array]]
+    ) -> list[jax.Array]:
         """Runs the step.
 
         Args:
@@ -285,7 +292,7 @@ class MicroBatches:
         rows = [i for i in self._roles.batch if jnp.ndim(args[i])]
         size = args[rows[0]].shape[1]
         # The values that depend only on the batch are computed from the global batch.
-        first: list[Any] = []
+        first: list[jax.Array] = []
         if split.first.outvars:
             global_args = list(args)
             for i in rows:
@@ -300,13 +307,15 @@ class MicroBatches:
 
         # A micro-batch takes the state from the one before, and the sums so far. It returns both,
         # its other reductions, and the results that each micro-batch computes.
-        def micro(state: tuple[Any, Any], slices: list[Any]) -> tuple[Any, Any]:
+        def micro(
+            state: tuple[list[jax.Array], list[jax.Array]], slices: list[jax.Array]
+        ) -> tuple[PyTree, PyTree]:
             passed, sums = state
             given = list(entering)
             for i, x in zip(split.carry, passed, strict=True):
                 given[i] = self._as_given(args[i], x)
 
-            def part(slices: Sequence[Any]) -> list[Any]:
+            def part(slices: Sequence[jax.Array]) -> list[jax.Array]:
                 for i, x in zip(rows, slices, strict=True):
                     given[i] = x
                 return micro_inserter(split.micro, [*given, *first], replace, want, rows=size)
@@ -353,14 +362,14 @@ class MicroBatches:
             results[i] = jnp.mean(results[i], axis=0)  # no results if k is 1
         return [results[i] for i in range(len(results))]
 
-    def _as_given(self, argument: Any, value: jax.Array) -> Any:
+    def _as_given(self, argument: object, value: jax.Array) -> jax.Array | Shard:
         """Shards state that one micro-batch passes to the next like the step's argument."""
         if not isinstance(argument, Shard):
             return value
         return Shard(self._inserter.constrain(value, argument.spec), argument.spec)
 
-    def _zero(self, x: Crossing, aval: Any) -> jax.Array:
-        dtype = aval.dtype
+    def _zero(self, x: Crossing, aval: Aval) -> jax.Array:
+        dtype: jax.typing.DTypeLike = aval.dtype
         if jnp.issubdtype(dtype, jnp.inexact):
             dtype = accumulator(dtype, None if x.spec is None else self._dtype)
         lane_dims = () if self.lanes is None else (self.lanes.number,)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +13,12 @@ from jax.extend import core
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.literals import with_global_sizes
+from zerojax.accumulation.pairs import EquationPair
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import LABELS, LINEAR, RESHAPES, SCALES
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation
 
 _ONE_TO_ONE = LABELS | RESHAPES | LINEAR | SCALES
 
@@ -34,7 +35,7 @@ class Crossing:
         use the value first convert it to float32 or wider.
     """
 
-    variable: Any
+    variable: Atom
     how: str
     spec: Spec | None
     wide: bool
@@ -72,11 +73,11 @@ def split(
     global_flat: Flat,
     micro_flat: Flat,
     analysis: Analysis,
-    first: Collection[Any],
+    first: Collection[Atom],
     stacked: Sequence[int],
-    carry: Mapping[int, Any],
-    wants: Mapping[Any, Spec],
-    prefer: Collection[Any] = (),
+    carry: Mapping[int, Atom],
+    wants: Mapping[Atom, Spec],
+    prefer: Collection[Atom] = (),
 ) -> Split:
     """Splits a step.
 
@@ -139,19 +140,19 @@ class _Once:
         self,
         global_flat: Flat,
         analysis: Analysis,
-        early: set[Any],
-        passed: set[Any],
-        wants: Mapping[Any, Spec],
-        prefer: Collection[Any],
+        early: set[Atom],
+        passed: set[Atom],
+        wants: Mapping[Atom, Spec],
+        prefer: Collection[Atom],
     ) -> None:
         self._analysis, self._wants, self._prefer = analysis, wants, prefer
         self._available = {*global_flat.invars, *global_flat.constvars, *early}
         self._passed, self._graph = passed, graph_of(global_flat)
         self.eqns: set[int] = set()
-        self.crossing: dict[Any, None] = {}
-        self.last: dict[Any, None] = {}
+        self.crossing: dict[Atom, None] = {}
+        self.last: dict[Atom, None] = {}
 
-    def need(self, atoms: Iterable[Any]) -> None:
+    def need(self, atoms: Iterable[Atom]) -> None:
         """Adds the equations that compute these values once, and the values that they need from the
         micro-batches: each crosses, or is taken from the last micro-batch."""
         left = list(atoms)
@@ -170,7 +171,7 @@ class _Once:
                 assert kind.name in ("fixed", "global"), kind
                 left += self._take(v)
 
-    def _take(self, v: Any) -> list[Any]:
+    def _take(self, v: Atom) -> list[Atom]:
         """Adds the equation of a variable to those that run once, and returns its operands."""
         eqn = self._graph.producer(v)
         if (i := self._graph.place(eqn)) in self.eqns:
@@ -178,7 +179,7 @@ class _Once:
         self.eqns.add(i)
         return list(eqn.invars)
 
-    def _cross(self, v: Any) -> list[Any]:
+    def _cross(self, v: Atom) -> list[Atom]:
         """Lets a value cross as early as it is known element by element, so that all uses share the
         crossing; returns further operands of the equations in between."""
         chain = [v]
@@ -190,7 +191,7 @@ class _Once:
         self.crossing[chain[position]] = None
         return [x for y in chain[:position] for x in self._take(y) if x not in chain]
 
-    def _one_to_one(self, v: Any) -> Any:
+    def _one_to_one(self, v: Atom) -> Atom | None:
         """Returns the reduced value that ``v`` is computed from element by element, or None."""
         if (eqn := self._graph.producer(v)) is None:
             return None
@@ -203,7 +204,7 @@ class _Once:
         alike = number.aval.size == v.aval.size and _same_sort(number, v)
         return number if alike and number not in self._available else None
 
-    def taken_wide(self, v: Any) -> bool:
+    def taken_wide(self, v: Atom) -> bool:
         """Returns whether all uses that run once first convert the value to float32 or wider."""
         if self._graph.returned(v):
             return False
@@ -218,7 +219,7 @@ class _Once:
                 return False
         return True
 
-    def effects(self) -> list[Any]:
+    def effects(self) -> list[EquationPair]:
         """Adds equations with effects (prints) on values that are known once, and returns them."""
         effects = []
         for i, pair in enumerate(self._analysis.pairs):
@@ -231,16 +232,16 @@ class _Once:
         return effects
 
 
-def _is_half(v: Any) -> bool:
+def _is_half(v: Atom) -> bool:
     return jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.dtype.itemsize < 4
 
 
-def _same_sort(one: Any, other: Any) -> bool:
+def _same_sort(one: Atom, other: Atom) -> bool:
     a, b = one.aval.dtype, other.aval.dtype
     return a == b or (jnp.issubdtype(a, jnp.floating) and jnp.issubdtype(b, jnp.floating))
 
 
-def _micro_variables(global_flat: Flat, micro_flat: Flat, analysis: Analysis) -> dict[Any, Any]:
+def _micro_variables(global_flat: Flat, micro_flat: Flat, analysis: Analysis) -> dict[Atom, Atom]:
     """Maps variables of the global batch's trace to those of the micro-batch's."""
     micro_of = dict(
         zip(
@@ -254,22 +255,22 @@ def _micro_variables(global_flat: Flat, micro_flat: Flat, analysis: Analysis) ->
     return micro_of
 
 
-def _read(micro_of: Mapping[Any, Any], atom: Any) -> Any:
+def _read(micro_of: Mapping[Atom, Atom], atom: Atom) -> Atom:
     return atom if isinstance(atom, core.Literal) else micro_of[atom]
 
 
 def _pruned(
     flat: Flat,
-    eqns: Sequence[Any],
-    more: Sequence[Any],
-    outs: Sequence[Any],
+    eqns: Sequence[Equation],
+    more: Sequence[Atom],
+    outs: Sequence[Atom],
     keep: Collection[int] = (),
 ) -> Flat:
     """Returns the part of a program that computes ``outs`` from its arguments and ``more``.
     Equations at the positions ``keep`` are kept."""
     needed = {*jaxprs.variables(outs)}
     given = {*more}
-    kept: list[Any] = []
+    kept: list[Equation] = []
     for i, eqn in reversed([*enumerate(eqns)]):
         if i in keep or any(v in needed and v not in given for v in eqn.outvars):
             kept.append(eqn)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
 from zerojax.accumulation.kinds import Kinds, RowKind, together
 from zerojax.accumulation.reductions import REDUCES
 from zerojax.graph.primitives import ADDITIVE, ADDITIVE_TOGETHER, MOVES, READS, SCATTER_ADDS
+from zerojax.xla.types import Equation
 
 
-def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
+def reduced(eqn: Equation, kinds: Kinds) -> RowKind | None:
     """Returns the kind of the result if it is a reduction of the same sort, else None.
 
     Args:
@@ -54,7 +53,7 @@ def reduced(eqn: Any, kinds: Kinds) -> RowKind | None:
     return None
 
 
-def _keeps(eqn: Any, kind: str) -> bool:
+def _keeps(eqn: Equation, kind: str) -> bool:
     """Returns whether a conversion commutes with the reduction."""
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     if kind in ("and", "or"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import primitives as prims
@@ -22,6 +22,7 @@ from zerojax.graph.primitives import LINEAR, PRODUCTS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 NEAR = 16
 """The most equations between adjacent uses."""
@@ -32,12 +33,12 @@ GatheredArrays = dict[int, tuple[Shard, jax.Array]]
 """By ``id`` of a shard, the shard and its unsharded array."""
 
 
-def uses(jaxpr: Any) -> dict[int, GatheredArrays]:
+def uses(jaxpr: Jaxpr) -> dict[int, GatheredArrays]:
     """Returns the gathers that adjacent products with a common operand share, by ``id`` of their
     equations. Neither product needs the other's result, unlike those of the backward pass, which
     need the forward pass."""
     graph = graph_of(jaxpr)
-    firsts: dict[Any, tuple[int, Any]] = {}
+    firsts: dict[Atom, tuple[int, Equation]] = {}
     shared: dict[int, GatheredArrays] = {}
     products = graph.named(*PRODUCTS)
     for i, eqn in sorted((graph.place(eqn), eqn) for eqn in products):
@@ -51,7 +52,7 @@ def uses(jaxpr: Any) -> dict[int, GatheredArrays]:
     return shared
 
 
-def _produced_after(graph: Graph, at: int, operands: Sequence[Any]) -> bool:
+def _produced_after(graph: Graph, at: int, operands: Sequence[Atom]) -> bool:
     """Returns whether an equation after place ``at`` produces one of the operands."""
     producers = [eqn for v in operands if (eqn := graph.producer(v)) is not None]
     return any(graph.place(eqn) > at for eqn in producers)
@@ -65,11 +66,11 @@ class Sums(NamedTuple):
       added: The values from which they are computed, back to products, which are not reduced.
     """
 
-    reduced: set[Any]
-    added: set[Any]
+    reduced: set[Atom]
+    added: set[Atom]
 
 
-def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh, *, of_layer: bool = False) -> Sums:
+def sums(jaxpr: Jaxpr, wants: Mapping[Atom, Spec], mesh: Mesh, *, of_layer: bool = False) -> Sums:
     """Finds sums of adjacent products. Sums of products farther from each other are included if
     together they have no more elements than the largest gradient, or if ``of_layer``: their terms
     stay unsharded until the last term exists.
@@ -100,12 +101,12 @@ def sums(jaxpr: Any, wants: Mapping[Any, Spec], mesh: Mesh, *, of_layer: bool = 
     return Sums(near.reduced | far.reduced, near.added | far.added)
 
 
-def _terms(eqn: Any, graph: Graph) -> Any:
+def _terms(eqn: Equation, graph: Graph) -> set[Atom] | None:
     """Returns the variables from which a sum is computed, back to products. None if one of them is
     computed otherwise, or has another use, or if the products add up different numbers of rows: one
     of them may not be a sum over the batch, and XLA does not reduce-scatter a sum that needs
     reduction only in part."""
-    terms: set[Any] = set()
+    terms: set[Atom] = set()
     rows: set[int] = set()
     pending = jaxprs.variables(eqn.invars)
     if len(pending) != len(eqn.invars):

@@ -9,7 +9,7 @@ more, since the last iteration gathers its own layer again; that result is unuse
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from zerojax.collectives.shard import HostStack, Shard
 from zerojax.collectives.uses import Uses
 from zerojax.plan import layout
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
 
 LEAST = 16
 """The fewest iterations of a loop that gathers ahead: in a shorter loop the additional gather costs
@@ -39,8 +40,11 @@ class PrefetchedStacks:
       gatherer: Gathers parameters.
     """
 
+    _length: int
+    _reverse: bool
+
     def __init__(
-        self, eqn: Any, xs: Sequence[Any], dtypes: Mapping[int, jnp.dtype], gatherer: Gatherer
+        self, eqn: Equation, xs: Sequence[Any], dtypes: Mapping[int, jnp.dtype], gatherer: Gatherer
     ) -> None:
         self._xs, self._dtypes, self._gatherer = xs, dtypes, gatherer
         self._length, self._reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
@@ -54,18 +58,18 @@ class PrefetchedStacks:
         step = -1 if self._reverse else 1
         return jnp.clip(jnp.arange(self._length) + step, 0, self._length - 1)
 
-    def read(self, index: Any) -> list[jax.Array]:
+    def read(self, index: jax.Array | int) -> list[jax.Array]:
         """Fetches or gathers the entries at ``index`` of the stacks that are read ahead."""
         fetched = [self._fetched(x, index) for x in self._xs if on_host(x)]
         gathered = (self._gathered(self._xs[i], d, index) for i, d in self._dtypes.items())
         return [*fetched, *gathered]
 
-    def _fetched(self, x: Any, index: Any) -> jax.Array:
+    def _fetched(self, x: Shard | HostStack, index: jax.Array | int) -> jax.Array:
         value = entry(x.value, index)
         spec = None if isinstance(x, HostStack) else x.spec[1:]
         return value if spec is None else self._gatherer.constrain(value, spec)
 
-    def _gathered(self, x: Shard, dtype: jnp.dtype, index: Any) -> jax.Array:
+    def _gathered(self, x: Shard, dtype: jnp.dtype, index: jax.Array | int) -> jax.Array:
         shard = lax.dynamic_index_in_dim(x.value, index, keepdims=False)
         shard = self._gatherer.constrain(shard, x.spec[1:])
         quantized = x.gathering.quantized
@@ -76,11 +80,11 @@ class PrefetchedStacks:
         with self._gatherer.ledger.place(decisions.BEFORE_LOOP, "the first iteration's layer"):
             return self.read(self._length - 1 if self._reverse else 0)
 
-    def rest(self) -> list[Any]:
+    def rest(self) -> list[object]:
         """Returns the stacks that the loop itself slices: those on the devices."""
         return [x.value if isinstance(x, Shard) else x for x in self._xs if not on_host(x)]
 
-    def merged(self, come: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+    def merged(self, come: Sequence[jax.Array], rest: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns one iteration's entries of all stacks, sharded, in the order of ``xs``."""
         prefetched, sliced = iter(come), iter(rest)
         return [next(prefetched) if on_host(x) else next(sliced) for x in self._xs]
@@ -99,7 +103,7 @@ class PrefetchedStacks:
         stacks."""
         return zip(self._dtypes, come[len(come) - len(self._dtypes) :], strict=True)
 
-    def hold(self, carry: list[Any], coming: Sequence[jax.Array]) -> list[Any]:
+    def hold(self, carry: list[jax.Array], coming: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the carried values of an iteration. If a rematerialised block runs again in the
         loop, the largest of them, the cotangents, wait for the gathered arrays: XLA then overlaps
         the gather with the block's forward pass. Otherwise the gather would come after all
@@ -116,7 +120,7 @@ class PrefetchedStacks:
 
 
 def decide(
-    eqn: Any, xs: Sequence[Any], gatherer: Gatherer, *, gathers: bool
+    eqn: Equation, xs: Sequence[object], gatherer: Gatherer, *, gathers: bool
 ) -> dict[int, jnp.dtype]:
     """Returns, by position, the dtypes of the stacks whose layers a scan gathers one iteration
     ahead.
@@ -137,13 +141,13 @@ def decide(
     return {i: dtype for i, dtype in dtypes.items() if dtype is not None}
 
 
-def _is_shard(x: Any, axis: str) -> bool:
+def _is_shard(x: Any, axis: str) -> TypeGuard[Shard]:
     """Returns whether a value is a sharded parameter on the devices, without a rounded copy."""
     sharded = isinstance(x, Shard) and is_sharded(x.spec, axis)
     return sharded and not x.gathering.host and not x.is_rounded
 
 
-def gathered_dtype(eqn: Any, i: int, x: Shard, uses: Uses) -> jnp.dtype | None:
+def gathered_dtype(eqn: Equation, i: int, x: Shard, uses: Uses) -> jnp.dtype | None:
     """Returns the dtype in which a scan gathers ahead the layers of ``x``, stack ``i`` of those it
     reads; None if it does not. ``uses`` has ``surely`` set."""
     if jaxprs.param(eqn, "length") < LEAST:

@@ -24,6 +24,7 @@ from zerojax.collectives.shard import ReducedGradient
 from zerojax.graph.def_use import graph_of
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 
 class DeferredReductions:
@@ -38,9 +39,12 @@ class DeferredReductions:
       gatherer: Reduces gradients.
     """
 
+    _length: int
+    _reverse: bool
+
     def __init__(
         self,
-        eqn: Any,
+        eqn: Equation,
         want: Sequence[Spec | None],
         behind: Mapping[int, RowSum],
         gatherer: Gatherer,
@@ -52,7 +56,7 @@ class DeferredReductions:
         self._deferred: set[int] = set()  # positions whose partial sums are deferred
 
     @property
-    def row_sums(self) -> dict[Any, RowSum]:
+    def row_sums(self) -> dict[Atom, RowSum]:
         """By variable, the sum that produces the partial sums."""
         return {each.eqn.outvars[0]: each for each in self._behind.values()}
 
@@ -134,7 +138,7 @@ class DeferredReductions:
 
 
 def decide(
-    eqn: Any, want: Sequence[Spec | None], gatherer: Gatherer, rows: int | None
+    eqn: Equation, want: Sequence[Spec | None], gatherer: Gatherer, rows: int | None
 ) -> dict[int, RowSum]:
     """Returns, by position of a stack, the sum of each gradient that a scan reduces one iteration
     later.
@@ -157,17 +161,17 @@ def decide(
     return {i: row_sum for i, row_sum in sums.items() if row_sum is not None}
 
 
-def _put(stack: jax.Array, entry: Any, at: Any) -> jax.Array:
+def _put(stack: jax.Array, entry: jax.typing.ArrayLike, at: jax.Array | int) -> jax.Array:
     return lax.dynamic_update_index_in_dim(stack, entry, at, 0)
 
 
 def _row_sum(
-    jaxpr: Any,
-    v: Any,
+    jaxpr: Jaxpr,
+    v: Atom,
     spec: Spec | None,
     gatherer: Gatherer,
     rows: int,
-    after: tuple[Any, ...] = (),
+    after: tuple[Equation, ...] = (),
 ) -> RowSum | None:
     """Returns the sum over rows that produces ``v``, perhaps within calls, and has no other use;
     None if there is no such sum, or if not every device could reduce a shard of it."""

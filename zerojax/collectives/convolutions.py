@@ -8,7 +8,6 @@ numbers for it, or builds a program that XLA's verifier rejects.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.extend.core import primitives as prims
@@ -17,9 +16,10 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.graph.search import contains, runs_regions
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
 
 
-def has_rows_for_groups(eqn: Any, rows: int | None, devices: int) -> bool:
+def has_rows_for_groups(eqn: Equation, rows: int | None, devices: int) -> bool:
     """Returns whether an equation is, or contains, a convolution with a group for each row.
 
     Groups are taken for rows if the devices can share the groups and no other dimension, or if
@@ -33,7 +33,7 @@ def has_rows_for_groups(eqn: Any, rows: int | None, devices: int) -> bool:
     return devices > 1 and contains(eqn, _is_grouped_by_rows, rows, devices, enters=runs_regions)
 
 
-def _is_grouped_by_rows(eqn: Any, rows: int | None, n: int) -> bool:
+def _is_grouped_by_rows(eqn: Equation, rows: int | None, n: int) -> bool:
     """Returns whether an equation is such a convolution, for ``n`` devices."""
     if eqn.primitive is not prims.conv_general_dilated_p:
         return False
@@ -48,7 +48,7 @@ def _is_grouped_by_rows(eqn: Any, rows: int | None, n: int) -> bool:
     return jaxprs.is_batched(eqn) and not rows_in_batch
 
 
-def on_own_rows(eqn: Any, values: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
+def on_own_rows(eqn: Equation, values: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
     """Runs such a convolution on each device's own rows; operands may be sharded or not."""
     axes, n = batch_axes(mesh), batch_devices(mesh)
     lhs, rhs, out = jaxprs.param(eqn, "dimension_numbers")
@@ -70,7 +70,7 @@ def on_own_rows(eqn: Any, values: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
     return result
 
 
-def _groups(eqn: Any) -> tuple[str, int]:
+def _groups(eqn: Equation) -> tuple[str, int]:
     """Returns the name of the parameter that counts the groups, and their number."""
     name = "feature_group_count"
     if jaxprs.param(eqn, name) == 1:

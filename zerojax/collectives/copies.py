@@ -14,9 +14,10 @@ from zerojax.collectives.uses import CAST
 from zerojax.collectives.widening import unsharded_of
 from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
 
 
-def follow(eqn: Any, values: Sequence[Any], axis: str) -> UnshardedCopy | None:
+def follow(eqn: Equation, values: Sequence[object], axis: str) -> UnshardedCopy | None:
     """Returns the unsharded copy of the result of an equation on shards and scalars; None if it is
     unknown.
 

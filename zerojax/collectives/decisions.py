@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.hlo.traffic import ring_bytes
 from zerojax.plan import layout
+from zerojax.xla.types import Equation
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE = "all-to-all"
@@ -47,7 +48,7 @@ class Decision:
     where: str = dataclasses.field(compare=False)
     reason: str = dataclasses.field(compare=False)
     partly: bool = False
-    calls: tuple[Any, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    calls: tuple[Equation, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def of_gradient(self) -> bool:
@@ -62,7 +63,7 @@ class Decision:
         return round(ring_bytes(self.kind, self.payload, self.devices))
 
 
-def group(cut: Sequence[Any], less: Sequence[Any], mesh: Mesh | AbstractMesh) -> int:
+def group(cut: Sequence[object], less: Sequence[object], mesh: Mesh | AbstractMesh) -> int:
     """Returns the number of devices whose shards by ``cut`` form one shard by ``less``."""
     return _shards(cut, mesh) // _shards(less, mesh)
 
@@ -73,12 +74,16 @@ def summed_over(mesh: Mesh | AbstractMesh) -> int:
 
 
 def payload(
-    shape: Sequence[int], dtype: Any, cut: Sequence[Any], less: Sequence[Any], mesh: Any
+    shape: Sequence[int],
+    dtype: np.dtype,
+    cut: Sequence[object],
+    less: Sequence[object],
+    mesh: Mesh | AbstractMesh,
 ) -> int:
     """Returns the bytes of the shards by ``cut`` that form one device's shard by ``less``."""
     shard = math.prod(layout.shard_shape(shape, cut, mesh))
     return shard * group(cut, less, mesh) * jnp.dtype(dtype).itemsize
 
 
-def _shards(spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> int:
+def _shards(spec: Sequence[object], mesh: Mesh | AbstractMesh) -> int:
     return math.prod(layout.parts(entry, mesh) for entry in spec)

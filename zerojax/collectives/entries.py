@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from zerojax.collectives.gathering import is_sharded, plain
 from zerojax.collectives.shard import Gathering, MovedStack, Shard, UnshardedCopy
@@ -18,7 +19,7 @@ class _Form(NamedTuple):
     stack if it is known, also in the layout that a loop reads, and whether it is quantized."""
 
     spec: Spec
-    dtypes: tuple[Any, ...]
+    dtypes: tuple[np.dtype, ...]
     gathered: UnshardedCopy | None
     quantized: bool
 
@@ -40,17 +41,20 @@ class Entries:
         or None.
     """
 
-    def __init__(self, xs: Sequence[Any], axis: str) -> None:
+    def __init__(self, xs: Sequence[object], axis: str) -> None:
         self._xs, self._axis = xs, axis
         self.read = [narrowest(x) for x in xs]
         self.rounded = [_as_read(x) for x in xs]
-        self._gathered_entries: list[tuple[Any, Any]] = []
+        self._gathered_entries: list[tuple[object, Any]] = []
         self._brief = False  # whether an iteration has gathered arrays that are freed at its end
         self._forms: dict[int, _Form] = {}
 
     def operands(
-        self, entries: Sequence[Any], rounded: Sequence[Any], ahead: Sequence[Any]
-    ) -> list[Any]:
+        self,
+        entries: Sequence[jax.Array],
+        rounded: Sequence[jax.Array | None],
+        ahead: Sequence[jax.Array | None],
+    ) -> list[Shard | jax.Array]:
         """Returns one iteration's operands, from its entries of ``read`` and ``rounded``, and from
         the entries that were prefetched, with None for the others; see
         :class:`zerojax.collectives.ahead.PrefetchedStacks`."""
@@ -59,13 +63,13 @@ class Entries:
         known = [a if r is None else r for r, a in zip(rounded, ahead, strict=True)]
         return list(map(self._operand, self._xs, entries, known))
 
-    def _operand(self, x: Any, entry: jax.Array, known: jax.Array | None) -> Any:
+    def _operand(self, x: object, entry: jax.Array, known: jax.Array | None) -> Shard | jax.Array:
         if not isinstance(x, Shard):
             return entry
         shard = widened(x.with_value(entry, x.spec[1:]).with_copy(known), widenings(x))
         return shard if is_sharded(x.spec, self._axis) else shard.value
 
-    def stack(self, i: int, y: Any) -> Any:
+    def stack(self, i: int, y: object) -> object:
         """Returns the array that the loop stacks for its result ``i``: for a shard its narrowest
         form, or the unsharded copy if it is not an entry of a gathered stack, nor freed."""
         if not isinstance(y, Shard):
@@ -79,7 +83,7 @@ class Entries:
         self._forms[i] = _Form(y.spec, widenings(y), gathered, y.gathering.quantized)
         return plain(narrowest(y))
 
-    def stacked(self, i: int, y: jax.Array) -> Any:
+    def stacked(self, i: int, y: jax.Array) -> Shard | jax.Array:
         """Returns the stack of result ``i``, from the array that the loop has stacked."""
         if i not in self._forms:
             return y
@@ -88,7 +92,7 @@ class Entries:
         return widened(Shard(y, (None, *form.spec), form.gathered, gathering), form.dtypes)
 
 
-def _as_read(x: Any) -> jax.Array | MovedStack | None:
+def _as_read(x: object) -> jax.Array | MovedStack | None:
     """Returns the copy of a stack that was gathered in a narrower dtype, in the layout that a loop
     reads; None if there is none."""
     if not isinstance(x, Shard) or x.gathered is None or not x.is_rounded:

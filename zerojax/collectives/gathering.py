@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED, Sent, block_of
 from zerojax.trace import marks
+from zerojax.xla.types import Atom, Equation
+
+T = TypeVar("T")
 
 # By the name of a mark, the function that replaces the mark: from its operand to its result.
 Replacements = Mapping[str, Callable[[jax.Array], jax.Array]]
@@ -82,17 +85,17 @@ class Scope:
     cotangent: jax.Array | None = None
     batch_rows: int | None = None
     behind: bool = False
-    row_sums: Mapping[Any, Any] = field(default_factory=dict)
+    row_sums: Mapping[Atom, Any] = field(default_factory=dict)
     of_layer: bool = False
     of_step: bool = False
 
-    def as_filled(self, value: Any) -> Any:
+    def as_filled(self, value: T) -> Shard | T:
         """Returns the gathered version of ``value`` if a loop in the scope has gathered it."""
         return self.filled.get(id(value), (value, value))[1]
 
     def inner(
         self,
-        row_sums: Mapping[Any, Any] | None = None,
+        row_sums: Mapping[Atom, Any] | None = None,
         *,
         of_layer: bool = False,
         of_step: bool = False,
@@ -109,7 +112,7 @@ class Scope:
             of_step=of_step,
         )
 
-    def replaces(self, eqn: Any) -> bool:
+    def replaces(self, eqn: Equation) -> bool:
         """Returns whether an equation is, or contains, a mark that is replaced."""
         return any(marks.holds(eqn, name) for name in self.replace)
 
@@ -172,14 +175,14 @@ class Gatherer:
         summed first; 1 if the number differs between hosts."""
         return near(self.mesh, self.axis)
 
-    def constrain(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
+    def constrain(self, value: jax.Array, spec: Sequence[object]) -> jax.Array:
         """Constrains ``value`` to a spec; on lanes, returns ``value`` unchanged if the spec names
         an axis of the lanes."""
         if not self._lane_axes.isdisjoint(name for entry in spec for name in layout.axes(entry)):
             return value
         return self.constrain_always(value, spec)
 
-    def constrain_always(self, value: jax.Array, spec: Sequence[Any]) -> jax.Array:
+    def constrain_always(self, value: jax.Array, spec: Sequence[object]) -> jax.Array:
         """Constrains ``value`` to a spec, on lanes too: for a parameter, or a value computed from
         parameters only, which all lanes have in common and their axes may shard."""
         return lax.with_sharding_constraint(value, layout.sharding(self.mesh, spec))
@@ -192,13 +195,13 @@ class Gatherer:
             return value
         if value.shape[at] % batch_devices(self.mesh):
             return value
-        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * value.ndim
+        entries: list[object] = [PartitionSpec.UNCONSTRAINED] * value.ndim
         entries[at] = batch_axes(self.mesh)
         sharding = NamedSharding(self.mesh, PartitionSpec(*entries))
         return lax.with_sharding_constraint(value, sharding)
 
     def all_gather(
-        self, value: jax.Array, spec: Sequence[Any], *, quantized: bool = False
+        self, value: jax.Array, spec: Sequence[object], *, quantized: bool = False
     ) -> jax.Array:
         """All-gathers a shard over the shard axis, after a constraint to its current spec:
         otherwise XLA may move the cast that produced the shard past the gather and send twice the
@@ -215,14 +218,14 @@ class Gatherer:
             spec = less
         return pinned
 
-    def _block(self, value: jax.Array, spec: Sequence[Any]) -> tuple[int, ...] | None:
+    def _block(self, value: jax.Array, spec: Sequence[object]) -> tuple[int, ...] | None:
         """Returns the extent of a quantized block in each dimension; None without blocks."""
         return block_of(value.shape, tuple(spec), self.mesh, self.axis, self.sent.weights)
 
     def _as_codes(
         self,
         value: jax.Array,
-        spec: Sequence[Any],
+        spec: Sequence[object],
         block: Sequence[int],
         gather: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
@@ -233,7 +236,7 @@ class Gatherer:
         return dequantize(codes, scales, form, value.dtype)
 
     def secondary(
-        self, value: jax.Array, spec: Sequence[Any], partly: Spec, *, quantized: bool = False
+        self, value: jax.Array, spec: Sequence[object], partly: Spec, *, quantized: bool = False
     ) -> jax.Array:
         """All-gathers a shard between partitions; a later gather within a partition completes it. A
         barrier keeps XLA from gathering over both at once."""
@@ -334,18 +337,18 @@ class Gatherer:
             return self.constrain(gradient, spec)
         return self.scatter(gradient, spec)
 
-    def on_device(self, v: Shard, scope: Scope) -> Any:
+    def on_device(self, v: Shard, scope: Scope) -> Shard | jax.Array:
         """Brings a parameter from host memory to the device: as a shard, or unsharded if its spec
         is without the shard axis."""
         if layout.without(v.spec, self.axis) == v.spec:
             return self.gather(v, scope, ())
         return v.with_value(self.constrain(fetch_to_device(v.value), v.spec))
 
-    def gather_all(self, values: Sequence[Any], scope: Scope) -> list[Any]:
+    def gather_all(self, values: Sequence[Shard | T], scope: Scope) -> list[jax.Array | T]:
         """Returns the operands of one equation, with the shards among them gathered."""
         return [self.gather(v, scope, values) if isinstance(v, Shard) else v for v in values]
 
-    def all_known(self, values: Sequence[Any], scope: Scope) -> list[Any]:
+    def all_known(self, values: Sequence[object], scope: Scope) -> list[Any]:
         """Returns operands with unsharded arrays in place of the shards that were gathered in
         advance; at stages 1 and 2 in place of all shards except those that were gathered in a
         narrower dtype, and those that a loop gathers."""
@@ -364,11 +367,11 @@ def is_sharded(spec: Spec, axis: str) -> bool:
     return layout.without(spec, axis) != spec
 
 
-def is_gathered(value: Any) -> bool:
+def is_gathered(value: object) -> TypeGuard[Shard]:
     """Returns whether ``value`` is a shard that was gathered in advance, in its own dtype."""
     return isinstance(value, Shard) and value.unsharded is not None
 
 
-def plain(value: Any) -> Any:
+def plain(value: Shard | T) -> jax.Array | T:
     """Returns the sharded array of a shard; other values unchanged."""
     return value.value if isinstance(value, Shard) else value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,11 @@ from zerojax.graph.search import contains
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
 
 
 def bind_summed(
-    eqn: Any,
+    eqn: Equation,
     values: Sequence[jax.Array],
     specs: Sequence[Spec | None],
     gatherer: Gatherer,
@@ -62,7 +62,7 @@ def bind_summed(
 
 
 def _sent_instead(
-    eqn: Any, values: Sequence[jax.Array], specs: Sequence[Spec | None], gatherer: Gatherer
+    eqn: Equation, values: Sequence[jax.Array], specs: Sequence[Spec | None], gatherer: Gatherer
 ) -> contextlib.ExitStack[bool | None]:
     """Records the collectives that XLA emits for an equation instead of a reduce-scatter of its
     result; returns their contexts."""
@@ -88,7 +88,7 @@ def _sent_instead(
 
 
 def _bind_quantized(
-    eqn: Any, values: Sequence[jax.Array], spec: Spec, gatherer: Gatherer, rows: int | None
+    eqn: Equation, values: Sequence[jax.Array], spec: Spec, gatherer: Gatherer, rows: int | None
 ) -> jax.Array | None:
     """Returns the result of an equation, summed over the devices in quantized form; None if the
     device's partial sums are unknown, or are not sent quantized."""
@@ -105,7 +105,7 @@ def _bind_quantized(
     return None
 
 
-def at_one_index(eqn: Any) -> bool:
+def at_one_index(eqn: Equation) -> bool:
     """Returns whether an equation is a scatter at one index, or a jitted function that contains
     one.
 
@@ -116,21 +116,21 @@ def at_one_index(eqn: Any) -> bool:
     return contains(eqn, _scatters_once, enters=_is_jitted)
 
 
-def _scatters_once(eqn: Any) -> bool:
+def _scatters_once(eqn: Equation) -> bool:
     scatters = eqn.primitive.name.startswith("scatter")
     return scatters and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
 
 
-def _is_jitted(eqn: Any) -> bool:
+def _is_jitted(eqn: Equation) -> bool:
     return eqn.primitive is prims.jit_p
 
 
-def _few_rows(eqn: Any) -> bool:
+def _few_rows(eqn: Equation) -> bool:
     table, _, rows = eqn.invars
     return rows.aval.size <= table.aval.size
 
 
-def can_split(eqn: Any, groups: int) -> bool:
+def can_split(eqn: Equation, groups: int) -> bool:
     """Returns whether an equation is the gradient of a lookup for tokens [rows, positions], whose
     rows divide among the groups. A lookup in a table of positions has no rows."""
     if eqn.primitive is not prims.scatter_add_p:
@@ -140,7 +140,7 @@ def can_split(eqn: Any, groups: int) -> bool:
     return not batching and indices.ndim > 2 and indices.shape[0] % groups == 0
 
 
-def by_group(eqn: Any, values: Sequence[jax.Array], groups: int) -> jax.Array:
+def by_group(eqn: Equation, values: Sequence[jax.Array], groups: int) -> jax.Array:
     """Returns the sum that each of ``groups`` adds to a table: [groups, *table].
 
     XLA's partitioner sums a scatter over all devices at once, but a product within each group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend import core
 from jax.extend.core import primitives as prims
@@ -17,6 +17,7 @@ from zerojax.graph.reach import DEPENDS
 from zerojax.graph.regions import Region, regions
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
 MOST = 1_000_000_000
 """The most elements of parameters, and of their gradients, that one loop holds unsharded:
@@ -25,7 +26,7 @@ DeepSpeed's default of ``stage3_max_live_parameters``."""
 SAME_ELEMENTS = LABELS | LINEAR | {"transpose"}
 
 
-def decide(jaxpr: Any, consts: Sequence[Any], mesh: Mesh) -> set[int]:
+def decide(jaxpr: AnyJaxpr, consts: Sequence[object], mesh: Mesh) -> set[int]:
     """Returns the positions of a loop's constants that are gathered before the loop: those that
     each iteration needs unsharded; none if they exceed :data:`MOST` elements.
 
@@ -53,13 +54,15 @@ class _Needs(NamedTuple):
 
     mesh: Mesh
 
-    def unsharded(self, jaxpr: Any, v: Any, spec: Spec, varies: Mapping[Any, bool]) -> bool:
+    def unsharded(self, jaxpr: Jaxpr, v: Atom, spec: Spec, varies: Mapping[Atom, bool]) -> bool:
         """Returns whether an open jaxpr needs all of ``v`` at once. ``varies`` is True for the
         variables that differ between iterations."""
         users = graph_of(jaxpr).users(v)
         return any(self._by(jaxpr, *use, spec, varies) for use in users)
 
-    def _by(self, jaxpr: Any, eqn: Any, i: int, spec: Spec, varies: Mapping[Any, bool]) -> bool:
+    def _by(
+        self, jaxpr: Jaxpr, eqn: Equation, i: int, spec: Spec, varies: Mapping[Atom, bool]
+    ) -> bool:
         """Returns whether an equation needs all of its operand ``i`` at once."""
         if eqn.primitive.name in SAME_ELEMENTS:
             moved = propagate.forward(eqn, spec, self.mesh)
@@ -72,7 +75,7 @@ class _Needs(NamedTuple):
         return not inner or any(self._inside(each, eqn, i, spec, varies) for each in inner)
 
     def _inside(
-        self, region: Region, eqn: Any, i: int, spec: Spec, varies: Mapping[Any, bool]
+        self, region: Region, eqn: Equation, i: int, spec: Spec, varies: Mapping[Atom, bool]
     ) -> bool:
         """Returns whether a program inside an equation needs all of the equation's operand ``i`` at
         once."""

@@ -19,7 +19,7 @@ from jax import lax
 from zerojax.collectives.shard import HostStack, Shard
 
 
-def on_host(v: Any) -> bool:
+def on_host(v: object) -> bool:
     """Returns whether a value of the body is in host memory."""
     return isinstance(v, HostStack) or (isinstance(v, Shard) and v.gathering.host)
 
@@ -36,15 +36,15 @@ class Fetchable(Protocol):
 
     def fetched(self) -> jax.Array: ...
 
-    def entry(self, index: Any) -> jax.Array: ...
+    def entry(self, index: jax.Array | int) -> jax.Array: ...
 
 
-def fetch_to_device(x: Any) -> jax.Array:
+def fetch_to_device(x: jax.Array | Fetchable) -> jax.Array:
     """Brings an array in host memory, or a :class:`Fetchable`, to the device."""
     return x.fetched() if isinstance(x, Fetchable) else jax.device_put(x, jax.memory.Space.Device)
 
 
-def entry(x: Any, index: Any) -> jax.Array:
+def entry(x: jax.Array | Fetchable, index: jax.Array | int) -> jax.Array:
     """Brings one entry of a stack in host memory, or of a :class:`Fetchable`, to the device."""
     if isinstance(x, Fetchable):
         return x.entry(index)
@@ -60,13 +60,13 @@ class Unpadded:
       shape: The shape without padding.
     """
 
-    stored: Any
+    stored: jax.Array | Fetchable
     shape: tuple[int, ...]
 
     def fetched(self) -> jax.Array:
         return fetch_to_device(self.stored)[tuple(map(slice, self.shape))]
 
-    def entry(self, index: Any) -> jax.Array:
+    def entry(self, index: jax.Array | int) -> jax.Array:
         return entry(self.stored, index)[tuple(map(slice, self.shape[1:]))]
 
 

@@ -60,6 +60,7 @@ from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED, Sent
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Equation
 
 
 class Inserter(Scans):
@@ -99,8 +100,8 @@ class Inserter(Scans):
 
     def __call__(
         self,
-        closed: Any,
-        args: Sequence[Any],
+        closed: AnyJaxpr,
+        args: Sequence[object],
         replace: Replacements | None = None,
         want: Sequence[Spec | None] = (),
         host: Host | None = None,
@@ -130,7 +131,11 @@ class Inserter(Scans):
         return outs
 
     def run(
-        self, closed: Any, args: Sequence[Any], scope: Scope, want: Sequence[Spec | None] = ()
+        self,
+        closed: AnyJaxpr,
+        args: Sequence[object],
+        scope: Scope,
+        want: Sequence[Spec | None] = (),
     ) -> list[Any]:
         """Returns the results of one program (the step, a called function, an iteration, a branch)
         on values some of which are shards; its results may be shards too.
@@ -141,7 +146,7 @@ class Inserter(Scans):
         decided = program_decisions.decide(jaxpr, args, want, self, scope, self.smallest)
         scope.used_unsharded |= decided.reused.used_unsharded
         outer = scope.adjacent  # shared by the call that runs this jaxpr
-        env: dict[Any, Any] = dict(
+        env: dict[Atom, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
 
@@ -187,8 +192,8 @@ class Inserter(Scans):
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
 
     def _equation(
-        self, eqn: Any, values: list[Any], scope: Scope, decided: ProgramDecisions
-    ) -> Sequence[Any]:
+        self, eqn: Equation, values: list[Any], scope: Scope, decided: ProgramDecisions
+    ) -> Sequence[object]:
         """Runs an equation that takes shards, or for which something was decided: replaces marks,
         enters calls and loops, fetches operands from host memory, and reduces the results that are
         gradients."""
@@ -231,7 +236,7 @@ class Inserter(Scans):
             scope.reduced.append(reduced)
         return outs
 
-    def _use(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+    def _use(self, eqn: Equation, values: Sequence[object], scope: Scope) -> Sequence[object]:
         """Runs an equation on shards if each device can do so on its own, else on the gathered
         arrays."""
         name = eqn.primitive.name
@@ -285,7 +290,7 @@ class Inserter(Scans):
             scope.window.used(shards, outs)
         return outs
 
-    def _on_shards(self, eqn: Any, values: list[Any], spec: Spec) -> list[Shard]:
+    def _on_shards(self, eqn: Equation, values: Sequence[object], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; ``spec`` is the spec of its result."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
         gathered = copies.follow(eqn, values, self.axis)
@@ -301,8 +306,8 @@ class Inserter(Scans):
         return [Shard(self.constrain(out, spec), spec, gathered, gathering)]
 
     def _call(
-        self, eqn: Any, values: list[Any], scope: Scope, want: Sequence[Spec | None]
-    ) -> Sequence[Any]:
+        self, eqn: Equation, values: Sequence[object], scope: Scope, want: Sequence[Spec | None]
+    ) -> Sequence[object]:
         """Runs a called program. A rematerialised block of the backward pass waits for earlier
         blocks, see :meth:`_in_turn`, and its gradients are recorded for later blocks to wait
         for."""
@@ -321,7 +326,7 @@ class Inserter(Scans):
         scope.reduced.append([ReducedGradient(plain(o), w) for o, w in summed if w is not None])
         return outs
 
-    def _in_turn(self, values: list[Any], scope: Scope) -> list[Any]:
+    def _in_turn(self, values: Sequence[object], scope: Scope) -> list[object]:
         """Holds a block of the backward pass back until its cotangents exist, as ``jax.checkpoint``
         does, and until the gradients of the block before the last exist. Otherwise XLA defers those
         gradients to the end, and keeps the activations that they are computed from. With
@@ -343,11 +348,11 @@ class Inserter(Scans):
         ordered = dict(zip(positions, operands, strict=True))
         return [arrived(v, ordered[i]) if i in ordered else v for i, v in enumerate(values)]
 
-    def _is_gathered(self, v: Any) -> bool:
+    def _is_gathered(self, v: object) -> bool:
         """Returns whether ``v`` is a parameter on the devices that its uses gather."""
         return isinstance(v, Shard) and not v.gathering.host and is_sharded(v.spec, self.axis)
 
-    def _gathered(self, values: Sequence[Any], scope: Scope) -> list[Any]:
+    def _gathered(self, values: Sequence[object], scope: Scope) -> list[object]:
         """Gathers the operands of a choice or a loop before it, for the uses within. They stay
         shards as well, for equations that run on shards (an average that some steps update)."""
         return [
@@ -357,7 +362,7 @@ class Inserter(Scans):
             for v in values
         ]
 
-    def _branch(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+    def _branch(self, eqn: Equation, values: Sequence[object], scope: Scope) -> Sequence[object]:
         """Runs a ``cond`` or a ``while`` loop. A result of a ``cond`` is a shard if some branch
         returns a shard for it, and all of these have one spec."""
         if eqn.primitive is prims.while_p:
@@ -374,7 +379,7 @@ class Inserter(Scans):
             for o, noted in chosen
         ]
 
-    def _within(self, eqn: Any, scope: Scope) -> Callable[[], Scope]:
+    def _within(self, eqn: Equation, scope: Scope) -> Callable[[], Scope]:
         """Returns a constructor of the scope of a branch or an iteration. A branch or loop that
         contains a complete backward pass is a step of its own."""
         trains = loop_decisions.trains(eqn)
@@ -382,15 +387,15 @@ class Inserter(Scans):
 
     def _closed(
         self,
-        jaxpr: Any,
-        captured: Sequence[Any],
+        jaxpr: AnyJaxpr,
+        captured: Sequence[object],
         within: Callable[[], Scope],
         specs: Sequence[set[Spec]] = (),
-    ) -> Callable[..., list[Any]]:
+    ) -> Callable[..., list[jax.Array]]:
         """Returns ``jaxpr`` as a function of its last arguments, with its first ones ``captured``.
         The function adds to ``specs`` the spec of each result that is a shard."""
 
-        def body(*args: Any) -> list[Any]:
+        def body(*args: object) -> list[jax.Array]:
             outs = self.run(jaxpr, (*captured, *args), within())
             for o, noted in zip(outs, specs, strict=False):
                 if isinstance(o, Shard) and not o.gathering.host:
@@ -399,7 +404,7 @@ class Inserter(Scans):
 
         return body
 
-    def _while(self, eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+    def _while(self, eqn: Equation, values: Sequence[Any], scope: Scope) -> Sequence[object]:
         """Runs a ``while`` loop, which carries the state that it updates as shards; constants that
         each iteration needs unsharded are gathered before the loop."""
         loop = jaxprs.while_parts(eqn)
@@ -411,11 +416,11 @@ class Inserter(Scans):
         within = self._within(eqn, scope)
 
         def closed(
-            jaxpr: Any, consts: list[Any], want: Sequence[Spec | None]
-        ) -> Callable[[Any], list[Any]]:
+            jaxpr: AnyJaxpr, consts: Sequence[object], want: Sequence[Spec | None]
+        ) -> Callable[[Sequence[jax.Array]], list[Any]]:
             consts = self.held(held.decide(jaxpr, consts, self.mesh), consts, scope)
 
-            def run(carry: Any) -> list[Any]:
+            def run(carry: Sequence[jax.Array]) -> list[Any]:
                 with self.ledger.place(decisions.LOOP):
                     args = (*consts, *self.carried(carry, updated))
                     return self.run(jaxpr, args, within(), want)

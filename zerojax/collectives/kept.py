@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from zerojax.collectives import decisions, many
@@ -21,6 +22,7 @@ from zerojax.collectives.uses import Reader, Uses, readers
 from zerojax.plan import layout
 from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Jaxpr
 
 
 class KeptGather(NamedTuple):
@@ -39,13 +41,13 @@ class KeptGather(NamedTuple):
     """
 
     together: str | None = None
-    dtype: Any = None
+    dtype: np.dtype | None = None
     by_loop: bool = False
     first: int | None = None
 
 
 def by_plan(
-    shards: Sequence[Any], gatherer: Gatherer, live: Collection[int] = (), field: str = "params"
+    shards: Sequence[object], gatherer: Gatherer, live: Collection[int] = (), field: str = "params"
 ) -> list[KeptGather | None]:
     """Returns, for each array, the form in which it is gathered, as far as the plan determines it;
     None for an array that is gathered where it is used, or is not sharded.
@@ -57,7 +59,7 @@ def by_plan(
       field: The field's name.
     """
 
-    def kept(i: int, x: Any) -> KeptGather | None:
+    def kept(i: int, x: object) -> KeptGather | None:
         if not isinstance(x, Shard) or x.gathering.host:
             return None
         if is_small(x.value.shape, x.spec, gatherer.axis):
@@ -68,7 +70,7 @@ def by_plan(
 
 
 def decide(
-    closed: Any,
+    closed: AnyJaxpr,
     args: Sequence[Any],
     kept: Sequence[KeptGather | None],
     gatherer: Gatherer,
@@ -94,7 +96,7 @@ def decide(
 
 
 def _decided(
-    jaxpr: Any, v: Any, x: Shard, how: KeptGather, gatherer: Gatherer, fill: bool
+    jaxpr: Jaxpr, v: Atom, x: Shard, how: KeptGather, gatherer: Gatherer, fill: bool
 ) -> KeptGather | None:
     """Returns the form in which an array is gathered; None for a small one of which the step needs
     only the shard."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -45,7 +44,7 @@ def layer_bytes(plan: Plan, *, backward: bool = True) -> int:
     return largest if largest >= ROWS else 0
 
 
-def _largest(named: Sequence[tuple[tuple[Any, ...], Leaf]], depth: int) -> int:
+def _largest(named: Sequence[tuple[tuple[object, ...], Leaf]], depth: int) -> int:
     """Returns the bytes of the largest layer among the leaves below a node, whose paths are equal
     up to ``depth``."""
     first_sizes = {leaf.shape[:1] for _, leaf in named}

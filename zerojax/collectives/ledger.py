@@ -14,7 +14,6 @@ import copy
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -23,6 +22,7 @@ from zerojax.collectives import decisions
 from zerojax.collectives.decisions import Decision, group, payload, summed_over
 from zerojax.devices.mesh import zero_axis
 from zerojax.plan import layout
+from zerojax.xla.types import Equation, Shaped
 
 _TAG = re.compile(r"zerojax-decision-(\d+)")
 
@@ -43,7 +43,7 @@ class Ledger:
         self._noted: list[tuple[Decision, ...]] = []
         self._replacing: set[int] = set()
         self._places: list[tuple[str, str]] = []
-        self._calls: list[Any] = []
+        self._calls: list[Equation] = []
         self._over, self._partly, self._deferred = summed_over(mesh), False, False
 
     def on_lanes(self, axes: Sequence[str]) -> Ledger:
@@ -71,7 +71,7 @@ class Ledger:
             self._places.pop()
 
     @contextlib.contextmanager
-    def within(self, call: Any) -> Iterator[None]:
+    def within(self, call: Equation) -> Iterator[None]:
         """Adds a call to the decisions that are recorded in this context. The equations of a jaxpr
         that JAX has cached from an earlier call have the source lines of that call."""
         self._calls.append(call)
@@ -80,7 +80,9 @@ class Ledger:
         finally:
             self._calls.pop()
 
-    def gathers(self, x: Any, cut: Sequence[Any], less: Sequence[Any]) -> Any:
+    def gathers(
+        self, x: Shaped, cut: Sequence[object], less: Sequence[object]
+    ) -> contextlib.AbstractContextManager[object]:
         """Records an all-gather; returns the context for the constraint to ``less`` of an array
         sharded by ``cut``."""
         if not self.asked or group(cut, less, self._mesh) < 2:
@@ -89,13 +91,13 @@ class Ledger:
 
     def reduces(
         self,
-        x: Any,
-        before: Sequence[Any],
-        after: Sequence[Any],
+        x: Shaped,
+        before: Sequence[object],
+        after: Sequence[object],
         *,
         over: int | None = None,
         partly: bool = False,
-    ) -> Any:
+    ) -> contextlib.AbstractContextManager[object]:
         """Records a reduce-scatter, an all-reduce, or both; returns the context for the constraint
         to ``after`` of partial sums that are sharded by ``before``.
 
@@ -117,7 +119,7 @@ class Ledger:
             sent.append((decisions.REDUCE, x, after, after, remaining))
         return self._note(*sent, partly=partly or self._partly)
 
-    def instead(self, *sent: tuple[str, Any]) -> Any:
+    def instead(self, *sent: tuple[str, Shaped]) -> contextlib.AbstractContextManager[object]:
         """Records the collectives that XLA emits for an equation, as pairs of kind and array, in
         place of the decisions recorded inside; returns the context for the equation."""
         if not self.asked or self._over < 2:
@@ -133,7 +135,9 @@ class Ledger:
         sizes = list(parts)
         return [*sizes[:-1], self._over // math.prod(sizes[:-1])]
 
-    def exchanges(self, x: Any, spec: Sequence[Any], devices: int) -> Any:
+    def exchanges(
+        self, x: Shaped, spec: Sequence[object], devices: int
+    ) -> contextlib.AbstractContextManager[object]:
         """Records an all-to-all; returns the context for the constraint by which devices exchange
         their shards of ``x``."""
         if not self.asked or devices < 2:
@@ -147,7 +151,7 @@ class Ledger:
             decisions.REDUCE, (), "float32", 4, self._mesh.size, decisions.UPDATE, reason
         )
 
-    def of_optimizer(self, x: Any, spec: Sequence[Any]) -> tuple[Decision, ...]:
+    def of_optimizer(self, x: Shaped, spec: Sequence[object]) -> tuple[Decision, ...]:
         """Returns the reduction of a gradient to a spec at the optimizer, for a gradient that was
         not reduced before."""
         start = len(self._noted)
@@ -158,14 +162,16 @@ class Ledger:
         return recorded
 
     @contextlib.contextmanager
-    def reduces_after_loop(self, x: Any, spec: Sequence[Any]) -> Iterator[None]:
+    def reduces_after_loop(self, x: Shaped, spec: Sequence[object]) -> Iterator[None]:
         """Returns the context for the constraint of a sum over micro-batches, at which XLA reduces
         the sum."""
         reason = "summed over all micro-batches first"
         with self.place(decisions.AFTER_LOOP, reason), self._reduces_to(x, spec):
             yield
 
-    def _reduces_to(self, x: Any, spec: Sequence[Any]) -> Any:
+    def _reduces_to(
+        self, x: Shaped, spec: Sequence[object]
+    ) -> contextlib.AbstractContextManager[object]:
         full = layout.without(spec, zero_axis(self._mesh))
         is_even = layout.padded_shape(x.shape, spec, self._mesh) == x.shape
         return self.reduces(x, full, spec if is_even else full)  # uneven: XLA slices the full sum
@@ -186,8 +192,10 @@ class Ledger:
         return number in self._replacing
 
     def _note(
-        self, *found: tuple[str, Any, Sequence[Any], Sequence[Any], int], partly: bool = False
-    ) -> Any:
+        self,
+        *found: tuple[str, Shaped, Sequence[object], Sequence[object], int],
+        partly: bool = False,
+    ) -> contextlib.AbstractContextManager[object]:
         self._noted.append(
             tuple(
                 Decision(

@@ -30,6 +30,7 @@ from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
 
 _TIMES = 2
 """The fewest elements of a table that stays sharded, as a multiple of the elements looked up: the
@@ -37,7 +38,9 @@ indices are gathered too, each device masks the rows of all tokens, and if all d
 tokens the sum of their rows is an all-reduce."""
 
 
-def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -> jax.Array | None:
+def look_up(
+    eqn: Equation, values: Sequence[Any], gatherer: Gatherer, scope: Scope
+) -> jax.Array | None:
     """Returns the rows that an equation looks up in a sharded table; None if the equation is not a
     lookup, or if the table is gathered in the usual way."""
     table, *indices = values
@@ -80,7 +83,7 @@ def look_up(eqn: Any, values: Sequence[Any], gatherer: Gatherer, scope: Scope) -
     return scope.rows
 
 
-def spec_by_rows(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
+def spec_by_rows(eqn: Equation, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
     """Returns the spec of a table during a lookup by rows, which shards rows.
 
     None if this moves hardly fewer elements than gathering the table, if the equation does not look
@@ -110,7 +113,7 @@ def spec_by_rows(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> Spec | None:
     return spec if moved < size else None
 
 
-def by_columns(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> bool:
+def by_columns(eqn: Equation, spec: Spec, mesh: Mesh, axis: str) -> bool:
     """Returns whether each device looks up the rows of all tokens in its own columns of a table
     whose rows the user's spec splits: an all-to-all then reshards the rows, and nothing is added up
     over the axis. False if gathering the device's rows of the table moves fewer elements.
@@ -135,7 +138,7 @@ def by_columns(eqn: Any, spec: Spec, mesh: Mesh, axis: str) -> bool:
     return out.size / batch_devices(mesh) < table.size / layout.parts(spec[0], mesh)
 
 
-def _looked_up(eqn: Any, mesh: Mesh, devices: int) -> float:
+def _looked_up(eqn: Equation, mesh: Mesh, devices: int) -> float:
     """Returns the number of elements that ``devices`` devices look up together, for their part of
     the tokens [rows, positions]; for all tokens if rows cannot be distinguished from positions,
     which are the same on all devices."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -20,6 +19,7 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.rule import is_small
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +57,8 @@ class LoopDecisions:
 
 
 def decide(
-    eqn: Any,
-    values: Sequence[Any],
+    eqn: Equation,
+    values: Sequence[object],
     want: Sequence[Spec | None],
     gatherer: Gatherer,
     scope: Scope,
@@ -107,12 +107,12 @@ def decide(
     )
 
 
-def trains(eqn: Any) -> bool:
+def trains(eqn: Equation) -> bool:
     """Returns whether a loop or a choice contains a complete backward pass."""
     return not jaxprs.is_transposed(eqn) and contains(eqn, jaxprs.is_transposed)
 
 
-def find_updated(eqn: Any, values: Sequence[Any], axis: str) -> dict[int, Spec]:
+def find_updated(eqn: Equation, values: Sequence[object], axis: str) -> dict[int, Spec]:
     """Returns the specs of the large shards that a loop carries and changes, by position among the
     carried values.
 

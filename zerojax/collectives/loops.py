@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from zerojax.graph.regions import regions
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 _MOVES = COPIES | REARRANGES | {"neg"}
 
@@ -39,11 +40,11 @@ _MOVES = COPIES | REARRANGES | {"neg"}
 class LoopBody:
     """The body of a loop as a jaxpr, with other equations or results."""
 
-    constvars: Sequence[Any]
-    invars: Sequence[Any]
-    eqns: Sequence[Any]
-    outvars: Sequence[Any]
-    consts: Sequence[Any]
+    constvars: Sequence[Atom]
+    invars: Sequence[Atom]
+    eqns: Sequence[Equation]
+    outvars: Sequence[Atom]
+    consts: Sequence[jax.Array]
 
 
 class Term(NamedTuple):
@@ -55,8 +56,8 @@ class Term(NamedTuple):
         result: they move or round elements, so that they can run once, after the loop.
     """
 
-    root: Any
-    links: tuple[tuple[Any, int], ...]
+    root: Atom
+    links: tuple[tuple[Equation, int], ...]
 
     def of(self, root: jax.Array) -> jax.Array:
         """Returns the sum of the term, from the sum of the root."""
@@ -96,14 +97,14 @@ class Sums:
       stacks: positions of the carried values that are stacks, to which an iteration adds one layer.
     """
 
-    def __init__(self, eqn: Any, want: Sequence[Spec | None]) -> None:
+    def __init__(self, eqn: Equation, want: Sequence[Spec | None]) -> None:
         self.terms: dict[int, list[Term]] = {}
         self.stacks: set[int] = set()
         self.want = {i: spec for i, spec in enumerate(want) if spec is not None}
         self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))
         self._graph = graph_of(self._jaxpr)
         a, n = jaxprs.scan_counts(eqn)
-        self._adds: list[Any] = []
+        self._adds: list[Equation] = []
         for i, out in enumerate(self._jaxpr.outvars[:n]):
             start = self._jaxpr.invars[a + i]
             added = self._added(out, start) if i in self.want else None
@@ -116,7 +117,7 @@ class Sums:
         if sum(v.aval.size for v in self.roots) > MOST:
             self.terms, self.roots, self._adds = {}, [], []
 
-    def _added(self, v: Any, start: Any) -> tuple[list[Any], list[Any]] | None:
+    def _added(self, v: Atom, start: Atom) -> tuple[list[Atom], list[Equation]] | None:
         """Returns the variables whose sum with ``start`` is ``v``, and the equations that add them;
         None if ``v`` is not such a sum, or has other uses."""
         eqn, uses = self._graph.producer(v), self._graph.times_used
@@ -131,8 +132,8 @@ class Sums:
                 return [*inner[0], term], [*inner[1], eqn]
         return None
 
-    def _term(self, v: Any) -> Term:
-        links: list[tuple[Any, int]] = []
+    def _term(self, v: Atom) -> Term:
+        links: list[tuple[Equation, int]] = []
         while (eqn := self._graph.producer(v)) and (eqn.primitive.name in _MOVES or _narrows(eqn)):
             if not _is_var(eqn.invars[0]):
                 break
@@ -148,7 +149,7 @@ class Sums:
         eqns = self._graph.without(self._adds)
         return LoopBody(jaxpr.constvars, jaxpr.invars, eqns, [*results, *self.roots], self._consts)
 
-    def spec(self, root: Any, mesh: Mesh, axis: str) -> Spec | None:
+    def spec(self, root: Atom, mesh: Mesh, axis: str) -> Spec | None:
         """Returns the spec of the sum of a root: the spec that its terms imply. If their specs
         differ, or imply none, the shard axis splits the largest dimension that it divides; None if
         no such dimension exists, or if the user's spec shards a term as well."""
@@ -169,24 +170,24 @@ class Sums:
         return None if at is None else tuple(axis if d == at else None for d in range(len(shape)))
 
 
-def _is_var(v: Any) -> bool:
+def _is_var(v: Atom) -> bool:
     return not isinstance(v, core.Literal)
 
 
-def _narrows(eqn: Any) -> bool:
+def _narrows(eqn: Equation) -> bool:
     """Returns whether an equation rounds to a narrower floating dtype, which is better done to the
     sum than to each term."""
     return eqn.primitive.name == "convert_element_type" and wider(eqn.invars[0], eqn.outvars[0])
 
 
-def wider(one: Any, other: Any) -> bool:
+def wider(one: Atom, other: Atom) -> bool:
     """Returns whether both variables have floating dtypes, and that of ``one`` has more bytes."""
     dtypes = one.aval.dtype, other.aval.dtype
     floats = all(jnp.issubdtype(d, jnp.floating) for d in dtypes)
     return floats and dtypes[0].itemsize > dtypes[1].itemsize
 
 
-def _is_stack(jaxpr: Any, v: Any) -> bool:
+def _is_stack(jaxpr: Jaxpr, v: Atom) -> bool:
     """Returns whether a loop stacks the value, one entry an iteration."""
     eqn = graph_of(jaxpr).producer(v)
     if eqn is None:
@@ -199,7 +200,7 @@ def _is_stack(jaxpr: Any, v: Any) -> bool:
     )
 
 
-def _is_layer(jaxpr: Any, v: Any) -> bool:
+def _is_layer(jaxpr: Jaxpr, v: Atom) -> bool:
     """Returns whether a value is one layer among zeros: the gradient of a stack from which a loop
     takes one layer."""
     graph = graph_of(jaxpr)

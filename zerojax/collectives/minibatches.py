@@ -7,13 +7,12 @@ them. A loop of updates over minibatches [n, rows, ...] shards the rows of each,
 
 from __future__ import annotations
 
-from typing import Any
-
 from zerojax.graph.primitives import READS
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
 
 
-def rows_at(eqn: Any, rows: int | None) -> int | None:
+def rows_at(eqn: Equation, rows: int | None) -> int | None:
     """Returns the dimension of a result along which it has rows of the batch; None if the result is
     not known to consist of rows of the batch.
 

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.collectives.shard import MovedStack, Shard
+from zerojax.xla.types import PyTree
 
 
-def of(x: Any) -> MovedStack | None:
+def of(x: object) -> MovedStack | None:
     """Returns the unsharded copy of a stack in the layout in which a loop reads it; None if there
     is none, or if it was rounded."""
     if not isinstance(x, Shard) or x.gathered is None or x.is_rounded:
@@ -26,14 +27,14 @@ def of(x: Any) -> MovedStack | None:
     return x.gathered.stack
 
 
-def scan(body: Callable[..., Any], init: Any, xs: Any, **keywords: Any) -> Any:
+def scan(body: Callable[..., PyTree], init: PyTree, xs: PyTree, **keywords: Any) -> PyTree:
     """Runs ``lax.scan`` on stacks some of which are a :class:`MovedStack`."""
     leaves, tree = jax.tree.flatten(xs)
     moved = {i: x for i, x in enumerate(leaves) if isinstance(x, MovedStack)}
     if not moved:
         return lax.scan(body, init, xs, **keywords)
 
-    def entry(carry: Any, at: tuple[jax.Array, list[Any]]) -> Any:
+    def entry(carry: PyTree, at: tuple[jax.Array, list[jax.Array]]) -> PyTree:
         index, others = at
         unmoved = iter(others)
         layers = [

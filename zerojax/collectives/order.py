@@ -18,8 +18,10 @@ from zerojax.collectives.shard import ReducedGradient, Shard
 
 
 def hold_until(
-    values: Sequence[Any], done: Sequence[ReducedGradient], constrain: Callable[..., jax.Array]
-) -> list[Any]:
+    values: Sequence[Shard | jax.Array],
+    done: Sequence[ReducedGradient],
+    constrain: Callable[..., jax.Array],
+) -> list[Shard | jax.Array]:
     """Returns ``values``, some of which depend on the gradients ``done``.
 
     A sharded parameter waits for a gradient of the same shape, dtype and spec, which costs no
@@ -48,7 +50,7 @@ def hold_until(
     ]
 
 
-def hold_largest(values: Sequence[Any], done: jax.Array) -> list[Any]:
+def hold_largest(values: Sequence[jax.Array], done: jax.Array) -> list[jax.Array]:
     """Returns ``values``, with the largest floating array dependent on ``done``, an unsharded
     array."""
     sizes = [v.size if _is_float(v) else 0 for v in values]
@@ -57,7 +59,9 @@ def hold_largest(values: Sequence[Any], done: jax.Array) -> list[Any]:
     return [_choose(wait, v) if i == at else v for i, v in enumerate(values)]
 
 
-def _held(v: Any, wait: jax.Array, constrain: Callable[..., jax.Array]) -> Any:
+def _held(
+    v: Shard | jax.Array, wait: jax.Array, constrain: Callable[..., jax.Array]
+) -> Shard | jax.Array:
     if isinstance(v, Shard):
         return v.with_value(constrain(_choose(wait, v.value), v.spec))
     return _choose(wait, v)

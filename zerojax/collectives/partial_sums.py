@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from zerojax.graph.primitives import LABELS, LINEAR
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
 
 _SAME_SHAPE = LABELS | LINEAR
 
@@ -48,9 +49,9 @@ class PartialSum:
 
     value: jax.Array
     row_sum: RowSum
-    links: tuple[Any, ...] = ()
+    links: tuple[Equation, ...] = ()
 
-    def then(self, eqn: Any) -> PartialSum:
+    def then(self, eqn: Equation) -> PartialSum:
         """Returns the partial sum of the equation's result, by deferring the equation."""
         return replace(self, links=(*self.links, eqn))
 
@@ -66,10 +67,10 @@ class RowSum(NamedTuple):
       links: The equations that compute the loop's result from the sum.
     """
 
-    eqn: Any
+    eqn: Equation
     cuts: tuple[tuple[int, ...], ...]
     spec: Spec
-    links: tuple[Any, ...]
+    links: tuple[Equation, ...]
 
     def at(self, axis: str) -> int:
         """Returns the dimension that the axis splits."""
@@ -108,7 +109,7 @@ class RowSum(NamedTuple):
     def _split_by_device(self, x: jax.Array, i: int, gatherer: Gatherer) -> jax.Array:
         """Splits each sharded dimension of operand ``i`` into two: the devices, and each device's
         own elements."""
-        entries: list[Any] = [None] * x.ndim
+        entries: list[object] = [None] * x.ndim
         cuts = zip((dims[i] for dims in self.cuts), axes_of(gatherer), strict=True)
         for at, axes in sorted(cuts, reverse=True):
             n = math.prod(gatherer.mesh.shape[name] for name in axes)
@@ -151,13 +152,17 @@ def total(partial: PartialSum, gatherer: Gatherer) -> jax.Array:
     return x
 
 
-def links(eqn: Any) -> bool:
+def links(eqn: Equation) -> bool:
     """Returns whether an equation moves, negates or rounds the elements of one operand."""
     return eqn.primitive.name in _SAME_SHAPE or propagate.reversible(eqn)
 
 
 def row_sum_of(
-    eqn: Any, rows: int | None, spec: Spec, gatherer: Gatherer, after: tuple[Any, ...] = ()
+    eqn: Equation,
+    rows: int | None,
+    spec: Spec,
+    gatherer: Gatherer,
+    after: tuple[Equation, ...] = (),
 ) -> RowSum | None:
     """Returns an equation as a sum over a batch's rows; None if its dimension of rows is unknown,
     or if ``spec`` does not split the sum evenly over all devices: for an unsharded sum, deferring
@@ -176,7 +181,7 @@ def row_sum_of(
     return None if cuts is None else RowSum(eqn, cuts, spec, after)
 
 
-def _cuts_of(eqn: Any, rows: int, shared: int) -> tuple[tuple[int, ...], ...] | None:
+def _cuts_of(eqn: Equation, rows: int, shared: int) -> tuple[tuple[int, ...], ...] | None:
     """Returns the dimensions of rows of the operands, over which the equation sums; then those of
     tokens, if ``shared`` > 1 devices share the tokens of a row."""
     summed: list[tuple[int, ...]]

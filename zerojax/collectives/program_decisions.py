@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from zerojax.collectives import adjacent, residuals, reuse, shrinking, tables, wanted
 from zerojax.collectives.adjacent import GatheredArrays
 from zerojax.collectives.gathering import Gatherer, Scope
 from zerojax.plan.layout import Spec
 from zerojax.trace import changes
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,23 +34,23 @@ class ProgramDecisions:
     """
 
     order: tables.Order
-    wants: Mapping[Any, Spec]
-    added_up: set[Any]
+    wants: Mapping[Atom, Spec]
+    added_up: set[Atom]
     shared: Mapping[int, GatheredArrays]
     shrinking: shrinking.OwnSumEquations
-    leaving: set[Any]
-    replaced: Mapping[Any, Any]
+    leaving: set[Atom]
+    replaced: Mapping[Atom, Atom]
     reused: reuse.ReusedGradients
 
-    def places(self, eqn: Any) -> bool:
+    def places(self, eqn: Equation) -> bool:
         """Returns whether an equation has a result that is a gradient, or from which a gradient is
         computed, or that is sent to host memory."""
         return any(v in self.wants or v in self.leaving for v in eqn.outvars)
 
 
 def decide(
-    jaxpr: Any,
-    args: Sequence[Any],
+    jaxpr: Jaxpr,
+    args: Sequence[object],
     want: Sequence[Spec | None],
     gatherer: Gatherer,
     scope: Scope,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -12,33 +11,34 @@ from zerojax.graph.primitives import LABELS, SLICES
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla.jaxprs import param
+from zerojax.xla.types import Equation
 
 
-def _transpose(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+def _transpose(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
     return tuple(spec[i] for i in param(eqn, "permutation"))
 
 
-def _squeeze(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+def _squeeze(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
     return tuple(s for i, s in enumerate(spec) if i not in param(eqn, "dimensions"))
 
 
-def _broadcast(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+def _broadcast(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
     if math.prod(param(eqn, "shape")) != math.prod(eqn.invars[0].aval.shape):
         return None  # a true broadcast uses the parameter
-    out: list[Any] = [None] * len(param(eqn, "shape"))
+    out: list[object] = [None] * len(param(eqn, "shape"))
     for source, target in enumerate(param(eqn, "broadcast_dimensions")):
         out[target] = spec[source]
     return tuple(out)
 
 
-def _reshape(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+def _reshape(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
     return _reshaped(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, spec, mesh)
 
 
 def _reshaped(old: Sequence[int], new: Sequence[int], spec: Spec, mesh: Mesh) -> Spec | None:
     """Returns the spec after a reshape from shape ``old`` to ``new``; None if elements would move
     between devices."""
-    out: list[Any] = [None] * len(new)
+    out: list[object] = [None] * len(new)
     for i, entry in enumerate(spec):
         if entry is None:
             continue
@@ -52,18 +52,18 @@ def _reshaped(old: Sequence[int], new: Sequence[int], spec: Spec, mesh: Mesh) ->
     return tuple(out)
 
 
-def _untranspose(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
-    out: list[Any] = [None] * len(spec)
+def _untranspose(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
+    out: list[object] = [None] * len(spec)
     for target, source in enumerate(param(eqn, "permutation")):
         out[source] = spec[target]
     return tuple(out)
 
 
-def _unreshape(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+def _unreshape(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
     return _reshaped(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, spec, mesh)
 
 
-def _slice(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+def _slice(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
     shape = eqn.invars[0].aval.shape
     strides = param(eqn, "strides") or (1,) * len(shape)
     taken = zip(param(eqn, "start_indices"), param(eqn, "limit_indices"), strides, strict=True)
@@ -71,12 +71,12 @@ def _slice(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
     return _where_complete(spec, complete)
 
 
-def _dynamic_slice(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+def _dynamic_slice(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
     sizes = zip(param(eqn, "slice_sizes"), eqn.invars[0].aval.shape, strict=True)
     return _where_complete(spec, [taken == n for taken, n in sizes])
 
 
-def _gather(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+def _gather(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
     """The rule of a gather of one entry along some dimensions, such as ``jnp.take`` of a layer."""
     (stack, indices), (out,) = (v.aval for v in eqn.invars), (v.aval for v in eqn.outvars)
     numbers = param(eqn, "dimension_numbers")
@@ -90,7 +90,7 @@ def _gather(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
     return tuple(entry for d, entry in enumerate(spec) if d not in picked)
 
 
-def _scattered(eqn: Any, spec: Spec) -> Spec | None:
+def _scattered(eqn: Equation, spec: Spec) -> Spec | None:
     """Returns the spec of the one entry that a scatter adds to an array, from the array's spec."""
     stack, indices, entry = (v.aval for v in eqn.invars)
     numbers = param(eqn, "dimension_numbers")
@@ -111,14 +111,14 @@ def _where_complete(spec: Spec, complete: Sequence[bool]) -> Spec | None:
     return spec if all(entry is None or is_complete for entry, is_complete in pairs) else None
 
 
-def side_by_side(eqn: Any, specs: Sequence[Spec | None]) -> bool:
+def side_by_side(eqn: Equation, specs: Sequence[Spec | None]) -> bool:
     """Returns whether each device can concatenate its own shards: all arrays have the same spec,
     which does not shard the dimension of the concatenation."""
     first, at = specs[0], param(eqn, "dimension")
     return first is not None and first[at] is None and all(spec == first for spec in specs)
 
 
-_Rule = Callable[[Any, Spec, Mesh], Spec | None]
+_Rule = Callable[[Equation, Spec, Mesh], Spec | None]
 
 FORWARD: Mapping[str, _Rule] = {
     "transpose": _transpose,
@@ -146,7 +146,7 @@ BACKWARD: Mapping[str, _Rule] = {
 elements."""
 
 
-def forward(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+def forward(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
     """Returns the spec of an equation's result from that of its operand; None if elements would
     move between devices, or if the primitive has no forward rule."""
     rule = FORWARD.get(eqn.primitive.name) or TAKES.get(eqn.primitive.name)
@@ -158,25 +158,25 @@ def moves(name: str) -> bool:
     return name in FORWARD or name in LABELS
 
 
-def follows(eqn: Any) -> bool:
+def follows(eqn: Equation) -> bool:
     """Returns whether an equation's result consists of elements of its first operand, in any
     order."""
     return moves(eqn.primitive.name) or eqn.primitive.name in TAKES
 
 
-def reversible(eqn: Any) -> bool:
+def reversible(eqn: Equation) -> bool:
     """Returns whether an equation moves the elements of one operand and has a backward rule."""
     name = eqn.primitive.name
     return name in BACKWARD and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
 
 
-def backward(eqn: Any, spec: Spec, mesh: Mesh) -> Spec | None:
+def backward(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
     """Returns the spec of an equation's operand from that of its result; None if elements would
     move between devices, or if the equation is not :func:`reversible`."""
     return BACKWARD[eqn.primitive.name](eqn, spec, mesh) if reversible(eqn) else None
 
 
-def operand_specs(eqn: Any, spec: Spec, mesh: Mesh) -> dict[int, Spec]:
+def operand_specs(eqn: Equation, spec: Spec, mesh: Mesh) -> dict[int, Spec]:
     """Returns, by position, the specs of the operands that supply the elements of an equation's
     result, from the spec of the result. Empty if elements would move between devices, or for other
     equations.

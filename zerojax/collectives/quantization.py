@@ -7,11 +7,11 @@ y = dequantize(codes, scales, "int8", x.dtype)                    # x within hal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from zerojax.plan.quantized import Format
 
@@ -58,7 +58,7 @@ def quantize(x: jax.Array, block: Sequence[int], format: Format) -> tuple[jax.Ar
     return _merged(packed), scales.reshape(scales.shape[::2])
 
 
-def dequantize(codes: jax.Array, scales: jax.Array, format: Format, dtype: Any) -> jax.Array:
+def dequantize(codes: jax.Array, scales: jax.Array, format: Format, dtype: DTypeLike) -> jax.Array:
     """Returns the array, in ``dtype``, from the codes and scales of :func:`quantize`."""
     block = [n // k for n, k in zip(codes.shape, scales.shape, strict=True)]
     parts = _blocks(codes, block)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SubAxis
 from zerojax.plan.quantized import Format, block_of_slice
 
-FeedBack = Callable[[jax.Array, Sequence[Any], Sequence[int]], jax.Array]
+FeedBack = Callable[[jax.Array, Sequence[object], Sequence[int]], jax.Array]
 """Function of ``(x, spec, block)`` that returns the array to send in place of ``x``. ``spec`` is
 the spec of both, ``block`` the extent of a quantized block in their last dimensions."""
 
@@ -135,7 +134,7 @@ def _exchanged(
     )
     shard_shape = shape[0] // math.prod(sizes), *shape[1:]
     x = x.reshape(*x.shape[: len(devices)], *sizes, *shard_shape)
-    spec: list[Any] = [*devices, *(None for _ in (*split_order, *shard_shape))]
+    spec: list[object] = [*devices, *(None for _ in (*split_order, *shard_shape))]
     for name in parts:
         source, target = (
             spec.index(name),

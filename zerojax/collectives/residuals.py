@@ -13,8 +13,6 @@ need more memory, not less.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax.extend.core import primitives as prims
 
@@ -22,6 +20,7 @@ from zerojax.graph.def_use import graph_of
 from zerojax.graph.regions import regions
 from zerojax.graph.search import contains, holds, runs_regions
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 NO_EFFECT = (
     "cpu_checkpointing has no effect: only rematerialised blocks in a scan (nn.scan) without "
@@ -30,7 +29,7 @@ NO_EFFECT = (
 )
 
 
-def find(jaxpr: Any, smallest: int) -> set[Any]:
+def find(jaxpr: Jaxpr, smallest: int) -> set[Atom]:
     """Returns the stacks of an open jaxpr that may wait in host memory.
 
     They are produced by a loop, have at least ``smallest`` elements for each iteration, and are
@@ -47,7 +46,7 @@ def find(jaxpr: Any, smallest: int) -> set[Any]:
     }
 
 
-def some_stay(jaxpr: Any) -> bool:
+def some_stay(jaxpr: Jaxpr) -> bool:
     """Returns whether an open jaxpr has backward blocks outside loops, or blocks under
     ``jax_remat3``, whose residuals are also read outside the blocks, where differentiation put the
     rest of the backward pass."""
@@ -55,20 +54,20 @@ def some_stay(jaxpr: Any) -> bool:
     return outside or holds(jaxpr, jaxprs.is_recomputed, _is_outside_blocks)
 
 
-def _is_outside_blocks(eqn: Any) -> bool:
+def _is_outside_blocks(eqn: Equation) -> bool:
     return runs_regions(eqn) and not jaxprs.runs_backward(eqn)
 
 
-def _runs_once(eqn: Any) -> bool:
+def _runs_once(eqn: Equation) -> bool:
     return bool(jaxprs.bodies(eqn))
 
 
-def holds_block(eqn: Any) -> bool:
+def holds_block(eqn: Equation) -> bool:
     """Returns whether an equation is, or contains, a backward block."""
     return contains(eqn, jaxprs.runs_backward)
 
 
-def _uses(jaxpr: Any, v: Any, *, direct: bool) -> list[bool]:
+def _uses(jaxpr: Jaxpr, v: Atom, *, direct: bool) -> list[bool]:
     """Returns, for each use of a variable, whether it is a loop of backward blocks, which takes one
     entry at a time for a block; if ``direct``, also whether it is such a block."""
     graph = graph_of(jaxpr)
@@ -76,7 +75,7 @@ def _uses(jaxpr: Any, v: Any, *, direct: bool) -> list[bool]:
     return found + [False] * len(graph.returned(v))
 
 
-def _of_operand(eqn: Any, at: int, *, direct: bool) -> list[bool]:
+def _of_operand(eqn: Equation, at: int, *, direct: bool) -> list[bool]:
     """Returns, for each use of operand ``at`` within an equation, the answer of :func:`_uses`."""
     if not holds_block(eqn):
         return [False]

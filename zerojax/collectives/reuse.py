@@ -28,6 +28,7 @@ from zerojax.plan.layout import Spec
 from zerojax.plan.rule import is_small
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 _SAME_SIZE = ELEMENTWISE | LABELS | propagate.FORWARD.keys()
 _MOVES = LABELS | propagate.FORWARD.keys() | LINEAR | {"add_any"}
@@ -37,29 +38,29 @@ NEEDED: Analysis[bool] = Analysis(False, operator.or_, lambda eqn, _: [True] * l
 
 
 @NEEDED.rule("while", "shard_map")
-def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
+def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
     return [True] * len(eqn.invars)
 
 
 @NEEDED.rule(*REDUCTIONS)
-def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
+def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
     return [False] * len(eqn.invars)
 
 
 @NEEDED.rule("gather")
-def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
+def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
     """A lookup needs its indices unsharded, and only rows of the table."""
     return [False, *(True for _ in eqn.invars[1:])]
 
 
 @NEEDED.rule(*SLICES)
-def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
+def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
     """An array is needed unsharded if its slice is."""
     return [results[0], *(True for _ in eqn.invars[1:])]
 
 
 @NEEDED.rule(*_SAME_SIZE)
-def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
+def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
     if marks.is_mark(eqn, marks.GRADIENT):  # the optimizer's uses are not followed
         return [False]
     size = _size(eqn.outvars[0])
@@ -70,7 +71,7 @@ def _(eqn: Any, results: Sequence[bool]) -> list[bool]:
 
 
 @cached_by_jaxpr
-def used_unsharded(jaxpr: Any) -> frozenset[Any]:
+def used_unsharded(jaxpr: Jaxpr) -> frozenset[Atom]:
     """Returns the variables of an open jaxpr that an equation needs unsharded, in any layout and
     scale. Lookups do not count, nor do the optimizer's uses of its gradients."""
     needed = NEEDED.backward(jaxpr, [False] * len(jaxpr.outvars)).of
@@ -93,7 +94,7 @@ class ReusedGradients:
         unsharded.
     """
 
-    def __init__(self, jaxpr: Any, args: Sequence[Any], axis: str) -> None:
+    def __init__(self, jaxpr: Jaxpr, args: Sequence[object], axis: str) -> None:
         self._needed, self._axis = used_unsharded(jaxpr), axis
         params = {v: x for v, x in zip(jaxpr.invars, args, strict=True) if isinstance(x, Shard)}
         self.used_unsharded = {id(x) for v, x in params.items() if v in self._needed}
@@ -109,7 +110,7 @@ class ReusedGradients:
             v: only[v.aval.shape] for v, x in origins.items() if Origin.SUM in x and v in likely
         }
 
-    def as_shard(self, v: Any, value: Any, wants: Mapping[Any, Spec]) -> Any:
+    def as_shard(self, v: Atom, value: Any, wants: Mapping[Atom, Spec]) -> object:
         """Returns the value of a variable, as a shard if it is a gradient that a use needs
         unsharded."""
         if v not in self._needed or v not in wants or isinstance(value, Shard | HostStack):
@@ -140,7 +141,7 @@ def _origins(*, transposed: bool) -> Analysis[Origin]:
     )
 
     @analysis.rule(*_SAME_SIZE)
-    def _(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
+    def _(eqn: Equation, operands: Sequence[Origin]) -> list[Origin]:
         size, origin = _size(eqn.outvars[0]), _NOTHING
         pairs = list(zip(eqn.invars, operands, strict=True))
         if any(Origin.WEIGHT in x and _size(v) == size for v, x in pairs):
@@ -151,17 +152,17 @@ def _origins(*, transposed: bool) -> Analysis[Origin]:
         return [origin]
 
     @analysis.rule(*PRODUCTS, "scatter-add")
-    def _(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
+    def _(eqn: Equation, operands: Sequence[Origin]) -> list[Origin]:
         is_backward = transposed or jaxprs.is_transposed(eqn)
         is_sum = is_backward and _adds_rows(eqn) and not any(Origin.WEIGHT in x for x in operands)
         return [Origin.SUM if is_sum else _NOTHING]
 
     @analysis.rule("while", "shard_map")
-    def _(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
+    def _(eqn: Equation, operands: Sequence[Origin]) -> list[Origin]:
         return [_NOTHING] * len(eqn.outvars)
 
     @analysis.rule("scan", "cond", *(primitive.name for primitive in jaxprs.CALLS))
-    def _(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
+    def _(eqn: Equation, operands: Sequence[Origin]) -> list[Origin]:
         inner = ORIGINS_BACKWARD if transposed or jaxprs.is_transposed(eqn) else ORIGINS
         weights = [x & Origin.WEIGHT for x in operands]
         return [x & Origin.SUM for x in inner.through(eqn, weights)]
@@ -172,12 +173,12 @@ def _origins(*, transposed: bool) -> Analysis[Origin]:
 ORIGINS, ORIGINS_BACKWARD = _origins(transposed=False), _origins(transposed=True)
 
 
-def _adds_rows(eqn: Any) -> bool:
+def _adds_rows(eqn: Equation) -> bool:
     if eqn.primitive is prims.scatter_add_p:
         return bool(jaxprs.param(eqn, "dimension_numbers").update_window_dims)
     return eqn.primitive.name in PRODUCTS
 
 
-def _size(v: Any) -> int:
+def _size(v: Atom) -> int:
     """Returns the number of elements of a variable; ``aval.size`` takes several times as long."""
     return math.prod(v.aval.shape)

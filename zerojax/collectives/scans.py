@@ -21,6 +21,7 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.stored import pad
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, PyTree
 
 
 class Scans(Gatherer):
@@ -38,19 +39,23 @@ class Scans(Gatherer):
     left: bool
 
     def run(
-        self, closed: Any, args: Sequence[Any], scope: Scope, want: Sequence[Spec | None] = ()
+        self,
+        closed: AnyJaxpr,
+        args: Sequence[object],
+        scope: Scope,
+        want: Sequence[Spec | None] = (),
     ) -> list[Any]:
         """Returns a jaxpr's results on sharded values."""
         raise NotImplementedError
 
     def scan(
         self,
-        eqn: Any,
-        values: list[Any],
+        eqn: Equation,
+        values: Sequence[Any],
         scope: Scope,
         want: Sequence[Spec | None],
-        leaving: set[Any],
-    ) -> Sequence[Any]:
+        leaving: set[Atom],
+    ) -> Sequence[object]:
         """Returns a scan's results.
 
         Args:
@@ -98,7 +103,7 @@ class Scans(Gatherer):
         # the entries read ahead for this iteration, and the deferred partial sums with the stacks
         # of their gradients. An iteration takes the index of the next one, the indices of the
         # previous one and of itself, and its entries of the stacks and of their rounded copies.
-        def body(state: tuple[Any, ...], at: tuple[Any, ...]) -> tuple[Any, Any]:
+        def body(state: PyTree, at: PyTree) -> tuple[PyTree, PyTree]:
             (carry, totals, come, given), (index, indices, rest, rounded) = state, at
             with self.ledger.place(decisions.PREFETCHED, "gathered one iteration ahead"):
                 coming = ahead.read(index)
@@ -153,7 +158,7 @@ class Scans(Gatherer):
         with self.ledger.place(decisions.AFTER_LOOP, "the last iteration's gradients"):
             finished = behind.finished(given)
 
-        def stacked(i: int, y: Any) -> Any:
+        def stacked(i: int, y: PyTree) -> object:
             if i in finished:
                 return finished[i]
             if i not in sent_specs:
@@ -167,15 +172,19 @@ class Scans(Gatherer):
         return [*(final[i] for i in range(n)), *(stacked(i, y) for i, y in enumerate(ys))]
 
     def held(
-        self, positions: Collection[int], consts: list[Any], scope: Scope, rest: Sequence[Any] = ()
-    ) -> list[Any]:
+        self,
+        positions: Collection[int],
+        consts: Sequence[Any],
+        scope: Scope,
+        rest: Sequence[object] = (),
+    ) -> list[object]:
         """Gathers a loop's constants at ``positions``, which each iteration needs unsharded."""
         with self.ledger.place(decisions.BEFORE_LOOP, "each iteration needs all of it"):
             return [
                 self.gather(c, scope, rest) if i in positions else c for i, c in enumerate(consts)
             ]
 
-    def carried(self, values: Sequence[Any], updated: Mapping[int, Spec]) -> list[Any]:
+    def carried(self, values: Sequence[Any], updated: Mapping[int, Spec]) -> list[object]:
         """Returns carried values as an iteration takes them: state that the loop updates as
         shards."""
         return [
@@ -183,7 +192,7 @@ class Scans(Gatherer):
             for i, x in enumerate(values)
         ]
 
-    def passed_on(self, value: Any, spec: Spec | None) -> jax.Array:
+    def passed_on(self, value: Shard | jax.Array, spec: Spec | None) -> jax.Array:
         """Returns a carried value after an iteration as the loop carries it. ``spec`` is the spec
         of its shard; None if the loop does not update the value as a shard."""
         if spec is None:
@@ -193,7 +202,11 @@ class Scans(Gatherer):
         return self.constrain(plain(value), spec)
 
     def _summed(
-        self, sums: Sums, totals: Sequence[jax.Array], start: Sequence[Any], scope: Scope
+        self,
+        sums: Sums,
+        totals: Sequence[jax.Array],
+        start: Sequence[Shard | jax.Array],
+        scope: Scope,
     ) -> dict[int, jax.Array]:
         """Reduces over the devices, once, the carried values that a loop has added up.
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from zerojax.plan.layout import Spec
@@ -158,7 +159,7 @@ class Narrow(NamedTuple):
         return self.equations == 1
 
     @classmethod
-    def cast(cls, shard: Shard, dtype: Any) -> Narrow:
+    def cast(cls, shard: Shard, dtype: np.dtype) -> Narrow:
         """Returns the narrow form of a shard that is a cast of ``shard`` to ``dtype``."""
         return cls(shard, lambda x: x.astype(dtype))
 

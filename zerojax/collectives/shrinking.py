@@ -25,6 +25,7 @@ from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import LINEAR
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 LEAST = 4
 """The fewest elements that are added up in a table's gradient, as a multiple of its elements."""
@@ -49,13 +50,13 @@ class OwnSumEquations(NamedTuple):
       ends: The results that are reduced over the devices: gradients of tables.
     """
 
-    sums: Mapping[Any, int]
-    results: frozenset[Any]
-    ends: frozenset[Any]
+    sums: Mapping[Atom, int]
+    results: frozenset[Atom]
+    ends: frozenset[Atom]
 
     def run(
-        self, eqn: Any, values: Sequence[Any], wants: Mapping[Any, Spec], gatherer: Gatherer
-    ) -> Any:
+        self, eqn: Equation, values: Sequence[Any], wants: Mapping[Atom, Spec], gatherer: Gatherer
+    ) -> OwnSum | jax.Array:
         """Runs one of the equations; returns an :class:`OwnSum`, or a reduced gradient."""
         (out,) = eqn.outvars
         values = [plain(x) for x in values]
@@ -77,7 +78,7 @@ class OwnSumEquations(NamedTuple):
 
 
 def find(
-    jaxpr: Any, wants: Mapping[Any, Spec], rows: int | None, gatherer: Gatherer
+    jaxpr: Jaxpr, wants: Mapping[Atom, Spec], rows: int | None, gatherer: Gatherer
 ) -> OwnSumEquations:
     """Finds the gradients of tables that are reduced last.
 
@@ -91,8 +92,8 @@ def find(
     if rows is None or rows % mesh.size or not gatherer.sums_own_rows or sequence_size(mesh) > 1:
         return OwnSumEquations({}, frozenset(), frozenset())
     graph = graph_of(jaxpr)
-    sums: dict[Any, int] = {}
-    results, ends = set[Any](), set[Any]()
+    sums: dict[Atom, int] = {}
+    results, ends = set[Atom](), set[Atom]()
     for eqn in graph.named("scatter-add", "jit"):
         if len(eqn.outvars) != 1 or (out := eqn.outvars[0]) not in wants:
             continue
@@ -107,7 +108,7 @@ def find(
     return OwnSumEquations(sums, frozenset(results), frozenset(ends))
 
 
-def _adds_up(eqn: Any, at: int, graph: Graph) -> bool:
+def _adds_up(eqn: Equation, at: int, graph: Graph) -> bool:
     """Returns whether an equation adds the entries of its operand ``at`` up in zeros, directly or
     in a jitted function."""
     if eqn.primitive is prims.scatter_add_p:
@@ -125,11 +126,11 @@ def _adds_up(eqn: Any, at: int, graph: Graph) -> bool:
     return False
 
 
-def _sums(v: Any, graph: Graph, rows: int) -> tuple[dict[Any, int], set[Any]] | None:
+def _sums(v: Atom, graph: Graph, rows: int) -> tuple[dict[Atom, int], set[Atom]] | None:
     """Returns the sums over rows from which a value is computed, each with its dimension of rows,
     and all values between; None if the value is not linear in such sums, or one of them has another
     use."""
-    sums, results, pending = dict[Any, int](), set[Any](), [v]
+    sums, results, pending = dict[Atom, int](), set[Atom](), [v]
     while pending:
         v = pending.pop()
         eqn = graph.producer(v)
@@ -150,12 +151,12 @@ def _sums(v: Any, graph: Graph, rows: int) -> tuple[dict[Any, int], set[Any]] | 
     return sums, results
 
 
-def _is_linear(eqn: Any) -> bool:
+def _is_linear(eqn: Equation) -> bool:
     """Returns whether an equation adds, moves, negates or rounds floating values."""
     linear = eqn.primitive.name in LINEAR or eqn.primitive.name == "add_any"
     floats = all(map(_is_floating, (*eqn.invars, *eqn.outvars)))
     return floats and (linear or propagate.reversible(eqn))
 
 
-def _is_floating(atom: Any) -> bool:
+def _is_floating(atom: Atom) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.floating)

@@ -27,6 +27,7 @@ from zerojax.devices.mesh import batch_devices
 from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.regions import regions
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Aval, Equation, Jaxpr
 
 MOST = 32
 """The most equations, without loops, that compute a lookup's indices and are moved with it."""
@@ -36,8 +37,8 @@ class Lookup(NamedTuple):
     """A lookup in a table: the equation of the program, perhaps the call of a jitted function, and
     the gather itself, in that function."""
 
-    equation: Any
-    gather: Any
+    equation: Equation
+    gather: Equation
 
 
 class Order(NamedTuple):
@@ -51,12 +52,12 @@ class Order(NamedTuple):
       rows: By ``id`` of the last lookup of a group, the first result of each lookup of the group.
     """
 
-    equations: Sequence[Any]
-    copies: Mapping[Any, Sequence[Any]]
+    equations: Sequence[Equation]
+    copies: Mapping[Atom, Sequence[Atom]]
     shared: Mapping[int, GatheredArrays]
-    rows: Mapping[int, Sequence[Any]]
+    rows: Mapping[int, Sequence[Atom]]
 
-    def follow(self, eqn: Any, env: dict[Any, Any]) -> None:
+    def follow(self, eqn: Equation, env: dict[Atom, Any]) -> None:
         """Completes ``env`` after an equation: the result of a cast serves all casts that repeat
         it, and no rows of a group are used before all of them are looked up. Otherwise XLA might
         keep the table until the last lookup."""
@@ -67,7 +68,7 @@ class Order(NamedTuple):
             env.update((v, like(env[v], x)) for v, x in zip(rows, held, strict=True))
 
 
-def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
+def order(jaxpr: Jaxpr, args: Sequence[object], gatherer: Gatherer) -> Order:
     """Returns the order in which a program's equations run, without repeated casts of tables.
 
     Args:
@@ -76,10 +77,11 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
       gatherer: Gathers parameters.
     """
     graph = graph_of(jaxpr)
-    copies: dict[Any, Sequence[Any]] = {}
+    copies: dict[Atom, Sequence[Atom]] = {}
     shared: dict[int, GatheredArrays] = {}
-    rows: dict[int, Sequence[Any]] = {}
-    followers: dict[int, list[Any]] = {}  # by id of the first lookup, the equations moved after it
+    rows: dict[int, Sequence[Atom]] = {}
+    # By id of the first lookup, the equations moved after it.
+    followers: dict[int, list[Equation]] = {}
     for v, x in zip(jaxpr.invars, args, strict=True):
         if not isinstance(x, Shard) or x.gathered is not None or x.gathering.host:
             continue
@@ -92,7 +94,7 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
             if len(lookups) < 2:
                 continue
             first, *others = lookups
-            group, moved = [first.equation], list[Any]()
+            group, moved = [first.equation], list[Equation]()
             for other in others:
                 needed = _moved(other.equation, first.equation, graph, [*casts, *moved])
                 if needed is not None:
@@ -113,10 +115,10 @@ def order(jaxpr: Any, args: Sequence[Any], gatherer: Gatherer) -> Order:
     return Order([*unique.values()], copies, shared, rows)
 
 
-def _forms(v: Any, graph: Graph) -> list[list[Any]]:
+def _forms(v: Atom, graph: Graph) -> list[list[Atom]]:
     """Returns a list of the parameter itself and, for each floating dtype to which it is cast, a
     list of the results of the casts, in order."""
-    casts: dict[Any, list[Any]] = {}
+    casts: dict[Aval, list[Atom]] = {}
     for use in graph.users(v):
         if use.equation.primitive is prims.convert_element_type_p:
             (out,) = use.equation.outvars
@@ -125,7 +127,7 @@ def _forms(v: Any, graph: Graph) -> list[list[Any]]:
     return [[v], *casts.values()]
 
 
-def _lookup(eqn: Any) -> Lookup | None:
+def _lookup(eqn: Equation) -> Lookup | None:
     """Returns an equation as a lookup of floating values in its first operand, directly or in a
     jitted function; None if it is not one."""
     if not eqn.outvars or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
@@ -151,10 +153,12 @@ def _gathers(lookup: Lookup, table: Shard, gatherer: Gatherer) -> bool:
     return eqn.outvars[0].aval.size <= table.value.size * batch_devices(gatherer.mesh)
 
 
-def _moved(eqn: Any, first: Any, graph: Graph, known: Sequence[Any]) -> list[Any] | None:
+def _moved(
+    eqn: Equation, first: Equation, graph: Graph, known: Sequence[Equation]
+) -> list[Equation] | None:
     """Returns the equations after ``first`` that compute the indices of a lookup, in order, without
     the ``known`` ones; None if they are more than :data:`MOST`, or not loop-free integer code."""
-    producers: dict[int, Any] = {}
+    producers: dict[int, Equation] = {}
     pending = jaxprs.variables(eqn.invars)
     ids = {id(each) for each in known}
     while pending:

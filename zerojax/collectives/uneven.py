@@ -7,7 +7,6 @@ all-reduced in full, so the operands of the sum are padded instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax import lax
@@ -15,9 +14,12 @@ from jax.extend.core import primitives as prims
 
 from zerojax.plan.stored import pad
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
 
 
-def bind_padded(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> jax.Array | None:
+def bind_padded(
+    eqn: Equation, values: Sequence[jax.Array], shape: Sequence[int]
+) -> jax.Array | None:
     """Returns the result of an equation, padded to ``shape``; None for an equation without a
     rule."""
     rule = _RULES.get(eqn.primitive)
@@ -25,7 +27,7 @@ def bind_padded(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> jax.Ar
     return None if operands is None else jaxprs.bind(eqn, operands)[0]
 
 
-def _product(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any]:
+def _product(eqn: Equation, values: Sequence[jax.Array], shape: Sequence[int]) -> list[jax.Array]:
     """Pads a product's operands: the result has the batch dimensions first, then the free ones of
     each side."""
     (left, right), batch = jaxprs.param(eqn, "dimension_numbers")
@@ -43,13 +45,15 @@ def _product(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any]
     return operands
 
 
-def _sum(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any]:
+def _sum(eqn: Equation, values: Sequence[jax.Array], shape: Sequence[int]) -> list[jax.Array]:
     (x,), sizes = values, list(shape)
     axes = jaxprs.param(eqn, "axes")
     return [pad(x, [n if d in axes else sizes.pop(0) for d, n in enumerate(x.shape)])]
 
 
-def _lookup(eqn: Any, values: Sequence[Any], shape: Sequence[int]) -> list[Any] | None:
+def _lookup(
+    eqn: Equation, values: Sequence[jax.Array], shape: Sequence[int]
+) -> list[jax.Array] | None:
     """Pads the operands of an equation that adds windows of rows to a table. None if padding could
     receive a window that the unpadded table drops or moves, or if a batch of tables would be
     padded, as each has its own indices."""

@@ -4,8 +4,9 @@ layer."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
@@ -17,10 +18,11 @@ from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
 CAST = "convert_element_type"
 _NOT_SURE = BRANCHES | {"concatenate"}
-_Dtypes = frozenset[Any]
+_Dtypes = frozenset[np.dtype]
 _NONE: _Dtypes = frozenset()
 
 # From the position of a result and its spec to the dtypes in which its uses need it unsharded.
@@ -40,12 +42,12 @@ class Uses:
     def __init__(self, mesh: Mesh, axis: str, *, surely: bool = False) -> None:
         self._mesh, self._axis, self._surely = mesh, axis, surely
 
-    def dtypes(self, jaxpr: Any, v: Any, spec: Spec) -> frozenset[Any]:
+    def dtypes(self, jaxpr: Jaxpr, v: Atom, spec: Spec) -> frozenset[np.dtype]:
         """Returns the dtypes in which an open jaxpr needs its argument ``v`` unsharded: the dtype
         of ``v``, or dtypes to which the jaxpr rounds it."""
         return self._dtypes(jaxpr, v, spec, lambda at, spec: _NONE)
 
-    def _dtypes(self, jaxpr: Any, v: Any, spec: Spec, beyond: _Beyond) -> _Dtypes:
+    def _dtypes(self, jaxpr: Jaxpr, v: Atom, spec: Spec, beyond: _Beyond) -> _Dtypes:
         """Returns the dtypes in which a variable, its casts and its other layouts are needed
         unsharded.
 
@@ -57,7 +59,7 @@ class Uses:
         by_equations = [self._use(jaxpr, *use, spec, beyond) for use in graph.users(v)]
         return _NONE.union(*by_equations, *(beyond(at, spec) for at in graph.returned(v)))
 
-    def _use(self, jaxpr: Any, eqn: Any, i: int, spec: Spec, beyond: _Beyond) -> _Dtypes:
+    def _use(self, jaxpr: Jaxpr, eqn: Equation, i: int, spec: Spec, beyond: _Beyond) -> _Dtypes:
         """Returns the dtypes in which an equation needs its operand ``i`` unsharded, by itself or
         because a use of its results needs them unsharded."""
         name, v = eqn.primitive.name, eqn.invars[i]
@@ -87,12 +89,12 @@ class Uses:
             return _of_cast(v, eqn.outvars[0], of_result(0, spec))
         return _NONE if _on_shards(eqn, i) else own_dtype
 
-    def _is_unsure(self, eqn: Any, i: int, spec: Spec) -> bool:
+    def _is_unsure(self, eqn: Equation, i: int, spec: Spec) -> bool:
         if eqn.primitive is prims.gather_p and i == 0:
             return lookups.spec_by_rows(eqn, spec, self._mesh, self._axis) is not None
         return eqn.primitive.name in _NOT_SURE
 
-    def _in_loop(self, eqn: Any, i: int, spec: Spec, of_result: _Beyond) -> _Dtypes:
+    def _in_loop(self, eqn: Equation, i: int, spec: Spec, of_result: _Beyond) -> _Dtypes:
         """Returns the dtypes in which a scan needs its operand ``i`` unsharded. A carried value and
         a stack that is sharded along its layers are always gathered."""
         (body,), (consts, carry) = jaxprs.inner(eqn), jaxprs.scan_counts(eqn)
@@ -109,7 +111,7 @@ class Uses:
         return self._dtypes(body, body.invars[i], spec[1:] if is_stacked else spec, beyond)
 
 
-def _of_cast(old: Any, new: Any, needed: _Dtypes) -> _Dtypes:
+def _of_cast(old: Atom, new: Atom, needed: _Dtypes) -> _Dtypes:
     """Returns the dtypes in which the operand of a cast is needed unsharded, from those of the
     result."""
     if not needed:
@@ -126,12 +128,12 @@ class Reader(NamedTuple):
       cast: Whether the stack is cast before the loop.
     """
 
-    eqn: Any
+    eqn: Equation
     at: int
     cast: bool
 
 
-def readers(jaxpr: Any, v: Any, cast: bool = False) -> Iterator[Reader | None]:
+def readers(jaxpr: AnyJaxpr, v: Atom, cast: bool = False) -> Iterator[Reader | None]:
     """Yields the uses that need ``v`` unsharded, in order: a loop that takes it layer by layer, or
     None for another use.
 
@@ -148,7 +150,7 @@ def readers(jaxpr: Any, v: Any, cast: bool = False) -> Iterator[Reader | None]:
         yield None
 
 
-def _of_use(jaxpr: Any, eqn: Any, i: int, cast: bool) -> Iterator[Reader | None]:
+def _of_use(jaxpr: Jaxpr, eqn: Equation, i: int, cast: bool) -> Iterator[Reader | None]:
     """Yields what :func:`readers` yields for operand ``i`` of one equation."""
     if eqn.primitive is prims.scan_p:
         at = i - sum(jaxprs.scan_counts(eqn))
@@ -162,7 +164,7 @@ def _of_use(jaxpr: Any, eqn: Any, i: int, cast: bool) -> Iterator[Reader | None]
         yield None
 
 
-def _on_shards(eqn: Any, i: int) -> bool:
+def _on_shards(eqn: Equation, i: int) -> bool:
     """Returns whether an equation runs on the shard of its operand ``i``: a reduction, or an
     element-wise equation, whose result is gathered in place of the operand."""
     name = eqn.primitive.name

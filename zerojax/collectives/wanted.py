@@ -12,7 +12,6 @@ maps the variables of a program to the specs that :func:`trace_back` returns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jax.extend import core
 from jax.extend.core import primitives as prims
@@ -26,13 +25,17 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, HasEquations
 
 _PASSES = ELEMENTWISE | LABELS | OVERWRITES
 
 
 def trace_back(
-    jaxpr: Any, outs: Sequence[Spec | None], mesh: Mesh, others: Mapping[Any, Spec] | None = None
-) -> dict[Any, Spec]:
+    jaxpr: HasEquations,
+    outs: Sequence[Spec | None],
+    mesh: Mesh,
+    others: Mapping[Atom, Spec] | None = None,
+) -> dict[Atom, Spec]:
     """Returns, by variable, the spec of the shard of each gradient, and of each value of which a
     gradient is computed.
 
@@ -50,7 +53,7 @@ def trace_back(
         for v, spec in zip(jaxpr.outvars, outs, strict=True)
         if spec is not None and not isinstance(v, core.Literal)
     }
-    constrained: dict[Any, Spec] = {}
+    constrained: dict[Atom, Spec] = {}
     for eqn in reversed(jaxpr.eqns):
         name = eqn.primitive.name
         if eqn.primitive is prims.sharding_constraint_p and (spec := spec_of(eqn)) is not None:
@@ -80,7 +83,7 @@ def trace_back(
     return wants
 
 
-def passes(eqn: Any, wants: Mapping[Any, Spec], mesh: Mesh) -> bool:
+def passes(eqn: Equation, wants: Mapping[Atom, Spec], mesh: Mesh) -> bool:
     """Returns whether :func:`trace_back` follows the constraint through this equation."""
     if eqn.primitive.name in _PASSES or propagate.reversible(eqn):
         return True
@@ -88,7 +91,7 @@ def passes(eqn: Any, wants: Mapping[Any, Spec], mesh: Mesh) -> bool:
     return spec is not None and bool(propagate.operand_specs(eqn, spec, mesh))
 
 
-def of_scan_body(eqn: Any, wants: Mapping[Any, Spec]) -> list[Spec | None]:
+def of_scan_body(eqn: Equation, wants: Mapping[Atom, Spec]) -> list[Spec | None]:
     """Returns the target specs of one iteration's results, from those of the scan's results."""
     _, n = jaxprs.scan_counts(eqn)
     specs = [wants.get(v) for v in eqn.outvars]
@@ -96,14 +99,14 @@ def of_scan_body(eqn: Any, wants: Mapping[Any, Spec]) -> list[Spec | None]:
     return [*specs[:n], *stacked]
 
 
-def _through_carry(eqn: Any, wants: dict[Any, Spec]) -> None:
+def _through_carry(eqn: Equation, wants: dict[Atom, Spec]) -> None:
     a, n = jaxprs.scan_counts(eqn)
     for out, start in zip(eqn.outvars[:n], eqn.invars[a : a + n], strict=True):
         if out in wants and not isinstance(start, core.Literal):
             wants.setdefault(start, wants[out])
 
 
-def spec_of(eqn: Any) -> Spec | None:
+def spec_of(eqn: Equation) -> Spec | None:
     """Returns the spec of a sharding constraint, without axes of size 1, like all specs in this
     package; None if its sharding is not a ``NamedSharding``."""
     sharding = jaxprs.param(eqn, "sharding")

@@ -12,13 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zerojax.collectives.loops import wider
 from zerojax.collectives.shard import Narrow, Shard
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
 
 
-def narrowest(value: Any) -> Any:
+def narrowest(value: object) -> object:
     """Returns the shard from which a shard was cast, by one or several widening casts; other values
     unchanged."""
     while (narrow := _cast_from(value)) is not None:
@@ -26,19 +28,19 @@ def narrowest(value: Any) -> Any:
     return value
 
 
-def widenings(value: Any) -> tuple[Any, ...]:
+def widenings(value: Any) -> tuple[np.dtype, ...]:
     """Returns the dtypes of the casts from :func:`narrowest` to ``value``, in order."""
     narrow = _cast_from(value)
     return () if narrow is None else (*widenings(narrow.shard), value.value.dtype)
 
 
-def _cast_from(value: Any) -> Narrow | None:
+def _cast_from(value: object) -> Narrow | None:
     """Returns the narrow form of a shard that is a widening cast; None for other values."""
     narrow = value.gathering.narrow if isinstance(value, Shard) else None
     return narrow if narrow is not None and narrow.is_cast else None
 
 
-def widened(shard: Shard, dtypes: Sequence[Any]) -> Shard:
+def widened(shard: Shard, dtypes: Sequence[np.dtype]) -> Shard:
     """Returns a shard after these casts."""
     for dtype in dtypes:
         narrow = Narrow.cast(shard, dtype)
@@ -56,7 +58,7 @@ def unsharded_of(shard: Shard) -> jax.Array | None:
     return None if unsharded is None else narrow.widen(unsharded)
 
 
-def travelling(value: Any) -> Any:
+def travelling(value: object) -> object:
     """Returns the value to send through a barrier in place of ``value``: for a widened shard the
     operand of the casts, for a shard that was gathered in advance the gathered array."""
     source = _source(value)
@@ -64,7 +66,7 @@ def travelling(value: Any) -> Any:
     return source if gathered is None else gathered
 
 
-def arrived(value: Any, new: Any) -> Any:
+def arrived(value: object, new: Any) -> object:
     """Rebuilds ``value`` after a barrier, from the result for :func:`travelling`."""
     source = _source(value)
     if not isinstance(source, Shard):
@@ -74,25 +76,25 @@ def arrived(value: Any, new: Any) -> Any:
     return new if source is value else widened(new, widenings(value))
 
 
-def _source(value: Any) -> Any:
+def _source(value: object) -> object:
     """Returns :func:`narrowest` of a value, or ``value`` if only that was gathered in advance."""
     source = narrowest(value)
     return value if _gathered(source) is None and _gathered(value) is not None else source
 
 
-def _gathered(value: Any) -> jax.Array | None:
+def _gathered(value: object) -> jax.Array | None:
     """Returns the array that was gathered of a shard in advance, in any dtype; otherwise None."""
     if not isinstance(value, Shard) or value.gathered is None:
         return None
     return value.gathered.array
 
 
-def like(value: Any, new: jax.Array) -> Any:
+def like(value: object, new: jax.Array) -> Shard | jax.Array:
     """Returns ``new`` in the form of ``value``: as a shard, or as an array."""
     return value.with_value(new) if isinstance(value, Shard) else new
 
 
-def widens_integers(eqn: Any) -> bool:
+def widens_integers(eqn: Equation) -> bool:
     """Returns whether a cast is from integers to a dtype with more bytes, as for the codes of a
     quantized base model."""
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
@@ -103,7 +105,7 @@ MOST = 64
 """The most equations that are repeated on gathered integers."""
 
 
-def narrow_of(eqn: Any, values: Sequence[Any]) -> Narrow | None:
+def narrow_of(eqn: Equation, values: Sequence[object]) -> Narrow | None:
     """Returns the shard to gather in place of the result of an element-wise equation, or None: the
     operand of a widening cast; or integers that were widened, if the result is computed from them
     and unsharded operands, such as the scaled codes of a quantized base model."""

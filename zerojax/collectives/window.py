@@ -8,7 +8,7 @@ waits for a product with parameters that were used some time before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ class Window:
         """Returns a window; None if other axes shard the rows or the computed arrays."""
         return cls(mesh, axis) if axis_size(mesh, axis) == mesh.size else None
 
-    def used(self, shards: Sequence[Shard], results: Iterable[Any]) -> None:
+    def used(self, shards: Sequence[Shard], results: Iterable[object]) -> None:
         """Records that an equation has used unsharded parameters, and its results."""
         result, *others = [*results] or [None]
         if not shards or others:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.devices.mesh import batch_axes, sequence_size
 from zerojax.devices.rows import BatchRows
 from zerojax.step.sequence import tokens_entry
+from zerojax.xla.types import PyTree
 
 Entry = tuple[str, ...] | str | None
 """Mesh axes that shard one dimension."""
@@ -71,10 +72,10 @@ class Division(NamedTuple):
         padded = self.padded // self.blocks
         return np.arange(self.padded) % padded < self.rows // self.blocks
 
-    def pad(self, batch: Any, leaves: BatchRows) -> Any:
+    def pad(self, batch: PyTree, leaves: BatchRows) -> PyTree:
         """Pads the arrays of a batch with copies, those of all blocks, or a process's own rows."""
 
-        def padded(x: Any) -> Any:
+        def padded(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
             if self.padded == self.rows or not np.ndim(x):
                 return x
             return x[self.places(1 if leaves.own(x) else self.blocks)]
@@ -106,7 +107,7 @@ class Division(NamedTuple):
         return self.without_copies(x)
 
 
-def rows_of(batch: Any) -> int | None:
+def rows_of(batch: PyTree) -> int | None:
     """Returns the leading dimension of all arrays of a batch; None if arrays have different ones.
 
     Raises:

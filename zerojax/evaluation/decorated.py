@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Self
 
 import jax
 from jax.sharding import Mesh
@@ -65,7 +65,7 @@ class Evaluation(Decorated[P, R]):
             program = self._program(subject, call.form, Explicit.of(names, call.batch))
             yield from program.lowered(subject.opened, call.batch, call.args, call.kwargs)
 
-    def _opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Subject, Call]:
+    def _opened(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[Subject, Call]:
         call = self._arguments.sort(args, kwargs)
         subject = subject_of(call.objects, self._states)
         opened = self._states.observed(subject.opened)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.kinds import RowKind
@@ -21,11 +23,11 @@ class Mask(NamedTuple):
       how: The reduction.
     """
 
-    primitive: Any
+    primitive: core.Primitive
     kinds: Sequence[RowKind]
     how: Reduction
 
-    def __call__(self, values: Sequence[Any], counts: Any) -> list[Any]:
+    def __call__(self, values: Sequence[jax.Array], counts: jax.Array) -> list[jax.Array]:
         """Returns the operands of a part with neutral values in rows that do not count.
 
         Args:
@@ -38,7 +40,7 @@ class Mask(NamedTuple):
                 masked[i] = self._masked(values[i], kind, counts)
         return masked
 
-    def _masked(self, x: Any, kind: RowKind, counts: Any) -> Any:
+    def _masked(self, x: jax.Array, kind: RowKind, counts: jax.Array) -> jax.Array:
         outer = kind.outer or 1
         repeats = x.shape[kind.dim] // (outer * counts.shape[0])
         mask = counts if repeats == 1 else jnp.repeat(counts, repeats)

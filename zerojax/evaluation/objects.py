@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NoReturn
 
 import jax
 import optax
+from jax.tree_util import PyTreeDef
 
 from zerojax.placement.states import States
+from zerojax.step.call import RearrangedFunction
 from zerojax.train_state.nnx import apply_settings, settings
 from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.xla.types import PyTree
 
 
-def _refuse(*_: Any, **__: Any) -> Any:
+def _refuse(*_: object, **__: object) -> NoReturn:
     raise TypeError(
         "zero.evaluate changes nothing, but the function updates (state.apply_gradients, or "
         "optimizer.update in NNX): decorate a step that trains with @zero."
@@ -38,11 +41,11 @@ class Subject:
     """
 
     opened: OpenedState
-    call: Callable[..., tuple[Any, list[Any]]]
-    update: Callable[[Sequence[Any]], None]
+    call: Callable[..., tuple[PyTree, list[jax.Array | None]]]
+    update: Callable[[Sequence[jax.Array | None]], None]
 
 
-def subject_of(objects: tuple[Any, ...], states: States) -> Subject:
+def subject_of(objects: tuple[PyTree, ...], states: States) -> Subject:
     """Splits the state of a call into its parts.
 
     Raises:
@@ -56,25 +59,29 @@ def subject_of(objects: tuple[Any, ...], states: States) -> Subject:
 
 
 def _state_subject(opened: OpenedState) -> Subject:
-    def call(function: Any, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        function: RearrangedFunction, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
+    ) -> tuple[PyTree, list[jax.Array | None]]:
         return function(*opened.close(parts, REFUSING), batch, *args, **kwargs), []
 
     return Subject(opened, call, lambda changed: None)
 
 
-def _objects_subject(objects: tuple[Any, ...], opened: OpenedState) -> Subject:
+def _objects_subject(objects: tuple[PyTree, ...], opened: OpenedState) -> Subject:
     """Returns the subject of NNX objects, whose variables the function may change, except for
     parameters."""
 
-    def call(function: Any, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        function: RearrangedFunction, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
+    ) -> tuple[PyTree, list[jax.Array | None]]:
         call_objects = opened.close(parts, REFUSING)
         before = settings(call_objects)
         out = function(*call_objects, batch, *args, **kwargs)
         after = settings(call_objects)
         apply_settings(call_objects, {key: x for key, x in before.items() if after.get(key) != x})
         updated = opened.split(*call_objects)
-        old_tree: Any = jax.tree.structure(parts.rest)
-        new_tree: Any = jax.tree.structure(updated.rest)
+        old_tree: PyTreeDef = jax.tree.structure(parts.rest)
+        new_tree: PyTreeDef = jax.tree.structure(updated.rest)
         if old_tree != new_tree:
             raise TypeError(
                 f"{function.__name__} adds or removes variables of its NNX objects, such as those "
@@ -84,7 +91,7 @@ def _objects_subject(objects: tuple[Any, ...], opened: OpenedState) -> Subject:
         pairs = zip(jax.tree.leaves(parts.rest), jax.tree.leaves(updated.rest), strict=True)
         return out, [None if new is old else new for old, new in pairs]
 
-    def update(changed: Sequence[Any]) -> None:
+    def update(changed: Sequence[jax.Array | None]) -> None:
         leaves, tree = jax.tree.flatten(opened.parts.rest)
         updated = [old if new is None else new for old, new in zip(leaves, changed, strict=True)]
         parts = opened.parts._replace(rest=jax.tree.unflatten(tree, updated))
@@ -94,7 +101,7 @@ def _objects_subject(objects: tuple[Any, ...], opened: OpenedState) -> Subject:
     return Subject(opened, call, update)
 
 
-def _check_kept(before: Any, after: Any) -> None:
+def _check_kept(before: PyTree, after: PyTree) -> None:
     for (path, old), new in zip(
         jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
     ):

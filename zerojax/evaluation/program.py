@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike
 
 from zerojax.accumulation.pairs import Sizes
 from zerojax.collectives import Inserter, kept
@@ -35,6 +37,7 @@ from zerojax.train_state.state_parts import OpenedState
 from zerojax.xla import compat, hijax, jaxprs
 from zerojax.xla.compiler import options, streaming
 from zerojax.xla.lowered import BATCH, EVALUATION, LoweredProgram, with_argument_names
+from zerojax.xla.types import AnyJaxpr, PyTree
 
 
 class Execution(NamedTuple):
@@ -61,9 +64,9 @@ class _TracedFunction(NamedTuple):
       out: ``jax.tree.structure`` of the results.
     """
 
-    closed: Any
+    closed: AnyJaxpr
     batch: list[bool]
-    out: Any
+    out: PyTreeDef
 
 
 class EvaluationProgram:
@@ -110,7 +113,7 @@ class EvaluationProgram:
         self._reader = states.reader()
         self._state_placer = states.state_placer(plan)
         self._copies = states.placer.copies(plan) if offloads(self._config) else None
-        self._known: dict[Any, Execution] = {}
+        self._known: dict[Hashable, Execution] = {}
         self._jitted = jax.jit(
             with_argument_names(self._run, "state", BATCH, "arrays", "static", "execution"),
             static_argnums=(3, 4),
@@ -121,7 +124,9 @@ class EvaluationProgram:
             ),
         )
 
-    def __call__(self, opened: OpenedState, batch: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(
+        self, opened: OpenedState, batch: PyTree, args: PyTree, kwargs: PyTree
+    ) -> tuple[PyTree, list[jax.Array | None]]:
         """Runs the function.
 
         Returns:
@@ -160,7 +165,7 @@ class EvaluationProgram:
         return values
 
     def lowered(
-        self, opened: OpenedState, batch: Any, args: Any, kwargs: Any
+        self, opened: OpenedState, batch: PyTree, args: PyTree, kwargs: PyTree
     ) -> Iterator[LoweredProgram]:
         """Yields the single program, lowered."""
         arrays, static = divide(args, kwargs)
@@ -184,7 +189,7 @@ class EvaluationProgram:
             EVALUATION, compat.lower_for(traced, self._plan.mesh) if reaches else traced.lower()
         )
 
-    def _execution(self, batch: Any, arrays: Sequence[Any], static: Static) -> Execution:
+    def _execution(self, batch: PyTree, arrays: Sequence[ArrayLike], static: Static) -> Execution:
         """Returns the choices for batches of these shapes, from the cache if they are known."""
         rows = self._placer.leaves
         blocks = 1 if rows.own_rows(batch) is None else rows.blocks
@@ -197,7 +202,7 @@ class EvaluationProgram:
         return self._known[key]
 
     def _work_out(
-        self, batch: Any, blocks: int, arrays: Sequence[Any], static: Static
+        self, batch: PyTree, blocks: int, arrays: Sequence[ArrayLike], static: Static
     ) -> Execution:
         """Traces the function, and decides how batches of these shapes are divided; logs why a
         batch is not divided."""
@@ -229,10 +234,14 @@ class EvaluationProgram:
                 division = None
         return Execution(used, division, division or filled)
 
-    def _traced(self, batch: Any, arrays: Sequence[Any], static: Static) -> _TracedFunction:
+    def _traced(
+        self, batch: PyTree, arrays: Sequence[ArrayLike], static: Static
+    ) -> _TracedFunction:
         """Traces the function on abstract, unsharded arrays of a state."""
 
-        def body(leaves: list[Any], batch: Any, arrays: list[Any]) -> Any:
+        def body(
+            leaves: list[jax.Array], batch: PyTree, arrays: list[jax.Array]
+        ) -> tuple[PyTree, list[jax.Array | None]]:
             if self._low is not None and self._config.auto_cast:
                 batch = cast(batch, self._low)
             args, kwargs = join(arrays, static)
@@ -257,8 +266,8 @@ class EvaluationProgram:
         return _TracedFunction(closed, has_rows, jax.tree.structure(out))
 
     def _by_rows(
-        self, batch: Any, arrays: Sequence[Any], static: Static, division: Division
-    ) -> tuple[ByRows, Any]:
+        self, batch: PyTree, arrays: Sequence[ArrayLike], static: Static, division: Division
+    ) -> tuple[ByRows, PyTreeDef]:
         """Returns the divided function, and the structure of its results.
 
         Raises:
@@ -282,8 +291,13 @@ class EvaluationProgram:
         return by_rows, traced_full.out
 
     def _run(
-        self, values: list[Any], batch: Any, arrays: list[Any], static: Static, execution: Execution
-    ) -> Any:
+        self,
+        values: list[Any],
+        batch: PyTree,
+        arrays: list[jax.Array],
+        static: Static,
+        execution: Execution,
+    ) -> tuple[PyTree, list[jax.Array | None]]:
         """Runs the function in the compiled program: the state enters as shards, and the function
         runs on all rows at once, or micro-batch by micro-batch."""
         cast_here = len(self._plan.compute) if self._copies is None else 0
@@ -313,8 +327,13 @@ class EvaluationProgram:
         return self._plan.results(out), [None if x is None else keep(x) for x, keep in pairs]
 
     def _in_parts(
-        self, state: list[Any], batch: Any, arrays: list[Any], static: Static, division: Division
-    ) -> tuple[list[Any], Any]:
+        self,
+        state: list[object],
+        batch: PyTree,
+        arrays: list[jax.Array],
+        static: Static,
+        division: Division,
+    ) -> tuple[list[jax.Array], PyTreeDef]:
         """Runs the program of each micro-batch, and then the program that runs once."""
         by_rows, structure = self._by_rows(batch, arrays, static, division)
         leaves, mesh = jax.tree.leaves(batch), self._plan.lowering_mesh
@@ -323,7 +342,9 @@ class EvaluationProgram:
         if division.padded != division.rows:
             counts = division.micro_batches(jnp.asarray(division.counts()), mesh)
 
-        def part(totals: list[Any], xs: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
+        def part(
+            totals: list[jax.Array], xs: tuple[list[jax.Array], jax.Array | None]
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
             slices = iter(xs[0])
             micro = [next(slices) if x.ndim else x for x in leaves]
             added, outs = self._inserted(by_rows.part, state, [*micro, *arrays], xs[1])
@@ -340,8 +361,12 @@ class EvaluationProgram:
         return self._inserted(by_rows.finish, state, others, totals, outs), structure
 
     def _inserted(
-        self, function: Callable[..., Any], state: list[Any], others: list[Any], *more: Any
-    ) -> Any:
+        self,
+        function: Callable[..., PyTree],
+        state: list[object],
+        others: list[jax.Array | None],
+        *more: PyTree,
+    ) -> PyTree:
         """Runs ``function([*state, *others], *more)``; gathers parameters where they are used."""
         closed, out = jax.make_jaxpr(
             lambda state, others, *more: function([*state, *others], *more), return_shape=True
@@ -349,16 +374,16 @@ class EvaluationProgram:
         outs = self._run_on(closed, [*state, *jax.tree.leaves((others, more))])
         return jax.tree.unflatten(jax.tree.structure(out), outs)
 
-    def _run_on(self, closed: Any, args: list[Any]) -> list[Any]:
+    def _run_on(self, closed: AnyJaxpr, args: list[object]) -> list[jax.Array]:
         outs = self._inserter(closed, args)
         # A parameter on disk, or with padding in host memory, that the function returns unchanged.
         return [x.fetched() if isinstance(x, Fetchable) else x for x in outs]
 
 
-def _like(batch: Any, rows: int) -> Any:
+def _like(batch: PyTree, rows: int) -> PyTree:
     """Returns the shapes and dtypes of a batch, with ``rows`` as leading dimension."""
 
-    def like(x: Any) -> jax.ShapeDtypeStruct:
+    def like(x: ArrayLike) -> jax.ShapeDtypeStruct:
         shape = (rows, *jnp.shape(x)[1:]) if jnp.ndim(x) else ()
         return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 

@@ -9,11 +9,12 @@ that combines rows in another way is not divided.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives as prims
+from jax.typing import DTypeLike
 
 from zerojax.accumulation.analysis import Analysis
 from zerojax.accumulation.equation_analysis import Choices, Path
@@ -29,6 +30,7 @@ from zerojax.evaluation.masks import Mask
 from zerojax.evaluation.undivided import DEPENDS, RUNS_OVER, TOGETHER, Undivided
 from zerojax.graph.def_use import graph_of
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Equation
 
 _RULES = prims.custom_jvp_call_p, prims.custom_vjp_call_p
 
@@ -58,8 +60,8 @@ class ByRows:
 
     def __init__(
         self,
-        full: Any,
-        part: Any,
+        full: AnyJaxpr,
+        part: AnyJaxpr,
         sizes: Sizes,
         batch: Sequence[bool],
         *,
@@ -96,7 +98,7 @@ class ByRows:
         for place in (*self._analysis.kernels, *(() if noise else self._analysis.drawn)):
             raise Undivided.at(place, TOGETHER)
 
-    def _kind(self, v: Any) -> RowKind:
+    def _kind(self, v: Atom) -> RowKind:
         """Returns the kind of a result.
 
         Raises:
@@ -110,7 +112,7 @@ class ByRows:
             raise Undivided.at(where(producer), TOGETHER)
         return kind
 
-    def _masked(self) -> dict[Any, Mask]:
+    def _masked(self) -> dict[Atom, Mask]:
         """Maps the result of each reduction of a part to the mask for rows that do not count.
 
         Raises:
@@ -120,7 +122,7 @@ class ByRows:
         paths = {path for x in numbers if x.node is not None for path in x.node.roots()}
         return dict(map(self._mask, sorted(paths)))
 
-    def _mask(self, path: Path) -> tuple[Any, Mask]:
+    def _mask(self, path: Path) -> tuple[Atom, Mask]:
         global_eqn, micro_eqn = self._analysis.pairs[path[0]]
         if len(path) > 1:
             inside = self._analysis.equation(path)
@@ -131,7 +133,7 @@ class ByRows:
         how = REDUCTIONS[self._analysis.kind(global_eqn.outvars[0]).name]
         return micro_eqn.outvars[0], Mask(global_eqn.primitive, kinds, how)
 
-    def zeros(self) -> list[Any]:
+    def zeros(self) -> list[jax.Array]:
         """Returns the totals before the first part."""
         return [
             jnp.full(aval.shape, REDUCTIONS[x.how].neutral(aval.dtype), _wide(aval.dtype))
@@ -139,14 +141,16 @@ class ByRows:
             for aval in [x.variable.aval]
         ]
 
-    def add(self, totals: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    def add(self, totals: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.Array]:
         """Combines the totals of some parts with those of others."""
         return [
             REDUCTIONS[x.how].of_two(a, b)
             for x, a, b in zip(self._split.crossing, totals, others, strict=True)
         ]
 
-    def part(self, args: Sequence[Any], counts: Any) -> tuple[list[Any], list[Any]]:
+    def part(
+        self, args: Sequence[jax.Array], counts: jax.Array | None
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Runs the function on a part of the batch, as far as it works row by row.
 
         Args:
@@ -158,7 +162,7 @@ class ByRows:
           first dimension.
         """
 
-        def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        def run(eqn: Equation, values: list[jax.Array]) -> Sequence[jax.Array]:
             if counts is not None and eqn.outvars and eqn.outvars[0] in self._masks:
                 values = self._masks[eqn.outvars[0]](values, counts)
             return jaxprs.bind_in_context(eqn, values)
@@ -169,11 +173,16 @@ class ByRows:
         kinds = [self._kinds[i] for i in self.stacked]
         return totals, [self._in_front(x, kind) for x, kind in zip(outs[n:], kinds, strict=True)]
 
-    def _in_front(self, x: Any, kind: RowKind) -> Any:
+    def _in_front(self, x: jax.Array, kind: RowKind) -> jax.Array:
         x, rows = jnp.moveaxis(x, kind.dim, 0), self._sizes.micro_rows
         return x.reshape(rows, x.shape[0] // rows, *x.shape[1:])
 
-    def finish(self, args: Sequence[Any], totals: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
+    def finish(
+        self,
+        args: Sequence[jax.Array | None],
+        totals: Sequence[jax.Array],
+        rows: Sequence[jax.Array],
+    ) -> list[jax.Array]:
         """Returns the function's results.
 
         Args:
@@ -195,6 +204,6 @@ class ByRows:
         return [results[i] for i in range(len(results))]
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: DTypeLike) -> DTypeLike:
     """Returns the dtype in which the results of parts are combined."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

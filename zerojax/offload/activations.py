@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -34,7 +33,7 @@ def smallest_away(config: ZeroConfig) -> int | None:
     return SMALLEST if config.cpu_checkpointing else None
 
 
-def remat_policy(policy: str) -> Callable[..., Any]:
+def remat_policy(policy: str) -> Callable[..., bool]:
     """Returns a ``jax.checkpoint`` policy by name: the residuals that a rematerialised block keeps.
 
     Args:
@@ -70,7 +69,7 @@ def remat_policy(policy: str) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
     kind, colon, rest = policy.partition(":")
     if not colon and kind in _PLAIN:
-        plain: Callable[..., Any] = getattr(policies, _PLAIN[kind])
+        plain: Callable[..., bool] = getattr(policies, _PLAIN[kind])
         return plain
     if kind not in _NAMED or not colon:
         known = {**{name: name for name in _PLAIN}, **{name: f"{name}:a,b" for name in _NAMED}}

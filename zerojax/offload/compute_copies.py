@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +43,14 @@ class ComputeCopies:
         self._update = Update(
             self.cast, [*masters, *self.placements], [True] * n, list(range(n, 2 * n)), plan
         )
-        self._masters: list[weakref.ref[Any]] = []
-        self._copies: list[Any] = []
+        self._masters: list[weakref.ref[jax.Array | DiskArray]] = []
+        self._copies: list[jax.Array | DiskArray] = []
 
-    def cast(self, *params: Any) -> list[Any]:
+    def cast(self, *params: jax.Array) -> list[jax.Array]:
         """Casts the masters at ``at`` to the compute dtypes."""
         return [p.astype(leaf.dtype) for p, leaf in zip(params, self._leaves, strict=True)]
 
-    def of(self, params: Sequence[Any]) -> list[Any]:
+    def of(self, params: Sequence[jax.Array | DiskArray]) -> list[jax.Array | DiskArray]:
         """Returns the compute parameters of ``params``, in their order."""
         masters = [params[i] for i in self.at]
         is_current = len(self._masters) == len(masters) and all(
@@ -69,24 +68,26 @@ class ComputeCopies:
             compute[i] = x
         return compute
 
-    def keep(self, params: Sequence[Any], copies: Sequence[Any]) -> None:
+    def keep(
+        self, params: Sequence[jax.Array | DiskArray], copies: Sequence[jax.Array | DiskArray]
+    ) -> None:
         """Keeps ``copies`` as the copies of ``params``."""
         self._masters = [weakref.ref(params[i]) for i in self.at]
         self._copies = list(copies)
 
-    def take(self) -> list[Any]:
+    def take(self) -> list[jax.Array | DiskArray]:
         """Hands the copies over to the caller, who overwrites them."""
         copies, self._copies, self._masters = self._copies, [], []
         return copies
 
-    def abstract(self) -> list[Any]:
+    def abstract(self) -> list[jax.ShapeDtypeStruct]:
         """Returns all compute parameters as ``jax.ShapeDtypeStruct``."""
         return [
             jax.ShapeDtypeStruct(leaf.padded, leaf.dtype, sharding=self._plan.sharding(leaf))
             for leaf in self._plan.compute
         ]
 
-    def _empty(self) -> list[Any]:
+    def _empty(self) -> list[jax.Array | DiskLeaf]:
         """Allocates arrays for the copies; their values are not yet written."""
         in_memory = [leaf for leaf in self._leaves if leaf.place != DISK]
         zeros = jax.jit(

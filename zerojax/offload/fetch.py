@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.places import DEVICE, PINNED
 from zerojax.plan.stored import StoredArray
+from zerojax.xla.types import PyTree
 
 
-def on_device(tree: Any) -> Any:
+def on_device(tree: PyTree) -> PyTree:
     """Returns the arrays of a tree in device memory, with unchanged sharding.
 
     Arrays in host memory are copied, arrays on disk are read, arrays on the device are returned
@@ -40,7 +39,7 @@ def on_device(tree: Any) -> Any:
     return jax.tree.map(_fetched, tree)
 
 
-def _fetched(x: Any) -> Any:
+def _fetched(x: object) -> object:
     if isinstance(x, StoredArray):
         return StoredArray(_fetched(x.stored), x.shape)
     if isinstance(x, DiskArray):

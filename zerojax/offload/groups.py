@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.offload.separate import Cluster
@@ -27,7 +28,7 @@ class ArrayPlacement(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     spec: PartitionSpec
     place: str
     padded: tuple[int, ...]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.xla import hijax, jaxprs
+from zerojax.xla.types import Atom, Equation, Shaped
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Prelude(NamedTuple):
       shared: The update's results at the positions :attr:`SeparatedUpdate.shared`.
     """
 
-    scalars: list[Any]
-    shared: list[Any]
+    scalars: list[jax.Array]
+    shared: list[jax.Array]
 
 
 class _Connected(NamedTuple):
@@ -58,8 +59,8 @@ class _Connected(NamedTuple):
 
     inputs: set[int]
     outputs: set[int]
-    eqns: list[Any]
-    scalars: dict[Any, None]
+    eqns: list[Equation]
+    scalars: dict[Atom, None]
 
 
 class SeparatedUpdate:
@@ -79,7 +80,10 @@ class SeparatedUpdate:
     """
 
     def __init__(
-        self, update: Callable[..., Sequence[Any]], arguments: Sequence[Any], own: Sequence[bool]
+        self,
+        update: Callable[..., Sequence[jax.Array]],
+        arguments: Sequence[Shaped],
+        own: Sequence[bool],
     ) -> None:
         traced, _ = hijax.trace(lambda *a: list(update(*a)), *arguments)
         self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.without_calls(traced))
@@ -90,7 +94,7 @@ class SeparatedUpdate:
         outvars = self._jaxpr.outvars
         leaves = [i for i, v in enumerate(outvars) if self._of_leaf(v)]
         groups: list[_Connected] = []
-        needed: dict[Any, None] = {}
+        needed: dict[Atom, None] = {}
         for i in leaves:
             new = self._connected(i)
             needed |= new.scalars
@@ -108,10 +112,10 @@ class SeparatedUpdate:
         )
         self.read_by_prelude = {self._at[v] for v in ends if v in self._at}
 
-    def _of_leaf(self, v: Any) -> bool:
+    def _of_leaf(self, v: Atom) -> bool:
         return not isinstance(v, core.Literal) and (v in self._heavy or v.aval.ndim > 0)
 
-    def _is_scalar(self, v: Any) -> bool:
+    def _is_scalar(self, v: Atom) -> bool:
         """Returns whether ``v`` is a prelude scalar, independent of parameters and moments."""
         return v not in self._heavy and v.aval.ndim == 0
 
@@ -123,11 +127,11 @@ class SeparatedUpdate:
         return _Connected(inputs, {i}, eqns, scalars)
 
     def _backward_slice(
-        self, targets: Sequence[Any], known: Callable[[Any], bool]
-    ) -> tuple[list[Any], list[Any]]:
+        self, targets: Sequence[Atom], known: Callable[[Atom], bool]
+    ) -> tuple[list[Equation], list[Atom]]:
         """Returns the equations that compute targets from known variables, and their inputs."""
-        eqns: dict[int, Any] = {}
-        ends: dict[Any, None] = {}
+        eqns: dict[int, Equation] = {}
+        ends: dict[Atom, None] = {}
         todo, seen = list(targets), set()
         while todo:
             x = todo.pop()
@@ -161,7 +165,7 @@ class SeparatedUpdate:
         unique_suffix = f" for {outs}" if any(v.aval.ndim for v in used) else ""
         return Cluster(ins, outs, elementwise, str(traced) + unique_suffix)
 
-    def prelude(self, arguments: Sequence[Any]) -> Prelude:
+    def prelude(self, arguments: Sequence[object]) -> Prelude:
         """Runs the prelude.
 
         Args:
@@ -176,10 +180,10 @@ class SeparatedUpdate:
         self,
         outputs: Sequence[int],
         inputs: Sequence[int],
-        values: Sequence[Any],
-        scalars: Sequence[Any],
+        values: Sequence[object],
+        scalars: Sequence[object],
         shape: tuple[int, ...] | None = None,
-    ) -> list[Any]:
+    ) -> list[jax.Array]:
         """Returns the results of a cluster, or of rows of it.
 
         Args:
@@ -193,8 +197,8 @@ class SeparatedUpdate:
         return self._evaluate([self._jaxpr.outvars[i] for i in outputs], env, shape)
 
     def _evaluate(
-        self, targets: Sequence[Any], env: dict[Any, Any], shape: tuple[int, ...] | None
-    ) -> list[Any]:
+        self, targets: Sequence[Atom], env: dict[Atom, object], shape: tuple[int, ...] | None
+    ) -> list[jax.Array]:
         """Computes ``targets`` from the values in ``env``: of complete arrays, or, if ``shape`` is
         given, of rows of this shape."""
         env = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
@@ -209,7 +213,7 @@ class SeparatedUpdate:
         return [jaxprs.read(v, env) for v in targets]
 
 
-def _by_element(eqn: Any, shape: tuple[int, ...], constants: set[Any]) -> bool:
+def _by_element(eqn: Equation, shape: tuple[int, ...], constants: set[Atom]) -> bool:
     """Returns whether rows of the result need only the same rows of the operands."""
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
     if any(v in constants and v.aval.ndim for v in jaxprs.variables(eqn.invars)):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.collectives.host import fetch_to_device, send_to_host
 from zerojax.collectives.order import impossible
@@ -25,6 +25,7 @@ from zerojax.plan import layout
 from zerojax.plan.places import DISK, HOST, PINNED
 from zerojax.plan.stored import pad
 from zerojax.xla.compat import computed_on_host
+from zerojax.xla.compiler import Options
 from zerojax.xla.lowered import LOADED, READ, WRITTEN, with_argument_names
 
 _ARGUMENTS = WRITTEN, READ, LOADED, "starts", "next_starts", "scalars"
@@ -73,8 +74,8 @@ class GroupPrograms:
         separated: SeparatedUpdate,
         placements: Sequence[ArrayPlacement],
         target: Sequence[int],
-        mesh: Any,
-        options: Any = None,
+        mesh: Mesh,
+        options: Options | None = None,
         on_host: bool = False,
     ) -> None:
         self._options = options
@@ -83,7 +84,7 @@ class GroupPrograms:
             x._replace(spec=PartitionSpec(*layout.separate(x.spec, mesh))) for x in placements
         ]
         self._mesh, self._on_host = mesh, on_host
-        self._programs: dict[Any, Callable[..., GroupResults]] = {}
+        self._programs: dict[object, Callable[..., GroupResults]] = {}
 
     def numbers(self, group: Group, coming: Group) -> GroupArrays:
         """Returns the arrays of the program that updates ``group`` and brings ``coming`` in."""
@@ -145,7 +146,7 @@ class GroupPrograms:
             )
         return self._programs[key]
 
-    def _signature(self, group: Group) -> Any:
+    def _signature(self, group: Group) -> tuple[object, ...]:
         return tuple(
             (
                 p.cluster.key,
@@ -156,7 +157,7 @@ class GroupPrograms:
             for p in group
         )
 
-    def _shared(self, group: Group, coming: Group) -> Any:
+    def _shared(self, group: Group, coming: Group) -> tuple[tuple[int, ...], ...]:
         """Returns each coming array's position in ``written`` and in ``read``; -1 where absent."""
         numbers = self.numbers(group, coming)
         return tuple(
@@ -247,7 +248,9 @@ class GroupPrograms:
         )
         return self._jitted(mapped, numbers, self._rows_sharding)
 
-    def _run(self, p: GroupRows, values: list[Any], scalars: list[Any]) -> list[Any]:
+    def _run(
+        self, p: GroupRows, values: list[jax.Array], scalars: list[jax.Array]
+    ) -> list[jax.Array]:
         c = p.cluster
         run = lambda v, s: self._separated.run(c.outputs, c.inputs, v, s, v[0].shape)  # noqa: E731
         if not self._on_host:
@@ -304,10 +307,10 @@ class GroupPrograms:
         )
 
 
-def _rows(x: Any, start: Any, rows: int | None) -> Any:
+def _rows(x: jax.Array, start: jax.typing.ArrayLike, rows: int | None) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, start, rows or x.shape[0], 0)
 
 
-def _after(came: Any) -> Any:
+def _after(came: jax.Array) -> jax.Array:
     """Returns zero, int32 [], that depends on ``came``."""
     return impossible(came[(0,) * came.ndim]).astype(jnp.int32)

@@ -12,7 +12,7 @@ import numpy as np
 from zerojax.offload.disk.array import DiskLeaf
 from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, groups, is_sent_unsplit
 from zerojax.offload.separate import SeparatedUpdate
-from zerojax.offload.stream import GroupPrograms, GroupResults
+from zerojax.offload.stream import GroupArrays, GroupPrograms, GroupResults
 from zerojax.plan.state_sharding import Plan
 from zerojax.xla.compiler import streaming
 
@@ -26,13 +26,18 @@ class GroupUpdate:
       coming: The next sub-group; empty if the program brings none in.
     """
 
+    group: Group
+    coming: Group
+    numbers: GroupArrays
+    program: Callable[..., GroupResults]
+
     def __init__(self, programs: GroupPrograms, group: Group, coming: Group) -> None:
         self.group, self.coming = group, coming
         self.numbers, self.program = programs.numbers(group, coming), programs.get(group, coming)
         self._starts = _starts(group), _starts(coming)
 
     def __call__(
-        self, arrays: Sequence[Any], loaded: Sequence[Any], scalars: Sequence[Any]
+        self, arrays: Sequence[object], loaded: Sequence[object], scalars: Sequence[object]
     ) -> GroupResults:
         """Runs the program; ``loaded`` was brought in before, ``scalars`` are the prelude's."""
         written = [arrays[i] for i in self.numbers.written]
@@ -61,7 +66,7 @@ class TracedUpdate(NamedTuple):
     """A program of the update, traced for abstract arguments, with its number of runs."""
 
     name: str
-    traced: Any
+    traced: jax.stages.Traced
     times: int
 
 
@@ -79,7 +84,7 @@ class Update:
 
     def __init__(
         self,
-        function: Callable[..., Sequence[Any]],
+        function: Callable[..., Sequence[jax.Array]],
         placements: Sequence[ArrayPlacement],
         own: Sequence[bool],
         target: Sequence[int],
@@ -119,7 +124,7 @@ class Update:
                 tuple(done),
             )
 
-    def run(self, arrays: list[Any], scalars: Sequence[Any]) -> None:
+    def run(self, arrays: list[Any], scalars: Sequence[object]) -> None:
         """Replaces the targets in the list ``arrays``; replaced arrays are donated.
 
         Args:
@@ -130,7 +135,7 @@ class Update:
         Raises:
           DiskStateError: bytes on the disk are not those that were written.
         """
-        host_arrays: list[Any] = []
+        host_arrays: list[jax.Array] = []
         reads: _Reads | None = None
         for turn in self.turns:
             group, numbers = turn.update.group, turn.update.numbers
@@ -193,14 +198,16 @@ class _Reads:
         }
         self._leaves: dict[int, DiskLeaf] = {i: arrays[i] for i in self._reads}
 
-    def merged(self, came: Sequence[Any]) -> list[Any]:
+    def merged(self, came: Sequence[jax.Array]) -> list[jax.Array]:
         """Merges ``came``, from host memory, with the arrays from disk in the program's order."""
         host = iter(came)
         return [self._put(i, p) if i in self._reads else next(host) for p, i in self._wanted]
 
     def _put(self, i: int, part: GroupRows) -> jax.Array:
         leaf, chunks = self._leaves[i], [read.result() for read in self._reads.pop(i)]
-        like: Any = leaf if part.rows is None else self._programs.abstract(i, part.rows)
+        like: DiskLeaf | jax.ShapeDtypeStruct = (
+            leaf if part.rows is None else self._programs.abstract(i, part.rows)
+        )
         local = like.sharding.shard_shape(like.shape)
         return jax.make_array_from_single_device_arrays(
             like.shape,
@@ -213,7 +220,7 @@ class _Reads:
 
 
 def _write(
-    programs: GroupPrograms, group: Group, going: Sequence[Any], arrays: Sequence[Any]
+    programs: GroupPrograms, group: Group, going: Sequence[jax.Array], arrays: Sequence[Any]
 ) -> None:
     """Writes a program's results to the disk, in the background.
 

@@ -6,25 +6,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.tree_util import PyTreeDef
 
 from zerojax.accumulation.exchange import Exchange
 from zerojax.config import ConfigError, ZeroConfig
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.distributed import log
+from zerojax.plan.layout import Spec
 from zerojax.plan.planning import parameter_leaves
 from zerojax.train_state.state_parts import Parts
+from zerojax.xla.types import PyTree
 
 
 def with_errors(
     parts: Parts,
     exchange: Exchange | None,
-    own: Sequence[Any],
+    own: Sequence[Spec | None],
     mesh: Mesh,
     axis: str,
     config: ZeroConfig,
@@ -67,10 +69,10 @@ def _check_rows(key: str, mesh: Mesh) -> None:
         )
 
 
-def _with(parts: Parts, error: Any) -> Parts:
+def _with(parts: Parts, error: PyTree) -> Parts:
     return parts._replace(opt_state=parts.opt_state._replace(error=error))
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: PyTree) -> tuple[PyTreeDef, list[tuple[int, ...]]]:
     leaves, structure = jax.tree.flatten(tree)
     return structure, [tuple(x.shape) for x in leaves]

@@ -12,16 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from zerojax.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from zerojax.offload.compute_copies import ComputeCopies
-from zerojax.offload.disk.array import DiskLeaf
+from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.disk.store import DiskStore
 from zerojax.offload.groups import ArrayPlacement, disk_chunks
 from zerojax.plan.places import DISK
 from zerojax.plan.state_sharding import Leaf, Plan
-from zerojax.plan.stored import pad, user_leaf
+from zerojax.plan.stored import StoredArray, pad, user_leaf
 from zerojax.train_state.state_parts import Parts
+from zerojax.xla.types import PyTree
+
+StateArray = jax.Array | np.ndarray | StoredArray | DiskArray
+"""An array of a state, in memory or on disk."""
 
 SMALLEST, LARGEST = 2**26, 2**30
 """Bounds on the bytes of an offloaded state that one device creates at a time: a sixteenth of the
@@ -43,7 +48,9 @@ class Placer:
         self._store: DiskStore | None = None
         self._copies_store: DiskStore | None = None
         self._number = itertools.count()
-        self._copies = weakref.WeakValueDictionary[Any, ComputeCopies]()
+        self._copies = weakref.WeakValueDictionary[
+            tuple[tuple[Leaf, ...], tuple[Leaf, ...]], ComputeCopies
+        ]()
 
     @property
     def store(self) -> DiskStore:
@@ -99,7 +106,7 @@ class Placer:
         return copies
 
     def _copy_leaf(
-        self, path: str, shape: Sequence[int], dtype: Any, sharding: NamedSharding
+        self, path: str, shape: Sequence[int], dtype: DTypeLike, sharding: NamedSharding
     ) -> DiskLeaf:
         """Creates a leaf on disk for a compute parameter, not yet written."""
         return self.disk_leaf(path, shape, dtype, sharding, self.copies_store)
@@ -108,7 +115,7 @@ class Placer:
         self,
         path: str,
         shape: Sequence[int],
-        dtype: Any,
+        dtype: DTypeLike,
         sharding: NamedSharding,
         store: DiskStore | None = None,
     ) -> DiskLeaf:
@@ -119,7 +126,7 @@ class Placer:
         name = f"{path} ({next(self._number)})"
         return DiskLeaf(store or self.store, name, shape, dtype, sharding, chunks)
 
-    def put(self, x: Any, sharding: NamedSharding, leaf: Leaf) -> Any:
+    def put(self, x: Any, sharding: NamedSharding, leaf: Leaf) -> StateArray:
         """Puts an array into the place and the sharding of its leaf in the plan."""
         x = pad(x, leaf.padded)
         if jax.process_count() > 1 and getattr(x, "is_fully_addressable", True):
@@ -136,7 +143,7 @@ class Placer:
         return user_leaf(x, leaf.shape)
 
     def create_sharded(
-        self, make: Callable[..., Parts], args: Sequence[Any], plan: Plan, shapes: Parts
+        self, make: Callable[..., Parts], args: Sequence[PyTree], plan: Plan, shapes: Parts
     ) -> Parts:
         """Creates a state a few leaves at a time, so that no device holds much of it.
 
@@ -151,10 +158,10 @@ class Placer:
         """
         leaves, shardings = plan.all_leaves(), jax.tree.leaves(plan.shardings())
         self.reserve(plan)
-        placed: list[Any] = []
+        placed: list[StateArray] = []
         for batch in _batches(leaves):
 
-            def leaves_of_batch(*args: Any, batch: range = batch) -> list[Any]:
+            def leaves_of_batch(*args: PyTree, batch: range = batch) -> list[jax.Array]:
                 created = jax.tree.leaves(make(*args))
                 return [pad(created[i], leaves[i].padded) for i in batch]
 

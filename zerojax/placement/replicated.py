@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from zerojax.xla import compat
+from zerojax.xla.types import PyTree
 
 
-def check_one_copy(state: Any, cause: Exception | None = None) -> None:
+def check_one_copy(state: PyTree, cause: Exception | None = None) -> None:
     """Rejects a state whose arrays have an entry for each device along the leading dimension.
 
     Args:

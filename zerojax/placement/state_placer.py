@@ -15,13 +15,14 @@ from zerojax.distributed.equality import require_same_values
 from zerojax.distributed.lockstep import lockstep
 from zerojax.offload.disk.array import DiskArray
 from zerojax.placement.owned import OwnedArrays
-from zerojax.placement.placer import Placer
+from zerojax.placement.placer import Placer, StateArray
 from zerojax.placement.replicated import check_one_copy
 from zerojax.plan import layout
 from zerojax.plan.places import DISK
 from zerojax.plan.state_sharding import Leaf, Plan
 from zerojax.plan.stored import StoredArray, unwrap_stored
 from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.xla.types import PyTree
 
 
 class StatePlacer:
@@ -36,7 +37,7 @@ class StatePlacer:
     def __init__(self, placer: Placer, owned: OwnedArrays, plan: Plan) -> None:
         self._placer, self._owned, self._mesh = placer, owned, plan.mesh
         self._where = list(zip(jax.tree.leaves(plan.shardings()), plan.all_leaves(), strict=True))
-        self._read: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._read: dict[int, tuple[weakref.ref[object], object]] = {}
 
     def donatable(self, opened: OpenedState) -> Parts:
         """Places the arrays of a state whose memory a step takes over.
@@ -68,7 +69,7 @@ class StatePlacer:
         arrays = [self._kept_or_copied(kept, *each) for each in targets]
         return jax.tree.unflatten(jax.tree.structure(parts), arrays)
 
-    def readable(self, leaves: Sequence[Any], used: Sequence[bool]) -> list[Any]:
+    def readable(self, leaves: Sequence[StateArray], used: Sequence[bool]) -> list[Any]:
         """Places the arrays of a state that a program only reads; None for those it does not use.
 
         Arrays that are already placed are used unchanged. Others, such as those of a state that has
@@ -80,7 +81,7 @@ class StatePlacer:
         """
         return [unwrap_stored(self._at(i, x)) if used[i] else None for i, x in enumerate(leaves)]
 
-    def _at(self, i: int, x: Any) -> Any:
+    def _at(self, i: int, x: StateArray) -> object:
         sharding, leaf = self._where[i]
         if _is_placed(x, sharding, leaf):
             self._read.pop(i, None)
@@ -94,7 +95,9 @@ class StatePlacer:
             self._read[i] = weakref.ref(x), placed
         return placed
 
-    def _kept_or_copied(self, kept: set[int], x: Any, sharding: NamedSharding, leaf: Leaf) -> Any:
+    def _kept_or_copied(
+        self, kept: set[int], x: StateArray, sharding: NamedSharding, leaf: Leaf
+    ) -> object:
         """Places an array; copies it unless it is in ``kept``, from which it is removed."""
         if id(x) in kept:
             kept.remove(id(x))
@@ -103,7 +106,7 @@ class StatePlacer:
             return StoredArray(x.stored.copy(), x.shape)  # not gathered
         return self._placer.put(_copy(x), sharding, leaf)
 
-    def _check_mesh(self, parts: Any) -> None:
+    def _check_mesh(self, parts: PyTree) -> None:
         """Raises ValueError if an array of a state is on another mesh."""
         check_one_copy(parts)
         for path, x in jax.tree_util.tree_leaves_with_path(parts):
@@ -119,14 +122,14 @@ class StatePlacer:
                 )
 
 
-def is_on_mesh(sharding: Any, mesh: Mesh) -> bool:
+def is_on_mesh(sharding: object, mesh: Mesh) -> bool:
     """Returns whether a sharding is over the devices and axes of a mesh."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return False
     return same_devices(layout.merge_axes(sharding.mesh), mesh)
 
 
-def by_path(tree: Any, of: str = "") -> dict[str, Any]:
+def by_path(tree: PyTree, of: str = "") -> dict[str, object]:
     """Returns the leaves of a tree by their path, with a prefix."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {f"{of}{jax.tree_util.keystr(path)}": x for path, x in leaves}
@@ -145,7 +148,7 @@ def _is_placed(x: Any, sharding: NamedSharding, leaf: Leaf) -> bool:
     )
 
 
-def _copy(x: Any) -> Any:
+def _copy(x: StateArray) -> jax.Array | np.ndarray:
     # device_put without a copy may share memory with an array on one of the devices.
     x = x.gathered() if isinstance(x, StoredArray) else x
     return x.copy() if isinstance(x, jax.Array) else np.asarray(x)

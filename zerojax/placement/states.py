@@ -36,6 +36,7 @@ from zerojax.placement.owned import OwnedArrays
 from zerojax.placement.placer import Placer
 from zerojax.placement.state_placer import StatePlacer, by_path, is_on_mesh
 from zerojax.plan import layout
+from zerojax.plan.layout import Spec
 from zerojax.plan.places import check_memories, offloads
 from zerojax.plan.planning import make_plan
 from zerojax.plan.state_sharding import Plan
@@ -117,7 +118,7 @@ class States:
                 remedy,
             )
 
-    def open(self, objects: tuple[Any, ...]) -> OpenedState:
+    def open(self, objects: tuple[PyTree, ...]) -> OpenedState:
         """Splits a state, one ``TrainState``, NNX objects or any pytree, and wraps the optimizer.
 
         Raises:
@@ -127,7 +128,7 @@ class States:
         opened = self.split_with_parameters(objects)
         has_own = opened.any_pytree and find_zero_state(objects) is not None
         if opened.any_pytree:
-            _check_features(self.config, wrapped=has_own)
+            self._check_features(wrapped=has_own)
         elif not jax.tree.leaves(opened.parts.params):
             raise ValueError(
                 "the state has no parameters (params is empty), so that there is nothing to train: "
@@ -164,12 +165,49 @@ class States:
         tx = opened.tx if is_wrapped else self.wrap(opened.tx)
         return dataclasses.replace(opened, parts=parts, tx=tx, plain=plain)
 
+    def _check_features(self, *, wrapped: bool) -> None:
+        """Rejects, for a state that is any pytree, keys that need a wrapped optimizer if it has
+        none.
+
+        Args:
+          wrapped: Whether the state contains one of ``zero.optimizer()`` or ``zero.wrap()``.
+        """
+        if self.config.zero_quantized_nontrainable_weights:
+            raise ValueError(
+                "zero_quantized_nontrainable_weights: zerojax reads from a TrainState's optimizer "
+                "which weights it does not update. Pass TrainState.create(apply_fn=..., "
+                "params=..., tx=...), or take the key out of the config."
+            )
+        keys = self.keys_of_parameters()
+        if self.config.gradient_clipping:
+            keys.append(f"gradient_clipping = {self.config.gradient_clipping:g}")
+        if keys and not wrapped:
+            raise ValueError(
+                f"{' and '.join(keys)}: the step updates by an optimizer of its own. Make the "
+                "optimizer with zero.wrap(tx) or zero.optimizer(), and its state with "
+                "tx.init(params); or take the keys out of the config."
+            )
+
+    def keys_of_parameters(self) -> list[str]:
+        """Returns the keys in use for which zerojax must know the parameters of a state."""
+        config, exchange = self.config, self.exchange
+        in_use = {
+            "bf16 or fp16": config.compute_dtype is not None,
+            "offload_optimizer": config.offload_optimizer is not None,
+            "offload_param": config.offload_param is not None,
+            "zero_quantized_weights": config.zero_quantized_weights,
+            "zero_quantized_gradients": config.zero_quantized_gradients,
+            "zero_hpz_partition_size": config.zero_hpz_partition_size > 1,
+        }
+        keys = [name for name, is_used in in_use.items() if is_used]
+        return keys if exchange is None else [*keys, exchange.key]
+
     def split_with_parameters(
-        self, objects: tuple[Any, ...], *, read_only: bool = False
+        self, objects: tuple[PyTree, ...], *, read_only: bool = False
     ) -> OpenedState:
         """Splits a state into its arrays, see :func:`split_state`; finds its parameters if the
         config needs them."""
-        keys = of_parameters(self.config)
+        keys = self.keys_of_parameters()
         opened = split_state(objects, read_only=read_only)
         if not opened.any_pytree or not keys or find_zero_state(objects) is None:
             return opened
@@ -181,7 +219,7 @@ class States:
         parts = jax.tree.map(_array, opened.parts)
         return dataclasses.replace(opened, parts=parts, specs=self._own_specs(opened))
 
-    def _check_scaled(self, opt_state: Any) -> None:
+    def _check_scaled(self, opt_state: PyTree) -> None:
         scaled = getattr(opt_state, "loss_scale", None) is not None
         if scaled != self.config.fp16:
             raise ValueError(
@@ -235,9 +273,9 @@ class States:
             log.warning("%s.", message)
         return plan
 
-    def _own_specs(self, opened: OpenedState) -> tuple[Any, ...]:
+    def _own_specs(self, opened: OpenedState) -> tuple[Spec, ...]:
         params = opened.parts.params
-        given: list[Any] = list(opened.specs)
+        given: list[Spec | None] = list(opened.specs)
         if self.specs is not None:
             user_specs = self.specs(params) if callable(self.specs) else self.specs
             spread = jax.tree.map(
@@ -252,7 +290,7 @@ class States:
             for spec, x in zip(given, jax.tree.leaves(params), strict=True)
         )
 
-    def _spec_of(self, x: Any) -> PartitionSpec | None:
+    def _spec_of(self, x: object) -> PartitionSpec | None:
         """Returns the spec of an array on this mesh, without ZeRO's axis; None for other arrays."""
         if isinstance(x, jax.core.Tracer):  # has none; raising that takes seconds
             return None
@@ -261,7 +299,7 @@ class States:
             return None
         return PartitionSpec(*layout.without(tuple(sharding.spec), self.axis))
 
-    def init(self, create: Callable[..., Any], *args: Any) -> Any:
+    def init(self, create: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Creates the state ``create(*args)`` sharded: no device ever stores more than its
         shards."""
         with automatic_context(self.mesh) as explicit:
@@ -283,7 +321,7 @@ class States:
                 self.owned.add(state)
             return state
 
-    def _require_alike(self, make: jax.stages.Wrapped, args: Any) -> None:
+    def _require_alike(self, make: jax.stages.Wrapped, args: tuple[PyTree, ...]) -> None:
         """Rejects a state that is not the same in all processes."""
         if calls := lockstep(self.mesh):
             calls.note("zero.init")
@@ -291,7 +329,7 @@ class States:
             require_same_values("zero.init", by_path(args, "argument "))
             require_same_program("zero.init", [make.lower(*args)])
 
-    def abstract(self, create: Callable[..., Any], *args: Any) -> Any:
+    def abstract(self, create: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Returns the result of :meth:`init` as ``jax.ShapeDtypeStruct`` with shardings."""
         with automatic_context(self.mesh) as explicit:
             make, opened = self._maker(create, explicit)
@@ -300,7 +338,7 @@ class States:
         return _in_user_form(opened[0], abstract(shapes, plan))
 
     def _maker(
-        self, create: Callable[..., Any], explicit: tuple[str, ...]
+        self, create: Callable[..., PyTree], explicit: tuple[str, ...]
     ) -> tuple[jax.stages.Wrapped, list[OpenedState]]:
         """Returns the jitted function that creates a state, and a list for the opened state without
         arrays, which tracing the function fills."""
@@ -312,7 +350,7 @@ class States:
             )
         opened: list[OpenedState] = []
 
-        def make(*args: Any) -> Parts:
+        def make(*args: PyTree) -> Parts:
             created = create(*args)
             state = self.open(created if type(created) is tuple else (created,))
             # Shapes in place of the tracers, which must not leave the trace.
@@ -320,7 +358,7 @@ class States:
             opened.append(dataclasses.replace(state, parts=shapes))
             return jax.tree.map(jnp.asarray, state.parts)
 
-        def make_on_mesh(*args: Any) -> Parts:
+        def make_on_mesh(*args: PyTree) -> Parts:
             if explicit:
                 return evaluate(make, args, self.mesh, explicit)
             # No mesh is in the context, as under plain jit: with one, linen would constrain the
@@ -340,45 +378,7 @@ class States:
         return StatePlacer(self.placer, self.owned, plan)
 
 
-def _check_features(config: ZeroConfig, *, wrapped: bool) -> None:
-    """Rejects, for a state that is any pytree, keys that need a wrapped optimizer if it has none.
-
-    Args:
-      config: The config.
-      wrapped: Whether the state contains one of ``zero.optimizer()`` or ``zero.wrap()``.
-    """
-    if config.zero_quantized_nontrainable_weights:
-        raise ValueError(
-            "zero_quantized_nontrainable_weights: zerojax reads from a TrainState's optimizer "
-            "which weights it does not update. Pass TrainState.create(apply_fn=..., params=..., "
-            "tx=...), or take the key out of the config."
-        )
-    keys = of_parameters(config)
-    if config.gradient_clipping:
-        keys.append(f"gradient_clipping = {config.gradient_clipping:g}")
-    if keys and not wrapped:
-        raise ValueError(
-            f"{' and '.join(keys)}: the step updates by an optimizer of its own. Make the "
-            "optimizer with zero.wrap(tx) or zero.optimizer(), and its state with "
-            "tx.init(params); or take the keys out of the config."
-        )
-
-
-def of_parameters(config: ZeroConfig) -> list[str]:
-    """Returns the keys in use for which zerojax must know the parameters of a state."""
-    in_use = {
-        "bf16 or fp16": config.compute_dtype is not None,
-        "offload_optimizer": config.offload_optimizer is not None,
-        "offload_param": config.offload_param is not None,
-        "zero_quantized_weights": config.zero_quantized_weights,
-        "zero_quantized_gradients": config.zero_quantized_gradients,
-        "zero_hpz_partition_size": config.zero_hpz_partition_size > 1,
-        "zeropp_loco_param": config.zeropp_loco_param is not None,
-    }
-    return [name for name, is_used in in_use.items() if is_used]
-
-
-def split_state(objects: tuple[Any, ...], *, read_only: bool = False) -> OpenedState:
+def split_state(objects: tuple[PyTree, ...], *, read_only: bool = False) -> OpenedState:
     """Splits a ``(TrainState,)``, NNX objects, or any pytree.
 
     Args:
@@ -395,7 +395,7 @@ def split_state(objects: tuple[Any, ...], *, read_only: bool = False) -> OpenedS
     return open_pytree(objects)
 
 
-def _in_user_form(opened: OpenedState, parts: Parts) -> Any:
+def _in_user_form(opened: OpenedState, parts: Parts) -> PyTree:
     """Rebuilds the state in the form of the user's function: one object, or a tuple of several."""
     objects = opened.close(parts, opened.tx)
     return objects[0] if len(objects) == 1 else objects
@@ -412,12 +412,12 @@ def abstract(parts: Parts, plan: Plan, *, at_rest: bool = False) -> Parts:
     ])  # fmt: skip
 
 
-def _array(x: Any) -> Any:
+def _array(x: object) -> object:
     """Converts a Python number to an array."""
     return jnp.asarray(x, jnp.result_type(x)) if isinstance(x, int | float | complex) else x
 
 
-def _is_spec(x: Any) -> bool:
+def _is_spec(x: object) -> bool:
     return x is None or isinstance(x, PartitionSpec)
 
 
@@ -433,8 +433,8 @@ def _full_precision_masters(parts: Parts, tx: optax.GradientTransformation) -> P
     return parts._replace(params=params, opt_state=jax.tree.unflatten(tree, opt_state))
 
 
-def _check_not_within(opt_state: Any) -> None:
-    def is_wrapped(x: Any) -> bool:
+def _check_not_within(opt_state: PyTree) -> None:
+    def is_wrapped(x: object) -> bool:
         return isinstance(x, ZeroOptState)
 
     if any(map(is_wrapped, jax.tree.leaves(opt_state, is_leaf=is_wrapped))):

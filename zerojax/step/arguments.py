@@ -14,7 +14,7 @@ import copy
 import inspect
 import operator
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from zerojax.step.jitted import Slot, name_of, open_jit, without_self
 from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.pytree import form_of
+from zerojax.xla.types import PyTree
 
 
 class Arguments:
@@ -54,7 +55,7 @@ class Arguments:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., PyTree],
         static_argnums: int | Sequence[int] | None = None,
         static_argnames: str | Iterable[str] | None = None,
         batch_argnums: int | Sequence[int] | None = None,
@@ -75,7 +76,7 @@ class Arguments:
         self._batch = self._positions("batch_argnums", batch_argnums)
         self._state = self._positions("state_argnums", state_argnums)
         self._returns_state, self.batch_axis = returns_state, _dimension(batch_axis)
-        self._found: dict[Any, FoundState] = {}
+        self._found: dict[Hashable, FoundState] = {}
         self._several = isinstance(batch_argnums, Sequence)
         for position in self._batch:
             if position in self._static:
@@ -84,14 +85,14 @@ class Arguments:
                     "leave it out of one."
                 )
 
-    def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def sort(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Call:
         """Sorts the arguments of a call.
 
         Raises:
           TypeError: The call has no state or no batch.
           ValueError: The function's own jit donates an argument other than the state.
         """
-        given: dict[Slot, Any] = dict(enumerate(args))
+        given: dict[Slot, PyTree] = dict(enumerate(args))
         given.update(self._in_order(kwargs))
         free = [slot for slot in given if slot not in self._static]
         objects = self._objects(given, free)
@@ -130,7 +131,7 @@ class Arguments:
             Form(tuple(objects), tuple(batch), self._several, len(args), self.batch_axis),
         )
 
-    def bound(self, instance: Any) -> Arguments:
+    def bound(self, instance: object) -> Arguments:
         """Returns the arguments of the function as a bound method of ``instance``."""
         arguments = copy.copy(self)
         arguments.function = types.MethodType(self.function, instance)
@@ -147,7 +148,7 @@ class Arguments:
         """Returns the function, called in the order of :class:`Call`."""
         return RearrangedFunction(self.function, self.name, form)
 
-    def _objects(self, given: dict[Slot, Any], free: list[Slot]) -> list[Slot]:
+    def _objects(self, given: dict[Slot, PyTree], free: list[Slot]) -> list[Slot]:
         """Returns the arguments that are the state."""
         if objects := [slot for slot in free if is_nnx(given[slot])]:
             return objects
@@ -164,7 +165,7 @@ class Arguments:
             return states[:1] or free[:1]
         return self._find(given, free)
 
-    def _is_copy(self, slot: Slot, given: Mapping[Slot, Any]) -> bool:
+    def _is_copy(self, slot: Slot, given: Mapping[Slot, PyTree]) -> bool:
         """Returns whether an argument has the tree, shapes and dtypes of an argument named as the
         state, such as a target network: the step reads it, and it is not a batch."""
         x = given[slot]
@@ -172,7 +173,7 @@ class Arguments:
             return False
         return form_of(x) in [form_of(given[other]) for other in self._named(self._state, given)]
 
-    def _find(self, given: dict[Slot, Any], free: list[Slot]) -> list[Slot]:
+    def _find(self, given: dict[Slot, PyTree], free: list[Slot]) -> list[Slot]:
         """Returns the arguments whose form is among the results of the function."""
         batch = self._named(self._batch, given)
         tree, shapes = form_of([given[slot] for slot in free])
@@ -208,7 +209,7 @@ class Arguments:
             )
         return [*found.slots]
 
-    def _slots_of_batch(self, given: dict[Slot, Any], left: list[Slot]) -> list[Slot]:
+    def _slots_of_batch(self, given: dict[Slot, PyTree], left: list[Slot]) -> list[Slot]:
         if not self._batch:  # the first argument that is not a random key, if there is one
             rows = [slot for slot in left if may_be_batch(given[slot])]
             return next(([slot] for slot in rows if not is_key(given[slot])), left[:1])
@@ -221,12 +222,12 @@ class Arguments:
             )
         return slots
 
-    def _named(self, positions: Sequence[int], given: Mapping[Slot, Any]) -> list[Slot]:
+    def _named(self, positions: Sequence[int], given: Mapping[Slot, PyTree]) -> list[Slot]:
         """Returns the slots of a call at these positions of the signature."""
         names = self._positional()
         return [n if n in given or n >= len(names) else names[n] for n in positions]
 
-    def _constant(self, slot: Slot, value: Any) -> Constant:
+    def _constant(self, slot: Slot, value: object) -> Constant:
         try:
             hash(value)
         except TypeError:
@@ -237,7 +238,7 @@ class Arguments:
             ) from None
         return Constant(value)
 
-    def _in_order(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _in_order(self, kwargs: dict[str, PyTree]) -> dict[str, PyTree]:
         """Sorts keywords in the order of the function's parameters, unknown ones last."""
         known = [p.name for p in self._parameters if p.name in kwargs]
         return {name: kwargs[name] for name in known} | kwargs
@@ -246,7 +247,7 @@ class Arguments:
         kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
         return [p.name for p in self._parameters if p.kind in kinds]
 
-    def _has(self, kind: Any) -> bool:
+    def _has(self, kind: object) -> bool:
         return not self._parameters or any(p.kind is kind for p in self._parameters)
 
     def _positions(self, option: str, given: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -289,7 +290,7 @@ class Arguments:
                 found.add(names.index(str(slot)))
         return frozenset(found)
 
-    def _by_name(self, slots: Sequence[Slot], given: Mapping[Slot, Any]) -> dict[str, Any]:
+    def _by_name(self, slots: Sequence[Slot], given: Mapping[Slot, PyTree]) -> dict[str, PyTree]:
         return {self._text([slot]): given[slot] for slot in slots}
 
     def _text(self, slots: Sequence[Slot]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ from zerojax.config import BatchSizes
 from zerojax.devices.rows import dimension
 from zerojax.step.batch_placer import BatchPlacer
 from zerojax.step.call import is_array, is_key
+from zerojax.xla.types import PyTree
 
 _SHOWN = 6
 _NO_BATCH = (
@@ -39,17 +39,17 @@ class BatchLayout(BatchPlacer):
         super().__init__(mesh, sizes.accumulation, axis)
         self.sizes = sizes
 
-    def place(self, batch: Any) -> Any:
+    def place(self, batch: PyTree) -> PyTree:
         """Checks a batch of arrays and puts it on the devices."""
         self.check(batch)
         return super().place(batch)
 
-    def abstract(self, batch: Any) -> Any:
+    def abstract(self, batch: PyTree) -> PyTree:
         """Checks a batch and returns its shapes, dtypes and shardings on the devices."""
         self.check(batch)
         return super().abstract(batch)
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: PyTree) -> None:
         """Raises ValueError if the batch does not fit the devices or the config."""
         self._check_dimensions(batch)
         self.check_tokens(batch)
@@ -86,7 +86,7 @@ class BatchLayout(BatchPlacer):
                 + self._stacked(batch, each)
             )
 
-    def _check_dimensions(self, batch: Any) -> None:
+    def _check_dimensions(self, batch: PyTree) -> None:
         """Refuses arrays without the dimension of rows; scalars are allowed."""
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
             if 0 < np.ndim(x) <= self.axis:
@@ -96,7 +96,7 @@ class BatchLayout(BatchPlacer):
                     "as a further argument of the step, behind the batch, or give it the rows."
                 )
 
-    def _stacked(self, batch: Any, rows: int, *, exact: bool = False) -> str:
+    def _stacked(self, batch: PyTree, rows: int, *, exact: bool = False) -> str:
         """Returns advice if the next dimension of all arrays has a suitable number of rows."""
         shapes = [self.leaves.shape(x) for x in jax.tree.leaves(batch) if np.ndim(x)]
         if self.axis or len({shape[:2] for shape in shapes}) > 1:
@@ -118,7 +118,9 @@ class BatchLayout(BatchPlacer):
             "over updates, write zero(step, batch_axis=1)."
         )
 
-    def check_more(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> None:
+    def check_more(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], batch: PyTree
+    ) -> None:
         """Checks a step's further arguments, which every micro-batch receives in full.
 
         Raises:
@@ -137,11 +139,11 @@ class BatchLayout(BatchPlacer):
                     "needs all of it, pass it with a first dimension of 1 (x[None])."
                 )
 
-    def rows(self, batch: Any) -> int:
+    def rows(self, batch: PyTree) -> int:
         """Returns the number of rows of a checked batch, or of its first leaf if leaves differ."""
         return next(self.leaves.shape(x)[self.axis] for x in jax.tree.leaves(batch) if np.ndim(x))
 
-    def _explain(self, batch: Any) -> None:
+    def _explain(self, batch: PyTree) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         shapes = {jax.tree_util.keystr(path) or "batch": np.shape(x) for path, x in leaves}
         if is_key(batch):

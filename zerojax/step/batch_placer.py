@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from zerojax.devices.mesh import batch_axes, batch_devices, sequence_size
 from zerojax.devices.rows import BatchRows
 from zerojax.step.sequence import check_tokens, tokens_entry
+from zerojax.xla.types import PyTree
 
 
 class BatchPlacer:
@@ -47,33 +49,33 @@ class BatchPlacer:
         self._sharded = functools.cache(self._sharded_by)
         self._deal = functools.cache(lambda sharding: jax.jit(self._dealt, out_shardings=sharding))
 
-    def place(self, batch: Any) -> Any:
+    def place(self, batch: PyTree) -> PyTree:
         """Puts a batch on the devices."""
         return jax.tree.map(self._place, batch)
 
-    def shapes(self, batch: Any) -> Any:
+    def shapes(self, batch: PyTree) -> PyTree:
         """Returns the shapes and dtypes of a batch with the rows of all processes."""
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(self.leaves.shape(x), jnp.result_type(x)), batch
         )
 
-    def abstract(self, batch: Any) -> Any:
+    def abstract(self, batch: PyTree) -> PyTree:
         """Returns the shapes, dtypes and shardings of a batch on the devices."""
 
-        def on_devices(x: Any) -> jax.ShapeDtypeStruct:
+        def on_devices(x: ArrayLike) -> jax.ShapeDtypeStruct:
             shape = self._divided(self.leaves.shape(x))
             return jax.ShapeDtypeStruct(shape, jnp.result_type(x), sharding=self._sharding(x))
 
         return jax.tree.map(on_devices, batch)
 
-    def check_tokens(self, batch: Any) -> None:
+    def check_tokens(self, batch: PyTree) -> None:
         """Raises ValueError if the tokens of an array do not divide among the devices."""
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
             if tokens_entry((shape := np.shape(x))[self.axis :], self._parts):
                 name = f"the batch's array {jax.tree_util.keystr(path)} {shape}"
                 check_tokens(name.replace("  ", " "), shape[self.axis + 1], self._parts)
 
-    def _sharding(self, x: Any) -> NamedSharding:
+    def _sharding(self, x: ArrayLike) -> NamedSharding:
         shape = self.leaves.shape(x)
         rows = shape[self.axis] if shape else 0
         divides = bool(rows and rows % self.world == 0)
@@ -88,7 +90,7 @@ class BatchPlacer:
         k = self.accumulation
         return (k, shape[0] // k, *shape[1:]) if shape and k > 1 else tuple(shape)
 
-    def _dealt(self, x: Any) -> Any:
+    def _dealt(self, x: jax.Array) -> jax.Array:
         """Reshapes [B, ...] to [k, B / k, ...], micro-batches of consecutive rows per process."""
         k, blocks, n = self.accumulation, self.leaves.blocks, x.shape[0]
         x = x.reshape(blocks, k, n // (blocks * k), *x.shape[1:])

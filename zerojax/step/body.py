@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike
 
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
 from zerojax.placement.states import split_state
@@ -22,6 +24,7 @@ from zerojax.trace.marks import GRADIENT, count
 from zerojax.train_state.results import summary, take_out
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla import hijax
+from zerojax.xla.types import AnyJaxpr, Jaxpr, PyTree
 
 
 class Body:
@@ -38,7 +41,7 @@ class Body:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., PyTree],
         opened: OpenedState,
         once: str,
         needs_tx: Sequence[str],
@@ -54,8 +57,13 @@ class Body:
         self._sizes: list[int] = []  # gradients per update in the last trace
 
     def __call__(
-        self, parts: Parts, tx: Any, batch: Any, args: Any, kwargs: Any
-    ) -> tuple[Parts, Any]:
+        self,
+        parts: Parts,
+        tx: optax.GradientTransformationExtraArgs,
+        batch: PyTree,
+        args: PyTree,
+        kwargs: PyTree,
+    ) -> tuple[Parts, PyTree]:
         """Returns the state after the step, and the step's results, in which each object of the
         state is replaced by a :class:`zerojax.train_state.results.ObjectPlaceholder`.
 
@@ -115,8 +123,8 @@ class Body:
                 new_parts = self.split(*new)._replace(opt_state=view, step=parts.step + 1)
         if self._knows_parameters:
             new_parts = _with_own_update(new_parts, parts)
-        before: Any = jax.tree.structure(parts)
-        after: Any = jax.tree.structure(new_parts)
+        before: PyTreeDef = jax.tree.structure(parts)
+        after: PyTreeDef = jax.tree.structure(new_parts)
         if before != after:
             raise TypeError(
                 f"{self.name} changed the structure of the state ({_change(parts, new_parts)}): a "
@@ -125,11 +133,15 @@ class Body:
             )
         return new_parts, out
 
-    def _one_optimizer(self, tx: Any) -> Callable[..., Any]:
+    def _one_optimizer(
+        self, tx: optax.GradientTransformationExtraArgs
+    ) -> Callable[..., tuple[PyTree, View]]:
         """Returns the update by ``tx`` for a :class:`WrappedView`, for one wrapped optimizer."""
-        called: list[Any] = []
+        called: list[object] = []
 
-        def update(called_tx: Any, grads: Any, view: Any, params: Any, **extra: Any) -> Any:
+        def update(
+            called_tx: object, grads: PyTree, view: View, params: PyTree, **extra: object
+        ) -> tuple[PyTree, View]:
             called.append(called_tx)
             if called_tx is not called[0]:
                 raise ValueError(
@@ -141,7 +153,9 @@ class Body:
 
         return update
 
-    def trace(self, run: Callable[..., Any], parts: Parts, batch: Any) -> tuple[Any, Any]:
+    def trace(
+        self, run: Callable[..., PyTree], parts: Parts, batch: PyTree
+    ) -> tuple[AnyJaxpr, PyTree]:
         """Returns the jaxpr of ``run(parts, batch)``, which calls this body, and the shapes of its
         results."""
         if self.types is not None:
@@ -150,7 +164,7 @@ class Body:
         return with_gradient_norm(closed, shapes), shapes
 
     def _not_returned(
-        self, state: Sequence[Any], found: Collection[int], returned: Any
+        self, state: Sequence[PyTree], found: Collection[int], returned: PyTree
     ) -> TypeError:
         leaves = jax.tree.leaves(returned, is_leaf=lambda x: isinstance(x, View | ZeroOptState))
         if self._optimizer_in_step and any(isinstance(x, ZeroOptState) for x in leaves):
@@ -163,7 +177,7 @@ class Body:
             "are the state with state_argnums."
         )
 
-    def check(self, jaxpr: Any, start: Parts, new_parts: Parts) -> None:
+    def check(self, jaxpr: Jaxpr, start: Parts, new_parts: Parts) -> None:
         """Checks the state that the traced step returns, and the step's updates.
 
         Args:
@@ -206,18 +220,18 @@ class Body:
             raise ValueError(f"{self.name} updates {times}, which cannot be {self.once}.")
 
 
-def _without_views(tree: Any) -> Any:
+def _without_views(tree: PyTree) -> PyTree:
     """Replaces each view in a tree by the optimizer state that it holds."""
     return jax.tree.map(
         lambda x: x.opt if isinstance(x, View) else x, tree, is_leaf=lambda x: isinstance(x, View)
     )
 
 
-def _of_any_view(match: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _of_any_view(match: Callable[[PyTree], bool]) -> Callable[[PyTree], bool]:
     return lambda x: match(_without_views(x))
 
 
-def _view(opt_state: Any, before: Any) -> Any:
+def _view(opt_state: PyTree, before: PyTree) -> PyTree:
     """Returns the view of a wrapped optimizer's state that a step returned. A new state from
     ``tx.init`` is put into the view that the step began with."""
     if isinstance(opt_state, WrappedView):
@@ -225,7 +239,7 @@ def _view(opt_state: Any, before: Any) -> Any:
     return dataclasses.replace(before, opt=opt_state) if isinstance(before, View) else opt_state
 
 
-def _updates_itself(jaxpr: Any, start: Parts) -> bool:
+def _updates_itself(jaxpr: Jaxpr, start: Parts) -> bool:
     """Returns whether a step computes new parameters, and a new optimizer state if there is one."""
     n = len(jax.tree.leaves(start.params))
     m = n + len(jax.tree.leaves(start.opt_state.inner))
@@ -251,7 +265,7 @@ def _with_own_update(new_parts: Parts, before: Parts) -> Parts:
     return new_parts._replace(opt_state=dataclasses.replace(view, opt=opt))
 
 
-def _counted(own: ZeroOptState, objects: Any) -> ZeroOptState:
+def _counted(own: ZeroOptState, objects: tuple[PyTree, ...]) -> ZeroOptState:
     """Counts a step of any pytree, and copies the numbers of a wrapped optimizer in its state."""
     own = own._replace(steps=own.steps + 1)
     if (found := find_zero_state(objects)) is None:
@@ -270,14 +284,14 @@ def _other_shapes(before: Parts, after: Parts) -> str:
     return ""
 
 
-def _named(parts: Parts) -> dict[str, Any]:
+def _named(parts: Parts) -> dict[str, PyTree]:
     """Returns the fields of a state by name."""
     state = {**parts._asdict(), **parts.rest}
     del state["rest"]
     return state
 
 
-def _by_path(parts: Parts) -> dict[str, Any]:
+def _by_path(parts: Parts) -> dict[str, ArrayLike]:
     leaves = jax.tree_util.tree_leaves_with_path(_named(parts))
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 

@@ -6,22 +6,25 @@ Arrays among the further arguments are traced; everything else is part of the pr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike
 
 from zerojax.plan.layout import Spec
 from zerojax.step.jitted import Slot
 from zerojax.train_state.nnx import Settings, apply_settings, is_nnx, settings
 from zerojax.train_state.results import ObjectPlaceholder
+from zerojax.xla.types import PyTree
 
 
 class Constant:
     """A static argument as one leaf, compared by type and value."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
@@ -65,10 +68,10 @@ class Call(NamedTuple):
       form: The positions of the arguments.
     """
 
-    objects: tuple[Any, ...]
-    batch: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    objects: tuple[PyTree, ...]
+    batch: PyTree
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
     form: Form
 
 
@@ -85,11 +88,11 @@ class RearrangedFunction:
       NameError: The function uses an axis name that only ``pmap`` would define.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, form: Form) -> None:
+    def __init__(self, function: Callable[..., PyTree], name: str, form: Form) -> None:
         self.function, self.form, self.__name__ = function, form, name
         self.changed: dict[Static, Settings] = {}
 
-    def __call__(self, *given: Any, **kwargs: Any) -> Any:
+    def __call__(self, *given: PyTree, **kwargs: PyTree) -> PyTree:
         form, n = self.form, len(self.form.objects)
         batch = given[n] if form.several else (given[n],)
         slots = dict(zip((*form.objects, *form.batch), (*given[:n], *batch), strict=True))
@@ -134,7 +137,7 @@ def without_pmap(name: str) -> Iterator[None]:
         ) from error
 
 
-def _value(x: Any) -> Any:
+def _value(x: object) -> object:
     return x.value if isinstance(x, Constant) else x
 
 
@@ -149,13 +152,13 @@ class Static(NamedTuple):
         :class:`zerojax.step.further_arguments.ArgumentReader`; empty without that reader.
     """
 
-    tree: Any
-    values: tuple[Any, ...]
+    tree: PyTreeDef
+    values: tuple[object, ...]
     are_arrays: tuple[bool, ...]
     specs: tuple[Spec | None, ...] = ()
 
 
-def divide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Static]:
+def divide(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[list[ArrayLike], Static]:
     """Divides further arguments into arrays and numbers, and the rest: bools, strings, configs.
 
     Raises:
@@ -163,8 +166,8 @@ def divide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], St
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     are_arrays = tuple(is_array(x) for _, x in leaves)
-    arrays: list[Any] = []
-    values: list[Any] = []
+    arrays: list[ArrayLike] = []
+    values: list[object] = []
     for (path, x), array in zip(leaves, are_arrays, strict=True):
         if array:
             arrays.append(x)
@@ -183,7 +186,9 @@ def divide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], St
     return arrays, Static(tree, tuple(values), are_arrays)
 
 
-def join(arrays: list[Any], static: Static) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def join(
+    arrays: Sequence[ArrayLike], static: Static
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Rebuilds the further arguments of a call from the results of :func:`divide`."""
     remaining = iter(arrays)
     pairs = zip(static.values, static.are_arrays, strict=True)
@@ -191,7 +196,7 @@ def join(arrays: list[Any], static: Static) -> tuple[tuple[Any, ...], dict[str, 
     return jax.tree.unflatten(static.tree, leaves)
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: object) -> bool:
     """Returns whether an argument is one random key, typed or from ``jax.random.PRNGKey``."""
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     if shape is None or dtype is None:
@@ -200,7 +205,7 @@ def is_key(x: Any) -> bool:
     return (typed and shape == ()) or (dtype == np.uint32 and shape in ((2,), (4,)))
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> bool:
     """Returns whether the step traces an argument: an array, abstract or not, or a number."""
     if isinstance(x, bool | str | type):
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from zerojax.accumulation.lines import line
 from zerojax.collectives import decisions
@@ -12,6 +11,7 @@ from zerojax.graph.primitives import GENERAL_SUMS, MOVES_OR_ROUNDS
 from zerojax.step.collectives_table import CollectiveRow
 from zerojax.step.program import TracedProgram
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
 
 
 class Origins:
@@ -92,5 +92,5 @@ def _is_elementwise(op: Operation) -> bool:
     return op.by_element
 
 
-def _line_of(eqn: Any) -> str | None:
+def _line_of(eqn: Equation) -> str | None:
     return line(jaxprs.source(eqn).traceback, models=True)

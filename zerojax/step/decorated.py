@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import jax
@@ -29,6 +29,7 @@ from zerojax.xla.types import PyTree
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Program = TypeVar("Program")
 
 
 class Decorated(abc.ABC, Generic[P, R]):
@@ -42,8 +43,8 @@ class Decorated(abc.ABC, Generic[P, R]):
     def __init__(self, arguments: Arguments, states: States) -> None:
         functools.update_wrapper(self, arguments.function)
         self._arguments, self._states, self._attribute = arguments, states, arguments.name
-        self._programs: dict[Any, Any] = {}
-        self._compared: set[Any] = set()
+        self._programs: dict[Hashable, Any] = {}
+        self._compared: set[object] = set()
         self._leaves = BatchRows(states.mesh, arguments.batch_axis)
         self._rows = RowAgreement(arguments.name)
 
@@ -87,7 +88,7 @@ class Decorated(abc.ABC, Generic[P, R]):
             self._rows.agree(self._leaves.row_counts(call.batch))
 
     def _compare(
-        self, program: Any, call: Call, lowered: Callable[[], Iterator[LoweredProgram]]
+        self, program: object, call: Call, lowered: Callable[[], Iterator[LoweredProgram]]
     ) -> None:
         """Refuses a program that differs between processes, before its first run."""
         if self._lockstep and program not in self._compared:
@@ -106,8 +107,8 @@ class Decorated(abc.ABC, Generic[P, R]):
         opened: OpenedState,
         form: Form,
         explicit: Explicit | None,
-        make: Callable[[RearrangedFunction], Any],
-    ) -> Any:
+        make: Callable[[RearrangedFunction], Program],
+    ) -> Program:
         """Returns the program for states like this one, created on the first request."""
         leaves, tree = jax.tree.flatten(opened.parts)
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
@@ -117,10 +118,10 @@ class Decorated(abc.ABC, Generic[P, R]):
             self._programs[key] = make(self._arguments.rearranged(form))
         return self._programs[key]
 
-    def __set_name__(self, owner: Any, name: str) -> None:
+    def __set_name__(self, owner: type, name: str) -> None:
         self._attribute = name
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds the function to an instance, if it is defined in a class. Values that it reads
         from ``self`` are part of the program, unless ``self`` is the state."""
         if instance is None:
@@ -141,7 +142,7 @@ class Decorated(abc.ABC, Generic[P, R]):
 _NUMBERS = (bool, int, float, complex, str, np.generic)
 
 
-def _shared_values(call: Call) -> dict[str, Any]:
+def _shared_values(call: Call) -> dict[str, object]:
     """Returns the values that all processes must share: scalars of the batch, further arguments."""
     keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
     numbers = {f"batch{keystr(path)}": x for path, x in leaves(call.batch) if not np.ndim(x)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from zerojax.collectives import decisions, wanted
 from zerojax.collectives.decisions import Decision
@@ -12,6 +11,7 @@ from zerojax.collectives.ledger import Ledger
 from zerojax.graph.operations import Operation, Program
 from zerojax.graph.primitives import LOOKUPS
 from zerojax.optim.norm import NORM
+from zerojax.plan.layout import Spec
 from zerojax.step.collective_origins import Origins
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.program import TracedProgram
@@ -103,7 +103,7 @@ class EmittedOperations:
         """Returns whether an operation reads or adds rows by indices equal on all devices."""
         return op.name in LOOKUPS and op.operands[1] not in self._by_rows
 
-    def _of_optimizer(self, op: Operation) -> Any:
+    def _of_optimizer(self, op: Operation) -> Spec | None:
         """Returns the spec to which the optimizer's input constrains a gradient; else None."""
         if op.name != "sharding_constraint" or op.operands[0] is None:
             return None

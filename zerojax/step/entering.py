@@ -15,6 +15,7 @@ from zerojax.offload.program_reader import ProgramReader
 from zerojax.plan import layout
 from zerojax.plan.places import DEVICE, DISK
 from zerojax.plan.state_sharding import Leaf, Plan
+from zerojax.xla.types import PyTree
 
 
 class BodyArrays(NamedTuple):
@@ -26,7 +27,7 @@ class BodyArrays(NamedTuple):
       kept: The way in which each array is gathered once a step, as far as the plan decides.
     """
 
-    values: list[Any]
+    values: list[jax.Array | Shard | None]
     kept: list[KeptGather | None]
 
 
@@ -54,7 +55,7 @@ def enter(
       by_partition: Whether the arrays have secondary shards (hpZ).
       field: The field's name. The small arrays of a field are gathered together.
     """
-    entered: list[Any] = []
+    entered: list[jax.Array | Shard | None] = []
     quantized = plan.quantized.paths
     for i, (x, leaf) in enumerate(zip(values, leaves, strict=True)):
         spec, is_offloaded = layout.full(leaf.spec, len(leaf.shape)), leaf.place != DEVICE
@@ -79,7 +80,7 @@ def enter(
     return BodyArrays(entered, kept.by_plan(entered, inserter, live_indices, field))
 
 
-def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, Any]) -> BodyArrays:
+def enter_rest(inserter: Inserter, plan: Plan, rest: Mapping[str, PyTree]) -> BodyArrays:
     """Returns the state other than parameters, optimizer state and step, in its order.
 
     Small arrays are gathered field by field: a field of which the step needs only shards, such as

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.tree_util import PyTreeDef
 
 from zerojax.accumulation.exchange import Reducer
 from zerojax.accumulation.lanes import Lanes
@@ -17,6 +19,7 @@ from zerojax.collectives import kept
 from zerojax.collectives.host import Host
 from zerojax.distributed import log
 from zerojax.optim.wrap import ZeroOptState, choose
+from zerojax.plan.layout import Spec
 from zerojax.plan.places import offloads
 from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.call import Static, join
@@ -32,22 +35,23 @@ from zerojax.trace.loss_scaling import replacements
 from zerojax.trace.unused import without_unused_gradients
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, PyTree
 
 _NUMBERS = (bool, int, float, complex)
 
 
 def evaluate_body(
     setting: StepSetting,
-    tx: Any,
+    tx: optax.GradientTransformationExtraArgs,
     start: Parts,
     params: BodyArrays,
-    batch: Any,
-    arrays: list[Any],
+    batch: PyTree,
+    arrays: list[jax.Array],
     further: Static,
     *,
-    replace: Mapping[str, Any] | None = None,
+    replace: Mapping[str, Callable[[Any], Any]] | None = None,
     host: Host | None = None,
-) -> tuple[Parts, Any]:
+) -> tuple[Parts, PyTree]:
     """Returns the state and the results that the user's step computes.
 
     The step is traced on the global batch, as if all its arrays were stored on the device, and
@@ -74,7 +78,7 @@ def evaluate_body(
     shards = enter_arguments(setting.inserter, arrays, further.specs)
     feedback = _reducer(setting, start)
 
-    def trace(batch: Any) -> tuple[Any, Any]:
+    def trace(batch: PyTree) -> tuple[Any, PyTree]:
         closed, shapes = body.trace(
             lambda parts, batch: body(parts, tx, batch, args, kwargs), start, batch
         )
@@ -126,7 +130,7 @@ def evaluate_body(
     return results if feedback is None else _with_errors(results, feedback)
 
 
-def _in_compute_dtype(setting: StepSetting, batch: Any) -> Any:
+def _in_compute_dtype(setting: StepSetting, batch: PyTree) -> PyTree:
     """Casts the batch's floating leaves to the compute dtype if the config asks for it."""
     low = DTYPES[setting.config.compute_dtype]
     return batch if low is None or not setting.config.auto_cast else cast(batch, low)
@@ -135,16 +139,16 @@ def _in_compute_dtype(setting: StepSetting, batch: Any) -> Any:
 def _micro_batches(
     setting: StepSetting,
     trace: Trace,
-    closed: Any,
-    batch: Any,
+    closed: AnyJaxpr,
+    batch: PyTree,
     roles: Roles,
-    want: Sequence[Any],
+    want: Sequence[Spec | None],
     feedback: Reducer | None,
 ) -> MicroBatches:
     """Splits the step into a part that runs for each micro-batch and a part that runs once."""
     config, inserter, k = setting.config, setting.inserter, setting.layout.accumulation
 
-    def trace_used(batch: Any) -> tuple[Any, Any]:
+    def trace_used(batch: PyTree) -> tuple[AnyJaxpr, PyTree]:
         closed, shapes = trace(batch)
         return without_unused_gradients(closed), shapes
 
@@ -187,11 +191,11 @@ def _reducer(setting: StepSetting, start: Parts) -> Reducer | None:
     exchange, opt = setting.exchange, start.opt_state.opt
     if exchange is None or not jax.tree.leaves(opt.error):
         return None
-    structure: Any = jax.tree.structure(start.params)
+    structure: PyTreeDef = jax.tree.structure(start.params)
     return exchange.reducer(setting.inserter, opt, structure.flatten_up_to(opt.error))
 
 
-def _with_errors(results: tuple[Parts, Any], feedback: Reducer) -> tuple[Parts, Any]:
+def _with_errors(results: tuple[Parts, PyTree], feedback: Reducer) -> tuple[Parts, PyTree]:
     """Adds the new errors of the sent gradients to the results of a step."""
     parts, out = results
     view = parts.opt_state
@@ -205,6 +209,6 @@ def was_done(setting: StepSetting, before: ZeroOptState, after: ZeroOptState) ->
     return after.skipped == before.skipped if setting.config.skips_overflow else None
 
 
-def unless_skipped(done: jax.Array | None, after: Any, before: Any) -> Any:
+def unless_skipped(done: jax.Array | None, after: PyTree, before: PyTree) -> PyTree:
     """Returns ``after`` if the step was done, ``before`` if it was skipped."""
     return after if done is None else choose(done, after, before)

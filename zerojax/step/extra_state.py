@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -15,9 +13,10 @@ from zerojax.trace import marks
 from zerojax.trace.updates import origins
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Jaxpr, PyTree
 
 
-def wanted_specs(plan: Plan, jaxpr: Any, results: tuple[Parts, Any]) -> list[Spec | None]:
+def wanted_specs(plan: Plan, jaxpr: Jaxpr, results: tuple[Parts, PyTree]) -> list[Spec | None]:
     """Returns, for each result of a step, the target spec of the gradient from which the result is
     computed element by element; None for results that need no spec.
 
@@ -33,7 +32,7 @@ def wanted_specs(plan: Plan, jaxpr: Any, results: tuple[Parts, Any]) -> list[Spe
     """
     numbers = jax.tree.unflatten(jax.tree.structure(results), range(len(jaxpr.outvars)))[0]
     leaves = [*zip(jax.tree.leaves(numbers.rest), plan.leaves["rest"], strict=True)]
-    new_params = set[Any]()
+    new_params = set[Atom]()
     if marks.reach_optimizer(jaxpr):
         new_params = {*jaxprs.variables(jaxpr.outvars[i] for i in jax.tree.leaves(numbers.params))}
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
@@ -10,7 +10,8 @@ from zerojax.optim.wrap import ZeroTransformation
 from zerojax.step.call import Call, RearrangedFunction, divide, join
 from zerojax.step.find_state import computed
 from zerojax.step.view import View, WrappedView
-from zerojax.train_state.state_parts import OpenedState
+from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.xla.types import PyTree
 
 
 def find_optimizer(step: RearrangedFunction, opened: OpenedState, call: Call) -> ZeroTransformation:
@@ -26,7 +27,7 @@ def find_optimizer(step: RearrangedFunction, opened: OpenedState, call: Call) ->
     """
     arrays, static = divide(call.args, call.kwargs)
 
-    def run(parts: Any, batch: Any, arrays: list[Any]) -> None:
+    def run(parts: Parts, batch: PyTree, arrays: list[jax.Array]) -> None:
         view = WrappedView.of(View(parts.opt_state), _stop)
         args, kwargs = join(arrays, static)
         step(*opened.close(parts._replace(opt_state=view), None), batch, *args, **kwargs)
@@ -49,5 +50,5 @@ class _Found(BaseException):
         self.tx = tx
 
 
-def _stop(tx: ZeroTransformation, *_: Any, **__: Any) -> NoReturn:
+def _stop(tx: ZeroTransformation, *_: object, **__: object) -> NoReturn:
     raise _Found(tx)

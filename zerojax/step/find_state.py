@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike
 
 from zerojax.plan.extra_state import is_optimizer_state
 from zerojax.plan.places import PINNED
@@ -16,6 +18,7 @@ from zerojax.step.jitted import Slot
 from zerojax.train_state.pytree import are_arrays, form_of, has_form
 from zerojax.train_state.results import summary, take_out
 from zerojax.xla import jaxprs
+from zerojax.xla.types import PyTree
 
 
 class FoundState(NamedTuple):
@@ -37,8 +40,8 @@ class FoundState(NamedTuple):
 
 
 def find_state(
-    function: Callable[..., Any],
-    given: Mapping[Slot, Any],
+    function: Callable[..., PyTree],
+    given: Mapping[Slot, PyTree],
     free: Sequence[Slot],
     batch: Sequence[Slot],
 ) -> FoundState:
@@ -79,8 +82,8 @@ def find_state(
 
 
 def _shapes_of_results(
-    function: Callable[..., Any], given: Mapping[Slot, Any], free: Sequence[Slot]
-) -> Any:
+    function: Callable[..., PyTree], given: Mapping[Slot, PyTree], free: Sequence[Slot]
+) -> PyTree:
     leaves, tree = jax.tree.flatten([given[slot] for slot in free])
     traced = [
         is_array(x) and array
@@ -88,7 +91,7 @@ def _shapes_of_results(
         for x, array in zip(jax.tree.leaves(given[slot]), are_arrays(given[slot]), strict=True)
     ]
 
-    def run(arrays: list[Any]) -> Any:
+    def run(arrays: list[jax.Array]) -> list[ArrayLike]:
         remaining = iter(arrays)
         pairs = zip(leaves, traced, strict=True)
         filled = jax.tree.unflatten(tree, [next(remaining) if array else x for x, array in pairs])
@@ -100,29 +103,29 @@ def _shapes_of_results(
         returned.append(jax.tree.structure(results))
         return [x for x in jax.tree.leaves(results) if is_array(x)]
 
-    untraced: list[Any] = []
-    returned: list[Any] = []
+    untraced: list[object] = []
+    returned: list[PyTreeDef] = []
     shapes = iter(jax.eval_shape(run, [*map(computed, compress(leaves, traced))]))
     return jax.tree.unflatten(returned[-1], [next(shapes) if x is None else x for x in untraced])
 
 
-def computed(x: Any) -> Any:
+def computed(x: Any) -> object:
     """Returns the input of a trace: for an array in host memory only its shape and dtype."""
     kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
     return jaxprs.like(x) if kind == PINNED else x
 
 
-def _may_be_state(x: Any) -> bool:
+def _may_be_state(x: PyTree) -> bool:
     if _is_bare(x):
         return may_be_batch(x) and not is_key(x)
     return any(map(is_array, jax.tree.leaves(x)))
 
 
-def _is_bare(x: Any) -> bool:
+def _is_bare(x: PyTree) -> bool:
     return jax.tree_util.all_leaves([x])
 
 
-def may_be_batch(x: Any) -> bool:
+def may_be_batch(x: PyTree) -> bool:
     """Returns whether an argument has an array that is not a scalar. An optimizer's state is never
     the batch, even if it does not come back in its old form, because the first update extends it.
     """

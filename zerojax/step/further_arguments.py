@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike
 
 from zerojax.collectives import Inserter, Shard, kept
 from zerojax.devices.mesh import same_devices
@@ -24,6 +26,7 @@ from zerojax.plan.rule import shard_spec
 from zerojax.plan.state_sharding import Plan
 from zerojax.step.call import Static, divide, is_array
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Jaxpr, PyTree
 
 
 class ArrayLayout(NamedTuple):
@@ -47,7 +50,7 @@ class ArgumentReader:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._form: Any = jax.tree.structure(plan.params, is_leaf=_is_spec)
+        self._form: PyTreeDef = jax.tree.structure(plan.params, is_leaf=_is_spec)
         self._own = tuple(
             ArrayLayout(leaf.shape, layout.full(leaf.spec, len(leaf.shape)))
             for leaf in plan.leaves["params"]
@@ -55,7 +58,9 @@ class ArgumentReader:
         # Cached, because every step asks for every array.
         self._by_rule, self._spec = functools.cache(self._rule), functools.cache(self._spec_of)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Static]:
+    def __call__(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[list[ArrayLike], Static]:
         """Returns the arrays of further arguments, and the arguments without them, with specs."""
         arrays, static = divide(args, kwargs)
         specs: list[Spec | None] = []
@@ -63,7 +68,7 @@ class ArgumentReader:
             specs += self._specs(argument)
         return arrays, static._replace(specs=tuple(specs))
 
-    def _specs(self, argument: Any) -> Sequence[Spec | None]:
+    def _specs(self, argument: PyTree) -> Sequence[Spec | None]:
         leaves, tree = jax.tree.flatten(argument)
         arrays = [self._layout_of(x) for x in leaves if is_array(x)]
         sharded = [x for x in arrays if x.spec is not None]
@@ -71,7 +76,7 @@ class ArgumentReader:
             return [x.spec for x in arrays]
         return [None] * len(arrays)
 
-    def _layout_of(self, x: Any) -> ArrayLayout:
+    def _layout_of(self, x: ArrayLike) -> ArrayLayout:
         sharding, shape = getattr(x, "sharding", None), tuple(np.shape(x))
         named = isinstance(sharding, NamedSharding)
         return ArrayLayout(shape, self._spec(sharding, len(shape)) if named else None)
@@ -85,7 +90,7 @@ class ArgumentReader:
         spec = layout.join_axes(spec, self._plan.axis, plan_mesh)
         return spec if layout.dimensions(spec, self._plan.axis) else None
 
-    def _is_copy(self, tree: Any, arrays: Sequence[ArrayLayout]) -> bool:
+    def _is_copy(self, tree: PyTreeDef, arrays: Sequence[ArrayLayout]) -> bool:
         """Returns whether an argument is a copy of the parameters, each unsharded or as planned."""
         return tree == self._form and all(
             x in (own, own._replace(spec=None)) for x, own in zip(arrays, self._own, strict=True)
@@ -102,7 +107,7 @@ class ArgumentReader:
 
 
 def enter_arguments(
-    inserter: Inserter, arrays: Sequence[Any], specs: Sequence[Spec | None]
+    inserter: Inserter, arrays: Sequence[jax.Array], specs: Sequence[Spec | None]
 ) -> dict[int, Shard]:
     """Returns the shards of the arrays that are sharded like parameters, by ``id`` of the array."""
     chosen = [(x, spec) for x, spec in zip(arrays, specs, strict=True) if spec is not None]
@@ -119,19 +124,19 @@ class WithShards(NamedTuple):
       consts: Its constants.
     """
 
-    jaxpr: Any
-    consts: tuple[Any, ...]
+    jaxpr: Jaxpr
+    consts: tuple[jax.Array | Shard, ...]
 
     @classmethod
-    def of(cls, closed: Any, shards: dict[int, Shard]) -> WithShards:
+    def of(cls, closed: AnyJaxpr, shards: dict[int, Shard]) -> WithShards:
         """Replaces arrays by their shards in a step that was traced on the arrays."""
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         return cls(jaxpr, tuple(shards.get(id(x), x) for x in consts))
 
-    def replace(self, *, jaxpr: Any) -> WithShards:
+    def replace(self, *, jaxpr: Jaxpr) -> WithShards:
         """Returns another open jaxpr with the same constants, like the method of a closed jaxpr."""
         return self._replace(jaxpr=jaxpr)
 
 
-def _is_spec(x: Any) -> bool:
+def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)

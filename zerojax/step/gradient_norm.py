@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax.extend import core
 
@@ -14,9 +12,10 @@ from zerojax.trace import marks
 from zerojax.trace.updates import find_gradients
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Jaxpr, PyTree
 
 
-def with_gradient_norm(closed: Any, results: tuple[Parts, Any]) -> Any:
+def with_gradient_norm(closed: AnyJaxpr, results: tuple[Parts, PyTree]) -> AnyJaxpr:
     """Returns a traced step that also computes the norm of its gradients, ``grad_norm`` of the new
     ``ZeroOptState``, if its update does not and the dataflow shows which values are gradients.
 
@@ -46,7 +45,7 @@ def with_gradient_norm(closed: Any, results: tuple[Parts, Any]) -> Any:
     return jaxprs.with_body(closed, jaxpr.replace(eqns=[*jaxpr.eqns, *equations], outvars=outs))
 
 
-def _is_constant(jaxpr: Any, at: int) -> bool:
+def _is_constant(jaxpr: Jaxpr, at: int) -> bool:
     """Returns whether a result is an argument, or computed from no variable."""
     eqn = graph_of(jaxpr).producer(jaxpr.outvars[at])
     return eqn is None or not jaxprs.variables(eqn.invars)

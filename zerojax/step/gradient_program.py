@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax.collectives.gathering import plain
 from zerojax.collectives.host import (
@@ -21,7 +22,7 @@ from zerojax.collectives.shard import Gathering, HostGradient
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.program_reader import beside_disk
 from zerojax.optim.norm import square_sums
-from zerojax.optim.wrap import unscaled
+from zerojax.optim.wrap import ZeroOptState, unscaled
 from zerojax.plan.places import DEVICE, DISK
 from zerojax.plan.state_sharding import layout
 from zerojax.plan.stored import pad
@@ -38,6 +39,7 @@ from zerojax.xla import compat
 from zerojax.xla.compiler import streaming
 from zerojax.xla.garbage import seldom_collected
 from zerojax.xla.lowered import BATCH, GRADIENTS, STATE, LoweredProgram, with_argument_names
+from zerojax.xla.types import PyTree
 
 
 class GradientResult(NamedTuple):
@@ -53,12 +55,12 @@ class GradientResult(NamedTuple):
       signals: See :class:`StepSetting`.
     """
 
-    grads: list[Any]
-    scalars: list[Any]
-    shared: list[Any]
-    rest: Any
-    step: Any
-    out: Any
+    grads: list[jax.Array | None]
+    scalars: list[jax.Array]
+    shared: list[jax.Array]
+    rest: dict[str, PyTree]
+    step: jax.Array
+    out: PyTree
     done: jax.Array | None
     signals: Signals
 
@@ -90,7 +92,7 @@ class GradientProgram:
             compiler_options=streaming(plan.mesh, plan.config.xla_options),
         )
 
-    def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> GradientResult:
+    def __call__(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> GradientResult:
         """Runs the program.
 
         Args:
@@ -108,20 +110,22 @@ class GradientProgram:
             self._reader.check((result.grads, result.out))
         return result
 
-    def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:
+    def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:
         """Traces the program for abstract or concrete arguments."""
         leaves = self._setting.plan.compute
         taken = [leaf.path for leaf in leaves if leaf.place != DISK]
         used = [leaf.path for leaf, uses in zip(leaves, self._update.uses, strict=True) if uses]
         return TracedProgram(self._traced(parts, batch, args, kwargs).jaxpr, taken, used)
 
-    def _traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> jax.stages.Traced:
+    def _traced(
+        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
+    ) -> jax.stages.Traced:
         batch = self._setting.layout.abstract(batch)
         further = self._setting.divide(args, kwargs)
         return self._jitted.trace(self._taken(parts), batch, *further)
 
     @seldom_collected()
-    def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> LoweredProgram:
+    def lowered(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> LoweredProgram:
         """Lowers the program for abstract or concrete arguments."""
         traced = self._traced(parts, batch, args, kwargs)
         return LoweredProgram(GRADIENTS, compat.lower_for(traced, self._setting.plan.mesh))
@@ -134,13 +138,15 @@ class GradientProgram:
         )
 
     @seldom_collected()
-    def _run(self, parts: Parts, batch: Any, arrays: list[Any], further: Static) -> GradientResult:
+    def _run(
+        self, parts: Parts, batch: PyTree, arrays: list[jax.Array], further: Static
+    ) -> GradientResult:
         """Computes the gradients in the compiled program: the compute parameters enter as shards,
         the body runs with an optimizer that collects gradients, and the prelude of the update
         follows."""
         setting, plan = self._setting, self._setting.plan
         rest = plan.each(plan.unpadded, parts.rest, plan.leaves["rest"])
-        opt: Any = jax.tree.unflatten(setting.structure.opt_state, parts.opt_state)
+        opt: ZeroOptState = jax.tree.unflatten(setting.structure.opt_state, parts.opt_state)
         # Unpadded once, not in each micro-batch.
         params = [
             x if x is None or leaf.place != DEVICE else plan.unpadded(x, leaf)
@@ -180,7 +186,7 @@ class GradientProgram:
             sums = [square_sums(unscaled(g, opt.loss_scale)) for g in grads]
         scalars, shared = self._update.prelude(grads, parts.opt_state, sums)
         numbers = self._update.with_shared(parts.opt_state, shared)
-        after: Any = jax.tree.unflatten(setting.structure.opt_state, numbers)
+        after: ZeroOptState = jax.tree.unflatten(setting.structure.opt_state, numbers)
         done = was_done(setting, opt, after)
         return GradientResult(
             grads=[
@@ -200,7 +206,9 @@ class GradientProgram:
             signals=setting.signals(after, beside(out)),
         )
 
-    def _params(self, make: Any, dtypes: Sequence[Any]) -> Any:
+    def _params(
+        self, make: Callable[[tuple[int, ...], DTypeLike], object], dtypes: Sequence[DTypeLike]
+    ) -> PyTree:
         """Returns a tree like the parameters, of ``make(shape, dtype)``."""
         leaves = zip(self._setting.plan.compute, dtypes, strict=True)
         arrays = [make(leaf.shape, dtype) for leaf, dtype in leaves]
@@ -218,7 +226,7 @@ class _GradientSender:
       square_sums: Square sums of the gradients sent so far, in the order of the parameters.
     """
 
-    def __init__(self, setting: StepSetting, opt: Any) -> None:
+    def __init__(self, setting: StepSetting, opt: ZeroOptState) -> None:
         self._setting, self._opt = setting, opt
         self.square_sums: list[jax.Array] = []
 
@@ -232,7 +240,7 @@ class _GradientSender:
             return None
         return Host(config.stage3_param_persistence_threshold, self._sums)
 
-    def __call__(self, gradient: Any) -> Any:
+    def __call__(self, gradient: Any) -> jax.Array | HostGradient:
         """Replaces the mark of the next gradient, in the order of the parameters: constrains the
         gradient to its shard, and sends it to host memory if its parameter is offloaded."""
         leaf = self._setting.plan.compute[len(self.square_sums)]

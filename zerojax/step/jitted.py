@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from flax import nnx
 
 from zerojax.xla import compat
+from zerojax.xla.types import PyTree
 
 Slot = int | str  # an argument of a call: its position, or the name that it was passed by
 
@@ -35,12 +36,12 @@ class Jitted(NamedTuple):
       static, donated: The static and the donated arguments of the ``jit``; none without a ``jit``.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., PyTree]
     static: tuple[Slot, ...] = ()
     donated: tuple[Slot, ...] = ()
 
 
-def open_jit(function: Callable[..., Any]) -> Jitted:
+def open_jit(function: Callable[..., PyTree]) -> Jitted:
     """Removes ``jax.jit`` and ``nnx.jit`` from a function and keeps its other wrappers.
 
     Raises:
@@ -71,7 +72,7 @@ def open_jit(function: Callable[..., Any]) -> Jitted:
     )
 
 
-def _check_no_pmap(function: Any) -> None:
+def _check_no_pmap(function: Callable[..., object]) -> None:
     code = getattr(function, "__code__", None)
     if hasattr(function, "lower") and code is getattr(jax.pmap(_nothing), "__code__", None):
         raise ValueError(
@@ -86,7 +87,7 @@ def without_self(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     return tuple(s - 1 if isinstance(s, int) and s > 0 else s for s in slots if s != 0)
 
 
-def name_of(function: Any) -> str:
+def name_of(function: Callable[..., object]) -> str:
     """Returns a function's name for messages."""
     while isinstance(function, functools.partial):
         function = function.func

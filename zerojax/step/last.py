@@ -7,13 +7,14 @@ import operator
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 from flax import nnx
+from jax.tree_util import PyTreeDef
 
 from zerojax.train_state.nnx import graph_hash
 from zerojax.train_state.state_parts import Parts
+from zerojax.xla.types import PyTree
 
 WriteBack = Callable[[Parts], None]
 """Writes the arrays after the step into the NNX objects of a state."""
@@ -30,14 +31,14 @@ class LastArrays:
     """
 
     def __init__(
-        self, objects: tuple[Any, ...], split: Callable[..., Parts], own: dict[str, Any]
+        self, objects: tuple[PyTree, ...], split: Callable[..., Parts], own: dict[str, PyTree]
     ) -> None:
         leaves, tree = jax.tree.flatten(objects)
-        self._tree: Any = tree
+        self._tree: PyTreeDef = tree
         self._leaves = _references(leaves)
         self._own, self._split = own, split
 
-    def recognize(self, objects: tuple[Any, ...]) -> tuple[Parts, None] | None:
+    def recognize(self, objects: tuple[PyTree, ...]) -> tuple[Parts, None] | None:
         """Returns the state if ``objects`` have the arrays of the last step; else None."""
         leaves, tree = jax.tree.flatten(objects)
         if tree != self._tree:
@@ -47,9 +48,9 @@ class LastArrays:
         return self._split(*objects)._replace(**self._own), None
 
 
-def _references(leaves: list[Any]) -> list[Callable[[], Any]]:
+def _references(leaves: list[object]) -> list[Callable[[], object]]:
     """Returns a weak reference to each leaf; a Python number cannot have one and is kept."""
-    references: list[Callable[[], Any]] = []
+    references: list[Callable[[], object]] = []
     for x in leaves:
         try:
             references.append(weakref.ref(x))
@@ -70,14 +71,14 @@ class LastObjects:
       parts: The arrays in the variables.
     """
 
-    def __init__(self, graph: Any, places: list[int], parts: Parts) -> None:
+    def __init__(self, graph: nnx.GraphDef[PyTree], places: list[int], parts: Parts) -> None:
         # With the hash, because an attribute that was changed in place still equals itself.
         self._graph, self._places = (graph_hash(graph), graph), places
-        self._tree: Any = jax.tree.structure(parts)
+        self._tree: PyTreeDef = jax.tree.structure(parts)
         self._arrays = [weakref.ref(x) for x in jax.tree.leaves(parts)]
 
     @classmethod
-    def of(cls, objects: tuple[Any, ...], parts: Parts) -> LastObjects | None:
+    def of(cls, objects: tuple[PyTree, ...], parts: Parts) -> LastObjects | None:
         """Returns the record of the objects; None unless they have exactly one variable for each
         array of the parts, and a graph with a hash."""
         graph, flat = nnx.graph.flatten(objects)
@@ -88,7 +89,7 @@ class LastObjects:
         is_complete = len(places) == len(flat.leaves) and -1 not in places
         return cls(graph, places, parts) if is_complete else None
 
-    def recognize(self, objects: tuple[Any, ...]) -> tuple[Parts, WriteBack] | None:
+    def recognize(self, objects: tuple[PyTree, ...]) -> tuple[Parts, WriteBack] | None:
         """Returns the objects' arrays, and the function that replaces them; None if the objects are
         different, or have changed."""
         graph, flat = nnx.graph.flatten(objects)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -17,6 +16,7 @@ from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS
 from zerojax.graph.regions import regions
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 STACKED = (
     "%s: the scan at %s updates the state once for each entry of the batch's leading dimension, "
@@ -35,12 +35,12 @@ class _Origin(enum.Enum):
     ROWS = enum.auto()  # the first dimension is that of the batch
 
 
-Fact = frozenset[Any]
+Fact = frozenset[_Origin | tuple[str, str]]
 """The facts about a value: its origin in state or batch, element by element, and the loops from
 which it is computed, as (advice, line)."""
 
 
-def _loops(eqn: Any, operands: Sequence[Fact]) -> list[Fact]:
+def _loops(eqn: Equation, operands: Sequence[Fact]) -> list[Fact]:
     found = frozenset(x for fact in operands for x in fact if not isinstance(x, _Origin))
     return [found] * len(eqn.outvars)
 
@@ -49,7 +49,7 @@ FACTS: Analysis[Fact] = Analysis(frozenset(), frozenset.union, _loops, control=F
 
 
 @FACTS.rule(*ELEMENTWISE | LABELS)
-def _(eqn: Any, operands: Sequence[Fact]) -> list[Fact]:
+def _(eqn: Equation, operands: Sequence[Fact]) -> list[Fact]:
     shape = eqn.outvars[0].aval.shape
     alike = [
         fact for v, fact in zip(eqn.invars, operands, strict=True) if fact and v.aval.shape == shape
@@ -58,7 +58,7 @@ def _(eqn: Any, operands: Sequence[Fact]) -> list[Fact]:
 
 
 @FACTS.rule("scan", "while")
-def _(eqn: Any, operands: Sequence[Fact]) -> list[Fact]:
+def _(eqn: Equation, operands: Sequence[Fact]) -> list[Fact]:
     *_, body = regions(eqn)
     given = [
         fact - {_Origin.ROWS, _Origin.STATE} if body.is_entry(i) else fact
@@ -82,7 +82,7 @@ def _(eqn: Any, operands: Sequence[Fact]) -> list[Fact]:
     ]
 
 
-def _adds_gradient(jaxpr: Any, result: Any, start: Any) -> bool:
+def _adds_gradient(jaxpr: Jaxpr, result: Atom, start: Atom) -> bool:
     """Returns whether a result of a program is one of its arguments plus a gradient."""
     graph = graph_of(jaxpr)
     eqn = graph.producer(result)
@@ -98,7 +98,7 @@ def _adds_gradient(jaxpr: Any, result: Any, start: Any) -> bool:
     return any(Origin.SUM in origins.get(v, Origin(0)) for v in jaxprs.variables(eqn.invars))
 
 
-def advise(name: str, jaxpr: Any, rows: int, *, by_row: bool) -> None:
+def advise(name: str, jaxpr: Jaxpr, rows: int, *, by_row: bool) -> None:
     """Logs advice on the loops of a step.
 
     Args:
@@ -119,5 +119,5 @@ def advise(name: str, jaxpr: Any, rows: int, *, by_row: bool) -> None:
         log.warning(text, name, place)
 
 
-def _is_large(v: Any) -> bool:
+def _is_large(v: Atom) -> bool:
     return v.aval.ndim > 0 and jnp.issubdtype(v.aval.dtype, jnp.floating)

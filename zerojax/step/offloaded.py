@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from zerojax.step.program import StepResult, StepSetting, TracedProgram
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import compat
 from zerojax.xla.lowered import LoweredProgram
+from zerojax.xla.types import PyTree
 
 
 class OffloadedStep:
@@ -44,7 +44,7 @@ class OffloadedStep:
         self.update = OptimizerUpdate(setting, self._copies)
         self._gradients = GradientProgram(setting, self.update)
 
-    def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
+    def __call__(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
         setting = self.setting
         parts = setting.plan.stored(parts)
         params, opt_state = jax.tree.leaves(parts.params), jax.tree.leaves(parts.opt_state)
@@ -66,7 +66,7 @@ class OffloadedStep:
         )
         return StepResult(setting.plan.shown(after), result.out, result.signals)
 
-    def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:
+    def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:
         """Traces the program of the gradients."""
         return self._gradients.traced(self._given(parts), batch, args, kwargs)
 
@@ -76,7 +76,9 @@ class OffloadedStep:
         opt_state = jax.tree.leaves(parts.opt_state)
         return parts._replace(params=self._copies.abstract(), opt_state=opt_state)
 
-    def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
+    def lowered(
+        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
+    ) -> Iterator[LoweredProgram]:
         """Lowers first the program of the gradients, then the programs of the update."""
         plan = self.setting.plan
         yield self._gradients.lowered(self._given(parts), batch, args, kwargs)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from zerojax.accumulation.run import accumulator
 from zerojax.collectives.host import fetch_to_device
@@ -19,6 +20,7 @@ from zerojax.offload.groups import ArrayPlacement
 from zerojax.offload.update import Update
 from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import full_precision
+from zerojax.placement.placer import StateArray
 from zerojax.plan.places import DEVICE, HOST
 from zerojax.plan.state_sharding import DTYPES, Leaf
 from zerojax.step.partial_update import FULL_TREE_ONLY
@@ -115,7 +117,7 @@ class OptimizerUpdate:
         # Results begin with the parameters.
         self._shared = [at - len(params) for at in separated.shared]
 
-    def _grad_dtype(self, leaf: Leaf) -> Any:
+    def _grad_dtype(self, leaf: Leaf) -> DTypeLike:
         if self._setting.layout.accumulation == 1:
             return leaf.dtype
         config = self._setting.config
@@ -137,7 +139,7 @@ class OptimizerUpdate:
             return False
         return jax.tree.structure(updates) == self._setting.structure.params
 
-    def _function(self, *flat: Any) -> list[Any]:
+    def _function(self, *flat: jax.Array) -> list[jax.Array]:
         """Computes the update of the entire state."""
         arrays, trees = self._placements.like(flat), self._setting.structure
         grads, params = (jax.tree.unflatten(trees.params, x) for x in (arrays.grads, arrays.params))
@@ -149,7 +151,7 @@ class OptimizerUpdate:
         copied = self._copies.cast(*(new[i] for i in self._copies.at))
         return [*new, *jax.tree.leaves(after), *copied]
 
-    def numbers(self, opt_state: Sequence[Any]) -> list[Any]:
+    def numbers(self, opt_state: Sequence[jax.Array]) -> list[jax.Array | None]:
         """Returns the leaves of an optimizer state, with None for the arrays that are streamed."""
         return [
             None if heavy else x
@@ -157,8 +159,11 @@ class OptimizerUpdate:
         ]
 
     def prelude(
-        self, grads: Sequence[Any], numbers: Sequence[Any], square_sums: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+        self,
+        grads: Sequence[jax.Array],
+        numbers: Sequence[jax.Array | None],
+        square_sums: Sequence[jax.Array],
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Runs the prelude. Returns the scalars that the sub-groups need, and new scalars of the
         optimizer state, for :meth:`with_shared`. Gradients come without padding; in host memory
         they may be :class:`zerojax.collectives.host.Unpadded`."""
@@ -174,18 +179,20 @@ class OptimizerUpdate:
         arrays = UpdateArrays(gradients, [None] * len(grads), numbers, sums)
         return separated.prelude(arrays.flat())
 
-    def with_shared(self, opt_state: Sequence[Any], shared: Sequence[Any]) -> list[Any]:
+    def with_shared(
+        self, opt_state: Sequence[jax.Array], shared: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         """Returns the leaves of an optimizer state with the new scalars of the prelude."""
         new = dict(zip(self._shared, shared, strict=True))
         return [new.get(i, x) for i, x in enumerate(opt_state)]
 
     def run(
         self,
-        grads: list[Any],
-        params: Sequence[Any],
-        opt_state: Sequence[Any],
-        scalars: Sequence[Any],
-    ) -> tuple[list[Any], list[Any]]:
+        grads: list[jax.Array | None],
+        params: Sequence[StateArray],
+        opt_state: Sequence[StateArray],
+        scalars: Sequence[jax.Array],
+    ) -> tuple[list[StateArray], list[StateArray]]:
         """Returns the parameters and the optimizer state after the update, and reuses their memory.
 
         Args:
@@ -210,7 +217,7 @@ class OptimizerUpdate:
         return [*after.params], [*after.opt_state]
 
 
-def _square_sums(leaf: Leaf, dtype: Any) -> jax.ShapeDtypeStruct:
+def _square_sums(leaf: Leaf, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of the square sums of a parameter's gradient."""
     sums: jax.ShapeDtypeStruct = jax.eval_shape(
         lambda g: square_sums(full_precision(g)), jax.ShapeDtypeStruct(leaf.shape, dtype)

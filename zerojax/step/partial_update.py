@@ -7,14 +7,15 @@ copies of the parameters, only one of which has gradients.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import optax
 from jax import lax
+from jax.tree_util import KeyPath, PyTreeDef
 
 from zerojax.plan.state_sharding import Plan
 from zerojax.step.view import Constrain, View
+from zerojax.xla.types import PyTree
 
 FULL_TREE_ONLY = (
     "offload_optimizer and offload_param: the optimizer takes gradients in another tree than that "
@@ -36,7 +37,7 @@ def to_shards(plan: Plan) -> Constrain:
     ]
     known = {path: (shape, sharding) for path, shape, sharding in leaves}
 
-    def constrain(path: Any, x: Any) -> Any:
+    def constrain(path: KeyPath, x: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path)
         of_path = [known[name]] if name in known else []
         ending = (each[1:] for each in leaves if each[0].endswith(name))
@@ -48,7 +49,9 @@ def to_shards(plan: Plan) -> Constrain:
     return lambda tree: jax.tree_util.tree_map_with_path(constrain, tree)
 
 
-def of_parts(tx: Any, name: str, step_params: Any, sizes: list[int]) -> Any:
+def of_parts(
+    tx: optax.GradientTransformationExtraArgs, name: str, step_params: PyTree, sizes: list[int]
+) -> optax.GradientTransformationExtraArgs:
     """Extends ``tx``, an optimizer of views, to updates of a subtree of the parameters.
 
     Args:
@@ -57,13 +60,15 @@ def of_parts(tx: Any, name: str, step_params: Any, sizes: list[int]) -> Any:
       step_params: The parameters that the step sees.
       sizes: A list to which each update appends its number of gradients.
     """
-    full_structure: Any = jax.tree.structure(step_params)
+    full_structure: PyTreeDef = jax.tree.structure(step_params)
 
-    def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
+    def update(
+        grads: PyTree, view: View, params: PyTree = None, **extra: object
+    ) -> tuple[PyTree, View]:
         sizes.append(len(jax.tree.leaves(grads)))
         if not isinstance(view, View):  # an optimizer that zerojax has not wrapped
             return tx.update(grads, view, params, **extra)
-        structure: Any = jax.tree.structure(grads if params is None else params)
+        structure: PyTreeDef = jax.tree.structure(grads if params is None else params)
         if view.grads is not None and jax.tree.structure(grads) != full_structure:
             raise NotImplementedError(FULL_TREE_ONLY)
         if view.masters is None or structure == full_structure:
@@ -84,10 +89,10 @@ def of_parts(tx: Any, name: str, step_params: Any, sizes: list[int]) -> Any:
 class _Part:
     """The only subtree of the parameters that has a given structure."""
 
-    def __init__(self, name: str, params: Any, form: Any) -> None:
+    def __init__(self, name: str, params: PyTree, form: PyTreeDef) -> None:
         self._form = form
         nodes, tree = jax.tree.flatten(params, is_leaf=self._is_it)
-        self._tree: Any = tree
+        self._tree: PyTreeDef = tree
         found = [i for i, x in enumerate(nodes) if self._is_it(x)]
         if len(found) != 1:
             raise NotImplementedError(
@@ -98,14 +103,14 @@ class _Part:
             )
         (self._at,) = found
 
-    def _is_it(self, x: Any) -> bool:
+    def _is_it(self, x: PyTree) -> bool:
         return bool(jax.tree.structure(x) == self._form)
 
-    def of(self, tree: Any) -> Any:
+    def of(self, tree: PyTree) -> PyTree:
         """Returns the subtree of a tree that has the structure of the parameters."""
         return self._tree.flatten_up_to(tree)[self._at]
 
-    def put(self, part: Any, tree: Any) -> Any:
+    def put(self, part: PyTree, tree: PyTree) -> PyTree:
         """Returns the tree with another subtree."""
         nodes = self._tree.flatten_up_to(tree)
         nodes[self._at] = part

@@ -12,14 +12,15 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.devices.mesh import SEQUENCE, are_present, batch_axes, batch_devices
+from zerojax.xla.types import PyTree, Shaped
 
 
 def per_device(
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     mesh: Mesh,
     replicated: Collection[int],
     sharded: Mapping[str, int],
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Implements :meth:`zerojax.api.Zero.per_device`."""
     name = getattr(function, "__name__", "the function")
     n, axes = batch_devices(mesh), batch_axes(mesh)
@@ -42,7 +43,7 @@ def per_device(
             )
 
     @functools.wraps(function)
-    def over_rows(*args: Any) -> Any:
+    def over_rows(*args: PyTree) -> PyTree:
         for i, arg in enumerate(args):
             for path, x in jax.tree_util.tree_leaves_with_path(() if i in replicated else arg):
                 if not x.shape or x.shape[0] % n:
@@ -76,7 +77,7 @@ def per_device(
         with _traced_for(mesh):
             return mapped(*args)
 
-    def spec(x: Any) -> PartitionSpec:
+    def spec(x: Shaped) -> PartitionSpec:
         return _spec(len(x.shape), axes, sharded)
 
     return over_rows
@@ -92,7 +93,7 @@ def _spec(rank: int, axes: tuple[str, ...], sharded: Mapping[str, int]) -> Parti
     return PartitionSpec(*dimensions)
 
 
-def _traced_for(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+def _traced_for(mesh: Mesh) -> contextlib.AbstractContextManager[object]:
     """Sets an absent device as default, because kernels ask the default device for its kind."""
     devices_exist = are_present(mesh)
     return contextlib.nullcontext() if devices_exist else jax.default_device(mesh.devices.flat[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 
@@ -14,7 +14,7 @@ from zerojax.devices.mesh import batch_devices
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
 from zerojax.optim.wrap import ZeroOptState
-from zerojax.placement.states import States, of_parameters
+from zerojax.placement.states import States
 from zerojax.plan.places import offloads
 from zerojax.plan.quantized import sent_formats
 from zerojax.step.batch import BatchLayout
@@ -24,6 +24,7 @@ from zerojax.step.further_arguments import ArgumentReader
 from zerojax.trace.explicit import Explicit, Types
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla.lowered import LoweredProgram
+from zerojax.xla.types import Jaxpr, PyTree
 
 
 class StepSetting:
@@ -57,14 +58,14 @@ class StepSetting:
         opened: OpenedState,
         explicit: Explicit | None,
         donate: bool,
-        signals: Callable[[ZeroOptState, Any], Signals],
+        signals: Callable[[ZeroOptState, PyTree], Signals],
     ) -> None:
         self.function, self.states, self.config = function, states, states.config
         self.explicit, self.donate, self.signals = explicit, donate, signals
         self.tx, self.split, self.close = opened.tx, opened.split, opened.close
         self.write_back, self.any_pytree = opened.write_back, opened.any_pytree
         self.knows_parameters = opened.knows_parameters
-        self.structure: Any = Parts(*map(jax.tree.structure, opened.parts))
+        self.structure: Parts = Parts(*map(jax.tree.structure, opened.parts))
         self.plan = plan = states.plan(opened)
         self.state_placer = states.state_placer(plan)
         self.exchange = states.exchange
@@ -74,7 +75,8 @@ class StepSetting:
         _check_batch_axis(self.exchange, sizes.accumulation, rows_at)
         self.layout = BatchLayout(mesh, sizes, rows_at)
         types = Types(plan, explicit) if explicit else None
-        needs_tx = [*of_parameters(config), *["gradient_clipping"] * bool(config.gradient_clipping)]
+        clips = bool(config.gradient_clipping)
+        needs_tx = [*states.keys_of_parameters(), *["gradient_clipping"] * clips]
         once = _once(config, self.exchange, self.layout.accumulation)
         self.body = Body(function, opened, once, needs_tx, types)
         self.inserter = Inserter(
@@ -92,7 +94,7 @@ class StepResult(NamedTuple):
     step, and the ``signals`` of :class:`StepSetting`."""
 
     parts: Parts
-    out: Any
+    out: PyTree
     signals: Signals
 
 
@@ -105,7 +107,7 @@ class TracedProgram(NamedTuple):
       results: The paths of the leaves that are its first results.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     arguments: Sequence[str]
     results: Sequence[str]
 
@@ -121,13 +123,15 @@ class StepProgram(Protocol):
     setting: StepSetting
     fits: bool
 
-    def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
+    def __call__(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
         """Runs the step on a state and a batch that are placed as planned."""
 
-    def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:
+    def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:
         """Traces the program that runs the user's step, for abstract or concrete arguments."""
 
-    def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
+    def lowered(
+        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
+    ) -> Iterator[LoweredProgram]:
         """Lowers all programs of the step, each once, for abstract or concrete arguments."""
 
 

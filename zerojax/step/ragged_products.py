@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from zerojax.accumulation.lines import line
 from zerojax.distributed import log
 from zerojax.graph.search import equations
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation, Jaxpr
 
 
-def warn_of_ragged_products(name: str, jaxpr: Any, devices: int) -> None:
+def warn_of_ragged_products(name: str, jaxpr: Jaxpr, devices: int) -> None:
     """Warns of each ``jax.lax.ragged_dot`` of a step whose groups extend over the global batch.
 
     The beginning of a group depends on the rows of all devices, so XLA's partitioner gathers the
@@ -41,12 +42,12 @@ def warn_of_ragged_products(name: str, jaxpr: Any, devices: int) -> None:
     )
 
 
-def _of_all_rows(eqn: Any) -> bool:
+def _of_all_rows(eqn: Equation) -> bool:
     """Returns whether an equation's regions see the rows of all devices: not in a ``shard_map``."""
     return eqn.primitive.name != "shard_map"
 
 
-def _batch_dimensions(product: Any) -> Any:
+def _batch_dimensions(product: Equation) -> Sequence[int]:
     """Returns the batch dimensions of a product. With them, each batch entry is sorted separately,
     and its rows stay on their device."""
     numbers = jaxprs.param(product, "ragged_dot_dimension_numbers").dot_dimension_numbers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -25,6 +24,7 @@ from zerojax.xla import compat
 from zerojax.xla.compiler import options
 from zerojax.xla.garbage import seldom_collected
 from zerojax.xla.lowered import BATCH, STATE, STEP, LoweredProgram, with_argument_names
+from zerojax.xla.types import PyTree
 
 
 class ResidentStep:
@@ -56,7 +56,9 @@ class ResidentStep:
         )
 
     @seldom_collected()
-    def _step(self, parts: Parts, batch: Any, arrays: list[Any], further: Static) -> StepResult:
+    def _step(
+        self, parts: Parts, batch: PyTree, arrays: list[jax.Array], further: Static
+    ) -> StepResult:
         """Runs the step in the compiled program. The body computes with a copy of the parameters if
         the config has a compute dtype, or secondary shards; masters are updated beside the copy."""
         setting, dtype = self.setting, DTYPES[self.setting.config.compute_dtype]
@@ -84,24 +86,28 @@ class ResidentStep:
             setting.signals(new_parts.opt_state, beside(out)),
         )
 
-    def __call__(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> StepResult:
+    def __call__(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
         plan = self.setting.plan
         further = self.setting.divide(args, kwargs)
         result: StepResult = self._jitted(plan.stored(parts), batch, *further)
         return result._replace(parts=plan.shown(result.parts))
 
-    def traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> TracedProgram:
+    def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:
         """Traces the one program."""
         paths = [leaf.path for leaf in self.setting.plan.all_leaves()]
         return TracedProgram(self._traced(parts, batch, args, kwargs).jaxpr, paths, paths)
 
-    def _traced(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> jax.stages.Traced:
+    def _traced(
+        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
+    ) -> jax.stages.Traced:
         setting = self.setting
         parts = abstract(parts, setting.plan, at_rest=True)
         batch = setting.layout.abstract(batch)
         return self._jitted.trace(parts, batch, *setting.divide(args, kwargs))
 
-    def lowered(self, parts: Parts, batch: Any, args: Any, kwargs: Any) -> Iterator[LoweredProgram]:
+    def lowered(
+        self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
+    ) -> Iterator[LoweredProgram]:
         """Lowers the one program."""
         setting = self.setting
         reaches = reaches_host(setting.config)

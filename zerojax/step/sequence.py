@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zerojax.devices.mesh import (
     SEQUENCE,
@@ -113,18 +113,18 @@ class SequenceAxis(NamedTuple):
 
         return across
 
-    def _rows(self, x: jax.Array) -> Any:
+    def _rows(self, x: jax.Array) -> object:
         """Returns the axes of the rows if the rows divide among them; else leaves them to XLA."""
         return batch_axes(self.mesh) if x.shape[0] % batch_devices(self.mesh) == 0 else _FREE
 
-    def _constrained(self, x: jax.Array, *entries: Any) -> jax.Array:
+    def _constrained(self, x: jax.Array, *entries: object) -> jax.Array:
         if explicit := explicit_axes(jax.sharding.get_abstract_mesh()):
             raise ValueError(
                 "zero.sequence leaves the placement to XLA, but jax.set_mesh declares the axes "
                 f"{', '.join(map(repr, explicit))} explicit: call the step outside of "
                 "jax.set_mesh, or set zerojax.mesh(...), whose axes are automatic."
             )
-        mesh: Any = self.mesh if are_present(self.mesh) else self.mesh.abstract_mesh
+        mesh: Mesh | AbstractMesh = self.mesh if are_present(self.mesh) else self.mesh.abstract_mesh
         return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
     def _check(self, shape: tuple[int, ...], at: int) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Self
 
 import jax
 from jax.sharding import Mesh
@@ -86,7 +86,7 @@ class Step(Decorated[P, R]):
             out = relabel_arrays(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return put_back(out, objects)  # type: ignore[no-any-return]
 
-    def _run(self, call: Call, explicit: Explicit | None) -> tuple[tuple[Any, ...], Any]:
+    def _run(self, call: Call, explicit: Explicit | None) -> tuple[tuple[PyTree, ...], PyTree]:
         """Returns the state's objects after the step, and the results without these objects."""
         program, parts, write_back = self._begin(call, explicit)
         layout, after_step = program.setting.layout, self._after_step
@@ -149,7 +149,7 @@ class Step(Decorated[P, R]):
 
     def _finish(
         self, call: Call, program: StepProgram, write_back: WriteBack | None, result: StepResult
-    ) -> tuple[tuple[Any, ...], LastObjects | LastArrays | None]:
+    ) -> tuple[tuple[PyTree, ...], LastObjects | LastArrays | None]:
         """Returns the state's objects after the step, NNX objects updated in place; and the record
         by which the next step recognizes them, None if there is no new record."""
         setting, parts = program.setting, result.parts
@@ -190,7 +190,7 @@ class Step(Decorated[P, R]):
         return kind(StepSetting(function, self._states, opened, explicit, self._donate, signals))
 
     def _check_memory(
-        self, guard: Guard, program: StepProgram, call: Call, parts: Parts, batch: Any
+        self, guard: Guard, program: StepProgram, call: Call, parts: Parts, batch: PyTree
     ) -> None:
         like = program.setting.layout.shapes(call.batch)
         batch_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(batch))
@@ -267,8 +267,8 @@ class Step(Decorated[P, R]):
     @contextlib.contextmanager
     def _checked(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
         make: Callable[[OpenedState, Call, Explicit | None], StepProgram],
     ) -> Iterator[tuple[StepProgram, Parts, Call]]:
         """Yields the program for these arguments, abstract or concrete; the state's parts; and the
@@ -283,7 +283,7 @@ class Step(Decorated[P, R]):
             yield program, opened.parts, call
 
 
-def _check_not_deleted(arrays: Iterable[Any]) -> None:
+def _check_not_deleted(arrays: Iterable[PyTree]) -> None:
     """Refuses arrays whose memory an earlier step has taken over."""
     if any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted")):
         raise ValueError(
@@ -293,7 +293,7 @@ def _check_not_deleted(arrays: Iterable[Any]) -> None:
         )
 
 
-def _copy_state_arrays(parts: Parts, given: Any) -> Any:
+def _copy_state_arrays(parts: Parts, given: PyTree) -> PyTree:
     """Copies the further arguments that are arrays of the state, because the step takes over the
     state's memory."""
     if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(given)):
@@ -302,7 +302,7 @@ def _copy_state_arrays(parts: Parts, given: Any) -> Any:
     return jax.tree.map(lambda x: x.copy() if id(x) in state_ids else x, given)
 
 
-def _check_concrete(name: str, tree: Any) -> None:
+def _check_concrete(name: str, tree: PyTree) -> None:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(
             f"{name} is decorated with zero, and was called inside jax.jit, scan, vmap, pmap, "

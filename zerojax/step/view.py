@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
-from zerojax.optim.wrap import CarriedState, ZeroTransformation
+from zerojax.optim.wrap import CarriedState, ZeroOptState, ZeroTransformation
 from zerojax.trace.changes import change
 from zerojax.trace.marks import GRADIENT, UNUSED, mark
+from zerojax.xla.types import MaybeNone, PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -38,18 +40,18 @@ class View:
       updates: Zeros in place of the update, if the update comes after the step; else None.
     """
 
-    opt: Any
-    masters: Any = None
-    compute: Any = None
-    grads: Any = None
-    updates: Any = None
+    opt: ZeroOptState
+    masters: PyTree = None
+    compute: PyTree = None
+    grads: PyTree = None
+    updates: PyTree = None
 
     @property
-    def inner(self) -> Any:
+    def inner(self) -> optax.OptState:
         """The optimizer's state in optax's form."""
         return self.opt.inner
 
-    def around(self, inner: Any) -> View:
+    def around(self, inner: optax.OptState) -> View:
         """Returns this view with another optax state."""
         return dataclasses.replace(self, opt=self.opt.with_inner(inner))
 
@@ -58,22 +60,22 @@ class View:
             raise AttributeError(name)
         return getattr(self._shown(), name)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> PyTree:
         return self._shown()[key]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self._shown()[key] = value
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PyTree]:
         return iter(self._shown())
 
     def __len__(self) -> int:
         return len(self._shown())
 
-    def _replace(self, **fields: Any) -> View:
+    def _replace(self, **fields: PyTree) -> View:
         return self.around(self.inner._replace(**fields))
 
-    def _shown(self) -> Any:
+    def _shown(self) -> PyTree:
         """Returns the state that all reads and writes of this view refer to."""
         return self.opt.inner
 
@@ -89,10 +91,12 @@ class WrappedView(View, CarriedState):
         the step calls ``tx``.
     """
 
-    update: Any = dataclasses.field(default=None, metadata={"static": True})
+    update: Callable[..., tuple[PyTree, View]] | MaybeNone = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
 
     @classmethod
-    def of(cls, view: View, update: Callable[..., Any]) -> WrappedView:
+    def of(cls, view: View, update: Callable[..., tuple[PyTree, View]]) -> WrappedView:
         """Returns a view with this update function."""
         return cls(**vars(view) | {"update": update})
 
@@ -101,14 +105,14 @@ class WrappedView(View, CarriedState):
         return View(**{f.name: getattr(self, f.name) for f in dataclasses.fields(View)})
 
     def updated(
-        self, tx: ZeroTransformation, grads: Any, params: Any, **extra: Any
-    ) -> tuple[Any, Any]:
+        self, tx: ZeroTransformation, grads: PyTree, params: PyTree, **extra: object
+    ) -> tuple[PyTree, View]:
         return self.update(tx, grads, self, params, **extra)  # type: ignore[no-any-return]
 
-    def _replace(self, **fields: Any) -> View:
+    def _replace(self, **fields: PyTree) -> View:
         return dataclasses.replace(self, opt=self.opt._replace(**fields))
 
-    def _shown(self) -> Any:
+    def _shown(self) -> PyTree:
         return self.opt
 
 
@@ -117,11 +121,13 @@ STARTS_AGAIN = (
     "make it between two steps, or train without offload."
 )
 
-Constrain = Callable[[Any], Any]
-Advance = Callable[..., tuple[Any, View]]
+Constrain = Callable[[PyTree], PyTree]
+Advance = Callable[..., tuple[PyTree, View]]
 
 
-def advancing(tx: ZeroTransformation, one_pass: Callable[..., Any] | None) -> Advance:
+def advancing(
+    tx: ZeroTransformation, one_pass: Callable[..., tuple[PyTree, ZeroOptState]] | None
+) -> Advance:
     """Returns the update of a view: ``(grads, view, params, **extra) -> (updates, view)``.
 
     Args:
@@ -130,7 +136,7 @@ def advancing(tx: ZeroTransformation, one_pass: Callable[..., Any] | None) -> Ad
         in one pass; else None.
     """
 
-    def advance(grads: Any, view: View, params: Any, **extra: Any) -> tuple[Any, View]:
+    def advance(grads: PyTree, view: View, params: PyTree, **extra: object) -> tuple[PyTree, View]:
         has_no_masters = view.masters is None
         before = params if has_no_masters else view.masters
         if one_pass is not None and params is not None and not extra:
@@ -158,7 +164,7 @@ def added(param: jax.Array, update: jax.Array) -> jax.Array:
 
 
 def updating(
-    init: Callable[[Any], View], advance: Advance, to_shards: Constrain
+    init: Callable[[PyTree], View], advance: Advance, to_shards: Constrain
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that updates immediately.
 
@@ -168,7 +174,9 @@ def updating(
       to_shards: Constrains a gradient tree to its shards.
     """
 
-    def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
+    def update(
+        grads: PyTree, view: View, params: PyTree = None, **extra: object
+    ) -> tuple[PyTree, View]:
         updates, after = advance(to_shards(as_gradients(grads)), view, params, **extra)
         if after.compute is not None and params is not None:
             config: Any = jax.config
@@ -182,16 +190,18 @@ def updating(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def beginning(tx: Any, view: View) -> Any:
+def beginning(
+    tx: optax.GradientTransformationExtraArgs, view: View
+) -> optax.GradientTransformationExtraArgs:
     """Returns ``tx``, an optimizer of views, with an ``init`` that creates a view like ``view``."""
 
-    def init(params: Any) -> View:
+    def init(params: PyTree) -> View:
         return view.around(tx.init(params).inner)
 
     return optax.GradientTransformationExtraArgs(init, tx.update)
 
 
-def collecting(to_shards: Constrain, uses: Sequence[bool]) -> Any:
+def collecting(to_shards: Constrain, uses: Sequence[bool]) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that only stores the gradient in ``View.grads``, in the dtype of the
     value stored there before, and returns ``View.updates``.
 
@@ -201,7 +211,9 @@ def collecting(to_shards: Constrain, uses: Sequence[bool]) -> Any:
         unused gradients.
     """
 
-    def update(grads: Any, view: View, params: Any = None, **extra: Any) -> tuple[Any, View]:
+    def update(
+        grads: PyTree, view: View, params: PyTree = None, **extra: object
+    ) -> tuple[PyTree, View]:
         if extra:
             raise TypeError(
                 f"apply_gradients passes {sorted(extra)} to the optimizer, whose update comes "
@@ -215,20 +227,22 @@ def collecting(to_shards: Constrain, uses: Sequence[bool]) -> Any:
     return optax.GradientTransformationExtraArgs(_no_init, update)
 
 
-def _or_zeros(gradient: Any, used: bool) -> Any:
+def _or_zeros(gradient: jax.Array, used: bool) -> jax.Array:
     return gradient if used else jnp.zeros_like(mark(gradient, UNUSED))
 
 
-def _no_init(params: Any) -> Any:
+def _no_init(params: PyTree) -> NoReturn:
     raise TypeError(STARTS_AGAIN)
 
 
-def as_gradients(tree: Any) -> Any:
+def as_gradients(tree: PyTree) -> PyTree:
     """Marks the leaves of a tree as gradients, for :mod:`zerojax.collectives.wanted`."""
     return mark(tree, GRADIENT)
 
 
-def params_after(view: View, returned: Any, given: Any, before: Any, done: jax.Array | None) -> Any:
+def params_after(
+    view: View, returned: PyTree, given: PyTree, before: PyTree, done: jax.Array | None
+) -> PyTree:
     """Returns the parameters to keep.
 
     Where the step returned the result of ``apply_gradients``, these are the new masters, and where
@@ -260,13 +274,13 @@ def params_after(view: View, returned: Any, given: Any, before: Any, done: jax.A
     return jax.tree.map(chosen, returned, given, before, view.masters, view.compute)
 
 
-def cast(tree: Any, dtype: Any) -> Any:
+def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts the floating leaves of a tree to a dtype."""
     return jax.tree.map(
         lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
     )
 
 
-def constrainer(shardings: Any) -> Constrain:
+def constrainer(shardings: PyTree) -> Constrain:
     """Returns a function that constrains a tree to ``shardings``, a tree of the same structure."""
     return lambda tree: jax.tree.map(lax.with_sharding_constraint, tree, shardings)

@@ -8,8 +8,6 @@ parameters replace them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax.extend.core import primitives as prims
 
@@ -17,14 +15,15 @@ from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import LABELS
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 
-def _copies(eqn: Any) -> bool:
+def _copies(eqn: Equation) -> bool:
     """Returns whether the result is the operand, in any dtype."""
     return eqn.primitive.name in LABELS or eqn.primitive.name == "convert_element_type"
 
 
-def origin(jaxpr: Any, v: Any) -> tuple[Any, Any]:
+def origin(jaxpr: Jaxpr, v: Atom) -> tuple[Atom, Equation | None]:
     """Returns the variable that ``v`` copies, past casts and labels, and the equation of the jaxpr
     that produces that variable, or None."""
     eqn = graph_of(jaxpr).producer(v)
@@ -38,14 +37,14 @@ def change(new: jax.Array, old: jax.Array, update: jax.Array) -> jax.Array:
     return marks.mark(update, marks.CHANGE)
 
 
-def find_sums(jaxpr: Any) -> dict[Any, Any]:
+def find_sums(jaxpr: Jaxpr) -> dict[Atom, Atom]:
     """Maps each variable that is ``old + update`` of a :func:`change`, in any dtype, to the
     variable that holds ``new``."""
     graph = graph_of(jaxpr)
     if not any(map(is_change, graph.named("jit"))):
         return {}
 
-    def changed(term: Any, other: Any) -> Any:
+    def changed(term: Atom, other: Atom) -> Atom | None:
         """Returns the new value if ``other`` is a change of ``term``, else None."""
         _, eqn = origin(jaxpr, other)
         if eqn is None or not is_change(eqn):
@@ -53,7 +52,7 @@ def find_sums(jaxpr: Any) -> dict[Any, Any]:
         new, old, _ = eqn.invars
         return new if origin(jaxpr, term)[0] is origin(jaxpr, old)[0] else None
 
-    replaced: dict[Any, Any] = {}
+    replaced: dict[Atom, Atom] = {}
     for eqn in graph.named("add"):
         a, b = eqn.invars
         if (new := changed(a, b) or changed(b, a)) is not None:
@@ -66,7 +65,7 @@ def find_sums(jaxpr: Any) -> dict[Any, Any]:
     return replaced
 
 
-def is_change(eqn: Any) -> bool:
+def is_change(eqn: Equation) -> bool:
     """Returns whether an equation is a call of :func:`change`."""
     if eqn.primitive is not prims.jit_p or jaxprs.param(eqn, "name") != "change":
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -14,9 +13,10 @@ from zerojax.trace.changes import origin
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, Jaxpr, PyTree
 
 
-def _computed(eqn: Any, operands: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+def _computed(eqn: Equation, operands: Sequence[frozenset[int]]) -> list[frozenset[int]]:
     return [frozenset[int]()] * len(eqn.outvars)
 
 
@@ -28,11 +28,11 @@ _UNCHANGED.rule("scan", "while", "cond", "shard_map")(_computed)
 
 
 @_UNCHANGED.rule(*LABELS)
-def _(eqn: Any, operands: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+def _(eqn: Equation, operands: Sequence[frozenset[int]]) -> list[frozenset[int]]:
     return [operands[0]]
 
 
-def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
+def check_late(jaxpr: Jaxpr, given: Parts, results: PyTree, name: str) -> None:
     """Refuses a step that uses its new parameters: an update that comes after the step, sub-group
     by sub-group, has not computed them yet.
 
@@ -75,25 +75,25 @@ def check_late(jaxpr: Any, given: Parts, results: Any, name: str) -> None:
         )
 
 
-def _named(prefix: str, lateness: Any) -> list[str]:
+def _named(prefix: str, lateness: PyTree) -> list[str]:
     """Returns the paths of the leaves of a tree that are late."""
     leaves = jax.tree_util.tree_leaves_with_path(lateness)
     return [f"{prefix}{jax.tree_util.keystr(path)}" for path, late in leaves if late]
 
 
-def depends_on(jaxpr: Any, start: Sequence[Any]) -> Sequence[bool]:
+def depends_on(jaxpr: Jaxpr, start: Sequence[Atom]) -> Sequence[bool]:
     """Returns, for each result of a jaxpr, whether it depends on one of the arguments ``start``."""
     return DEPENDS.forward(jaxpr, [v in start for v in jaxpr.invars]).ends
 
 
-def unchanged(jaxpr: Any) -> Sequence[int | None]:
+def unchanged(jaxpr: Jaxpr) -> Sequence[int | None]:
     """Returns, for each result of a jaxpr, the position of the argument that it is, unchanged; None
     for a result that an equation computes."""
     facts = _UNCHANGED.forward(jaxpr, [frozenset({i}) for i in range(len(jaxpr.invars))]).ends
     return [next(iter(fact)) if len(fact) == 1 else None for fact in facts]
 
 
-def _is_sum(jaxpr: Any, out: Any, one: Any, other: Any) -> bool:
+def _is_sum(jaxpr: Jaxpr, out: Atom, one: Atom | None, other: Atom | None) -> bool:
     """Returns whether a result of a jaxpr is only the sum of two of its arguments."""
     v, eqn = origin(jaxpr, out)
     if eqn is None:

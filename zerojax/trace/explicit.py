@@ -27,18 +27,19 @@ from zerojax.plan.state_sharding import Plan, layout
 from zerojax.trace import marks
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import hijax, jaxprs
+from zerojax.xla.types import AnyJaxpr, Equation, PyTree
 
 # The parameters of an equation that request the sharding of its result.
 _ASKING = ("dst_sharding", "out_sharding", "sharding")
 
 
 def make_jaxpr(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    specs: Sequence[Any],
+    function: Callable[..., PyTree],
+    args: Sequence[PyTree],
+    specs: Sequence[PyTree],
     mesh: Mesh,
     names: tuple[str, ...],
-) -> tuple[Any, Any]:
+) -> tuple[core.ClosedJaxpr, PyTree]:
     """Calls ``jax.make_jaxpr(function, return_shape=True)(*args)`` with some axes of the mesh
     explicit while ``function`` is traced; the jaxpr has automatic axes.
 
@@ -56,7 +57,7 @@ def make_jaxpr(
 
     types = jax.tree.map(type_of, tuple(specs), is_leaf=lambda s: isinstance(s, PartitionSpec))
 
-    def explicit(*args: Any) -> Any:
+    def explicit(*args: PyTree) -> PyTree:
         return jax.sharding.explicit_axes(function, axes=names, in_sharding=types)(*args)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -73,8 +74,8 @@ def make_jaxpr(
 
 
 def evaluate(
-    function: Callable[..., Any], args: Sequence[Any], mesh: Mesh, names: tuple[str, ...]
-) -> Any:
+    function: Callable[..., PyTree], args: Sequence[PyTree], mesh: Mesh, names: tuple[str, ...]
+) -> PyTree:
     """Returns ``function(*args)`` for replicated arrays, with some axes of the mesh explicit inside
     ``function``."""
     closed, shape = make_jaxpr(function, args, [PartitionSpec()] * len(args), mesh, names)
@@ -95,10 +96,10 @@ class Explicit(NamedTuple):
     batch: tuple[PartitionSpec, ...]
 
     @classmethod
-    def of(cls, names: tuple[str, ...], batch: Any) -> Explicit | None:
+    def of(cls, names: tuple[str, ...], batch: PyTree) -> Explicit | None:
         """Returns the axes and specs for a batch; None if no axis is explicit."""
 
-        def spec(x: Any) -> PartitionSpec:
+        def spec(x: object) -> PartitionSpec:
             sharding = getattr(x, "sharding", None)
             return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
@@ -117,7 +118,9 @@ class Types:
     plan: Plan
     explicit: Explicit
 
-    def trace(self, body: Callable[..., Any], parts: Parts, batch: Any) -> tuple[Any, Any]:
+    def trace(
+        self, body: Callable[..., PyTree], parts: Parts, batch: PyTree
+    ) -> tuple[core.ClosedJaxpr, PyTree]:
         """Returns the jaxpr of ``body(parts, batch)``, and the shapes of its results."""
         names, rows = self.explicit
         specs = self._of_parts(parts), jax.tree.unflatten(jax.tree.structure(batch), rows)
@@ -142,22 +145,24 @@ class Types:
             self._own_specs(parts.rest, "rest"),
         )
 
-    def _own_specs(self, tree: Any, group: str) -> Any:
+    def _own_specs(self, tree: PyTree, group: str) -> PyTree:
         specs = [leaf.own_spec for leaf in self.plan.leaves[group]]
         return jax.tree.unflatten(jax.tree.structure(tree), specs)
 
 
-def typed_replicated(tree: Any) -> Any:
+def typed_replicated(tree: PyTree) -> PyTree:
     """Returns arrays from outside the trace as replicated arrays of explicit axes."""
     return jax.tree.map(
         lambda x: jax.sharding.reshard(x, PartitionSpec()) if isinstance(x, jax.Array) else x, tree
     )
 
 
-def automatic_update(tx: Any) -> Any:
+def automatic_update(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer for a step with explicit axes; ``tx`` itself sees automatic axes."""
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> PyTree:
         automatic = jax.sharding.auto_axes(
             lambda *args: tx.update(*args[:3], **args[3]), out_sharding=PartitionSpec()
         )
@@ -166,30 +171,32 @@ def automatic_update(tx: Any) -> Any:
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def _automatic(closed: Any, mesh: Mesh) -> Any:
+def _automatic(closed: AnyJaxpr, mesh: Mesh) -> core.ClosedJaxpr:
     """Returns a jaxpr without explicit axes, with most calls inlined, see :func:`_opens`."""
     shapes = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
         for v in jaxprs.open_jaxpr(closed)[0].invars
     ]
 
-    def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    def run(eqn: Equation, values: list[jax.typing.ArrayLike]) -> Sequence[jax.typing.ArrayLike]:
         with jaxprs.context(eqn), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return _equation(eqn, [*map(_constant, values)], mesh)
 
-    def function(*args: Any) -> list[Any]:
+    def function(*args: jax.Array) -> list[jax.typing.ArrayLike]:
         return [*map(_constant, jaxprs.evaluate(closed, args, run, _opens))]
 
     return jax.make_jaxpr(function)(*shapes)
 
 
-def _opens(eqn: Any) -> bool:
+def _opens(eqn: Equation) -> bool:
     """Returns whether a call is inlined: not a checkpoint, nor a call of
     :func:`zerojax.trace.changes.change`, which is found by its name."""
     return eqn.primitive is not prims.remat_p and not marks.holds(eqn, marks.CHANGE)
 
 
-def _equation(eqn: Any, values: list[Any], mesh: Mesh) -> Sequence[Any]:
+def _equation(
+    eqn: Equation, values: list[jax.typing.ArrayLike], mesh: Mesh
+) -> Sequence[jax.typing.ArrayLike]:
     """Runs an equation without explicit axes; a sharding that it requests becomes a constraint."""
     requests = (jaxprs.param(eqn, name, None) for name in _ASKING)
     requested = next((sharding for sharding in requests if sharding is not None), None)
@@ -213,7 +220,9 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh) -> Sequence[Any]:
     return outs
 
 
-def _placed(x: Any, asked: NamedSharding | None, mesh: Mesh) -> Any:
+def _placed(
+    x: jax.typing.ArrayLike, asked: NamedSharding | None, mesh: Mesh
+) -> jax.typing.ArrayLike:
     """Constrains ``x`` to the requested sharding if that names an axis of the batch; otherwise
     returns ``x`` unchanged."""
     rows = batch_axes(mesh)
@@ -222,7 +231,7 @@ def _placed(x: Any, asked: NamedSharding | None, mesh: Mesh) -> Any:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, asked.spec))
 
 
-def _parameter(value: Any, mesh: Mesh) -> Any:
+def _parameter(value: Any, mesh: Mesh) -> object:
     """Returns an equation's parameter without explicit axes."""
     if type(value) is tuple:
         return tuple(_parameter(x, mesh) for x in value)
@@ -231,7 +240,7 @@ def _parameter(value: Any, mesh: Mesh) -> Any:
     return value
 
 
-def _constant(x: Any) -> Any:
+def _constant(x: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     """Converts an array that the step closes over to numpy if its type has explicit axes."""
     sharding = getattr(x, "sharding", None)
     concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.trace.marks import LOSS, SEED, mark
+from zerojax.xla.types import PyTree
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
-    argnums: Any = 0,
+    fun: Callable[..., PyTree],
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     *,
     loss_scale: jax.typing.ArrayLike | None = None,
-    **options: Any,
-) -> Callable[..., Any]:
+    **options: object,
+) -> Callable[..., PyTree]:
     """Replaces ``jax.value_and_grad``, or ``nnx.value_and_grad`` if an argument is an NNX module.
 
     In a step decorated with fp16 on, the loss is multiplied by the state's loss scale before the
@@ -42,7 +42,7 @@ def value_and_grad(
     """
 
     @functools.wraps(fun)
-    def scaled(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def scaled(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         out = fun(*args, **kwargs)
         loss, aux = out if has_aux else (out, None)
         if not jnp.issubdtype(jnp.result_type(loss), jnp.inexact):
@@ -53,10 +53,12 @@ def value_and_grad(
         return mark(loss, LOSS) * scale, (loss, aux)
 
     @functools.wraps(fun)
-    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def wrapped(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         inputs = jax.tree.leaves((args, kwargs), is_leaf=_is_module)
         modules = any(map(_is_module, inputs))
-        transform: Any = nnx.value_and_grad if modules else jax.value_and_grad
+        transform: Callable[..., Callable[..., PyTree]] = (
+            nnx.value_and_grad if modules else jax.value_and_grad
+        )
         (_, (value, aux)), grads = transform(scaled, argnums=argnums, has_aux=True, **options)(
             *args, **kwargs
         )
@@ -65,18 +67,18 @@ def value_and_grad(
     return wrapped
 
 
-def _is_module(x: Any) -> bool:
+def _is_module(x: object) -> bool:
     return isinstance(x, nnx.Module)
 
 
 def grad(
-    fun: Callable[..., Any],
-    argnums: Any = 0,
+    fun: Callable[..., PyTree],
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     *,
     loss_scale: jax.typing.ArrayLike | None = None,
-    **options: Any,
-) -> Callable[..., Any]:
+    **options: object,
+) -> Callable[..., PyTree]:
     """Replaces ``jax.grad``; see :func:`value_and_grad`.
 
     Example:
@@ -87,7 +89,7 @@ def grad(
     with_value = value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options)
 
     @functools.wraps(fun)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
         value, grads = with_value(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

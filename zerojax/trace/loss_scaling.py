@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
 from zerojax.optim.loss_scale import LossScaleState
 from zerojax.trace.marks import GRADIENT, LOSS, SEED, MarkOrigins, origins_of
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Jaxpr
 
 
 def replacements(
-    closed: Any, loss_scale: LossScaleState | None
+    closed: AnyJaxpr, loss_scale: LossScaleState | None
 ) -> dict[str, Callable[[jax.Array], jax.Array]]:
     """Returns, by the name of a mark, the function that replaces the marked value.
 
@@ -32,7 +32,7 @@ def replacements(
     return {SEED: lambda seed: seed * scale}
 
 
-def _check_scaled(jaxpr: Any) -> None:
+def _check_scaled(jaxpr: Jaxpr) -> None:
     origins = origins_of(jaxpr, SEED)
     gradients = origins[GRADIENT]
     if any(MarkOrigins.MARK in origin for origin in origins[LOSS]):

@@ -10,7 +10,6 @@ import enum
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +21,7 @@ from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import COMPARISONS, SUMS
 from zerojax.graph.search import contains
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, HasEquations, Jaxpr, PyTree
 
 GRADIENT = "zerojax gradient"
 """A gradient that reaches the optimizer."""
@@ -35,35 +35,35 @@ CHANGE = "zerojax change"
 """The optimizer's output where the updated parameter already exists."""
 
 
-def mark(tree: Any, name: str) -> Any:
+def mark(tree: PyTree, name: str) -> PyTree:
     """Marks the arrays of a tree."""
     # Under jax_remat3 checkpoint_name binds a primitive that does not outlast the trace.
     return jax.tree.map(lambda x: prims.name_p.bind(x, name=name), tree)
 
 
-def is_mark(eqn: Any, name: str) -> bool:
+def is_mark(eqn: Equation, name: str) -> bool:
     """Returns whether an equation is a mark of this name."""
     return eqn.primitive.name == "name" and jaxprs.param(eqn, "name") == name
 
 
-def gradients(jaxpr: Any) -> list[Any]:
+def gradients(jaxpr: HasEquations) -> list[Atom]:
     """Returns the variables of a program that reach the optimizer, in order, without those inside
     equations."""
     names = graph_of(jaxpr).named("name")
     return [eqn.outvars[0] for eqn in names if is_mark(eqn, GRADIENT)]
 
 
-def holds(eqn: Any, name: str) -> bool:
+def holds(eqn: Equation, name: str) -> bool:
     """Returns whether an equation is a mark of this name, or contains one at any depth."""
     return contains(eqn, is_mark, name)
 
 
-def reach_optimizer(jaxpr: Any) -> bool:
+def reach_optimizer(jaxpr: Jaxpr) -> bool:
     """Returns whether gradients reach the state's optimizer, at any depth of an open jaxpr."""
     return any(holds(eqn, GRADIENT) for eqn in jaxpr.eqns)
 
 
-def count(jaxpr: Any, name: str) -> tuple[int, int, int]:
+def count(jaxpr: Jaxpr, name: str) -> tuple[int, int, int]:
     """Counts the marks of this name that run once, those in branches, and the loops with marks.
 
     Of several branches the one with the most marks counts. The recomputation of a rematerialised
@@ -96,7 +96,7 @@ class MarkOrigins(enum.IntFlag):
     """The mark and something without it, so that the value is not proportional to the mark."""
 
 
-def origins_of(jaxpr: Any, name: str) -> dict[str, list[MarkOrigins]]:
+def origins_of(jaxpr: Jaxpr, name: str) -> dict[str, list[MarkOrigins]]:
     """Returns the origins of each gradient that reaches the optimizer, and of each loss, with
     respect to marks of this name.
 
@@ -105,7 +105,7 @@ def origins_of(jaxpr: Any, name: str) -> dict[str, list[MarkOrigins]]:
     """
     origins: dict[str, list[MarkOrigins]] = {GRADIENT: [], LOSS: []}
 
-    def result_origins(eqn: Any, ins: Sequence[MarkOrigins]) -> list[MarkOrigins]:
+    def result_origins(eqn: Equation, ins: Sequence[MarkOrigins]) -> list[MarkOrigins]:
         out = _union(ins) | (MarkOrigins.MARK if holds(eqn, name) else MarkOrigins(0))
         return [out | (MarkOrigins.MIXED if _mixes(eqn, ins) else MarkOrigins(0))] * len(
             eqn.outvars
@@ -115,7 +115,7 @@ def origins_of(jaxpr: Any, name: str) -> dict[str, list[MarkOrigins]]:
     analysis.rule("scan", "while", "shard_map")(result_origins)
 
     @analysis.rule("name")
-    def _(eqn: Any, ins: Sequence[MarkOrigins]) -> list[MarkOrigins]:
+    def _(eqn: Equation, ins: Sequence[MarkOrigins]) -> list[MarkOrigins]:
         if (mark := jaxprs.param(eqn, "name")) in origins and ins[0]:
             origins[mark].append(ins[0])
         return result_origins(eqn, ins)
@@ -128,7 +128,7 @@ def _union(parts: Iterable[MarkOrigins]) -> MarkOrigins:
     return functools.reduce(operator.or_, parts, MarkOrigins(0))
 
 
-def _mixes(eqn: Any, ins: Sequence[MarkOrigins]) -> bool:
+def _mixes(eqn: Equation, ins: Sequence[MarkOrigins]) -> bool:
     """Returns whether an equation adds or compares values with and without the mark."""
     marked = [MarkOrigins.MARK in origin for origin in ins]
     if not any(marked) or all(marked):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,10 @@ from zerojax.graph.primitives import DRAWS
 from zerojax.graph.search import equations
 from zerojax.xla import hijax
 from zerojax.xla.jaxprs import open_jaxpr
+from zerojax.xla.types import PyTree
 
 
-def tiled(fn: Callable[..., Any], *, chunks: int, shards: int = 1) -> Callable[..., Any]:
+def tiled(fn: Callable[..., PyTree], *, chunks: int, shards: int = 1) -> Callable[..., PyTree]:
     """Wraps ``fn`` of arrays [B, T, ...] to run on chunks of the sequence, one after another.
 
     The backward pass recomputes each chunk, so that the intermediate values of ``fn`` exist for one
@@ -54,7 +54,7 @@ def tiled(fn: Callable[..., Any], *, chunks: int, shards: int = 1) -> Callable[.
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"tiled({name}): chunks must be a positive int, not {chunks!r}")
 
-    def by_chunks(*args: Any) -> Any:
+    def by_chunks(*args: PyTree) -> PyTree:
         if isinstance(fn, nn.Module) and fn.is_initializing():
             return fn(*args)
         length = _length(name, args)
@@ -78,7 +78,7 @@ def tiled(fn: Callable[..., Any], *, chunks: int, shards: int = 1) -> Callable[.
     return functools.wraps(fn)(by_chunks) if not isinstance(fn, nn.Module) else by_chunks
 
 
-def _length(name: str, args: Any) -> int:
+def _length(name: str, args: PyTree) -> int:
     lengths = {}
     for path, x in jax.tree_util.tree_leaves_with_path(args):
         if jnp.ndim(x) < 2:
@@ -112,7 +112,7 @@ def _unstack(x: jax.Array, shards: int, stretch: int) -> jax.Array:
     return x.reshape(rows, shards * stretch, *rest)
 
 
-def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _function(name: str, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Returns ``fn``; for a bound module, a pure function that closes over its variables."""
     if not isinstance(fn, nn.Module) or fn.scope is None:
         return fn
@@ -122,7 +122,7 @@ def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     module, variables = fn.unbind()
     read = {id(x) for x in jax.tree.leaves(variables)}
 
-    def apply(*args: Any) -> Any:
+    def apply(*args: PyTree) -> PyTree:
         try:
             out, changed = module.apply(variables, *args, rngs=rngs, mutable=mutable)
         except (ScopeCollectionNotFound, ScopeParamNotFoundError) as error:
@@ -144,7 +144,7 @@ def _function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _check(name: str, run: Callable[..., Any], first: Any, size: int) -> None:
+def _check(name: str, run: Callable[..., PyTree], first: PyTree, size: int) -> None:
     try:
         traced, results = hijax.trace(run, *first)
     except TraceContextError as error:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr
 from zerojax.xla.unused import unused, without_unused
 
 
-def without_unused_gradients(closed: Any) -> Any:
+def without_unused_gradients(closed: AnyJaxpr) -> AnyJaxpr:
     """Removes the gradients from a traced step that its update does not use.
 
     XLA itself would remove most of them, but not a gradient that shares a barrier of zerojax's, or

@@ -8,7 +8,6 @@ has marks, see :mod:`zerojax.trace.marks`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
@@ -17,9 +16,10 @@ from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.search import contains
 from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 
-def find_gradients(jaxpr: Any, state: Sequence[int]) -> list[Any]:
+def find_gradients(jaxpr: Jaxpr, state: Sequence[int]) -> list[Atom]:
     """Returns the gradients from which a step computes its new state; none if they are uncertain.
 
     They are certain if each gradient belongs to one parameter, and all belong to one update: each
@@ -50,10 +50,10 @@ def find_gradients(jaxpr: Any, state: Sequence[int]) -> list[Any]:
     return gradients if certain else []
 
 
-def origins(v: Any, variables: Collection[Any], graph: Graph) -> set[Any]:
+def origins(v: Atom, variables: Collection[Atom], graph: Graph) -> set[Atom]:
     """Returns those of ``variables`` from which ``v`` is computed element by element, through
     values of the same shape; on each path the one nearest to ``v``."""
-    left, seen, found = [v], set[Any](), set[Any]()
+    left, seen, found = [v], set[Atom](), set[Atom]()
     while left:
         v = left.pop()
         if isinstance(v, core.Literal) or v in seen:
@@ -66,7 +66,7 @@ def origins(v: Any, variables: Collection[Any], graph: Graph) -> set[Any]:
     return found
 
 
-def _operands(eqn: Any, v: Any) -> list[Any]:
+def _operands(eqn: Equation, v: Atom) -> list[Atom]:
     """Returns the operands of an equation from which a result is computed element by element."""
     if eqn.primitive.name in ELEMENTWISE:
         return [x for x in eqn.invars if x.aval.shape == v.aval.shape]
@@ -77,10 +77,10 @@ def _operands(eqn: Any, v: Any) -> list[Any]:
     return [x for x, inner in zip(eqn.invars, body.invars, strict=True) if inner in inside]
 
 
-def _from_backward(values: Collection[Any], graph: Graph) -> list[Any]:
+def _from_backward(values: Collection[Atom], graph: Graph) -> list[Atom]:
     """Returns the results of the backward pass from which values are computed by equations outside
     any backward pass; none if such an equation has a backward pass inside."""
-    left, seen, found = [*values], set[Any](), list[Any]()
+    left, seen, found = [*values], set[Atom](), list[Atom]()
     while left:
         v = left.pop()
         if isinstance(v, core.Literal) or v in seen:
@@ -97,9 +97,9 @@ def _from_backward(values: Collection[Any], graph: Graph) -> list[Any]:
     return found
 
 
-def _backward_reads_updates(gradients: Collection[Any], jaxpr: Any) -> bool:
+def _backward_reads_updates(gradients: Collection[Atom], jaxpr: Jaxpr) -> bool:
     """Returns whether a backward pass reads values that an update has computed from gradients."""
-    updated = set[Any]()
+    updated = set[Atom]()
     for eqn in jaxpr.eqns:
         if jaxprs.is_transposed(eqn):
             if not updated.isdisjoint(jaxprs.variables(eqn.invars)):
@@ -109,9 +109,9 @@ def _backward_reads_updates(gradients: Collection[Any], jaxpr: Any) -> bool:
     return False
 
 
-def _differentiated(jaxpr: Any, arguments: Collection[Any]) -> set[Any]:
+def _differentiated(jaxpr: Jaxpr, arguments: Collection[Atom]) -> set[Atom]:
     """Returns the arguments from which differentiated values are computed element by element."""
-    graph, found = graph_of(jaxpr), set[Any]()
+    graph, found = graph_of(jaxpr), set[Atom]()
     for eqn in filter(jaxprs.is_differentiated, jaxpr.eqns):
         for v in jaxprs.variables(eqn.invars):
             producer = graph.producer(v)

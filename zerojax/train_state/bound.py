@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import optax
 from flax import serialization
 
+from zerojax.xla.types import PyTree
 
-def has_inner(opt_state: Any) -> bool:
+
+def has_inner(opt_state: object) -> bool:
     """Returns whether a value is the state of a wrapped transformation."""
     return hasattr(opt_state, "with_inner")
 
@@ -35,35 +39,42 @@ class BoundTransformation:
       (1, 0)
     """
 
-    def __init__(self, tx: Any, numbers: Any) -> None:
+    tx: optax.GradientTransformation
+    numbers: PyTree
+
+    def __init__(self, tx: optax.GradientTransformation, numbers: PyTree) -> None:
         self.tx, self.numbers = tx, numbers
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: PyTree) -> PyTree:
         """Returns optax's state of a new optimizer."""
         return self.tx.init(params).inner
 
     def update(
-        self, grads: Any, opt_state: Any, params: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
+        self, grads: PyTree, opt_state: PyTree, params: PyTree = None, **extra: object
+    ) -> tuple[PyTree, PyTree]:
         """Returns the updates and optax's new state."""
         state = self.numbers.with_inner(opt_state)
         updates, after = self.tx.update(grads, state, params, **extra)
         return updates, after.inner
 
-    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+    def tree_flatten_with_keys(
+        self,
+    ) -> tuple[list[tuple[jax.tree_util.GetAttrKey, PyTree]], optax.GradientTransformation]:
         return [(jax.tree_util.GetAttrKey("numbers"), self.numbers)], self.tx
 
     @classmethod
-    def tree_unflatten(cls, tx: Any, children: Any) -> BoundTransformation:
+    def tree_unflatten(
+        cls, tx: optax.GradientTransformation, children: Sequence[PyTree]
+    ) -> BoundTransformation:
         return cls(tx, *children)
 
 
-def bind(tx: Any, opt_state: Any) -> tuple[BoundTransformation, Any]:
+def bind(tx: optax.GradientTransformation, opt_state: PyTree) -> tuple[BoundTransformation, PyTree]:
     """Returns the optimizer of a training state, and its ``opt_state`` in optax's structure."""
     return BoundTransformation(tx, opt_state.with_inner(None)), opt_state.inner
 
 
-def _to_state_dict(bound: BoundTransformation) -> dict[str, Any]:
+def _to_state_dict(bound: BoundTransformation) -> dict[str, object]:
     return {"numbers": serialization.to_state_dict(bound.numbers)}
 
 

@@ -11,18 +11,20 @@ import flax.linen as nn
 import flax.struct
 import jax
 import numpy as np
+import optax
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
 from zerojax.train_state.bound import BoundTransformation, bind, has_inner
 from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.xla.types import PyTree
 
 _PLAIN = "_plain_kind"
 """The attribute in which zerojax's subclass of a state stores the user's class."""
 _NAMED = ("params", "opt_state", "step")
 
 
-def open_state(state: Any) -> OpenedState:
+def open_state(state: PyTree) -> OpenedState:
     """Splits a ``TrainState``, or a subclass with more fields, into its parts.
 
     Raises:
@@ -41,7 +43,7 @@ def open_state(state: Any) -> OpenedState:
         if f.metadata.get("pytree_node", True) and f.name not in (*_NAMED, "tx")
     ]
 
-    def split(state: Any) -> Parts:
+    def split(state: PyTree) -> Parts:
         rest = {name: getattr(state, name) for name in carried}
         tx, opt_state = state.tx, state.opt_state
         if isinstance(tx, BoundTransformation):
@@ -53,7 +55,7 @@ def open_state(state: Any) -> OpenedState:
     fields |= dict.fromkeys([*_NAMED, "tx", *carried])  # keeps no array alive
     empty = kind(**fields)
 
-    def close(parts: Parts, tx: Any) -> tuple[Any]:
+    def close(parts: Parts, tx: optax.GradientTransformation) -> tuple[PyTree]:
         opt_state, state_class = parts.opt_state, kind
         if has_inner(opt_state):
             (tx, opt_state), state_class = bind(tx, opt_state), _bound_kind(kind)
@@ -93,20 +95,20 @@ def _bound_kind(kind: type) -> type:
     return subclass if issubclass(kind, flax.struct.PyTreeNode) else flax.struct.dataclass(subclass)
 
 
-def is_train_state(x: Any) -> bool:
+def is_train_state(x: object) -> bool:
     """Returns whether an object is a flax ``TrainState``, or acts like one. Several states stacked
     into one, as by ``jax.vmap`` over seeds, count as any other pytree."""
     is_state_like = hasattr(x, "opt_state") and hasattr(x, "apply_gradients")
     return is_state_like and not np.ndim(getattr(x, "step", 0))
 
 
-def own_specs(params: Any) -> tuple[Any, ...]:
+def own_specs(params: PyTree) -> tuple[PartitionSpec | None, ...]:
     """Returns the user's PartitionSpec of each parameter, from its flax box; None without a box."""
     boxes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, meta.AxisMetadata))
     return tuple(_own_spec(x) for x in boxes)
 
 
-def _own_spec(x: Any) -> PartitionSpec | None:
+def _own_spec(x: object) -> PartitionSpec | None:
     if isinstance(x, nn.LogicallyPartitioned):
         return nn.logical_to_mesh(x.get_partition_spec(), x.rules)
     return x.get_partition_spec() if isinstance(x, meta.Partitioned) else None

@@ -14,16 +14,17 @@ from jax.sharding import PartitionSpec
 
 from zerojax.train_state.nnx_bound import bind, bound_to
 from zerojax.train_state.state_parts import IDENTITY, OpenedState, Parts
+from zerojax.xla.types import PyTree
 
 MODEL = "model"  # the key in Parts.rest of the model's variables beside its parameters
 
 
-def is_nnx(x: Any) -> bool:
+def is_nnx(x: object) -> bool:
     """Returns whether NNX updates ``x`` in place: module, optimizer, metrics, Rngs or Variable."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
-def ordered(objects: Sequence[Any]) -> list[int]:
+def ordered(objects: Sequence[PyTree]) -> list[int]:
     """Returns the positions of the model, its optimizer, and the other objects in their order.
 
     Raises:
@@ -39,7 +40,7 @@ def ordered(objects: Sequence[Any]) -> list[int]:
             + " Write a step for each optimizer." * (len(optimizers) > 1)
             + " Of a module that holds both pass its model and its optimizer." * (not optimizers)
         )
-    optimizer: Any = objects[optimizers[0]]
+    optimizer: nnx.Optimizer[nnx.Module] = objects[optimizers[0]]
     others = [i for i in range(len(objects)) if i != optimizers[0]]
     candidates = [i for i in others if isinstance(objects[i], nnx.Module)]
     if len(candidates) != 1:  # metrics and Rngs are usually not modules
@@ -52,7 +53,7 @@ def ordered(objects: Sequence[Any]) -> list[int]:
     return [candidates[0], optimizers[0], *(i for i in others if i != candidates[0])]
 
 
-def open_objects(objects: tuple[Any, ...], *, read_only: bool = False) -> OpenedState:
+def open_objects(objects: tuple[PyTree, ...], *, read_only: bool = False) -> OpenedState:
     """Splits a model, its optimizer and other objects, in any order, into their parts.
 
     ``Parts.rest`` has the model's variables beside its parameters as ``"model"``, and those of the
@@ -76,18 +77,20 @@ def open_objects(objects: tuple[Any, ...], *, read_only: bool = False) -> Opened
     count = len(objects)  # closures below must not keep objects alive
     matches_wrt = nnx.filterlib.to_predicate(wrt)
 
-    def trained(path: Any, x: Any) -> bool:
+    def trained(path: tuple[Any, ...], x: object) -> bool:
         return path[0] == 0 and matches_wrt(path[1:], x)
 
-    def opened(objects: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    def opened(
+        objects: tuple[PyTree, ...],
+    ) -> tuple[nnx.GraphDef[Any], list[nnx.State[int, object]]]:
         # The nodes are one graph, as they may share variables.
         graph, *states = nnx.split(tuple(objects[i] for i in nodes), trained, ...)
         return graph, states
 
-    def split(*objects: Any) -> Parts:
+    def split(*objects: PyTree) -> Parts:
         params, rest = (nnx.as_pure(state) for state in opened(objects)[1])
-        opt_state: Any = optax.EmptyState()
-        step: Any = np.zeros((), np.int32)
+        opt_state: PyTree = optax.EmptyState()
+        step: jax.typing.ArrayLike = np.zeros((), np.int32)
         if index is not None:
             opt_state = nnx.as_pure(bound_to(objects[index])[1])
             step = objects[index].step.get_value()
@@ -101,7 +104,7 @@ def open_objects(objects: tuple[Any, ...], *, read_only: bool = False) -> Opened
             },
         )
 
-    def joined(parts: Parts) -> tuple[Any, Any]:
+    def joined(parts: Parts) -> tuple[nnx.State[int, object], nnx.State[int, object]]:
         rest = {i: parts.rest[MODEL if not i else str(i + 1)] for i in range(len(nodes))}
         return nnx.State({0: parts.params}), nnx.State(rest)
 
@@ -110,13 +113,15 @@ def open_objects(objects: tuple[Any, ...], *, read_only: bool = False) -> Opened
         raise _untrainable([objects[i] for i in nodes], objects[index])
     restored = None if index is None else _restored(objects[index])
 
-    def close(parts: Parts, tx: Any) -> tuple[Any, ...]:
+    def close(parts: Parts, tx: optax.GradientTransformation) -> tuple[object, ...]:
         merged = dict(zip(nodes, nnx.merge(graph, *joined(parts)), strict=True))
         if index is not None and restored is not None:
             merged[index] = restored(parts, tx)
         return tuple(merged[i] for i in range(count))
 
-    def write_back(objects: tuple[Any, ...], parts: Parts, tx: Any) -> None:
+    def write_back(
+        objects: tuple[PyTree, ...], parts: Parts, tx: optax.GradientTransformation
+    ) -> None:
         nnx.update(tuple(objects[i] for i in nodes), *joined(parts))
         if index is not None:
             _write_optimizer(objects[index], parts, tx)
@@ -136,7 +141,7 @@ def open_objects(objects: tuple[Any, ...], *, read_only: bool = False) -> Opened
     )
 
 
-def _module_first(objects: Sequence[Any]) -> list[int]:
+def _module_first(objects: Sequence[PyTree]) -> list[int]:
     """Returns the positions of the first module and of the other objects."""
     modules = [i for i, x in enumerate(objects) if isinstance(x, nnx.Module)]
     if not modules:
@@ -147,13 +152,15 @@ def _module_first(objects: Sequence[Any]) -> list[int]:
     return [modules[0], *(i for i in range(len(objects)) if i != modules[0])]
 
 
-def _restored(optimizer: Any) -> Callable[[Parts, Any], Any]:
+def _restored(
+    optimizer: nnx.Optimizer[nnx.Module],
+) -> Callable[[Parts, optax.GradientTransformation], nnx.Optimizer[nnx.Module]]:
     """Returns a function from parts and a transformation to an optimizer like this one."""
     # The arrays are replaced: keep their shapes, not their memory.
     graph, state = nnx.split(optimizer)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.as_pure(state))
 
-    def restored(parts: Parts, tx: Any) -> Any:
+    def restored(parts: Parts, tx: optax.GradientTransformation) -> nnx.Optimizer[nnx.Module]:
         closed = nnx.merge(graph, shapes)
         adopt(closed, parts, tx)
         return closed
@@ -161,7 +168,9 @@ def _restored(optimizer: Any) -> Callable[[Parts, Any], Any]:
     return restored
 
 
-def _write_optimizer(optimizer: Any, parts: Parts, tx: Any) -> None:
+def _write_optimizer(
+    optimizer: nnx.Optimizer[nnx.Module], parts: Parts, tx: optax.GradientTransformation
+) -> None:
     """Writes the optimizer's arrays into its variables, or replaces the variables by others."""
     # Not nnx.update, which skips a value that it does not recognize as an array: one on disk.
     old, variables = bound_to(optimizer)
@@ -173,7 +182,7 @@ def _write_optimizer(optimizer: Any, parts: Parts, tx: Any) -> None:
     optimizer.step.set_value(parts.step)
 
 
-def graph_hash(graph: Any) -> int | None:
+def graph_hash(graph: object) -> int | None:
     """Returns a graph's hash; None if a module has an unhashable attribute beside its arrays (a
     config, say), which ``nnx.jit`` permits."""
     try:
@@ -186,7 +195,7 @@ def graph_hash(graph: Any) -> int | None:
 class _Graph:
     """A graph as a key. Equality misses an attribute changed in place; the hash does not."""
 
-    graph: Any
+    graph: object
 
     def __hash__(self) -> int:
         return graph_hash(self.graph) or 0
@@ -199,10 +208,10 @@ def from_cached_partial() -> bool:
         return context.static_cache is not None
 
 
-Settings = dict[tuple[Any, ...], Any]
+Settings = dict[tuple[Any, ...], object]
 
 
-def settings(objects: tuple[Any, ...]) -> Settings:
+def settings(objects: tuple[PyTree, ...]) -> Settings:
     """Returns the attributes that are plain values (``deterministic``, say) by path and name."""
     plain = bool | int | float | str | None
     return {
@@ -214,38 +223,40 @@ def settings(objects: tuple[Any, ...]) -> Settings:
     }
 
 
-def apply_settings(objects: tuple[Any, ...], changed: Settings) -> None:
+def apply_settings(objects: tuple[PyTree, ...], changed: Settings) -> None:
     """Sets attributes to new values, as a step under ``nnx.jit`` does to its arguments."""
     nodes = dict(nnx.iter_graph(objects)) if changed else {}
     for (*path, name), value in changed.items():
         setattr(nodes[tuple(path)], name, value)
 
 
-def adopt(optimizer: Any, parts: Parts, tx: Any) -> None:
+def adopt(
+    optimizer: nnx.Optimizer[nnx.Module], parts: Parts, tx: optax.GradientTransformation
+) -> None:
     """Replaces an optimizer's transformation and state."""
     bind(optimizer, tx, parts.opt_state)
     optimizer.step.set_value(parts.step)
 
 
-def _object_variables(state: Any, i: int) -> Any:
+def _object_variables(state: nnx.State[int, object], i: int) -> PyTree:
     """Returns the variables of one of several objects; a bare Variable is an array."""
     found = state.raw_mapping.get(i, {})
     return nnx.State(found) if isinstance(found, dict) else found
 
 
-def _parameters(x: Any, optimizer: Any) -> list[Any]:
+def _parameters(x: object, optimizer: nnx.Optimizer[nnx.Module]) -> list[object]:
     """Returns the variables that the optimizer would train; a bare Variable is not a model."""
     return [] if isinstance(x, nnx.Variable) else jax.tree.leaves(nnx.state(x, optimizer.wrt))
 
 
-def _untrainable(objects: Sequence[Any], optimizer: Any) -> TypeError:
+def _untrainable(objects: Sequence[PyTree], optimizer: nnx.Optimizer[nnx.Module]) -> TypeError:
     return TypeError(
         f"none of {', '.join(type(x).__name__ for x in objects) or 'the arguments'} has variables "
         f"for the optimizer (wrt={optimizer.wrt!r}): pass the model with it."
     )
 
 
-def _fits(model: Any, optimizer: Any) -> bool:
+def _fits(model: object, optimizer: nnx.Optimizer[nnx.Module]) -> bool:
     """Returns whether the optimizer's state has the shapes for this model."""
     expected = jax.eval_shape(optimizer.tx.init, nnx.as_pure(nnx.state(model, optimizer.wrt)))
     actual = nnx.as_pure(optimizer.opt_state)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
+import optax
 from flax import nnx
 
 from zerojax.train_state.bound import has_inner
+from zerojax.xla.types import PyTree
 
 
 class NNXTransformation(nnx.Pytree):
@@ -20,24 +20,24 @@ class NNXTransformation(nnx.Pytree):
       numbers: The wrapped optimizer's state without optax's.
     """
 
-    def __init__(self, tx: Any, numbers: Any) -> None:
+    def __init__(self, tx: optax.GradientTransformation, numbers: PyTree) -> None:
         self.tx = tx
         self.numbers = nnx.data(jax.tree.map(nnx.OptState, numbers))
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: PyTree) -> PyTree:
         """Returns optax's state of a new optimizer."""
         return self.tx.init(params).inner
 
     def update(
-        self, grads: Any, opt_state: Any, params: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
+        self, grads: PyTree, opt_state: PyTree, params: PyTree = None, **extra: object
+    ) -> tuple[PyTree, PyTree]:
         """Returns the updates and optax's new state."""
         state = nnx.as_pure(self.numbers).with_inner(opt_state)
         updates, after = self.tx.update(grads, state, params, **extra)
         return updates, after.inner
 
 
-def bound_to(optimizer: Any) -> tuple[Any, Any]:
+def bound_to(optimizer: nnx.Optimizer[nnx.Module]) -> tuple[optax.GradientTransformation, PyTree]:
     """Returns an optimizer's transformation, the one from ``wrap`` if zerojax wrapped it, and the
     tree of variables of that transformation's state."""
     tx = optimizer.tx
@@ -46,7 +46,9 @@ def bound_to(optimizer: Any) -> tuple[Any, Any]:
     return tx, optimizer.opt_state
 
 
-def bind(optimizer: Any, tx: Any, opt_state: Any) -> None:
+def bind(
+    optimizer: nnx.Optimizer[nnx.Module], tx: optax.GradientTransformation, opt_state: PyTree
+) -> None:
     """Replaces an optimizer's transformation and state."""
     optimizer.tx = nnx.static(tx)
     if has_inner(opt_state):

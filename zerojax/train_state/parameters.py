@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
 from zerojax.train_state.bound import has_inner
 from zerojax.train_state.pytree import Parameters, are_given
+from zerojax.xla.types import MaybeNone, PyTree
 
-Select = Callable[[Any], Any]
+Select = Callable[[PyTree], PyTree]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Placeholder:
     i: int
 
 
-def find_parameters(objects: tuple[Any, ...], keys: str, select: Select | None) -> Parameters:
+def find_parameters(objects: tuple[PyTree, ...], keys: str, select: Select | None) -> Parameters:
     """Finds the parameters of a state.
 
     Args:
@@ -50,7 +50,7 @@ def find_parameters(objects: tuple[Any, ...], keys: str, select: Select | None) 
             f"zero.optimizer(), and {count_text} in it. Update all parameters by one such "
             "optimizer, or take the keys out of the config."
         )
-    marked: Any = jax.tree.unflatten(
+    marked: PyTree = jax.tree.unflatten(
         tree,
         [_Placeholder(i) if given else None for i, given in enumerate(are_given(leaves, tree))],
     )
@@ -70,10 +70,12 @@ def find_parameters(objects: tuple[Any, ...], keys: str, select: Select | None) 
     return Parameters(form, positions, *optimizers)
 
 
-def _like_moments(state: Any, leaves: Sequence[Any], moments: Any, keys: str) -> Any:
+def _like_moments(state: PyTree, leaves: Sequence[PyTree], moments: PyTree, keys: str) -> PyTree:
     """Finds the only part of the state that has the form of the optimizer's largest moments."""
 
-    def shapes(node: Any) -> Any:
+    def shapes(
+        node: PyTree,
+    ) -> tuple[jax.tree_util.PyTreeDef, tuple[tuple[int, ...], ...]] | MaybeNone:
         found, tree = jax.tree.flatten(node)
         arrays = [leaves[x.i] if isinstance(x, _Placeholder) else x for x in found]
         return None if any(map(has_inner, arrays)) else (tree, tuple(map(np.shape, arrays)))
@@ -99,7 +101,9 @@ def _like_moments(state: Any, leaves: Sequence[Any], moments: Any, keys: str) ->
     )
 
 
-def _nodes(path: tuple[Any, ...], node: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _nodes(
+    path: jax.tree_util.KeyPath, node: PyTree
+) -> Iterator[tuple[jax.tree_util.KeyPath, PyTree]]:
     """Yields all nodes of a tree with their paths, in pre-order."""
     yield path, node
     if jax.tree_util.all_leaves([node]):

@@ -14,6 +14,7 @@ import optax
 from zerojax.train_state.bound import has_inner
 from zerojax.train_state.linen import own_specs
 from zerojax.train_state.state_parts import IDENTITY, OpenedState, Parts
+from zerojax.xla.types import PyTree
 
 _STATE_KEY = "state"
 
@@ -28,12 +29,12 @@ class Parameters:
       opt_state: The position of the optimizer state, which counts as one leaf.
     """
 
-    tree: Any
+    tree: jax.tree_util.PyTreeDef
     positions: Sequence[int]
     opt_state: int
 
 
-def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) -> OpenedState:
+def open_pytree(objects: tuple[PyTree, ...], parameters: Parameters | None = None) -> OpenedState:
     """Splits the arguments of a step that are its state into parts.
 
     Leaves that are not arrays, such as a module's functions, are part of the program; in an
@@ -64,7 +65,7 @@ def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) 
     known = [] if parameters is None else [*parameters.positions, parameters.opt_state]
     names = [_STATE_KEY if len(objects) == 1 else f"{_STATE_KEY}[{i}]" for i in range(len(objects))]
 
-    def split(*objects: Any) -> Parts:
+    def split(*objects: PyTree) -> Parts:
         values = tree.flatten_up_to(objects)
         known_leaves = [values[i] for i in known]
         for i in (*others, *known):
@@ -76,7 +77,7 @@ def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) 
         *params, opt_state = known_leaves
         return Parts(jax.tree.unflatten(parameters.tree, params), opt_state, step, rest)
 
-    def close(parts: Parts, tx: Any) -> tuple[Any, ...]:
+    def close(parts: Parts, tx: optax.GradientTransformation) -> tuple[PyTree, ...]:
         rest = tuple(parts.rest[name] for name in names)
         if not others and parameters is None:
             return rest
@@ -86,7 +87,7 @@ def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) 
             known_leaves = [*parameters.tree.flatten_up_to(parts.params), parts.opt_state]
         for i, x in (*others.items(), *zip(known, known_leaves, strict=True)):
             values[i] = x
-        closed: tuple[Any, ...] = jax.tree.unflatten(tree, values)
+        closed: tuple[PyTree, ...] = jax.tree.unflatten(tree, values)
         return closed
 
     parts = split(*objects)
@@ -107,19 +108,21 @@ def open_pytree(objects: tuple[Any, ...], parameters: Parameters | None = None) 
     )
 
 
-def has_form(form: Any, *, dtypes: bool = True) -> Callable[[Any], bool]:
+def has_form(
+    form: tuple[jax.tree_util.PyTreeDef, list[object]], *, dtypes: bool = True
+) -> Callable[[PyTree], bool]:
     """Returns a test for values of a form, as :func:`form_of` has it with or without ``dtypes``."""
     return lambda x: bool(form_of(x, dtypes=dtypes) == form)
 
 
-def are_given(leaves: Sequence[Any], tree: Any) -> list[bool]:
+def are_given(leaves: Sequence[object], tree: jax.tree_util.PyTreeDef) -> list[bool]:
     """Returns, for each leaf of several arguments, whether it is an array for the step; an
     optimizer's state that takes the place of a leaf counts as one."""
     plain = jax.tree.unflatten(tree, [np.zeros(()) if has_inner(x) else x for x in leaves])
     return [given for x in plain for given in are_arrays(x)]
 
 
-def are_arrays(tree: Any) -> list[bool]:
+def are_arrays(tree: PyTree) -> list[bool]:
     """Returns, for each leaf of an argument, whether it is an array for the step. Beside functions,
     as in a module that is a pytree, a Python number is a setting of the program."""
     leaves = jax.tree.leaves(tree)
@@ -127,18 +130,18 @@ def are_arrays(tree: Any) -> list[bool]:
     return [is_array(x) and not isinstance(x, settings) for x in leaves]
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> bool:
     """Returns whether a leaf of a state is an array or a number."""
     return hasattr(x, "shape") or isinstance(x, int | float | complex)
 
 
-def form_of(value: Any, *, dtypes: bool = True) -> tuple[Any, list[Any]]:
+def form_of(value: PyTree, *, dtypes: bool = True) -> tuple[jax.tree_util.PyTreeDef, list[object]]:
     """Returns the tree, shapes and, if ``dtypes``, dtypes of a value, for comparison."""
     leaves, tree = jax.tree.flatten(value)
     return tree, [_shape(x) if dtypes or not is_array(x) else np.shape(x) for x in leaves]
 
 
-def _shape(x: Any) -> tuple[tuple[int, ...], Any]:
+def _shape(x: jax.typing.ArrayLike) -> tuple[tuple[int, ...], object]:
     if not is_array(x):
         return (), x
     dtype = jnp.result_type(x)

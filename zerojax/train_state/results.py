@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
+
+from zerojax.xla.types import PyTree
 
 
 @jax.tree_util.register_static
@@ -22,7 +23,9 @@ class ObjectPlaceholder:
     position: int
 
 
-def take_out(results: Any, matches: Sequence[Callable[[Any], bool]]) -> tuple[dict[int, Any], Any]:
+def take_out(
+    results: PyTree, matches: Sequence[Callable[[PyTree], bool]]
+) -> tuple[dict[int, PyTree], PyTree]:
     """Takes the new state out of a step's results.
 
     Args:
@@ -39,9 +42,9 @@ def take_out(results: Any, matches: Sequence[Callable[[Any], bool]]) -> tuple[di
       >>> found, rest
       ({0: {'w': 1.0}}, (ObjectPlaceholder(position=0), 2.0))
     """
-    found: dict[int, Any] = {}
+    found: dict[int, PyTree] = {}
 
-    def below(node: Any) -> Any:
+    def below(node: PyTree) -> PyTree:
         for i, is_new in enumerate(matches):
             if i not in found and is_new(node):
                 found[i] = node
@@ -54,7 +57,7 @@ def take_out(results: Any, matches: Sequence[Callable[[Any], bool]]) -> tuple[di
     return found, below(results)
 
 
-def put_back(results: Any, objects: Sequence[Any]) -> Any:
+def put_back(results: PyTree, objects: Sequence[PyTree]) -> PyTree:
     """Replaces each :class:`ObjectPlaceholder` in the results by its object."""
     return jax.tree.map(
         lambda x: objects[x.position] if isinstance(x, ObjectPlaceholder) else x,
@@ -63,7 +66,7 @@ def put_back(results: Any, objects: Sequence[Any]) -> Any:
     )
 
 
-def beside(results: Any) -> Any:
+def beside(results: PyTree) -> PyTree:
     """Returns the results beside the state: the rest of a tuple, or the other element of a pair."""
     if isinstance(results, ObjectPlaceholder):
         return ()
@@ -73,7 +76,7 @@ def beside(results: Any) -> Any:
     return others[0] if len(others) == 1 < len(results) else others
 
 
-def summary(results: Any) -> str:
+def summary(results: PyTree) -> str:
     """Describes the results of a step in a few words.
 
     Example:
@@ -81,7 +84,7 @@ def summary(results: Any) -> str:
       'a tuple of dict, array'
     """
 
-    def kind(x: Any) -> str:
+    def kind(x: object) -> str:
         return "array" if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else type(x).__name__
 
     if isinstance(results, tuple):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optax
+
+from zerojax.xla.types import PyTree
 
 IDENTITY = optax.identity()
 """The optimizer of a state that the step updates itself, or that is only read; one object, because
@@ -25,10 +27,10 @@ class Parts(NamedTuple):
         of the parameters), by name.
     """
 
-    params: Any
-    opt_state: Any
-    step: Any
-    rest: dict[str, Any]
+    params: PyTree
+    opt_state: PyTree
+    step: PyTree
+    rest: dict[str, PyTree]
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,14 @@ class OpenedState:
     parts: Parts
     tx: optax.GradientTransformation
     split: Callable[..., Parts]
-    close: Callable[[Parts, Any], tuple[Any, ...]]
-    key: Any
+    close: Callable[[Parts, optax.GradientTransformation], tuple[PyTree, ...]]
+    key: Hashable
     specs: tuple[Any, ...]
-    write_back: Callable[[tuple[Any, ...], Parts, Any], None] | None = None
+    write_back: Callable[[tuple[PyTree, ...], Parts, optax.GradientTransformation], None] | None = (
+        None
+    )
     plain: bool = False
-    matches: Callable[[tuple[Any, ...]], Sequence[Callable[[Any], bool]]] = lambda objects: ()
+    matches: Callable[[tuple[PyTree, ...]], Sequence[Callable[[PyTree], bool]]] = lambda objects: ()
     any_pytree: bool = False
     knows_parameters: bool = True
 

@@ -8,7 +8,6 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import jax
 import numpy as np
@@ -48,12 +47,21 @@ class DiskLeaf:
       ValueError: ``chunks`` are not the elements of a shard.
     """
 
+    store: DiskStore
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: NamedSharding
+    chunks: tuple[range, ...]
+    generation: int
+    half: bool
+
     def __init__(
         self,
         store: DiskStore,
         name: str,
         shape: Sequence[int],
-        dtype: Any,
+        dtype: np.typing.DTypeLike,
         sharding: NamedSharding,
         chunks: Sequence[range],
     ) -> None:
@@ -156,6 +164,13 @@ class DiskArray:
     Each use reads the disk. The next update deletes the handle.
     """
 
+    leaf: DiskLeaf
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: NamedSharding
+    ndim: int
+    size: int
+
     def __init__(self, leaf: DiskLeaf) -> None:
         self.leaf, self._generation = leaf, leaf.generation
         self.shape, self.dtype, self.sharding = leaf.shape, leaf.dtype, leaf.sharding
@@ -173,7 +188,9 @@ class DiskArray:
             f"{self.sharding.spec}, in {self.leaf.store.path}{deleted})"
         )
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: np.typing.DTypeLike | None = None, copy: bool | None = None
+    ) -> np.ndarray:
         if copy is False:
             raise ValueError(f"{self!r} is read from the disk, which always creates a copy")
         values = self.read_slice(full_index(self.shape))

@@ -8,13 +8,15 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from zerojax.offload.disk.store import Data
+
+T = TypeVar("T")
 
 Index = tuple[slice, ...]
 """A box: a slice without a step for each dimension."""
@@ -140,9 +142,9 @@ class StoredChunk(NamedTuple):
         }
 
 
-def results(begin: Iterable[Callable[[], Future[Any]]], n: int) -> Iterator[Any]:
+def results(begin: Iterable[Callable[[], Future[T]]], n: int) -> Iterator[T]:
     """Starts futures and yields their results in order; at most ``n`` run or are in memory."""
-    under_way: deque[Future[Any]] = deque()
+    under_way: deque[Future[T]] = deque()
     for start in begin:
         if len(under_way) == n:
             yield under_way.popleft().result()

@@ -256,7 +256,7 @@ def _features(sizes: Sizes) -> Callable[[int], Any]:
 
 
 def programs(sizes: Sizes) -> tuple[Program, ...]:
-    """All of them."""
+    """All programs that this benchmark compiles."""
     return (
         low_rank(sizes),
         low_rank_nnx(sizes),

@@ -43,9 +43,9 @@ class Largest:
     """The outcome of a search.
 
     Attributes:
-      micro: the largest micro-batch that fits, 0 where not even one row does.
-      fitting: its forecast; None where nothing fits.
-      above: the forecast of one row more.
+      micro: the largest micro-batch that fits; 0 where not even one row does.
+      fitting: the forecast of that micro-batch; None where nothing fits.
+      above: the forecast of a micro-batch with one row more.
       row_bytes: what a row more takes at the peak, from the two compiles farthest apart.
       compiled: the micro-batches that were.
     """

@@ -57,10 +57,10 @@ class Cost:
     Attributes:
       stage: The ZeRO stage; None for plain jit.
       arrays: Elements of the network, P: the unit of the traffic is 2P bytes.
-      units: By kind of collective, the bytes that go through it in a step, over 2P.
+      units: Payload bytes of a step in units of 2P, by kind of collective.
       moved_bytes: Bytes that a device sends in rings.
-      argument_bytes, temporary_bytes: Of the program.
-      seconds: Tracing and compiling.
+      argument_bytes, temporary_bytes: Bytes of the program's arguments and temporaries.
+      seconds: Seconds of tracing and compiling.
     """
 
     name: str

@@ -84,10 +84,10 @@ class Step:
     """The forecast of a case: bytes of one device, and seconds.
 
     Attributes:
-      peak, memory: At the peak, in all and by kind.
+      peak, memory: Device memory at the peak, in all and by kind.
       host: Host memory for each device.
       again: Instructions with which XLA computes a value again to save memory.
-      sent: By kind of collective.
+      sent: Bytes sent in a step, by kind of collective.
       exchanged: Bytes of the all-to-alls by theory.
     """
 

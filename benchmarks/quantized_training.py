@@ -91,7 +91,7 @@ class Run:
         unsharded arrays.
       train: The loss of every step.
       held_out: (steps, loss) at each evaluation.
-      seconds: Of compilation, steps and evaluations.
+      seconds: Seconds of the compile, the steps and the evaluations.
     """
 
     name: str

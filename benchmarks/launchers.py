@@ -96,7 +96,7 @@ class SlurmJob:
         return found[1] if found else "gone"
 
     def processes(self) -> list[int]:
-        """The process ids of the first attempt, as soon as it has made step 20."""
+        """The process ids of the first attempt, as soon as it is past step 20."""
         return pids_after_step_20(self.output)
 
     def end(self, killed: str, seconds: float, said: str = "") -> Run:

@@ -49,7 +49,7 @@ def device(toy: bool, needed: bool = True) -> str:
 
 
 def run(wanted: Sequence[Measurement], journal: Journal, until: float, workers: Workers) -> None:
-    """Makes those of the measurements that the journal lacks, until ``time.monotonic()`` is
+    """Runs those of the measurements that the journal lacks, until ``time.monotonic()`` is
     ``until``, and writes each into the journal."""
     owed = [each for each in wanted if not journal.known(each.name)]
     try:

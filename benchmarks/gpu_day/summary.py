@@ -14,7 +14,7 @@ Table = list[list[str]]
 
 
 def overview(wanted: Sequence[Measurement], results: Mapping[str, Any]) -> Table:
-    """A line for each measurement: figures, or the error, or expected seconds if not yet made."""
+    """A line for each measurement: figures or the error; before it has run, expected seconds."""
     lines = [["part", "measurement", "s", "figures"]]
     for each in wanted:
         found = results.get(each.name)

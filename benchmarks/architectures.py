@@ -33,13 +33,13 @@ NOTE = (
 
 
 def sent(cost: Cost) -> float:
-    """Bytes that a device sends in rings, over those of the theory."""
+    """The bytes that a device sends in rings over those that ZeRO's theory has for the stage."""
     passes = 2 if cost.stage == 2 else 3
     return cost.moved_bytes / (passes * COMPUTE_BYTES * cost.arrays * (DEVICES - 1) / DEVICES)
 
 
 def table(costs: Sequence[Cost]) -> list[list[str]]:
-    """A row of headings, and one for each cost."""
+    """The rows of a table: headings, then one for each cost."""
     rows = [["architecture", "", "parameters M", "gathers", "scatters", "all-reduces",
              "all-to-alls", "other", "sent / theory", "peak MB", "seconds"]]  # fmt: skip
     for each in costs:

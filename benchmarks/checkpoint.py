@@ -38,7 +38,7 @@ class Results:
     footprints: list[Footprint]
 
     def peak(self, task: str) -> float:
-        """zerojax's over orbax's."""
+        """zerojax's peak of host memory over orbax's."""
         ours, orbax = (self.footprint(task, saver).peak for saver in ("zerojax", "orbax"))
         return ours / orbax
 

@@ -21,8 +21,9 @@ class Footprint:
     Attributes:
       task: "save" or "restore".
       saver: a key of ``SAVERS``.
-      before: with the state to be saved in memory; for a restore, with nothing on the devices.
-      peak: the most until the task was done.
+      before: bytes at the start of the task: a save's with the state in memory, a restore's with
+        nothing on the devices.
+      peak: the most bytes until the task was done.
     """
 
     task: str
@@ -67,7 +68,8 @@ def forget_peak() -> None:
 
 
 def resident(what: str) -> int:
-    """VmRSS: bytes resident now; VmHWM: the most since the peak was forgotten."""
+    """Bytes of one line of ``/proc/self/status``: "VmRSS" for those resident now, "VmHWM" for the
+    most since :func:`forget_peak`."""
     match = re.search(rf"^{what}:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)
     assert match is not None
     return int(match[1]) * 1024

@@ -36,7 +36,7 @@ class Timing:
 
     @property
     def speed(self) -> float:
-        """zerojax's over orbax's: the median over turns, in which neighbours are compared."""
+        """zerojax's speed over orbax's: the median over turns, in which neighbours are compared."""
         pairs = zip(self.seconds["orbax"], self.seconds["zerojax"], strict=True)
         return statistics.median(orbax / ours for orbax, ours in pairs)
 
@@ -46,10 +46,10 @@ class Turns:
     """Timings of a state, and its sizes.
 
     Attributes:
-      state_bytes: of the arrays.
-      disk_bytes: of the files, by saver.
-      devices, elsewhere: where the state was saved, and where it was restored to besides.
-      first_calls: seconds until the first save's call returned, programs being compiled.
+      state_bytes: bytes of the state's arrays.
+      disk_bytes: bytes of a save's files, by saver.
+      devices, elsewhere: the devices that saved the state, and the others that restored it too.
+      first_calls: seconds until the first call of save returned, by saver; it compiles programs.
     """
 
     state_bytes: int

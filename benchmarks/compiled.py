@@ -28,14 +28,15 @@ class Program:
     """A training step for a batch of all devices.
 
     Attributes:
-      create: ``create(key)`` is the state.
-      step: ``step(state, batch, ...)``, on one device.
-      batch: ``batch(devices)`` has the shapes of a batch.
-      network: ``network(state)`` has the arrays that the traffic is counted in.
-      further: ``further(state)`` is a further argument of the step; None where it has none.
-      several: Whether the state is a tuple of arguments of the step.
-      settings: Of ``zerojax.zero``, beside the stage.
-      bind: ``bind(zero)`` is the step, of one that names ``zero``.
+      create: ``create(key)`` returns the state.
+      step: The step, ``step(state, batch, ...)``, as written for one device.
+      batch: ``batch(devices)`` returns the shapes of a batch.
+      network: ``network(state)`` returns the arrays whose elements are the unit of the traffic.
+      further: ``further(state)`` returns a further argument of the step; None if it has none.
+      several: Whether the state is a tuple, each of whose parts is an argument of the step.
+      settings: Keywords of ``zerojax.zero`` beside the stage.
+      bind: ``bind(zero)`` returns the step that calls ``zero`` itself, in place of ``step`` at a
+        stage; None if there is none.
     """
 
     name: str
@@ -54,12 +55,12 @@ class Cost:
     """The costs of a step, for each device.
 
     Attributes:
-      stage: None for plain jit.
-      arrays: Elements of the network that the traffic is counted in.
-      units: By kind of collective, the bytes that go through it in a step, over 2P.
+      stage: The ZeRO stage; None for plain jit.
+      arrays: Elements of the network, P: the unit of the traffic is 2P bytes.
+      units: Payload bytes of a step in units of 2P, by kind of collective.
       moved_bytes: Bytes that a device sends in rings.
-      argument_bytes, temporary_bytes: Of the program.
-      seconds: Tracing and compiling.
+      argument_bytes, temporary_bytes: Bytes of the program's arguments and temporaries.
+      seconds: Seconds of tracing and compiling.
     """
 
     name: str
@@ -124,7 +125,7 @@ def lower_program(
 
 
 def table(costs: Sequence[Cost]) -> list[list[str]]:
-    """A row of headings, and one for each cost."""
+    """The rows of a table: headings, then one for each cost."""
     heads = ["program", "", "devices", "network M", *(f"{kind}s" for kind in KINDS)]
     rows = [[*heads, "arguments MB", "temporaries MB", "seconds"]]
     for each in costs:

@@ -34,10 +34,10 @@ ORDERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """MB/s of each turn, the files not in memory at its beginning where ``cold``.
+    """MB/s of each turn; where ``cold``, no file is in memory when the turn begins.
 
-    Plain: ``os.write`` and ``os.readv`` of the same blocks in one file, one after the other. A
-    turn's writes are over when the disk has all of it.
+    The plain rates are those of ``os.write`` and ``os.readv`` of the same blocks in one file, one
+    after the other. A turn's writes are over when the disk has all of it.
     """
 
     cold: bool
@@ -147,8 +147,10 @@ def _sync(folder: Path) -> None:
 
 
 def _touch(nbytes: int) -> None:
-    """A virtual machine gives free memory back within seconds; whoever is first then waits for it,
-    five times as long as for the disk. So that this is neither of the two.
+    """Takes memory and frees it, so that neither of the two that are compared has to wait for it.
+
+    A virtual machine gives free memory back within seconds; whoever needs it first then waits for
+    it, five times as long as for the disk.
     """
     np.ones(nbytes, np.uint8)
 

@@ -61,8 +61,9 @@ class BasedState(TrainState):
 
 
 def low_rank(sizes: Sizes, rank: int = 8, *, in_int8: bool = False) -> Program:
-    """A stack of frozen residual MLPs with low-rank updates. ``in_int8``: they
-    are codes, scaled by output (QLoRA)."""
+    """A stack of frozen residual MLPs with low-rank updates.
+
+    With ``in_int8`` the frozen matrices are codes with a scale for each output (QLoRA)."""
     d, f = sizes.width, 4 * sizes.width
 
     def create(key: jax.Array) -> BasedState:
@@ -256,7 +257,7 @@ def _features(sizes: Sizes) -> Callable[[int], Any]:
 
 
 def programs(sizes: Sizes) -> tuple[Program, ...]:
-    """All of them."""
+    """All programs that this benchmark compiles."""
     return (
         low_rank(sizes),
         low_rank_nnx(sizes),

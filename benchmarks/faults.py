@@ -55,13 +55,13 @@ class Fault(NamedTuple):
     """A fault, and what is expected of it.
 
     Attributes:
-      name: In the table.
-      moment: Waits for the moment, and gives the processes.
-      act: What happens then, to these processes of a training.
-      status: The launch's.
-      seconds: From ``act`` until no process of the launch is left, at most.
-      says: A pattern for the launcher's last words; "" where it says nothing.
-      options: Of the launch.
+      name: The fault's name in the table.
+      moment: Waits for the moment of the fault, and returns the training's processes.
+      act: Does the fault, to these processes of a training.
+      status: The expected exit status of the launch.
+      seconds: The most seconds from ``act`` until no process of the launch is left.
+      says: A pattern that the launcher's last message has to match; "" where it says nothing.
+      options: Options of ``zerojax launch`` besides those of every fault.
       two_hosts: Whether the two processes are on two hosts.
     """
 
@@ -84,7 +84,7 @@ def before_the_join(training: Training) -> list[Process]:
 
 
 def in_a_step(training: Training) -> list[Process]:
-    """Two steps after the first save."""
+    """Waits until two steps after the first save of this attempt."""
     return after_step(training, 2)
 
 
@@ -93,7 +93,7 @@ def before_a_save(training: Training) -> list[Process]:
 
 
 def after_step(training: Training, more: int) -> list[Process]:
-    """So many steps after the first save."""
+    """Waits until ``more`` steps after the first save of this attempt."""
     begun = int(training.output.wait(r"begins after step (\d+)")[0])
     first = (begun // Training.EVERY + 1) * Training.EVERY
     training.output.wait(rf"step ({first + more}) loss", training.count)
@@ -101,7 +101,7 @@ def after_step(training: Training, more: int) -> list[Process]:
 
 
 def in_a_save(training: Training) -> list[Process]:
-    """In the second save, or a later one, in which process 1 stands still."""
+    """Waits until a save after the first is half written, and stops process 1 within it."""
     processes = before_a_save(training)
     until = time.monotonic() + 300
     while time.monotonic() < until:
@@ -115,7 +115,7 @@ def in_a_save(training: Training) -> list[Process]:
 
 
 def to(number: signal.Signals, *victims: int) -> Act:
-    """A signal for some processes."""
+    """An act that sends a signal to the processes of these numbers."""
 
     def act(_: Training, processes: list[Process]) -> None:
         for i in victims:
@@ -135,7 +135,7 @@ def killed(i: int, number: str = "SIGKILL") -> str:
 
 
 def fill_disk(_: Training, processes: list[Process]) -> None:
-    """As on a disk that is full: no file of process 1 grows beyond 64 KiB."""
+    """Lets no file of process 1 grow beyond 64 KiB, as if the disk were full."""
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (2**16, 2**16))
 
 
@@ -207,12 +207,12 @@ class Ended(NamedTuple):
     """A launch that a fault has ended.
 
     Attributes:
-      fault: Which.
-      status: The launch's; None where it did not end.
-      seconds: From the fault until no process was left.
-      text: The output.
-      saved: The last step that is complete on the disk.
-      problems: What is not as expected.
+      fault: The fault.
+      status: The exit status of the launch; None if it did not end.
+      seconds: Seconds from the fault until no process was left.
+      text: The output of the launch.
+      saved: The last step whose save is complete on the disk.
+      problems: What is not as expected, a sentence each.
     """
 
     fault: Fault
@@ -265,7 +265,7 @@ def end(fault: Fault, folder: Path, steps: int, count: int = 2) -> Ended:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[None]:
-    """The namespaces zja and zjb."""
+    """Sets up the network namespaces zja and zjb, as two hosts, for a ``with`` block."""
     subprocess.run([TWO_HOSTS, "down"], check=True)
     subprocess.run([TWO_HOSTS, "up"], check=True)
     try:
@@ -290,7 +290,7 @@ def has_namespaces() -> bool:
 
 
 def undisturbed(folder: Path, count: int, steps: int) -> str:
-    """The output of a run, from where the folder is to the end."""
+    """Trains without a fault, from the newest save in the folder to the end; returns the output."""
     options = ("--nproc-per-node", str(count))
     with Training(folder, "end", *options, count=count, steps=steps, pause=0.0) as run:
         if status := run.launcher.wait(300):
@@ -299,7 +299,7 @@ def undisturbed(folder: Path, count: int, steps: int) -> str:
 
 
 def matrix(faults: Sequence[Fault], folder: Path) -> Results:
-    """Suffers the faults one after the other, in one run."""
+    """Lets each fault in turn end one training, with which the next launch goes on."""
     steps = 7 * len(faults) + 5
     (folder / "alone").mkdir()
     baseline = undisturbed(folder / "alone", 2, steps)
@@ -325,8 +325,12 @@ def matrix(faults: Sequence[Fault], folder: Path) -> Results:
 
 
 def with_fewer(folder: Path, baseline: str, most: float = 10.0) -> Results:
-    """Four processes of which one is killed, and two that go on; ``baseline``: the output of four;
-    ``most``: seconds from the kill to the end."""
+    """Kills one of four processes, and lets two go on in the same folder.
+
+    Args:
+      baseline: The output of four uninterrupted processes, whose losses the two must repeat.
+      most: The most seconds from the kill until no process is left.
+    """
     fault = Fault("SIGKILL of one of four", in_a_step, to(KILL, 3), 137, most, killed(3))
     steps = 15
     ended = end(fault, folder, steps, 4)

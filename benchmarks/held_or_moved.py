@@ -254,7 +254,7 @@ def stacks() -> list[Claim]:
 
 
 def claims() -> list[Claim]:
-    """All of them."""
+    """All claims that this benchmark checks."""
     return [*extra_state(), *lookups(), *gathered_once(), *uses(), *stacks()]
 
 

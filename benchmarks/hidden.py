@@ -53,9 +53,9 @@ class Case:
 
     Attributes:
       model: a name in ``MODELS``.
-      scan: its blocks are stacked; else there are ``UNROLLED_LAYERS`` of them.
-      devices: as the command line takes them.
-      micro: rows a device.
+      scan: whether its blocks are stacked; else there are ``UNROLLED_LAYERS`` of them.
+      devices: kind and number, as the option ``--devices`` takes them.
+      micro: rows of a device in a micro-batch.
       overlap: ``overlap_comm`` of the config.
       way: a name in ``WAYS``.
     """
@@ -89,14 +89,14 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """The collectives of a step. Seconds and bytes of a device.
+    """The collectives of a step, in seconds and bytes of a device.
 
     Attributes:
-      step: the complete step.
-      collectives: for which they are under way.
-      exposed: for which the step waits for them.
+      step: seconds of the complete step.
+      collectives: seconds for which collectives are under way.
+      exposed: seconds for which the step waits for them.
       gathered: bytes sent in all-gathers.
-      peak: device memory.
+      peak: the most bytes of device memory.
     """
 
     step: float
@@ -153,7 +153,7 @@ def cases(
 
 
 def table(results: Mapping[Case, Overlap]) -> list[list[str]]:
-    """A row of headings, and one for each case."""
+    """The rows of a table: headings, then one for each case."""
     return [
         HEADINGS,
         *(

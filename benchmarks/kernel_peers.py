@@ -15,8 +15,9 @@ Peer = Callable[[], Any]
 def peers(call: Measured, device: str = "cuda") -> Iterator[tuple[str, Peer]]:
     """Name and function of each way that torch knows to make a call; none without torch.
 
-    "torch" is ``torch.optim.AdamW(fused=True)``, on float32 gradients, as torch has them; else
-    ``torch.compile`` of the plain formula. Norms' weights are in the dtype of x, as torch wants.
+    "torch" is ``torch.optim.AdamW(fused=True)`` on float32 gradients for ``fused_adamw``, and
+    ``torch.compile`` of the plain formula for other kernels. Norms' weights are in the dtype of x,
+    which torch requires.
     """
     if importlib.util.find_spec("torch") is None:
         return
@@ -36,7 +37,9 @@ def _adamw(torch: Any, call: Measured, device: str) -> Peer:
 
 
 def _formulas(torch: Any, kernel: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """By name, of the call's arrays, without the cotangent."""
+    """The plain formula of a kernel, and Liger's if it is installed, by name.
+
+    Each is a function of the call's arrays without the cotangent."""
     plain: dict[str, Callable[..., Any]] = {
         "layer_norm": lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b, 1e-6),
         "rms_norm": lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6),

@@ -1,4 +1,4 @@
-"""Memory of the main job's step with the fused kernels, by XLA's GPU compiler."""
+"""Memory of a GPT's training step with the fused kernels, by XLA's GPU compiler."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _ROUND_SECONDS, _MOST = 0.02, 200
 
 
 def timed(call: Measured, compiled: Callable[..., Any]) -> float:
-    """Seconds of a call, the results in place of the arguments they are written over."""
+    """Seconds of a call. Results that are written over arguments are those of the next call."""
     arguments = list(jax.tree.map(random_like, call.arguments))
 
     def once() -> Any:
@@ -44,8 +44,10 @@ def copy_rate(elements: int = 2**28) -> float:
 
 
 def median_seconds(call: Callable[[], object], wait: Callable[[Any], object]) -> float:
-    """Seconds of a call, after some that do not count, of which the last determines the calls of a
-    round: the GPU has its next call before it is done, and the host's time is hidden."""
+    """Seconds of a call, the median over rounds of many calls without waiting between them.
+
+    The GPU has its next call before it is done with one, which hides the host's time. Some calls
+    before do not count; the last of these determines the number of calls in a round."""
 
     def round_of(calls: int) -> float:
         begin = time.perf_counter()

@@ -4,8 +4,8 @@
 
 On a GPU: the time of each call, beside XLA's and (where it is installed) torch's and Liger's, and
 the share of a plain copy's bandwidth measured in the same run. Without one: the program of the
-H100's compiler, and no timings. "step" is the memory of the main job's step with the kernels, which
-is always compiled for absent H100s.
+H100's compiler, and no timings. "step" is the memory of a GPT's training step with the kernels,
+which is always compiled for absent H100s.
 """
 
 import argparse
@@ -49,9 +49,9 @@ class Cost:
     """The costs of one implementation of a call.
 
     Attributes:
-      launches: Mosaic kernels in the program.
-      temporaries: bytes beside arguments and results.
-      seconds: of a call; None without a GPU.
+      launches: the number of Mosaic kernels in the program.
+      temporaries: bytes of device memory beside arguments and results.
+      seconds: seconds of a call; None without a GPU.
     """
 
     kernel: str

@@ -38,14 +38,15 @@ HEAD = ("run", "what was killed", "to the end of all processes", "what came out"
 
 
 class Run(NamedTuple):
-    """One run.
+    """One run, and what became of it.
 
     Attributes:
       name: The options of the launch.
-      killed: What happened to the run.
-      seconds: From there until no process of the first attempt was left; nan where nothing did.
-      said: What came out.
-      checksum: Of the parameters at the end; "" where the run did not reach the end.
+      killed: What was done to the run.
+      seconds: Seconds from then until no process of the first attempt was left; nan where nothing
+        was done.
+      said: The outcome, in words.
+      checksum: The checksum of the parameters at the end; "" where the run did not reach it.
     """
 
     name: str
@@ -66,7 +67,7 @@ def pids_after_step_20(output: Output) -> list[int]:
 
 
 class SlurmJob:
-    """A run of two nodes that Slurm has."""
+    """A Slurm job that trains on two nodes."""
 
     def __init__(self, folder: Path, *options: str, sbatch: str = "--time=30", pause: float = 0.2):
         folder.mkdir()
@@ -86,20 +87,22 @@ class SlurmJob:
         return subprocess.run(words, capture_output=True, text=True, check=False).stdout
 
     def shown(self) -> str:
-        """All that Slurm says of the job."""
+        """The output of ``scontrol`` for the job."""
         return self.control("scontrol", "show", "job", self.number)
 
     def field(self, name: str) -> str:
-        """One word of that; "gone" where Slurm knows the job no longer."""
+        """The value of a field in :meth:`shown`; "gone" where Slurm knows the job no longer."""
         found = re.search(rf"{name}=(\w+)", self.shown())
         return found[1] if found else "gone"
 
     def processes(self) -> list[int]:
-        """The ids of the first attempt's, after step 20."""
+        """The process ids of the first attempt, as soon as it is past step 20."""
         return pids_after_step_20(self.output)
 
     def end(self, killed: str, seconds: float, said: str = "") -> Run:
-        """Waits for the end. A job that was queued again is spared the two minutes of waiting."""
+        """Waits for the end of the job, and returns the run.
+
+        A job that Slurm queued again begins at once, without Slurm's two minutes of waiting."""
         until = time.monotonic() + 300
         while (state := self.field("JobState")) in ("PENDING", "RUNNING", "COMPLETING"):
             if time.monotonic() > until:

@@ -174,8 +174,8 @@ class Use:
 
     Attributes:
       buffer: The buffer that is used.
-      at: Position of the use.
-      op_name: Origin of the use in the traced Python, or "".
+      at: The position in the computation at which the use is over.
+      op_name: The operation of the traced Python that uses it, or "".
       stacks: Whether a loop's body writes the value into an array that outlives the body.
     """
 

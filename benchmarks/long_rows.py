@@ -30,12 +30,12 @@ class Case:
     """A step to compile.
 
     Attributes:
-      devices, tokens: H100s, and tokens in a row.
-      goal: Purpose of the case.
-      loss, mlp: Numbers of tiles; None for one.
+      devices, tokens: The number of H100s, and of tokens in a row.
+      goal: The purpose of the case.
+      loss, mlp: The number of tiles of the loss and of the MLP; None for one.
       shared: Whether all devices share the tokens of one row, and blocks keep their inputs in host
         memory; else each device has a row.
-      offload: State in host memory.
+      offload: The part of the state in host memory.
     """
 
     devices: int
@@ -84,10 +84,10 @@ class Step:
     """The forecast of a case: bytes of one device, and seconds.
 
     Attributes:
-      peak, memory: At the peak, in all and by kind.
+      peak, memory: Device memory at the peak, in all and by kind.
       host: Host memory for each device.
       again: Instructions with which XLA computes a value again to save memory.
-      sent: By kind of collective.
+      sent: Bytes sent in a step, by kind of collective.
       exchanged: Bytes of the all-to-alls by theory.
     """
 

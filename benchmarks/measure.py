@@ -1,4 +1,4 @@
-"""Compile one training step for absent devices, and write down what it costs.
+"""Compiles one training step for absent devices, and writes down what it costs.
 
     record = compile_case(Case(stage=3))
     record.peak_bytes, record.moved_bytes, record.compile_seconds
@@ -42,13 +42,14 @@ class Case:
         ``in_shardings`` and ``out_shardings``.
       replicas: groups of ``devices / replicas`` that shard the state; 1 is a plain mesh.
       accumulate: micro-batches a step.
+      scan: whether the blocks are stacked and scanned.
       micro_batch: sequences a device sees in one micro-batch.
       device: a name that ``zerojax.topology`` knows.
       precision: "bf16"; "fp16", with a dynamic loss scale; or "bf16 checked", which skips steps
         that overflow.
       partition: GPUs that keep a secondary shard together (hpZ); 1 for none.
-      live: elements of parameters that stay gathered over an update, at stage 3; the theory knows
-        none and all.
+      live: ``stage3_max_live_parameters``, elements that stay gathered over an update. The
+        ``expected_`` figures are right for 0 and for at least the number of parameters.
     """
 
     stage: int | None
@@ -109,22 +110,24 @@ class Record:
     """The costs of a case, for each device. Sizes in bytes, times in seconds.
 
     Attributes:
-      parameters: how many the model has.
-      resting_bytes: the step's arguments less the batch: what lives between steps.
+      parameters: the model's number of parameters.
+      resting_bytes: the step's arguments less the batch, which is what lives between steps.
       expected_resting_bytes: 12P/N over a group of N, or 12P at stage 0.
-      argument_bytes, temporary_bytes: as XLA's ``memory_analysis`` has them.
-      moved_bytes: sent in a step, by kind of collective, counted from the compiled text.
-      expected_moved_bytes: the same by ``expected_moved``.
-      between_bytes: that have to come into each host in a step, by kind of collective.
-      expected_between_bytes: the same in all, by ``expected_between``.
-      collective_dtypes: payload bytes a step by kind, then dtype.
+      argument_bytes, temporary_bytes: arguments and temporaries by XLA's ``memory_analysis``.
+      moved_bytes: bytes that a device sends in a step, by kind of collective, counted from the
+        compiled text.
+      expected_moved_bytes: the same by theory, see :func:`expected_moved`.
+      between_bytes: bytes that have to come into each host in a step, by kind of collective.
+      expected_between_bytes: their total by theory, see :func:`expected_between`.
+      collective_dtypes: payload bytes a step by kind of collective, then by dtype.
       gather_dtypes: payload bytes a step of the all-gathers of parameters, by dtype.
-      collective_counts: collectives in the text by kind, those in loops once.
-      largest_all_reduce: payload bytes; those of shards between groups are left out.
+      collective_counts: collectives in the text by kind; one in a loop counts once.
+      largest_all_reduce: payload bytes of the largest all-reduce, without those that sum shards
+        between groups.
       crossing_bytes: gathered parameters that live from the forward to the backward pass.
       peak_gathered_bytes: the most gathered arrays held at once.
-      trace_seconds: tracing and lowering, in Python.
-      compile_seconds: XLA.
+      trace_seconds: seconds of tracing and lowering, in Python.
+      compile_seconds: seconds of XLA's compile.
     """
 
     case: Case
@@ -165,7 +168,7 @@ class Record:
 
 
 def compile_case(case: Case) -> Record:
-    """Compile a case and measure it.
+    """Compiles a case and measures it.
 
     Raises:
       ImportError: the GPU compiler's wheels are not installed.
@@ -183,7 +186,7 @@ class Compiled(NamedTuple):
 
 
 def compile_step(case: Case) -> Compiled:
-    """Trace, lower and compile the step of a case."""
+    """Traces, lowers and compiles the step of a case."""
     mesh = zerojax.topology(
         case.device, case.devices, replicas=case.replicas if case.replicas > 1 else None
     )
@@ -196,7 +199,7 @@ def compile_step(case: Case) -> Compiled:
 
 
 def measure(case: Case, compiled: Compiled) -> Record:
-    """Read memory, collectives and lifetimes off a compiled step."""
+    """Reads memory, collectives and lifetimes off a compiled step."""
     memory = compiled.executable.memory_analysis()
     text = compiled.executable.as_text()
     moves = collectives(text)
@@ -254,8 +257,9 @@ def expected_moved(case: Case, parameters: int) -> dict[str, int]:
     - stage 3 (and plain jit, sharded in the same way): 2g all-gathers and g reduce-scatters; one
       all-gather where parameters stay gathered
 
-    Of r groups of d devices n is d for gathers and scatters, and there is one all-reduce of shards
-    between groups, ``2 * (r-1)/r * 2P/d``.
+    With r groups of d devices, n is d for gathers and scatters, and one all-reduce sums the shards
+    between groups: ``2 * (r-1)/r * 2P/d``. With a secondary shard over p GPUs (hpZ), each gather
+    but one takes ``(p-1)/p * 2P``.
     """
     size, d, r = COMPUTE_BYTES * parameters, case.group, case.replicas
     replicated = round(2 * (case.devices - 1) / case.devices * size)
@@ -339,7 +343,7 @@ def create_state_of(model: GPT) -> Callable[[jax.Array], TrainState]:
 
 
 def lower_zero(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
-    """Lower the decorated step; return it and the number of parameters."""
+    """Lowers the decorated step; returns it and the number of parameters."""
     checked = case.precision == "bf16 checked"
     precision = {"bf16": {"enabled": True, "check_grad_overflow": checked}}
     zero = zerojax.zero(
@@ -362,7 +366,7 @@ def lower_zero(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
 
 
 def lower_plain(case: Case, mesh: Mesh) -> tuple[jax.stages.Lowered, int]:
-    """Lower the same step under plain ``jax.jit``, with sharded state and XLA left to the rest."""
+    """Lowers the step under plain ``jax.jit`` with sharded state, and leaves the rest to XLA."""
     state = jax.eval_shape(create_state_of(case.model), jax.random.key(0))
     step = train_step_of(
         case.model, lambda params: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)

@@ -41,7 +41,7 @@ def descend(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
 def tables(
     number: int = 8, rows: int = 1_000_000, width: int = 128, looked_up: int = 4096
 ) -> Program:
-    """A row of each table for each of the batch, and a layer on them."""
+    """Large tables, in each of which a row of the batch looks up one row, and a layer on these."""
 
     def create(key: jax.Array) -> TrainState:
         params = {f"table{i}": jnp.zeros((rows, width)) for i in range(number)}
@@ -59,7 +59,7 @@ def tables(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Language:
-    """A GPT whose table is tied to the output; of a device a row of ``tokens``."""
+    """A GPT whose table is tied to the output; each device has one row of ``tokens``."""
 
     layers: int = 24
     width: int = 1024

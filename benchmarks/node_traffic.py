@@ -37,7 +37,7 @@ NOTE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One bar.
+    """A setting of the step, which is one bar of the picture.
 
     Attributes:
       stage: the ZeRO stage.

@@ -40,8 +40,8 @@ class Work:
 
     Attributes:
       sizes: (name, case, bytes of device memory at most).
-      optimizer: with the optimizer offloaded.
-      overlap: cases whose copies are looked at.
+      optimizer: cases with the optimizer offloaded.
+      overlap: cases whose copies between device and host are compared with computation.
       modes, memories, reserve, ladder: see :func:`find_largest`.
     """
 
@@ -55,7 +55,7 @@ class Work:
 
 
 def full() -> Work:
-    """Everything."""
+    """The cases at real sizes; :func:`quick` has toy sizes."""
 
     def both(layers: int, width: int, heads: int) -> OffloadCase:
         return dataclasses.replace(BOTH, n_layer=layers, n_embd=width, n_head=heads)

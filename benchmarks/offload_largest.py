@@ -30,9 +30,9 @@ class Largest:
 
     Attributes:
       mode: the name of the table's row.
-      memory: of the device, in bytes.
-      room: bytes that the step may take.
-      costs: of the largest that fits; None where none does.
+      memory: bytes of the device's memory.
+      room: bytes of it that the step may take.
+      costs: the costs of the largest size that fits; None where none does.
       above: bytes of the next size, by interpolation where ``compiled`` is False; None at the end
         of the ladder.
     """
@@ -61,12 +61,12 @@ def rung(mode: OffloadCase, at: int, ladder: Sequence[tuple[int, int]] = LADDER)
 def search(
     room: int, sizes: Sequence[int], known: dict[int, int], measure: Callable[[int], int]
 ) -> tuple[int, int | None]:
-    """The last of a ladder's sizes that fits.
+    """The last of a ladder's sizes that fits in the memory.
 
     Args:
       room: bytes that may be taken.
-      sizes: of the ladder, in parameters, rising.
-      known: bytes by position on the ladder, of earlier searches; those measured are added.
+      sizes: the ladder's sizes in parameters, rising.
+      known: bytes by position on the ladder from earlier searches; those measured are added.
       measure: bytes of the size at a position, or at least more than ``room`` where it does not
         fit.
 
@@ -105,12 +105,12 @@ def find_largest(
     compiled: Callable[[OffloadCase, int], Costs],
     ladder: Sequence[tuple[int, int]] = LADDER,
 ) -> list[Largest]:
-    """Search the ladder for each mode and memory.
+    """Searches the ladder for each mode and memory.
 
     Args:
-      modes: by name; their sizes do not matter.
-      memories: of devices, in bytes.
-      reserve: bytes of it that the step may not take.
+      modes: cases by the name of the mode; their sizes do not matter.
+      memories: bytes of device memory, one for each search.
+      reserve: bytes of the memory that the step may not take.
       compiled: the costs of a case; programs after one that takes more than so many bytes may be
         missing.
     """

@@ -33,8 +33,8 @@ class OffloadCase(Case):
     """A step to compile.
 
     Attributes:
-      optimizer, param: offloaded to the host.
-      sub_group_size: None for the config's default.
+      optimizer, param: whether optimizer state and compute parameters are offloaded to the host.
+      sub_group_size: elements of a sub-group; None for the config's default.
     """
 
     micro_batch: int = 1
@@ -72,12 +72,12 @@ class Footprint:
     """Memory that one program takes of a device. Sizes in bytes.
 
     Attributes:
-      argument, temporary: as XLA's ``memory_analysis`` has them.
-      result: results that do not take the place of arguments; no part of the temporaries.
-      resting: on the device meanwhile, but no argument of this program.
-      host_temporary: beside the state in host memory between programs.
-      copies: between device and host memory.
-      seconds: of compiling.
+      argument, temporary: bytes of arguments and temporaries, by XLA's ``memory_analysis``.
+      result: bytes of results that do not take the place of arguments; no part of ``temporary``.
+      resting: bytes on the device while the program runs that are no argument of it.
+      host_temporary: bytes of host memory that the program takes besides the state there.
+      copies: its copies between device and host memory.
+      seconds: seconds that its compile took.
     """
 
     name: str
@@ -99,13 +99,13 @@ class Costs:
     """Memory that a step takes of each device and of its host. Sizes in bytes.
 
     Attributes:
-      parameters: how many the model has.
+      parameters: the model's number of parameters.
       state_bytes: masters, moments and the rest of the state on the device.
       between_bytes: bytes on the device between programs, as the program of the gradients
         takes and leaves it.
       planned_bytes: gradients and compute parameters on the device, by the plan.
-      host_bytes: at the most: state, compute parameters and gradients there.
-      programs: in the order they run.
+      host_bytes: the most host memory: state, compute parameters and gradients there.
+      programs: the step's programs in the order in which they run.
     """
 
     case: OffloadCase
@@ -207,7 +207,7 @@ class Compiled:
         self._note, self._known = note, known
 
     def __call__(self, case: OffloadCase, room: int | None = None) -> Costs:
-        """``room``: programs after one that takes more are left out."""
+        """The costs of a case; no program is compiled after one that takes more than ``room``."""
         if case not in self._known:
             size = f"{case.n_layer} layers of {case.n_embd}"
             costs = compile_costs(

@@ -112,11 +112,11 @@ def optimizer_rows(pairs: Iterable[tuple[Costs, Costs]]) -> tuple[Rows, list[Lim
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """Copies in one direction, of one loop or of what stands in no loop.
+    """Copies in one direction, of one loop or of all instructions outside loops.
 
     Attributes:
-      number: of copies in the text.
-      bytes: in a step.
+      number: copies in the program's text.
+      bytes: bytes that they copy in a step.
       compute, products, beside: shares of the bytes that are under way over at least one
         computation, one matrix product, one copy the other way.
       fewest: computations that a copy spans at least.
@@ -136,7 +136,7 @@ class Overlap:
 
 
 def overlap(programs: Sequence[Sequence[ScheduledCopy]], inward: bool) -> Overlap:
-    """Summed up over the copies, both ways, of several programs."""
+    """Sums up the copies of several programs in one direction, into the device if ``inward``."""
     mine = [each for copies in programs for each in copies if each.inward == inward]
     total = sum(each.times * each.bytes for each in mine)
 

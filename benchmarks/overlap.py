@@ -22,10 +22,10 @@ class ScheduledCopy(HostCopy):
     Attributes:
       issued: Position at which the copy starts.
       done: Position at which the copy is over; that of ``issued`` for a synchronous copy.
-      spans: Number of fusions, library calls and loops are issued in between. Fusions that copy
-        themselves do not count, nor does arithmetic on an index.
+      spans: Number of fusions, library calls and loops that are issued in between. Fusions that
+        copy themselves do not count, nor does arithmetic on an index.
       products: Number of matrix products among them.
-      of: Number of matrix products the computation has in all.
+      of: Number of matrix products that the computation has in all.
       backward: Whether the copy belongs to the backward pass.
     """
 

@@ -36,9 +36,9 @@ class Distance:
     """Distance of a run from its record, at the step where it is largest.
 
     Attributes:
-      loss, grad_norm: relative; the norm where both are finite.
-      learning_rate: absolute.
-      loss_scales, skipped: steps at which they are not equal.
+      loss, grad_norm: relative distances; that of the norm over steps where both are finite.
+      learning_rate: the absolute distance.
+      loss_scales, skipped: the number of steps at which they are not equal.
     """
 
     record: str

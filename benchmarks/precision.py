@@ -1,4 +1,4 @@
-"""The main job in fp32, bf16 and fp16: distances of the loss curves, and tokens/s.
+"""The main job (examples/run_clm) in fp32, bf16 and fp16: distances of losses, and tokens/s.
 
     python -m benchmarks.precision                             # 1000 steps each, half an hour
     python -m benchmarks.precision --steps 100 --model tiny    # a minute

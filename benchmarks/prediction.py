@@ -42,7 +42,7 @@ CONFIG = {"bf16": {"enabled": True}}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One step of the main job on one GPU."""
+    """A training step of a GPT, by a choice of settings, on one GPU."""
 
     model: str
     choice: Choice

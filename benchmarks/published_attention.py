@@ -20,12 +20,12 @@ class Case:
     """A published step.
 
     Attributes:
-      title: What it is.
-      sizes: Of a `LlamaConfig`.
+      title: The step's name in the table.
+      sizes: Keywords of a `LlamaConfig`.
       devices, seq, micro: GPUs, tokens in a row, rows a GPU.
       tokens: Published tokens/s of a GPU, by who published it.
       keep: What blocks keep, see `fused_llama`.
-      beat: What would have to change.
+      beat: What would have to change for a faster step.
       ways: The implementations that are compiled.
     """
 

@@ -43,9 +43,9 @@ class Largest:
     """The outcome of a search.
 
     Attributes:
-      micro: the largest micro-batch that fits, 0 where not even one row does.
-      fitting: its forecast; None where nothing fits.
-      above: the forecast of one row more.
+      micro: the largest micro-batch that fits; 0 where not even one row does.
+      fitting: the forecast of that micro-batch; None where nothing fits.
+      above: the forecast of a micro-batch with one row more.
       row_bytes: what a row more takes at the peak, from the two compiles farthest apart.
       compiled: the micro-batches that were.
     """
@@ -58,12 +58,12 @@ class Largest:
 
 
 def find_largest(study: Study, choice: Choice, *, start: int) -> Largest:
-    """Search the largest micro-batch, all else as chosen.
+    """Searches the largest micro-batch, with all else as chosen.
 
     Args:
-      study: of the model and the devices.
-      choice: whose micro-batch does not matter.
-      start: the first to compile; the second is twice or half of it.
+      study: a study of the model on the devices.
+      choice: the choice of all else; its micro-batch does not matter.
+      start: the first micro-batch to compile; the second is twice or half of it.
 
     Raises:
       ValueError: ``start`` is below 1.

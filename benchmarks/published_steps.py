@@ -44,9 +44,9 @@ def fused_llama(
     """A Llama's step by the sizes of a `LlamaConfig`.
 
     Args:
-      attention: As `zerojax.models.attention.planned_attention` takes it; cuDNN's is assumed.
-      keep: Results that blocks with `remat` keep beside their input: those of attention, and those
-        of products with weights.
+      attention: The implementation, as `zerojax.models.attention.planned_attention` takes it.
+      keep: Results that blocks with `remat` keep beside their input: "nothing", those of
+        "attention", or those of attention and of products with weights, "products".
     """
     policies = jax.checkpoint_policies
     made_there = policies.save_only_these_names(NAME)

@@ -20,14 +20,14 @@ class Setup:
     """Model, devices and settings of a study.
 
     Attributes:
-      function: gives the model or the workload.
-      devices: as ``zerojax plan`` names them.
+      function: returns the model or the workload.
+      devices: kind and number, as ``zerojax plan`` takes them.
       seq: tokens in a row.
       precision: "fp16" or "bf16".
-      remat: of functions that take it.
+      remat: the argument ``remat`` of ``function``; None if it takes none.
       replicas: groups of devices, each of which holds the complete state.
       shared: devices that share the tokens of a row, on the axis "seq".
-      network: as ``zerojax plan`` names it; None for that of the devices.
+      network: a network, as ``zerojax plan`` takes it; None for that of the devices.
       rates: figures in which the devices differ from those of their kind.
       zero: further keywords of :func:`zerojax.zero`.
     """
@@ -71,10 +71,10 @@ class Row:
     """One figure of a table.
 
     Attributes:
-      case: what it is of.
-      published, computed: the figures.
+      case: what the figure is of.
+      published, computed: the published figure, and the one computed here.
       detail: the memory of each device, or whatever else the computed figure consists of.
-      why: they differ, or agree.
+      why: the reason why the two differ, or agree.
     """
 
     case: str
@@ -97,7 +97,7 @@ class Section:
       source: who published it, and what was run.
       ours: what was compiled in its place, where it is not the same.
       rows: its figures.
-      figures: of every compile, for JSON.
+      figures: the figures of every compile, for JSON.
     """
 
     title: str

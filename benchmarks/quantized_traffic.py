@@ -76,13 +76,13 @@ HEADINGS = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """Traffic of a compiled step. Bytes of a device in a step.
+    """The traffic of a compiled step, in bytes of a device in a step.
 
     Attributes:
-      between, inside: By kind and dtype: to other hosts, and in its own.
+      between, inside: Bytes sent to other hosts, and inside the device's own, by kind and dtype.
       touched: Bytes that kernels other than products read and write.
-      seconds, slow: Of the step, with the devices' network and with a slow one.
-      parameters: How many there are.
+      seconds, slow: Seconds of the step with the devices' network, and with a slow one.
+      parameters: The model's number of parameters.
     """
 
     between: Mapping[str, int]

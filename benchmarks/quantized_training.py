@@ -4,11 +4,11 @@
     python -m benchmarks.quantized_training --steps 20               # 3 minutes
     python -m benchmarks.quantized_training --text shakespeare.txt --record benchmarks/records
 
-The model is the main job's in small, with plain attention and no dropout, on 8 devices at stage 3;
-the config is configs/zero3.json with precision and quantization switched on. Batches are the same
-for all, and so is the start but for the last run, whose start is another: the distance of that run
-shows the part of chance. To expect: with weights and gradients in int8 and error feedback the
-held-out loss at the end is within 1% of bf16's; else the exit status is 1.
+The model is that of the main job (examples/run_clm) in small, with plain attention and no dropout,
+on 8 devices at stage 3; the config is configs/zero3.json with precision and quantization switched
+on. Batches are the same for all, and so is the start but for the last run, whose start is another:
+the distance of that run shows the part of chance. To expect: with weights and gradients in int8 and
+error feedback the held-out loss at the end is within 1% of bf16's; else the exit status is 1.
 """
 
 import argparse
@@ -91,7 +91,7 @@ class Run:
         unsharded arrays.
       train: The loss of every step.
       held_out: (steps, loss) at each evaluation.
-      seconds: Of compilation, steps and evaluations.
+      seconds: Seconds of the compile, the steps and the evaluations.
     """
 
     name: str

@@ -23,7 +23,7 @@ INIT_SECONDS = 8.0
 
 
 def steps_for(count: int) -> int:
-    """More than can be saved between so many kills."""
+    """A number of steps that a run does not reach before it was killed so many times."""
     return 5 * count + 10
 
 
@@ -31,11 +31,11 @@ def random_kills(folder: Path, count: int, seed: int, baseline: str, most: float
     """Kills processes of a run of four, which starts again by itself.
 
     Args:
-      folder: Of the run.
-      count: How many kills, a third each in the init, the steps and the saves of an attempt.
-      seed: Of moments and processes.
+      folder: The folder of the run.
+      count: The number of kills, a third each in the init, the steps and the saves of an attempt.
+      seed: The seed of the random moments and processes.
       baseline: The output of an uninterrupted run of :func:`steps_for` steps.
-      most: Seconds from a kill to the end of an attempt.
+      most: The most seconds from a kill to the end of an attempt.
     """
     random_of = random.Random(seed)
     moments = [MOMENTS[i % 3] for i in range(count)]

@@ -49,10 +49,10 @@ class Way:
     """Times of one way to run a step, for each call.
 
     Attributes:
-      seconds: From the call to the finished result.
-      dispatch: Until the call returns, the work being under way.
-      processor: Seconds of all threads of the process, which other work on the machine disturbs
-        less than the clock.
+      seconds: Seconds from the call to the finished result.
+      dispatch: Seconds until the call returns, when the work is still under way.
+      processor: Processor seconds of all threads of the process, which other work on the machine
+        disturbs less than the clock.
     """
 
     seconds: list[float]

@@ -1,4 +1,12 @@
-"""Launched runs: the training, its output, and its end."""
+"""Launches of ``benchmarks.launch_training`` that a benchmark disturbs and compares.
+
+    with Training(folder, "first", "--nproc-per-node", "2", count=2, steps=20, pause=0.1) as run:
+        run.launcher.wait(300)
+    way_on(before, run.output.text(), saved, right)
+
+:class:`Training` starts a launch and finds its processes and saves; :func:`way_on` compares the
+output of an attempt with that of the attempt before it and with an uninterrupted run.
+"""
 
 import contextlib
 import os
@@ -12,13 +20,14 @@ from typing import NamedTuple, Self
 
 
 def training(folder: Path, steps: int, pause: float, every: int = 20) -> list[str]:
-    """The program for a launch, which saves in ``folder``; ``pause``: seconds after each step."""
+    """The command that a launch runs; it saves in ``folder``, every ``every`` steps, and sleeps for
+    ``pause`` seconds after each step."""
     program = ["-m", "benchmarks.launch_training", str(folder), "--steps", str(steps)]
     return [*program, "--pause", str(pause), "--every", str(every)]
 
 
 def launch(*words: str) -> list[str]:
-    """The command of a launch."""
+    """The command ``zerojax launch`` with these arguments."""
     return [sys.executable, "-m", "zerojax", "launch", *words]
 
 
@@ -37,7 +46,11 @@ class Output:
         return self.path.read_text(errors="replace") if self.path.exists() else ""
 
     def wait(self, pattern: str, count: int = 1, seconds: float = 300.0) -> list[str]:
-        """The first group of each match, as soon as there are as many."""
+        """Waits for ``count`` matches of a pattern, and returns the first group of each match.
+
+        Raises:
+          TimeoutError: The run is over or the seconds have passed, with fewer matches.
+        """
         until = time.monotonic() + seconds
         while True:
             last = self._ended() or time.monotonic() > until
@@ -57,7 +70,8 @@ def is_alive(pid: int) -> bool:
 
 
 def seconds_until_gone(pids: Iterable[int], most: float = 400.0) -> float:
-    """Until none of these processes is alive; ``most`` where some still are then."""
+    """Waits until none of these processes is alive, ``most`` seconds at the longest, and returns
+    the seconds that passed."""
     start = time.monotonic()
     while any(map(is_alive, pids)) and time.monotonic() - start < most:
         time.sleep(0.02)
@@ -65,7 +79,7 @@ def seconds_until_gone(pids: Iterable[int], most: float = 400.0) -> float:
 
 
 class Process(NamedTuple):
-    """A process of a training, and the folder that its attempt has."""
+    """A process of a training, and the run folder of the attempt that it belongs to."""
 
     pid: int
     run_dir: Path
@@ -75,14 +89,14 @@ class Training:
     """A launch of the training, which is killed at the end of a ``with`` block.
 
     Args:
-      folder: Of its output, ``NAME.out``, and of ``checkpoints``.
-      name: Of this launch.
-      options: Of the launch.
-      count: Of processes.
-      steps: To make in all.
-      pause: Seconds after each.
-      on: Words before the command.
-      environ: Variables besides those of this process.
+      folder: Where the output is written, as ``NAME.out``, and the saves, below ``checkpoints``.
+      name: The name of this launch, for its output.
+      options: Options of ``zerojax launch``.
+      count: The number of processes.
+      steps: The steps after which the training ends, those of earlier launches included.
+      pause: Seconds of sleep after each step.
+      on: Words before the command, such as those that run it in a network namespace.
+      environ: Environment variables besides those of this process.
     """
 
     EVERY = 5  # steps between saves
@@ -119,10 +133,10 @@ class Training:
         self.launcher.wait()
 
     def processes(self, but: Iterable[Path] = ()) -> list[Process]:
-        """The processes in the order of their numbers, as soon as all have begun.
+        """Waits until all processes have begun, and returns them in the order of their numbers.
 
         Args:
-          but: The folders of earlier attempts.
+          but: Run folders of earlier attempts, whose processes do not count.
         """
         until = time.monotonic() + 300
         while len(found := self._processes(set(but))) < self.count:
@@ -146,8 +160,8 @@ class Training:
         return found
 
     def alive(self) -> list[int]:
-        """Ids of the launcher and of all processes below it that have its words, whoever has
-        adopted them."""
+        """Ids of all processes that have the folder of saves on their command line: the launcher
+        and what it started, orphans included."""
         found = []
         for command in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):  # ended meanwhile
@@ -156,20 +170,22 @@ class Training:
         return found
 
     def saved_steps(self) -> list[int]:
-        """The steps that are saved, 0 for none."""
+        """The steps that are saved, after a 0 for the beginning."""
         return [0, *sorted(int(each.name) for each in self.checkpoints.glob("[0-9]*[0-9]"))]
 
     def half_written(self) -> int | None:
-        """The step that is half written; an attempt that was killed leaves one to the next save."""
+        """The step whose save is half written; None if there is none.
+
+        An attempt that was killed in a save leaves one, until the next save."""
         found = [int(x.name.partition(".")[0]) for x in self.checkpoints.glob("*.orbax-*-tmp")]
         return found[0] if found else None
 
     def attempts(self) -> list[str]:
-        """The output of each attempt."""
+        """The output of each attempt; the launcher announces all but the first."""
         return self.output.text().split("zerojax launch: attempt ")
 
     def last_words(self) -> str:
-        """The last message of the launcher; "" for none."""
+        """The last message that the launcher printed, and what follows it; "" for none."""
         _, said, words = self.output.text().rpartition("zerojax launch: ")
         return words if said else ""
 
@@ -181,13 +197,13 @@ def checksum(text: str) -> str:
 
 
 def began_after(text: str) -> int | None:
-    """The step after which an attempt began, as all its processes say; None: it did not."""
+    """The step after which an attempt began; None if it did not begin or its processes disagree."""
     found = set(map(int, re.findall(r"begins after step (\d+)", text)))
     return found.pop() if len(found) == 1 else None
 
 
 def losses(text: str) -> dict[int, set[str]]:
-    """The losses of each step in all processes; float32, to the bit."""
+    """The losses that any process printed for each step, as text: equal texts are equal floats."""
     found: dict[int, set[str]] = {}
     for step, loss in re.findall(r"step (\d+) loss (\S+)\n", text):
         found.setdefault(int(step), set()).add(loss)
@@ -195,12 +211,12 @@ def losses(text: str) -> dict[int, set[str]]:
 
 
 class Way(NamedTuple):
-    """Succession of two attempts.
+    """The way on from one attempt to the next.
 
     Attributes:
-      after: The step after which it began.
-      lost: Number of steps that were repeated.
-      problems: Violations of what is expected.
+      after: The step after which the second attempt began; -1 if it did not begin.
+      lost: The steps of the first attempt that the second has to repeat; -1 if it did not begin.
+      problems: What is not as expected, a sentence each.
     """
 
     after: int
@@ -212,10 +228,10 @@ def way_on(before: str, following: str, saved: int, right: dict[int, set[str]]) 
     """Compares the second of two attempts with the first.
 
     Args:
-      before: The output of the first.
-      following: That of the second.
-      saved: The last step that was saved before the first one ended.
-      right: The losses of an uninterrupted run.
+      before: The output of the first attempt.
+      following: The output of the second.
+      saved: The last step that was saved before the first attempt ended.
+      right: The losses of an uninterrupted run, from :func:`losses`.
     """
     after, problems = began_after(following), []
     if after is None:
@@ -228,11 +244,11 @@ def way_on(before: str, following: str, saved: int, right: dict[int, set[str]]) 
 
 
 class Results(NamedTuple):
-    """Outcome of faults.
+    """The outcome of some faults.
 
     Attributes:
-      rows: Of a table.
-      problems: What is not as expected.
+      rows: Rows of a table, the headings first.
+      problems: What is not as expected, a sentence each.
     """
 
     rows: Sequence[Sequence[str]]

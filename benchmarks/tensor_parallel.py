@@ -51,9 +51,11 @@ class Case:
     """A step to compile.
 
     Attributes:
-      size: Of `zerojax.models.gpt.SIZES` or `zerojax.models.llama.SIZES`.
-      micro: Rows of a device's share.
-      changes: Of the sizes.
+      size: A name in `zerojax.models.gpt.SIZES` or `zerojax.models.llama.SIZES`.
+      data, model: The sizes of the mesh's axes "data" and that of the model.
+      micro: Rows in a micro-batch of each group of ``model`` devices.
+      seq: Tokens in a row.
+      changes: Changes of the named size.
     """
 
     size: str
@@ -87,15 +89,17 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """Traffic of a device in a step; bytes.
+    """The traffic of a device in a step, in bytes but for ``gathers`` and ``scatters``.
 
     Attributes:
-      gathers, scatters: Of activations.
-      beside: Over the axis of the model, but blocks' activations.
-      zero, theory: Over the axis "data", and the bytes of ZeRO's three passes over the parameters.
-      largest: Of the arrays that a collective moves.
-      logits: Of the device's rows, over the complete vocabulary.
-      state: Of parameters and moments at rest.
+      gathers, scatters: The number of activations that are gathered, and reduced and scattered.
+      model: Bytes sent over the axis of the model.
+      beside: Those of ``model`` that are not of the blocks' activations.
+      zero, theory: Bytes sent over the axis "data", and those of ZeRO's three passes over the
+        parameters.
+      largest: Bytes of the largest array that a collective moves.
+      logits: Bytes of the logits of the device's rows over the complete vocabulary.
+      state: Bytes of the program's arguments: parameters, moments and the batch.
     """
 
     case: Case

@@ -46,16 +46,17 @@ GIGA, MEGA = 1e9, 1e6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """One load; bytes.
+    """The bytes and the seconds of one load.
 
     Attributes:
       scan: Whether the layers are stacked.
-      tensors: Of all tensors; ``largest`` of the largest.
-      files: Of the headers and tensors of all files.
-      read: By the process's system calls while it loaded.
-      before: Resident with the devices ready and nothing on them; ``peak`` the most until all was
-        loaded; ``shards`` what the devices hold then.
-      seconds: Of the load.
+      tensors, largest: Bytes of all tensors, and of the largest.
+      files: Bytes of all files, headers included.
+      read: Bytes that the process read by system calls while it loaded.
+      before: Resident bytes with the devices ready and nothing on them.
+      peak: The most resident bytes until all was loaded.
+      shards: Bytes that the devices hold then.
+      seconds: Seconds that the load took.
     """
 
     scan: bool
@@ -70,7 +71,7 @@ class Loaded:
 
     @property
     def beside(self) -> float:
-        """Host memory beside the shards at the peak, in largest tensors."""
+        """Host memory beside the shards at the peak, as a multiple of the largest tensor."""
         return (self.peak - self.before - self.shards) / self.largest
 
     def missed(self) -> list[str]:

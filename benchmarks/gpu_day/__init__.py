@@ -1,10 +1,11 @@
-"""Everything that a GPU owes this project, in one command that loses no second of the GPU.
+"""All measurements that this project needs of a GPU, in one command that loses no second of it.
 
     python -m benchmarks.gpu_day --minutes 9 --record OUT        # --part 1..3 for some of it
     python -m benchmarks.gpu_day --toy --record OUT              # rehearsal on the CPU
-    python -m benchmarks.gpu_day --list --record OUT             # what is owed
+    python -m benchmarks.gpu_day --list --record OUT             # what is not yet measured
 
-Parts: 1 smoke, 2 forecasts, 3 training, 4 kernels, 5 offload, 6 XLA options. ``plan.py`` has every
+Read first ``plan.measurements`` (what is measured) and ``__main__.run`` (how). The parts are 1
+smoke, 2 forecasts, 3 training, 4 kernels, 5 offload, 6 XLA options. ``plan.py`` has every
 measurement with its tier and its expected seconds; all parts' first tier comes first. A measurement
 runs in a process of its own, which has the GPU to itself and finds its imports done. It begins only
 where its expected seconds are left, and ends with the budget. Its figures, or its error with the
@@ -26,5 +27,5 @@ came with ``.gpu_day`` (git ignores that folder), and where ``$OUT`` is brought 
     PYTHONUNBUFFERED=1 python3 -m benchmarks.gpu_day --minutes 9 --record $OUT
 
 in one line, with a limit of 600 s. Afterwards copy ``gpu-day.json`` from what came back to
-``.gpu_day/`` and run the same line again, until nothing is owed.
+``.gpu_day/`` and run the same line again, until ``--list`` shows no measurement as "owed".
 """

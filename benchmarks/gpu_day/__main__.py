@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu_day``: see the package."""
+"""The command ``python -m benchmarks.gpu_day``, which the package's docstring describes."""
 
 import argparse
 import subprocess
@@ -33,7 +33,9 @@ def parts_of(text: str) -> list[int]:
 
 
 def device(toy: bool, needed: bool = True) -> str:
-    """The name of the device, without holding it; "" where none is there and none is needed."""
+    """The GPU's name by nvidia-smi, which leaves its memory free; "cpu" for a toy.
+
+    "" where there is no GPU and none is needed."""
     if toy:
         return "cpu"
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -47,7 +49,8 @@ def device(toy: bool, needed: bool = True) -> str:
 
 
 def run(wanted: Sequence[Measurement], journal: Journal, until: float, workers: Workers) -> None:
-    """Makes the measurements that are owed, until ``time.monotonic()`` is ``until``."""
+    """Runs those of the measurements that the journal lacks, until ``time.monotonic()`` is
+    ``until``, and writes each into the journal."""
     owed = [each for each in wanted if not journal.known(each.name)]
     try:
         for at, each in enumerate(owed):

@@ -17,7 +17,7 @@ class Journal:
     """The results of a folder.
 
     Args:
-      folder: It has the results of earlier calls, or none.
+      folder: The folder of the results file, which may hold results of earlier calls.
       device: The name of the device that measures now.
     """
 

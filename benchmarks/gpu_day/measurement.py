@@ -1,4 +1,4 @@
-"""A measurement of the day: what runs in a process of its own, and what of it is kept."""
+"""A measurement of ``gpu_day``, which a process of its own runs; an error is one of its figures."""
 
 import dataclasses
 import traceback
@@ -19,17 +19,17 @@ ERROR = "error"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One process of the day.
+    """A measurement, which runs in a process of its own.
 
     Attributes:
-      name: In the results; unique.
-      part: Number in ``PARTS``, from 1.
-      tier: 1 for what matters most; all parts' first tier comes before any second.
-      function: ``module:function`` below ``benchmarks.gpu_day``, which returns figures or yields
-        them by and by, as dicts for JSON.
-      seconds: Expected on an H100, start of the process and compiles included; the measurement
-        begins only where so many are left.
-      arguments: Of the function, as JSON has them.
+      name: Its key in the results; unique.
+      part: The number of its part in ``PARTS``, from 1.
+      tier: 1 for what matters most; the first tier of all parts comes before any second.
+      function: ``module:function`` below ``benchmarks.gpu_day``, which returns figures, or yields
+        them one after the other, as dicts for JSON.
+      seconds: The seconds that it should take on an H100, with the start of the process and the
+        compiles; it begins only if so many are left.
+      arguments: The function's keyword arguments, as values of JSON.
     """
 
     name: str
@@ -41,12 +41,14 @@ class Measurement:
 
 
 def by_value(measurements: list[Measurement]) -> list[Measurement]:
-    """First tiers first, in each tier by part."""
+    """Measurements in the order of their tiers, and within a tier of their parts."""
     return sorted(measurements, key=lambda each: (each.tier, each.part))
 
 
 def attempts(tries: Mapping[str, Callable[[], object]]) -> Iterator[dict[str, object]]:
-    """The figures of each try by its name; an error is a figure, and the next try goes on."""
+    """Calls each function and yields its figures by its name.
+
+    An error takes the place of the figures, and the next function is called."""
     for name, run in tries.items():
         try:
             yield {name: run()}
@@ -61,7 +63,7 @@ def failure(error: BaseException) -> dict[str, str]:
 
 
 def errors(figures: object, at: str = "") -> Iterator[tuple[str, str]]:
-    """Path and text of every error within figures."""
+    """Path and text of every error in the figures of a measurement."""
     if isinstance(figures, Mapping):
         if isinstance(figures.get(ERROR), str):
             yield at, figures[ERROR]

@@ -1,4 +1,4 @@
-"""The models of the day, and how fast and how large a step of theirs is."""
+"""The models that ``gpu_day`` trains, and the speed and the memory of their training steps."""
 
 import dataclasses
 import functools
@@ -47,7 +47,9 @@ def build(
     scan: bool = True,
     remat: bool = True,
 ) -> Any:
-    """A model whose blocks are rematerialised and, with ``scan``, stacked."""
+    """A model, its blocks scanned with ``scan`` and rematerialised with ``remat``.
+
+    ``layers`` is ``OWN``, ``FUSED`` or ``MOSAIC``."""
     sizes = {name: value for name, value in size.items() if name != "family"}
     if size["family"] == "gpt":
         kernels = Kernels(per_device, MOSAIC if layers == MOSAIC else None)
@@ -65,8 +67,10 @@ def batch_of(size: Mapping[str, Any], rows: int, seq: int) -> dict[str, jax.Arra
 
 
 def flops_a_token(size: Mapping[str, Any], seq: int) -> float:
-    """6 for each parameter of a matrix product, the head's among them, and ``12 L D T`` for
-    attention. Source: PaLM, appendix B (arXiv:2204.02311)."""
+    """FLOPs of training on one token: 6 for each parameter of a matrix product, those of the head
+    included, and ``12 L D T`` for attention.
+
+    Source: PaLM, appendix B (arXiv:2204.02311)."""
     layers, width = size["n_layer"], size["n_embd"]
     if size["family"] == "gpt":
         block = 12 * width**2
@@ -78,13 +82,13 @@ def flops_a_token(size: Mapping[str, Any], seq: int) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The times of some steps. Seconds.
+    """The times of some steps, in seconds.
 
     Attributes:
-      first: of the first call, with its compile.
-      each: median from call to result, of steps that each end before the next begins.
-      in_a_row: mean of steps that are called without waiting, as training does.
-      losses: of the first call and the last.
+      first: seconds of the first call, with its compile.
+      each: the median from call to result, where each step ends before the next begins.
+      in_a_row: the mean of steps that are called without waiting, as training does.
+      losses: the losses of the first call and of the last.
     """
 
     first: float
@@ -94,7 +98,7 @@ class Steps:
 
 
 def run_steps(step: Callable[..., Any], state: Any, batch: Any, steps: int) -> tuple[Any, Steps]:
-    """The state after ``2 steps + 2`` calls, and their times."""
+    """Calls a step ``2 steps + 2`` times; returns the last state and the times of the calls."""
 
     def call() -> tuple[Any, Any]:
         return step(state, batch)
@@ -141,7 +145,7 @@ def mfu(size: Mapping[str, Any], seq: int, tokens_per_second: float) -> float | 
 
 
 def peak_bytes() -> int | None:
-    """The most that the process held of the first device, compiles included."""
+    """The most bytes of the first device that this process has held so far; None on a CPU."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 

@@ -20,7 +20,7 @@ BOTH: dict[str, Any] = {**OPTIMIZER, "offload_param": {"device": "cpu"}}
 def streamed(
     size: Mapping[str, Any], tokens: int, steps: int = 4, nbytes: int = 2**30
 ) -> Iterator[dict[str, Any]]:
-    """An update through the device, on so few tokens that the step is little else.
+    """An update of an offloaded state, on so few tokens that the step does little else.
 
     The state's bytes in host memory go in and out once a step; their share is that of the link's
     rate each way while both ways are busy, measured in the same process.

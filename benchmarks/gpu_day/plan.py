@@ -1,4 +1,4 @@
-"""Every measurement of the day, the most valuable figure a minute first."""
+"""Every measurement of ``gpu_day``, those first that are worth most for their minutes."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ PLAIN = {
 
 
 def measurements(toy: bool = False) -> list[Measurement]:
-    """In the order in which they run; ``toy``: the same ones at sizes for a CPU."""
+    """All measurements in the order in which they run; with ``toy`` at sizes for a CPU."""
     chosen = [*_smoke(toy), *_forecasts(toy), *_training(toy), *_kernels(toy), *_offload(toy)]
     return by_value([*chosen, *_xla(toy)])
 

@@ -14,7 +14,7 @@ from benchmarks.gpu_day.journal import CUT
 from benchmarks.gpu_day.measurement import ERROR, Measurement
 
 CACHE = Path(tempfile.gettempdir()) / "gpu-day-programs"
-"""Compiled programs of this machine: a second process of the same step compiles nothing."""
+"""JAX's cache of compiled programs: a second process of the same step compiles nothing."""
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
     "JAX_COMPILATION_CACHE_DIR": str(CACHE),
@@ -24,10 +24,10 @@ ENVIRONMENT = {
 
 
 class Workers:
-    """Processes of measurements, one after another.
+    """Runs measurements, each in a worker of its own, one after another.
 
     Args:
-      toy: On the CPU.
+      toy: Whether they run on the CPU.
     """
 
     def __init__(self, toy: bool) -> None:
@@ -37,9 +37,9 @@ class Workers:
         self._next: tuple[subprocess.Popen[bytes], Path] | None = None
 
     def run(self, measurement: Measurement, seconds: float, more: bool) -> dict[str, Any]:
-        """The figures of a measurement, ended after so many seconds with what it has by then.
+        """Runs a measurement and returns its figures, after ``seconds`` those that it has by then.
 
-        ``more``: another one follows, whose worker starts now.
+        ``more``: whether another one follows, whose worker starts meanwhile.
         """
         began = time.monotonic()
         process, log = self._next or self._start()

@@ -1,4 +1,4 @@
-"""The tables of the day, and what they propose to change."""
+"""The tables of a ``gpu_day``, and the changes that they propose to files of measured values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ Table = list[list[str]]
 
 
 def overview(wanted: Sequence[Measurement], results: Mapping[str, Any]) -> Table:
-    """A line for each measurement: figures, expected seconds where it is owed, or the error."""
+    """A line for each measurement: figures or the error; before it has run, expected seconds."""
     lines = [["part", "measurement", "s", "figures"]]
     for each in wanted:
         found = results.get(each.name)

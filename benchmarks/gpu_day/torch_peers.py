@@ -1,4 +1,4 @@
-"""The models of the day in torch: FSDP2 with compiled blocks, and DeepSpeed by the same JSON.
+"""The models of ``gpu_day`` in torch: FSDP2 with compiled blocks, and DeepSpeed by the same JSON.
 
 transformers' models from random weights, bf16 over fp32 masters, AdamW fused, blocks checkpointed,
 the loss compiled; one process.

@@ -1,4 +1,4 @@
-"""Part 3: the main job's step decorated, and the same step in plain jit."""
+"""Part 3: the training steps of models under zerojax, and the same steps in plain jit."""
 
 import statistics
 import tempfile

@@ -2,11 +2,12 @@
 
     python -m benchmarks.gpu_day.wheels .gpu_day/wheels
 
-For CPython 3.12 on x86-64, of a machine that has jax 0.11.2 with its CUDA plugin, torch, Triton,
-transformers and what flax, optax and orbax want. What it lacks are hjson and pydantic with their
-needs, and a flax that knows jax 0.11; Liger is for comparison. optax and orbax are those that this
-code was tested with. All together 6 MB. No wheel of DeepSpeed is published: where its sources build
-(``DS_BUILD_OPS=0 pip wheel --no-deps deepspeed``), lay the wheel beside these.
+The wheels are for CPython 3.12 on x86-64, on a machine that already has jax 0.11.2 with its CUDA
+plugin, torch, Triton, transformers and the dependencies of flax, optax and orbax. It lacks hjson
+and pydantic with their dependencies, and a flax that works with jax 0.11; Liger is for comparison.
+optax and orbax come in the versions of this environment, with which the code was tested. All wheels
+together have 6 MB. No wheel of DeepSpeed is published: where its sources build
+(``DS_BUILD_OPS=0 pip wheel --no-deps deepspeed``), put the wheel into the same folder.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def requirements() -> list[str]:
 
 
 def command(folder: Path) -> list[str]:
-    """pip's command."""
+    """The pip command that downloads the wheels into a folder."""
     platforms = [word for name in _LINUX for word in ("--platform", f"{name}_x86_64")]
     return [
         sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:",

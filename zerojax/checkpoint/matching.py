@@ -2,7 +2,8 @@
 
 Four differences are allowed: a loss scale on only one side (fp16 against fp32 or bf16), errors of
 quantized gradients that the other side lacks or stores for other devices, an optimizer state that
-zerojax has not wrapped yet, and a target of only parameters.
+zerojax has not wrapped yet, and a target of only parameters. The width of a float or an integer may
+differ too.
 """
 
 from __future__ import annotations

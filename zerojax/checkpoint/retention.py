@@ -82,7 +82,10 @@ class Retention:
         return choose(known, key=known.__getitem__, default=None)
 
     def expired(self, folders: Mapping[int, epath.Path]) -> list[int]:
-        """Returns the steps in ``folders`` to remove; steps without any metrics are kept."""
+        """Returns the steps in ``folders`` to remove.
+
+        If ``metric`` is set, steps without any metrics are kept.
+        """
         policies: list[orbax.PreservationPolicy] = [orbax.LatestN(self.keep)]
         if self.metric is not None:
             descending = self.mode == "min"  # the last are the best

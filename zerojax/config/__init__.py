@@ -1,4 +1,17 @@
-"""Strict reading of a DeepSpeed JSON, or of Accelerate's YAML as one, into a frozen config."""
+"""Strict reading of a DeepSpeed JSON, or of Accelerate's YAML as one, into a frozen config.
+
+Start with `load.load`: it takes a path, a mapping and values for "auto", and returns a
+`ZeroConfig` with a `Note` on each key, or raises a `ConfigError` with all problems. In reading
+order:
+
+- `keys`: the tables of all keys, which every other file of the room reads.
+- `text_file`, `yaml_file`, `json_file`: a file as plain dicts. `accelerate`: YAML to JSON.
+- `load`: the checks of a JSON; `auto`: each "auto"; `together`: contradictions, and fields that
+  have no effect next to others; `notes`: the treatment of a key.
+- `frozen`: `ZeroConfig`, also from keywords; `sections`, `profiling`, `elasticity`, `named`,
+  `batch`: its parts.
+- `explain`, `resolved`: tables of a config, whether or not it loads, and after it was loaded.
+"""
 
 from zerojax.config.batch import BatchSizes as BatchSizes
 from zerojax.config.elasticity import Elasticity as Elasticity

@@ -1,4 +1,8 @@
-"""Resolution of each "auto" in a config: to the caller's value, to the default, or to a problem."""
+"""Resolution of each "auto" in a config: to the caller's value, to the default, or to a problem.
+
+`stand_in` runs first, with the caller's values; `resolve_autos` resolves each "auto" that is left,
+except those among `params`, which `zerojax.config.named.check_params` resolves.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -15,7 +19,7 @@ _SEARCHED = tuple(f"{ZERO}.{section}" for section in OFFLOAD)
 
 
 class StandIns(NamedTuple):
-    """The keys that `stand_in` replaced, and one problem for each key that is not "auto"."""
+    """The keys that `stand_in` replaced, and one problem for each other key of `auto`."""
 
     replaced: set[str]
     problems: list[str]

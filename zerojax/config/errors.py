@@ -1,4 +1,4 @@
-"""The exception of this package, and helpers that format values and unknown names for messages."""
+"""The exception for settings that zerojax refuses, and helpers that format its messages."""
 
 import difflib
 import json

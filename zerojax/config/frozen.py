@@ -196,7 +196,7 @@ class ZeroConfig:
         object.__setattr__(self, "notes", (*own_notes, *elastic_notes(checked), *idle_notes))
 
     def _own_notes(self) -> Iterator[Note]:
-        """Returns the notes of the JSON, without those of keywords, which may have changed."""
+        """Yields the notes of the config's file; notes on keywords are computed anew."""
         keyword_names = {*BY_FIELD, *OFFLOAD, "elasticity"}
         return (
             n for n in self.notes if n.key in KEYS or n.key.partition(".")[0] not in keyword_names
@@ -280,7 +280,7 @@ class ZeroConfig:
         return f"{path} = {as_text(value)}"
 
     def check_partition(self, world: int) -> None:
-        """Checks that `zero_hpz_partition_size` divides `world`.
+        """Checks that `zero_hpz_partition_size` divides `world`, the devices that shard the state.
 
         Raises:
           ConfigError: The partition size does not divide the number of devices.

@@ -54,7 +54,7 @@ def _read_hjson(text: str, as_json: json.JSONDecodeError, source: str) -> object
 
 
 class JsonConfig(NamedTuple):
-    """A config before its keys are checked: a deep copy, and a problem for each repeated key."""
+    """A config before its keys are checked: plain dicts, and a problem for each repeated key."""
 
     raw: dict[str, Any]
     problems: list[str]
@@ -84,7 +84,7 @@ def read_json(config: str | os.PathLike[str] | Mapping[str, object]) -> JsonConf
 
 
 def plain(value: Mapping[Any, Any], path: str = "") -> dict[str, Any]:
-    """Returns a deep copy in plain dicts.
+    """Copies a mapping and the mappings in it to plain dicts; other values are shared.
 
     Raises:
       ConfigError: A key is not a string.

@@ -10,7 +10,8 @@ class Note(NamedTuple):
     """The treatment of one key of a config.
 
     Attributes:
-      key: The dotted path in the JSON.
+      key: The dotted path in the JSON; the path in the YAML of a key of Accelerate's YAML, or the
+        keyword of a setting without effect that a keyword sets.
       value: The value in the config, or the default of an omitted key.
       status: "honoured"; "left to XLA"; "left to launch"; "no effect"; "default" for an omitted key
         whose default changes numbers; "resolved" for an "auto".

@@ -1,4 +1,9 @@
-"""Meshes of the existing devices, to which every spec refers."""
+"""Creation of meshes over existing devices, and the roles of the axes of any mesh.
+
+The shard axis ("data", or the only axis) shards rows and ZeRO's state; "replica" separates groups
+that each have a copy of the state; "seq" shards tokens, and the state together with the shard
+axis. Other axes shard the model by the user's own specs.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from zerojax.distributed.roll_call import Record, format_indices
 
 
 def on_cpu() -> bool:
+    """Returns whether JAX will start only CPUs, without starting its backends."""
     platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
     plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
     has_plugin = importlib.util.find_spec("jax_plugins") and any(

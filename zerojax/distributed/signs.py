@@ -17,7 +17,8 @@ class Sign(NamedTuple):
     """A sign of life of a process.
 
     Attributes:
-      word: Differs from sign to sign; after the space the process's activity in place of steps.
+      word: A number that differs from sign to sign, a space, and the process's activity in place of
+        steps.
       seen: Time at which this process first saw the sign, in s of ``time.monotonic``.
     """
 

@@ -115,6 +115,7 @@ class Watchdog:
         return max(_LEAST, _STEPS * statistics.median(self._paces))
 
     def take_results(self) -> None:
+        """Counts the recorded steps that have ended since the last call, and their pace."""
         ended = 0
         while self._results and _has_ended(self._results[0]):
             self._results.popleft()

@@ -14,7 +14,7 @@ from zerojax.plan.table import columns, size
 
 
 class Sent(NamedTuple):
-    """A collective of one program of a step.
+    """A collective of one program of a step (:class:`zerojax.devices.rates.Sent` counts its bytes).
 
     Attributes:
       collective: The collective.

@@ -1,4 +1,7 @@
-"""The cost of a step on each device: memory by kind, traffic and predicted time."""
+"""The cost of a step on each device: memory by kind, traffic and predicted time.
+
+:func:`zerojax.foresight.costs.forecast` computes a :class:`Forecast`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Analysis of which values of a compiled program are its arguments, only moved or converted."""
+"""Recognition of values that are arguments of a compiled program, only moved or converted."""
 
 import functools
 from collections.abc import Iterator, Mapping

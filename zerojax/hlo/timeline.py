@@ -4,7 +4,7 @@ Instructions run one after another in scheduled order. A matrix product or a fus
 of the times for its arithmetic at the matrix rate and for its bytes at the memory rate. Collectives
 with a start and a done overlap with computation, one after another, as do copies in each direction
 between device and host; the program waits at the done. A loop takes its body's time multiplied by
-its trip count.
+its trip count, a conditional the time of its slowest branch.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ class UsageError(ValueError):
 
 
 def in_a_line(error: Exception) -> str:
-    """Describes an error with a file in one line."""
+    """Describes an error of reading or writing a file in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, UnicodeDecodeError):

@@ -58,9 +58,10 @@ def choose_attention(zero: Zero | None, asked: str) -> str:
 
     Args:
       zero: The decorator, whose devices need not exist; None to plan without devices.
-      asked: An implementation, or ``"auto"``: a fused one if it compiles for the devices, else the
-        model's. cuDNN's compiles only if the devices exist; if requested by name for absent
-        devices, it is assumed (:mod:`zerojax.models.assumed_attention`).
+      asked: An implementation, or ``"auto"``: a fused one if the config computes in 16 bits and the
+        implementation compiles for the devices, else the model's. cuDNN's compiles only if the
+        devices exist; if requested by name for absent devices, it is assumed
+        (:mod:`zerojax.models.assumed_attention`).
 
     Raises:
       ValueError: The implementation is unknown.

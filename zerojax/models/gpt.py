@@ -1,4 +1,4 @@
-"""GPT-2 in flax linen, the model of the main job and of the memory benchmarks.
+"""GPT-2 in flax linen, the model of ``examples/run_clm`` and of the memory benchmarks.
 
 Pre-LayerNorm blocks, learned positions, tanh-GELU, biases everywhere, output tied to the embedding.
 Module and parameter names follow Hugging Face's (`wte`, `wpe`, `h_0`, `attn.c_attn`, ...). Devices

@@ -63,7 +63,7 @@ def _with_block_size(size: Fields, seq: int) -> Fields:
     return size | {"block_size": max(seq, size["block_size"])}
 
 
-mini = partial(_gpt, "mini")  # 1.3 million parameters, byte-level: the model of the main job
+mini = partial(_gpt, "mini")  # 1.3 million parameters, byte-level: the model of examples/run_clm
 gpt2 = partial(_gpt, "small")  # 124 million
 gpt2_medium = partial(_gpt, "medium")  # 355 million
 gpt2_large = partial(_gpt, "large")  # 774 million

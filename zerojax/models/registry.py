@@ -6,8 +6,9 @@ Names are entry points of the group ``zerojax.models``, so that any package can 
     my-model = "my_package.models:my_model"
 
 A function may have any of the parameters ``zero`` (the :class:`zerojax.Zero` it is planned for),
-``rows`` and ``seq`` (of the batch), ``remat`` (bool: save only a block's input), and ``scan``
-(bool, with a default: False turns each block into a separate module, to be counted).
+``rows`` and ``seq`` (of the batch), ``remat`` (bool: save only a block's input), ``scan`` (bool,
+with a default: False turns each block into a separate module, to be counted), and ``attention``
+(the name of an implementation, with a default, for ``--attention``).
 """
 
 from __future__ import annotations

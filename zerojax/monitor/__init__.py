@@ -22,6 +22,10 @@ Example:
   step,train_loss
   8,0.25
   <BLANKLINE>
+
+Files in reading order: ``after_step`` is all that a decorated step calls; ``reporter`` passes a
+step's figures, named by ``tags``, through ``backlog`` to ``writers``, and prints ``lines`` with
+the times of ``clock``; ``finite`` warns of numbers that are not finite.
 """
 
 from zerojax.monitor.reporter import Reporter as Reporter

@@ -1,0 +1,11 @@
+"""Optimizers and schedules by DeepSpeed's names, and the features that wrap any optimizer.
+
+Start with :func:`zerojax.optim.named.named_optimizer`, which builds the optax transformation that
+a config names, and :func:`zerojax.optim.wrap.wrap`, which adds loss scale, skipping, clipping and
+telemetry to any optax transformation. In reading order:
+
+- ``named``, with its rules in ``scaling`` and ``muon``, ``decay`` (the mask of weight decay),
+  ``schedules``, and ``one_pass`` (Adam by a fused kernel).
+- ``wrap``, with ``loss_scale``, ``norm`` and ``frozen`` (gradients that an optimizer ignores).
+- ``telemetry``: the counters and figures of a wrapped state.
+"""

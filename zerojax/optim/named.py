@@ -66,7 +66,7 @@ def named_optimizer(
       weight_decay_mask: The parameters that decay, as optax's mask: a tree of bools or a function
         from the parameters to such a tree. Replaces the parameter of the same name, which is
         "all", or "no_bias_and_norm" for :func:`zerojax.optim.decay.no_bias_and_norm`.
-      further_rules: Rules of types that this module has none of, by type.
+      further_rules: Rules by type, for types without a rule in this module.
 
     Returns:
       The transformation, and its learning rate; for Muon the rate of the matrices.

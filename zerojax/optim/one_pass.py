@@ -1,4 +1,9 @@
-"""Adam's update in one pass over memory, by a fused kernel."""
+"""Adam's update in one pass over memory, by a fused kernel.
+
+An optax transformation returns updates, which a separate pass adds to the parameters. A
+:class:`WithOnePass` can also write the parameters itself; ``zerojax/step/resident.py`` uses that
+where :attr:`OnePass.wins`.
+"""
 
 from __future__ import annotations
 

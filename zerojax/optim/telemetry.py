@@ -16,8 +16,9 @@ def telemetry(state: Any) -> dict[str, jax.Array]:
 
     Args:
       state: A ``TrainState`` that zerojax placed, an ``nnx.Optimizer``, a tuple of NNX objects
-        that contains one, or a pytree with the state of ``zero.optimizer()`` or ``zero.wrap()``. Or
-        the decorated step itself, with a state of any kind: the figures are those of its last call.
+        that contains one, a pytree with the state of ``zero.optimizer()`` or ``zero.wrap()``, or
+        the decorated step itself, whose figures are those of its last call, with a state of any
+        kind.
 
     Returns:
       Arrays of shape []: ``loss_scale`` (of the next step; 1 without a loss scale),

@@ -1,6 +1,14 @@
 """Hugging Face's Trainer API over ``@zero``: arguments, training loop, callbacks.
 
-See :class:`Trainer`.
+Start with :class:`Trainer` in ``loop``. A model, arguments and datasets come in; checkpoints, logs
+and metrics come out. In reading order:
+
+- ``arguments``, with ``other_arguments`` (those without effect, or refused): the settings.
+  ``resolved``: the DeepSpeed config from them. ``optimizer``, ``schedules``: the optimizer.
+- ``loop``: the training loop. ``callbacks``: hooks, and when an event is due.
+- ``model``: linen and NNX models alike. ``losses``: the interface of loss functions.
+- ``data``: rows and batches. ``limits``: checks of batches. ``partial``: an epoch's last update.
+- ``evaluation``, ``predictions``: evaluations. ``run_folder``: checkpoints. ``progress``: the bar.
 """
 
 from zerojax.trainer.arguments import TrainingArguments as TrainingArguments

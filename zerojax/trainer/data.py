@@ -216,6 +216,7 @@ def _numbers(row: object) -> object:
 
 
 def _text(value: object) -> bool:
+    """Returns whether a value is text, or a list whose first element is, at any depth."""
     while isinstance(value, list | tuple) and value:
         value = value[0]
     return isinstance(value, str | bytes)

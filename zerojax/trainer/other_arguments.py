@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "include_for_metrics": (([], (), None), "return them from loss= beside `loss`"),
     "accelerator_config": ((None,), "zerojax's own loop has no Accelerator"),
     "parallelism_config": ((None,), "Trainer(mesh=..., specs=...) takes a mesh and what it cuts"),
-    "debug": (("", [], ()), "`python -m zerojax doctor` and JAX's own switches find faults"),
+    "debug": (("", [], ()), "`python -m zerojax report` and JAX's own switches find faults"),
 }
 """Accepted values of each unsupported argument, and the alternative to other values."""
 

@@ -120,7 +120,10 @@ class RunFolder:
         self.checkpoints.save(state.global_step, train_state, extra=extra, metrics=scores or None)
 
     def _data(self) -> dict[str, int]:
-        """Returns the values that must be equal in a resumed run, by their names in messages."""
+        """Returns the values that a resumed run is compared by, by their names in messages.
+
+        All but "steps" must be equal.
+        """
         epochs = self._epochs
         return {
             "rows of train_dataset": epochs.rows,

@@ -31,8 +31,9 @@ class Cache:
     """A :data:`zerojax.foresight.costs.Measure` that measures each program once on this machine.
 
     The key is a hash of the program's lowered text, which contains the number of devices, of the
-    devices' rates, the compiler options, and the versions of the compiler and of zerojax. A cached
-    measurement has 0 compile seconds.
+    parameters' shapes, the devices' rates and nodes, the compiler options and flags, the versions
+    of the compiler and of zerojax, and the code of :data:`MEASURING`. A cached measurement has 0
+    compile seconds.
 
     Args:
       folder: The folder of the cache; None for ``zerojax/plans`` in ``$XDG_CACHE_HOME`` or

@@ -1,8 +1,8 @@
 """Named workloads other than language models, for `zerojax plan --model deberta-v2-xlarge`.
 
 `pyproject.toml` lists them as entry points of the group `zerojax.models`. Each trains with dropout,
-with a new mask in each step, and takes `zero`, `rows`, `seq` (tokens in a row), `remat` and `scan`,
-as the models of `zerojax.models.names` do.
+with a new mask in each step, and takes `zero`, `rows`, `seq` (tokens in a row), and, with the
+meaning that `zerojax.models.names` describes, `remat` and `scan`.
 
 >>> import zerojax
 >>> task = blenderbot_400m(zerojax.zero(stage=2), rows=200, seq=128)

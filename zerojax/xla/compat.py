@@ -1,6 +1,6 @@
-"""Differences between the versions of jax, and what jax does not export.
+"""Differences between the versions of jax, and private names of jax and Python.
 
-Importing this module warns where the installed jax is not one of :data:`TESTED`."""
+Importing this module warns if the installed jax is not one of :data:`TESTED`."""
 
 from __future__ import annotations
 

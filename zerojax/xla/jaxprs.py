@@ -1,8 +1,9 @@
 """Functions that read jaxprs, and run them equation by equation.
 
 ``jax.extend.core`` exports jaxprs and their equations, but guarantees nothing about their contents:
-the names of an equation's parameters, its context, the line of source that it comes from. Only this
-module reads them, and ``tests/xla/test_jaxprs.py`` checks it on every tested version of jax.
+the names of an equation's parameters, its context, the line of source that it comes from. Other
+modules read them through this one, and ``tests/xla/test_jaxprs.py`` checks it on every tested
+version of jax.
 """
 
 from __future__ import annotations

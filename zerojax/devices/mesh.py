@@ -233,7 +233,7 @@ def automatic_context(given: Mesh) -> Iterator[tuple[str, ...]]:
 def relabel_arrays(tree: PyTree, given: Mesh) -> PyTree:
     """Moves arrays on the same devices, but with other axis types, to the mesh ``given``."""
 
-    def moved(x: Any) -> object:
+    def moved(x: object) -> object:
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             return x
         sharding = x.sharding

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
 
 import jax
 import numpy as np
@@ -40,7 +39,7 @@ def near(mesh: Mesh, axis: str) -> int:
     return count if alike else 1
 
 
-def _node(device: Any) -> int:
+def _node(device: jax.Device) -> int:
     # All absent GPUs are in one slice; their hosts are processes.
     absent = device.platform == "gpu" and device not in jax.devices()
     return device.process_index if absent else getattr(device, "slice_index", device.process_index)

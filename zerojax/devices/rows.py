@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.typing import ArrayLike
 
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.devices.mesh import mesh as all_devices
@@ -103,13 +104,13 @@ class BatchRows:
         self._known = RowBlocks.of(mesh)
         self.blocks: int = 1 if self._known is None else self._known.number
 
-    def own(self, x: Any) -> bool:
+    def own(self, x: ArrayLike) -> bool:
         """Returns whether a leaf holds only the process's own rows."""
         if not self._several or np.ndim(x) <= self._axis or isinstance(x, jax.ShapeDtypeStruct):
             return False
         return not isinstance(x, jax.Array) or x.is_fully_addressable
 
-    def shape(self, x: Any) -> tuple[int, ...]:
+    def shape(self, x: ArrayLike) -> tuple[int, ...]:
         """Returns the global shape of a leaf, with the rows of all processes."""
         shape: tuple[int, ...] = np.shape(x)
         return _times(shape, self.blocks, self._axis) if self.own(x) else shape

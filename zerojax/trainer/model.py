@@ -29,7 +29,7 @@ R = TypeVar("R")
 AnyModel: TypeAlias = nn.Module | nnx.Module | Callable[..., nnx.Module]
 """A model, or a function of ``rngs`` that creates an NNX module."""
 
-Loss = Callable[[Any, Any], object]
+Loss = Callable[[Any, PyTree], object]
 Create = tuple[Callable[..., PyTree], tuple[PyTree, ...]]
 
 

@@ -12,11 +12,11 @@ as the models of `zerojax.models.names` do.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen
 from flax.training.train_state import TrainState
 
 from zerojax.api import Zero
@@ -56,7 +56,7 @@ def seq2seq(
 
     def loss(params: PyTree, batch: PyTree, rngs: PyTree) -> jax.Array:
         labels = batch["labels"]
-        losses: Any = model.apply(
+        losses: PyTree = model.apply(
             {"params": params}, batch["input_ids"], bart.shifted(labels, config),
             batch["attention_mask"], targets=labels, deterministic=False, rngs=rngs,
         )  # fmt: skip
@@ -89,7 +89,7 @@ def _workload(
     return Workload(create_state, train_step, batch, tokens=rows * tokens, args=(key,))
 
 
-def _params(model: Any, *inputs: jax.Array) -> PyTree:
+def _params(model: linen.Module, *inputs: jax.Array) -> PyTree:
     *tokens, key = inputs
     return model.init(key, *tokens)["params"]
 
@@ -99,5 +99,7 @@ def _tokens(rows: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {"input_ids": shape, "attention_mask": shape}
 
 
-deberta_v2_xlarge = partial(classification, "deberta-v2-xlarge")  # 887 million parameters
-blenderbot_400m = partial(seq2seq, "blenderbot-400m")  # 365 million
+deberta_v2_xlarge: partial[Workload] = partial(
+    classification, "deberta-v2-xlarge"
+)  # 887 million parameters
+blenderbot_400m: partial[Workload] = partial(seq2seq, "blenderbot-400m")  # 365 million

@@ -197,7 +197,7 @@ def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Worklo
     )
 
 
-def _logits(model: Any, call: Callable[[jax.Array], Any], tokens: jax.Array) -> Any:
+def _logits(model: object, call: Callable[[jax.Array], PyTree], tokens: jax.Array) -> PyTree:
     """Returns the logits [B, T, V] that ``call`` computes from tokens [B, T].
 
     Raises:
@@ -220,7 +220,7 @@ def _logits(model: Any, call: Callable[[jax.Array], Any], tokens: jax.Array) -> 
     return logits
 
 
-def _loss(model: Any, call: Callable[[jax.Array], Any], batch: PyTree) -> jax.Array:
+def _loss(model: object, call: Callable[[jax.Array], PyTree], batch: PyTree) -> jax.Array:
     """Returns the mean cross-entropy of the next token, in float32."""
     tokens, targets = batch["tokens"], batch.get("targets")
     if targets is None:
@@ -262,11 +262,11 @@ def _linen(
 def _nnx(
     make: Callable[[], nnx.Module], tx: optax.GradientTransformation
 ) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
-    def create_state(key: jax.Array) -> Any:
+    def create_state(key: jax.Array) -> tuple[nnx.Module, nnx.Optimizer]:
         model = make()
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    def train_step(model: object, optimizer: Any, batch: object) -> object:
+    def train_step(model: object, optimizer: nnx.Optimizer, batch: object) -> object:
         value, grads = value_and_grad(lambda model: _loss(model, model, batch))(model)
         optimizer.update(model, grads)
         return {"loss": value}

@@ -170,6 +170,7 @@ class ConfigReading:
         if auto is not None:
             self._replaced, problems = stand_in(raw, auto)
             self.problems += problems
+        self.notes: list[Note]
         self.notes, problems = resolve_autos(raw)
         self.problems += problems
         values, problems = check_keys(raw)

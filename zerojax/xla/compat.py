@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 from jax._src import compiler, core, distributed, dtypes, xla_bridge
@@ -78,7 +78,7 @@ def lower_for(traced: jax.stages.Traced, mesh: Mesh) -> jax.stages.Lowered:
     """Lowers a traced program for the devices of a mesh, which may be absent."""
     devices = list(mesh.devices.flat)
     if devices[0].addressable_memories():
-        return traced.lower()
+        return cast(jax.stages.Lowered, traced.lower())
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     return LoweredFor(traced.lower(lowering_platforms=(platform,)), devices)
 
@@ -147,7 +147,9 @@ def take_for_array(kind: type, to_array: Callable[[Any], jax.Array]) -> None:
         *more: object,
     ) -> Sequence[object]:
         arrays = [to_array(x) for x in xs]
-        return pxla.shard_args(shardings, layouts, copy_semantics, arrays, *more)
+        return cast(
+            "Sequence[object]", pxla.shard_args(shardings, layouts, copy_semantics, arrays, *more)
+        )
 
     pxla.shard_arg_handlers[kind] = sharded
 

@@ -38,9 +38,8 @@ class _Opener:
     """Replaces hijax in jaxprs. A jaxpr that several equations share stays shared."""
 
     def __init__(self) -> None:
-        self._opened: dict[
-            int, tuple[AnyJaxpr, Any]
-        ] = {}  # by identity; holds both, as ids are reused
+        # By identity; holds both, as ids are reused.
+        self._opened: dict[int, tuple[AnyJaxpr, Any]] = {}
 
     def __call__(self, jaxpr: Any) -> Any:
         """Returns the jaxpr, open or closed, without hijax; the jaxpr itself if it has none."""
@@ -52,7 +51,7 @@ class _Opener:
             self._opened[id(jaxpr)] = jaxpr, jaxprs.with_body(jaxpr, body)
         return self._opened[id(jaxpr)][1]
 
-    def _equation(self, eqn: Any) -> Equation:
+    def _equation(self, eqn: Equation) -> Equation:
         operands = [v.aval for v in eqn.invars]
         if not eqn.primitive.is_high(*operands, **eqn.params):
             return eqn

@@ -77,7 +77,7 @@ def shaped_like(jaxpr: AnyJaxpr, closed: AnyJaxpr) -> AnyJaxpr:
 
 def called_jaxpr(eqn: Equation) -> AnyJaxpr:
     """Returns the jaxpr that a call runs, open or closed."""
-    return param(eqn, CALLS[eqn.primitive])
+    return cast(AnyJaxpr, param(eqn, CALLS[eqn.primitive]))
 
 
 def bodies(eqn: Equation) -> list[Jaxpr]:
@@ -259,7 +259,7 @@ def pruned(eqn: Equation, used: Sequence[bool]) -> Equation | None:
         return eqn if any(used) or eqn.effects else None
     # From 0.12 on, rules also take whether each operand, if it is a reference, is read later.
     read_later = [[True] * len(eqn.invars)] if jax.version.__version_info__ >= (0, 12) else []
-    return rule([*used], *read_later, eqn)[1]
+    return cast("Equation | None", rule([*used], *read_later, eqn)[1])
 
 
 def bind_in_context(eqn: Equation, values: Sequence[object]) -> Sequence[Any]:

@@ -150,7 +150,7 @@ def _computing(leaf: Leaf, place: str, config: ZeroConfig) -> Leaf:
     )
 
 
-def _shown_path(path: jax.tree_util.KeyPath) -> str:
+def _shown_path(path: tuple[object, ...]) -> str:
     """Turns an array's path in a wrapped optimizer's state into its path in the user's state."""
     is_wrapped = jax.tree_util.keystr(path[:1]) == ".inner"
     return f"opt_state{jax.tree_util.keystr(path[1 if is_wrapped else 0 :])}"

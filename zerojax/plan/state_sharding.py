@@ -23,7 +23,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,8 @@ from zerojax.plan.stored import pad, unwrap_stored, user_leaf
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla.compiler import GPUS
 from zerojax.xla.types import PyTree
+
+Tree = TypeVar("Tree")
 
 DTYPES: dict[str | None, DTypeLike | None] = {
     None: None,
@@ -196,19 +198,17 @@ class Plan:
             return out
         rows, n = batch_axes(self.mesh), batch_devices(self.mesh)
 
-        def placed(x: jax.Array) -> jax.Array:
+        def placed(x: PyTree) -> PyTree:
             spec = [rows] if jnp.ndim(x) and len(x) % n == 0 else []
             return lax.with_sharding_constraint(x, layout.sharding(self.mesh, spec))
 
         return jax.tree.map(placed, out)
 
     @staticmethod
-    def each(
-        function: Callable[[Any, Leaf], object], tree: PyTree, leaves: Sequence[Leaf]
-    ) -> PyTree:
+    def each(function: Callable[[Any, Leaf], object], tree: Tree, leaves: Sequence[Leaf]) -> Tree:
         """Maps ``function`` over the arrays of a tree and their leaves in the plan, in order."""
         arrays, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, map(function, arrays, leaves))
+        return cast(Tree, jax.tree.unflatten(structure, map(function, arrays, leaves)))
 
     def sharding(self, leaf: Leaf) -> NamedSharding:
         """Returns the sharding of one leaf of this plan, with its memory kind."""

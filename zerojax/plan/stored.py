@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ class StoredArray:
 
     @property
     def addressable_shards(self) -> Sequence[jax.Shard]:
-        return self.stored.addressable_shards
+        return cast("Sequence[jax.Shard]", self.stored.addressable_shards)
 
     def is_deleted(self) -> bool:
         deleted: bool = self.stored.is_deleted()
@@ -85,7 +85,10 @@ class StoredArray:
         """Returns the array without padding, in device memory, with the sharding ``sharding``."""
         at_rest = self.stored if isinstance(self.stored, jax.Array) else self.stored.load()
         at_rest = jax.device_put(at_rest, at_rest.sharding.with_memory_kind(DEVICE))
-        return jax.jit(_cut, static_argnums=1, out_shardings=self.sharding)(at_rest, self.shape)
+        return cast(
+            jax.Array,
+            jax.jit(_cut, static_argnums=1, out_shardings=self.sharding)(at_rest, self.shape),
+        )
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         values = np.asarray(_cut(np.asarray(self.stored), self.shape), dtype)
@@ -155,4 +158,4 @@ def pad(x: Arr, shape: Sequence[int]) -> Arr:
     if tuple(x.shape) == tuple(shape):
         return x
     widths = [(0, m - n) for n, m in zip(x.shape, shape, strict=True)]
-    return (np if isinstance(x, np.ndarray) else jnp).pad(x, widths)
+    return cast(Arr, (np if isinstance(x, np.ndarray) else jnp).pad(x, widths))

@@ -16,14 +16,14 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from zerojax.optim.decay import is_bias_or_norm, names_on_path
 from zerojax.xla.types import Aval, PyTree
 
-Matrices: TypeAlias = Callable[[jax.tree_util.KeyPath, Aval], MuonDimensionNumbers | None]
+Matrices: TypeAlias = Callable[[tuple[object, ...], Aval], MuonDimensionNumbers | None]
 """A function from a leaf's path and the leaf to its matrix axes, or None to use Adam."""
 
 # Full names of modules or leaves; names that contain "embed" count too.
 _EMBEDDING_OR_HEAD = {"wte", "wpe", "lm_head", "head", "output_head", "logits", "classifier"}
 
 
-def last_two_axes(path: jax.tree_util.KeyPath, leaf: Aval) -> MuonDimensionNumbers | None:
+def last_two_axes(path: tuple[object, ...], leaf: Aval) -> MuonDimensionNumbers | None:
     """Returns the matrix axes of a leaf for Muon; None for a leaf that Adam updates.
 
     Adam updates leaves of one dimension, biases and norms by name (even those that `nn.scan` has

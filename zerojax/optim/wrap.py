@@ -6,7 +6,7 @@ import abc
 import functools
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,7 @@ def wrap(
             f"loss_scale: expected a zerojax.LossScale, got {loss_scale!r}; for a static scale "
             "LossScale(loss_scale=128.0)"
         )
-    wrapped: Any = tx
+    wrapped = cast(ZeroTransformation, tx)
     if isinstance(tx, ZeroTransformation | BoundTransformation | NNXTransformation):
         return wrapped
     inner_tx = optax.with_extra_args_support(tx)

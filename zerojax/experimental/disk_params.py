@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, SupportsInt
+from typing import NamedTuple, SupportsInt, cast
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +118,9 @@ class ParamReader:
         assert index is not None
         if wanted.entry == _ENTIRE:
             return array.read_slice(index)
-        return array.read_slice((slice(wanted.entry, wanted.entry + 1), *index[1:]))[0]
+        return cast(
+            np.ndarray, array.read_slice((slice(wanted.entry, wanted.entry + 1), *index[1:]))[0]
+        )
 
 
 class DiskParam:
@@ -161,9 +163,9 @@ class DiskParam:
         def read_shard(entry: jax.Array) -> jax.Array:
             result = jax.ShapeDtypeStruct(local, self.dtype)
             position = lax.axis_index(mesh.axis_names)
-            return jax.pure_callback(self._read, result, position, entry)
+            return cast(jax.Array, jax.pure_callback(self._read, result, position, entry))
 
         read_shards = jax.shard_map(
             read_shard, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False
         )
-        return read_shards(jnp.asarray(entry, jnp.int32))
+        return cast(jax.Array, read_shards(jnp.asarray(entry, jnp.int32)))

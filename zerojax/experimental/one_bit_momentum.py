@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +135,7 @@ class OneBitMomentum:
             return self._sent(parameter, parts, spec, errors, last)
 
         total, self.after[parameter] = lax.cond(self._how.plain, plain, sent, None)
-        return total
+        return cast(jax.Array, total)
 
     def _sent(
         self,
@@ -168,4 +169,4 @@ class OneBitMomentum:
         def gathered(_: object) -> jax.Array:
             return self._gatherer.constrain(momentum, (None,) * momentum.ndim)
 
-        return lax.cond(jnp.any(scales > 0), decoded, gathered, None)
+        return cast(jax.Array, lax.cond(jnp.any(scales > 0), decoded, gathered, None))

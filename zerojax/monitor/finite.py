@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ class Finiteness:
     def ready(self) -> bool:
         """True if the device has finished the step."""
         wrong: Any = self.wrong  # jax.Array does not declare the method
-        return wrong.is_ready()
+        return cast(bool, wrong.is_ready())
 
     def wrong_names(self) -> list[str]:
         """Returns the names of the numbers that are not finite; waits for the step."""

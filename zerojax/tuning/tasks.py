@@ -12,6 +12,7 @@ as the models of `zerojax.models.names` do.
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,10 @@ def classification(
             {"params": params}, batch["input_ids"], batch["attention_mask"],
             deterministic=False, rngs=rngs,
         )  # fmt: skip
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+        return cast(
+            jax.Array,
+            optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(),
+        )
 
     batch = _tokens(rows, seq) | {"labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
     return _workload(zero, partial(_params, model, jnp.zeros((1, 8), jnp.int32)), loss, batch, seq)
@@ -77,7 +81,7 @@ def _workload(
     tx = zero.optimizer() if zero.config.optimizer else optax.adamw(LEARNING_RATE)
 
     def create_state(key: jax.Array) -> TrainState:
-        return TrainState.create(apply_fn=loss, params=init(key), tx=tx)
+        return cast(TrainState, TrainState.create(apply_fn=loss, params=init(key), tx=tx))
 
     def train_step(state: TrainState, batch: PyTree, key: jax.Array) -> tuple[TrainState, PyTree]:
         rngs = {"dropout": jax.random.fold_in(key, state.step)}

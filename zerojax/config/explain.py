@@ -56,9 +56,9 @@ class Explanation(NamedTuple):
 
 
 def explain(
-    config: str | os.PathLike[str] | Mapping[str, Any],
+    config: str | os.PathLike[str] | Mapping[str, object],
     *,
-    auto: Mapping[str, Any] | None = None,
+    auto: Mapping[str, object] | None = None,
     devices: int | None = None,
     every: bool = False,
 ) -> Explanation:

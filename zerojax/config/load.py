@@ -33,8 +33,8 @@ _STOOD_IN = "given in its place, by auto="
 
 
 def load(
-    config: str | os.PathLike[str] | Mapping[str, Any] | ZeroConfig,
-    auto: Mapping[str, Any] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, object] | ZeroConfig,
+    auto: Mapping[str, object] | None = None,
 ) -> ZeroConfig:
     """Reads a DeepSpeed config, or Accelerate's YAML as the equivalent DeepSpeed config.
 
@@ -223,7 +223,7 @@ class ConfigReading:
         """Returns the key of the JSON that sets a field."""
         return BY_FIELD[field].path if field in BY_FIELD else self._offload.paths.get(field, field)
 
-    def _note_keys(self, values: Mapping[str, Any]) -> None:
+    def _note_keys(self, values: Mapping[str, object]) -> None:
         resolved = {note.key for note in self.notes}
         reasons = {BY_FIELD[name].path: reason for name, reason in idle(self.fields).items()}
         reasons |= self._offload.idle

@@ -266,7 +266,7 @@ class Param:
 
     kind: ValueKind
     default: object
-    only: tuple[Any, ...] = ()
+    only: tuple[object, ...] = ()
     why: str = ""
     loud: bool = False
     auto: str = ""

@@ -159,13 +159,13 @@ class ConfigReading:
       ['fp16.loss_scale: expected 0 (dynamic) or a number above 0 that float32 holds, got -1']
     """
 
-    def __init__(self, raw: dict[str, Any], auto: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, raw: dict[str, Any], auto: Mapping[str, object] | None = None) -> None:
         self.raw: dict[str, Any] = plain(raw)
         self.source: str = ""
         self.yaml: Translation | None = None
         self.fields: dict[str, Any] = {}
         self.problems: list[str] = list(rename(raw))
-        self.given: dict[str, Any] = dict(_leaves(raw, ""))
+        self.given: dict[str, object] = dict(_leaves(raw, ""))
         self._replaced: set[str] = set()
         if auto is not None:
             self._replaced, problems = stand_in(raw, auto)

@@ -53,7 +53,7 @@ class Translation:
     problems: list[str]
     raw: dict[str, Any] = field(default_factory=dict)
     file: str = ""
-    of_file: dict[str, Any] = field(default_factory=dict)
+    of_file: dict[str, object] = field(default_factory=dict)
     judged: dict[str, KeyTreatment] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from zerojax.config.errors import ConfigError, as_text
@@ -92,7 +92,7 @@ def _described(args: TrainingArguments, entry: Entry) -> str:
 
 
 def _entries(
-    args: TrainingArguments, raw: dict[str, Any], world: int, steps: int, hidden_size: int | None
+    args: TrainingArguments, raw: dict[str, object], world: int, steps: int, hidden_size: int | None
 ) -> Iterator[Entry]:
     rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -187,7 +187,7 @@ def _monitors(args: TrainingArguments) -> dict[str, object]:
     return sections
 
 
-def _get(raw: dict[str, Any], path: str) -> Any:
+def _get(raw: Mapping[str, object], path: str) -> Any:
     """Returns the value at a dotted path, or None if a section is missing or is not an object."""
     value: object = raw
     for name in path.split("."):

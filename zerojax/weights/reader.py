@@ -21,6 +21,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -80,7 +81,7 @@ class FileTensor(NamedTuple):
         assert dtype is not None, self.stored
         strides = contiguous(out.shape) if strides is None else strides
         for band in bands(out.shape, dtype.itemsize) if out.size else ():
-            index: Any = (*band, ...)
+            index: tuple[slice | EllipsisType, ...] = (*band, ...)
             block = out[index]
             is_direct = block.dtype == dtype and block.flags.c_contiguous
             data = block if is_direct else np.empty(block.shape, dtype)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from types import EllipsisType
 from typing import Any, cast
 
 import jax
@@ -89,7 +90,10 @@ def to_host(array: Any) -> Iterator[tuple[Bounds, np.ndarray]]:
         if bounds not in seen:
             seen.add(bounds)
             values = np.asarray(shard.data.copy())
-            unpadded: Any = (*(slice(stop - start) for start, stop in bounds), ...)
+            unpadded: tuple[slice | EllipsisType, ...] = (
+                *(slice(stop - start) for start, stop in bounds),
+                ...,
+            )
             yield bounds, values[unpadded]
 
 

@@ -162,7 +162,7 @@ def _decay(params: Mapping[str, Any], mask: Mask | None) -> Transformations:
     return []
 
 
-def _mask(params: Mapping[str, Any], mask: Mask | None) -> Mask | None:
+def _mask(params: Mapping[str, object], mask: Mask | None) -> Mask | None:
     named = no_bias_and_norm if params["weight_decay_mask"] == "no_bias_and_norm" else None
     return named if mask is None else mask
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -267,7 +267,7 @@ def shard_axis(given: Mesh | AbstractMesh) -> str:
             f"{AXIS!r}, which shards rows: write axes={{{AXIS!r}: 1, {SEQUENCE!r}: {n}}}"
         )
     if len(names) == 1 and names[0] != REPLICA:
-        return names[0]
+        return cast(str, names[0])
     if names == (REPLICA,):
         n = given.shape[REPLICA]
         raise ValueError(
@@ -311,7 +311,7 @@ def axis_size(given: Mesh | AbstractMesh, axis: str) -> int:
 
 def sequence_size(given: Mesh | AbstractMesh) -> int:
     """Returns the number of devices that share the tokens of a row: the size of "seq", or 1."""
-    return given.shape.get(SEQUENCE, 1)
+    return cast(int, given.shape.get(SEQUENCE, 1))
 
 
 def nearest_multiples(size: int, n: int) -> str:

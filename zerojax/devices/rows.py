@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -154,14 +154,14 @@ class BatchRows:
         if self.own(x):
             x = x if isinstance(x, jax.Array) else np.asarray(x)
             shape = _times(np.shape(x), self.blocks, self._axis if axis is None else axis)
-            return jax.make_array_from_process_local_data(sharding, x, shape)
+            return cast(jax.Array, jax.make_array_from_process_local_data(sharding, x, shape))
         if self._several and not isinstance(x, jax.Array):
             return jnp.asarray(x)  # a scalar for jit; device_put would compare it
         if self._several and x.is_fully_addressable:
-            return jax.make_array_from_process_local_data(sharding, x, x.shape)
+            return cast(jax.Array, jax.make_array_from_process_local_data(sharding, x, x.shape))
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
-        return jax.device_put(x, sharding)
+        return cast(jax.Array, jax.device_put(x, sharding))
 
 
 def dimension(axis: int) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -60,7 +60,7 @@ def _entries(given: PyTree) -> Mapping[str, PyTree]:
     if not isinstance(result, Mapping):
         is_loss = isinstance(result, tuple) or not jnp.ndim(result)
         result = {"loss": result} if is_loss else {"logits": result}
-    return result
+    return cast("Mapping[str, PyTree]", result)
 
 
 def loss_entry(given: object) -> PyTree:

@@ -22,7 +22,7 @@ import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -221,7 +221,7 @@ class _Entry(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, name: str, about: Any) -> _Entry:
+    def of(cls, name: str, about: object) -> _Entry:
         """Parses an entry of the header.
 
         Raises:

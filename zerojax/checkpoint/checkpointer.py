@@ -8,7 +8,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NoReturn, Self
+from typing import Literal, NoReturn, Self, SupportsIndex
 
 import jax
 from etils import epath
@@ -151,7 +151,7 @@ class Checkpointer:
         step: int,
         state: PyTree,
         *,
-        extra: Any = None,
+        extra: PyTree = None,
         metrics: Mapping[str, object] | None = None,
     ) -> None:
         """Saves a state in the background; returns once the state is copied from the devices.
@@ -242,7 +242,7 @@ class Checkpointer:
             lambda act: call_on_first(self._name, act),
         )
 
-    def extra(self, step: int | None = None, process: int | None = None) -> Any:
+    def extra(self, step: int | None = None, process: int | None = None) -> PyTree:
         """Returns the ``extra`` that was passed to :meth:`save`; None for a step of plain orbax.
 
         Args:
@@ -254,7 +254,7 @@ class Checkpointer:
             and the number of processes has changed.
         """
 
-        def read(folder: epath.Path) -> Any:
+        def read(folder: epath.Path) -> PyTree:
             saved_step = SavedStep(folder)
             if process is not None:
                 return saved_step.extra(process)
@@ -393,7 +393,7 @@ class Checkpointer:
             )
 
 
-def _step_number(step: Any) -> int:
+def _step_number(step: SupportsIndex) -> int:
     """Returns a step's number as an int; accepts integers of NumPy and JAX too."""
     try:
         number = operator.index(step)

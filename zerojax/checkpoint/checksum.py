@@ -16,17 +16,19 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from zerojax.checkpoint.state_tree import is_key
 from zerojax.plan import layout
 from zerojax.plan.stored import StoredArray, unwrap_stored
 
+_Words = TypeVar("_Words", jax.Array, np.ndarray)
 _BLOCK = 2**16
 """Number of words that the host mixes at once, so that they stay in the cache."""
 
@@ -143,7 +145,7 @@ def _blocks(x: jax.Array, begins: Sequence[jax.Array], most: int) -> Iterator[_B
     rows = max(1, min(x.shape[inner], most // max(1, math.prod(below))))
 
     def get(i: jax.Array, first: int, n: int, steps: int) -> tuple[jax.Array, list[jax.Array]]:
-        index: list[Any] = [*jnp.unravel_index(i // steps, outer)] if outer else []
+        index: list[ArrayLike] = [*jnp.unravel_index(i // steps, outer)] if outer else []
         index += [first + i % steps * n, *[0] * len(below)]
         block = jax.lax.dynamic_slice(x, index, (*[1] * inner, n, *below))
         return block, [b + jnp.asarray(j, jnp.uint32) for b, j in zip(begins, index, strict=True)]
@@ -256,7 +258,7 @@ def _odd(d: int) -> int:
     return (_ODD[d % len(_ODD)] + 2 * (d // len(_ODD))) & 0xFFFFFFFF
 
 
-def _mix(x: Any) -> Any:
+def _mix(x: _Words) -> _Words:
     """Applies the finalizer of MurmurHash3 to a uint32 JAX or NumPy array."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)

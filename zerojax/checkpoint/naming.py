@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zerojax import weights
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.saved import SavedArray, SavedStep
 from zerojax.checkpoint.state_tree import PARAMS, Form, Path, unboxed
 from zerojax.weights.names import Linked, link
+from zerojax.xla.types import PyTree
 
 
 class Renamed(NamedTuple):
@@ -26,7 +27,7 @@ class Renamed(NamedTuple):
 
 
 Map = weights.Names | Mapping[str, str | weights.Tensor | None]
-Names = Callable[[Mapping[str, tuple[int, ...]], Any], Renamed] | Map
+Names = Callable[[Mapping[str, tuple[int, ...]], PyTree], Renamed] | Map
 """A map as for ``zerojax.weights.save``; or a function of the parameters' shapes by name and the
 ``extra`` of the save. Its ValueError states why the files cannot be written."""
 

@@ -10,7 +10,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +64,7 @@ class PendingSave:
         step: int,
         state: PyTree,
         zero: Zero,
-        extra: Any,
+        extra: PyTree,
         metrics: dict[str, float] | None,
     ) -> None:
         self.step = step
@@ -245,7 +244,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _spec(x: Any) -> Spec | None:
+def _spec(x: object) -> Spec | None:
     sharding = getattr(unwrap_stored(x), "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None

@@ -8,9 +8,9 @@ import itertools
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -62,7 +62,10 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
         return "np.ndarray"
 
     async def serialize(
-        self, values: Sequence[Any], infos: Sequence[Any], args: object = None
+        self,
+        values: Sequence[DiskArray | StoredArray],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: object = None,
     ) -> Sequence[ocp.future.Future]:
         arrays = [_Array.of(value) for value in values]
         # Orbax creates its folder first.
@@ -79,7 +82,9 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
         if writing:
             writing.result()
 
-    async def _write(self, arrays: Sequence[_Array], infos: Sequence[Any]) -> None:
+    async def _write(
+        self, arrays: Sequence[_Array], infos: Sequence[ocp.type_handlers.ParamInfo]
+    ) -> None:
         shares: dict[str, list[Future[int]]] = {}
         with ThreadPoolExecutor(_THREADS, "zerojax-checksum") as pool:
             transactions = _Transactions()
@@ -95,10 +100,10 @@ class PiecewiseHandler(ocp.type_handlers.TypeHandler):
             transactions.finish()
         self.shares = {name: sum(x.result() for x in parts) for name, parts in shares.items()}
 
-    async def metadata(self, infos: Any) -> Any:
+    async def metadata(self, infos: object) -> NoReturn:
         raise NotImplementedError("orbax's own handler reads them")
 
-    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+    async def deserialize(self, infos: object, args: object = None) -> NoReturn:
         raise NotImplementedError("orbax's own handler reads them")
 
 
@@ -108,16 +113,24 @@ class _Transactions:
     def __init__(self) -> None:
         self._bytes = 0
         self._open = tensorstore.Transaction(atomic=True)
-        self._under_way: tuple[tensorstore.Transaction, list[Any]] | None = None
-        self._staged: list[Any] = []
+        self._under_way: tuple[tensorstore.Transaction, list[tensorstore.WriteFutures]] | None = (
+            None
+        )
+        self._staged: list[tensorstore.WriteFutures] = []
 
-    def create(self, spec: Any, context: Any) -> None:
+    def create(self, spec: Mapping[str, object], context: tensorstore.Context) -> None:
         """Creates an array."""
         tensorstore.open(
             spec, create=True, open=True, context=context, transaction=self._open
         ).result()
 
-    def write(self, spec: Any, context: Any, index: Index, block: np.ndarray) -> None:
+    def write(
+        self,
+        spec: Mapping[str, object],
+        context: tensorstore.Context,
+        index: Index,
+        block: np.ndarray,
+    ) -> None:
         """Stages the write of a block, which must not change afterwards."""
         store = tensorstore.open(
             spec, open=True, assume_metadata=True, context=context, transaction=self._open
@@ -172,7 +185,7 @@ class _Array(NamedTuple):
 
     shape: tuple[int, ...]
     padded: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     sharding: Sharding
     shards: list[_Shard]
     on_disk: bool
@@ -216,7 +229,7 @@ def _host_shards(x: jax.Array) -> list[_Shard]:
 
 
 def _write_chunks(
-    x: _Array, info: Any, transactions: _Transactions
+    x: _Array, info: ocp.type_handlers.ParamInfo, transactions: _Transactions
 ) -> Iterator[tuple[Index, np.ndarray]]:
     """Writes this process's chunks of an array; yields the box and values of each."""
     chunk = chunk_of(x.padded, x.sharding, x.dtype.itemsize)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 import jax
 
@@ -50,7 +51,7 @@ class Preemption:
         self._noted: float | None = None
         self._given = False
         self._turn: AgreedTurn | None = None
-        self._before: Any = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
 
     @property
     def notice(self) -> bool:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ _MAX_DEPTH = 100
 
 
 class _Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config: ClassVar[pydantic.ConfigDict] = pydantic.ConfigDict(extra="forbid", frozen=True)
 
 
 class LeafRecord(_Strict):
@@ -102,7 +102,7 @@ class Record(_Strict):
     axis: str
     devices: str
     processes: int
-    config: dict[str, Any]
+    config: dict[str, object]
     leaves: dict[str, LeafRecord]
     files: dict[str, FileRecord]
     metrics: dict[str, float] | None

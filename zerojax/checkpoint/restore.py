@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ class _Wanted(NamedTuple):
     """
 
     leaves: dict[Path, jax.ShapeDtypeStruct]
-    close: Callable[[list[Any]], PyTree]
+    close: Callable[[Sequence[object]], PyTree]
     on_disk: Mapping[Path, Leaf]
 
 
@@ -138,7 +138,7 @@ def _full_state(state: PyTree, form: state_tree.Form, zero: Zero) -> _Wanted:
         leaves = jax.tree.leaves(abstract(opened.parts, zero.states.plan(opened)))
     paths = state_tree.paths_of(opened.parts, form)
 
-    def close(arrays: list[Any]) -> PyTree:
+    def close(arrays: Sequence[object]) -> PyTree:
         closed = opened.close(jax.tree.unflatten(tree, arrays), opened.tx)
         return closed if form == "nnx" else closed[0]
 
@@ -202,7 +202,7 @@ def _any_pytree(state: PyTree, present: dict[Path, SavedArray], zero: Zero) -> _
     structs = [_struct(x, unwrap_stored(x).sharding) for x in leaves]
     paths = state_tree.below((), arrays)
 
-    def close(arrays: list[Any]) -> PyTree:
+    def close(arrays: Sequence[object]) -> PyTree:
         remaining = iter(arrays)  # arrays without elements are not saved
         all_leaves = [next(remaining) if x.size else jnp.zeros(x.shape, x.dtype) for x in structs]
         parts = opened.parts._replace(rest=jax.tree.unflatten(tree, all_leaves))

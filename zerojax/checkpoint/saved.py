@@ -22,6 +22,7 @@ from zerojax.checkpoint.errors import (
 )
 from zerojax.checkpoint.record import LeafRecord, Record
 from zerojax.offload.disk.slices import grid
+from zerojax.xla.types import PyTree
 
 R = TypeVar("R")
 
@@ -88,7 +89,7 @@ class SavedArrays:
             self._ocdbt = bool((item / _MANIFEST).exists() if ocdbt is None else ocdbt)
             # If chunks of zeros are stored too, a missing chunk was lost.
             self._filled = bool(metadata.get("store_array_data_equal_to_fill_value"))
-            self.recorded = metadata.get("custom_metadata") == records.MARK
+            self.recorded: bool = metadata.get("custom_metadata") == records.MARK
             paths = [
                 tuple(str(key["key"]) for key in entry["key_metadata"])
                 for entry in metadata["tree_metadata"].values()
@@ -109,7 +110,7 @@ class SavedArrays:
         """
         return self._array(name, self._begin(name))
 
-    def _array(self, name: str, opening: Any) -> SavedArray:
+    def _array(self, name: str, opening: tensorstore.Future[tensorstore.TensorStore]) -> SavedArray:
         store = self._result(name, opening)
         return SavedArray(self._paths[name], name, tuple(store.shape), store.dtype.numpy_dtype)
 
@@ -152,8 +153,8 @@ class SavedArrays:
     def _open(self, name: str) -> Any:
         return self._result(name, self._begin(name))
 
-    def _begin(self, name: str) -> Any:
-        kvstore: Any = steps_folder.kvstore(self.item)
+    def _begin(self, name: str) -> tensorstore.Future[tensorstore.TensorStore]:
+        kvstore: dict[str, Any] = steps_folder.kvstore(self.item)
         if self._ocdbt:
             kvstore = {"driver": "ocdbt", "base": kvstore, "path": f"{name}/", "cache_pool": _INDEX}
         else:
@@ -167,7 +168,7 @@ class SavedArrays:
             name, lambda: tensorstore.open(spec, open=True, read=True, context=self._context)
         )
 
-    def _result(self, name: str, future: Any) -> Any:
+    def _result(self, name: str, future: tensorstore.Future[R]) -> R:
         return self._tried(name, future.result)
 
     def _tried(self, name: str, act: Callable[[], R]) -> R:
@@ -198,7 +199,7 @@ class SavedStep(SavedArrays):
         if differences := unlike(self, self.record):
             raise DamagedCheckpointError("\n".join(differences))
 
-    def extra(self, process: int | None) -> Any:
+    def extra(self, process: int | None) -> PyTree:
         """Returns the ``extra`` of a save; None for a step of plain orbax.
 
         Args:

@@ -6,7 +6,6 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any
 
 _LISTED = 20
 """The number of unknown names that get a problem each; further names share the last one."""
@@ -50,7 +49,7 @@ class ConfigError(ValueError):
         return type(self), (self.problems, self.source)
 
 
-def as_text(value: Any, limit: int = 60) -> str:
+def as_text(value: object, limit: int = 60) -> str:
     """Returns a value as JSON, or by its `repr`, truncated to `limit` characters.
 
     Example:

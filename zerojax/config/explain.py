@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from zerojax.config.accelerate import KEYS as YAML_KEYS
 from zerojax.config.accelerate import SECTIONS
@@ -42,7 +42,7 @@ class Row(NamedTuple):
     """
 
     key: str
-    given: Any
+    given: object
     resolved: object
     became: Became
     why: str
@@ -56,9 +56,9 @@ class Explanation(NamedTuple):
 
 
 def explain(
-    config: str | os.PathLike[str] | Mapping[str, Any],
+    config: str | os.PathLike[str] | Mapping[str, object],
     *,
-    auto: Mapping[str, Any] | None = None,
+    auto: Mapping[str, object] | None = None,
     devices: int | None = None,
     every: bool = False,
 ) -> Explanation:
@@ -126,7 +126,7 @@ class _Table:
         for problem in problems:
             self.wrong.setdefault(_key_of(problem), problem)
 
-    def given(self, path: str, value: Any) -> Row:
+    def given(self, path: str, value: object) -> Row:
         """Returns the row of a key that the config has."""
         key = renamed(path)
         if (row := self._wrong(path, key, value)) is not None:

@@ -33,8 +33,8 @@ _STOOD_IN = "given in its place, by auto="
 
 
 def load(
-    config: str | os.PathLike[str] | Mapping[str, Any] | ZeroConfig,
-    auto: Mapping[str, Any] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, object] | ZeroConfig,
+    auto: Mapping[str, object] | None = None,
 ) -> ZeroConfig:
     """Reads a DeepSpeed config, or Accelerate's YAML as the equivalent DeepSpeed config.
 
@@ -159,17 +159,18 @@ class ConfigReading:
       ['fp16.loss_scale: expected 0 (dynamic) or a number above 0 that float32 holds, got -1']
     """
 
-    def __init__(self, raw: dict[str, Any], auto: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, raw: dict[str, Any], auto: Mapping[str, object] | None = None) -> None:
         self.raw: dict[str, Any] = plain(raw)
         self.source: str = ""
         self.yaml: Translation | None = None
         self.fields: dict[str, Any] = {}
         self.problems: list[str] = list(rename(raw))
-        self.given: dict[str, Any] = dict(_leaves(raw, ""))
+        self.given: dict[str, object] = dict(_leaves(raw, ""))
         self._replaced: set[str] = set()
         if auto is not None:
             self._replaced, problems = stand_in(raw, auto)
             self.problems += problems
+        self.notes: list[Note]
         self.notes, problems = resolve_autos(raw)
         self.problems += problems
         values, problems = check_keys(raw)
@@ -222,7 +223,7 @@ class ConfigReading:
         """Returns the key of the JSON that sets a field."""
         return BY_FIELD[field].path if field in BY_FIELD else self._offload.paths.get(field, field)
 
-    def _note_keys(self, values: Mapping[str, Any]) -> None:
+    def _note_keys(self, values: Mapping[str, object]) -> None:
         resolved = {note.key for note in self.notes}
         reasons = {BY_FIELD[name].path: reason for name, reason in idle(self.fields).items()}
         reasons |= self._offload.idle

@@ -118,7 +118,7 @@ class FrozenParams(Mapping[str, Any]):
 
     __slots__ = ("_items",)
 
-    def __init__(self, *given: Mapping[str, Any], **more: Any) -> None:
+    def __init__(self, *given: Mapping[str, object], **more: object) -> None:
         items = {k: v for mapping in (*given, more) for k, v in mapping.items()}
         self._items = {k: tuple(v) if isinstance(v, list) else v for k, v in items.items()}
 

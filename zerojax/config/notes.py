@@ -21,7 +21,7 @@ class Note(NamedTuple):
     """
 
     key: str
-    value: Any
+    value: object
     status: Status
     reason: str
     holds: object = None

@@ -158,7 +158,7 @@ OFFLOAD: dict[str, type[OffloadOptimizer] | type[OffloadParam]] = {
 """The class of each offload section."""
 
 
-def from_keyword(section: str, given: Any) -> Section | None:
+def from_keyword(section: str, given: object) -> Section | None:
     """Returns the config of one section from a keyword, or None if the section is off.
 
     Args:

@@ -15,7 +15,7 @@ class Object(dict[str, Any]):
     repeated: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, pairs: list[tuple[Any, Any]]) -> "Object":
+    def of(cls, pairs: list[tuple[str, object]]) -> "Object":
         """Builds an object from names and values; the last value of a repeated name wins."""
         values = cls(pairs)
         if len(values) < len(pairs):

@@ -11,7 +11,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -238,7 +238,7 @@ def automatic_context(given: Mesh) -> Iterator[tuple[str, ...]]:
 def relabel_arrays(tree: PyTree, given: Mesh) -> PyTree:
     """Moves arrays on the same devices, but with other axis types, to the mesh ``given``."""
 
-    def moved(x: Any) -> object:
+    def moved(x: object) -> object:
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             return x
         sharding = x.sharding
@@ -272,7 +272,7 @@ def shard_axis(given: Mesh | AbstractMesh) -> str:
             f"{AXIS!r}, which shards rows: write axes={{{AXIS!r}: 1, {SEQUENCE!r}: {n}}}"
         )
     if len(names) == 1 and names[0] != REPLICA:
-        return names[0]
+        return cast(str, names[0])
     if names == (REPLICA,):
         n = given.shape[REPLICA]
         raise ValueError(
@@ -316,7 +316,7 @@ def axis_size(given: Mesh | AbstractMesh, axis: str) -> int:
 
 def sequence_size(given: Mesh | AbstractMesh) -> int:
     """Returns the number of devices that share the tokens of a row: the size of "seq", or 1."""
-    return given.shape.get(SEQUENCE, 1)
+    return cast(int, given.shape.get(SEQUENCE, 1))
 
 
 def nearest_multiples(size: int, n: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from typing import cast
 
 import jax
 import numpy as np
@@ -40,10 +40,13 @@ def near(mesh: Mesh, axis: str) -> int:
     return count if alike else 1
 
 
-def _node(device: Any) -> int:
+def _node(device: jax.Device) -> int:
     # All absent GPUs are in one slice; their hosts are processes.
     absent = device.platform == "gpu" and device not in jax.devices()
-    return device.process_index if absent else getattr(device, "slice_index", device.process_index)
+    return cast(
+        int,
+        device.process_index if absent else getattr(device, "slice_index", device.process_index),
+    )
 
 
 def network_speed(text: str) -> float:

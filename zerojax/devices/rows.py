@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.typing import ArrayLike
 
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.devices.mesh import mesh as all_devices
@@ -103,13 +104,13 @@ class BatchRows:
         self._known = RowBlocks.of(mesh)
         self.blocks: int = 1 if self._known is None else self._known.number
 
-    def own(self, x: Any) -> bool:
+    def own(self, x: ArrayLike) -> bool:
         """Returns whether a leaf holds only the process's own rows."""
         if not self._several or np.ndim(x) <= self._axis or isinstance(x, jax.ShapeDtypeStruct):
             return False
         return not isinstance(x, jax.Array) or x.is_fully_addressable
 
-    def shape(self, x: Any) -> tuple[int, ...]:
+    def shape(self, x: ArrayLike) -> tuple[int, ...]:
         """Returns the global shape of a leaf, with the rows of all processes."""
         shape: tuple[int, ...] = np.shape(x)
         return _times(shape, self.blocks, self._axis) if self.own(x) else shape
@@ -153,14 +154,14 @@ class BatchRows:
         if self.own(x):
             x = x if isinstance(x, jax.Array) else np.asarray(x)
             shape = _times(np.shape(x), self.blocks, self._axis if axis is None else axis)
-            return jax.make_array_from_process_local_data(sharding, x, shape)
+            return cast(jax.Array, jax.make_array_from_process_local_data(sharding, x, shape))
         if self._several and not isinstance(x, jax.Array):
             return jnp.asarray(x)  # a scalar for jit; device_put would compare it
         if self._several and x.is_fully_addressable:
-            return jax.make_array_from_process_local_data(sharding, x, x.shape)
+            return cast(jax.Array, jax.make_array_from_process_local_data(sharding, x, x.shape))
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
-        return jax.device_put(x, sharding)
+        return cast(jax.Array, jax.device_put(x, sharding))
 
 
 def dimension(axis: int) -> str:

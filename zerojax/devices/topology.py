@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from string import Template
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 from jax.experimental import topologies
@@ -105,7 +105,7 @@ def topology(
 def device_kinds() -> dict[str, Any]:
     """Returns the figures of every known device, from ``device_kinds.json``."""
     figures = resources.files("zerojax.devices").joinpath("device_kinds.json")
-    return json.loads(figures.read_text())
+    return cast("dict[str, Any]", json.loads(figures.read_text()))
 
 
 def lookup(name: str) -> tuple[str, dict[str, Any]]:

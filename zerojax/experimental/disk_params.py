@@ -10,16 +10,18 @@ import functools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple, SupportsInt, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from zerojax.config import OffloadParam
 from zerojax.offload.disk.array import DiskArray
+from zerojax.xla.types import PyTree
 
 _ENTIRE = -1
 """Value in place of an entry: the entire parameter."""
@@ -60,7 +62,7 @@ class ParamReader:
         self._last: dict[tuple[int, int], int] = {}
         self._failed: Exception | None = None
 
-    def use(self, values: Sequence[Any]) -> None:
+    def use(self, values: Sequence[object]) -> None:
         """Sets the arrays of the next run: the arrays of ``values`` that are stored on disk."""
         with self._lock:
             self.arrays = {i: x for i, x in enumerate(values) if isinstance(x, DiskArray)}
@@ -68,7 +70,7 @@ class ParamReader:
             self._last.clear()
             self._failed = None
 
-    def check(self, results: Any = None) -> None:
+    def check(self, results: PyTree = None) -> None:
         """Waits for the results of a run that reads the disk, and raises its first error.
 
         Raises:
@@ -80,12 +82,12 @@ class ParamReader:
             raise self._failed
 
     def array(
-        self, number: int, shape: Sequence[int], dtype: Any, sharding: NamedSharding
+        self, number: int, shape: Sequence[int], dtype: np.dtype, sharding: NamedSharding
     ) -> DiskParam:
         """Returns an array on disk in a traced program."""
         return DiskParam(self, number, shape, dtype, sharding)
 
-    def read(self, number: int, position: Any, entry: Any) -> np.ndarray:
+    def read(self, number: int, position: SupportsInt, entry: SupportsInt) -> np.ndarray:
         """Returns a shard, see :class:`_Read`, or zeros if the read fails.
 
         An error in the callback would leave the other devices waiting for this device for ever.
@@ -116,7 +118,9 @@ class ParamReader:
         assert index is not None
         if wanted.entry == _ENTIRE:
             return array.read_slice(index)
-        return array.read_slice((slice(wanted.entry, wanted.entry + 1), *index[1:]))[0]
+        return cast(
+            np.ndarray, array.read_slice((slice(wanted.entry, wanted.entry + 1), *index[1:]))[0]
+        )
 
 
 class DiskParam:
@@ -134,9 +138,12 @@ class DiskParam:
         reader: ParamReader,
         number: int,
         shape: Sequence[int],
-        dtype: Any,
+        dtype: np.dtype,
         sharding: NamedSharding,
     ) -> None:
+        self.shape: tuple[int, ...]
+        self.dtype: np.dtype
+        self.ndim: int
         self.shape, self.dtype, self.ndim = tuple(shape), dtype, len(shape)
         self._read = functools.partial(reader.read, number)
         self._sharding = sharding
@@ -145,20 +152,20 @@ class DiskParam:
         """Reads the entire parameter onto the devices, sharded."""
         return self._brought(_ENTIRE, self.shape, self._sharding.spec)
 
-    def entry(self, index: Any) -> jax.Array:
+    def entry(self, index: ArrayLike) -> jax.Array:
         """Reads one entry of the first dimension onto the devices, sharded."""
         return self._brought(index, self.shape[1:], PartitionSpec(*self._sharding.spec[1:]))
 
-    def _brought(self, entry: Any, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
+    def _brought(self, entry: ArrayLike, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
         mesh = self._sharding.mesh
         local = NamedSharding(mesh, spec).shard_shape(shape)
 
         def read_shard(entry: jax.Array) -> jax.Array:
             result = jax.ShapeDtypeStruct(local, self.dtype)
             position = lax.axis_index(mesh.axis_names)
-            return jax.pure_callback(self._read, result, position, entry)
+            return cast(jax.Array, jax.pure_callback(self._read, result, position, entry))
 
         read_shards = jax.shard_map(
             read_shard, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False
         )
-        return read_shards(jnp.asarray(entry, jnp.int32))
+        return cast(jax.Array, read_shards(jnp.asarray(entry, jnp.int32)))

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh
 
@@ -24,7 +25,7 @@ from zerojax.devices.mesh import axis_size, batch_axes
 from zerojax.devices.network import near
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.plan import layout
-from zerojax.plan.layout import Spec
+from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.quantized import Quantization, block_of_slice
 
@@ -43,10 +44,10 @@ class LoCo:
     """
 
     def __init__(self, loco: Loco, how: Quantization | None, mesh: Mesh, axis: str) -> None:
-        self.key = KEY
+        self.key: str = KEY
         self._loco, self._how, self._mesh, self._axis = loco, how, mesh, axis
 
-    def applies_to(self, opt_state: Any) -> bool:
+    def applies_to(self, opt_state: optax.OptState) -> bool:
         """Returns True: LoCo serves any optimizer."""
         del opt_state
         return True
@@ -122,10 +123,11 @@ class ErrorFeedback:
         updates: jax.Array,
         scale: jax.Array | None,
     ) -> None:
-        self.key = KEY
+        self.key: str = KEY
         self._beta, self._gatherer = loco.err_beta, gatherer
         self._scale = jnp.ones((), jnp.float32) if scale is None else scale
         self._ends = (updates + 1) % loco.reset_T == 0
+        self.after: list[Errors]
         self._errors, self.after = list(errors), list(errors)
 
     def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
@@ -135,7 +137,7 @@ class ErrorFeedback:
         value = pin_to_devices(jnp.moveaxis(parts.astype(jnp.float32), 1 + at, 1), self._gatherer)
         old_errors, new_errors = iter(self._errors[parameter]), []
 
-        def feed_back(x: jax.Array, x_spec: Sequence[Any], block: Sequence[int]) -> jax.Array:
+        def feed_back(x: jax.Array, x_spec: Sequence[SpecEntry], block: Sequence[int]) -> jax.Array:
             old = self._as_sent(next(old_errors), x.shape, x_spec)
             corrected = x + old * self._scale
             new = self._beta * old + (1 - self._beta) * self._lost(corrected, x_spec, block)
@@ -147,7 +149,7 @@ class ErrorFeedback:
         self.after[parameter] = tuple(new_errors)
         return total
 
-    def _lost(self, x: jax.Array, spec: Sequence[Any], block: Sequence[int]) -> jax.Array:
+    def _lost(self, x: jax.Array, spec: Sequence[SpecEntry], block: Sequence[int]) -> jax.Array:
         """Returns the error of quantizing ``x``, without the loss scale."""
         assert self._gatherer.sent.gradients is not None
         form = self._gatherer.sent.gradients.format
@@ -155,14 +157,16 @@ class ErrorFeedback:
         sent = dequantize(*quantize(self._gatherer.constrain(x, spec), widths, form), form, x.dtype)
         return self._gatherer.constrain(x - sent, spec) / self._scale
 
-    def _as_sent(self, error: jax.Array, shape: Sequence[int], spec: Sequence[Any]) -> jax.Array:
+    def _as_sent(
+        self, error: jax.Array, shape: Sequence[int], spec: Sequence[SpecEntry]
+    ) -> jax.Array:
         """Returns an error in the shape and spec of the gradient that is sent."""
         order = self._devices_first(spec)
         x = error.reshape([shape[d] for d in order])
         x = self._gatherer.constrain(x, [spec[d] for d in order])
         return self._gatherer.constrain(x.transpose([order.index(d) for d in range(x.ndim)]), spec)
 
-    def _at_rest(self, x: jax.Array, spec: Sequence[Any], ndim: int) -> jax.Array:
+    def _at_rest(self, x: jax.Array, spec: Sequence[SpecEntry], ndim: int) -> jax.Array:
         """Returns an error in the form in which it is stored: [devices, ...], with ``ndim``
         dimensions; the reverse of :meth:`_as_sent`."""
         order = self._devices_first(spec)

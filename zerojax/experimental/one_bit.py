@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-Tree: TypeAlias = Any
-"""A tree in the form of the parameters."""
+from zerojax.xla.types import PyTree
 
 
 class OneBitAdamState(NamedTuple):
@@ -28,8 +27,8 @@ class OneBitAdamState(NamedTuple):
     """
 
     count: jax.Array  # type: ignore[assignment]
-    mu: Tree
-    nu: Tree
+    mu: PyTree
+    nu: PyTree
 
 
 class OneBitLambState(NamedTuple):
@@ -43,11 +42,11 @@ class OneBitLambState(NamedTuple):
     """
 
     count: jax.Array  # type: ignore[assignment]
-    mu: Tree
-    nu: Tree
-    fresh: Tree
-    ratio: Tree
-    factor: Tree
+    mu: PyTree
+    nu: PyTree
+    fresh: PyTree
+    ratio: PyTree
+    factor: PyTree
 
 
 class ZeroOneAdamState(NamedTuple):
@@ -61,8 +60,8 @@ class ZeroOneAdamState(NamedTuple):
     """
 
     count: jax.Array  # type: ignore[assignment]
-    mu: Tree
-    nu: Tree
+    mu: PyTree
+    nu: PyTree
     squares: jax.Array
     interval: jax.Array
     since: jax.Array
@@ -97,11 +96,11 @@ def sending(state: OneBitState, given: Mapping[str, Any]) -> Sending:
     return Sending(plain, jnp.where(frozen, beta, 0.0), first)
 
 
-def one_bit_state(opt_state: Any) -> OneBitState | None:
+def one_bit_state(opt_state: optax.OptState) -> OneBitState | None:
     """Finds the state of a 1-bit optimizer within an optimizer's state; None if there is none."""
     kinds = OneBitAdamState, OneBitLambState, ZeroOneAdamState
 
-    def is_one_bit_state(x: Any) -> bool:
+    def is_one_bit_state(x: object) -> bool:
         return isinstance(x, kinds)
 
     return next(
@@ -189,18 +188,20 @@ def scale_by_zero_one_adam(
     return optax.GradientTransformation(init, update)
 
 
-def _zeros(params: Tree, n: int) -> list[Tree]:
+def _zeros(params: PyTree, n: int) -> list[PyTree]:
     # Separate arrays: a state that is donated may contain a buffer only once.
     return [jax.tree.map(jnp.zeros_like, params) for _ in range(n)]
 
 
-def _average(grads: Tree, mu: Tree, b1: float) -> Tree:
+def _average(grads: PyTree, mu: PyTree, b1: float) -> PyTree:
     return jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, grads, mu)
 
 
-def _squares(grads: Tree, nu: Tree, b2: float, goes_on: jax.Array) -> Tree:
+def _squares(grads: PyTree, nu: PyTree, b2: float, goes_on: jax.Array) -> PyTree:
     return jax.tree.map(lambda g, v: jnp.where(goes_on, b2 * v + (1 - b2) * g * g, v), grads, nu)
 
 
-def _corrections(b1: float, count: jax.Array, b2: float, seen: jax.Array) -> tuple[Any, Any]:
+def _corrections(
+    b1: float, count: jax.Array, b2: float, seen: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     return 1 - b1 ** count.astype(jnp.float32), 1 - b2 ** seen.astype(jnp.float32)

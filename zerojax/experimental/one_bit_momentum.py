@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh
 
@@ -32,10 +33,10 @@ class OneBit:
     """
 
     def __init__(self, optimizer: OptimizerConfig, mesh: Mesh) -> None:
-        self.key = f'optimizer.type = "{optimizer.type}"'
+        self.key: str = f'optimizer.type = "{optimizer.type}"'
         self._optimizer, self._mesh = optimizer, mesh
 
-    def applies_to(self, opt_state: Any) -> bool:
+    def applies_to(self, opt_state: optax.OptState) -> bool:
         """Returns whether the state is that of a 1-bit optimizer."""
         return one_bit_state(opt_state) is not None
 
@@ -111,13 +112,14 @@ class OneBitMomentum:
         scale: jax.Array | None,
         key: str,
     ) -> None:
+        self.key: str
         self._gatherer, self._how, self.key = gatherer, how, key
         self._momenta, self._squares = jax.tree.leaves(state.mu), jax.tree.leaves(state.nu)
         self._scale = jnp.ones((), jnp.float32) if scale is None else scale
         self._errors = [
             tuple(jnp.where(how.anew, jnp.zeros_like(x), x) for x in each) for each in errors
         ]
-        self.after = list(self._errors)
+        self.after: list[Errors] = list(self._errors)
 
     def reduced(self, parameter: int, parts: jax.Array, spec: Spec) -> jax.Array:
         """Returns a parameter's gradient, float32, from the devices' partial sums
@@ -125,15 +127,15 @@ class OneBitMomentum:
         parts = pin_to_devices(parts.astype(jnp.float32), self._gatherer)
         errors, last = self._errors[parameter][:2], self._errors[parameter][2:]
 
-        def plain(_: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        def plain(_: object) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             total = self._gatherer.scatter_parts(add_up(parts, 0), spec)
             return total, (*errors, *map(jnp.zeros_like, last))
 
-        def sent(_: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        def sent(_: object) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             return self._sent(parameter, parts, spec, errors, last)
 
         total, self.after[parameter] = lax.cond(self._how.plain, plain, sent, None)
-        return total
+        return cast(jax.Array, total)
 
     def _sent(
         self,
@@ -160,11 +162,11 @@ class OneBitMomentum:
             return momentum
         codes, scales = last
 
-        def decoded(_: Any) -> jax.Array:
+        def decoded(_: object) -> jax.Array:
             x = (unpack(codes) * scales[:, None]).reshape(-1)[: momentum.size]
             return x.reshape(momentum.shape)
 
-        def gathered(_: Any) -> jax.Array:
+        def gathered(_: object) -> jax.Array:
             return self._gatherer.constrain(momentum, (None,) * momentum.ndim)
 
-        return lax.cond(jnp.any(scales > 0), decoded, gathered, None)
+        return cast(jax.Array, lax.cond(jnp.any(scales > 0), decoded, gathered, None))

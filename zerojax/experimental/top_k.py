@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+
+from zerojax.xla.types import PyTree
 
 
 class TopKState(NamedTuple):
@@ -17,7 +19,7 @@ class TopKState(NamedTuple):
       error: The elements not yet passed on, in the form of the parameters.
     """
 
-    error: Any
+    error: PyTree
 
 
 def top_k(fraction: float) -> optax.GradientTransformation:

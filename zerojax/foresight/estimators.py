@@ -29,7 +29,6 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,7 @@ from jax.extend.core import primitives as prims
 
 from zerojax.graph.def_use import graph_of
 from zerojax.xla import hijax, jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Jaxpr
+from zerojax.xla.types import AnyJaxpr, Atom, Jaxpr, PyTree
 
 GIB = 2**30
 
@@ -238,7 +237,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     )
 
 
-def parameters(model: Any, inputs: Sequence[Any] = ()) -> tuple[int, int]:
+def parameters(model: PyTree, inputs: Sequence[PyTree] = ()) -> tuple[int, int]:
     """Returns the parameter counts of a model and of its largest module, submodules excluded.
 
     Example:

@@ -23,6 +23,7 @@ from zerojax.plan.places import offloads
 from zerojax.plan.state_sharding import Plan
 from zerojax.plan.table import size
 from zerojax.xla.lowered import LoweredProgram
+from zerojax.xla.types import PyTree
 
 Other = tuple[Plan, Callable[[], Iterable[LoweredProgram]]]
 
@@ -94,7 +95,9 @@ class Guard:
             f"there for it, so it was not run.\n{advice}"
         )
 
-    def _advice(self, rates: Rates, function: Any, objects: Any, batch: Any, *rest: object) -> str:
+    def _advice(
+        self, rates: Rates, function: Any, objects: PyTree, batch: PyTree, *rest: object
+    ) -> str:
         if jax.process_count() > 1:
             return "What takes it, and settings that fit: `zerojax plan`."
 

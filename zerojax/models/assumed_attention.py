@@ -9,13 +9,13 @@ peak matrix throughput as other products. A program with these calls compiles bu
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.models.blocks import Attention
+from zerojax.xla.types import PyTree
 
 Arrays = Sequence[jax.Array]
 
@@ -23,7 +23,7 @@ NAME = "attention"
 """Name of the forward pass's results, for ``jax.checkpoint_policies.save_only_these_names``."""
 
 
-def assumed_attention(per_device: Callable[..., Callable[..., Any]]) -> Attention:
+def assumed_attention(per_device: Callable[..., Callable[..., PyTree]]) -> Attention:
     """Returns attention of q [B, T, H, d] to k and v [B, T, G, d]; each device runs its own rows.
 
     Args:

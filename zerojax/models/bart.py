@@ -278,12 +278,14 @@ class Bart(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.shared = _embed(c.vocab_size, c)
-        self.encoder = Stack(c, EncoderBlock, c.encoder_layers)
-        self.decoder = Stack(c, DecoderBlock, c.decoder_layers)
+        self.shared: nn.Embed = _embed(c.vocab_size, c)
+        self.encoder: Stack = Stack(c, EncoderBlock, c.encoder_layers)
+        self.decoder: Stack = Stack(c, DecoderBlock, c.decoder_layers)
         if c.add_logits_bias:
             zeros = nn.initializers.zeros
-            self.final_logits_bias = self.param("final_logits_bias", zeros, (1, c.vocab_size))
+            self.final_logits_bias: jax.Array = self.param(
+                "final_logits_bias", zeros, (1, c.vocab_size)
+            )
 
     def __call__(
         self,

@@ -234,7 +234,7 @@ def generate(
     def repeated(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, num_beams, axis=0)
 
-    call: Callable[..., Any] = functools.partial(model.apply, variables)
+    call: Callable[..., Tree] = functools.partial(model.apply, variables)
     mask = None if attention_mask is None else repeated(attention_mask)
     memory = repeated(call(input_ids, attention_mask, method="encode"))
     empty = call(rows * num_beams, max_length, method="empty_cache")

@@ -18,6 +18,7 @@ S the span of distances.
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,10 @@ from zerojax.models.blocks import attend, check_length, run_blocks, split_heads
 from zerojax.models.config import ModelConfig, Sizes
 from zerojax.models.loss import widen
 
-ACTIVATIONS = {"gelu": lambda x: nn.gelu(x, approximate=False), "tanh": jnp.tanh}
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: nn.gelu(x, approximate=False),
+    "tanh": jnp.tanh,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,10 +33,13 @@ class SelfAttention(nnx.Module):
         self, config: GPTConfig, rngs: nnx.Rngs, layout: Layout, kernels: Kernels | None
     ) -> None:
         c = config
+        self.n_head: int
+        self.layout: Layout
+        self.kernels: Kernels | None
         self.n_head, self.layout, self.kernels = c.n_head, layout, kernels
-        self.c_attn = _linear(c.n_embd, 3 * c.n_embd, INIT_STD, c, rngs)
-        self.c_proj = _linear(c.n_embd, c.n_embd, c.residual_std, c, rngs)
-        self.dropout = _dropout(c, rngs)
+        self.c_attn: nnx.Linear = _linear(c.n_embd, 3 * c.n_embd, INIT_STD, c, rngs)
+        self.c_proj: nnx.Linear = _linear(c.n_embd, c.n_embd, c.residual_std, c, rngs)
+        self.dropout: nnx.Dropout = _dropout(c, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         heads = self.layout.split(self.c_attn, x, 3)
@@ -55,9 +58,11 @@ class MLP(nnx.Module):
         self, config: GPTConfig, rngs: nnx.Rngs, layout: Layout, kernels: Kernels | None
     ) -> None:
         c = config
+        self.layout: Layout
+        self.kernels: Kernels | None
         self.layout, self.kernels = layout, kernels
-        self.c_fc = _linear(c.n_embd, 4 * c.n_embd, INIT_STD, c, rngs)
-        self.c_proj = _linear(4 * c.n_embd, c.n_embd, c.residual_std, c, rngs)
+        self.c_fc: nnx.Linear = _linear(c.n_embd, 4 * c.n_embd, INIT_STD, c, rngs)
+        self.c_proj: nnx.Linear = _linear(4 * c.n_embd, c.n_embd, c.residual_std, c, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.kernels:
@@ -73,12 +78,14 @@ class Block(nnx.Module):
     def __init__(
         self, config: GPTConfig, rngs: nnx.Rngs, layout: Layout, kernels: Kernels | None
     ) -> None:
+        self.layout: Layout
+        self.kernels: Kernels | None
         self.layout, self.kernels = layout, kernels
-        self.ln_1 = _layer_norm(config, rngs)
-        self.attn = SelfAttention(config, rngs, layout, kernels)
-        self.ln_2 = _layer_norm(config, rngs)
-        self.mlp = MLP(config, rngs, layout, kernels)
-        self.dropout = _dropout(config, rngs)
+        self.ln_1: nnx.LayerNorm = _layer_norm(config, rngs)
+        self.attn: SelfAttention = SelfAttention(config, rngs, layout, kernels)
+        self.ln_2: nnx.LayerNorm = _layer_norm(config, rngs)
+        self.mlp: MLP = MLP(config, rngs, layout, kernels)
+        self.dropout: nnx.Dropout = _dropout(config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         attn, mlp = self.layout.branch(self.attn), self.layout.branch(self.mlp)
@@ -104,13 +111,16 @@ class GPT(nnx.Module):
             check_cut(tensor, config, kernels)
         if config.scan:
             raise ValueError("the NNX GPT has no stacked layout: use GPTConfig(scan=False)")
+        self.config: GPTConfig
+        self.kernels: Kernels | None
+        self.tensor: TensorParallel | None
         self.config, self.kernels, self.tensor = config, kernels, tensor
-        self.wte = _embed(config.vocab_size, config, rngs)
-        self.wpe = _embed(config.block_size, config, rngs)
-        self.dropout = _dropout(config, rngs)
+        self.wte: nnx.Embed = _embed(config.vocab_size, config, rngs)
+        self.wpe: nnx.Embed = _embed(config.block_size, config, rngs)
+        self.dropout: nnx.Dropout = _dropout(config, rngs)
         for i in range(config.n_layer):  # h_0, h_1, ... as linen names them
             setattr(self, f"h_{i}", Block(config, rngs, Layout(tensor=tensor), kernels))
-        self.ln_f = _layer_norm(config, rngs)
+        self.ln_f: nnx.LayerNorm = _layer_norm(config, rngs)
 
     def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
         c, layout = self.config, Layout(tensor=self.tensor)

@@ -11,7 +11,6 @@ Shapes: B batch, T time, D n_embd, H n_head, V vocab_size.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from flax import nnx
 
 import pallas_kernels
 from zerojax.models.blocks import causal_attention, parameters
+from zerojax.xla.types import PyTree
 
 LayerNorm = nn.LayerNorm | nnx.LayerNorm
 
@@ -34,7 +34,7 @@ class Kernels:
         device.
     """
 
-    per_device: Callable[..., Callable[..., Any]]
+    per_device: Callable[..., Callable[..., PyTree]]
     implementation: str | None = None
 
     def layer_norm(self, norm: LayerNorm, x: jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ class Kernels:
         """Computes norm(x + residual) of x [B, T, D], and the sum."""
         return self._layer_norm(norm, x, residual)
 
-    def _layer_norm(self, norm: LayerNorm, x: jax.Array, residual: jax.Array | None) -> Any:
+    def _layer_norm(self, norm: LayerNorm, x: jax.Array, residual: jax.Array | None) -> PyTree:
         eps, weights = norm.epsilon, parameters(norm)
 
         def layer_norm(

@@ -63,14 +63,16 @@ def _with_block_size(size: Fields, seq: int) -> Fields:
     return size | {"block_size": max(seq, size["block_size"])}
 
 
-mini = partial(_gpt, "mini")  # 1.3 million parameters, byte-level: the model of examples/run_clm
-gpt2 = partial(_gpt, "small")  # 124 million
-gpt2_medium = partial(_gpt, "medium")  # 355 million
-gpt2_large = partial(_gpt, "large")  # 774 million
-gpt2_xl = partial(_gpt, "gpt2-xl")  # 1.56 billion
-llama_7b = partial(_llama, "llama-7b")  # 6.74 billion
-llama_13b = partial(_llama, "llama-13b")  # 13.0 billion
-llama_30b = partial(_llama, "llama-30b")  # 32.5 billion
-llama_65b = partial(_llama, "llama-65b")  # 65.3 billion
-llama3_8b = partial(_llama, "llama3-8b")  # 8.03 billion, with grouped queries
-llama_70b = partial(_llama, "llama-70b")  # 69.0 billion, with grouped queries
+mini: partial[gpt.GPT] = partial(
+    _gpt, "mini"
+)  # 1.3 million parameters, byte-level: the model of examples/run_clm
+gpt2: partial[gpt.GPT] = partial(_gpt, "small")  # 124 million
+gpt2_medium: partial[gpt.GPT] = partial(_gpt, "medium")  # 355 million
+gpt2_large: partial[gpt.GPT] = partial(_gpt, "large")  # 774 million
+gpt2_xl: partial[gpt.GPT] = partial(_gpt, "gpt2-xl")  # 1.56 billion
+llama_7b: partial[llama.Llama] = partial(_llama, "llama-7b")  # 6.74 billion
+llama_13b: partial[llama.Llama] = partial(_llama, "llama-13b")  # 13.0 billion
+llama_30b: partial[llama.Llama] = partial(_llama, "llama-30b")  # 32.5 billion
+llama_65b: partial[llama.Llama] = partial(_llama, "llama-65b")  # 65.3 billion
+llama3_8b: partial[llama.Llama] = partial(_llama, "llama3-8b")  # 8.03 billion, with grouped queries
+llama_70b: partial[llama.Llama] = partial(_llama, "llama-70b")  # 69.0 billion, with grouped queries

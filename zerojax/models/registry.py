@@ -19,11 +19,10 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
 
 GROUP = "zerojax.models"
 
-Builder = Callable[..., Any]
+Builder = Callable[..., object]
 """A function that returns a flax model or a :class:`zerojax.Workload`."""
 
 

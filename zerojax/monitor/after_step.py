@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 
@@ -16,7 +16,7 @@ from zerojax.optim.wrap import ZeroOptState
 from zerojax.xla.types import PyTree
 
 _T = TypeVar("_T")
-Signals: TypeAlias = dict[str, Any]
+Signals: TypeAlias = dict[str, PyTree]
 
 
 class LossScaleError(RuntimeError):

@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zerojax.monitor.tags import RATE, Event
+import jax
+
+from zerojax.monitor.tags import RATE, Event, Scalar
 from zerojax.monitor.writers import MetricsWriter
 from zerojax.optim.telemetry import is_known
 
@@ -25,8 +27,8 @@ class Figures(NamedTuple):
     """
 
     rows: int
-    step: Any
-    scalars: Mapping[str, Any]
+    step: jax.Array
+    scalars: Mapping[str, Scalar]
 
     @property
     def arrays(self) -> list[Any]:
@@ -135,5 +137,5 @@ class Backlog:
             )
 
 
-def _deleted(x: Any) -> bool:
+def _deleted(x: object) -> bool:
     return hasattr(x, "is_deleted") and x.is_deleted()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class Finiteness:
           >>> Finiteness.of(jnp.int32(3), jnp.inf, {"loss": 0.5, "acc": jnp.nan}).wrong_names()
           ['grad_norm', 'acc']
         """
-        numbers = {"grad_norm": grad_norm}
+        numbers: dict[str, jax.typing.ArrayLike] = {"grad_norm": grad_norm}
         numbers |= {k: x for k, x in scalars(out).items() if _is_floating(x)}
         wrong = jnp.zeros((), jnp.uint32)
         for i, x in enumerate(numbers.values()):
@@ -58,7 +58,7 @@ class Finiteness:
     def ready(self) -> bool:
         """True if the device has finished the step."""
         wrong: Any = self.wrong  # jax.Array does not declare the method
-        return wrong.is_ready()
+        return cast(bool, wrong.is_ready())
 
     def wrong_names(self) -> list[str]:
         """Returns the names of the numbers that are not finite; waits for the step."""
@@ -104,5 +104,5 @@ class FiniteWatch:
         )
 
 
-def _is_floating(x: Any) -> bool:
+def _is_floating(x: object) -> bool:
     return isinstance(x, float) or jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)

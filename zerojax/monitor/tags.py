@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def figures(report: Mapping[str, Scalar], out: PyTree, *, fp16: bool) -> dict[st
     return by_tag
 
 
-def scalars(out: PyTree) -> dict[str, Any]:
+def scalars(out: PyTree) -> dict[str, Scalar]:
     """Returns the real scalars, of shape [], in a result of any structure, by name.
 
     "/" joins the names of nested dicts and dataclasses. Positions before a name are omitted if

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Protocol
 
 from zerojax.config import MonitorConfig, WandbConfig, ZeroConfig
 from zerojax.monitor.tags import Event
@@ -137,7 +137,7 @@ class CsvFiles:
     def _append(self, path: str, header: str, events: list[Event]) -> None:
         with open(path, "ab", buffering=0) as file:
             start = file.tell()
-            rows: list[Any] = [] if start else [("step", header)]
+            rows: list[tuple[object, object]] = [] if start else [("step", header)]
             rows += ((samples, value) for _, value, samples in events)
             text = io.StringIO(newline="")
             csv.writer(text).writerows(rows)

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import optax
 
-Mask: TypeAlias = Any | Callable[[optax.Params], Any]
+from zerojax.xla.types import PyTree
+
+Mask: TypeAlias = PyTree | Callable[[optax.Params], PyTree]
 """optax's mask: a tree of bools like the parameters or a prefix, or a function that returns one."""
 
 _WEIGHTS = {"kernel", "embedding"}
@@ -16,7 +18,7 @@ _BIAS_OR_SCALE = {"bias", "biases", "scale", "gamma", "beta", "gain"}
 _NORM = re.compile(r"norm(?!al(?!i))|(?:^|_)(?:ln|bn|gn)(?:_|\d|$)", re.IGNORECASE)
 
 
-def no_bias_and_norm(params: optax.Params) -> Any:
+def no_bias_and_norm(params: optax.Params) -> PyTree:
     """Returns a mask that decays all parameters but biases and those of norms.
 
     Names decide, since the number of dimensions is no guide: `nn.scan` stacks the biases of its
@@ -53,7 +55,7 @@ def is_bias_or_norm(names: tuple[str, ...]) -> bool:
     return own.lower().split("_")[-1] in _BIAS_OR_SCALE or any(map(_NORM.search, modules))
 
 
-def names_on_path(path: Iterable[Any]) -> tuple[str, ...]:
+def names_on_path(path: Iterable[object]) -> tuple[str, ...]:
     """Returns the names on a leaf's path, without the box around a flax parameter.
 
     Example:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from zerojax.xla import compat
+from zerojax.xla.types import PyTree
 from zerojax.xla.unused import used_arguments
 
 
@@ -40,19 +40,23 @@ class TracedUpdate:
       ([0.0, 0.0, 0.0], [-0.5, -0.5])
     """
 
-    def __init__(self, update: Callable[[optax.Updates], Any], grads: optax.Updates) -> None:
+    def __init__(self, update: Callable[[optax.Updates], PyTree], grads: optax.Updates) -> None:
         self._update = update
         self._traced = jax.jit(update, inline=compat.INLINE)
         uses = used_arguments(self._traced.trace(grads).jaxpr)
-        self.uses = uses[len(uses) - len(jax.tree.leaves(grads)) :]  # after captured values
+        self.uses: list[bool] = uses[
+            len(uses) - len(jax.tree.leaves(grads)) :
+        ]  # after captured values
 
-    def __call__(self, grads: optax.Updates) -> Any:
+    def __call__(self, grads: optax.Updates) -> PyTree:
         """Returns the results of the update for these gradients."""
         staged = all(isinstance(g, DynamicJaxprTracer) for g in jax.tree.leaves(grads))
         return (self._traced if staged else self._update)(grads)  # eager calls skip compilation
 
 
-def frozen_leaves(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> list[bool]:
+def frozen_leaves(
+    tx: optax.GradientTransformation, params: optax.Params, opt_state: optax.OptState
+) -> list[bool]:
     """Returns, for each parameter, whether ``tx`` ignores its gradient in update and state.
 
     Args:

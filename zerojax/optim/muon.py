@@ -5,8 +5,8 @@ Shapes: a flax kernel is [..., in, out], the transpose of torch's.
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,16 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from zerojax.optim.decay import is_bias_or_norm, names_on_path
+from zerojax.xla.types import Aval, PyTree
 
-Matrices: TypeAlias = Callable[[Any, Any], MuonDimensionNumbers | None]
+Matrices: TypeAlias = Callable[[tuple[object, ...], Aval], MuonDimensionNumbers | None]
 """A function from a leaf's path and the leaf to its matrix axes, or None to use Adam."""
 
 # Full names of modules or leaves; names that contain "embed" count too.
 _EMBEDDING_OR_HEAD = {"wte", "wpe", "lm_head", "head", "output_head", "logits", "classifier"}
 
 
-def last_two_axes(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
+def last_two_axes(path: tuple[object, ...], leaf: Aval) -> MuonDimensionNumbers | None:
     """Returns the matrix axes of a leaf for Muon; None for a leaf that Adam updates.
 
     Adam updates leaves of one dimension, biases and norms by name (even those that `nn.scan` has
@@ -69,7 +70,7 @@ def muon_or_adam(
       (-1.0, -0.5)
     """
 
-    def labels(params: optax.Params) -> Any:
+    def labels(params: optax.Params) -> PyTree:
         return jax.tree_util.tree_map_with_path(
             lambda path, x: "adam" if matrices(path, x) is None else "muon", params
         )
@@ -137,5 +138,5 @@ def scale_by_orthogonal_momentum(
     return optax.GradientTransformation(init, update)
 
 
-def _size(x: jax.Array, axes: Any) -> int:
+def _size(x: jax.Array, axes: int | Sequence[int]) -> int:
     return math.prod(x.shape[a] for a in ((axes,) if isinstance(axes, int) else axes))

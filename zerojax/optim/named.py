@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import optax
 
@@ -150,7 +150,7 @@ def _betas(
             "set it to false",
             stacklevel=3,
         )
-    return config.with_defaults().get("betas", ())
+    return cast("tuple[Beta, ...]", config.with_defaults().get("betas", ()))
 
 
 def _decay(params: Mapping[str, Any], mask: Mask | None) -> Transformations:
@@ -162,7 +162,7 @@ def _decay(params: Mapping[str, Any], mask: Mask | None) -> Transformations:
     return []
 
 
-def _mask(params: Mapping[str, Any], mask: Mask | None) -> Mask | None:
+def _mask(params: Mapping[str, object], mask: Mask | None) -> Mask | None:
     named = no_bias_and_norm if params["weight_decay_mask"] == "no_bias_and_norm" else None
     return named if mask is None else mask
 

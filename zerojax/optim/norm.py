@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from zerojax.xla.types import PyTree
 
 NORM = "zerojax-norm"
 """The named scope in which a norm is computed."""
@@ -21,7 +22,7 @@ def square_sums(x: jax.Array) -> jax.Array:
     return jnp.sum(squares, axis=tuple(range(1, x.ndim))) if x.ndim > 1 else squares
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: PyTree) -> jax.Array:
     """Returns the L2 norm over all leaves of a tree: float32 []."""
     return norm_of([square_sums(x) for x in jax.tree.leaves(tree)])
 

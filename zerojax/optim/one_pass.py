@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.optim.decay import Mask
+from zerojax.xla.types import MaybeNone, PyTree
 
 _KERNEL = "mosaic_gpu"
 
@@ -32,7 +33,7 @@ class OnePass(NamedTuple):
     """
 
     wins: Callable[[Mesh], bool]
-    update: Callable[..., tuple[Any, Any]]
+    update: Callable[..., tuple[optax.Params, optax.OptState]]
 
 
 class WithOnePass(optax.GradientTransformationExtraArgs):
@@ -49,7 +50,7 @@ def adam_in_one_pass(
     tx: optax.GradientTransformation,
     *,
     rate: float | optax.Schedule,
-    betas: Sequence[Any],
+    betas: Sequence[float | optax.Schedule],
     eps: float,
     weight_decay: float,
     mask: Mask | None,
@@ -78,14 +79,14 @@ def adam_in_one_pass(
             return dispatch.choose("fused_adamw", implementation) == _KERNEL
 
     def update(
-        grads: Any,
+        grads: optax.Updates,
         state: tuple[Any, ...],
-        params: Any,
-        shardings: Any,
+        params: optax.Params,
+        shardings: PyTree,
         *,
         scale: jax.typing.ArrayLike = 1.0,
         run: jax.typing.ArrayLike = True,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[optax.Params, optax.OptState]:
         from pallas_kernels import fused_adamw
 
         position = next(i for i, x in enumerate(state) if isinstance(x, optax.ScaleByAdamState))
@@ -98,9 +99,11 @@ def adam_in_one_pass(
         chosen = chosen(params) if callable(chosen) else chosen
         decays = [bool(x) for x in jax.tree.leaves(jax.tree.broadcast(chosen, params))]
 
-        def on_shards(scalars: Any, count: Any, *leaves: Any) -> list[Any]:
+        def on_shards(
+            scalars: Sequence[jax.Array], count: jax.Array, *leaves: list[jax.Array]
+        ) -> list[list[jax.Array]]:
             scale, lr, b1, run = scalars
-            updated: list[Any] = [None] * len(decays)
+            updated: list[list[jax.Array] | MaybeNone] = [None] * len(decays)
             for decay in (True, False):
                 part = [i for i, is_decayed in enumerate(decays) if is_decayed == decay]
                 if part:

@@ -5,7 +5,7 @@ Each rule is an optax transformation without a learning rate. Muon's rule is in 
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,10 @@ def with_beta(
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
-        return rule(b1(state.count)).update(updates, state, params)
+        return cast(
+            "tuple[optax.Updates, optax.OptState]",
+            rule(b1(state.count)).update(updates, state, params),
+        )
 
     return optax.GradientTransformation(rule(0.0).init, update)
 

@@ -7,7 +7,7 @@ t = count - 1, and the first update at the schedule's start value (`runtime/lr_s
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ SECOND_BETA = 0.99
 _MOST_STEPS = 2**30  # sums of two fit in the int32 counters
 
 
-def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> optax.Schedule:
+def schedule(scheduler: SchedulerConfig | Mapping[str, object], base_lr: float) -> optax.Schedule:
     """Returns the schedule of the learning rate, equal to DeepSpeed's.
 
     With t = count - 1, w = max(2, warmup_num_steps) and T = total_num_steps:
@@ -69,7 +69,7 @@ def schedule(scheduler: SchedulerConfig | Mapping[str, Any], base_lr: float) -> 
     return _as_schedule(_RATES[config.type](params, float(base_lr)))
 
 
-def momentum_schedule(scheduler: SchedulerConfig | Mapping[str, Any]) -> optax.Schedule | None:
+def momentum_schedule(scheduler: SchedulerConfig | Mapping[str, object]) -> optax.Schedule | None:
     """Returns the schedule of the first beta, if there is one: OneCycle with `cycle_momentum`.
 
     The beta is max - (max - min) h over the cycle, with h the height of the rate in its cycle, then
@@ -185,7 +185,7 @@ def _lr_range_test(params: Params, base_lr: float) -> OfStep:
 
     def rate(t: jax.Array) -> jax.Array:
         interval = _float((t + 1) // size) if stairs else _float(t + 1) / size
-        return low * (1 + growth * interval)
+        return cast(jax.Array, low * (1 + growth * interval))
 
     return rate
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
+from zerojax.xla.types import PyTree
 
 
-def telemetry(state: Any) -> dict[str, jax.Array]:
+def telemetry(state: PyTree) -> dict[str, jax.Array]:
     """Returns the counters and figures of the last step.
 
     Args:
@@ -56,7 +56,7 @@ def report(opt_state: ZeroOptState) -> dict[str, jax.Array]:
     """Returns the figures of :func:`telemetry` as they are stored, with ``UNKNOWN`` in place of
     NaN."""
 
-    def value(x: Any) -> jax.Array:
+    def value(x: PyTree) -> jax.Array:
         return jnp.asarray(x[...] if hasattr(x, "get_metadata") else x)
 
     scale = opt_state.loss_scale

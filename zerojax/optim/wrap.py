@@ -6,7 +6,7 @@ import abc
 import functools
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from zerojax.optim.norm import global_norm, norm_of
 from zerojax.optim.one_pass import OnePass, WithOnePass
 from zerojax.train_state.bound import BoundTransformation
 from zerojax.train_state.nnx_bound import NNXTransformation
+from zerojax.xla.types import PyTree
 
 UNKNOWN = float(np.finfo(np.float32).min)
 """The value of a learning rate that the optimizer does not report, and of the norm of gradients
@@ -48,9 +49,9 @@ class ZeroOptState(NamedTuple):
     grad_norm: jax.Array
     learning_rate: jax.Array
     loss_scale: LossScaleState | None
-    error: Any = None
+    error: PyTree = None
 
-    def with_inner(self, inner: Any) -> ZeroOptState:
+    def with_inner(self, inner: optax.OptState) -> ZeroOptState:
         """Replaces the state of the wrapped transformation; None removes it."""
         return self._replace(inner=inner)
 
@@ -65,8 +66,12 @@ class CarriedState(abc.ABC):
 
     @abc.abstractmethod
     def updated(
-        self, tx: ZeroTransformation, grads: Any, params: Any, **extra: Any
-    ) -> tuple[Any, Any]:
+        self,
+        tx: ZeroTransformation,
+        grads: optax.Updates,
+        params: optax.Params | None,
+        **extra: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
         """Updates as ``tx`` does; called by its ``update``."""
 
 
@@ -137,7 +142,7 @@ def wrap(
             f"loss_scale: expected a zerojax.LossScale, got {loss_scale!r}; for a static scale "
             "LossScale(loss_scale=128.0)"
         )
-    wrapped: Any = tx
+    wrapped = cast(ZeroTransformation, tx)
     if isinstance(tx, ZeroTransformation | BoundTransformation | NNXTransformation):
         return wrapped
     inner_tx = optax.with_extra_args_support(tx)
@@ -152,7 +157,7 @@ def wrap(
         params: optax.Params | None = None,
         *,
         square_sums: Sequence[jax.Array] | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, ZeroOptState]:
         if isinstance(state, CarriedState):
             return state.updated(wrapped, grads, params, **extra)
@@ -208,7 +213,7 @@ def wrap(
         grads: optax.Updates,
         state: ZeroOptState,
         params: optax.Params,
-        shardings: Any,
+        shardings: PyTree,
     ) -> tuple[optax.Params, ZeroOptState]:
         norm = global_norm(jax.tree.map(lambda g: unscaled(g, state.loss_scale), grads))
         scale = clip_factor(norm) if gradient_clipping else jnp.ones(())
@@ -229,10 +234,10 @@ def unscaled(grad: jax.Array, loss_scale: LossScaleState | None) -> jax.Array:
     return grad if loss_scale is None else grad * (1 / loss_scale.scale).astype(grad.dtype)
 
 
-def find_zero_state(tree: Any) -> ZeroOptState | None:
+def find_zero_state(tree: PyTree) -> ZeroOptState | None:
     """Finds the first state of a wrapped transformation in a tree; None if there is none."""
 
-    def is_zero_state(x: Any) -> bool:
+    def is_zero_state(x: object) -> bool:
         return isinstance(x, ZeroOptState)
 
     return next(filter(is_zero_state, jax.tree.leaves(tree, is_leaf=is_zero_state)), None)
@@ -249,7 +254,7 @@ def features(config: ZeroConfig) -> dict[str, Any]:
 
 def adopt(
     inner: optax.OptState,
-    steps: Any = 0,
+    steps: jax.typing.ArrayLike = 0,
     loss_scale: LossScale | None = None,
     grad_norm: float = 0.0,
 ) -> ZeroOptState:
@@ -265,7 +270,7 @@ def adopt(
     )
 
 
-def choose(condition: jax.Array, one: Any, other: Any) -> Any:
+def choose(condition: jax.Array, one: PyTree, other: PyTree) -> PyTree:
     """Selects one of two trees of the same structure by ``condition``, bool []."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
 
@@ -275,7 +280,7 @@ def full_precision(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
-def _injected_rate(state: optax.OptState) -> Any:
+def _injected_rate(state: optax.OptState) -> jax.typing.ArrayLike:
     rates = optax.tree.get_all_with_path(
         state, "learning_rate", filtering=lambda path, value: hasattr(value, "dtype")
     )

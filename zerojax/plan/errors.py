@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -17,9 +16,10 @@ from zerojax.devices.mesh import batch_axes
 from zerojax.plan import layout
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.table import size
+from zerojax.xla.types import Shaped
 
 
-def error_leaf(path: str, x: Any, mesh: Mesh) -> Leaf:
+def error_leaf(path: str, x: Shaped, mesh: Mesh) -> Leaf:
     """Builds the leaf of an error, of which each device stores its own row, or of a message that
     was sent to all devices and that each stores. Messages are integers, or have one dimension."""
     replicated = (None,) * len(x.shape)

@@ -9,14 +9,18 @@ state, all of its arrays are extra state, and are sharded like parameters, small
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.plan import layout, rule
 from zerojax.plan.state_sharding import Leaf
+from zerojax.xla.types import Aval, PyTree, Shaped
+
+AtRest: TypeAlias = Callable[[str, Shaped, PartitionSpec | None], Leaf]
+"""The rule that turns a path, an array and the user's spec into a leaf at rest."""
 
 
 class ParameterForm(NamedTuple):
@@ -28,14 +32,14 @@ class ParameterForm(NamedTuple):
       leaves: The leaf at rest of each, in order.
     """
 
-    tree: Any
+    tree: jax.tree_util.PyTreeDef
     shapes: tuple[tuple[int, ...], ...]
     leaves: tuple[Leaf, ...]
 
-    def holds(self, value: Any, *, shapes: bool = True) -> bool:
+    def holds(self, value: PyTree, *, shapes: bool = True) -> bool:
         """Returns whether ``value`` is a copy of the parameters, of any dtypes; without ``shapes``,
         of any shapes too, unless all arrays are scalars."""
-        structure: Any = jax.tree.structure(value)
+        structure: jax.tree_util.PyTreeDef = jax.tree.structure(value)
         if structure != self.tree:
             return False
         found = tuple(tuple(x.shape) for x in jax.tree.leaves(value))
@@ -55,18 +59,18 @@ class ExtraState:
     def __init__(
         self,
         params: ParameterForm,
-        at_rest: Callable[[str, Any, Any], Leaf],
+        at_rest: AtRest,
         mesh: Mesh,
         stage: int,
     ) -> None:
         self._params, self._at_rest = params, at_rest
         self._mesh, self._stage = mesh, stage
 
-    def leaves(self, rest: Mapping[str, Any]) -> dict[str, Any]:
+    def leaves(self, rest: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Returns the leaf of each array, in the form of ``rest``."""
         return {name: self._below(name, value, _names(name)) for name, value in rest.items()}
 
-    def _below(self, path: str, value: Any, of_optimizer: bool) -> Any:
+    def _below(self, path: str, value: PyTree, of_optimizer: bool) -> PyTree:
         """Returns the leaves below one node of the state.
 
         Args:
@@ -87,7 +91,7 @@ class ExtraState:
             child_leaves.append(self._below(path + key, child, of_optimizer or _names(key)))
         return jax.tree.unflatten(tree, child_leaves)
 
-    def _copy(self, path: str, value: Any) -> Any:
+    def _copy(self, path: str, value: PyTree) -> PyTree:
         arrays, tree = jax.tree.flatten(value)
         copies = [
             Leaf.of(
@@ -102,13 +106,13 @@ class ExtraState:
         ]
         return jax.tree.unflatten(tree, copies)
 
-    def _array(self, path: str, x: Any, of_optimizer: bool) -> Leaf:
+    def _array(self, path: str, x: Aval, of_optimizer: bool) -> Leaf:
         if reason := self._why_replicated(x, of_optimizer):
             replicated = (None,) * x.ndim
             return Leaf.of(path, x, replicated, replicated, reason, self._mesh)
         return self._at_rest(path, x, None)
 
-    def _why_replicated(self, x: Any, of_optimizer: bool) -> str:
+    def _why_replicated(self, x: Aval, of_optimizer: bool) -> str:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return "keys are replicated"
         if self._params.shapes and x.size <= rule.SMALL:
@@ -118,7 +122,7 @@ class ExtraState:
         return ""
 
 
-def is_optimizer_state(value: Any) -> bool:
+def is_optimizer_state(value: PyTree) -> bool:
     """Returns whether a node is the state of an optax transformation."""
     return hasattr(value, "_fields") and type(value).__module__.partition(".")[0] == "optax"
 

@@ -18,14 +18,17 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from zerojax.devices.mesh import axis_size, joined_axes
 
-Spec = tuple[Any, ...]
+SpecEntry: TypeAlias = str | Sequence[str] | None
+"""The mesh axes of one dimension in a spec."""
+
+Spec: TypeAlias = tuple[SpecEntry, ...]
 AnyMesh = TypeVar("AnyMesh", bound=Mesh | AbstractMesh)
 
 
@@ -66,25 +69,25 @@ def before(name: str) -> int:
     return 0 if part is None else part.before
 
 
-def full(spec: PartitionSpec | Sequence[Any] | None, ndim: int) -> Spec:
+def full(spec: PartitionSpec | Sequence[SpecEntry] | None, ndim: int) -> Spec:
     """Returns ``spec`` with one entry for each of ``ndim`` dimensions."""
     entries = tuple(_entry(axes(entry)) for entry in spec or ())
     return (*entries, *(None,) * (ndim - len(entries)))
 
 
-def axes(entry: Any) -> tuple[str, ...]:
+def axes(entry: SpecEntry) -> tuple[str, ...]:
     """Returns the mesh axes that one entry of a spec names; none if the entry is left to XLA."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _entry(names: tuple[str, ...]) -> Any:
+def _entry(names: tuple[str, ...]) -> SpecEntry:
     """Returns the entry that names these axes."""
     return names if len(names) > 1 else names[0] if names else None
 
 
-def without(spec: Sequence[Any], axis: str) -> Spec:
+def without(spec: Sequence[SpecEntry], axis: str) -> Spec:
     """Returns ``spec`` after an all-gather over ``axis``, or over the axes that it joins."""
     gone = {axis, *joined_axes(axis)}
     return tuple(
@@ -92,7 +95,7 @@ def without(spec: Sequence[Any], axis: str) -> Spec:
     )
 
 
-def inside(spec: Sequence[Any], axis: str, least: int) -> Spec:
+def inside(spec: Sequence[SpecEntry], axis: str, least: int) -> Spec:
     """Returns ``spec`` after an all-gather over the outer parts of ``axis``: the parts after a
     product of sizes below ``least``."""
 
@@ -103,56 +106,56 @@ def inside(spec: Sequence[Any], axis: str, least: int) -> Spec:
     return tuple(_entry(tuple(filter(stays, axes(entry)))) for entry in spec)
 
 
-def only(spec: Sequence[Any], names: Collection[str]) -> Spec:
+def only(spec: Sequence[SpecEntry], names: Collection[str]) -> Spec:
     """Returns ``spec`` with only these axes."""
     return tuple(_entry(tuple(a for a in axes(entry) if full_axis(a) in names)) for entry in spec)
 
 
-def within(spec: Sequence[Any], dimension: int, axis: str) -> Spec:
+def within(spec: Sequence[SpecEntry], dimension: int, axis: str) -> Spec:
     """Returns ``spec`` with the slices of one dimension sharded further over ``axis``."""
     return tuple(
         _entry((*axes(entry), axis)) if d == dimension else entry for d, entry in enumerate(spec)
     )
 
 
-def cutting(spec: Sequence[Any], mesh: Mesh | AbstractMesh) -> Spec:
+def cutting(spec: Sequence[SpecEntry], mesh: Mesh | AbstractMesh) -> Spec:
     """Returns ``spec`` without the axes of size 1, which shard nothing."""
     return only(spec, [full_axis(name) for name, size in mesh.shape.items() if size > 1])
 
 
-def dimensions(spec: Sequence[Any], axis: str) -> list[int]:
+def dimensions(spec: Sequence[SpecEntry], axis: str) -> list[int]:
     """Returns the dimensions that ``axis`` or parts of the axis shard."""
     return [d for d, entry in enumerate(spec) if axis in map(full_axis, axes(entry))]
 
 
-def parts_of(spec: Sequence[Any], axis: str) -> list[tuple[int, str]]:
+def parts_of(spec: Sequence[SpecEntry], axis: str) -> list[tuple[int, str]]:
     """Returns a pair (dimension, name) for ``axis`` or each part of the axis, innermost first."""
     named = [(d, a) for d, entry in enumerate(spec) for a in axes(entry) if full_axis(a) == axis]
     return sorted(named, key=lambda pair: -before(pair[1]))
 
 
-def parts(entry: Any, mesh: Mesh | AbstractMesh) -> int:
+def parts(entry: SpecEntry, mesh: Mesh | AbstractMesh) -> int:
     """Returns the number of slices into which one entry of a spec splits its dimension."""
     named = ((SubAxis.of(a), a) for a in axes(entry))
     return math.prod(axis_size(mesh, a) if part is None else part.size for part, a in named)
 
 
 def shard_shape(
-    shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh
+    shape: Sequence[int], spec: Sequence[SpecEntry], mesh: Mesh | AbstractMesh
 ) -> tuple[int, ...]:
     """Returns the shape of one device's shard; of the largest if shards differ."""
     return tuple(-(-n // parts(entry, mesh)) for n, entry in zip(shape, spec, strict=True))
 
 
 def padded_shape(
-    shape: Sequence[int], spec: Sequence[Any], mesh: Mesh | AbstractMesh
+    shape: Sequence[int], spec: Sequence[SpecEntry], mesh: Mesh | AbstractMesh
 ) -> tuple[int, ...]:
     """Returns the shape with each dimension padded to a multiple of its number of slices."""
     local = shard_shape(shape, spec, mesh)
     return tuple(n * parts(entry, mesh) for n, entry in zip(local, spec, strict=True))
 
 
-def separate(spec: Iterable[Any], mesh: Mesh | AbstractMesh) -> Spec:
+def separate(spec: Iterable[SpecEntry], mesh: Mesh | AbstractMesh) -> Spec:
     """Replaces joined axes in ``spec`` by the axes of the mesh.
 
     Example:
@@ -187,7 +190,7 @@ def _separate(name: str, mesh: Mesh | AbstractMesh) -> Iterator[str]:
         outer = inner
 
 
-def separable(spec: Iterable[Any], mesh: Mesh | AbstractMesh) -> bool:
+def separable(spec: Iterable[SpecEntry], mesh: Mesh | AbstractMesh) -> bool:
     """Returns whether every part of a joined axis in ``spec`` consists of parts of its members."""
     for part in (SubAxis.of(a) for entry in spec for a in axes(entry)):
         if part is None:
@@ -201,7 +204,7 @@ def separable(spec: Iterable[Any], mesh: Mesh | AbstractMesh) -> bool:
     return True
 
 
-def join_axes(spec: Sequence[Any], axis: str, mesh: Mesh | AbstractMesh) -> Spec:
+def join_axes(spec: Sequence[SpecEntry], axis: str, mesh: Mesh | AbstractMesh) -> Spec:
     """Replaces mesh axes in ``spec`` by the joined ``axis``, in entries that end with all of its
     members of more than one device."""
     members = tuple(name for name in joined_axes(axis) if mesh.shape[name] > 1)
@@ -215,7 +218,7 @@ def join_axes(spec: Sequence[Any], axis: str, mesh: Mesh | AbstractMesh) -> Spec
     )
 
 
-def divide_axes(mesh: AnyMesh, spec: Iterable[Any]) -> AnyMesh:
+def divide_axes(mesh: AnyMesh, spec: Iterable[SpecEntry]) -> AnyMesh:
     """Returns ``mesh`` with its axes divided into the parts that ``spec`` names; the mesh itself if
     ``spec`` names only full axes."""
     named = (SubAxis.of(a) for entry in spec for a in axes(entry))
@@ -262,7 +265,7 @@ def is_divided(sharding: Sharding) -> bool:
     return isinstance(sharding, NamedSharding) and any(map(SubAxis.of, sharding.mesh.axis_names))
 
 
-def on_full_axes(mesh: Mesh, spec: Iterable[Any], shape: Sequence[int]) -> NamedSharding:
+def on_full_axes(mesh: Mesh, spec: Iterable[SpecEntry], shape: Sequence[int]) -> NamedSharding:
     """Returns the sharding of an array on the undivided mesh, after an all-gather over incomplete
     axes and over axes that do not divide their dimension."""
     full_mesh = merge_axes(mesh)
@@ -283,7 +286,7 @@ def _full_axes(names: Sequence[str], mesh: Mesh) -> list[str]:
     return [axis for axis, size in sizes.items() if size == mesh.shape[axis]]
 
 
-def _dividing(size: int, names: Sequence[str], mesh: Mesh) -> Any:
+def _dividing(size: int, names: Sequence[str], mesh: Mesh) -> SpecEntry:
     """Returns the entry of those axes among ``names`` that divide a dimension."""
     kept: tuple[str, ...] = ()
     for name in names:
@@ -293,7 +296,7 @@ def _dividing(size: int, names: Sequence[str], mesh: Mesh) -> Any:
 
 
 def sharding(
-    mesh: Mesh | AbstractMesh, spec: Iterable[Any], memory_kind: str | None = None
+    mesh: Mesh | AbstractMesh, spec: Iterable[SpecEntry], memory_kind: str | None = None
 ) -> NamedSharding:
     """Returns ``spec`` as a sharding on ``mesh``, divided where ``spec`` names parts of axes."""
     spec = separate(spec, mesh)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.places import DEVICE
+from zerojax.xla.types import Shaped
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Leaf:
     padded: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, path: str, x: Any, spec: Spec, own_spec: Spec, reason: str, mesh: Mesh) -> Leaf:
+    def of(cls, path: str, x: Shaped, spec: Spec, own_spec: Spec, reason: str, mesh: Mesh) -> Leaf:
         """Builds the leaf of an array, abstract or concrete, with this spec, on the device."""
         named = not hasattr(x.dtype, "itemsize")  # a type, such as jnp.float32
         itemsize = jnp.dtype(x.dtype).itemsize if named else x.dtype.itemsize

@@ -48,7 +48,7 @@ class Live:
         drops = config.stage == 3 and config.offload_param is None
         self._able = [leaf for leaf in compute if self._may_stay(leaf)] if drops else []
         chosen = self._chosen()
-        self.leaves = tuple(
+        self.leaves: tuple[Leaf, ...] = tuple(
             Leaf.of(leaf.path, leaf, unsharded, unsharded, "", mesh)
             for leaf in self._able
             if leaf.path in chosen

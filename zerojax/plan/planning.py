@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,20 +15,19 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax.config import ZeroConfig
 from zerojax.plan import layout
 from zerojax.plan.errors import error_leaf
-from zerojax.plan.extra_state import ExtraState, ParameterForm
-from zerojax.plan.places import choose_places, offloads
+from zerojax.plan.extra_state import AtRest, ExtraState, ParameterForm
+from zerojax.plan.places import Places, choose_places, offloads
 from zerojax.plan.quantized import QuantizedWeights
 from zerojax.plan.rule import ShardSpec, check_own_spec, shard_spec
 from zerojax.plan.state_sharding import DTYPES, Leaf, Plan
 from zerojax.train_state.state_parts import Parts
-
-AtRest = Callable[[str, Any, Any], Leaf]
+from zerojax.xla.types import PyTree, Shaped
 
 
 def make_plan(
     parts: Parts,
     tx: optax.GradientTransformation | None,
-    own: Sequence[Any],
+    own: Sequence[PartitionSpec | None],
     mesh: Mesh,
     axis: str,
     config: ZeroConfig,
@@ -60,7 +59,7 @@ def make_plan(
     stage = 3 if config.stage and not params else config.stage
     rest_tree = ExtraState(form, at_rest, mesh, stage).leaves(parts.rest)
 
-    def specs(tree: Any, name: str = "spec") -> Any:
+    def specs(tree: PyTree, name: str = "spec") -> PyTree:
         return jax.tree.map(lambda leaf: getattr(leaf, name), tree, is_leaf=_is_leaf)
 
     compute = tuple(
@@ -88,15 +87,15 @@ def make_plan(
 
 
 def parameter_leaves(
-    params: Any, own: Sequence[Any], mesh: Mesh, axis: str, config: ZeroConfig
+    params: PyTree, own: Sequence[PartitionSpec | None], mesh: Mesh, axis: str, config: ZeroConfig
 ) -> list[Leaf]:
     """Plans only the parameters; see :func:`make_plan`."""
     return _parameters(params, own, _rule(mesh, axis, config), config)[0]
 
 
 def _parameters(
-    params: Any, own: Sequence[Any], at_rest: AtRest, config: ZeroConfig
-) -> tuple[list[Leaf], Sequence[Any]]:
+    params: PyTree, own: Sequence[PartitionSpec | None], at_rest: AtRest, config: ZeroConfig
+) -> tuple[list[Leaf], Sequence[Places]]:
     """Plans the parameters: their leaves, and the places of each."""
     paths, _ = jax.tree_util.tree_flatten_with_path(params)
     places = choose_places(config, [math.prod(x.shape) for _, x in paths])
@@ -114,7 +113,7 @@ def _rule(mesh: Mesh, axis: str, config: ZeroConfig) -> AtRest:
     smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
     allow_parts = not offloads(config)  # offload streams sub-groups as rows on one mesh
 
-    def at_rest(path: str, x: Any, own: Any) -> Leaf:
+    def at_rest(path: str, x: Shaped, own: PartitionSpec | None) -> Leaf:
         own_spec = layout.full(own, len(x.shape))
         check_own_spec(path, x.shape, own_spec, mesh)
         own_spec = layout.cutting(own_spec, mesh)
@@ -151,7 +150,7 @@ def _computing(leaf: Leaf, place: str, config: ZeroConfig) -> Leaf:
     )
 
 
-def _shown_path(path: Any) -> str:
+def _shown_path(path: tuple[object, ...]) -> str:
     """Turns an array's path in a wrapped optimizer's state into its path in the user's state."""
     is_wrapped = jax.tree_util.keystr(path[:1]) == ".inner"
     return f"opt_state{jax.tree_util.keystr(path[1 if is_wrapped else 0 :])}"
@@ -164,7 +163,7 @@ def _optimizer_leaves(
     at_rest: Any,
     mesh: Mesh,
     moments: Mapping[str, str],
-) -> Any:
+) -> PyTree:
     """Plans the optimizer state; returns its tree with a leaf for each array.
 
     An array that belongs to a parameter and has its shape is sharded like the parameter. Arrays
@@ -182,7 +181,7 @@ def _optimizer_leaves(
         leaves = _optimizer_leaves(without_error, tx, form, at_rest, mesh, moments)
         return leaves._replace(error=errors)
 
-    def parameter_leaf(pair: Any, param: Leaf) -> Any:
+    def parameter_leaf(pair: PyTree, param: Leaf) -> PyTree:
         if not _is_pair(pair):
             return pair  # optax.masked puts a node without arrays for parameters it skips
         path, x = pair
@@ -201,18 +200,18 @@ def _optimizer_leaves(
         places = list(moments.values())
         return dataclasses.replace(leaf, place=max(places, key=places.count))
 
-    def unowned_leaf(pair: tuple[str, Any]) -> Leaf:
+    def unowned_leaf(pair: tuple[str, Shaped]) -> Leaf:
         path, x = pair
         empty = (None,) * len(x.shape)
         return Leaf.of(path, x, empty, empty, "belongs to no parameter", mesh)
 
     params = jax.tree.unflatten(form.tree, form.leaves)
 
-    def is_copy(node: Any) -> bool:
+    def is_copy(node: PyTree) -> bool:
         arrays = jax.tree.map(lambda pair: pair[1], node, is_leaf=_is_pair)
         return form.holds(arrays, shapes=False)
 
-    def by_form(node: Any) -> Any:
+    def by_form(node: PyTree) -> PyTree:
         if is_copy(node):
             return jax.tree.map(parameter_leaf, node, params, is_leaf=_is_pair)
         return place_unowned(at_rest(*node, None))
@@ -233,11 +232,11 @@ def _optimizer_leaves(
         return jax.tree.map(lambda p: place_unowned(at_rest(*p, None)), paths, is_leaf=_is_pair)
 
 
-def _is_leaf(x: Any) -> bool:
+def _is_leaf(x: object) -> bool:
     return isinstance(x, Leaf)
 
 
-def _is_pair(x: Any) -> bool:
+def _is_pair(x: object) -> bool:
     return (
         isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) and not hasattr(x, "_fields")
     )

@@ -6,15 +6,16 @@ import functools
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig
 from zerojax.devices.mesh import axis_size
 from zerojax.plan import layout, rule
-from zerojax.plan.layout import Spec
+from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.table import size
 
@@ -73,7 +74,7 @@ def block_of_slice(
     return None if how.format == "int4" and block is not None and block[-1] % 2 else block
 
 
-def _shard_extent(size: int, entry: Any, mesh: Mesh, axis: str) -> int:
+def _shard_extent(size: int, entry: SpecEntry, mesh: Mesh, axis: str) -> int:
     """Returns the extent of a device's shard; 1 if the shards are not equal."""
     names = layout.axes(entry)
     if any(layout.full_axis(name) == axis for name in names):
@@ -147,7 +148,7 @@ class QuantizedWeights:
             _check_float8(mesh.devices.flat[0])
         self._only = None if config.zero_quantized_weights else frozenset(frozen)
         self._sharded = [leaf for leaf in leaves if leaf.sharded and self._how is not None]
-        self.leaves = [*filter(self._takes, self._sharded)]
+        self.leaves: list[Leaf] = [*filter(self._takes, self._sharded)]
 
     def _takes(self, leaf: Leaf) -> bool:
         if self._only is not None and leaf.path not in self._only:
@@ -206,7 +207,7 @@ def sent_formats(config: ZeroConfig) -> Sent:
     )
 
 
-def _check_float8(device: Any) -> None:
+def _check_float8(device: jax.Device) -> None:
     capability = getattr(device, "compute_capability", None)
     if device.platform == "gpu" and float(capability or 0) < 8.9:
         raise ConfigError(

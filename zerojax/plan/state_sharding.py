@@ -23,12 +23,13 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import (
@@ -51,7 +52,9 @@ from zerojax.train_state.state_parts import Parts
 from zerojax.xla.compiler import GPUS
 from zerojax.xla.types import PyTree
 
-DTYPES: dict[str | None, Any] = {
+Tree = TypeVar("Tree")
+
+DTYPES: dict[str | None, DTypeLike | None] = {
     None: None,
     "fp32": jnp.float32,
     "bf16": jnp.bfloat16,
@@ -150,7 +153,7 @@ class Plan:
         """Returns the :class:`jax.sharding.NamedSharding` of every array, in the form of the
         state's parts. A leaf on disk has the sharding in which it is sent to the device."""
 
-        def placed(specs: Any, leaves: Sequence[Leaf]) -> Any:
+        def placed(specs: PyTree, leaves: Sequence[Leaf]) -> PyTree:
             tree = jax.tree.structure(specs, is_leaf=_is_spec)
             return jax.tree.unflatten(tree, [self.sharding(leaf) for leaf in leaves])
 
@@ -197,17 +200,17 @@ class Plan:
             return out
         rows, n = batch_axes(self.mesh), batch_devices(self.mesh)
 
-        def placed(x: Any) -> Any:
+        def placed(x: PyTree) -> PyTree:
             spec = [rows] if jnp.ndim(x) and len(x) % n == 0 else []
             return lax.with_sharding_constraint(x, layout.sharding(self.mesh, spec))
 
         return jax.tree.map(placed, out)
 
     @staticmethod
-    def each(function: Callable[[Any, Leaf], Any], tree: Any, leaves: Sequence[Leaf]) -> Any:
+    def each(function: Callable[[Any, Leaf], object], tree: Tree, leaves: Sequence[Leaf]) -> Tree:
         """Maps ``function`` over the arrays of a tree and their leaves in the plan, in order."""
         arrays, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, map(function, arrays, leaves))
+        return cast(Tree, jax.tree.unflatten(structure, map(function, arrays, leaves)))
 
     def sharding(self, leaf: Leaf) -> NamedSharding:
         """Returns the sharding of one leaf of this plan, with its memory kind."""
@@ -365,5 +368,5 @@ class Plan:
         )
 
 
-def _is_spec(x: Any) -> bool:
+def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)

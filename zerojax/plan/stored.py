@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from flax import serialization
 
 from zerojax.plan import layout
 from zerojax.plan.places import DEVICE
 from zerojax.xla import compat
+from zerojax.xla.types import PyTree
+
+Arr = TypeVar("Arr", jax.Array, np.ndarray)
 
 
 class StoredArray:
@@ -39,13 +43,18 @@ class StoredArray:
       addressable_shards: The shards at rest, with padding.
     """
 
-    __hash__ = None  # type: ignore[assignment]  # == is element by element
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]  # == is element by element
 
     def __init__(self, stored: Any, shape: Sequence[int]) -> None:
+        self.stored: Any
+        self.shape: tuple[int, ...]
+        self.dtype: np.dtype
+        self.ndim: int
+        self.size: int
         self.stored, self.shape, self.dtype = stored, tuple(shape), stored.dtype
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
-        self.nbytes = self.size * self.dtype.itemsize
-        self.is_fully_addressable = stored.is_fully_addressable
+        self.nbytes: int = self.size * self.dtype.itemsize
+        self.is_fully_addressable: bool = stored.is_fully_addressable
 
     @property
     def sharding(self) -> jax.sharding.NamedSharding:
@@ -58,8 +67,8 @@ class StoredArray:
         return layout.on_full_axes(at_rest.mesh, at_rest.spec, self.shape)
 
     @property
-    def addressable_shards(self) -> Any:
-        return self.stored.addressable_shards
+    def addressable_shards(self) -> Sequence[jax.Shard]:
+        return cast("Sequence[jax.Shard]", self.stored.addressable_shards)
 
     def is_deleted(self) -> bool:
         deleted: bool = self.stored.is_deleted()
@@ -76,19 +85,22 @@ class StoredArray:
         """Returns the array without padding, in device memory, with the sharding ``sharding``."""
         at_rest = self.stored if isinstance(self.stored, jax.Array) else self.stored.load()
         at_rest = jax.device_put(at_rest, at_rest.sharding.with_memory_kind(DEVICE))
-        return jax.jit(_cut, static_argnums=1, out_shardings=self.sharding)(at_rest, self.shape)
+        return cast(
+            jax.Array,
+            jax.jit(_cut, static_argnums=1, out_shardings=self.sharding)(at_rest, self.shape),
+        )
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         values = np.asarray(_cut(np.asarray(self.stored), self.shape), dtype)
         return values.copy() if copy else values
 
     def __jax_array__(self) -> jax.Array:
         return self.gathered()
 
-    def __deepcopy__(self, memo: Any) -> StoredArray:
+    def __deepcopy__(self, memo: dict[int, object]) -> StoredArray:
         return StoredArray(copy.deepcopy(self.stored, memo), self.shape)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[object, ...]:
         return self.gathered().__reduce__()
 
     def __getattr__(self, name: str) -> Any:
@@ -104,12 +116,12 @@ class StoredArray:
         )
 
 
-def _cut(x: Any, shape: tuple[int, ...]) -> Any:
+def _cut(x: Arr, shape: tuple[int, ...]) -> Arr:
     """Removes the padding from an array of ``shape``."""
     return x[tuple(map(slice, shape))]
 
 
-def _delegated(name: str) -> Any:
+def _delegated(name: str) -> Callable[..., object]:
     return lambda self, *args: getattr(self.gathered(), name)(*args)
 
 
@@ -128,7 +140,7 @@ serialization.register_serialization_state(
 )
 
 
-def unwrap_stored(tree: Any) -> Any:
+def unwrap_stored(tree: PyTree) -> PyTree:
     """Replaces each :class:`StoredArray` of a tree by its array at rest."""
     return jax.tree.map(lambda x: x.stored if isinstance(x, StoredArray) else x, tree)
 
@@ -141,9 +153,9 @@ def user_leaf(x: Any, shape: Sequence[int]) -> Any:
     return x if plain else StoredArray(x, shape)
 
 
-def pad(x: Any, shape: Sequence[int]) -> Any:
+def pad(x: Arr, shape: Sequence[int]) -> Arr:
     """Pads an array with zeros at the ends of its dimensions, up to ``shape``."""
     if tuple(x.shape) == tuple(shape):
         return x
     widths = [(0, m - n) for n, m in zip(x.shape, shape, strict=True)]
-    return (np if isinstance(x, np.ndarray) else jnp).pad(x, widths)
+    return cast(Arr, (np if isinstance(x, np.ndarray) else jnp).pad(x, widths))

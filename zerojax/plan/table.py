@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from zerojax.plan import rule
+from zerojax.plan.leaf import Leaf
 
 MUCH = 2**26
 """Bytes of replicated extra state up to which zerojax gives no warning."""
@@ -39,7 +39,7 @@ def size(n: float) -> str:
     return f"{n:.3g} TB"
 
 
-def replicated_state(rest: Sequence[Any]) -> str:
+def replicated_state(rest: Sequence[Leaf]) -> str:
     """Returns a sentence on the extra state that every device replicates; empty below ``MUCH``.
 
     Args:
@@ -71,7 +71,7 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
 
 def render(
     title: str,
-    groups: Mapping[str, Sequence[Any]],
+    groups: Mapping[str, Sequence[Leaf]],
     notes: Sequence[str],
 ) -> str:
     """Renders a plan as text: every parameter and every other large array, the totals, the notes.

@@ -29,7 +29,7 @@ Collator: TypeAlias = Callable[[list[Any]], Mapping[str, ArrayLike]]
 """Function from a list of rows to a batch: arrays by name, rows on the first axis."""
 
 
-def check(name: str, dataset: Any) -> int:
+def check(name: str, dataset: Dataset) -> int:
     """Returns the number of rows.
 
     Raises:

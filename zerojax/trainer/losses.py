@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -50,7 +50,7 @@ class Forward(NamedTuple):
     predictions: dict[str, PyTree]
 
 
-def _entries(given: Any) -> Mapping[str, Any]:
+def _entries(given: PyTree) -> Mapping[str, PyTree]:
     """Returns a loss function's result as a mapping."""
     result = given
     if isinstance(result, tuple) and hasattr(result, "_asdict"):
@@ -60,10 +60,10 @@ def _entries(given: Any) -> Mapping[str, Any]:
     if not isinstance(result, Mapping):
         is_loss = isinstance(result, tuple) or not jnp.ndim(result)
         result = {"loss": result} if is_loss else {"logits": result}
-    return result
+    return cast("Mapping[str, PyTree]", result)
 
 
-def loss_entry(given: object) -> Any:
+def loss_entry(given: object) -> PyTree:
     """Returns the loss in a loss function's result, unchanged; None if there is none."""
     return _entries(given).get("loss")
 
@@ -112,8 +112,8 @@ def mean_loss(given: object) -> jax.Array:
 
 
 def call(
-    model: Callable[..., Any], batch: Mapping[str, object], *, without: tuple[str, ...] = ()
-) -> Any:
+    model: Callable[..., PyTree], batch: Mapping[str, object], *, without: tuple[str, ...] = ()
+) -> PyTree:
     """Calls ``model(**fields)`` with the fields of the batch that its ``__call__`` names.
 
     A linen model's ``deterministic``, ``train`` or ``training`` is set according to whether dropout

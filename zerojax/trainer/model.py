@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import flax.linen as nn
 import jax
@@ -29,7 +29,7 @@ R = TypeVar("R")
 AnyModel: TypeAlias = nn.Module | nnx.Module | Callable[..., nnx.Module]
 """A model, or a function of ``rngs`` that creates an NNX module."""
 
-Loss = Callable[[Any, Any], object]
+Loss = Callable[[Any, PyTree], object]
 Create = tuple[Callable[..., PyTree], tuple[PyTree, ...]]
 
 
@@ -172,7 +172,10 @@ class Linen:
             batch = jax.tree.map(jnp.asarray, sample)
             variables = dict(nn.init(self._loss, self._module)(keys, batch))
             params = variables.pop("params")
-            return LinenState.create(apply_fn=None, params=params, tx=tx, variables=variables)
+            return cast(
+                LinenState,
+                LinenState.create(apply_fn=None, params=params, tx=tx, variables=variables),
+            )
 
         return create, (jax.random.key(self._seed),)
 
@@ -269,7 +272,7 @@ class Nnx:
         self._model, self._loss, self._seed = model, loss, seed
 
     def create(self, tx: optax.GradientTransformation, sample: Mapping[str, object]) -> Create:
-        def with_optimizer(model: nnx.Module) -> tuple[nnx.Module, nnx.Optimizer]:
+        def with_optimizer(model: nnx.Module) -> tuple[nnx.Module, nnx.Optimizer[nnx.Module]]:
             model.train()
             return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -305,7 +308,10 @@ class Nnx:
 
     def train_step(self, zero: Zero) -> Step[..., PyTree]:
         def train_step(
-            model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, partial: Partial | None
+            model: nnx.Module,
+            optimizer: nnx.Optimizer[nnx.Module],
+            batch: PyTree,
+            partial: Partial | None,
         ) -> dict[str, jax.Array]:
             loss, grads = value_and_grad(lambda model: self._mean(model, batch, partial))(model)
             optimizer.update(model, grads)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -123,7 +123,7 @@ def _device_bytes(mesh: Mesh) -> int:
     """Returns the largest peak over devices if they report it, else the bytes of live arrays."""
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     if all("peak_bytes_in_use" in device_stats for device_stats in stats):
-        return max(device_stats["peak_bytes_in_use"] for device_stats in stats)
+        return cast(int, max(device_stats["peak_bytes_in_use"] for device_stats in stats))
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.live_arrays()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from zerojax.config.errors import ConfigError, as_text
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
 def resolved(
     args: TrainingArguments, *, world: int, steps: int, hidden_size: int | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns a config in DeepSpeed's format, for :func:`zerojax.zero`.
 
     Every "auto" that transformers' integration resolves (``integrations/deepspeed.py``) takes the
@@ -92,7 +92,7 @@ def _described(args: TrainingArguments, entry: Entry) -> str:
 
 
 def _entries(
-    args: TrainingArguments, raw: dict[str, Any], world: int, steps: int, hidden_size: int | None
+    args: TrainingArguments, raw: dict[str, object], world: int, steps: int, hidden_size: int | None
 ) -> Iterator[Entry]:
     rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -147,12 +147,12 @@ def _same(entry: Entry, given: object) -> bool:
     return bool((list(given) if isinstance(given, tuple) else given) == entry.value)
 
 
-def _without_json(args: TrainingArguments) -> dict[str, Any]:
+def _without_json(args: TrainingArguments) -> dict[str, object]:
     """Returns the config of a run without a JSON; fp16 scales as PyTorch's GradScaler does."""
-    zero: dict[str, Any] = {"stage": args.stage}
+    zero: dict[str, object] = {"stage": args.stage}
     if "offload" in args.fsdp:
         zero |= {key: {"device": "cpu"} for key in ("offload_optimizer", "offload_param")}
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         ZERO: zero,
         "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
@@ -171,14 +171,14 @@ def _without_json(args: TrainingArguments) -> dict[str, Any]:
     return config | _monitors(args)
 
 
-def _monitors(args: TrainingArguments) -> dict[str, Any]:
+def _monitors(args: TrainingArguments) -> dict[str, object]:
     """Returns the config sections of the monitors in ``report_to``."""
     files = {
         "enabled": True,
         "output_path": args.logging_dir or os.path.join(args.output_dir, "runs"),
         "job_name": args.run_name or "trainer",
     }
-    sections: dict[str, Any] = {
+    sections: dict[str, object] = {
         {"csv": "csv_monitor"}.get(name, name): files for name in args.report_to if name != "wandb"
     }
     if "wandb" in args.report_to:
@@ -187,9 +187,9 @@ def _monitors(args: TrainingArguments) -> dict[str, Any]:
     return sections
 
 
-def _get(raw: dict[str, Any], path: str) -> Any:
+def _get(raw: Mapping[str, object], path: str) -> Any:
     """Returns the value at a dotted path, or None if a section is missing or is not an object."""
-    value: Any = raw
+    value: object = raw
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value

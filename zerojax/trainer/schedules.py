@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -91,12 +91,12 @@ def _floored(run: Run, t: jax.Array, x: jax.Array, options: Options) -> jax.Arra
     if (floor_factor is None) == (floor_rate is None):
         raise ConfigError("lr_scheduler_kwargs: cosine_with_min_lr takes min_lr or min_lr_rate")
     floor = floor_rate / run.rate if floor_factor is None else floor_factor
-    return floor + (1 - floor) * _cosine(x, options["num_cycles"])
+    return cast(jax.Array, floor + (1 - floor) * _cosine(x, options["num_cycles"]))
 
 
 def _polynomial(run: Run, t: jax.Array, x: jax.Array, options: Options) -> jax.Array:
     end = options["lr_end"] / run.rate
-    return end + (1 - end) * jnp.maximum(0.0, 1 - x) ** options["power"]
+    return cast(jax.Array, end + (1 - end) * jnp.maximum(0.0, 1 - x) ** options["power"])
 
 
 def _inverse_sqrt(run: Run, t: jax.Array, x: jax.Array, options: Options) -> jax.Array:

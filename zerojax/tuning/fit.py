@@ -46,7 +46,7 @@ class Fitted:
       remembered: The number of programs found in the cache.
     """
 
-    config: dict[str, Any]
+    config: dict[str, object]
     choice: Choice
     ranking: tuple[Trial, ...]
     unseen: tuple[Choice, ...]
@@ -63,7 +63,7 @@ def fit(
     mesh: Mesh | None = None,
     rates: Rates | None = None,
     network: str | None = None,
-    auto: Mapping[str, Any] | None = None,
+    auto: Mapping[str, object] | None = None,
     compiles: int = COMPILES,
     seconds: float = SECONDS,
     xla: bool = False,

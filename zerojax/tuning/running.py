@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +42,7 @@ def seconds_of_a_step(zero: Zero, workload: Workload, steps: int = STEPS) -> flo
 def _zeros(tree: PyTree) -> PyTree:
     """Replaces abstract arrays by zeros, and abstract PRNG keys by keys."""
 
-    def array(x: Any) -> Any:
+    def array(x: object) -> object:
         if not isinstance(x, jax.ShapeDtypeStruct):
             return x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

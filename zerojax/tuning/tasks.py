@@ -12,11 +12,12 @@ meaning that `zerojax.models.names` describes, `remat` and `scan`.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen
 from flax.training.train_state import TrainState
 
 from zerojax.api import Zero
@@ -38,7 +39,10 @@ def classification(
             {"params": params}, batch["input_ids"], batch["attention_mask"],
             deterministic=False, rngs=rngs,
         )  # fmt: skip
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+        return cast(
+            jax.Array,
+            optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(),
+        )
 
     batch = _tokens(rows, seq) | {"labels": jax.ShapeDtypeStruct((rows,), jnp.int32)}
     return _workload(zero, partial(_params, model, jnp.zeros((1, 8), jnp.int32)), loss, batch, seq)
@@ -56,7 +60,7 @@ def seq2seq(
 
     def loss(params: PyTree, batch: PyTree, rngs: PyTree) -> jax.Array:
         labels = batch["labels"]
-        losses: Any = model.apply(
+        losses: PyTree = model.apply(
             {"params": params}, batch["input_ids"], bart.shifted(labels, config),
             batch["attention_mask"], targets=labels, deterministic=False, rngs=rngs,
         )  # fmt: skip
@@ -77,7 +81,7 @@ def _workload(
     tx = zero.optimizer() if zero.config.optimizer else optax.adamw(LEARNING_RATE)
 
     def create_state(key: jax.Array) -> TrainState:
-        return TrainState.create(apply_fn=loss, params=init(key), tx=tx)
+        return cast(TrainState, TrainState.create(apply_fn=loss, params=init(key), tx=tx))
 
     def train_step(state: TrainState, batch: PyTree, key: jax.Array) -> tuple[TrainState, PyTree]:
         rngs = {"dropout": jax.random.fold_in(key, state.step)}
@@ -89,7 +93,7 @@ def _workload(
     return Workload(create_state, train_step, batch, tokens=rows * tokens, args=(key,))
 
 
-def _params(model: Any, *inputs: jax.Array) -> PyTree:
+def _params(model: linen.Module, *inputs: jax.Array) -> PyTree:
     *tokens, key = inputs
     return model.init(key, *tokens)["params"]
 
@@ -99,5 +103,7 @@ def _tokens(rows: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {"input_ids": shape, "attention_mask": shape}
 
 
-deberta_v2_xlarge = partial(classification, "deberta-v2-xlarge")  # 887 million parameters
-blenderbot_400m = partial(seq2seq, "blenderbot-400m")  # 365 million
+deberta_v2_xlarge: partial[Workload] = partial(
+    classification, "deberta-v2-xlarge"
+)  # 887 million parameters
+blenderbot_400m: partial[Workload] = partial(seq2seq, "blenderbot-400m")  # 365 million

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -197,7 +197,7 @@ def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Worklo
     )
 
 
-def _logits(model: Any, call: Callable[[jax.Array], Any], tokens: jax.Array) -> Any:
+def _logits(model: object, call: Callable[[jax.Array], PyTree], tokens: jax.Array) -> PyTree:
     """Returns the logits [B, T, V] that ``call`` computes from tokens [B, T].
 
     Raises:
@@ -220,13 +220,13 @@ def _logits(model: Any, call: Callable[[jax.Array], Any], tokens: jax.Array) -> 
     return logits
 
 
-def _loss(model: Any, call: Callable[[jax.Array], Any], batch: PyTree) -> jax.Array:
+def _loss(model: object, call: Callable[[jax.Array], PyTree], batch: PyTree) -> jax.Array:
     """Returns the mean cross-entropy of the next token, in float32."""
     tokens, targets = batch["tokens"], batch.get("targets")
     if targets is None:
         tokens, targets = tokens[:, :-1], tokens[:, 1:]
     logits = _logits(model, call, tokens).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    return cast(jax.Array, optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean())
 
 
 def _linen(
@@ -247,7 +247,10 @@ def _linen(
                 f"{name} has {', '.join(sorted(others))} beside its parameters, which the step "
                 f"of a bare model does not carry.\n{_TAKEN_AS.format(name=name)}"
             )
-        return TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx)
+        return cast(
+            TrainState,
+            TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx),
+        )
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
         def loss(params: PyTree) -> jax.Array:
@@ -262,11 +265,13 @@ def _linen(
 def _nnx(
     make: Callable[[], nnx.Module], tx: optax.GradientTransformation
 ) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
-    def create_state(key: jax.Array) -> Any:
+    def create_state(key: jax.Array) -> tuple[nnx.Module, nnx.Optimizer[nnx.Module]]:
         model = make()
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    def train_step(model: object, optimizer: Any, batch: object) -> object:
+    def train_step(
+        model: nnx.Module, optimizer: nnx.Optimizer[nnx.Module], batch: object
+    ) -> object:
         value, grads = value_and_grad(lambda model: _loss(model, model, batch))(model)
         optimizer.update(model, grads)
         return {"loss": value}

@@ -19,7 +19,8 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import EllipsisType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -76,7 +77,7 @@ class Box(NamedTuple):
           bounds: The bounds of ``values`` in the parameter.
         """
         begins = (first - low for first, (low, _) in zip(self.start, bounds, strict=True))
-        corner: Any = (*(slice(i, None) for i in begins), ...)
+        corner: tuple[slice | EllipsisType, ...] = (*(slice(i, None) for i in begins), ...)
         byte_strides = (
             values.strides[d] * step for d, step in zip(self.dimensions, self.steps, strict=True)
         )

@@ -21,7 +21,8 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from types import EllipsisType
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +81,7 @@ class FileTensor(NamedTuple):
         assert dtype is not None, self.stored
         strides = contiguous(out.shape) if strides is None else strides
         for band in bands(out.shape, dtype.itemsize) if out.size else ():
-            index: Any = (*band, ...)
+            index: tuple[slice | EllipsisType, ...] = (*band, ...)
             block = out[index]
             is_direct = block.dtype == dtype and block.flags.c_contiguous
             data = block if is_direct else np.empty(block.shape, dtype)
@@ -220,7 +221,7 @@ class _Entry(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, name: str, about: Any) -> _Entry:
+    def of(cls, name: str, about: object) -> _Entry:
         """Parses an entry of the header.
 
         Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,7 @@ from zerojax.weights.names import Linked, Names, Tensor, link
 from zerojax.weights.shards import to_host
 from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import DTYPES, BlockWriter, Path, TensorSpec, writing
-from zerojax.xla.types import PyTree
+from zerojax.xla.types import PyTree, Shaped
 
 MAX_FILE_BYTES = 5 * 10**9
 CONFIG_FILE = "config.json"
@@ -150,7 +149,7 @@ def json_text(values: Mapping[str, object]) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
-def check_tied(linked: Linked, parameter: Callable[[str], Any]) -> None:
+def check_tied(linked: Linked, parameter: Callable[[str], Shaped]) -> None:
     """Checks that tied parameters, which share a tensor, are equal.
 
     Args:
@@ -177,7 +176,7 @@ def check_tied(linked: Linked, parameter: Callable[[str], Any]) -> None:
                 )
 
 
-def _assemble(links: Sequence[tuple[str, Link]], parameter: Callable[[str], Any]) -> np.ndarray:
+def _assemble(links: Sequence[tuple[str, Link]], parameter: Callable[[str], Shaped]) -> np.ndarray:
     """Assembles a full tensor from parameters; later links overwrite earlier ones."""
     part = links[0][1]
     tensor = np.empty(part.tensor_shape, parameter(links[0][0]).dtype)

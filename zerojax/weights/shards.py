@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import EllipsisType
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,10 @@ def from_shards(
 def _put(shard: np.ndarray, devices: list[jax.Device], memory_kind: str | None) -> list[jax.Array]:
     shardings = [SingleDeviceSharding(device, memory_kind=memory_kind) for device in devices]
     # The copies keep a reference to the shard: wait, so that the host holds one shard at a time.
-    return jax.block_until_ready([jax.device_put(shard, sharding) for sharding in shardings])
+    return cast(
+        "list[jax.Array]",
+        jax.block_until_ready([jax.device_put(shard, sharding) for sharding in shardings]),
+    )
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -86,7 +90,10 @@ def to_host(array: Any) -> Iterator[tuple[Bounds, np.ndarray]]:
         if bounds not in seen:
             seen.add(bounds)
             values = np.asarray(shard.data.copy())
-            unpadded: Any = (*(slice(stop - start) for start, stop in bounds), ...)
+            unpadded: tuple[slice | EllipsisType, ...] = (
+                *(slice(stop - start) for start, stop in bounds),
+                ...,
+            )
             yield bounds, values[unpadded]
 
 

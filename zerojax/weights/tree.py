@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.tree_util import GetAttrKey, keystr
 
-from zerojax.xla.types import PyTree
+from zerojax.xla.types import PyTree, Shaped
 
 
 class OpenedModel(NamedTuple):
@@ -20,7 +20,7 @@ class OpenedModel(NamedTuple):
       close: Returns the model with the passed arrays, by path, in place of its own.
     """
 
-    leaves: dict[str, Any]
+    leaves: dict[str, Shaped]
     close: Callable[[Mapping[Any, object]], PyTree]
 
 

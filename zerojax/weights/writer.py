@@ -24,7 +24,8 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from types import EllipsisType, ModuleType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -173,7 +174,7 @@ class _Files:
         strides = contiguous(block.shape) if strides is None else strides
         with path.open("r+b", buffering=0) as file:
             for band in bands(block.shape, dtype.itemsize):
-                index: Any = (*band, ...)
+                index: tuple[slice | EllipsisType, ...] = (*band, ...)
                 values = np.ascontiguousarray(block[index]).reshape(block[index].shape)
                 length, offsets = runs(values.shape, strides)
                 offsets = offsets + offset + start(band, strides)
@@ -215,7 +216,7 @@ def _created_folder(folder: pathlib.Path) -> Iterator[None]:
 
 def _header(tensors: Sequence[TensorSpec], ends: Sequence[int]) -> bytes:
     # transformers refuses a file without "format" in its metadata.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for tensor, offsets in zip(tensors, itertools.pairwise(ends), strict=True):
         header[tensor.name] = {
             "dtype": DTYPES[tensor.dtype.name],
@@ -245,7 +246,7 @@ def _in_order(tensor: TensorSpec) -> list[tuple[int, str]]:
     return [(int(x), "") if x.isdecimal() else (-1, x) for x in tensor.name.split(".")]
 
 
-def import_safetensors() -> Any:
+def import_safetensors() -> ModuleType:
     """Returns the safetensors package.
 
     Raises:

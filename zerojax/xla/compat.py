@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 from jax._src import compiler, core, distributed, dtypes, xla_bridge
@@ -47,7 +47,9 @@ ALL_REDUCE_KERNELS_FAIL = 64 if jax.version.__version_info__ >= (0, 12) else mat
 def computed_on_host(fun: Callable[..., R]) -> Callable[..., R]:
     """Returns ``fun`` of arrays in host memory, computed on the host; its results stay there."""
     # In jax 0.11 the older name, a context manager until then, became this function.
-    wrap: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    wrap: Callable[..., Callable[..., R]] = getattr(
+        compute_on, "compute_on2", compute_on.compute_on
+    )
     host = jax.memory.Space.Host
     return wrap(fun, compute_type="device_host", out_memory_spaces=host)
 
@@ -76,12 +78,12 @@ def lower_for(traced: jax.stages.Traced, mesh: Mesh) -> jax.stages.Lowered:
     """Lowers a traced program for the devices of a mesh, which may be absent."""
     devices = list(mesh.devices.flat)
     if devices[0].addressable_memories():
-        return traced.lower()
+        return cast(jax.stages.Lowered, traced.lower())
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     return LoweredFor(traced.lower(lowering_platforms=(platform,)), devices)
 
 
-def compiler_options(lowered: jax.stages.Lowered) -> dict[str, Any]:
+def compiler_options(lowered: jax.stages.Lowered) -> dict[str, str | bool]:
     """Returns the XLA options of a lowered program, which its text does not show."""
     lowering: Any = lowered._lowering
     return dict(lowering._compiler_options_kvs)
@@ -137,9 +139,17 @@ def take_for_array(kind: type, to_array: Callable[[Any], jax.Array]) -> None:
     core.pytype_aval_mappings[kind] = lambda x: core.ShapedArray(x.shape, x.dtype)
     dtypes.register_canonicalize_value_handler(kind, to_array)
 
-    def sharded(xs: Any, shardings: Any, layouts: Any, copy_semantics: Any, *more: Any) -> Any:
+    def sharded(
+        xs: Sequence[object],
+        shardings: object,
+        layouts: object,
+        copy_semantics: object,
+        *more: object,
+    ) -> Sequence[object]:
         arrays = [to_array(x) for x in xs]
-        return pxla.shard_args(shardings, layouts, copy_semantics, arrays, *more)
+        return cast(
+            "Sequence[object]", pxla.shard_args(shardings, layouts, copy_semantics, arrays, *more)
+        )
 
     pxla.shard_arg_handlers[kind] = sharded
 

@@ -18,7 +18,7 @@ from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
 
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Equation, PyTree
+from zerojax.xla.types import AnyJaxpr, Equation, PyTree
 
 
 def trace(function: Callable[..., object], *args: object) -> tuple[core.ClosedJaxpr, PyTree]:
@@ -38,7 +38,8 @@ class _Opener:
     """Replaces hijax in jaxprs. A jaxpr that several equations share stays shared."""
 
     def __init__(self) -> None:
-        self._opened: dict[int, tuple[Any, Any]] = {}  # by identity; holds both, as ids are reused
+        # By identity; holds both, as ids are reused.
+        self._opened: dict[int, tuple[AnyJaxpr, Any]] = {}
 
     def __call__(self, jaxpr: Any) -> Any:
         """Returns the jaxpr, open or closed, without hijax; the jaxpr itself if it has none."""
@@ -50,7 +51,7 @@ class _Opener:
             self._opened[id(jaxpr)] = jaxpr, jaxprs.with_body(jaxpr, body)
         return self._opened[id(jaxpr)][1]
 
-    def _equation(self, eqn: Any) -> Equation:
+    def _equation(self, eqn: Equation) -> Equation:
         operands = [v.aval for v in eqn.invars]
         if not eqn.primitive.is_high(*operands, **eqn.params):
             return eqn
@@ -62,7 +63,7 @@ class _Opener:
             body = self(jax.make_jaxpr(run)(*operands))
         return eqn.replace(primitive=prims.closed_call_p, params={"call_jaxpr": body})
 
-    def _param(self, value: Any) -> Any:
+    def _param(self, value: object) -> object:
         if isinstance(value, tuple) and any(map(jaxprs.is_jaxpr, value)):
             return tuple(map(self._param, value))
         return self(value) if jaxprs.is_jaxpr(value) else value

@@ -12,6 +12,7 @@ import contextlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -20,7 +21,7 @@ from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
 from jax.interpreters import partial_eval
 
-from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, Shaped
+from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr, Shaped, Traceback
 
 CALLS: dict[core.Primitive, str] = {
     prims.jit_p: "jaxpr",
@@ -36,7 +37,7 @@ _JAX, _PYTHON = str(Path(jax.__file__).parent), sysconfig.get_path("stdlib")
 _REQUIRED = object()
 
 
-def param(eqn: Equation, name: str, default: Any = _REQUIRED) -> Any:
+def param(eqn: Equation, name: str, default: object = _REQUIRED) -> Any:
     """Returns a parameter of an equation; ``default``, if given, if its primitive has none.
 
     The rules of this package know primitives by their parameters, whose names jax may change.
@@ -70,14 +71,14 @@ def with_body(jaxpr: Any, body: Jaxpr) -> Any:
     return jaxpr.replace(jaxpr=body) if open_jaxpr(jaxpr)[0] is not jaxpr else body
 
 
-def shaped_like(jaxpr: AnyJaxpr, closed: AnyJaxpr) -> Any:
+def shaped_like(jaxpr: AnyJaxpr, closed: AnyJaxpr) -> AnyJaxpr:
     """Returns ``closed``, opened if ``jaxpr`` is open: jax 0.10 has parameters of both kinds."""
     return closed if hasattr(jaxpr, "jaxpr") else open_jaxpr(closed)[0]
 
 
 def called_jaxpr(eqn: Equation) -> AnyJaxpr:
     """Returns the jaxpr that a call runs, open or closed."""
-    return param(eqn, CALLS[eqn.primitive])
+    return cast(AnyJaxpr, param(eqn, CALLS[eqn.primitive]))
 
 
 def bodies(eqn: Equation) -> list[Jaxpr]:
@@ -172,12 +173,12 @@ def is_batched(eqn: Equation) -> bool:
     return "vmap(" in str(source(eqn).name_stack)
 
 
-def source(eqn: Equation) -> Any:
+def source(eqn: Equation) -> source_info_util.SourceInfo:
     """Returns the origin of an equation: a name stack and a traceback, with its frames."""
     return eqn.source_info
 
 
-def bound_at(traceback: Any) -> tuple[Any, ...]:
+def bound_at(traceback: Traceback | None) -> tuple[tuple[CodeType, int], ...]:
     """Returns the place that binds an equation: code and instruction of each frame, the innermost
     first, without the frames of jax and of Python's library; empty if unknown.
 
@@ -192,7 +193,9 @@ def _is_library(file: str) -> bool:
     return file.startswith(_JAX) or (file.startswith(_PYTHON) and "-packages" not in file)
 
 
-def source_within(call: Any, inside: Any, *, own_line: bool) -> Any:
+def source_within(
+    call: source_info_util.SourceInfo, inside: source_info_util.SourceInfo, *, own_line: bool
+) -> source_info_util.SourceInfo:
     """Returns the source of an equation of a call after the call is inlined: the call's names come
     first, and the line is the call's unless ``own_line``."""
     return inside.replace(
@@ -210,17 +213,17 @@ def is_zero(atom: Atom) -> bool:
     """Returns whether an atom is a literal zero."""
     if not isinstance(atom, core.Literal):
         return False
-    aval: Any = atom.aval
+    aval: Aval = atom.aval
     return not (jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) or np.any(atom.val))
 
 
-def read(atom: Atom, env: Mapping[Any, Any]) -> Any:
+def read(atom: Atom, env: Mapping[Atom, Any]) -> Any:
     """Returns the value of a literal, or of a variable in ``env``."""
     return atom.val if isinstance(atom, core.Literal) else env[atom]
 
 
 def bind(
-    eqn: Equation, values: Sequence[Any], params: Mapping[str, Any] | None = None
+    eqn: Equation, values: Sequence[object], params: Mapping[str, object] | None = None
 ) -> Sequence[Any]:
     """Runs an equation on other operands, and with other parameters if given; returns its results.
 
@@ -257,10 +260,10 @@ def pruned(eqn: Equation, used: Sequence[bool]) -> Equation | None:
         return eqn if any(used) or eqn.effects else None
     # From 0.12 on, rules also take whether each operand, if it is a reference, is read later.
     read_later = [[True] * len(eqn.invars)] if jax.version.__version_info__ >= (0, 12) else []
-    return rule([*used], *read_later, eqn)[1]
+    return cast("Equation | None", rule([*used], *read_later, eqn)[1])
 
 
-def bind_in_context(eqn: Equation, values: Sequence[Any]) -> Sequence[Any]:
+def bind_in_context(eqn: Equation, values: Sequence[object]) -> Sequence[Any]:
     """Runs an equation on other operands, in the context in which it was traced."""
     with context(eqn):
         return bind(eqn, values)
@@ -268,8 +271,8 @@ def bind_in_context(eqn: Equation, values: Sequence[Any]) -> Sequence[Any]:
 
 def evaluate(
     closed: AnyJaxpr,
-    args: Sequence[Any],
-    run: Callable[[Any, list[Any]], Sequence[Any]] = bind_in_context,
+    args: Sequence[object],
+    run: Callable[[Equation, list[Any]], Sequence[Any]] = bind_in_context,
     opens: Callable[[Equation], bool] = lambda eqn: eqn.primitive in CALLS,
 ) -> list[Any]:
     """Runs a jaxpr equation by equation; if this is traced, the opened calls are inlined.
@@ -285,7 +288,7 @@ def evaluate(
     for eqn in jaxpr.eqns:
         values = [read(v, env) for v in eqn.invars]
         if eqn.primitive in CALLS and opens(eqn):
-            outs: Sequence[Any] = evaluate(called_jaxpr(eqn), values, run, opens)
+            outs: Sequence[object] = evaluate(called_jaxpr(eqn), values, run, opens)
         else:
             outs = run(eqn, values)
         env.update(zip(eqn.outvars, outs, strict=True))

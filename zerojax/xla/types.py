@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence, Set
+from types import CodeType
 from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 from jax.extend import core
+from jax.extend.source_info_util import SourceInfo
 
 PyTree: TypeAlias = Any
 """A pytree of any structure: the state, its parameters, a batch. Its type is known to the user."""
@@ -53,6 +55,12 @@ class Context(Protocol):
     def manager(self) -> contextlib.AbstractContextManager[object]: ...
 
 
+class Traceback(Protocol):
+    """The frames in which an equation was traced, the innermost first."""
+
+    def raw_frames(self) -> tuple[Sequence[CodeType], Sequence[int]]: ...
+
+
 class Equation(Protocol):
     """An equation of a jaxpr."""
 
@@ -69,7 +77,7 @@ class Equation(Protocol):
     @property
     def ctx(self) -> Context: ...
     @property
-    def source_info(self) -> Any: ...
+    def source_info(self) -> SourceInfo: ...
     @property
     def replace(self) -> Callable[..., Self]: ...
 
@@ -96,5 +104,8 @@ class Jaxpr(HasEquations, Protocol):
     def replace(self) -> Callable[..., Self]: ...
 
 
-AnyJaxpr: TypeAlias = HasEquations | core.Jaxpr | core.ClosedJaxpr
-"""A jaxpr, open or closed."""
+class AnyJaxpr(Protocol):
+    """A jaxpr, open or closed."""
+
+    @property
+    def eqns(self) -> Sequence[object]: ...

@@ -19,7 +19,7 @@ class Leaf(NamedTuple):
 
     path: str
     key: str
-    value: Any
+    value: object
 
 
 class CheckResult(NamedTuple):
@@ -56,7 +56,7 @@ def read_checked(path: Path) -> CheckResult:
     return checked._replace(problems=repeated(file) + checked.problems)
 
 
-def check(file: Mapping[str, Any]) -> CheckResult:
+def check(file: Mapping[str, object]) -> CheckResult:
     """Checks every key separately, in one pass.
 
     Args:

@@ -5,7 +5,8 @@ The keys are those of Accelerate 1.15 (`accelerate.commands.config.config_args.C
 the options of `accelerate launch`), and the old keys that Accelerate still accepts.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -42,7 +43,7 @@ TYPES = (*PLAIN, "DEEPSPEED", "FSDP")
 """The supported values of `distributed_type`."""
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     """Converts a string that spells a number: YAML 1.1 reads 1e-3 as a string."""
     if not isinstance(value, str):
         return value
@@ -66,7 +67,7 @@ def _none(value: object) -> object:
     return None if isinstance(value, str) and value.lower() == "none" else value
 
 
-def _before(kind: ValueKind, change: Any, says: str = "") -> ValueKind:
+def _before(kind: ValueKind, change: Callable[[object], object], says: str = "") -> ValueKind:
     return ValueKind(says or kind.says, Annotated[kind.annotation, BeforeValidator(change)])
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from zerojax.config.accelerate.check import check
 from zerojax.config.accelerate.deepspeed import deepspeed
@@ -65,7 +64,7 @@ def translate(file: Mapping[str, object], folder: Path) -> Translation:
     return into
 
 
-def _kind(into: Translation, file: Mapping[str, Any]) -> str:
+def _kind(into: Translation, file: Mapping[str, object]) -> str:
     """Returns `distributed_type` if it is supported, else adds a problem and returns ""."""
     environment = into.values.get("compute_environment", "LOCAL_MACHINE")
     if environment != "LOCAL_MACHINE":
@@ -139,7 +138,7 @@ def _precision(into: Translation, kind: str) -> None:
     }
     if not all(into.put(key, path, on) for path, on in switches.items()):
         return
-    paths: dict[str, Any] = {}
+    paths: dict[str, object] = {}
     if cast:
         paths["fp16.auto_cast"] = True  # autocast; DeepSpeedPlugin.set_mixed_precision
         why.append("float leaves of the batch are cast too")

@@ -53,7 +53,7 @@ class Translation:
     problems: list[str]
     raw: dict[str, Any] = field(default_factory=dict)
     file: str = ""
-    of_file: dict[str, Any] = field(default_factory=dict)
+    of_file: dict[str, object] = field(default_factory=dict)
     judged: dict[str, KeyTreatment] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Translation:
         default_factory=dict
     )  # of_file's values for keys of both files
 
-    def put(self, key: str, path: str, value: Any) -> bool:
+    def put(self, key: str, path: str, value: object) -> bool:
         """Sets `path` of the JSON from `key` of the YAML, unless the JSON's file sets a value.
 
         If one of the two values is "auto", the other wins. Two values that differ are a problem.

@@ -41,7 +41,7 @@ class ValueKind:
     def _adapter(self) -> TypeAdapter[Any]:
         return TypeAdapter(self.annotation)
 
-    def check(self, value: Any) -> Any:
+    def check(self, value: object) -> Any:
         """Returns the value converted to the type: a list of two numbers to a tuple, 5e8 to an int.
 
         Raises:
@@ -173,17 +173,17 @@ class Key:
     treatment: Treatment
     why: str = ""
     field: str | None = None
-    accepts: tuple[Any, ...] = ()
+    accepts: tuple[object, ...] = ()
     auto: str | None = None
     loud: str = ""
 
 
-def honoured(path: str, kind: ValueKind, default: Any, why: str = "", **more: Any) -> Key:
+def honoured(path: str, kind: ValueKind, default: object, why: str = "", **more: Any) -> Key:
     """Returns a key that zerojax supports."""
     return Key(path=path, kind=kind, default=default, treatment="honoured", why=why, **more)
 
 
-def setting(path: str, kind: ValueKind, default: Any, why: str, **more: Any) -> Key:
+def setting(path: str, kind: ValueKind, default: object, why: str, **more: Any) -> Key:
     """Returns a key that sets the field of its name; `enabled` sets that of its section's name."""
     section, _, name = path.rpartition(".")
     return honoured(path, kind, default, why, field=section if name == "enabled" else name, **more)
@@ -199,7 +199,7 @@ def left_to_launch(section: str, why: str, **keys: tuple[ValueKind, object]) -> 
     return _accepted(section, "left to launch", why, keys)
 
 
-def no_effect(section: str, why: str, **keys: tuple[ValueKind, Any]) -> Iterator[Key]:
+def no_effect(section: str, why: str, **keys: tuple[ValueKind, object]) -> Iterator[Key]:
     """Yields keys, from (kind, default), that have no effect in zerojax."""
     return _accepted(section, "no effect", why, keys)
 
@@ -266,7 +266,7 @@ class Param:
 
     kind: ValueKind
     default: object
-    only: tuple[Any, ...] = ()
+    only: tuple[object, ...] = ()
     why: str = ""
     loud: bool = False
     auto: str = ""

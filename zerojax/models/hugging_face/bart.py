@@ -48,7 +48,7 @@ _BLENDERBOT = BLENDERBOT | dict(
     encoder_attention_heads=32, decoder_attention_heads=32, encoder_ffn_dim=10240,
     decoder_ffn_dim=10240, max_position_embeddings=128, scale_embedding=False,
 )  # fmt: skip
-KINDS = {"bart": _BART, "blenderbot": _BLENDERBOT}
+KINDS: dict[str, Fields] = {"bart": _BART, "blenderbot": _BLENDERBOT}
 
 
 def names(config: BartConfig) -> Names:

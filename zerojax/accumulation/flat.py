@@ -22,7 +22,7 @@ from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.graph.search import contains, runs_regions
 from zerojax.trace.changes import is_change
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr
+from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr, SourceInfo, Traceback
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,7 +48,7 @@ class Flat:
     outvars: list[Atom] = field(default_factory=list)
     constvars: list[Atom] = field(default_factory=list)
     consts: list[jax.Array] = field(default_factory=list)
-    bound: list[tuple[object, ...]] = field(default_factory=list)
+    bound: list[tuple[Traceback | None, ...]] = field(default_factory=list)
 
 
 def flatten(
@@ -101,8 +101,8 @@ class _Opener:
         jaxpr: Jaxpr,
         consts: Sequence[jax.Array],
         args: Sequence[Atom],
-        outer: object,
-        calls: tuple[object, ...],
+        outer: SourceInfo | None,
+        calls: tuple[Traceback | None, ...],
     ) -> list[Atom]:
         """Appends the equations of a jaxpr applied to ``args``, and returns its results.
 
@@ -143,7 +143,7 @@ class _Opener:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _users_own(self, traceback: object) -> bool:
+    def _users_own(self, traceback: Traceback | None) -> bool:
         """Returns whether a traceback has a line of the user's code. Inside a function of a
         library it has none, because jax traces the function once for all callers."""
         if traceback not in self._known:
@@ -167,7 +167,11 @@ class _Opener:
         return not isinstance(atom, core.Literal) and atom in self._learned
 
     def _without_numbers(
-        self, eqn: Equation, values: list[Atom], info: object, bound: tuple[object, ...]
+        self,
+        eqn: Equation,
+        values: list[Atom],
+        info: SourceInfo,
+        bound: tuple[Traceback | None, ...],
     ) -> tuple[Equation, list[Atom]]:
         """Moves reductions that do not depend on learned arguments out of a checkpoint; returns
         the checkpoint that takes them as further operands, and its operands."""

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax.devices.mesh import batch_devices, sequence_size
 from zerojax.hlo.traffic import ring_bytes
 from zerojax.plan import layout
+from zerojax.plan.layout import SpecEntry
 from zerojax.xla.types import Equation
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
@@ -63,7 +64,7 @@ class Decision:
         return round(ring_bytes(self.kind, self.payload, self.devices))
 
 
-def group(cut: Sequence[object], less: Sequence[object], mesh: Mesh | AbstractMesh) -> int:
+def group(cut: Sequence[SpecEntry], less: Sequence[SpecEntry], mesh: Mesh | AbstractMesh) -> int:
     """Returns the number of devices whose shards by ``cut`` form one shard by ``less``."""
     return _shards(cut, mesh) // _shards(less, mesh)
 
@@ -76,8 +77,8 @@ def summed_over(mesh: Mesh | AbstractMesh) -> int:
 def payload(
     shape: Sequence[int],
     dtype: np.dtype,
-    cut: Sequence[object],
-    less: Sequence[object],
+    cut: Sequence[SpecEntry],
+    less: Sequence[SpecEntry],
     mesh: Mesh | AbstractMesh,
 ) -> int:
     """Returns the bytes of the shards by ``cut`` that form one device's shard by ``less``."""
@@ -85,5 +86,5 @@ def payload(
     return shard * group(cut, less, mesh) * jnp.dtype(dtype).itemsize
 
 
-def _shards(spec: Sequence[object], mesh: Mesh | AbstractMesh) -> int:
+def _shards(spec: Sequence[SpecEntry], mesh: Mesh | AbstractMesh) -> int:
     return math.prod(layout.parts(entry, mesh) for entry in spec)

@@ -21,7 +21,7 @@ from zerojax.collectives.window import Window
 from zerojax.devices.mesh import REPLICA, batch_axes, batch_devices, sequence_size
 from zerojax.devices.network import near
 from zerojax.plan import layout
-from zerojax.plan.layout import Spec
+from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.plan.quantized import UNQUANTIZED, Sent, block_of
 from zerojax.trace import marks
 from zerojax.xla.types import Atom, Equation
@@ -175,14 +175,14 @@ class Gatherer:
         summed first; 1 if the number differs between hosts."""
         return near(self.mesh, self.axis)
 
-    def constrain(self, value: jax.Array, spec: Sequence[object]) -> jax.Array:
+    def constrain(self, value: jax.Array, spec: Sequence[SpecEntry]) -> jax.Array:
         """Constrains ``value`` to a spec; on lanes, returns ``value`` unchanged if the spec names
         an axis of the lanes."""
         if not self._lane_axes.isdisjoint(name for entry in spec for name in layout.axes(entry)):
             return value
         return self.constrain_always(value, spec)
 
-    def constrain_always(self, value: jax.Array, spec: Sequence[object]) -> jax.Array:
+    def constrain_always(self, value: jax.Array, spec: Sequence[SpecEntry]) -> jax.Array:
         """Constrains ``value`` to a spec, on lanes too: for a parameter, or a value computed from
         parameters only, which all lanes have in common and their axes may shard."""
         return lax.with_sharding_constraint(value, layout.sharding(self.mesh, spec))
@@ -201,7 +201,7 @@ class Gatherer:
         return lax.with_sharding_constraint(value, sharding)
 
     def all_gather(
-        self, value: jax.Array, spec: Sequence[object], *, quantized: bool = False
+        self, value: jax.Array, spec: Sequence[SpecEntry], *, quantized: bool = False
     ) -> jax.Array:
         """All-gathers a shard over the shard axis, after a constraint to its current spec:
         otherwise XLA may move the cast that produced the shard past the gather and send twice the
@@ -218,14 +218,14 @@ class Gatherer:
             spec = less
         return pinned
 
-    def _block(self, value: jax.Array, spec: Sequence[object]) -> tuple[int, ...] | None:
+    def _block(self, value: jax.Array, spec: Sequence[SpecEntry]) -> tuple[int, ...] | None:
         """Returns the extent of a quantized block in each dimension; None without blocks."""
         return block_of(value.shape, tuple(spec), self.mesh, self.axis, self.sent.weights)
 
     def _as_codes(
         self,
         value: jax.Array,
-        spec: Sequence[object],
+        spec: Sequence[SpecEntry],
         block: Sequence[int],
         gather: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
@@ -236,7 +236,7 @@ class Gatherer:
         return dequantize(codes, scales, form, value.dtype)
 
     def secondary(
-        self, value: jax.Array, spec: Sequence[object], partly: Spec, *, quantized: bool = False
+        self, value: jax.Array, spec: Sequence[SpecEntry], partly: Spec, *, quantized: bool = False
     ) -> jax.Array:
         """All-gathers a shard between partitions; a later gather within a partition completes it. A
         barrier keeps XLA from gathering over both at once."""

@@ -22,6 +22,7 @@ from zerojax.collectives import decisions
 from zerojax.collectives.decisions import Decision, group, payload, summed_over
 from zerojax.devices.mesh import zero_axis
 from zerojax.plan import layout
+from zerojax.plan.layout import SpecEntry
 from zerojax.xla.types import Equation, Shaped
 
 _TAG = re.compile(r"zerojax-decision-(\d+)")
@@ -81,7 +82,7 @@ class Ledger:
             self._calls.pop()
 
     def gathers(
-        self, x: Shaped, cut: Sequence[object], less: Sequence[object]
+        self, x: Shaped, cut: Sequence[SpecEntry], less: Sequence[SpecEntry]
     ) -> contextlib.AbstractContextManager[object]:
         """Records an all-gather; returns the context for the constraint to ``less`` of an array
         sharded by ``cut``."""
@@ -92,8 +93,8 @@ class Ledger:
     def reduces(
         self,
         x: Shaped,
-        before: Sequence[object],
-        after: Sequence[object],
+        before: Sequence[SpecEntry],
+        after: Sequence[SpecEntry],
         *,
         over: int | None = None,
         partly: bool = False,
@@ -136,7 +137,7 @@ class Ledger:
         return [*sizes[:-1], self._over // math.prod(sizes[:-1])]
 
     def exchanges(
-        self, x: Shaped, spec: Sequence[object], devices: int
+        self, x: Shaped, spec: Sequence[SpecEntry], devices: int
     ) -> contextlib.AbstractContextManager[object]:
         """Records an all-to-all; returns the context for the constraint by which devices exchange
         their shards of ``x``."""
@@ -151,7 +152,7 @@ class Ledger:
             decisions.REDUCE, (), "float32", 4, self._mesh.size, decisions.UPDATE, reason
         )
 
-    def of_optimizer(self, x: Shaped, spec: Sequence[object]) -> tuple[Decision, ...]:
+    def of_optimizer(self, x: Shaped, spec: Sequence[SpecEntry]) -> tuple[Decision, ...]:
         """Returns the reduction of a gradient to a spec at the optimizer, for a gradient that was
         not reduced before."""
         start = len(self._noted)
@@ -162,7 +163,7 @@ class Ledger:
         return recorded
 
     @contextlib.contextmanager
-    def reduces_after_loop(self, x: Shaped, spec: Sequence[object]) -> Iterator[None]:
+    def reduces_after_loop(self, x: Shaped, spec: Sequence[SpecEntry]) -> Iterator[None]:
         """Returns the context for the constraint of a sum over micro-batches, at which XLA reduces
         the sum."""
         reason = "summed over all micro-batches first"
@@ -170,7 +171,7 @@ class Ledger:
             yield
 
     def _reduces_to(
-        self, x: Shaped, spec: Sequence[object]
+        self, x: Shaped, spec: Sequence[SpecEntry]
     ) -> contextlib.AbstractContextManager[object]:
         full = layout.without(spec, zero_axis(self._mesh))
         is_even = layout.padded_shape(x.shape, spec, self._mesh) == x.shape
@@ -193,7 +194,7 @@ class Ledger:
 
     def _note(
         self,
-        *found: tuple[str, Shaped, Sequence[object], Sequence[object], int],
+        *found: tuple[str, Shaped, Sequence[SpecEntry], Sequence[SpecEntry], int],
         partly: bool = False,
     ) -> contextlib.AbstractContextManager[object]:
         self._noted.append(

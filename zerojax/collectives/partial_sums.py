@@ -29,7 +29,7 @@ from zerojax.collectives.reduction import (
 from zerojax.devices.mesh import sequence_size
 from zerojax.graph.primitives import LABELS, LINEAR
 from zerojax.plan import layout
-from zerojax.plan.layout import Spec
+from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
 
@@ -109,7 +109,7 @@ class RowSum(NamedTuple):
     def _split_by_device(self, x: jax.Array, i: int, gatherer: Gatherer) -> jax.Array:
         """Splits each sharded dimension of operand ``i`` into two: the devices, and each device's
         own elements."""
-        entries: list[object] = [None] * x.ndim
+        entries: list[SpecEntry] = [None] * x.ndim
         cuts = zip((dims[i] for dims in self.cuts), axes_of(gatherer), strict=True)
         for at, axes in sorted(cuts, reverse=True):
             n = math.prod(gatherer.mesh.shape[name] for name in axes)

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from zerojax.graph.primitives import LABELS, SLICES
 from zerojax.plan import layout
-from zerojax.plan.layout import Spec
+from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.xla.jaxprs import param
 from zerojax.xla.types import Equation
 
@@ -25,7 +25,7 @@ def _squeeze(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
 def _broadcast(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
     if math.prod(param(eqn, "shape")) != math.prod(eqn.invars[0].aval.shape):
         return None  # a true broadcast uses the parameter
-    out: list[object] = [None] * len(param(eqn, "shape"))
+    out: list[SpecEntry] = [None] * len(param(eqn, "shape"))
     for source, target in enumerate(param(eqn, "broadcast_dimensions")):
         out[target] = spec[source]
     return tuple(out)
@@ -38,7 +38,7 @@ def _reshape(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
 def _reshaped(old: Sequence[int], new: Sequence[int], spec: Spec, mesh: Mesh) -> Spec | None:
     """Returns the spec after a reshape from shape ``old`` to ``new``; None if elements would move
     between devices."""
-    out: list[object] = [None] * len(new)
+    out: list[SpecEntry] = [None] * len(new)
     for i, entry in enumerate(spec):
         if entry is None:
             continue
@@ -53,7 +53,7 @@ def _reshaped(old: Sequence[int], new: Sequence[int], spec: Spec, mesh: Mesh) ->
 
 
 def _untranspose(eqn: Equation, spec: Spec, mesh: Mesh) -> Spec | None:
-    out: list[object] = [None] * len(spec)
+    out: list[SpecEntry] = [None] * len(spec)
     for target, source in enumerate(param(eqn, "permutation")):
         out[source] = spec[target]
     return tuple(out)

@@ -15,10 +15,10 @@ from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.devices.mesh import SEQUENCE, axis_size, batch_axes, joined_axes, sequence_size
 from zerojax.plan import layout
-from zerojax.plan.layout import Spec, SubAxis
+from zerojax.plan.layout import Spec, SpecEntry, SubAxis
 from zerojax.plan.quantized import Format, block_of_slice
 
-FeedBack = Callable[[jax.Array, Sequence[object], Sequence[int]], jax.Array]
+FeedBack = Callable[[jax.Array, Sequence[SpecEntry], Sequence[int]], jax.Array]
 """Function of ``(x, spec, block)`` that returns the array to send in place of ``x``. ``spec`` is
 the spec of both, ``block`` the extent of a quantized block in their last dimensions."""
 
@@ -134,7 +134,7 @@ def _exchanged(
     )
     shard_shape = shape[0] // math.prod(sizes), *shape[1:]
     x = x.reshape(*x.shape[: len(devices)], *sizes, *shard_shape)
-    spec: list[object] = [*devices, *(None for _ in (*split_order, *shard_shape))]
+    spec: list[SpecEntry] = [*devices, *(None for _ in (*split_order, *shard_shape))]
     for name in parts:
         source, target = (
             spec.index(name),

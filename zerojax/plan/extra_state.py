@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.plan import layout, rule
+from zerojax.plan.layout import Spec
 from zerojax.plan.state_sharding import Leaf
 from zerojax.xla.types import Aval, PyTree, Shaped
 
-AtRest: TypeAlias = Callable[[str, Shaped, PartitionSpec | None], Leaf]
+AtRest: TypeAlias = Callable[[str, Shaped, PartitionSpec | Spec | None], Leaf]
 """The rule that turns a path, an array and the user's spec into a leaf at rest."""
 
 

@@ -16,6 +16,7 @@ from zerojax.config import ZeroConfig
 from zerojax.plan import layout
 from zerojax.plan.errors import error_leaf
 from zerojax.plan.extra_state import AtRest, ExtraState, ParameterForm
+from zerojax.plan.layout import Spec
 from zerojax.plan.places import Places, choose_places, offloads
 from zerojax.plan.quantized import QuantizedWeights
 from zerojax.plan.rule import ShardSpec, check_own_spec, shard_spec
@@ -27,7 +28,7 @@ from zerojax.xla.types import PyTree, Shaped
 def make_plan(
     parts: Parts,
     tx: optax.GradientTransformation | None,
-    own: Sequence[PartitionSpec | None],
+    own: Sequence[PartitionSpec | Spec | None],
     mesh: Mesh,
     axis: str,
     config: ZeroConfig,
@@ -87,14 +88,18 @@ def make_plan(
 
 
 def parameter_leaves(
-    params: PyTree, own: Sequence[PartitionSpec | None], mesh: Mesh, axis: str, config: ZeroConfig
+    params: PyTree,
+    own: Sequence[PartitionSpec | Spec | None],
+    mesh: Mesh,
+    axis: str,
+    config: ZeroConfig,
 ) -> list[Leaf]:
     """Plans only the parameters; see :func:`make_plan`."""
     return _parameters(params, own, _rule(mesh, axis, config), config)[0]
 
 
 def _parameters(
-    params: PyTree, own: Sequence[PartitionSpec | None], at_rest: AtRest, config: ZeroConfig
+    params: PyTree, own: Sequence[PartitionSpec | Spec | None], at_rest: AtRest, config: ZeroConfig
 ) -> tuple[list[Leaf], Sequence[Places]]:
     """Plans the parameters: their leaves, and the places of each."""
     paths, _ = jax.tree_util.tree_flatten_with_path(params)
@@ -113,7 +118,7 @@ def _rule(mesh: Mesh, axis: str, config: ZeroConfig) -> AtRest:
     smallest = config.stage3_param_persistence_threshold if config.stage == 3 else 0
     allow_parts = not offloads(config)  # offload streams sub-groups as rows on one mesh
 
-    def at_rest(path: str, x: Shaped, own: PartitionSpec | None) -> Leaf:
+    def at_rest(path: str, x: Shaped, own: PartitionSpec | Spec | None) -> Leaf:
         own_spec = layout.full(own, len(x.shape))
         check_own_spec(path, x.shape, own_spec, mesh)
         own_spec = layout.cutting(own_spec, mesh)

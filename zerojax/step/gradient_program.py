@@ -177,7 +177,8 @@ class GradientProgram:
             replace={GRADIENT: sender} if is_one_batch else None,
             host=sender.host() if is_one_batch else None,
         )
-        grads, sums = jax.tree.leaves(new_parts.opt_state.grads), sender.square_sums
+        grads: list[Any] = jax.tree.leaves(new_parts.opt_state.grads)
+        sums = sender.square_sums
         if not is_one_batch:
             grads = [
                 setting.inserter.constrain(g, layout.full(leaf.spec, g.ndim))
@@ -188,10 +189,11 @@ class GradientProgram:
         numbers = self._update.with_shared(parts.opt_state, shared)
         after: ZeroOptState = jax.tree.unflatten(setting.structure.opt_state, numbers)
         done = was_done(setting, opt, after)
+        stored: list[Any] = [g.stored if isinstance(g, Unpadded) else g for g in grads]
         return GradientResult(
             grads=[
-                pad(g.stored if isinstance(g, Unpadded) else g, leaf.padded) if used else None
-                for g, leaf, used in zip(grads, plan.compute, self._update.uses, strict=True)
+                pad(x, leaf.padded) if used else None
+                for x, leaf, used in zip(stored, plan.compute, self._update.uses, strict=True)
             ],
             scalars=scalars,
             shared=shared,

@@ -142,7 +142,7 @@ def test_a_flipped_byte_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, state)
         checkpointer.wait()
-        monkeypatch.setattr("zerojax.checkpoint.record.changed", lambda *_: [])
+        monkeypatch.setattr("zerojax.checkpoint.record.find_changes", lambda *_: [])
         last = values(state)["params.rows"][-1, -9:].tobytes()
         files = [file for file in (tmp_path / "1").rglob("d/*") if last in file.read_bytes()]
         for file in files:  # tensorstore may leave one that is not used

@@ -51,6 +51,12 @@ def decided_by_a_condition(x: Any, y: Any, z: Any) -> Any:
     return lax.while_loop(lambda c: c[0].sum() < 3, lambda c: (c[0] + x, c[1] * 2), (z, y))
 
 
+def overwritten(x: Any, y: Any, z: Any) -> Any:
+    """Without an iteration the result is the start value, whatever the body writes."""
+    loop = lax.while_loop(lambda c: c[0].sum() < 3, lambda c: (c[0] + 1, c[0]), (x, y))[1]
+    return loop, lax.scan(lambda c, _: (x, None), z, None, length=0)[0]
+
+
 def decided_by_an_index(x: Any, y: Any, z: Any) -> Any:
     return lax.cond(x[0] > 0, lambda y, z: (y, z), lambda y, z: (y * 2, y), y, z)
 
@@ -58,6 +64,7 @@ def decided_by_an_index(x: Any, y: Any, z: Any) -> Any:
 CASES: list[tuple[Callable[..., Any], list[str]]] = [
     (straight, ["x", "xy", "z", ""]),
     (called, ["y", "yz"]),
+    (overwritten, ["xy", "xz"]),
     (passed_on, ["xyz"]),
     (scanned, ["x", "yz", "x"]),
     (decided_by_a_condition, ["xz", "xyz"]),

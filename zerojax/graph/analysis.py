@@ -129,10 +129,12 @@ class Analysis(Generic[F]):
 
     def _iterated(self, region: Region, given: list[F]) -> Sequence[F]:
         while True:
-            results, grown = self.forward(region.jaxpr, given).ends, list(given)
+            results, grown = [*self.forward(region.jaxpr, given).ends], list(given)
             for result, argument in region.carries:
                 grown[argument] = self._join(grown[argument], results[result])
             if grown == given:
+                for result, argument in region.carries if region.may_be_skipped else ():
+                    results[result] = self._join(results[result], given[argument])
                 return results
             given = grown
 
@@ -166,12 +168,14 @@ class Analysis(Generic[F]):
         for region in inside:
             needed = [self._bottom] if region.decides else list(results)
             while True:
-                found, grown = self.backward(region.jaxpr, needed).ends, list(needed)
+                found, grown = [*self.backward(region.jaxpr, needed).ends], list(needed)
                 for result, argument in region.carries:
                     grown[result] = self._join(grown[result], found[argument])
                 if grown == needed:
                     break
                 needed = grown
+            for result, argument in region.carries if region.may_be_skipped else ():
+                found[argument] = self._join(found[argument], needed[result])
             for position, fact in zip(region.operands, found, strict=True):
                 operands[position] = self._join(operands[position], fact)
         return operands

@@ -26,6 +26,8 @@ class Region:
         equation's result, or the number of results if none is; None for other programs.
       decides: True for the condition of a loop: the program only decides what runs, and its result
         is not among the equation's results.
+      may_be_skipped: True for the body of a loop that may have no iterations, so that the results
+        of its carries may be their start values.
     """
 
     jaxpr: Jaxpr
@@ -34,6 +36,7 @@ class Region:
     entries: int | None = None
     stacked: int | None = None
     decides: bool = False
+    may_be_skipped: bool = False
 
     def is_entry(self, argument: int) -> bool:
         """Returns whether an argument is one entry of its operand, without the first dimension."""
@@ -67,14 +70,20 @@ def regions(equation: Equation) -> tuple[Region, ...]:
         consts, carry = jaxprs.scan_counts(equation)
         pairs = [(i, consts + i) for i in range(carry)]
         body = _opened(jaxprs.param(equation, "jaxpr"))
-        return (Region(body, range(n), pairs, consts + carry, carry),)
+        is_empty = jaxprs.param(equation, "length") == 0
+        return (Region(body, range(n), pairs, consts + carry, carry, may_be_skipped=is_empty),)
     if primitive is prims.while_p:
         loop = jaxprs.while_parts(equation)
         first, carried = loop.cond_consts, range(loop.cond_consts + loop.body_consts, n)
         pairs = [(i, loop.body_consts + i) for i in range(len(carried))]
         return (
             Region(_opened(loop.cond), [*range(first), *carried], decides=True),
-            Region(_opened(loop.body), [*range(first, carried.start), *carried], pairs),
+            Region(
+                _opened(loop.body),
+                [*range(first, carried.start), *carried],
+                pairs,
+                may_be_skipped=True,
+            ),
         )
     if primitive is prims.cond_p:
         branches = jaxprs.param(equation, "branches")

@@ -42,8 +42,8 @@ def test_no_more_than_two_layers_are_gathered_at_once() -> None:
 def test_the_numbers_of_plain_jit(axes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "AHEAD", 20_000)  # so that these matrices wait for each other
     rng = np.random.default_rng(0)
-    params = {f"w{i}": rng.normal(size=(128, 128)) / 12 for i in range(6)}
-    rows = (16, 8, 128) if "seq" in axes else (16, 128)
+    params = {f"w{i}": rng.normal(size=(96, 96)) / 10 for i in range(6)}
+    rows = (16, 8, 96) if "seq" in axes else (16, 96)
     batch = {"x": rng.normal(size=rows), "y": rng.normal(size=rows)}
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, jax.Array]:

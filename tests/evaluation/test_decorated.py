@@ -1,7 +1,9 @@
 """Functions that update nothing: the numbers of plain jit, at every stage and in micro-batches."""
 
+import gc
 import logging
 import re
+import weakref
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -513,3 +515,22 @@ class TestRefused:
         state = zero.init(create, KEY)
         with pytest.raises(TypeError, match=r"call it outside jax\.jit"):
             jax.jit(lambda batch: zero.evaluate(scores)(state, batch))(batch_of(8))
+
+
+@pytest.mark.parametrize("kind", ["TrainState", "NNX"])
+def test_a_program_lets_the_state_go(kind: str) -> None:
+    zero = zerojax.zero(stage=3)
+
+    def kernel(state: Any) -> Any:
+        return state.params["w"] if kind == "TrainState" else state.kernel.get_value()
+
+    def create() -> TrainState:
+        return TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
+
+    state = zero.init(create) if kind == "TrainState" else nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    total = zero.evaluate(lambda state, batch: jnp.sum(batch @ kernel(state)))
+    total(state, jnp.ones((8, 8)))
+    array = weakref.ref(kernel(state))
+    del state
+    gc.collect()
+    assert array() is None

@@ -59,10 +59,12 @@ def subject_of(objects: tuple[PyTree, ...], states: States) -> Subject:
 
 
 def _state_subject(opened: OpenedState) -> Subject:
+    close = opened.close  # a program keeps `call`, which must not keep this state's arrays
+
     def call(
         function: RearrangedFunction, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
     ) -> tuple[PyTree, list[jax.Array | None]]:
-        return function(*opened.close(parts, REFUSING), batch, *args, **kwargs), []
+        return function(*close(parts, REFUSING), batch, *args, **kwargs), []
 
     return Subject(opened, call, lambda changed: None)
 
@@ -70,16 +72,17 @@ def _state_subject(opened: OpenedState) -> Subject:
 def _objects_subject(objects: tuple[PyTree, ...], opened: OpenedState) -> Subject:
     """Returns the subject of NNX objects, whose variables the function may change, except for
     parameters."""
+    close, split = opened.close, opened.split  # without this state's arrays, as above
 
     def call(
         function: RearrangedFunction, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
     ) -> tuple[PyTree, list[jax.Array | None]]:
-        call_objects = opened.close(parts, REFUSING)
+        call_objects = close(parts, REFUSING)
         before = settings(call_objects)
         out = function(*call_objects, batch, *args, **kwargs)
         after = settings(call_objects)
         apply_settings(call_objects, {key: x for key, x in before.items() if after.get(key) != x})
-        updated = opened.split(*call_objects)
+        updated = split(*call_objects)
         old_tree: PyTreeDef = jax.tree.structure(parts.rest)
         new_tree: PyTreeDef = jax.tree.structure(updated.rest)
         if old_tree != new_tree:

@@ -184,7 +184,9 @@ def imported(file: Path) -> set[Path]:
 def imports(file: Path) -> list[Path]:
     """Where the modules may lie that a file itself imports."""
     text = (ROOT / file).read_text()
-    stems = {f"zerojax.{zerojax._MODULES.get(x, x)}" for x in re.findall(NAME, text)}
+    # In the package itself such names stand in docstrings alone.
+    used = re.findall(NAME, text) if file.parts[0] != "zerojax" else []
+    stems = {f"zerojax.{zerojax._MODULES.get(x, x)}" for x in used}
     for module, names in re.findall(IMPORT, text, re.MULTILINE):
         stems |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))}
     places = [

@@ -114,7 +114,7 @@ def test_goes_on_from_a_model_cut_over_pairs(tmp_path: pathlib.Path, text: pathl
     for arguments, message in [
         (["--mesh", "data=4,tensor=2"], "this job knows no axis 'tensor'"),
         (["--mesh", "data=1,model=8"], "n_head = 2 does not divide among the 8 devices"),
-        (["--mesh", "data=4,model=2", "--kernels", "xla"], "the fused layers do not know of"),
+        (["--mesh", "data=4,model=2", "--kernels", "xla"], "the fused layers do not support"),
         (["--mesh", "data=8,model=2"], "multiply out to 16, not to devices=8"),
     ]:
         wrong = run(*job, tmp_path / "wrong", *arguments, "--steps", 4)

@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.devices.mesh import batch_axes, sequence_size
 from zerojax.devices.rows import BatchRows
+from zerojax.plan.layout import SpecEntry
 from zerojax.step.sequence import tokens_entry
 from zerojax.xla.types import PyTree
 
-Entry = tuple[str, ...] | str | None
 """Mesh axes that shard one dimension."""
 
 
@@ -122,5 +122,5 @@ def rows_of(batch: PyTree) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _constrained(x: jax.Array, mesh: Mesh, *entries: Entry) -> jax.Array:
+def _constrained(x: jax.Array, mesh: Mesh, *entries: SpecEntry) -> jax.Array:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))

@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from zerojax.models.blocks import Tree, attend, check_length, run_blocks, split_heads
+from zerojax.models.blocks import attend, check_length, run_blocks, split_heads
 from zerojax.models.config import Fields, ModelConfig, Sizes
 from zerojax.models.loss import cross_entropy, widen
+from zerojax.xla.types import PyTree
 
 LAYER_NORM_EPS = 1e-5
 
@@ -251,8 +252,8 @@ class Stack(nn.Module):
         positions: jax.Array,
         deterministic: bool,
         *inputs: object,
-        cache: Tree = None,
-    ) -> tuple[jax.Array, Tree]:
+        cache: PyTree = None,
+    ) -> tuple[jax.Array, PyTree]:
         c = self.config
         rows = c.max_position_embeddings + c.position_offset
         x += _embed(rows, c, "embed_positions")(positions + c.position_offset)
@@ -334,7 +335,7 @@ class Bart(nn.Module):
         returns `memorized` for the next calls. `attention_mask` [B, S] is the source's.
         """
         scan, length = self.config.scan, jax.tree.leaves(cache)[0].shape[-3]
-        caches: Tree = (cache, memorized)
+        caches: PyTree = (cache, memorized)
         if not scan:
             caches = [*zip(cache, memorized or [None] * len(cache), strict=True)]
         x, caches = self.decoder(

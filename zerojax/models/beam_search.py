@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models.bart import Bart
-from zerojax.models.blocks import Tree
 from zerojax.models.loss import widen
+from zerojax.xla.types import PyTree
 
 NEVER = -1e9  # added to the score of a hypothesis that must not be chosen
 
@@ -49,12 +49,12 @@ class State(NamedTuple):
     complete: jax.Array  # bool [B, K], True for each finished hypothesis that exists
     improvable: jax.Array  # bool [B], a running hypothesis may still beat a finished one
     stuck: jax.Array  # bool [], no hypothesis can be extended
-    cache: Tree
+    cache: PyTree
 
 
 def beam_search(
-    step: Callable[[jax.Array, jax.Array, Tree], tuple[jax.Array, Tree]],
-    cache: Tree,
+    step: Callable[[jax.Array, jax.Array, PyTree], tuple[jax.Array, PyTree]],
+    cache: PyTree,
     *,
     rows: int,
     start: int,
@@ -99,7 +99,7 @@ def beam_search(
         early_stopping = True
     flat = functools.partial(jax.tree.map, lambda x: x.reshape(rows * num_beams, *x.shape[2:]))
 
-    def next_scores(state: State) -> tuple[jax.Array, Tree]:
+    def next_scores(state: State) -> tuple[jax.Array, PyTree]:
         """Returns log-probabilities [B, K V] of each hypothesis with each token, and the cache."""
         last = jax.lax.dynamic_index_in_dim(state.running.tokens, state.length - 1, 2, False)
         logits, cache = step(flat(last), state.length - 1, state.cache)
@@ -196,7 +196,7 @@ def _select_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
 
 def generate(
     model: Bart,
-    variables: Mapping[str, Tree],
+    variables: Mapping[str, PyTree],
     input_ids: jax.Array,
     attention_mask: jax.Array | None = None,
     *,
@@ -234,7 +234,7 @@ def generate(
     def repeated(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, num_beams, axis=0)
 
-    call: Callable[..., Tree] = functools.partial(model.apply, variables)
+    call: Callable[..., PyTree] = functools.partial(model.apply, variables)
     mask = None if attention_mask is None else repeated(attention_mask)
     memory = repeated(call(input_ids, attention_mask, method="encode"))
     empty = call(rows * num_beams, max_length, method="empty_cache")
@@ -242,7 +242,7 @@ def generate(
     # The memory's keys and values are the same in each step.
     _, _, memorized = call(start_tokens, 0, empty, None, memory, mask, method="decode")
 
-    def step(tokens: jax.Array, position: jax.Array, cache: Tree) -> tuple[jax.Array, Tree]:
+    def step(tokens: jax.Array, position: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
         decoded = call(tokens, position, cache, memorized, None, mask, method="decode")
         return decoded[:2]
 

@@ -5,7 +5,6 @@ Shapes: B batch, T queries, S keys, H heads, d features of a head, L blocks.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +13,13 @@ from flax import nnx
 
 from zerojax.models.config import ModelConfig
 from zerojax.models.loss import widen
+from zerojax.xla.types import PyTree
 
 INIT_STD = 0.02  # of the weights of GPT and Llama
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """A function of q [B, T, H, d], k and v [B, S, G, d] to [B, T, H, d]."""
 
-Tree = Any
-"""A pytree of arrays, or of what describes them."""
 
 Dropout = Callable[[jax.Array], jax.Array]
 
@@ -74,8 +72,8 @@ def run_blocks(
     scan: bool,
     remat: bool,
     policy: Callable[..., bool] | None = None,
-    each: Tree = None,
-) -> tuple[jax.Array, Tree]:
+    each: PyTree = None,
+) -> tuple[jax.Array, PyTree]:
     """Runs blocks one after another, unrolled or stacked; must be called within a module.
 
     Args:
@@ -114,7 +112,7 @@ def run_blocks(
     return x, block_outputs
 
 
-def stack_blocks(params: Mapping[str, Tree], name: str = "h") -> dict[str, Tree]:
+def stack_blocks(params: Mapping[str, PyTree], name: str = "h") -> dict[str, PyTree]:
     """Stacks the parameters of an unrolled model (`h_0`, `h_1`, ...) for `scan=True` (`h`).
 
     `name` is the name of the blocks: "layers" for `zerojax.models.llama.Llama`.

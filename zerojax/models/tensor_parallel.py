@@ -37,7 +37,7 @@ from zerojax.devices.mesh import (
     nearest_multiples,
     sequence_size,
 )
-from zerojax.models.blocks import Tree
+from zerojax.xla.types import PyTree
 
 MODEL = "model"
 
@@ -112,7 +112,7 @@ class TensorParallel:
         [B, T, H, d]."""
         return {self.axis: 2}
 
-    def specs(self, params: Tree) -> Tree:
+    def specs(self, params: PyTree) -> PyTree:
         """Returns each parameter's `PartitionSpec`, for `zerojax.zero(..., specs=tensor.specs)`.
 
         Raises:

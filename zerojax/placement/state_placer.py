@@ -59,13 +59,14 @@ class StatePlacer:
         self._check_mesh(parts)
         if lockstep(self._mesh):
             require_same_values("the state", by_path(parts))
-        kept = {id(x) for x in leaves} if all(are_placed) else set()
         if opened.any_pytree:
             kept = {
                 id(x)
                 for x, in_place in zip(leaves, are_placed, strict=True)
                 if in_place and x in self._owned
             }
+        else:
+            kept = {id(x) for x in leaves} if all(are_placed) else set()
         arrays = [self._kept_or_copied(kept, *each) for each in targets]
         return jax.tree.unflatten(jax.tree.structure(parts), arrays)
 

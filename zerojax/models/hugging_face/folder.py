@@ -17,13 +17,13 @@ from jax.typing import DTypeLike
 
 from zerojax import weights
 from zerojax.checkpoint.naming import Renamed
-from zerojax.models.blocks import Tree
 from zerojax.models.config import Fields
 from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config_file import Config, Json
 from zerojax.plan.stored import unwrap_stored
 from zerojax.weights.saver import CONFIG_FILE, MAX_FILE_BYTES
 from zerojax.weights.writer import Path
+from zerojax.xla.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +113,8 @@ class LanguageModel(Format[Config]):
     checked: Sequence[tuple[str, str]]
 
     def load(
-        self, path: Path, config: Config, *, like: Tree = None, dtype: DTypeLike | None = None
-    ) -> Tree:
+        self, path: Path, config: Config, *, like: PyTree = None, dtype: DTypeLike | None = None
+    ) -> PyTree:
         """Loads a model's `params` from a safetensors file or a folder of Hugging Face's.
 
         Args:
@@ -141,7 +141,7 @@ class LanguageModel(Format[Config]):
         return weights.load(path, like=like, names=self.names(config))
 
     def save(
-        self, params: Tree, config: Config, folder: Path, *, max_shard_size: int = MAX_FILE_BYTES
+        self, params: PyTree, config: Config, folder: Path, *, max_shard_size: int = MAX_FILE_BYTES
     ) -> None:
         """Writes a model's parameters to a folder that `load` and transformers can read.
 
@@ -196,13 +196,13 @@ class LanguageModel(Format[Config]):
                 )
 
 
-def abstract(model: nn.Module) -> Tree:
+def abstract(model: nn.Module) -> PyTree:
     """Returns the `params` of a language model as `jax.ShapeDtypeStruct`."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 
 
-def wanted(model: nn.Module, like: Tree = None, dtype: DTypeLike | None = None) -> Tree:
+def wanted(model: nn.Module, like: PyTree = None, dtype: DTypeLike | None = None) -> PyTree:
     """Returns the target shape, dtype and sharding of every parameter, in a tree like `like`.
 
     Args:
@@ -241,7 +241,7 @@ def wanted(model: nn.Module, like: Tree = None, dtype: DTypeLike | None = None) 
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def by_path(tree: Tree) -> dict[str, Tree]:
+def by_path(tree: PyTree) -> dict[str, PyTree]:
     """Returns a tree's leaves by path, in the format of `weights.load`."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf

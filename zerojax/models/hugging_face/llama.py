@@ -27,13 +27,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from zerojax import weights
-from zerojax.models.blocks import INIT_STD, Tree
+from zerojax.models.blocks import INIT_STD
 from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config_file import Json, Keys, Supported
 from zerojax.models.hugging_face.folder import LanguageModel, abstract, by_path
 from zerojax.models.hugging_face.module_names import module_names
 from zerojax.models.llama import Llama, LlamaConfig
 from zerojax.weights.names import link
+from zerojax.xla.types import PyTree
 
 NAMES = weights.Names(
     {
@@ -135,7 +136,7 @@ load, save, read_config = FORMAT.load, FORMAT.save, FORMAT.read_config
 export_names = FORMAT.export_names
 
 
-def from_hf(tensors: Mapping[str, np.ndarray], config: LlamaConfig) -> Tree:
+def from_hf(tensors: Mapping[str, np.ndarray], config: LlamaConfig) -> PyTree:
     """Returns the `params` of `Llama(config)` as NumPy arrays in the tensors' dtypes.
 
     Args:

@@ -128,14 +128,16 @@ def run(wanted: Case, mesh: Mesh | None = None) -> dict[str, Any]:
 
 
 def compiled_bytes(step: Step[..., Any], state: Any, batch: Any) -> int:
-    """Arguments, temporaries and results of the largest program; with JAX's cache of compiled
-    programs on, nothing is compiled again."""
-    sizes = []
-    for program in step.programs(state, batch):
-        memory: Any = program.lowered.compile().memory_analysis()
-        result = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        sizes.append(memory.argument_size_in_bytes + memory.temp_size_in_bytes + result)
-    return max(sizes)
+    """The device memory of the largest program; with JAX's cache of compiled programs on, nothing
+    is compiled again."""
+    return max(bytes_of(each.lowered.compile()) for each in step.programs(state, batch))
+
+
+def bytes_of(compiled: jax.stages.Compiled) -> int:
+    """Arguments, temporaries and results of a program."""
+    memory: Any = compiled.memory_analysis()
+    result = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + result
 
 
 def predicted_case(at: int, kind: str) -> dict[str, Any]:

@@ -6,8 +6,9 @@
 
 Read first ``plan.measurements`` (what is measured) and ``__main__.run`` (how). The parts are 1
 smoke, 2 forecasts, 3 training, 4 kernels, 5 offload, 6 XLA options. ``plan.py`` has every
-measurement with its tier and its expected seconds; all parts' first tier comes first. A measurement
-runs in a process of its own, which has the GPU to itself and finds its imports done. It begins only
+measurement with its tier and its expected seconds. Those that measure no time run first, beside
+each other; then all parts' first tier. A measurement runs in a process of its own,
+which finds its imports done, and has the GPU to itself where it measures time. It begins only
 where its expected seconds are left, and ends with the budget. Its figures, or its error with the
 traceback, are in ``OUT/gpu-day.json`` before the next one begins; a later call with the same folder
 goes on where this one ended (``--again`` repeats what failed). ``OUT/gpu-day.md`` has the tables,

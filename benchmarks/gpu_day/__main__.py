@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu_day import plan, summary
 from benchmarks.gpu_day.journal import Journal
@@ -51,18 +52,29 @@ def device(toy: bool, needed: bool = True) -> str:
 def run(wanted: Sequence[Measurement], journal: Journal, until: float, workers: Workers) -> None:
     """Runs those of the measurements that the journal lacks, until ``time.monotonic()`` is
     ``until``, and writes each into the journal."""
-    owed = [each for each in wanted if not journal.known(each.name)]
+    every = [each for each in wanted if not journal.known(each.name)]
+    owed = [each for each in every if not each.together]
+
+    def note(measurement: Measurement, figures: dict[str, Any]) -> None:
+        journal.write(measurement.name, figures)
+        for path, text in errors(figures):
+            print(f"  {path}: {text[:300]}", file=sys.stderr, flush=True)
+
     try:
+        left = until - time.monotonic()
+        if shared := [each for each in every if each.together and each.seconds <= left]:
+            names = "; ".join(each.name for each in shared)
+            print(f"{left:4.0f} s left: {names}", file=sys.stderr, flush=True)
+            longest = max(each.seconds for each in shared)
+            for each, figures in zip(shared, workers.together(shared, longest), strict=True):
+                note(each, figures)
         for at, each in enumerate(owed):
             left = until - time.monotonic()
             if each.seconds > left:
                 continue
             print(f"{left:4.0f} s left: {each.name}", file=sys.stderr, flush=True)
             later = any(other.seconds <= left for other in owed[at + 1 :])
-            figures = workers.run(each, left, later)
-            journal.write(each.name, figures)
-            for path, text in errors(figures):
-                print(f"  {path}: {text[:300]}", file=sys.stderr, flush=True)
+            note(each, workers.run(each, left, later))
     finally:
         workers.close()
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import kernels as benchmark
@@ -18,19 +18,20 @@ MARGIN = 1.05
 """A kernel is proposed as the default where it wins by so much on every call."""
 
 
-def timed(kernel: str, largest: int | None = None) -> Iterator[dict[str, Any]]:
-    """The costs of a kernel's calls, and a copy's rate in the same process."""
+def timed(kernels: Sequence[str], largest: int | None = None) -> Iterator[dict[str, Any]]:
+    """The costs of the calls of some kernels, and a copy's rate in the same process."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory, too
     here = dispatch.target().platform == "gpu"
     yield from attempts({"copy": lambda: {"rate": copy_rate(2**28 if here else 2**16)}})
-    for call in (small(each, largest) for each in benchmark.CALLS if each.kernel == kernel):
+    for call in (small(each, largest) for each in benchmark.CALLS if each.kernel in kernels):
+        named = f"{call.kernel}, {call.shape}"
         ways = {
-            f"{call.shape}, {name}": functools.partial(_cost, call, name)
+            f"{named}, {name}": functools.partial(_cost, call, name)
             for name in benchmark.IMPLEMENTATIONS
         }
         yield from attempts(ways)
         if here:
-            yield from attempts({f"{call.shape}, torch and Liger": functools.partial(_peers, call)})
+            yield from attempts({f"{named}, torch and Liger": functools.partial(_peers, call)})
 
 
 def _cost(call: Measured, implementation: str) -> dict[str, Any]:

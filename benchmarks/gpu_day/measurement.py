@@ -30,6 +30,7 @@ class Measurement:
       seconds: The seconds that it should take on an H100, with the start of the process and the
         compiles; it begins only if so many are left.
       arguments: The function's keyword arguments, as values of JSON.
+      together: Whether it shares the GPU with others, as it measures no time.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Measurement:
     function: str
     seconds: float
     arguments: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    together: bool = False
 
 
 def by_value(measurements: list[Measurement]) -> list[Measurement]:

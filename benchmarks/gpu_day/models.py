@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -123,16 +123,23 @@ def run_steps(step: Callable[..., Any], state: Any, batch: Any, steps: int) -> t
     )
 
 
-def figures(size: Mapping[str, Any], rows: int, seq: int, steps: Steps) -> dict[str, Any]:
-    """Tokens/s, MFU and the peak of the device's memory; None for what a device does not tell."""
-    tokens = rows * seq / steps.in_a_row
+def figures(
+    size: Mapping[str, Any], rows: int, seq: int, turns: Sequence[Steps], program: int
+) -> dict[str, Any]:
+    """Speed by the median turn, and the device memory of the program in bytes.
+
+    MFU is None where the device's peak is unknown."""
+    middle = sorted(turns, key=lambda each: each.in_a_row)[(len(turns) - 1) // 2]
+    tokens = rows * seq / middle.in_a_row
     return {
-        **dataclasses.asdict(steps),
+        **dataclasses.asdict(middle),
+        "first": turns[0].first,
+        "turns": [each.in_a_row for each in turns],
         "rows": rows,
         "seq": seq,
         "tokens_per_second": tokens,
         "mfu": mfu(size, seq, tokens),
-        "peak_bytes": peak_bytes(),
+        "bytes": program,
     }
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks import prediction
-from benchmarks.gpu_day import models, offload
+from benchmarks.gpu_day import models, offload, smoke
 from benchmarks.gpu_day.measurement import Measurement, by_value
 from benchmarks.kernels import CALLS
 from zerojax.models.gpt import SIZES
@@ -15,18 +15,9 @@ _SMALL: dict[str, Any] = {"family": "gpt", **SIZES["mini"], "block_size": 256}
 _FIRST_CASES = (0, 4, 8, 11)
 """Positions in ``prediction.CASES``: small, medium, GPT-2 XL, and both offloads."""
 KERNELS = tuple(dict.fromkeys(call.kernel for call in CALLS))
-PLAIN = {
-    "GPT-2 XL, stage 3": "GPT-2 XL, plain jit",
-    "GPT-2 XL, stage 1": "GPT-2 XL, plain jit",
-    "GPT-2 XL, Mosaic kernels": "GPT-2 XL, plain jit",
-    "GPT-2 XL, torch FSDP2": "GPT-2 XL, plain jit",
-    "GPT-2 XL, DeepSpeed": "GPT-2 XL, plain jit",
-    "GPT-2 XL, optimizer on the host": "GPT-2 XL, plain jit",
-    "GPT-2 XL, both on the host": "GPT-2 XL, plain jit",
-    "Llama 8B of 8 layers, stage 3": "Llama 8B of 8 layers, plain jit",
-    "Llama 8B of 8 layers, torch FSDP2": "Llama 8B of 8 layers, plain jit",
-}
-"""The step that another is compared with, by name."""
+FIRST_KERNELS = ("layer_norm", "softmax_cross_entropy", "fused_adamw")
+PLAIN = "plain jit"
+"""The way of training with which the others of the same model are compared."""
 
 
 def measurements(toy: bool = False) -> list[Measurement]:
@@ -39,26 +30,31 @@ def _smoke(toy: bool) -> list[Measurement]:
     small: dict[str, Any] = {"size": _SMALL, "rows": 8, "seq": 256}
     if toy:
         small = {"size": models.TOY_GPT, "rows": 2, "seq": 16}
-    checked: dict[str, Any] = {"largest": 128, "only": ["rms_norm"]} if toy else {}
-    only: dict[str, Any] = {"only": ["fp16, stage 2"]} if toy else {}
+    checked: dict[str, Any] = {"largest": 128} if toy else {}
+    halves = [("rms_norm",)] if toy else [KERNELS[::2], KERNELS[1::2]]
+
+    def check(name: str, function: str, expected: float, **arguments: Any) -> Measurement:
+        return Measurement(
+            name=name, part=1, tier=1, function=f"smoke:{function}", seconds=expected,
+            arguments=arguments, together=True,
+        )  # fmt: skip
+
+    names = ["fp16, stage 2"] if toy else [*smoke.configs("")]
     chosen = [
-        Measurement(name="report", part=1, tier=1, function="smoke:report", seconds=25),
-        Measurement(
-            name="losses beside plain jit", part=1, tier=1, function="smoke:losses", seconds=75,
-            arguments=small | only,
+        check("report", "report", 40),
+        *(
+            check(f"losses beside plain jit, {at + 1}", "losses", 90, **small, only=names[at::3])
+            for at in range(min(3, len(names)))
         ),
-        Measurement(
-            name="checkpoints", part=1, tier=1, function="smoke:checkpoints", seconds=30,
-            arguments=small,
+        check("checkpoints", "checkpoints", 90, **small),
+        *(
+            check(f"kernels beside their references, {at + 1}", "kernels", 90, **checked, only=half)
+            for at, half in enumerate(halves)
         ),
-        Measurement(
-            name="kernels beside their references", part=1, tier=1, function="smoke:kernels",
-            seconds=90, arguments=checked,
-        ),
-    ]  # fmt: skip
+    ]
     tests = Measurement(
-        name="tests/kernels", part=1, tier=3, function="smoke:kernel_tests", seconds=240,
-        arguments={"seconds": 230},
+        name="tests/kernels", part=1, tier=3, function="smoke:kernel_tests", seconds=120,
+        arguments={"seconds": 110},
     )  # fmt: skip
     return chosen if toy else [*chosen, tests]
 
@@ -91,28 +87,28 @@ def _training(toy: bool) -> list[Measurement]:
         llama = {"size": models.TOY_LLAMA, "rows": 2, "seq": 16, "steps": 2}
 
     def step(
-        name: str, tier: int, function: str, given: dict[str, Any], seconds: float = 40, **more: Any
+        name: str, tier: int, function: str, given: dict[str, Any], seconds: float, **more: Any
     ) -> Measurement:
         return Measurement(
             name=name, part=3, tier=tier, function=function, seconds=seconds,
             arguments={**given, **more},
         )  # fmt: skip
 
-    short, deep = "GPT-2 XL", "Llama 8B of 8 layers"
-    own = "training:decorated"
+    short, deep, beside = "GPT-2 XL", "Llama 8B of 8 layers", "training:beside"
+    pair: dict[str, Any] = {"stage 3": {"stage": 3}, PLAIN: {}}
+    others: dict[str, Any] = {"stage 1": {"stage": 1}}
+    if not toy:
+        others["Mosaic kernels"] = {"stage": 3, "layers": models.MOSAIC}
+    unrolled: dict[str, Any] = {"unrolled": {"stage": 3, "scan": False}}
     torch: dict[str, Any] = {"compiled": False} if toy else {}
-    mosaic = [] if toy else [step(f"{short}, Mosaic kernels", 2, own, xl, layers=models.MOSAIC)]
     return [
-        step(f"{short}, stage 3", 1, own, xl),
-        step(f"{short}, plain jit", 1, "training:plain", xl),
-        step(f"{deep}, stage 3", 1, own, llama),
-        step(f"{deep}, plain jit", 1, "training:plain", llama),
-        *mosaic,
-        step(f"{short}, stage 1", 2, own, xl, stage=1),
+        step(short, 1, beside, xl, 70, ways=pair),
+        step(deep, 1, beside, llama, 70, ways=pair),
+        step(f"{short}, other ways", 2, beside, xl, 60, ways=others, turns=1),
         step(f"{short}, torch FSDP2", 2, "torch_peers:fsdp", xl, 90, **torch),
         step(f"{deep}, torch FSDP2", 2, "torch_peers:fsdp", llama, 75, **torch),
         step(f"{short}, DeepSpeed", 3, "torch_peers:deepspeed", xl, 75),
-        step(f"{short}, unrolled", 3, own, xl, 120, scan=False),
+        step(f"{short}, layers not scanned", 3, beside, xl, 120, ways=unrolled, turns=1),
         step("decorator", 2, "training:decorator", {"calls": 3 if toy else 60}, 30),
         step("checkpoint of 2 GB", 3, "training:saving", {"gigabytes": 0.001 if toy else 2.0}, 40),
         step(
@@ -123,40 +119,38 @@ def _training(toy: bool) -> list[Measurement]:
 
 
 def _kernels(toy: bool) -> list[Measurement]:
-    wanted = ("rms_norm",) if toy else KERNELS
-    first = ("layer_norm", "softmax_cross_entropy", "fused_adamw")
+    others = [name for name in KERNELS if name not in FIRST_KERNELS]
+    groups = [["rms_norm"]] if toy else [[*FIRST_KERNELS], others]
     return [
         Measurement(
-            name=f"kernel {kernel}",
-            part=4,
-            tier=1 if toy or kernel in first else 2,
-            function="kernels:timed",
-            seconds=45 if kernel == "softmax_cross_entropy" else 30,
-            arguments={"kernel": kernel} | ({"largest": 64} if toy else {}),
+            name=f"kernels, {at + 1}", part=4, tier=at + 1, function="kernels:timed", seconds=90,
+            arguments={"kernels": group} | ({"largest": 64} if toy else {}),
         )
-        for kernel in wanted
-    ]
+        for at, group in enumerate(groups)
+    ]  # fmt: skip
 
 
 def _offload(toy: bool) -> list[Measurement]:
     streamed: dict[str, Any] = {"size": models.GPT2_XL, "tokens": 128}
-    xl: dict[str, Any] = {"size": models.GPT2_XL, "rows": 16, "seq": 1024, "steps": 4}
+    xl: dict[str, Any] = {"size": models.GPT2_XL, "rows": 16, "seq": 1024, "steps": 3}
     if toy:
         streamed = {"size": models.TOY_GPT, "tokens": 16, "steps": 2, "nbytes": 2**16}
         xl = {"size": models.TOY_GPT, "rows": 2, "seq": 16, "steps": 2}
-    large: dict[str, Any] = {"part": 5, "function": "training:decorated", "seconds": 60}
+    ways = {
+        "both on the host": {"stage": 3, "offload": offload.BOTH},
+        "optimizer on the host": {"stage": 2, "offload": offload.OPTIMIZER},
+    }
     return [
         Measurement(
             name="update from the host", part=5, tier=1, function="offload:streamed", seconds=50,
             arguments=streamed,
         ),
-        Measurement(
-            name="GPT-2 XL, both on the host", tier=1, **large,
-            arguments=xl | {"stage": 3, "offload": offload.BOTH},
-        ),
-        Measurement(
-            name="GPT-2 XL, optimizer on the host", tier=2, **large,
-            arguments=xl | {"stage": 2, "offload": offload.OPTIMIZER},
+        *(
+            Measurement(
+                name=f"GPT-2 XL, {name}", part=5, tier=tier, function="training:beside",
+                seconds=60, arguments=xl | {"turns": 1, "ways": {name: way}},
+            )
+            for tier, (name, way) in enumerate(ways.items(), 1)
         ),
     ]  # fmt: skip
 

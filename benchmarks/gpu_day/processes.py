@@ -1,5 +1,6 @@
 """Workers: one that measures, and one beside it whose imports are done when its turn comes."""
 
+import itertools
 import json
 import os
 import signal
@@ -7,6 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,11 @@ ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
+SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""Of a worker that shares the GPU's memory."""
+
+Worker = tuple[subprocess.Popen[bytes], Path]
+"""A process and the file of its output."""
 
 
 class Workers:
@@ -34,16 +43,29 @@ class Workers:
         self._toy = toy
         self._folder = Path(tempfile.mkdtemp(prefix="gpu-day-"))
         self._count = 0
-        self._next: tuple[subprocess.Popen[bytes], Path] | None = None
+        self._next: Worker | None = None
 
     def run(self, measurement: Measurement, seconds: float, more: bool) -> dict[str, Any]:
         """Runs a measurement and returns its figures, after ``seconds`` those that it has by then.
 
         ``more``: whether another one follows, whose worker starts meanwhile.
         """
+        worker = self._next or self._start()
+        self._next = self._start() if more else None
+        return self._order(worker, measurement, seconds)
+
+    def together(self, measurements: Sequence[Measurement], seconds: float) -> list[dict[str, Any]]:
+        """Runs measurements that share the GPU, each in a worker of its own."""
+        workers = [self._start(SHARED) for _ in measurements]
+        with ThreadPoolExecutor(len(workers)) as pool:
+            limits = itertools.repeat(seconds)
+            return [*pool.map(self._order, workers, measurements, limits)]
+
+    def _order(self, worker: Worker, measurement: Measurement, seconds: float) -> dict[str, Any]:
+        """Has a worker perform a measurement, and returns its figures."""
         began = time.monotonic()
-        process, log = self._next or self._start()
-        out = self._folder / f"{self._count}.json"
+        process, log = worker
+        out = log.with_suffix(".json")
         order = {
             "function": measurement.function,
             "arguments": dict(measurement.arguments),
@@ -55,7 +77,6 @@ class Workers:
         try:
             process.stdin.write(f"{json.dumps(order)}\n".encode())
             process.stdin.close()
-            self._next = self._start() if more else None
             process.wait(max(1.0, seconds - (time.monotonic() - began)))
         except subprocess.TimeoutExpired:
             ended = False
@@ -77,10 +98,10 @@ class Workers:
             _end(self._next[0])
             self._next = None
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], Path]:
+    def _start(self, more: Mapping[str, str] = types.MappingProxyType({})) -> Worker:
         self._count += 1
         log = self._folder / f"{self._count}.log"
-        environment = {**os.environ, **ENVIRONMENT}
+        environment = {**os.environ, **ENVIRONMENT, **more}
         if self._toy:
             environment |= {"JAX_PLATFORMS": "cpu"}
         with log.open("wb") as file:

@@ -186,7 +186,7 @@ def _distance(got: jax.Array, wanted: jax.Array) -> jax.Array:
 
 def kernel_tests(seconds: float) -> dict[str, Any]:
     """``tests/kernels`` on the GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "4", "-p", "no:cacheprovider"]
     done = subprocess.run(
         ["env", "ZEROJAX_TEST_ON=gpu", *command, "tests/kernels"],
         capture_output=True,

@@ -32,11 +32,16 @@ def _says(found: Mapping[str, Any] | None) -> str:
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         return f"ERROR {wrong[0][:150]}{more}"
+    if trained := ways({"": found}):
+        return ", ".join(
+            f"{name.removeprefix(', ')} {each['tokens_per_second']:,.0f} tokens/s"
+            for name, each in trained.items()
+        )
     shown = [
         *_shown(found, "tokens_per_second", "{:,.0f} tokens/s"),
         *_shown(found, "mfu", "MFU {:.1%}"),
         *_shown(found, "seconds", "{:.4f} s"),
-        *_shown(found, "peak_bytes", "peak {:.3e} B"),
+        *_shown(found, "bytes", "{:.3e} B"),
     ]
     return ", ".join(shown) or f"ok, {len(found)} figures"
 
@@ -46,25 +51,36 @@ def _shown(found: Mapping[str, Any], key: str, form: str) -> list[str]:
 
 
 def steps(results: Mapping[str, Any]) -> Table:
-    """Training steps, beside plain jit's."""
-    lines = [["step", "rows x tokens", "ms", "tokens/s", "of plain jit's", "MFU", "peak GB"]]
-    for name, found in results.items():
-        if "tokens_per_second" not in found or "in_a_row" not in found:
-            continue
-        plain = results.get(plan.PLAIN.get(name, ""), {}).get("tokens_per_second")
-        rate, share, peak = found["tokens_per_second"], found["mfu"], found["peak_bytes"]
+    """Training steps, beside plain jit's of the same model."""
+    lines = [["step", "rows x tokens", "ms", "turns", "tokens/s", "of plain jit's", "MFU", "GB"]]
+    for name, found in ways(results).items():
+        plain = results.get(name.split(", ")[0], {}).get(plan.PLAIN, {}).get("tokens_per_second")
+        rate, share, size = found["tokens_per_second"], found["mfu"], found["bytes"]
+        turns = found.get("turns", [found["in_a_row"]])
         lines.append(
             [
                 name,
                 f"{found['rows']} x {found['seq']}",
                 f"{1e3 * found['in_a_row']:.1f}",
+                " ".join(f"{1e3 * each:.0f}" for each in turns),
                 f"{rate:,.0f}",
                 f"{rate / plain:.3f}" if plain else "",
                 f"{share:.1%}" if share else "",
-                f"{peak / 1e9:.2f}" if peak else "no statistic",
+                f"{size / 1e9:.2f}" if size else "no statistic",
             ]
         )
     return lines
+
+
+def ways(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of training steps by ``model, way``."""
+    found = {}
+    for name, result in results.items():
+        for key, each in {"": result, **result}.items():
+            if isinstance(each, dict) and "in_a_row" in each and "rows" in each:
+                model = name.split(", ")[0]
+                found[f"{model}, {key}" if key else name] = each
+    return found
 
 
 def cases(results: Mapping[str, Any], device: str) -> Table:
@@ -89,7 +105,7 @@ def shares(results: Mapping[str, Any], device: str) -> dict[str, float]:
 
 def sections(results: Mapping[str, Any], device: str) -> list[tuple[str, Table | str]]:
     """Titles, and a table or a text for each; what has no figures is left out."""
-    found, copy = kernels.costs(r for n, r in results.items() if n.startswith("kernel "))
+    found, copy = kernels.costs(r for n, r in results.items() if n.startswith("kernels, "))
     tables: list[tuple[str, Table | str]] = [
         ("Forecasts", cases(results, device)),
         ("Steps", steps(results)),

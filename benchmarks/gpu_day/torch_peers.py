@@ -164,7 +164,7 @@ def _run(
         "seq": seq,
         "tokens_per_second": rate,
         "mfu": share,
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "versions": dict(_versions()),
     }
 

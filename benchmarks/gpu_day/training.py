@@ -1,8 +1,9 @@
 """Part 3: the training steps of models under zerojax, and the same steps in plain jit."""
 
+import functools
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +13,75 @@ import zerojax
 from benchmarks import precision, step_time
 from benchmarks.checkpoint_times import take_turns
 from benchmarks.gpu_day import models
+from benchmarks.gpu_day.measurement import attempts
 from benchmarks.measure import create_state_of, train_step_of
+from benchmarks.prediction import bytes_of, compiled_bytes
 
 JSON: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 0.0}
 
 
-def decorated(
+def beside(
     size: Mapping[str, Any],
     rows: int,
     seq: int,
-    stage: int = 3,
+    ways: Mapping[str, Mapping[str, Any]],
+    turns: int = 2,
+    steps: int = 5,
+) -> Iterator[dict[str, Any]]:
+    """The training step of a model in bf16 with AdamW, by several ways in turn: A B A B.
+
+    Args:
+      size: The model, as ``models.build`` takes it.
+      ways: By name the keyword arguments of :func:`way`.
+      turns: How often each way has its turn, with a new state each time.
+      steps: Timed steps of a turn.
+    """
+    batch = models.batch_of(size, rows, seq)
+    prepared: dict[str, tuple[Callable[[], Any], Any]] = {}
+    taken: dict[str, list[models.Steps]] = {name: [] for name in ways}
+
+    def turn(name: str) -> dict[str, Any]:
+        if name not in prepared:
+            prepared[name] = way(size, **ways[name])
+        create, step = prepared[name]
+        state, times = models.run_steps(step, create(), batch, steps)
+        taken[name].append(times)
+        return models.figures(size, rows, seq, taken[name], program_bytes(step, state, batch))
+
+    for _ in range(turns):
+        yield from attempts({name: functools.partial(turn, name) for name in ways})
+
+
+def way(
+    size: Mapping[str, Any],
+    stage: int | None = None,
     layers: str = models.FUSED,
     scan: bool = True,
-    steps: int = 8,
     offload: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The step under zerojax in bf16 with AdamW; ``offload`` joins "zero_optimization"."""
+) -> tuple[Callable[[], Any], Any]:
+    """A function that returns a new state, and the step.
+
+    ``stage``: that of zerojax; None for ``jax.jit``, the parameters cast to bf16 and the state
+    donated. ``offload`` joins "zero_optimization".
+    """
+    key = jax.random.key(0)
+    if stage is None:
+        model = models.build(size, layers=layers, scan=scan)
+        step = train_step_of(model, cast=models.cast_to_bf16, fused_loss=True)
+        create = jax.jit(create_state_of(model))
+        return functools.partial(create, key), jax.jit(step, donate_argnums=0)
     config = {**JSON, "zero_optimization": {"stage": stage, **(offload or {})}}
     zero = zerojax.zero(config, mesh=zerojax.mesh(1))
     model = models.build(size, zero.per_device, layers, scan)
-    state = zero.init(create_state_of(model), jax.random.key(0))
-    step = zero(train_step_of(model, fused_loss=True))
-    _, times = models.run_steps(step, state, models.batch_of(size, rows, seq), steps)
-    return models.figures(size, rows, seq, times)
+    decorated = zero(train_step_of(model, fused_loss=True))
+    return functools.partial(zero.init, create_state_of(model), key), decorated
 
 
-def plain(
-    size: Mapping[str, Any],
-    rows: int,
-    seq: int,
-    layers: str = models.FUSED,
-    scan: bool = True,
-    steps: int = 8,
-) -> dict[str, Any]:
-    """The step in ``jax.jit``: the parameters cast to bf16, the state donated."""
-    model = models.build(size, layers=layers, scan=scan)
-    state = jax.jit(create_state_of(model))(jax.random.key(0))
-    step = jax.jit(
-        train_step_of(model, cast=models.cast_to_bf16, fused_loss=True), donate_argnums=0
-    )
-    _, times = models.run_steps(step, state, models.batch_of(size, rows, seq), steps)
-    return models.figures(size, rows, seq, times)
+def program_bytes(step: Any, state: Any, batch: Any) -> int:
+    """Device memory of the step's largest program; JAX's cache has it compiled."""
+    if hasattr(step, "programs"):
+        return compiled_bytes(step, state, batch)
+    return bytes_of(step.lower(state, batch).compile())
 
 
 def decorator(calls: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from zerojax.devices.rates import rates
 TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 H100 = "NVIDIA H100 80GB HBM3"
 FIRST = {
-    "losses beside plain jit",
+    "losses beside plain jit, 1",
     "rates of the device",
-    "GPT-2 XL, stage 3",
-    "kernel rms_norm",
+    "GPT-2 XL",
+    "kernels, 1",
     "update from the host",
 }
 """One of each kind for every run of the tests; the others are sweeps."""
@@ -74,8 +75,6 @@ def test_every_order_can_be_carried_out(toy: bool) -> None:
         function = getattr(importlib.import_module(f"benchmarks.gpu_day.{module}"), name)
         inspect.signature(function).bind(**json.loads(json.dumps(dict(each.arguments))))
         assert each.seconds < 9 * 60
-    if not toy:
-        assert set(plan.PLAIN) | set(plan.PLAIN.values()) <= set(names)
 
 
 class FakeWorkers(Workers):
@@ -88,19 +87,27 @@ class FakeWorkers(Workers):
         self.ran.append(measurement.name)
         return {ERROR: "broken"} if measurement.name == "b" else {"figure": 1.0}
 
+    def together(self, measurements: Sequence[Measurement], seconds: float) -> list[dict[str, Any]]:
+        self.ran.append(" and ".join(each.name for each in measurements))
+        return [{"figure": 1.0} for _ in measurements]
+
     def close(self) -> None:
         pass
 
 
-def _measurement(name: str, seconds: float) -> Measurement:
-    return Measurement(name=name, part=1, tier=1, function="smoke:report", seconds=seconds)
+def _measurement(name: str, seconds: float, together: bool = False) -> Measurement:
+    function = "smoke:report"
+    return Measurement(
+        name=name, part=1, tier=1, function=function, seconds=seconds, together=together
+    )
 
 
 def test_a_day_goes_on_after_errors_within_its_budget_and_where_it_ended(tmp_path: Path) -> None:
     wanted = [_measurement(*each) for each in (("a", 5), ("b", 5), ("long", 50), ("c", 5))]
+    wanted += [_measurement(name, 5, together=True) for name in ("x", "y")]
     first, second = FakeWorkers(), FakeWorkers()
     run(wanted, Journal(tmp_path, H100), time.monotonic() + 20, first)
-    assert first.ran == ["a", "b", "c"]
+    assert first.ran == ["x and y", "a", "b", "c"]
     run(wanted, Journal(tmp_path, H100), time.monotonic() + 100, second)
     assert second.ran == ["long"]
     assert Journal(tmp_path, H100).failed() == ["b"]
@@ -122,10 +129,8 @@ def test_a_worker_that_fails_and_one_that_is_cut_off() -> None:
         assert "nothing" in found[ERROR]
         assert "AttributeError" in found["traceback"]
         # A training step, which compiles for longer than the second that is left at the least.
-        slow = next(
-            each for each in plan.measurements(toy=True) if each.name == "GPT-2 XL, stage 3"
-        )
-        assert CUT in workers.run(slow, 0.1, more=False)
+        slow = next(each for each in plan.measurements(toy=True) if each.name == "GPT-2 XL")
+        assert [CUT in each for each in workers.together([slow, slow], 0.1)] == [True, True]
     finally:
         workers.close()
 
@@ -144,9 +149,9 @@ def test_an_error_is_a_figure_and_the_next_try_goes_on() -> None:
 def test_the_command_lists_what_is_owed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--toy", "--list", "--part", "3", "--record", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "GPT-2 XL, stage 3" in said
+    assert "GPT-2 XL, torch FSDP2" in said
     assert "owed" in said
-    assert "kernel rms_norm" not in said
+    assert "kernels, 1" not in said
     assert [*tmp_path.iterdir()] == []
 
 
@@ -182,10 +187,14 @@ def _cost(kernel: str, implementation: str, seconds: float | None) -> dict[str, 
 
 def test_a_kernel_that_wins_everywhere_is_proposed() -> None:
     results = {
-        "kernel good": {"a": _cost("good", "xla", 2.0), "b": _cost("good", "mosaic_gpu", 1.0)},
-        "kernel slow": {"a": _cost("slow", "xla", 2.0), "b": _cost("slow", "mosaic_gpu", 1.99)},
-        "kernel none": {"a": _cost("none", "xla", 2.0), "b": {ERROR: "refused"}},
-        "copy": {"copy": {"rate": 3e12}},
+        "kernels, 1": {"a": _cost("good", "xla", 2.0), "b": _cost("good", "mosaic_gpu", 1.0)},
+        "kernels, 2": {
+            "copy": {"rate": 3e12},
+            "a": _cost("slow", "xla", 2.0),
+            "b": _cost("slow", "mosaic_gpu", 1.99),
+            "c": _cost("none", "xla", 2.0),
+            "d": {ERROR: "refused"},
+        },
     }
     found, copy = kernels.costs(results.values())
     assert copy == 3e12
@@ -195,15 +204,21 @@ def test_a_kernel_that_wins_everywhere_is_proposed() -> None:
 
 
 def test_steps_stand_beside_plain_jit() -> None:
-    step = {"in_a_row": 0.5, "rows": 16, "seq": 1024, "mfu": 0.4, "peak_bytes": 4 * 10**10}
+    step = {"in_a_row": 0.5, "rows": 16, "seq": 1024, "mfu": 0.4, "bytes": 4 * 10**10}
     results = {
-        "GPT-2 XL, stage 3": {**step, "tokens_per_second": 99.0},
-        "GPT-2 XL, plain jit": {**step, "tokens_per_second": 100.0},
+        "GPT-2 XL": {
+            "stage 3": {**step, "tokens_per_second": 99.0, "turns": [0.4, 0.5]},
+            "plain jit": {**step, "tokens_per_second": 100.0},
+        },
+        "GPT-2 XL, torch FSDP2": {**step, "tokens_per_second": 90.0},
         "broken": {ERROR: "out of memory"},
     }
-    _, first, second = summary.steps(results)
-    assert first == ["GPT-2 XL, stage 3", "16 x 1024", "500.0", "99", "0.990", "40.0%", "40.00"]
-    assert second[4] == ""
+    _, first, second, third = summary.steps(results)
+    assert first == [
+        "GPT-2 XL, stage 3", "16 x 1024", "500.0", "400 500", "99", "0.990", "40.0%", "40.00",
+    ]  # fmt: skip
+    assert second[5] == "1.000"
+    assert (third[0], third[5]) == ("GPT-2 XL, torch FSDP2", "0.900")
     assert "# A day on a GPU" in summary.markdown(plan.measurements(), results, H100)
 
 

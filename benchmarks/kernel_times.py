@@ -43,7 +43,9 @@ def copy_rate(elements: int = 2**28) -> float:
     return 2 * x.nbytes / median_seconds(lambda: copy(x), jax.block_until_ready)
 
 
-def median_seconds(call: Callable[[], object], wait: Callable[[Any], object]) -> float:
+def median_seconds(
+    call: Callable[[], object], wait: Callable[[Any], object], rounds: int = _ROUNDS
+) -> float:
     """Seconds of a call, the median over rounds of many calls without waiting between them.
 
     The GPU has its next call before it is done with one, which hides the host's time. Some calls
@@ -58,7 +60,7 @@ def median_seconds(call: Callable[[], object], wait: Callable[[Any], object]) ->
 
     once = [round_of(1) for _ in range(_WARM_UP)][-1]
     calls = max(1, min(_MOST, int(_ROUND_SECONDS / once)))
-    return statistics.median(round_of(calls) for _ in range(_ROUNDS))
+    return statistics.median(round_of(calls) for _ in range(rounds))
 
 
 def random_like(x: Any) -> jax.Array:

@@ -16,6 +16,8 @@ from pallas_kernels.arguments import Measured
 
 MARGIN = 1.05
 """A kernel is proposed as the default where it wins by so much on every call."""
+DISPATCH = 40e-6
+"""Seconds: a shorter call takes the time in which the host starts it, whatever the kernel."""
 
 
 def timed(kernels: Sequence[str], largest: int | None = None) -> Iterator[dict[str, Any]]:
@@ -57,12 +59,14 @@ def costs(results: Iterable[Mapping[str, Any]]) -> tuple[list[benchmark.Cost], f
 
 def faster(found: Iterable[benchmark.Cost], device: str) -> dict[str, tuple[str, ...]]:
     """``FASTER`` of ``pallas_kernels/measured.py`` as the costs would have it: the kernels that
-    beat XLA on each of their calls by ``MARGIN``, on a device of this name."""
+    beat XLA by ``MARGIN`` on each of their calls that both take longer than ``DISPATCH``, on a
+    device of this name."""
     ratios: dict[str, list[float]] = {}
     times = {(c.kernel, c.shape, c.implementation): c.seconds for c in found}
     for (kernel, shape, implementation), seconds in times.items():
         if implementation == "xla" and seconds:
             other = times.get((kernel, shape, "mosaic_gpu"))
-            ratios.setdefault(kernel, []).append(seconds / other if other else 0.0)
+            if not other or max(seconds, other) > DISPATCH:
+                ratios.setdefault(kernel, []).append(seconds / other if other else 0.0)
     part = next((name for name in ("H100", "H200", "B200") if name in device), device)
     return {kernel: (part,) for kernel, each in ratios.items() if min(each) >= MARGIN}

@@ -8,7 +8,16 @@ from benchmarks.gpu_day.measurement import Measurement, by_value
 from benchmarks.kernels import CALLS
 from zerojax.models.gpt import SIZES
 
-MODULES = ("smoke", "forecasts", "training", "kernels", "offload", "xla_options", "torch_peers")
+MODULES = (
+    "smoke",
+    "forecasts",
+    "training",
+    "kernels",
+    "offload",
+    "copies",
+    "xla_options",
+    "torch_peers",
+)
 """Modules that a worker imports in advance; functions that need torch import it."""
 
 _SMALL: dict[str, Any] = {"family": "gpt", **SIZES["mini"], "block_size": 256}
@@ -140,7 +149,14 @@ def _offload(toy: bool) -> list[Measurement]:
         "both on the host": {"stage": 3, "offload": offload.BOTH},
         "optimizer on the host": {"stage": 2, "offload": offload.OPTIMIZER},
     }
+    sizes = dict(rows=2560, width=6400, turns=30, size=8192)
+    if toy:
+        sizes = dict(rows=4, width=8, turns=3, size=8)
     return [
+        Measurement(
+            name="copies beside each other", part=5, tier=1, function="copies:beside", seconds=40,
+            arguments=sizes,
+        ),
         Measurement(
             name="update from the host", part=5, tier=1, function="offload:streamed", seconds=50,
             arguments=streamed,

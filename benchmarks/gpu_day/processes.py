@@ -26,7 +26,7 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""Of a worker that shares the GPU's memory."""
+"""Environment of a worker that shares the GPU's memory."""
 
 Worker = tuple[subprocess.Popen[bytes], Path]
 """A process and the file of its output."""

@@ -180,8 +180,10 @@ def test_rates_are_proposed_as_shares_of_the_peaks() -> None:
     assert forecasts.proposed(found, "cpu") == {}
 
 
-def _cost(kernel: str, implementation: str, seconds: float | None) -> dict[str, Any]:
-    cost = Cost(kernel, "4", implementation, 8 * 10**9, 0, 1, 0, 1.0, seconds)
+def _cost(
+    kernel: str, implementation: str, seconds: float | None, shape: str = "4"
+) -> dict[str, Any]:
+    cost = Cost(kernel, shape, implementation, 8 * 10**9, 0, 1, 0, 1.0, seconds)
     return {"costs": [cost.__dict__]}
 
 
@@ -194,6 +196,9 @@ def test_a_kernel_that_wins_everywhere_is_proposed() -> None:
             "b": _cost("slow", "mosaic_gpu", 1.99),
             "c": _cost("none", "xla", 2.0),
             "d": {ERROR: "refused"},
+            # Short calls take the time in which the host starts them.
+            "e": _cost("good", "xla", 31e-6, "short"),
+            "f": _cost("good", "mosaic_gpu", 34e-6, "short"),
         },
     }
     found, copy = kernels.costs(results.values())

@@ -2,9 +2,10 @@
 
 Instructions run one after another in scheduled order. A matrix product or a fusion takes the longer
 of the times for its arithmetic at the matrix rate and for its bytes at the memory rate. Collectives
-with a start and a done overlap with computation, one after another, as do copies in each direction
-between device and host; the program waits at the done. A loop takes its body's time multiplied by
-its trip count, a conditional the time of its slowest branch.
+with a start and a done overlap with computation, one after another; the program waits at the done.
+Copies between device and host overlap with nothing, whatever the schedule: an H200 ran them so, in
+either direction (benchmarks/records/2026-11-27-gpu_day.md). A loop takes its body's time multiplied
+by its trip count, a conditional the time of its slowest branch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from zerojax.hlo.traffic import Collective
 from zerojax.hlo.transfers import HostCopy
 from zerojax.hlo.work import FREE, work_of
 
-COLLECTIVES, INWARD, OUTWARD = "collectives", "to the device", "to the host"
+COLLECTIVES, HOST_COPIES = "collectives", "copies between device and host"
+INWARD, OUTWARD = "to the device", "to the host"
 
 
 class Place(NamedTuple):
@@ -83,9 +85,8 @@ def program_time(
         seconds = rates.collective_seconds(sent_by(each, nodes))
         transfers[Place(each.computation, each.name)] = Transfer(COLLECTIVES, seconds)
     for copy in copied:
-        link = INWARD if copy.inward else OUTWARD
         seconds = rates.host_seconds(copy.bytes)
-        transfers[Place(copy.computation, copy.name)] = Transfer(link, seconds)
+        transfers[Place(copy.computation, copy.name)] = Transfer(HOST_COPIES, seconds)
     return _run(program, program.entry, transfers, rates)
 
 
@@ -106,7 +107,7 @@ def _run(
                 max(spent.seconds, free_at.get(link, 0.0)) + seconds
             )
             spent.under_way[key] = spent.under_way.get(key, 0.0) + seconds
-            if not each.opcode.endswith("-start"):
+            if link == HOST_COPIES or not each.opcode.endswith("-start"):
                 _wait(spent, key, ends_at[each.name])
         elif each.opcode.endswith(("-done", "-update")):
             started = _start(computation, each)

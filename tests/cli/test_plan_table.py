@@ -40,7 +40,7 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert row(lines, "all-gather") == ["bf16, f32", "1,234", "5 GB", "500 ms", "75%"]
     assert row(lines, "to the device") == ["7", "3 GB", "20 ms", "0%"]
     assert "predicted step time: 2 s, 32,768 tokens/s, MFU 30.3%" in lines
-    assert "not yet confirmed on hardware" in lines[-2]
+    assert "as measured on an H200" in lines[-2]
     assert lines[-1] == "compiled in 12 s"
     whole = "\n".join(lines)
     assert all(word not in whole for word in ("does not fit", "host memory", "disk", "PREALLOC"))

@@ -197,10 +197,9 @@ def _about_time(planned: Planned) -> Iterator[str]:
         tokens = f", {forecast.tokens_per_second:,.0f} tokens/s" if forecast.tokens else ""
         yield f"predicted step time: {duration(forecast.seconds)}{tokens}, MFU {forecast.mfu:.1%}"
         yield (
-            "  a roofline model: of their peaks matrix products are assumed to reach "
-            f"{rates.matrix_share:.0%}, device memory {rates.memory_share:.0%}, links "
-            f"{rates.link_share:.0%}, host copies {rates.host_share:.0%} (device_kinds.json); not "
-            "yet confirmed on hardware"
+            f"  a roofline model: of their peaks matrix products reach {rates.matrix_share:.0%}, "
+            f"device memory {rates.memory_share:.0%}, host copies {rates.host_share:.0%}, as "
+            f"measured on an H200, and links {rates.link_share:.0%}, which is an assumption"
         )
     yield f"compiled in {duration(forecast.compile_seconds)}"
 

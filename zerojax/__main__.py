@@ -15,7 +15,7 @@ from zerojax.distributed.launched import launched
 _IN_EACH_PROCESS = (["report"], ["launch"])
 """The subcommands that every process of a launch runs; only process 0 runs the others."""
 
-COMMANDS = ("estimate", "explain", "export", "fit", "inspect", "launch", "plan", "report")
+COMMANDS = ("estimate", "explain", "export", "fit", "inspect", "launch", "plan", "report", "watch")
 
 
 class Commands(TyperGroup):

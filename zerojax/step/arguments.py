@@ -53,6 +53,10 @@ class Arguments:
       TypeError: The positions or names have a wrong type.
     """
 
+    function: Callable[..., PyTree]
+    name: str
+    batch_axis: int
+
     def __init__(
         self,
         function: Callable[..., PyTree],

@@ -39,6 +39,13 @@ class Body:
       types: The types of its arrays, for a step under explicit mesh axes; else None.
     """
 
+    function: Callable[..., PyTree]
+    once: str
+    types: Types | None
+    name: str
+    split: Callable[..., Parts]
+    close: Callable[[Parts, optax.GradientTransformation], tuple[PyTree, ...]]
+
     def __init__(
         self,
         function: Callable[..., PyTree],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
+import optax
 
 from zerojax.accumulation.exchange import Exchange
 from zerojax.collectives import Inserter
@@ -13,10 +14,12 @@ from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import batch_devices
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
-from zerojax.optim.wrap import ZeroOptState
+from zerojax.optim.wrap import ZeroOptState, ZeroTransformation
+from zerojax.placement.state_placer import StatePlacer
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
 from zerojax.plan.quantized import sent_formats
+from zerojax.plan.state_sharding import Plan
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
 from zerojax.step.call import RearrangedFunction
@@ -50,6 +53,26 @@ class StepSetting:
       tx, split, close, write_back, any_pytree, knows_parameters: See :class:`OpenedState`.
       structure: ``jax.tree.structure`` of each of a state's parts.
     """
+
+    function: RearrangedFunction
+    states: States
+    config: ZeroConfig
+    explicit: Explicit | None
+    donate: bool
+    signals: Callable[[ZeroOptState, PyTree], Signals]
+    tx: ZeroTransformation
+    split: Callable[..., Parts]
+    close: Callable[[Parts, optax.GradientTransformation], tuple[PyTree, ...]]
+    write_back: Callable[[tuple[PyTree, ...], Parts, optax.GradientTransformation], None] | None
+    any_pytree: bool
+    knows_parameters: bool
+    plan: Plan
+    state_placer: StatePlacer
+    exchange: Exchange | None
+    divide: ArgumentReader
+    layout: BatchLayout
+    body: Body
+    inserter: Inserter
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
 from zerojax.step.call import RearrangedFunction
 from zerojax.step.further_arguments import ArgumentReader
-from zerojax.trace.explicit import Explicit, Types
+from zerojax.trace.explicit import Explicit
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla.lowered import LoweredProgram
 from zerojax.xla.types import Jaxpr, PyTree
@@ -97,11 +97,10 @@ class StepSetting:
         sizes, rows_at = config.batch(batch_devices(mesh)), function.form.batch_axis
         _check_batch_axis(self.exchange, sizes.accumulation, rows_at)
         self.layout = BatchLayout(mesh, sizes, rows_at)
-        types = Types(plan, explicit) if explicit else None
         clips = bool(config.gradient_clipping)
         needs_tx = [*states.keys_of_parameters(), *["gradient_clipping"] * clips]
         once = _once(config, self.exchange, self.layout.accumulation)
-        self.body = Body(function, opened, once, needs_tx, types)
+        self.body = Body(function, opened, once, needs_tx, plan, explicit)
         self.inserter = Inserter(
             mesh,
             axis,

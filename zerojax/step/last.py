@@ -10,6 +10,7 @@ from functools import partial
 
 import jax
 from flax import nnx
+from jax.tree_util import PyTreeDef
 
 from zerojax.train_state.nnx import graph_hash
 from zerojax.train_state.state_parts import Parts
@@ -34,7 +35,8 @@ def recognize_arrays(
       split: Splits such arguments into :class:`Parts`.
       own: The parts that zerojax keeps itself, by name.
     """
-    leaves, structure = jax.tree.flatten(objects)
+    leaves = jax.tree.leaves(objects)
+    structure: PyTreeDef = jax.tree.structure(objects)
     references = [_reference(x) for x in leaves]
 
     def recognize(objects: tuple[PyTree, ...]) -> tuple[Parts, None] | None:

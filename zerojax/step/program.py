@@ -100,7 +100,7 @@ class StepSetting:
         clips = bool(config.gradient_clipping)
         needs_tx = [*states.keys_of_parameters(), *["gradient_clipping"] * clips]
         once = _once(config, self.exchange, self.layout.accumulation)
-        self.body = Body(function, opened, once, needs_tx, plan, explicit)
+        self.body = Body(function, opened, once, needs_tx)
         self.inserter = Inserter(
             mesh,
             axis,

@@ -130,7 +130,7 @@ def users(name: str) -> Users:
     arguments = Arguments(source.step, **source.options)
     call = called(arguments, lambda step: source.call(step, state, source.arguments))
     opened = split_state(call.objects)
-    body = Body(arguments.rearranged(call.form), opened, "", (), None)
+    body = Body(arguments.rearranged(call.form), opened, "", ())
     arrays, static = divide(call.args, call.kwargs)
 
     def run(parts: Any, batch: Any, arrays: list[Any]) -> Any:

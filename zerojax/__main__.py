@@ -34,7 +34,7 @@ class Commands(TyperGroup):
         return typer.main.get_command(command)
 
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip

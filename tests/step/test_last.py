@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import zerojax
-from zerojax.step.last import LastObjects
+from zerojax.step.last import recognize_objects
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -129,9 +129,9 @@ def test_found_only_as_it_was_left() -> None:
     zero = zerojax.zero(stage=1)
     zero(step)(*objects, X)
     opened = zero(step)._states.open(objects)
-    last = LastObjects.of(objects, opened.parts)
-    assert last is not None
-    found = last.recognize(objects)
+    recognize = recognize_objects(objects, opened.parts)
+    assert recognize is not None
+    found = recognize(objects)
     assert found is not None
     parts, write_back = found
     same = zip(*map(jax.tree.leaves, (parts, opened.parts)), strict=True)
@@ -139,17 +139,17 @@ def test_found_only_as_it_was_left() -> None:
     after = jax.tree.map(jnp.copy, parts)
     write_back(after)
     assert objects[0].linear.kernel.get_raw_value() is after.params["linear"]["kernel"]
-    assert last.recognize(objects) is not None
+    assert recognize(objects) is not None
     objects[2].reset()
-    assert last.recognize(objects) is None
+    assert recognize(objects) is None
 
 
 def test_objects_are_not_kept_alive() -> None:
     zero = zerojax.zero(stage=1)
     objects = zero.init(create)
     opened = zero(step)._states.open(objects)
-    last = LastObjects.of(objects, opened.parts)
-    assert last is not None
+    recognize = recognize_objects(objects, opened.parts)
+    assert recognize is not None
     model = weakref.ref(objects[0])
     kernel = weakref.ref(objects[0].linear.kernel.get_raw_value())
     del objects, opened

@@ -19,7 +19,7 @@ _BAR = 30
 NEAR = 0.95
 """A plan warns above this share of the memory at which XLA starts to recompute."""
 
-ATTENTION = {
+ATTENTION: dict[str | None, str] = {
     None: "",
     "plain": "",
     "mosaic_gpu": ", attention by tokamax's kernel",

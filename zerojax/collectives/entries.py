@@ -43,8 +43,8 @@ class Entries:
 
     def __init__(self, xs: Sequence[object], axis: str) -> None:
         self._xs, self._axis = xs, axis
-        self.read = [narrowest(x) for x in xs]
-        self.rounded = [_as_read(x) for x in xs]
+        self.read: list[object] = [narrowest(x) for x in xs]
+        self.rounded: list[jax.Array | MovedStack | None] = [_as_read(x) for x in xs]
         self._gathered_entries: list[tuple[object, Any]] = []
         self._brief = False  # whether an iteration has gathered arrays that are freed at its end
         self._forms: dict[int, _Form] = {}

@@ -133,6 +133,13 @@ class Gatherer:
       ledger: Records the collectives.
     """
 
+    mesh: Mesh
+    axis: str
+    keep: bool
+    sent: Sent
+    replicas: int
+    ledger: Ledger
+
     def __init__(self, mesh: Mesh, axis: str, *, keep: bool, sent: Sent = UNQUANTIZED) -> None:
         self.mesh, self.axis, self.keep, self.sent = mesh, axis, keep, sent
         self.replicas = mesh.shape.get(REPLICA, 1)

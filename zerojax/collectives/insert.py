@@ -80,6 +80,12 @@ class Inserter(Scans):
       sent: the formats in which parameters and gradients are sent.
     """
 
+    share: bool
+    overlap: bool
+    devices: int
+    smallest: int | None
+    left: bool
+
     def __init__(
         self,
         mesh: Mesh,

@@ -39,6 +39,8 @@ class Ledger:
       asked: Whether a caller reads the ledger; otherwise the ledger records nothing.
     """
 
+    asked: bool
+
     def __init__(self, mesh: Mesh | AbstractMesh, *, asked: bool = False) -> None:
         self._mesh, self.asked = mesh, asked
         self._noted: list[tuple[Decision, ...]] = []

@@ -97,6 +97,9 @@ class Sums:
       stacks: positions of the carried values that are stacks, to which an iteration adds one layer.
     """
 
+    want: dict[int, Spec]
+    roots: list[Atom]
+
     def __init__(self, eqn: Equation, want: Sequence[Spec | None]) -> None:
         self.terms: dict[int, list[Term]] = {}
         self.stacks: set[int] = set()

@@ -97,7 +97,7 @@ class ReusedGradients:
     def __init__(self, jaxpr: Jaxpr, args: Sequence[object], axis: str) -> None:
         self._needed, self._axis = used_unsharded(jaxpr), axis
         params = {v: x for v, x in zip(jaxpr.invars, args, strict=True) if isinstance(x, Shard)}
-        self.used_unsharded = {id(x) for v, x in params.items() if v in self._needed}
+        self.used_unsharded: set[int] = {id(x) for v, x in params.items() if v in self._needed}
         specs: dict[tuple[int, ...], set[Spec]] = {}
         for v, x in params.items():
             if not is_small(v.aval.shape, x.spec, axis):
@@ -106,7 +106,7 @@ class ReusedGradients:
         likely = {v for v in self._needed - params.keys() if v.aval.shape in only}
         argument_origins = [Origin.WEIGHT if v in params else _NOTHING for v in jaxpr.invars]
         origins = ORIGINS.forward(jaxpr, argument_origins).of if likely else {}
-        self.gradients = {
+        self.gradients: dict[Atom, Spec] = {
             v: only[v.aval.shape] for v, x in origins.items() if Origin.SUM in x and v in likely
         }
 

@@ -55,6 +55,13 @@ class Coordinator(threading.Thread):
       at_end: Functions that the thread calls before it ends.
     """
 
+    client: Any
+    me: int
+    count: int
+    tick: float
+    answers: bool
+    ended: bool
+
     def __init__(self, client: Any = None) -> None:
         super().__init__(name="zerojax coordinator", daemon=True)
         self.client, self.me, self.count = client, jax.process_index(), jax.process_count()

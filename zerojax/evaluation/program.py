@@ -79,6 +79,8 @@ class EvaluationProgram:
       explicit: Axes and specs of the batch, for a function under explicit mesh axes; else None.
     """
 
+    function: RearrangedFunction
+
     def __init__(
         self,
         function: RearrangedFunction,

@@ -84,7 +84,7 @@ class ByRows:
             )
             self._check_assumptions(noise)
             self._kinds = [self._kind(v) for v in self._flat.outvars]
-            self.stacked = [i for i, kind in enumerate(self._kinds) if kind.rows]
+            self.stacked: list[int] = [i for i, kind in enumerate(self._kinds) if kind.rows]
             self._split = split(self._flat, micro, self._analysis, (), self.stacked, {}, {})
             rule = changed_rule(self._analysis, _RULES) if differentiated else None
         except UnevenError as e:

@@ -35,9 +35,9 @@ class ComputeCopies:
     def __init__(self, plan: Plan, disk_leaf: Callable[..., DiskLeaf]) -> None:
         self._plan, self._disk_leaf = plan, disk_leaf
         pairs = list(zip(plan.leaves["params"], plan.compute, strict=True))
-        self.at = [i for i, (rest, compute) in enumerate(pairs) if rest != compute]
+        self.at: list[int] = [i for i, (rest, compute) in enumerate(pairs) if rest != compute]
         self._leaves = [plan.compute[i] for i in self.at]
-        self.placements = [placement_of(leaf) for leaf in self._leaves]
+        self.placements: list[ArrayPlacement] = [placement_of(leaf) for leaf in self._leaves]
         masters = [placement_of(plan.leaves["params"][i]) for i in self.at]
         n = len(self.at)
         self._update = Update(

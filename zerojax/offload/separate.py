@@ -104,13 +104,13 @@ class SeparatedUpdate:
                 new.outputs.update(other.outputs)
                 new.eqns.extend(other.eqns)
             groups.append(new)
-        self.shared = tuple(i for i in range(len(outvars)) if i not in leaves)
-        self.scalars = tuple(needed)
-        self.clusters = tuple(map(self._cluster, groups))
+        self.shared: tuple[int, ...] = tuple(i for i in range(len(outvars)) if i not in leaves)
+        self.scalars: tuple[Atom, ...] = tuple(needed)
+        self.clusters: tuple[Cluster, ...] = tuple(map(self._cluster, groups))
         _, ends = self._backward_slice(
             [*needed, *(outvars[i] for i in self.shared)], lambda _: False
         )
-        self.read_by_prelude = {self._at[v] for v in ends if v in self._at}
+        self.read_by_prelude: set[int] = {self._at[v] for v in ends if v in self._at}
 
     def _of_leaf(self, v: Atom) -> bool:
         return not isinstance(v, core.Literal) and (v in self._heavy or v.aval.ndim > 0)

@@ -82,6 +82,10 @@ class Update:
       on_host: Whether to compute on the host.
     """
 
+    separated: SeparatedUpdate
+    programs: GroupPrograms
+    turns: list[Turn]
+
     def __init__(
         self,
         function: Callable[..., Sequence[jax.Array]],

@@ -75,6 +75,16 @@ class States:
       owned: The arrays that zerojax created for states other than ``TrainState`` and NNX objects.
     """
 
+    config: ZeroConfig
+    mesh: Mesh
+    axis: str
+    specs: PyTree
+    params: Callable[[PyTree], PyTree] | None
+    exchange: Exchange | None
+    reader: Callable[[], ProgramReader | None]
+    owned: OwnedArrays
+    placer: Placer
+
     def __init__(
         self,
         config: ZeroConfig,

@@ -19,9 +19,8 @@ from typing import Any
 
 import jax
 
-from zerojax.placement.replicated import check_one_copy
-from zerojax.step.call import Call, Constant, Form, RearrangedFunction, is_key, without_pmap
-from zerojax.step.find_state import FoundState, find_state, may_be_batch
+from zerojax.step.call import Call, Constant, Form, RearrangedFunction, is_key
+from zerojax.step.find_state import find_state, may_be_batch
 from zerojax.step.jitted import Slot, name_of, open_jit, without_self
 from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import is_nnx
@@ -53,6 +52,10 @@ class Arguments:
       TypeError: The positions or names have a wrong type.
     """
 
+    function: Callable[..., PyTree]
+    name: str
+    batch_axis: int
+
     def __init__(
         self,
         function: Callable[..., PyTree],
@@ -76,7 +79,7 @@ class Arguments:
         self._batch = self._positions("batch_argnums", batch_argnums)
         self._state = self._positions("state_argnums", state_argnums)
         self._returns_state, self.batch_axis = returns_state, _dimension(batch_axis)
-        self._found: dict[Hashable, FoundState] = {}
+        self._found: dict[Hashable, list[Slot]] = {}
         self._several = isinstance(batch_argnums, Sequence)
         for position in self._batch:
             if position in self._static:
@@ -179,35 +182,8 @@ class Arguments:
         tree, shapes = form_of([given[slot] for slot in free])
         key = tuple(free), tree, tuple(shapes)
         if key not in self._found:
-            try:
-                with without_pmap(self.name):
-                    found = find_state(self.function, given, free, batch)
-            except (TypeError, ValueError) as error:  # of shapes with an extra dimension, say
-                check_one_copy(self._by_name(free, given), error)
-                raise
-            check_one_copy(self._by_name(found.slots, given))
-            self._found[key] = found
-        found = self._found[key]
-        if found.alike:
-            raise TypeError(
-                f"{self.name} is called with {self._text(found.alike)}, which have the same tree, "
-                "shapes and dtypes, and does not return as many: name those that are the state, "
-                f"zero({self.name}, state_argnums=(...))."
-            )
-        if found.bare:
-            raise TypeError(
-                f"{self.name} returns an array of the shape and dtype of {self._text(found.bare)}, "
-                "which may be the state's or the batch's: name the arguments that are the state, "
-                f"zero({self.name}, state_argnums=(...)), or the batch, batch_argnums=..."
-            )
-        if not found.slots:
-            raise TypeError(
-                f"{self.name} returns {found.returned}, and none of its arguments "
-                f"({self._text(free)}) comes back there with the tree, shapes and dtypes that it "
-                "has, in tuples, lists and dicts: return the new state, or name it, "
-                f"zero({self.name}, state_argnums=(...))."
-            )
-        return [*found.slots]
+            self._found[key] = find_state(self.function, self.name, given, free, batch, self._text)
+        return [*self._found[key]]
 
     def _slots_of_batch(self, given: dict[Slot, PyTree], left: list[Slot]) -> list[Slot]:
         if not self._batch:  # the first argument that is not a random key, if there is one
@@ -289,9 +265,6 @@ class Arguments:
             elif slot in names:
                 found.add(names.index(str(slot)))
         return frozenset(found)
-
-    def _by_name(self, slots: Sequence[Slot], given: Mapping[Slot, PyTree]) -> dict[str, PyTree]:
-        return {self._text([slot]): given[slot] for slot in slots}
 
     def _text(self, slots: Sequence[Slot]) -> str:
         names = self._positional()

@@ -39,6 +39,11 @@ class BatchPlacer:
       leaves: The rows of each leaf that a process has.
     """
 
+    accumulation: int
+    axis: int
+    world: int
+    leaves: BatchRows
+
     def __init__(self, mesh: Mesh, accumulation: int = 1, axis: int = 0) -> None:
         self.accumulation, self.axis, self.world = accumulation, axis, batch_devices(mesh)
         self.leaves = BatchRows(mesh, axis)

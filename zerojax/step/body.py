@@ -14,17 +14,14 @@ from jax.typing import ArrayLike
 
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
 from zerojax.placement.states import split_state
-from zerojax.step.gradient_norm import with_gradient_norm
 from zerojax.step.jitted import name_of
 from zerojax.step.partial_update import of_parts
 from zerojax.step.view import STARTS_AGAIN, View, WrappedView, beginning
 from zerojax.trace.dependence import unchanged
-from zerojax.trace.explicit import Types, automatic_update, typed_replicated
 from zerojax.trace.marks import GRADIENT, count
 from zerojax.train_state.results import summary, take_out
 from zerojax.train_state.state_parts import OpenedState, Parts
-from zerojax.xla import hijax
-from zerojax.xla.types import AnyJaxpr, Jaxpr, PyTree
+from zerojax.xla.types import Jaxpr, PyTree
 
 
 class Body:
@@ -36,8 +33,13 @@ class Body:
       once: The reason why the step may update only once, with the remedy; empty if it may update
         more often.
       needs_tx: The keys of the config that take effect in the state's own optimizer.
-      types: The types of its arrays, for a step under explicit mesh axes; else None.
     """
+
+    function: Callable[..., PyTree]
+    once: str
+    name: str
+    split: Callable[..., Parts]
+    close: Callable[[Parts, optax.GradientTransformation], tuple[PyTree, ...]]
 
     def __init__(
         self,
@@ -45,10 +47,8 @@ class Body:
         opened: OpenedState,
         once: str,
         needs_tx: Sequence[str],
-        types: Types | None,
     ) -> None:
-        self.function, self.once, self.types = function, once, types
-        self._needs_tx = needs_tx
+        self.function, self.once, self._needs_tx = function, once, needs_tx
         self.name = name_of(function)
         self.split, self.close = opened.split, opened.close
         self._matches, self._in_place = opened.matches, opened.write_back is not None
@@ -76,8 +76,6 @@ class Body:
           TypeError: The step does not return its new state, or changes the state's structure.
           ValueError: The step does not update its model.
         """
-        if self.types is not None:
-            tx, (args, kwargs) = automatic_update(tx), typed_replicated((args, kwargs))
         self._sizes.clear()
         tx = of_parts(tx, self.name, parts.params, self._sizes)
         view = parts.opt_state
@@ -152,16 +150,6 @@ class Body:
             return tx.update(grads, view, params, **extra)
 
         return update
-
-    def trace(
-        self, run: Callable[..., PyTree], parts: Parts, batch: PyTree
-    ) -> tuple[AnyJaxpr, PyTree]:
-        """Returns the jaxpr of ``run(parts, batch)``, which calls this body, and the shapes of its
-        results."""
-        if self.types is not None:
-            return self.types.trace(run, parts, batch)
-        closed, shapes = hijax.trace(run, parts, batch)
-        return with_gradient_norm(closed, shapes), shapes
 
     def _not_returned(
         self, state: Sequence[PyTree], found: Collection[int], returned: PyTree

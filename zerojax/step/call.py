@@ -88,6 +88,10 @@ class RearrangedFunction:
       NameError: The function uses an axis name that only ``pmap`` would define.
     """
 
+    function: Callable[..., PyTree]
+    form: Form
+    __name__: str
+
     def __init__(self, function: Callable[..., PyTree], name: str, form: Form) -> None:
         self.function, self.form, self.__name__ = function, form, name
         self.changed: dict[Static, Settings] = {}

@@ -26,15 +26,17 @@ from zerojax.step.call import Static, join
 from zerojax.step.entering import BodyArrays, enter_rest
 from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import WithShards, enter_arguments
+from zerojax.step.gradient_norm import with_gradient_norm
 from zerojax.step.loop_advice import advise
 from zerojax.step.program import StepSetting
 from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast
 from zerojax.trace.dependence import check_late
+from zerojax.trace.explicit import automatic_update, typed_replicated
 from zerojax.trace.loss_scaling import replacements
 from zerojax.trace.unused import without_unused_gradients
 from zerojax.train_state.state_parts import Parts
-from zerojax.xla import jaxprs
+from zerojax.xla import hijax, jaxprs
 from zerojax.xla.types import AnyJaxpr, PyTree
 
 _NUMBERS = (bool, int, float, complex)
@@ -79,9 +81,7 @@ def evaluate_body(
     feedback = _reducer(setting, start)
 
     def trace(batch: PyTree) -> tuple[Any, PyTree]:
-        closed, shapes = body.trace(
-            lambda parts, batch: body(parts, tx, batch, args, kwargs), start, batch
-        )
+        closed, shapes = _trace(setting, tx, start, batch, args, kwargs)
         return WithShards.of(closed, shards), shapes
 
     # Trace the step on the global batch, and refuse it if plain jit would have other numbers.
@@ -128,6 +128,32 @@ def evaluate_body(
     ]
     results = jax.tree.unflatten(structure, outs)
     return results if feedback is None else _with_errors(results, feedback)
+
+
+def _trace(
+    setting: StepSetting,
+    tx: optax.GradientTransformationExtraArgs,
+    start: Parts,
+    batch: PyTree,
+    args: PyTree,
+    kwargs: PyTree,
+) -> tuple[AnyJaxpr, PyTree]:
+    """Returns the jaxpr of the user's step, from the state and the batch to the new state and the
+    results, and the shapes of these results."""
+    body, explicit = setting.body, setting.explicit
+    if explicit is None:
+        closed, shapes = hijax.trace(
+            lambda parts, batch: body(parts, tx, batch, args, kwargs), start, batch
+        )
+        return with_gradient_norm(closed, shapes), shapes
+    return explicit.trace(
+        lambda parts, batch: body(
+            parts, automatic_update(tx), batch, *typed_replicated((args, kwargs))
+        ),
+        start,
+        batch,
+        setting.plan,
+    )
 
 
 def _in_compute_dtype(setting: StepSetting, batch: PyTree) -> PyTree:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
+from zerojax.placement.replicated import check_one_copy
 from zerojax.plan.extra_state import is_optimizer_state
 from zerojax.plan.places import PINNED
-from zerojax.step.call import Constant, is_array, is_key
+from zerojax.step.call import Constant, is_array, is_key, without_pmap
 from zerojax.step.jitted import Slot
 from zerojax.train_state.pytree import are_arrays, form_of, has_form
 from zerojax.train_state.results import summary, take_out
@@ -21,42 +22,42 @@ from zerojax.xla import jaxprs
 from zerojax.xla.types import PyTree
 
 
-class FoundState(NamedTuple):
-    """The arguments of a step that are its state.
-
-    Attributes:
-      slots: The arguments, in order.
-      alike: Arguments of equal form (tree, shapes, dtypes) of which the step returns only some, so
-        that the state among them is not known.
-      bare: Single arrays that the step returns beside containers: they belong to the state, or to
-        the batch if a result has their form by chance.
-      returned: A short description of the step's results.
-    """
-
-    slots: Sequence[Slot]
-    alike: Sequence[Slot]
-    bare: Sequence[Slot]
-    returned: str
-
-
 def find_state(
     function: Callable[..., PyTree],
+    name: str,
     given: Mapping[Slot, PyTree],
     free: Sequence[Slot],
     batch: Sequence[Slot],
-) -> FoundState:
-    """Finds the arguments whose tree, shapes and dtypes a function has among its results.
+    text: Callable[[Sequence[Slot]], str],
+) -> list[Slot]:
+    """Returns the arguments whose tree, shapes and dtypes a function has among its results.
 
     Containers of arrays count at any position. Single arrays count if no container is returned, or
     if the batch is named; numbers and random keys do not count.
 
     Args:
       function: The step.
+      name: The step's name for messages.
       given: Its arguments by position and name.
       free: The arguments that may be the state.
       batch: The arguments that are the batch, if it is named.
+      text: Describes arguments for messages.
+
+    Raises:
+      TypeError: The step returns no argument, or only some of those of equal form, or an array
+        which may be the state's or the batch's.
+      ValueError: The state has a copy for each device.
     """
-    results = _shapes_of_results(function, given, free)
+
+    def by_name(slots: Sequence[Slot]) -> dict[str, PyTree]:
+        return {text([slot]): given[slot] for slot in slots}
+
+    try:
+        with without_pmap(name):
+            results = _shapes_of_results(function, given, free)
+    except (TypeError, ValueError) as error:  # of shapes with an extra dimension, say
+        check_one_copy(by_name(free), error)
+        raise
     candidates = [slot for slot in free if slot not in batch and _may_be_state(given[slot])]
     forms = {slot: form_of(given[slot]) for slot in candidates}
     found, _ = take_out(results, [has_form(forms[slot]) for slot in candidates])
@@ -72,13 +73,32 @@ def find_state(
     early = free if first is None else free[: free.index(first)]
     single = [slot for slot in back if slot not in containers]
     before = [slot for slot in single if slot in early] or ([] if containers else single)
-    returned = summary(results)
     if containers and not batch:
         alike = [slot for slot in alike if not _is_bare(given[slot])]
-        return FoundState(containers, alike, before, returned)
-    return FoundState(
-        [slot for slot in back if slot in (*containers, *before)], alike, (), returned
-    )
+        # The single arrays belong to the state, or a result has the batch's form by chance.
+        slots, ambiguous = containers, before
+    else:
+        slots, ambiguous = [slot for slot in back if slot in (*containers, *before)], []
+    check_one_copy(by_name(slots))
+    if alike:
+        raise TypeError(
+            f"{name} is called with {text(alike)}, which have the same tree, shapes and dtypes, "
+            "and does not return as many: name those that are the state, "
+            f"zero({name}, state_argnums=(...))."
+        )
+    if ambiguous:
+        raise TypeError(
+            f"{name} returns an array of the shape and dtype of {text(ambiguous)}, which may be "
+            "the state's or the batch's: name the arguments that are the state, "
+            f"zero({name}, state_argnums=(...)), or the batch, batch_argnums=..."
+        )
+    if not slots:
+        raise TypeError(
+            f"{name} returns {summary(results)}, and none of its arguments ({text(free)}) comes "
+            "back there with the tree, shapes and dtypes that it has, in tuples, lists and dicts: "
+            f"return the new state, or name it, zero({name}, state_argnums=(...))."
+        )
+    return slots
 
 
 def _shapes_of_results(

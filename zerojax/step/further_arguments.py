@@ -29,18 +29,6 @@ from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Jaxpr, PyTree
 
 
-class ArrayLayout(NamedTuple):
-    """Shape and sharding of one array of an argument.
-
-    Attributes:
-      shape: Shape of the global array.
-      spec: Spec of the array's sharding if it is over the plan's axis; else None.
-    """
-
-    shape: tuple[int, ...]
-    spec: Spec | None
-
-
 class ArgumentReader:
     """A detector of the further arguments of a step that are sharded like parameters.
 
@@ -51,10 +39,9 @@ class ArgumentReader:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._form: PyTreeDef = jax.tree.structure(plan.params, is_leaf=_is_spec)
-        self._own = tuple(
-            ArrayLayout(leaf.shape, layout.full(leaf.spec, len(leaf.shape)))
-            for leaf in plan.leaves["params"]
-        )
+        leaves = plan.leaves["params"]
+        self._own_shapes = [leaf.shape for leaf in leaves]
+        self._own_specs = [layout.full(leaf.spec, len(leaf.shape)) for leaf in leaves]
         # Cached, because every step asks for every array.
         self._by_rule, self._spec = functools.cache(self._rule), functools.cache(self._spec_of)
 
@@ -69,17 +56,21 @@ class ArgumentReader:
         return arrays, static._replace(specs=tuple(specs))
 
     def _specs(self, argument: PyTree) -> Sequence[Spec | None]:
+        """Returns the spec of each array of an argument; None for an array that is not sharded
+        over the plan's axis, and for all if the argument is not sharded like parameters."""
         leaves, tree = jax.tree.flatten(argument)
-        arrays = [self._layout_of(x) for x in leaves if is_array(x)]
-        sharded = [x for x in arrays if x.spec is not None]
-        if sharded and (self._is_copy(tree, arrays) or self._by_rule(tuple(sharded))):
-            return [x.spec for x in arrays]
-        return [None] * len(arrays)
-
-    def _layout_of(self, x: ArrayLike) -> ArrayLayout:
-        sharding, shape = getattr(x, "sharding", None), tuple(np.shape(x))
-        named = isinstance(sharding, NamedSharding)
-        return ArrayLayout(shape, self._spec(sharding, len(shape)) if named else None)
+        arrays = [x for x in leaves if is_array(x)]
+        shapes = [tuple(np.shape(x)) for x in arrays]
+        shardings = [getattr(x, "sharding", None) for x in arrays]
+        specs = [
+            self._spec(sharding, len(shape)) if isinstance(sharding, NamedSharding) else None
+            for sharding, shape in zip(shardings, shapes, strict=True)
+        ]
+        sharded = [(x, spec) for x, spec in zip(shapes, specs, strict=True) if spec is not None]
+        is_like_parameters = sharded and (
+            self._is_copy(tree, shapes, specs) or self._by_rule(tuple(sharded))
+        )
+        return specs if is_like_parameters else [None] * len(arrays)
 
     def _spec_of(self, sharding: NamedSharding, ndim: int) -> Spec | None:
         mesh: Any = sharding.mesh
@@ -90,19 +81,25 @@ class ArgumentReader:
         spec = layout.join_axes(spec, self._plan.axis, plan_mesh)
         return spec if layout.dimensions(spec, self._plan.axis) else None
 
-    def _is_copy(self, tree: PyTreeDef, arrays: Sequence[ArrayLayout]) -> bool:
+    def _is_copy(
+        self, tree: PyTreeDef, shapes: list[tuple[int, ...]], specs: list[Spec | None]
+    ) -> bool:
         """Returns whether an argument is a copy of the parameters, each unsharded or as planned."""
-        return tree == self._form and all(
-            x in (own, own._replace(spec=None)) for x, own in zip(arrays, self._own, strict=True)
-        )
+        if tree != self._form or shapes != self._own_shapes:
+            return False
+        return all(spec in (own, None) for spec, own in zip(specs, self._own_specs, strict=True))
 
-    def _rule(self, sharded: tuple[ArrayLayout, ...]) -> bool:
-        """Returns whether arrays are sharded by the rule for parameters, unlike rows of data."""
+    def _rule(self, sharded: tuple[tuple[tuple[int, ...], Spec], ...]) -> bool:
+        """Returns whether arrays are sharded by the rule for parameters, unlike rows of data.
+
+        Args:
+          sharded: Shape and spec of each array.
+        """
         plan = self._plan
-        is_unlike_rows = any(0 not in layout.dimensions(x.spec or (), plan.axis) for x in sharded)
+        is_unlike_rows = any(0 not in layout.dimensions(spec, plan.axis) for _, spec in sharded)
         return is_unlike_rows and all(
-            shard_spec(x.shape, (None,) * len(x.shape), plan.mesh, plan.axis, 0).spec == x.spec
-            for x in sharded
+            shard_spec(shape, (None,) * len(shape), plan.mesh, plan.axis, 0).spec == spec
+            for shape, spec in sharded
         )
 
 

@@ -33,6 +33,9 @@ class OffloadedStep:
 
     fits = False
 
+    setting: StepSetting
+    update: OptimizerUpdate
+
     def __init__(self, setting: StepSetting) -> None:
         self.setting, plan = setting, setting.plan
         if not setting.donate and plan.bytes_in(DISK):

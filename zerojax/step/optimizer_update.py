@@ -70,6 +70,10 @@ class OptimizerUpdate:
       uses: Whether the update uses a parameter's gradient, one per parameter.
     """
 
+    grad_dtypes: list[DTypeLike]
+    by_groups: Update
+    uses: list[bool]
+
     def __init__(self, setting: StepSetting, copies: ComputeCopies) -> None:
         self._setting, self._copies, plan = setting, copies, setting.plan
         params, state = plan.leaves["params"], plan.leaves["opt_state"]

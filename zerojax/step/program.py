@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
+import optax
 
 from zerojax.accumulation.exchange import Exchange
 from zerojax.collectives import Inserter
@@ -13,15 +14,17 @@ from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import batch_devices
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
-from zerojax.optim.wrap import ZeroOptState
+from zerojax.optim.wrap import ZeroOptState, ZeroTransformation
+from zerojax.placement.state_placer import StatePlacer
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
 from zerojax.plan.quantized import sent_formats
+from zerojax.plan.state_sharding import Plan
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
 from zerojax.step.call import RearrangedFunction
 from zerojax.step.further_arguments import ArgumentReader
-from zerojax.trace.explicit import Explicit, Types
+from zerojax.trace.explicit import Explicit
 from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla.lowered import LoweredProgram
 from zerojax.xla.types import Jaxpr, PyTree
@@ -51,6 +54,26 @@ class StepSetting:
       structure: ``jax.tree.structure`` of each of a state's parts.
     """
 
+    function: RearrangedFunction
+    states: States
+    config: ZeroConfig
+    explicit: Explicit | None
+    donate: bool
+    signals: Callable[[ZeroOptState, PyTree], Signals]
+    tx: ZeroTransformation
+    split: Callable[..., Parts]
+    close: Callable[[Parts, optax.GradientTransformation], tuple[PyTree, ...]]
+    write_back: Callable[[tuple[PyTree, ...], Parts, optax.GradientTransformation], None] | None
+    any_pytree: bool
+    knows_parameters: bool
+    plan: Plan
+    state_placer: StatePlacer
+    exchange: Exchange | None
+    divide: ArgumentReader
+    layout: BatchLayout
+    body: Body
+    inserter: Inserter
+
     def __init__(
         self,
         function: RearrangedFunction,
@@ -74,11 +97,10 @@ class StepSetting:
         sizes, rows_at = config.batch(batch_devices(mesh)), function.form.batch_axis
         _check_batch_axis(self.exchange, sizes.accumulation, rows_at)
         self.layout = BatchLayout(mesh, sizes, rows_at)
-        types = Types(plan, explicit) if explicit else None
         clips = bool(config.gradient_clipping)
         needs_tx = [*states.keys_of_parameters(), *["gradient_clipping"] * clips]
         once = _once(config, self.exchange, self.layout.accumulation)
-        self.body = Body(function, opened, once, needs_tx, types)
+        self.body = Body(function, opened, once, needs_tx)
         self.inserter = Inserter(
             mesh,
             axis,

@@ -33,6 +33,8 @@ class ResidentStep:
 
     fits = False
 
+    setting: StepSetting
+
     def __init__(self, setting: StepSetting) -> None:
         self.setting, plan = setting, setting.plan
         shardings = plan.shardings()

@@ -29,7 +29,7 @@ from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.emitted import collectives_of
 from zerojax.step.find_optimizer import find_optimizer
-from zerojax.step.last import LastArrays, LastObjects, WriteBack
+from zerojax.step.last import Recognize, WriteBack, recognize_arrays, recognize_objects
 from zerojax.step.offloaded import OffloadedStep
 from zerojax.step.program import StepProgram, StepResult, StepSetting
 from zerojax.step.resident import ResidentStep
@@ -66,7 +66,7 @@ class Step(Decorated[P, R]):
         self._after_step = AfterStep(states.config)
         has_reports = StepReports.asked(states.config)
         self._reports = StepReports(states.config, states.mesh) if has_reports else None
-        self._last: tuple[LastObjects | LastArrays, StepProgram] | None = None
+        self._last: tuple[Recognize, StepProgram] | None = None
         self.zero_state: ZeroOptState | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -115,9 +115,9 @@ class Step(Decorated[P, R]):
             self._reports.end(result)
         _check_concrete(self._arguments.name, result.parts.step)
         self.zero_state = result.parts.opt_state._replace(inner=None, error=None)
-        objects, record = self._finish(call, program, write_back, result)
-        if record is not None:
-            self._last = record, program
+        objects, recognize = self._finish(call, program, write_back, result)
+        if recognize is not None:
+            self._last = recognize, program
         after_step.note(result.signals, beside(result.out), layout.rows(call.batch))
         return objects, result.out
 
@@ -129,10 +129,10 @@ class Step(Decorated[P, R]):
         all checks if the last step left the state."""
         cached = from_cached_partial()
         if self._last is not None:
-            record, program = self._last
+            recognize, program = self._last
             setting = program.setting
             if (setting.function.form, setting.explicit) == (call.form, explicit):
-                recognized = record.recognize(call.objects)
+                recognized = recognize(call.objects)
                 if recognized is not None:  # nothing left to check
                     return program, *recognized
         _check_concrete(self._arguments.name, call.objects)
@@ -149,9 +149,10 @@ class Step(Decorated[P, R]):
 
     def _finish(
         self, call: Call, program: StepProgram, write_back: WriteBack | None, result: StepResult
-    ) -> tuple[tuple[PyTree, ...], LastObjects | LastArrays | None]:
-        """Returns the state's objects after the step, NNX objects updated in place; and the record
-        by which the next step recognizes them, None if there is no new record."""
+    ) -> tuple[tuple[PyTree, ...], Recognize | None]:
+        """Returns the state's objects after the step, NNX objects updated in place; and the
+        recognition of these objects by the next step, None if that of the last step still holds or
+        if there is none."""
         setting, parts = program.setting, result.parts
         if setting.write_back is None:
             objects = setting.close(parts, setting.tx)
@@ -161,15 +162,15 @@ class Step(Decorated[P, R]):
                 own_parts = {"step": parts.step}
                 if not setting.knows_parameters:
                     own_parts["opt_state"] = parts.opt_state
-            return objects, LastArrays(objects, setting.split, own_parts)
-        record = None
+            return objects, recognize_arrays(objects, setting.split, own_parts)
+        recognize = None
         if write_back is not None:
             write_back(parts)
         else:
             setting.write_back(call.objects, parts, setting.tx)
-            record = LastObjects.of(call.objects, parts)
+            recognize = recognize_objects(call.objects, parts)
         setting.function.bring_up_to_date(call)
-        return call.objects, record
+        return call.objects, recognize
 
     def _program(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
         make = functools.partial(self._make, opened, call, explicit)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -105,49 +104,38 @@ class Explicit(NamedTuple):
 
         return cls(names, tuple(map(spec, jax.tree.leaves(batch)))) if names else None
 
-
-@dataclass(frozen=True)
-class Types:
-    """The shardings in the types of a step's arrays: those without ZeRO.
-
-    Attributes:
-      plan: PartitionSpec and bytes of every leaf of the state.
-      explicit: The explicit axes, and the specs of the batch.
-    """
-
-    plan: Plan
-    explicit: Explicit
-
     def trace(
-        self, body: Callable[..., PyTree], parts: Parts, batch: PyTree
+        self, body: Callable[..., PyTree], parts: Parts, batch: PyTree, plan: Plan
     ) -> tuple[core.ClosedJaxpr, PyTree]:
-        """Returns the jaxpr of ``body(parts, batch)``, and the shapes of its results."""
-        names, rows = self.explicit
-        specs = self._of_parts(parts), jax.tree.unflatten(jax.tree.structure(batch), rows)
-        return make_jaxpr(body, (parts, batch), specs, self.plan.lowering_mesh, names)
+        """Returns the jaxpr of ``body(parts, batch)``, and the shapes of its results. The types
+        have the shardings without ZeRO."""
+        specs = _of_parts(parts, plan), jax.tree.unflatten(jax.tree.structure(batch), self.batch)
+        return make_jaxpr(body, (parts, batch), specs, plan.lowering_mesh, self.names)
 
-    def _of_parts(self, parts: Parts) -> Parts:
-        """Returns the specs in the types of a state's arrays, in the form of ``parts``. The
-        optimizer state counts as replicated."""
-        view = parts.opt_state
-        return Parts(
-            self._own_specs(parts.params, "params"),
-            dataclasses.replace(
-                view,
-                opt=PartitionSpec(),
-                **{
-                    name: None if value is None else self._own_specs(value, "params")
-                    for name, value in vars(view).items()
-                    if name != "opt"
-                },
-            ),
-            PartitionSpec(),
-            self._own_specs(parts.rest, "rest"),
-        )
 
-    def _own_specs(self, tree: PyTree, group: str) -> PyTree:
-        specs = [leaf.own_spec for leaf in self.plan.leaves[group]]
+def _of_parts(parts: Parts, plan: Plan) -> Parts:
+    """Returns the specs in the types of a state's arrays, in the form of ``parts``. The optimizer
+    state counts as replicated."""
+
+    def own_specs(tree: PyTree, group: str) -> PyTree:
+        specs = [leaf.own_spec for leaf in plan.leaves[group]]
         return jax.tree.unflatten(jax.tree.structure(tree), specs)
+
+    view = parts.opt_state
+    return Parts(
+        own_specs(parts.params, "params"),
+        dataclasses.replace(
+            view,
+            opt=PartitionSpec(),
+            **{
+                name: None if value is None else own_specs(value, "params")
+                for name, value in vars(view).items()
+                if name != "opt"
+            },
+        ),
+        PartitionSpec(),
+        own_specs(parts.rest, "rest"),
+    )
 
 
 def typed_replicated(tree: PyTree) -> PyTree:

@@ -171,7 +171,7 @@ TRAINING: tuple[Key, ...] = (
     *off_only("optimizer", "it names an Apex optimizer", legacy_fusion=FLAG_OFF),
 )
 
-OLD_SWITCHES = {
+OLD_SWITCHES: dict[str, tuple[str, ...]] = {
     "offload_optimizer": ("cpu_offload",),
     "offload_param": ("cpu_offload_param", "cpu_offload_params"),
 }

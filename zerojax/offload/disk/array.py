@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from zerojax.offload.disk.slices import (
     Index,
     StoredChunk,
+    StoredShard,
     boxes,
     flat_chunk,
     full_index,
@@ -68,7 +69,7 @@ class DiskLeaf:
         self.store, self.name = store, name
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
         self.sharding, self.chunks = sharding, tuple(chunks)
-        self.shards = stored_shards(sharding, self.shape)
+        self.shards: tuple[StoredShard, ...] = stored_shards(sharding, self.shape)
         self.generation, self.half = 0, False
         self._torn = False
         keys = [self._key(i, k) for i in range(len(self.shards)) for k in range(len(self.chunks))]
@@ -174,9 +175,9 @@ class DiskArray:
     def __init__(self, leaf: DiskLeaf) -> None:
         self.leaf, self._generation = leaf, leaf.generation
         self.shape, self.dtype, self.sharding = leaf.shape, leaf.dtype, leaf.sharding
-        self.is_fully_addressable = leaf.sharding.is_fully_addressable
+        self.is_fully_addressable: bool = leaf.sharding.is_fully_addressable
         self.ndim, self.size = len(leaf.shape), math.prod(leaf.shape)
-        self.nbytes = self.size * leaf.dtype.itemsize
+        self.nbytes: int = self.size * leaf.dtype.itemsize
 
     def is_deleted(self) -> bool:
         return self.leaf.generation != self._generation

@@ -41,7 +41,7 @@ class Folder:
                 claimed = _claim(self._parent)
         except OSError as error:
             raise DiskError(_unusable(self._parent, error)) from None
-        self.path = claimed.path
+        self.path: pathlib.Path = claimed.path
         self._remove = weakref.finalize(self, _remove, *claimed, os.getpid())
         self._sweep()
 

@@ -73,7 +73,7 @@ class DiskStore:
         if buffer_count < 1:
             raise DiskError(f"buffer_count {buffer_count}: one buffer or more")
         self._folder = Folder(nvme_path)
-        self.path = self._folder.path
+        self.path: Path = self._folder.path
         self._blocks: dict[str, _Block] = {}
         self._writing: set[Future[None]] = set()
         self._room = threading.BoundedSemaphore(buffer_count)

@@ -31,7 +31,7 @@ def units(found: Record, kind: str) -> float:
     "changes",
     [
         {},
-        {"accumulate": 4},
+        pytest.param({"accumulate": 4}, marks=pytest.mark.sweep),
         pytest.param({"scan": False, "n_layer": 4}, marks=pytest.mark.sweep),
         pytest.param({"devices": 16, "replicas": 2, "accumulate": 4}, marks=pytest.mark.sweep),
         pytest.param({"devices": 16, "partition": 8}, marks=pytest.mark.sweep),

@@ -60,6 +60,7 @@ def test_each_model_on_all_devices_without_and_with_overlap() -> None:
     assert depths == {"llama-7b": {32, UNROLLED_LAYERS}, "gpt2-xl": {48, UNROLLED_LAYERS}}
 
 
+@pytest.mark.sweep
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_an_unrolled_model_hides_most_before_hopper() -> None:

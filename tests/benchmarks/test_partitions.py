@@ -64,6 +64,7 @@ def test_traffic_between_hosts_falls_from_3_passes_to_2(changes, passes):
     assert record.all_to_all == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_memory_rises_by_the_secondary_shard():

@@ -45,6 +45,7 @@ PLAIN: tuple[tuple[str, Any], ...] = ()
 ALL = (*WEIGHTS.items(), *NEAR.items(), *GRADIENTS.items(), *FOUR_BITS.items())
 
 
+@pytest.mark.sweep
 def test_gathers_are_halved() -> None:
     """Scales, and what is gathered as it is, add at most 3%: a table of 2048 rows, norms."""
     plain, quantized = of(), of(*WEIGHTS.items(), *GRADIENTS.items())
@@ -54,6 +55,7 @@ def test_gathers_are_halved() -> None:
     assert scales < 0.02 * quantized.units(quantized.inside, GATHERS, ("s8",))
 
 
+@pytest.mark.sweep
 def test_reductions_are_halved_from_16_bits() -> None:
     plain, quantized = of(), of(*WEIGHTS.items(), *GRADIENTS.items())
     # Between hosts alone 7/8 of a half, of a ring 63/64 of a whole; one layer more is reduced.
@@ -70,6 +72,7 @@ def test_all_three_reach_three_quarters() -> None:
     assert wide < 0.02  # a table of 2048 rows, norms
 
 
+@pytest.mark.sweep
 def test_no_second_pass_over_memory() -> None:
     """An element is read once as a code and written once in bf16 wherever it is gathered: 3 bytes,
     in the forward and in the backward pass; what a device quantizes is 1/64."""

@@ -25,6 +25,7 @@ def test_collectives_are_megatrons_and_zeros() -> None:
     assert sent.state == pytest.approx(12 * sent.parameters / 8, rel=0.01)
 
 
+@pytest.mark.sweep
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_one_kernel_of_q_k_and_v_and_a_tied_table() -> None:

@@ -19,10 +19,10 @@ GROUPS = {"devices": 16, "replicas": 2}
     "changes",
     [
         {},
-        {"micro_batch": 1},
         *(
             pytest.param(changes, marks=pytest.mark.sweep)
             for changes in (
+                {"micro_batch": 1},
                 {"stage": 0},
                 {"scan": False},
                 {"precision": "fp16"},

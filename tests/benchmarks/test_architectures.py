@@ -64,7 +64,7 @@ class TestCompiled:
         assert found.units["all-reduce"] < 0.02
         assert missed([found]) == []
 
-    @pytest.mark.parametrize("stage", [2, 3])
+    @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.sweep), 3])
     @pytest.mark.parametrize("model", ["gru", "by hand"])
     def test_other_loops_over_time_do_too(self, model: str, stage: int) -> None:
         """Weights of 512 x 512 and more; a unit is their bf16 once. Stage 1 is stage 2's program

@@ -53,7 +53,7 @@ def zero_of(device: str, **keywords: Any) -> zerojax.Zero:
 
 
 @functools.cache
-def compiled(device: str, overlap: bool | None = None) -> Any:
+def compiled(device: str, overlap: bool | None, /) -> Any:
     sizes: Any = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 16, "block_size": TOKENS}
     model = GPT(GPTConfig(**sizes, vocab_size=1024, scan=True, remat=True))
     zero = zero_of(device, overlap_comm=overlap)
@@ -121,7 +121,7 @@ def test_the_same_test_fails_without(kind: str) -> None:
 
 
 def test_it_costs_layers_of_memory_and_of_traffic() -> None:
-    ahead, before = compiled("h100"), compiled("h100", overlap=False)
+    ahead, before = compiled("h100", None), compiled("h100", False)
     more = [each.memory_analysis().temp_size_in_bytes for each in (ahead, before)]
     assert more[0] - more[1] < 3.1 * LAYER  # parameters of the next one, gradients of the last
     sent = [

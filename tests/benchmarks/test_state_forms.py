@@ -24,8 +24,8 @@ def cost(form: str, stage: int, scan: bool = False, updates: int = 1) -> Cost:
 @pytest.mark.parametrize(
     ("form", "stage", "scan"),
     [
-        (PAIR, 3, False), sweep(HAIKU, 1, False), sweep(DICT, 3, False), sweep(HAIKU, 3, False),
-        sweep(PAIR, 2, False), sweep(PAIR, 3, True), sweep(PAIR, 1, True),
+        (PAIR, 3, False), sweep(HAIKU, 1, False), sweep(DICT, 3, False),
+        sweep(HAIKU, 3, False), sweep(PAIR, 2, False), sweep(PAIR, 3, True), sweep(PAIR, 1, True),
     ],
 )  # fmt: skip
 def test_as_a_train_state(form: str, stage: int, scan: bool) -> None:

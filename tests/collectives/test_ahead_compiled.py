@@ -26,6 +26,9 @@ WIDTH, LAYERS, ROWS, TOKENS = 1024, 16, 4, 512
 LAYER = 2 * 12 * WIDTH**2  # bytes of its matrices in bf16
 
 
+DEVICE = pytest.mark.parametrize("device", ["h100", pytest.param("a100", marks=pytest.mark.sweep)])
+
+
 class Span(NamedTuple):
     """A collective in a loop, and the matrix products between its start and its done.
 
@@ -50,7 +53,7 @@ def zero_of(device: str, **keywords: Any) -> zerojax.Zero:
 
 
 @functools.cache
-def compiled(device: str, overlap: bool | None = None) -> Any:
+def compiled(device: str, overlap: bool | None, /) -> Any:
     sizes: Any = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 16, "block_size": TOKENS}
     model = GPT(GPTConfig(**sizes, vocab_size=1024, scan=True, remat=True))
     zero = zero_of(device, overlap_comm=overlap)
@@ -89,7 +92,7 @@ def multiplies(program: HloProgram, each: Instruction) -> bool:
     )
 
 
-@pytest.mark.parametrize("device", ["h100", "a100"])
+@DEVICE
 def test_the_next_layer_is_gathered_beside_this_ones_products(device: str) -> None:
     found = of_kind("all-gather", device)
     assert len({span.loop for span in found}) == 2  # forward and backward
@@ -104,7 +107,7 @@ def test_the_next_layer_is_gathered_beside_this_ones_products(device: str) -> No
     reason="XLA of jax 0.12 starts these reduce-scatters after the products",
     strict=True,
 )
-@pytest.mark.parametrize("device", ["h100", "a100"])
+@DEVICE
 def test_a_layers_gradients_are_reduced_beside_the_next_ones_products(device: str) -> None:
     found = of_kind("reduce-scatter", device)
     assert len({span.loop for span in found}) == 1
@@ -114,11 +117,11 @@ def test_a_layers_gradients_are_reduced_beside_the_next_ones_products(device: st
 
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
 def test_the_same_test_fails_without(kind: str) -> None:
-    assert any(span.products == 0 for span in of_kind(kind, "a100", overlap=False))
+    assert any(span.products == 0 for span in of_kind(kind, "h100", overlap=False))
 
 
 def test_it_costs_layers_of_memory_and_of_traffic() -> None:
-    ahead, before = compiled("h100"), compiled("h100", overlap=False)
+    ahead, before = compiled("h100", None), compiled("h100", False)
     more = [each.memory_analysis().temp_size_in_bytes for each in (ahead, before)]
     assert more[0] - more[1] < 3.1 * LAYER  # parameters of the next one, gradients of the last
     sent = [

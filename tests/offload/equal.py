@@ -103,7 +103,7 @@ CASES = [
     Case("nvme, lamb", NVME, 2, tx="lamb", cut=False, sweep=True),
     Case("nvme, nnx", NVME, 3, "nnx", sweep=True),
     Case("nvme, batch_stats and dropout, fp16", NVME, 3, "stateful", base=FP16, sweep=True),
-    Case("both, scanned", BOTH, 3, "scanned", base=CLIP, devices=8, group=120),
+    Case("both, scanned", BOTH, 3, "scanned", base=CLIP, devices=8, group=120, sweep=True),
     Case(
         "both, scanned, replicas", BOTH, 3, "scanned", base=CLIP, devices=8, replicas=2, group=120,
     ),
@@ -113,7 +113,7 @@ CASES = [
         "both, scanned, one device", BOTH, 3, "scanned", base=CLIP, devices=1, group=500,
         sweep=True,
     ),
-    Case("both, scanned, accumulation", BOTH, 3, "scanned", base=CLIP | TWICE),
+    Case("both, scanned, accumulation", BOTH, 3, "scanned", base=CLIP | TWICE, sweep=True),
     Case("both, unrolled", BOTH, 3, "unrolled", base=CLIP, sweep=True),
     Case("both, unrolled, fp16", BOTH, 3, "unrolled", base=FP16, sweep=True),
     Case("both, ratio", BOTH | HALF, 3, base=CLIP, sweep=True),

@@ -123,7 +123,7 @@ def logged(trainer: Trainer) -> list[float]:
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.sweep), 2])
 @pytest.mark.parametrize("loss", [PAIR, scalar, ratio, noisy], ids=lambda f: f.__name__)
 def test_the_rows_that_are_left_have_the_numbers_of_one_process(
     loss: Any, k: int, tmp_path: Path

@@ -24,6 +24,12 @@ from zerojax.xla import hijax, jaxprs
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+SHOWN = {
+    ("jax_remat3", "gpt_remat", 1), ("jax_remat3", "gpt_scan_remat", 4),
+    ("jax_remat3", "nnx_gpt_remat", 4), ("jax_custom_vjp3", "gpt_scan_remat", 4),
+    ("jax_custom_jvp3", "gpt_scan_remat", 4),
+}  # fmt: skip
+"""Flags, models and micro-batches of those that are no sweep."""
 X = np.arange(16, dtype=np.float32).reshape(8, 2)
 Primitive: Any = getattr(public, "HiPrim", None) or public.VJPHiPrimitive  # from 0.12 on HiPrim
 
@@ -176,7 +182,10 @@ def test_values_that_are_no_arrays_are_refused_by_name() -> None:
         ("jax_custom_vjp3", "backward_by_row", 3, 4),
         ("jax_custom_jvp3", "batch_norm", 3, 4),
         *(
-            pytest.param(flag, name, 3, k, marks=pytest.mark.slow)
+            pytest.param(
+                *(flag, name, 3, k),
+                marks=pytest.mark.slow if (flag, name, k) in SHOWN else pytest.mark.sweep,
+            )
             for flag in FLAGS
             for name in ("gpt_remat", "gpt_scan_remat", "nnx_gpt_remat")
             for k in (1, 4)

@@ -146,7 +146,7 @@ def test_what_cannot_be_read(tmp_path, text, says):
     if text is not None:
         path.write_text(text)
     result = run(path)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert says in result.stderr
     assert str(path) in result.stderr
     assert result.stdout == ""
@@ -194,4 +194,4 @@ def test_accelerates_yaml(tmp_path):
     assert rows["tpu_name"]["given"] == "2026-01-01"
     assert "num_processes" in run(path).output
     path.write_text("a: [")
-    assert run(path).exit_code == 1
+    assert run(path).exit_code == 2

@@ -32,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     def command(room: int, *options: str) -> Any:
         made = dataclasses.replace(rates("h100"), memory=RESERVE + room)
         devices = lambda text, network: (zerojax.mesh(), made)  # noqa: E731
-        monkeypatch.setattr("zerojax.cli.fit.parse_devices", devices)
+        monkeypatch.setattr("zerojax.cli.fit_run.parse_devices", devices)
         asked = ["fit", "--model", "mine:sound", "--config", str(config), "--devices", "h100:8"]
         return CliRunner().invoke(app, [*asked, "--seq", "8", *options])
 

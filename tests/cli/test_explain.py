@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from zerojax.__main__ import app
-from zerojax.cli.explain import show
+from zerojax.cli.explain import JSON, show
 from zerojax.config import ConfigError, load
 from zerojax.config.explain import explain
 
@@ -77,6 +77,7 @@ def test_json_says_the_same(path):
     result = run(path, "--json")
     assert result.exit_code == 2
     told = json.loads(result.output)
+    assert {*told} == {*JSON}
     found = explain(path)
     assert told["problems"] == list(found.problems)
     assert [row["key"] for row in told["keys"]] == [row.key for row in found.rows]

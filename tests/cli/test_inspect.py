@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from zerojax.__main__ import app
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint.inspection import inspect
+from zerojax.cli.inspect import JSON
 from zerojax.cli.inspect_table import SHOWN, show
 
 
@@ -134,7 +135,9 @@ def test_many_problems_are_cut_short(steps: Path) -> None:
     output = run(steps).output
     assert output.count("is missing") == SHOWN
     assert "  and 7 more (--json has them all)" in output
-    problems = json.loads(run(steps, "--json").stdout)["steps"][1]["problems"]
+    told = json.loads(run(steps, "--json").stdout)
+    assert {*told} == {*JSON}
+    problems = told["steps"][1]["problems"]
     assert len(problems) == SHOWN + 7
 
 

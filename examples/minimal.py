@@ -20,7 +20,7 @@ zerojax.init_distributed()  # one of several processes, where it was launched as
 if not jax.distributed.is_initialized():
     jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, without an accelerator
 
-zero = zerojax.zero(stage=3, bf16=True)  # or the path of a DeepSpeed JSON
+zero = zerojax.zero(stage=3, bf16=True, stage3_param_persistence_threshold=0)  # small arrays too
 
 
 class MLP(nn.Module):
@@ -51,7 +51,7 @@ def train_step(state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, ja
 
 state = zero.init(create_state, jax.random.key(0))  # sharded from the start
 say = print if jax.process_index() == 0 else lambda *_: None  # once for all processes
-say(zero.plan(state))  # what each device holds, and why
+say(repr(zero.plan(state)))  # each device holds an eighth of every array
 rng = np.random.default_rng(0)
 for step in range(1, 101):
     x = rng.normal(size=(256, 32)).astype(np.float32)[zerojax.process_rows(256)]

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from flax.training.train_state import TrainState
 from rooms import ROOMS
 
 import zerojax
+from zerojax.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -243,6 +245,18 @@ def test_the_map_of_the_architecture_has_the_rooms_in_their_order() -> None:
 def test_every_page_is_in_the_sites_menu() -> None:
     menu = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(menu)
+
+
+def test_the_page_of_commands_has_every_command_and_option() -> None:
+    pytest.importorskip("mkdocs")
+    text = runpy.run_path(str(ROOT / "docs/site/commands.py"))["page"]()
+    assert re.findall(r"^## (\w+)$", text, re.M) == [*COMMANDS]
+    assert "| `--nproc-per-node " in text
+    assert "`--attention auto\\|mosaic_gpu\\|cudnn\\|plain`" in text
+    assert "| `largest_layer_assumed` | " in text
+    for line in text.splitlines():
+        if line.startswith("| "):  # a row of two cells
+            assert len(re.split(r"(?<!\\)\|", line)) == 4, line
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda p: p.name)

@@ -9,13 +9,25 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from zerojax.config.errors import closest
 from zerojax.distributed.failure import leave
 from zerojax.distributed.launched import launched
 
 _IN_EACH_PROCESS = (["report"], ["launch"])
 """The subcommands that every process of a launch runs; only process 0 runs the others."""
 
-COMMANDS = ("estimate", "explain", "export", "fit", "inspect", "launch", "plan", "report", "watch")
+COMMANDS = {
+    "estimate": "Memory of a model by DeepSpeed's formulas.",
+    "explain": "The effect of every key of a config.",
+    "export": "A checkpoint's parameters as safetensors.",
+    "fit": "The settings that train fastest.",
+    "inspect": "The contents of a checkpoint, checked.",
+    "launch": "A script in several processes.",
+    "plan": "Memory, traffic and time of a step.",
+    "report": "This machine, and what works on it.",
+    "watch": "The figures of a run, drawn as it trains.",
+}
+"""The subcommands, with their line in the help."""
 
 
 class Commands(TyperGroup):
@@ -26,16 +38,23 @@ class Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
-            return None
+            if ctx.resilient_parsing:  # for a shell's completion
+                return None
+            guess = closest(cmd_name, COMMANDS)
+            hint = f"did you mean {guess!r}?" if guess else f"there are {', '.join(COMMANDS)}"
+            ctx.fail(f"No such command {cmd_name!r}: {hint}")
         module = import_module(f"zerojax.cli.{cmd_name}")
         command = typer.Typer(add_completion=False, rich_markup_mode=None)
         settings = getattr(module, "SETTINGS", None)
-        command.command(cmd_name, context_settings=settings)(getattr(module, cmd_name))
+        line = COMMANDS[cmd_name]
+        command.command(cmd_name, context_settings=settings, short_help=line)(
+            getattr(module, cmd_name)
+        )
         return typer.main.get_command(command)
 
 
 app: typer.Typer = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+    cls=Commands, no_args_is_help=True, rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig, load
 from zerojax.config.keywords import Keywords
+from zerojax.config.resolved import changed_fields
 from zerojax.config.resolved import resolved as resolved_text
 from zerojax.devices.mesh import (
     automatic,
@@ -33,6 +34,7 @@ from zerojax.monitor import lines
 from zerojax.optim.named import named_optimizer
 from zerojax.optim.wrap import ZeroTransformation, features, wrap
 from zerojax.placement.states import States
+from zerojax.plan.short import Summarized, Summary, first_rows
 from zerojax.plan.state_sharding import Plan
 from zerojax.step.arguments import Arguments
 from zerojax.step.call import RearrangedFunction
@@ -45,8 +47,16 @@ from zerojax.xla.types import PyTree
 
 S = TypeVar("S")
 
+STAGES = (
+    "nothing is sharded; zerojax.zero(stage=3) shards all of the state",
+    "the optimizer state is sharded",
+    "optimizer state and gradients are sharded",
+    "optimizer state, gradients and parameters are sharded",
+)
+"""The arrays that each stage shards."""
 
-class Zero:
+
+class Zero(Summarized):
     """ZeRO over the devices of a mesh, configured for train steps.
 
     Created by :func:`zero`. Calling the object decorates a step.
@@ -84,6 +94,19 @@ class Zero:
             reader=functools.partial(reader_of, config),
         )
         self._donate, self._check_memory = donate, check_memory
+
+    def summary(self) -> Summary:
+        """Returns the stage, the devices, the optimizer, and the fields of the config that differ
+        from their defaults."""
+        axes = ", ".join(f"{axis} {n}" for axis, n in self.mesh.shape.items())
+        named = self.config.optimizer
+        rows = [
+            ("devices", f"{self.mesh.size} x {self.mesh.devices.flat[0].device_kind} ({axes})"),
+            ("optimizer", "an optax transformation of yours" if named is None else named.type),
+            *changed_fields(self.config),
+        ]
+        title = f"zerojax.zero, stage {self.config.stage}: {STAGES[self.config.stage]}"
+        return Summary(title, (first_rows(rows),))
 
     def __call__(
         self,

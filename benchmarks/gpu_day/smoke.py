@@ -22,7 +22,7 @@ from benchmarks.measure import create_state_of, train_step_of
 from pallas_kernels import compat
 from pallas_kernels.arguments import Measured
 from zerojax.checkpoint import Checkpointer
-from zerojax.cli.report import to_json
+from zerojax.cli.report_table import to_json
 from zerojax.doctor.checks import CHECKS
 from zerojax.doctor.report import report as reported
 

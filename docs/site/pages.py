@@ -55,7 +55,11 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     A link to a file that the site has not becomes plain text.
     """
     paths = site_paths()
-    here = next(path for path, name in paths.items() if name == page.file.src_uri)
+    here = next(
+        (path for path, name in paths.items() if name == page.file.src_uri), None
+    )
+    if here is None:  # a generated page
+        return markdown
 
     def linked(match: re.Match[str]) -> str:
         mark, text, target, anchor = match.groups()

@@ -14,8 +14,9 @@ to 8,100 tokens/s, with 2.0 MB of arrays on each device, 4.0 while a checkpoint 
 loss falls from 5.5 nats a byte (a guess is ln 256) to 2.23 on Python 3.11's library, to 2.35 on
 3.12's; above 2.6 something is wrong.
 
-It prints what each device holds, evaluates on text that it never trains on, writes a checkpoint in
-the background at each evaluation, and draws the loss curve beside it. Run again with the same
+It prints what each device holds (`--verbose` lists every parameter), evaluates on text that it
+never trains on, writes a checkpoint in the background at each evaluation, and draws the loss curve
+beside it. Run again with the same
 `--out` it goes on from the newest checkpoint: bit for bit as if it had not stopped, or to rounding
 on other devices and at another stage. At SIGTERM it saves and exits with status 75; a second one
 ends it at once.
@@ -96,6 +97,9 @@ def main(
         int | None,
         typer.Option(min=1, help="continue from this checkpoint, and discard those after it"),
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="list every parameter before the first step")
+    ] = False,
 ) -> None:
     every = eval_every or max(1, steps // 10)
     with command(
@@ -123,6 +127,7 @@ def main(
             from_step=from_step,
             tokenizer=tokenizer,
             learning_rate=learning_rate,
+            verbose=verbose,
         )
         preempted = train(job, console).preempted
     raise typer.Exit(PREEMPTED if preempted else 0)

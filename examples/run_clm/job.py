@@ -59,6 +59,7 @@ class Job:
     tokenizer: pathlib.Path | None = None
     learning_rate: float | None = None
     mesh: str | None = None
+    verbose: bool = False
 
     @property
     def auto(self) -> dict[str, Any]:

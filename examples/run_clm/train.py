@@ -72,8 +72,9 @@ def train(job: Job, console: Console) -> Outcome:
             console.print(f"Continuing from step {start} in {folder.checkpoints}")
         else:
             state = zero.init(work.create_state, init_key)
-        console.print(str(zero.plan(state)), markup=False)
         console.print(report.bytes_by_stage(zero, work.create_state, init_key))
+        plan = zero.plan(state)
+        console.print(plan.table() if job.verbose else repr(plan), markup=False)
 
         tokens = rows * job.block_size
         with Progress(console, job.steps, done=start, step_tokens=tokens, mesh=mesh) as progress:

@@ -1,5 +1,6 @@
 """`zerojax estimate --model`: a model's parameters, counted."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from zerojax.__main__ import app
-from zerojax.cli.estimate import counted
+from zerojax.cli.estimate import JSON
+from zerojax.cli.estimate_run import assumed_layer, counted
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +32,18 @@ def test_a_model_is_counted() -> None:
     assert result.exit_code == 0
     assert result.output == given.output
     assert "ZeRO-3" in result.output
+
+
+def test_the_largest_layer_is_assumed_where_only_the_parameters_are_known() -> None:
+    result = run("--params", "6.74e9")
+    assert result.exit_code == 0
+    assert "ZeRO-3" in result.output
+    assert "assumed largest layer: 133," in result.output
+    told = json.loads(run("--params", "6.74e9", "--json").stdout)
+    assert {*told} == {*JSON}
+    assert told["largest_layer_assumed"]
+    assert [each["stage"] for each in told["estimates"]] == [2, 3]
+    assert assumed_layer(1000) == 1000  # not more than there are
 
 
 def test_blocks_are_counted_one_by_one() -> None:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from zerojax.__main__ import app
-from zerojax.cli.explain import show
+from zerojax.cli.explain import JSON, show
 from zerojax.config import ConfigError, load
 from zerojax.config.explain import explain
 
@@ -77,6 +77,7 @@ def test_json_says_the_same(path):
     result = run(path, "--json")
     assert result.exit_code == 2
     told = json.loads(result.output)
+    assert {*told} == {*JSON}
     found = explain(path)
     assert told["problems"] == list(found.problems)
     assert [row["key"] for row in told["keys"]] == [row.key for row in found.rows]
@@ -146,7 +147,7 @@ def test_what_cannot_be_read(tmp_path, text, says):
     if text is not None:
         path.write_text(text)
     result = run(path)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert says in result.stderr
     assert str(path) in result.stderr
     assert result.stdout == ""
@@ -194,4 +195,4 @@ def test_accelerates_yaml(tmp_path):
     assert rows["tpu_name"]["given"] == "2026-01-01"
     assert "num_processes" in run(path).output
     path.write_text("a: [")
-    assert run(path).exit_code == 1
+    assert run(path).exit_code == 2

@@ -1,5 +1,6 @@
 """`zerojax export`: the options, the line at the end, and the exit status."""
 
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from zerojax.__main__ import app
 from zerojax.checkpoint.naming import Renamed
+from zerojax.cli.export import JSON
 
 ROOT = Path(__file__).parents[2]
 NO_FUNCTION = 3
@@ -44,6 +46,20 @@ def test_one_line_says_what_was_written(folder, tmp_path):
     told = rf"{tmp_path}/out: 1 file, 2 tensors, 60 bytes, float32 and int32, \d+\.\d s\n"
     assert re.fullmatch(told, result.output)
     assert load_file(tmp_path / "out" / "model.safetensors")["w"][0, 0] == 2
+
+
+def test_json(folder, tmp_path):
+    told = json.loads(run(folder, tmp_path / "out", "--json").stdout)
+    assert {*told} == {*JSON}
+    seconds = told.pop("seconds")
+    assert seconds > 0
+    assert told == {
+        "out": f"{tmp_path}/out",
+        "files": ["model.safetensors"],
+        "tensors": 2,
+        "nbytes": 60,
+        "dtypes": ["float32", "int32"],
+    }
 
 
 def test_every_option_arrives(folder, tmp_path):
@@ -76,7 +92,7 @@ def test_every_option_arrives(folder, tmp_path):
 )
 def test_an_error_is_one_line_and_nothing_is_written(options, message, folder, tmp_path):
     result = run(folder, tmp_path / "out", *options)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output
     assert result.output.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -85,7 +101,7 @@ def test_an_error_is_one_line_and_nothing_is_written(options, message, folder, t
 def test_out_must_be_empty(folder, tmp_path):
     (tmp_path / "a.txt").write_text("")
     result = run(folder, tmp_path)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "is not empty, it holds a.txt: choose another folder" in result.output
 
 

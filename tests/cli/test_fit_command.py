@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import zerojax
 from zerojax.__main__ import app
+from zerojax.cli.fit import JSON
 from zerojax.devices.rates import RESERVE, rates
 
 HERE = Path(__file__).parent
@@ -32,7 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     def command(room: int, *options: str) -> Any:
         made = dataclasses.replace(rates("h100"), memory=RESERVE + room)
         devices = lambda text, network: (zerojax.mesh(), made)  # noqa: E731
-        monkeypatch.setattr("zerojax.cli.fit.parse_devices", devices)
+        monkeypatch.setattr("zerojax.cli.fit_run.parse_devices", devices)
         asked = ["fit", "--model", "mine:sound", "--config", str(config), "--devices", "h100:8"]
         return CliRunner().invoke(app, [*asked, "--seq", "8", *options])
 
@@ -54,6 +55,7 @@ def test_the_fastest_is_written_and_remembered(run: Any, tmp_path: Path) -> None
 
     again = run(10**9, "--batch", "16", "--json")
     found = json.loads(again.stdout)
+    assert {*found} == {*JSON}
     assert found["config"] == best
     speeds = [each["tokens_per_second"] for each in found["ranking"]]
     assert speeds == sorted(speeds, reverse=True)

@@ -60,7 +60,7 @@ def on_cpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     def room(room: int = 10**9) -> None:
         made: Rates = dataclasses.replace(rates("h100"), memory=LEAST + room)
         devices = lambda text, network: (zerojax.mesh(), made)  # noqa: E731
-        monkeypatch.setattr("zerojax.cli.plan.parse_devices", devices)
+        monkeypatch.setattr("zerojax.cli.plan_run.parse_devices", devices)
 
     room()
     return room
@@ -156,7 +156,7 @@ def test_what_an_auto_was_chosen_from(
     config: Path, monkeypatch: pytest.MonkeyPatch, slower: bool
 ) -> None:
     seconds = {0: 2.0, 1: 2.5, 4: 3.0 if slower else 1.0}
-    monkeypatch.setattr("zerojax.cli.plan.Study", lambda *args, **other: MadeUp(seconds))
+    monkeypatch.setattr("zerojax.cli.plan_run.Study", lambda *args, **other: MadeUp(seconds))
     key = "stage3_max_live_parameters"
     config.write_text(json.dumps({"zero_optimization": {"stage": 3, key: "auto"}}))
     result = run(config, "--json")

@@ -23,7 +23,7 @@ def _models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`mine` is a module, and the devices are the CPUs of the tests."""
     monkeypatch.syspath_prepend(HERE)
     devices = lambda text, network: (zerojax.mesh(), rates("h100"))  # noqa: E731
-    monkeypatch.setattr("zerojax.cli.plan.parse_devices", devices)
+    monkeypatch.setattr("zerojax.cli.plan_run.parse_devices", devices)
     monkeypatch.setattr(jax.stages.Lowered, "compile", _no_compile)
     yield
     jax.config.update("jax_enable_compilation_cache", True)

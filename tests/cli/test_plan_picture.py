@@ -3,11 +3,14 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli.made_up import GB, cost, forecast
 
-from zerojax.cli.plan_picture import by_stage, check, draw
+from zerojax.cli.options import check_picture
+from zerojax.cli.plan_picture import by_stage, draw, forecasts
+from zerojax.config import ConfigError
 from zerojax.foresight.choice import Choice
 
 
@@ -33,12 +36,26 @@ def test_the_stages_of_a_choice() -> None:
     assert given in made.values()
 
 
+def test_a_stage_that_the_config_cannot_have_is_left_out() -> None:
+    def forecast(choice: Choice) -> Any:
+        if choice.stage < 2:
+            raise ConfigError("quantized gradients: stage 2 or 3 is needed")
+        return choice
+
+    drawn, refused = forecasts(Choice(stage=3, micro=1), forecast)
+    assert [*drawn] == ["stage 2", "stage 3"]
+    assert [sentence.partition(",")[0] for sentence in refused] == [
+        "not drawn: stage 0",
+        "not drawn: stage 1",
+    ]
+
+
 def test_where_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"give a file that ends in \.png or \.svg"):
-        check(tmp_path / "a.pdf")
+        check_picture(tmp_path / "a.pdf")
     with pytest.raises(ValueError, match="there is no folder"):
-        check(tmp_path / "none" / "a.png")
+        check_picture(tmp_path / "none" / "a.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[examples\]'"):
-        check(tmp_path / "a.PNG")
+        check_picture(tmp_path / "a.PNG")

@@ -7,6 +7,7 @@ import re
 import pytest
 from cli.made_up import GB, GIVEN, cost, forecast, kept, planned
 
+from zerojax.cli.plan import JSON
 from zerojax.cli.plan_table import duration, show
 from zerojax.cli.planned import Planned, to_json
 from zerojax.devices.rates import rates
@@ -33,9 +34,9 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         "stage 3, no remat, batch 64 = 4 x 2 x 8 (micro-batch x accumulation x devices), "
         "1024 tokens in a row",
     ]
-    assert row(lines, "parameters") == ["20 GB", "█" * 7]
-    assert row(lines, "total") == ["30 GB", "█" * 11]
-    assert row(lines, "device memory") == ["84.9 GB", "█" * 30]
+    assert row(lines, "parameters") == ["20 GB", "█" * 6]
+    assert row(lines, "total") == ["30 GB", "█" * 8]
+    assert row(lines, "device memory") == ["84.9 GB", "█" * 24]
     assert row(lines, "headroom") == [size(84942979072 - 3 * GB // 2 - 30 * GB - 123)]
     assert row(lines, "all-gather") == ["bf16, f32", "1,234", "5 GB", "500 ms", "75%"]
     assert row(lines, "to the device") == ["7", "3 GB", "20 ms", "0%"]
@@ -56,6 +57,7 @@ def test_traffic_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_json_holds_every_figure() -> None:
     told = json.loads(json.dumps(to_json(planned())))
+    assert {*told} == {*JSON}
     assert told["memory"]["kinds"] == {
         "parameters": 20 * GB,
         "activations": 10 * GB,
@@ -130,7 +132,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     choice = dataclasses.replace(GIVEN, remat=True, offload="optimizer")
     made = planned(forecast(kind="rtx-3090"), remedies=(Trial(choice, small),))
     lines = printed(made, capsys)
-    assert row(lines, "total") == ["30 GB", "█" * 30]  # to the scale of what is over
+    assert row(lines, "total") == ["30 GB", "█" * 24]  # to the scale of what is over
     assert row(lines, "does not fit by") == [size(-made.forecast.headroom)]
     assert "What fits, cheapest first, each compiled:" in lines
     wanted = "remat: true (an option of the model), "

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from zerojax.__main__ import app
-from zerojax.cli.report import show, to_json
+from zerojax.cli.report import JSON
+from zerojax.cli.report_table import show, to_json
 from zerojax.doctor.checks import CHECKS, Check
 from zerojax.doctor.packages import Extra, Package
 from zerojax.doctor.report import Devices, Report, Setting
@@ -56,6 +57,7 @@ def lines(found: Report, capsys: pytest.CaptureFixture[str]) -> dict[str, list[s
 
 def test_the_tables_say_what_the_json_says(capsys: pytest.CaptureFixture[str]) -> None:
     told, rows = json.loads(json.dumps(to_json(MADE))), lines(MADE, capsys)
+    assert {*told} == {*JSON}
     assert rows["python"] == [told["python"]]
     for package in told["packages"]:
         texts = [package["version"] or "not installed", package["wanted"], package["remedy"]]
@@ -132,7 +134,7 @@ def test_no_devices() -> None:
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_where_jax_is_not_told_of_the_cpu() -> None:
     script = (
-        "from zerojax.cli.report import show\n"
+        "from zerojax.cli.report_table import show\n"
         "from zerojax.doctor.report import report\n"
         "from zerojax.doctor.checks import absent_gpus\n"
         "show(report(checks=[('a compile', absent_gpus)]))"

@@ -115,6 +115,17 @@ def test_run_from_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert extras() == ()
 
 
+def test_an_extra_for_another_python_is_not_installed(install: Install, tmp_path: Path) -> None:
+    (tmp_path / "zerojax-1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: zerojax\nVersion: 1\nProvides-Extra: attention\n"
+        'Requires-Dist: tokamax<0.1; (python_version >= "99") and extra == "attention"\n'
+    )
+    (attention,) = extras()
+    assert not attention.installed
+    assert attention.missing[0].startswith('tokamax<0.1: python_version >= "99", not 3.')
+    assert attention.remedy == ""
+
+
 def test_this_installation() -> None:
     names = {extra.name for extra in extras()}
     assert {"cuda13", "tpu", "compile", "monitor", "export", "examples", "test"} <= names

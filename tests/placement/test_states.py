@@ -98,3 +98,15 @@ def test_an_initializer_sees_no_mesh() -> None:
     assert model.linear.kernel.eager_sharding
     spec = zero.abstract_state(heads).params["DenseGeneral_0"]["kernel"].value.sharding.spec
     assert spec == jax.P("data", None, "model")
+
+
+@pytest.mark.parametrize(("arrays", "warned"), [(3, False), (60, True)])
+def test_only_many_bytes_that_cannot_be_split_are_a_warning(
+    arrays: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Arrays of 90 x 90 elements are neither split in seven nor padded."""
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, mesh=zerojax.mesh(devices=7))
+    params = {str(i): jax.ShapeDtypeStruct((90, 90), jnp.float32) for i in range(arrays)}
+    plan = zero.plan(params)
+    assert "arrays have no dimensions that all of 7 devices divide" in plan.lost
+    assert ("7 devices divide" in caplog.text) == warned

@@ -94,6 +94,15 @@ def test_says_how_it_lies_and_what_jax_gets() -> None:
         jax.jit(lambda x: x, in_shardings=x.stored.sharding)(VALUES)
 
 
+def test_shards_at_rest_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    """A subclass of jax.Array would pass for one where libraries read shards next, so it is not."""
+    x = shared()
+    assert not isinstance(x, jax.Array)
+    jax.debug.visualize_array_sharding(x.stored, use_color=False)
+    drawn = capsys.readouterr().out
+    assert [line.count("CPU") for line in drawn.splitlines() if "CPU" in line] == [4, 4]
+
+
 def test_looks_like_an_array() -> None:
     x = padded()
     assert (x.shape, x.ndim, x.size, x.nbytes) == ((100, 200), 2, 20000, 80000)

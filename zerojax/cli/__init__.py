@@ -1,11 +1,15 @@
 """The subcommands of `zerojax`: each has a file of its name with a function of that name.
 
 `zerojax/__main__.py` imports a subcommand on its first use. Options come in; a command prints a
-table (most also print JSON, with `--json`) and exits with a status that its docstring, the text of
-`--help`, explains. The other files are shared or split off:
+table (or JSON, with `--json`, whose keys the constant `JSON` of the file describes) and exits with
+a status that its docstring, the text of `--help`, explains. These files import no JAX, so that help
+and messages on wrong paths come at once. The other files are shared or split off:
 
 - `terminal`: tables and progress bars. `problem`: messages for errors of the input.
-- `planning`: options and functions that `plan` and `fit` share.
+- `options`: options that several commands have, and checks of paths.
+- `estimate_run`, `fit_run`, `plan_run`: the work of a command, with JAX. `planning`: functions that
+  `plan` and `fit` share.
+- `inspect_table`, `report_table`: the output of a command.
 - `planned`: the results of `plan`; `plan_table`, `plan_picture`, `plan_collectives`: their output.
 - `launch_cluster`: `launch` on Slurm, Kubernetes or Ray.
 """

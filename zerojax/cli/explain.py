@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from zerojax.cli import terminal
+from zerojax.cli.options import AsJson, wrong_input
 from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.explain import NOT_GIVEN, Became, Explanation, Row
 from zerojax.config.explain import explain as explained
@@ -29,14 +30,21 @@ STYLES: dict[Became, str] = {
     "wrong": "bold red",
 }
 
+JSON = {
+    "config": "The path of the config.",
+    "keys": (
+        "One object a key: key, given (absent if the config lacks the key), resolved, became, why."
+    ),
+    "problems": "Messages, for which the config is refused; empty if it is accepted.",
+}
+"""The keys that `--json` prints."""
+
 
 def explain(
     config: Annotated[
         Path, typer.Argument(help="A DeepSpeed config in JSON or HJSON, or Accelerate's YAML.")
     ],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON in place of a table.")
-    ] = False,
+    as_json: AsJson = False,
     devices: Annotated[
         int | None,
         typer.Option(min=1, help="Solve the batch sizes for so many data-parallel devices."),
@@ -56,13 +64,12 @@ def explain(
     Besides the keys of CONFIG, the table lists the defaults that change numbers.
 
     Exits with 0 if zerojax.zero(CONFIG) (or, with autotuning enabled, zerojax fit) would accept
-    the config, with 2 if it would not, and with 1 if the file cannot be read.
+    the config, and with 2 if it would not, or if the file cannot be read.
     """
     try:
         explanation = explained(config, auto=stand_ins(auto or []), devices=devices, every=every)
     except ConfigError as error:
-        typer.echo(error, err=True)
-        raise typer.Exit(1) from None
+        wrong_input(error)
     if as_json:
         print(json.dumps(to_json(str(config), explanation), indent=2, default=str))
     else:

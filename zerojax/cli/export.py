@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import importlib
+import json
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
-import jax
 import typer
 
+from zerojax.cli.options import AsJson, check_checkpoint, wrong_input
 from zerojax.cli.terminal import bytes_bar
 
 if TYPE_CHECKING:
     from zerojax.checkpoint.naming import Names
+
+JSON = {
+    "out": "The folder.",
+    "files": "The names of the files with tensors.",
+    "tensors": "Their number.",
+    "nbytes": "Bytes of the tensors.",
+    "dtypes": "The distinct dtypes.",
+    "seconds": "Seconds that it took.",
+}
+"""The keys that `--json` prints."""
 
 
 def export(
@@ -38,16 +49,21 @@ def export(
             "zerojax.models.hugging_face.gpt2:export_names says for transformers' GPT-2.",
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Writes the parameters in CHECKPOINT to OUT, as safetensors.
 
     Checks every array against the checkpoint's record. Uses no GPU.
 
-    Exits with 1, and leaves OUT unchanged, if something is wrong.
+    Exits with 2 for bad input and with 1 if CHECKPOINT is damaged; both leave OUT unchanged.
     """
-    jax.config.update("jax_platforms", "cpu")  # a GPU may be busy training
-    from zerojax.checkpoint import CheckpointError  # orbax takes a second to import
+    check_checkpoint(checkpoint)
+    import jax
+
+    from zerojax.checkpoint import CheckpointError, DamagedCheckpointError
     from zerojax.checkpoint.exporter import export as exported
+
+    jax.config.update("jax_platforms", "cpu")  # a GPU may be busy training
 
     start = time.perf_counter()
     try:
@@ -62,10 +78,16 @@ def export(
                 names=_function(names) if names else None,
                 progress=lambda done, todo: bar.update(task, completed=done, total=todo),
             )
-    except CheckpointError as error:
+    except DamagedCheckpointError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
+    except CheckpointError as error:
+        wrong_input(error)
     seconds = time.perf_counter() - start
+    if as_json:
+        written = found._asdict() | {"out": out, "seconds": seconds}
+        print(json.dumps(written, indent=2))
+        return
     typer.echo(
         f"{out}: {_count(len(found.files), 'file')}, {_count(found.tensors, 'tensor')}, "
         f"{found.nbytes:,} bytes, {' and '.join(found.dtypes)}, {seconds:.1f} s"

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from zerojax.api import Zero
-from zerojax.cli import plan_picture
 from zerojax.cli.explain import stand_ins
-from zerojax.cli.plan_collectives import show_collectives
-from zerojax.cli.plan_table import show
-from zerojax.cli.planned import Planned, to_json
-from zerojax.cli.planning import (
+from zerojax.cli.options import (
+    AsJson,
     Attention,
     Auto,
     Devices,
@@ -22,20 +17,46 @@ from zerojax.cli.planning import (
     Model,
     Network,
     Seq,
-    compile_only,
-    with_attention,
+    check_picture,
+    wrong_input,
 )
-from zerojax.cli.problem import explain_error
-from zerojax.cli.terminal import spinner
 from zerojax.config import load
-from zerojax.devices.mesh import laid_out
-from zerojax.foresight.choice import LIVE
-from zerojax.foresight.devices import parse_devices
-from zerojax.foresight.gathered import weighed
-from zerojax.foresight.remedies import remedies
-from zerojax.models.attention import choose_attention
-from zerojax.models.registry import find, takes
-from zerojax.tuning.study import Study
+
+JSON = {
+    "model": "As given.",
+    "parameters": "Their number.",
+    "config": "The path.",
+    "devices": "kind and count.",
+    "mesh": "The size of each axis.",
+    "rows": "Rows of an update, over all devices.",
+    "seq": "Tokens in a row.",
+    "attention": "The implementation; null for a model that has its own.",
+    "choice": (
+        "The settings of the config that decide memory: stage, micro, accumulation, remat, "
+        "offload, live, xla."
+    ),
+    "fits": "Whether the step fits.",
+    "memory": (
+        "Of a device: kinds, peak, headroom, device, reserve, host and disk in bytes, "
+        "program, mem_fraction, recomputes_above."
+    ),
+    "stay_gathered": "Parameters that stay gathered at stage 3, and the weighed options.",
+    "programs": (
+        "One object a program: name, memory, bytes, host, times, seconds, computed_again, "
+        "compile_seconds."
+    ),
+    "links": "Bytes a second inside a node and between nodes.",
+    "traffic": (
+        "One object a kind of collective: kind, dtypes, times, bytes, between_nodes, seconds,"
+        " hidden."
+    ),
+    "step": "seconds, tokens, tokens_per_second and mfu; null if a program does not fit.",
+    "assumed": "The shares of the peak rates that are assumed.",
+    "compile_seconds": "Seconds of all compiles.",
+    "remedies": "Settings that fit; null if none were searched for.",
+    "stages": "Memory by stage, with --picture.",
+}
+"""The keys that `--json` prints."""
 
 
 def plan(
@@ -74,7 +95,7 @@ def plan(
             "in place of the forecast; compiles nothing.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Shows the needs of a training step on each device: memory by kind, traffic, predicted time.
 
@@ -83,70 +104,31 @@ def plan(
 
     Exits with 0 if the step fits, with 3 if it does not, and with 2 for bad input.
     """
-    compile_only(devices)
-    with spinner() as progress:
-        task = progress.add_task("reading", total=None)
+    if picture is not None and collectives:
+        wrong_input("--picture draws memory, which --collectives leaves out: pass one of them")
+    try:
+        if picture is not None:
+            check_picture(picture)
+        zero_config = load(config, auto=stand_ins(auto or []))
+    except (ValueError, ImportError) as error:
+        wrong_input(error)
+    from zerojax.cli.plan_run import run  # imports JAX
 
-        def note(text: str) -> None:
-            progress.update(task, description=f"compiling {text}")
-
-        try:
-            if picture is not None and collectives:
-                raise ValueError(
-                    "--picture draws memory, which --collectives leaves out: pass one of them"
-                )
-            if picture is not None:
-                plan_picture.check(picture)
-            zero_config, function = load(config, auto=stand_ins(auto or [])), find(model)
-            if remat is not None and not takes(function, "remat"):
-                raise ValueError(
-                    f"--{'' if remat else 'no-'}remat: model {model!r} takes no `remat`"
-                )
-            mesh, rates = parse_devices(devices, network)
-            mesh = laid_out(mesh, mesh_axes) if mesh_axes else mesh
-            function = with_attention(function, model, attention)
-            use_remat = remat is not False
-            study = Study(
-                function, zero_config, mesh, rates, rows=batch, seq=seq, remat=use_remat, note=note
-            )
-        except (ValueError, ImportError, RuntimeError) as error:
-            raise _input_error(explain_error(error) or str(error)) from None
-        try:
-            if collectives:
-                return show_collectives(study.collectives(study.given), as_json=as_json)
-            selected, forecast = study.given, study.forecast(study.given)
-            is_auto = any(
-                note.key.endswith(LIVE) and note.value == "auto" for note in zero_config.notes
-            )
-            gathered = weighed(study, selected) if is_auto else ()
-            if gathered:
-                selected, forecast = gathered[0].choice, gathered[0].forecast
-            alternatives = tuple(remedies(study)) if look and not forecast.fits else None
-            choices = plan_picture.by_stage(study.given) if picture is not None else ()
-            stages = {name: study.forecast(choice) for name, choice in choices}
-        except Exception as error:
-            if (message := explain_error(error, f"model {model!r} cannot be planned")) is None:
-                raise
-            raise _input_error(message) from None
-    implementation = (
-        choose_attention(Zero(zero_config, mesh), attention or "auto")
-        if takes(function, "attention")
-        else None
+    fits = run(
+        zero_config,
+        model=model,
+        source=str(config),
+        devices=devices,
+        batch=batch,
+        seq=seq,
+        network=network,
+        mesh_axes=mesh_axes,
+        remat=remat,
+        attention=attention,
+        look=look,
+        picture=picture,
+        collectives=collectives,
+        as_json=as_json,
     )
-    planned = Planned(
-        model, str(config), seq, selected, forecast, alternatives, stages, implementation, gathered
-    )
-    if picture is not None:
-        title = f"{model}, batch {planned.rows} of {seq} tokens on {devices}"
-        plan_picture.draw(picture, title, planned.stages)
-    if as_json:
-        print(json.dumps(to_json(planned), indent=2))
-    else:
-        show(planned)
-    if not planned.forecast.fits:
+    if not fits:
         raise typer.Exit(3)
-
-
-def _input_error(message: str) -> typer.Exit:
-    typer.echo(message, err=True)
-    return typer.Exit(2)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from zerojax.config import ConfigError
 from zerojax.foresight.attribution import KINDS
 from zerojax.foresight.choice import OFFLOADS, Choice
 from zerojax.foresight.forecast import Forecast
 from zerojax.plan.table import size
 
-SUFFIXES = (".png", ".svg")
 _INK, _FAINT, _FULL = "#22272e", "#d8dce2", "#b3261e"
 _COLOURS = (
     "#3b6fb6", "#d9622b", "#7a5ba6", "#b9a5d6", "#8fb3e0", "#3f9b6d", "#e0a030", "#7d8794",
@@ -20,19 +19,23 @@ _COLOURS = (
 )  # fmt: skip
 
 
-def check(path: Path) -> None:
-    """Refuses a path to which no picture can be written.
+def forecasts(
+    given: Choice, forecast: Callable[[Choice], Forecast]
+) -> tuple[dict[str, Forecast], list[str]]:
+    """Returns the forecasts of the same batch by the name of the stage, and a sentence on each
+    stage that the config cannot have, such as stage 0 with quantized gradients.
 
-    Raises:
-      ValueError: The suffix is unknown, or the folder does not exist.
-      ImportError: matplotlib is missing.
+    Args:
+      given: The settings that the config chooses.
+      forecast: Returns the forecast of a choice.
     """
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"--picture {path}: give a file that ends in {' or '.join(SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--picture {path}: there is no folder {path.parent}; make it first")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--picture needs matplotlib: pip install -e '.[examples]'")
+    found, refused = {}, []
+    for name, choice in by_stage(given):
+        try:
+            found[name] = forecast(choice)
+        except ConfigError as error:
+            refused.append(f"not drawn: {name}, which this config cannot have: {error}")
+    return found, refused
 
 
 def by_stage(given: Choice) -> Iterator[tuple[str, Choice]]:

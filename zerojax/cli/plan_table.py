@@ -15,7 +15,7 @@ from zerojax.foresight.choice import LIVE, changes
 from zerojax.foresight.forecast import Forecast
 from zerojax.plan.table import size
 
-_BAR = 30
+_BAR = 24
 NEAR = 0.95
 """A plan warns above this share of the memory at which XLA starts to recompute."""
 

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
 
-import jax
 import typer
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
-from zerojax.cli import terminal
-from zerojax.distributed.join import init_distributed
-from zerojax.plan.table import size
+from zerojax.cli.options import AsJson
 
-if TYPE_CHECKING:
-    from zerojax.doctor.report import Devices, Report
+JSON = {
+    "python": "The version of Python.",
+    "devices": "One object a kind of device.",
+    "packages": "name, version, wanted and remedy of each package.",
+    "settings": "name, value and says of each environment variable.",
+    "extras": "name, installed, missing and remedy of each extra.",
+    "works": "name, works, seconds and says of each check.",
+    "problem": "The reason for which JAX finds no devices; null if it finds some.",
+}
+"""The keys that `--json` prints."""
 
 
 def report(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Shows devices, versions and extras, and the features of zerojax that work with them.
 
@@ -34,6 +33,10 @@ def report(
 
     Exits with 0, or with 1 if JAX finds no devices.
     """
+    import jax
+
+    from zerojax.cli.report_table import show, to_json
+    from zerojax.distributed.join import init_distributed
     from zerojax.doctor.report import report as reported  # imports the kernels
 
     init_distributed()
@@ -46,58 +49,3 @@ def report(
         show(found)
     if found.problem is not None:
         raise typer.Exit(1)
-
-
-def to_json(found: Report) -> dict[str, Any]:
-    """Returns the contents of the tables as JSON values; null for an unknown figure."""
-    return dataclasses.asdict(found)
-
-
-def show(found: Report) -> None:
-    """Prints tables of devices, versions, settings, extras and checks."""
-    console = terminal.console()
-    if found.problem is None:
-        heads = ("device", "platform", "how many", "says")
-        console.print(_table(heads, map(_device, found.devices)))
-    versions = [("python", found.python, "", "")]
-    for package in found.packages:
-        absent = "run from its folder" if package.name == "zerojax" else "not installed"
-        versions.append((package.name, package.version or absent, package.wanted, package.remedy))
-    console.print(_table(("package", "version", "wanted", "remedy"), versions))
-    settings = ((s.name, s.value or "", s.says) for s in found.settings)
-    console.print(_table(("environment", "value", "says"), settings))
-    extras = ((e.name, _yes(e.installed), e.remedy, ", ".join(e.missing)) for e in found.extras)
-    console.print(_table(("extra", "installed", "remedy", "missing"), extras))
-    if found.problem is None:
-        checks = (
-            (check.name, _yes(check.works), f"{check.seconds:.1f} s", check.says)
-            for check in found.works
-        )
-        console.print(_table(("what works here", "", "took", "says"), checks))
-    else:
-        console.print(f"[bold red]JAX finds no devices:[/] {escape(found.problem)}", soft_wrap=True)
-
-
-def _device(devices: Devices) -> tuple[str, ...]:
-    n = devices.processes
-    says = [f"{n} process{'es' if n > 1 else ''}", ", ".join(devices.memories)]
-    if devices.limit is not None:
-        says.append(f"{size(devices.limit)} each for a program")
-    if devices.in_use is not None:
-        says.append(f"{size(devices.in_use)} in use by this process")
-    if devices.capability:
-        says.append(f"compute capability {devices.capability}")
-    if devices.driver != devices.platform:
-        says.append(devices.driver)
-    return devices.kind, devices.platform, str(devices.count), "; ".join(filter(None, says))
-
-
-def _yes(works: bool) -> Text:
-    return Text("yes", style="green") if works else Text("no", style="yellow")
-
-
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> Table:
-    table = terminal.table(*heads)
-    for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return table

@@ -27,7 +27,7 @@ def console() -> Console:
 
 def table(*heads: str) -> Table:
     """Creates a table with these columns; a head that begins with ">" aligns its column right."""
-    result = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    result = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for head in heads:
         name = head.removeprefix(">")
         result.add_column(name, justify="right" if name != head else "left", overflow="fold")

@@ -1,7 +1,7 @@
 """A config as text, with every effective setting, as `dump_state` prints it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from zerojax.config.batch import BATCH_SIZES
@@ -54,3 +54,23 @@ def _rows(config: ZeroConfig, devices: int) -> Iterator[tuple[str, str]]:
 def _inner(section: Any) -> Iterator[tuple[str, str]]:
     for name, value in asdict(section).items():
         yield name, as_text(dict(value) if isinstance(value, Mapping) else value, 80)
+
+
+def changed_fields(config: ZeroConfig) -> list[tuple[str, str]]:
+    """Returns pairs (name, value) of the fields that differ from their default, without the stage
+    and the optimizer.
+
+    Example:
+      >>> changed_fields(ZeroConfig(stage=3, bf16=True, train_batch_size=16))
+      [('bf16', 'true'), ('train_batch_size', '16')]
+    """
+    changed: dict[str, Any] = {
+        each.name: getattr(config, each.name)
+        for each in fields(config)
+        if getattr(config, each.name) != each.default
+    }
+    return [
+        (name, as_text(vars(value) if is_dataclass(value) else value))
+        for name, value in changed.items()
+        if name not in ("stage", "optimizer", "notes")
+    ]

@@ -56,9 +56,9 @@ def rates_here(mesh: Mesh) -> Rates:
     if (kind := kind_of(device)) is not None:
         return rates(kind)
     raise ValueError(
-        f"nothing is known of the speed and the memory of {device.device_kind!r} devices, by which "
-        "settings are chosen: write them, or choose for devices that need not be there: "
-        'zerojax.topology("h100", 8), or `zerojax fit --devices h100:8`'
+        f"{device.device_kind!r} devices have no known speed and memory, which a forecast needs: "
+        "name devices that need not be present, as --devices h100:8 on the command line or "
+        'mesh=zerojax.topology("h100", 8), or write the settings yourself'
     )
 
 

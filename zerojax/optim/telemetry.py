@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.optim.wrap import UNKNOWN, ZeroOptState, find_zero_state
+from zerojax.plan.short import Summarized, Summary, Table
 from zerojax.xla.types import PyTree
 
 
-def telemetry(state: PyTree) -> dict[str, jax.Array]:
+@jax.tree_util.register_pytree_with_keys_class
+class Telemetry(dict[str, jax.Array], Summarized):
+    """The figures of a step by name: a ``dict``, also for ``jax.tree``, whose ``repr`` is a
+    table."""
+
+    def summary(self) -> Summary:
+        """Returns one row for each figure; reads the values from the devices."""
+        shown = ((name, _text(value)) for name, value in self.items())
+        return Summary("telemetry of the last step", (Table([*shown]),))
+
+    __repr__ = Summarized.__repr__
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, object]], tuple[str, ...]]:
+        names = tuple(sorted(self))
+        return [(jax.tree_util.DictKey(name), self[name]) for name in names], names
+
+    @classmethod
+    def tree_unflatten(cls, names: Iterable[str], values: Iterable[jax.Array]) -> Self:
+        return cls(zip(names, values, strict=True))
+
+
+def _text(value: Any) -> str:
+    """Formats a figure; a leaf that is not a number, as after ``jax.eval_shape``, by its repr."""
+    try:
+        return f"{float(value):.6g}"
+    except (TypeError, ValueError):
+        return repr(value)
+
+
+def telemetry(state: PyTree) -> Telemetry:
     """Returns the counters and figures of the last step.
 
     Args:
@@ -21,7 +53,7 @@ def telemetry(state: PyTree) -> dict[str, jax.Array]:
         kind.
 
     Returns:
-      Arrays of shape []: ``loss_scale`` (of the next step; 1 without a loss scale),
+      A ``dict`` of arrays of shape []: ``loss_scale`` (of the next step; 1 without a loss scale),
       ``skipped_steps``, ``grad_norm`` (of the last step: global L2, unscaled, before clipping,
       without parameters that the optimizer freezes; inf if the step was skipped; NaN if unknown. If
       the step brings its own optimizer: of the gradients as ``jax.grad`` returns them, before the
@@ -41,10 +73,11 @@ def telemetry(state: PyTree) -> dict[str, jax.Array]:
 
     figures = report(opt_state)
     with jax.debug_nans(False):
-        return figures | {
+        known = {
             name: jnp.where(figures[name] == UNKNOWN, jnp.nan, figures[name])
             for name in ("grad_norm", "learning_rate")
         }
+    return Telemetry(figures | known)
 
 
 def is_known(rate: float) -> bool:

@@ -49,8 +49,9 @@ from zerojax.train_state.state_parts import OpenedState, Parts
 from zerojax.xla import compat, jaxprs
 from zerojax.xla.types import PyTree
 
-LITTLE = 0.01
-"""The fraction of a device's bytes at rest that may exceed its share without a warning."""
+LITTLE, SMALL = 0.01, 2**20
+"""The fraction of a device's bytes at rest, and the bytes, that may exceed its share without a
+warning."""
 _FSDP = "fsdp"
 """The name of the shard axis in other libraries."""
 
@@ -275,7 +276,8 @@ class States:
             )
         leaves = plan.all_leaves()
         n_bytes = sum(leaf.bytes_per_device for leaf in leaves)
-        if sum(leaf.lost for leaf in leaves) > LITTLE * n_bytes and not self._warned:
+        lost = sum(leaf.lost for leaf in leaves)
+        if lost > max(LITTLE * n_bytes, SMALL) and not self._warned:
             self._warned = True
             log.warning("%s.", plan.lost)
         if (message := plan.replicated_state) and message not in self._logged:

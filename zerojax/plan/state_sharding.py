@@ -47,6 +47,7 @@ from zerojax.plan.live import Live
 from zerojax.plan.places import DEVICE, DISK, HOST, PINNED, offloads, reaches_host
 from zerojax.plan.quantized import QuantizedWeights
 from zerojax.plan.rule import is_small
+from zerojax.plan.short import Summarized, Summary, Table, leaves_table
 from zerojax.plan.stored import pad, unwrap_stored, user_leaf
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla.compiler import GPUS
@@ -63,11 +64,11 @@ DTYPES: dict[str | None, DTypeLike | None] = {
 """Dtypes by their names in the config."""
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Summarized):
     """The specs of a complete state, built by :func:`zerojax.plan.planning.make_plan`.
 
-    ``str(plan)`` is a table.
+    ``str(plan)`` is the table of all parameters; ``repr(plan)`` is short.
 
     Attributes:
       mesh, axis: the devices, and the axis over which ZeRO shards.
@@ -232,6 +233,42 @@ class Plan:
 
     def table(self) -> str:
         """Lists every parameter with its spec, bytes per device and, if replicated, the reason."""
+        config, groups = self.config, self._groups()
+        notes = [
+            f"{note.key} = {note.value} ({note.status}: {note.reason})"
+            for note in config.notes
+            if note.status in ("default", "resolved", "no effect")
+        ]
+        notes += [*self._far(), *self.live.notes, *self.quantized.notes]
+        if self.exchange:
+            notes.append(errors.note(self.exchange, self.errors, self.gradients()))
+        platform = self.mesh.devices.flat[0].platform
+        if config.xla_options and platform not in GPUS:
+            notes.append(f"xla: options for GPUs, without effect on devices of {platform!r}")
+        return table.render(self._title(), groups, [self._total(), *notes])
+
+    __str__ = table
+
+    def summary(self) -> Summary:
+        """Returns the title, the totals and the parameters, equal layers as one row."""
+        totals = Table(table.totals_rows(self._groups()), right=(1, 2, 3, 4), has_heads=True)
+        note = f"plan.table() has all {len(self.leaves['params']):,} parameters and the notes"
+        parameters = leaves_table(self.leaves["params"])
+        return Summary(self._title(), (totals, parameters), (self._total(), note))
+
+    def _groups(self) -> dict[str, Sequence[Leaf]]:
+        """Returns the leaves by group, see ``table.GROUPS``."""
+        at_rest = {
+            "params": self.leaves["params"],
+            "grads": self.gradients(),
+            "compute": self.copies(),
+            "secondary": self.secondary(),
+            "live": self.live.leaves,
+        }
+        return {**at_rest, **self.leaves}
+
+    def _title(self) -> str:
+        """Returns the stage and the devices, then warnings on what cannot be sharded."""
         n, config = axis_size(self.mesh, self.axis), self.config
         groups = self.mesh.shape.get(REPLICA)
         title = f"ZeRO stage {config.stage} over {n} devices (axis {self.axis!r})"
@@ -245,33 +282,17 @@ class Plan:
         title += f", other axes {others}" if others else ""
         low = config.compute_dtype
         title += f", {low} compute with fp32 masters" if low else ""
-        at_rest = {
-            "params": self.leaves["params"],
-            "grads": self.gradients(),
-            "compute": self.copies(),
-            "secondary": self.secondary(),
-            "live": self.live.leaves,
-        }
-        notes = [
-            f"{note.key} = {note.value} ({note.status}: {note.reason})"
-            for note in config.notes
-            if note.status in ("default", "resolved", "no effect")
-        ]
-        notes += [*self._far(), *self.live.notes, *self.quantized.notes]
-        if self.exchange:
-            notes.append(errors.note(self.exchange, self.errors, self.gradients()))
-        platform = self.mesh.devices.flat[0].platform
-        if self.config.xla_options and platform not in GPUS:
-            notes.append(f"xla: options for GPUs, without effect on devices of {platform!r}")
+        for sentence in (self.lost, self.replicated_state):
+            title += f"\n{sentence}" if sentence else ""
+        return title
+
+    def _total(self) -> str:
+        """Returns a sentence on the bytes of the state at rest."""
         total = f"state at rest: {table.size(self.bytes_per_device)} per device"
         for place, where in ((HOST, "host memory"), (DISK, "disk")):
             if n_bytes := self.bytes_in(place):
                 total += f", and {table.size(n_bytes)} of {where} for each"
-        for sentence in (self.lost, self.replicated_state):
-            title += f"\n{sentence}" if sentence else ""
-        return table.render(title, {**at_rest, **self.leaves}, [total, *notes])
-
-    __str__ = table
+        return total
 
     def _far(self) -> list[str]:
         """Notes the parameters that hpZ leaves to be gathered over all devices at each use."""

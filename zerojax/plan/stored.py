@@ -35,11 +35,17 @@ class StoredArray:
     dimensions that JAX cannot shard in this way, to the sharding ``sharding``. A copy by ``pickle``
     is a ``jax.Array``.
 
+    The class is not a ``jax.Array``: libraries that test for one read its shards next, which here
+    have padding or are on a divided mesh, and orbax would write them as the array. Therefore
+    ``jax.debug.visualize_array_sharding(x)`` draws the array that JAX receives, ``sharding``;
+    ``jax.debug.visualize_array_sharding(x.stored)`` draws the shards at rest.
+
     Args:
       stored: The array at rest: a ``jax.Array``, or another leaf of a state.
       shape: The shape without padding.
 
     Attributes:
+      stored: The array at rest, as passed.
       addressable_shards: The shards at rest, with padding.
     """
 

@@ -82,8 +82,7 @@ def render(
       notes: further lines, on what changes the numbers.
     """
     used_places = {leaf.place for leaves in groups.values() for leaf in leaves}
-    places = [place for place in PLACES if place in used_places]
-    is_offloaded = places != ["device"]
+    is_offloaded = used_places != {"device"}
     listed = [*groups["params"], *(x for x in groups["rest"] if math.prod(x.shape) > rule.SMALL)]
     rows = [
         (
@@ -108,20 +107,29 @@ def render(
         )
         for leaf in listed
     ]
-    heads = [PLACES[place] for place in places] if is_offloaded else ["bytes/device"]
-    totals = [("", "bytes in all", *heads)]
-    totals += [
-        (
-            GROUPS[name],
-            size(sum(leaf.bytes for leaf in leaves)),
-            *(
-                size(sum(leaf.bytes_per_device for leaf in leaves if leaf.place == place))
-                for place in places
-            ),
-        )
-        for name, leaves in groups.items()
-        if leaves
-    ]
+    totals = totals_rows(groups)
     right = range(1, len(totals[0]))
     lines = [title, "", *columns(rows, right=(4,)), "", *columns(totals, right=right)]
     return "\n".join([*lines, *(["", *notes] if notes else [])])
+
+
+def totals_rows(groups: Mapping[str, Sequence[Leaf]]) -> list[tuple[str, ...]]:
+    """Returns the bytes of each group, in all and per device in each place, after a header."""
+    used_places = {leaf.place for leaves in groups.values() for leaf in leaves}
+    places = [place for place in PLACES if place in used_places]
+    heads = ["bytes/device"] if places == ["device"] else [PLACES[place] for place in places]
+    return [
+        ("", "bytes in all", *heads),
+        *(
+            (
+                GROUPS[name],
+                size(sum(leaf.bytes for leaf in leaves)),
+                *(
+                    size(sum(leaf.bytes_per_device for leaf in leaves if leaf.place == place))
+                    for place in places
+                ),
+            )
+            for name, leaves in groups.items()
+            if leaves
+        ),
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
@@ -19,6 +20,7 @@ from zerojax.distributed.row_agreement import RowAgreement
 from zerojax.distributed.watchdog import Watchdog, watchdog
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
+from zerojax.plan.short import Summarized, Summary, Table
 from zerojax.step.arguments import Arguments
 from zerojax.step.call import Call, Constant, Form, RearrangedFunction
 from zerojax.trace.explicit import Explicit
@@ -32,7 +34,7 @@ R = TypeVar("R")
 Program = TypeVar("Program")
 
 
-class Decorated(abc.ABC, Generic[P, R]):
+class Decorated(Summarized, abc.ABC, Generic[P, R]):
     """A function that keeps its author's signature and is compiled by zerojax.
 
     Args:
@@ -47,6 +49,22 @@ class Decorated(abc.ABC, Generic[P, R]):
         self._compared: set[object] = set()
         self._leaves = BatchRows(states.mesh, arguments.batch_axis)
         self._rows = RowAgreement(arguments.name)
+
+    def summary(self) -> Summary:
+        """Returns the arguments, the place of the definition, the stage and the devices."""
+        mesh, code = self._states.mesh, getattr(self._arguments.function, "__code__", None)
+        rows = [
+            ("defined", f"{code.co_filename}:{code.co_firstlineno}" if code else "unknown"),
+            ("stage", str(self._states.config.stage)),
+            ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}"),
+            ("programs", f"{len(self._programs):,} so far"),
+        ]
+        try:
+            names = ", ".join(inspect.signature(self).parameters)
+        except (TypeError, ValueError):  # a builtin without a signature
+            names = "..."
+        kind = type(self).__name__
+        return Summary(f"{kind} {self._arguments.name}({names})", (Table(rows),))
 
     @abc.abstractmethod
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

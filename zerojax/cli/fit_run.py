@@ -1,0 +1,151 @@
+"""The search of `zerojax fit`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import typer
+
+from zerojax.cli import terminal
+from zerojax.cli.options import wrong_input
+from zerojax.cli.planning import compile_only, with_attention
+from zerojax.cli.problem import explain_error
+from zerojax.cli.terminal import steps_bar
+from zerojax.devices.mesh import laid_out
+from zerojax.foresight.choice import Choice
+from zerojax.foresight.devices import parse_devices
+from zerojax.foresight.guard import OutOfMemoryError
+from zerojax.foresight.trials import Trial
+from zerojax.models.registry import find
+from zerojax.plan.table import size
+from zerojax.tuning.fit import fit as choose
+from zerojax.tuning.search import listed
+
+
+def run(
+    config: Path,
+    *,
+    model: str,
+    devices: str,
+    batch: int | None,
+    seq: int,
+    network: str | None,
+    mesh_axes: str | None,
+    attention: str | None,
+    auto: Mapping[str, object] | None,
+    out: Path | None,
+    compiles: int,
+    minutes: float,
+    xla: bool,
+    as_json: bool,
+) -> None:
+    """Searches, prints the ranking and writes the config; exits with 3 if nothing fits and with 2
+    for bad input. The arguments are the options of the command."""
+    compile_only(devices)
+    with steps_bar() as progress:
+        task = progress.add_task("reading", total=None)
+
+        def note(text: str) -> None:
+            progress.update(task, description=f"compiling {text}")
+
+        def done(modes: int, total: int) -> None:
+            progress.update(task, completed=modes, total=total)
+
+        try:
+            mesh, rates = parse_devices(devices, network)
+            mesh = laid_out(mesh, mesh_axes) if mesh_axes else mesh
+            fitted = choose(
+                config,
+                with_attention(find(model), model, attention),
+                train_batch_size=batch,
+                seq=seq,
+                mesh=mesh,
+                rates=rates,
+                auto=auto,
+                compiles=compiles,
+                seconds=60 * minutes,
+                xla=xla,
+                note=note,
+                done=done,
+            )
+        except OutOfMemoryError as error:
+            typer.echo(f"{error} (--compiles {compiles}, --minutes {minutes:g})", err=True)
+            raise typer.Exit(3) from None
+        except Exception as error:
+            if (message := explain_error(error, f"model {model!r} cannot be planned")) is None:
+                raise
+            wrong_input(message)
+    if fitted.unseen:
+        typer.echo(
+            f"The search ended at its limit (--compiles {compiles}, --minutes {minutes:g}). Not "
+            f"tried: {listed(fitted.unseen)}.",
+            err=True,
+        )
+    if as_json:
+        ranking = [_row(each) for each in fitted.ranking]
+        print(json.dumps({"ranking": ranking, "config": fitted.config}, indent=2))
+    else:
+        _show(_best(fitted.ranking), f"{model} on {devices}, {seq} tokens in a row")
+        summary = f"{fitted.compiled} programs compiled, {fitted.remembered} remembered"
+        typer.echo(f"{summary}. Fastest: {fitted.choice}" + (f", in {out}" if out else ""))
+        if fitted.choice.remat:
+            typer.echo("remat is an option of the model, not of the JSON: turn it on there.")
+    if out is not None:
+        out.write_text(json.dumps(fitted.config, indent=2) + "\n")
+
+
+def _best(ranking: Sequence[Trial]) -> list[Trial]:
+    """Returns the first trial of each mode, whatever its micro-batch."""
+    first: dict[Choice, Trial] = {}
+    for trial in ranking:
+        mode = dataclasses.replace(trial.choice, micro=1, accumulation=1)
+        first.setdefault(mode, trial)
+    return list(first.values())
+
+
+def _row(trial: Trial) -> dict[str, object]:
+    forecast = trial.forecast
+    return {
+        "choice": dataclasses.asdict(trial.choice),
+        "stay_gathered": forecast.plan.live.bytes,
+        "tokens_per_second": trial.tokens_per_second,
+        "mfu": forecast.mfu,
+        "peak": forecast.peak.bytes,
+        "headroom": forecast.headroom,
+        "host": forecast.host_bytes,
+        "seconds": forecast.seconds,
+        "measured": trial.measured,
+    }
+
+
+def _show(trials: Sequence[Trial], title: str) -> None:
+    settings = ["stage", "micro-batch", "accumulation", "remat", "offloaded", ">stay gathered"]
+    has_xla = any(trial.choice.xla for trial in trials)
+    settings += ["XLA"] if has_xla else []
+    table = terminal.table(*settings, ">tokens/s", ">MFU", ">device memory", ">host memory")
+    table.title, table.title_justify = title, "left"
+    for trial in trials:
+        choice, forecast = trial.choice, trial.forecast
+        table.add_row(
+            str(choice.stage),
+            str(choice.micro),
+            str(choice.accumulation),
+            {None: "", False: "no", True: "yes"}[choice.remat],
+            choice.offload,
+            size(forecast.plan.live.bytes) if forecast.plan.live else "",
+            *(["\n".join(_short(name, x) for name, x in choice.xla)] if has_xla else ()),
+            f"{trial.tokens_per_second:,.0f}",
+            f"{forecast.mfu * forecast.seconds / trial.seconds:.1%}",
+            size(forecast.peak.bytes),
+            size(forecast.host_bytes),
+        )
+    terminal.console().print(table)
+
+
+def _short(name: str, value: bool | int | str) -> str:
+    """Shortens an option of XLA for a narrow column."""
+    shown = str(value).removeprefix("WHILE_LOOP_UNROLLING_")
+    return f"{name.removeprefix('xla_gpu_').removeprefix('enable_')} {shown}"

@@ -1,0 +1,169 @@
+"""The tables of `zerojax inspect`, and their JSON form."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from zerojax.cli import terminal
+from zerojax.plan.table import columns, size
+
+if TYPE_CHECKING:
+    from zerojax.checkpoint.inspection import InspectedStep, Inspection, Status
+
+STYLES: dict[Status, str] = {
+    "complete": "green",
+    "files complete": "green",
+    "not verifiable": "yellow",
+    "damaged": "bold red",
+}
+
+SHOWN = 20
+"""The most problems of a step that are printed."""
+
+
+def to_json(found: Inspection, *, leaves: bool = False) -> dict[str, Any]:
+    """Returns the contents of the tables as JSON values, for every step."""
+    newest = found.newest_intact
+    return {
+        "checkpoint": found.checkpoint,
+        "newest_intact": newest.step if newest else None,
+        "unfinished": list(found.unfinished),
+        "deleted": list(found.deleted),
+        "steps": [_json(step, leaves) for step in found.steps],
+    }
+
+
+def _json(step: InspectedStep, leaves: bool) -> dict[str, object]:
+    values: dict[str, object] = {
+        "step": step.step,
+        "folder": step.folder,
+        "status": step.status,
+        "saved": step.saved,
+        "form": step.form,
+        "arrays": len(step.arrays),
+        "bytes": step.sizes,
+        "bytes_by_dtype": step.dtypes,
+        "bytes_on_disk": step.bytes_on_disk,
+        "problems": list(step.problems),
+        "notes": list(step.notes),
+    }
+    if record := step.record:
+        values |= record.model_dump(
+            include={"stage", "compute_dtype", "mesh", "devices", "processes", "versions"}
+        )
+        values["metrics"] = {
+            name: x if math.isfinite(x) else str(x) for name, x in (record.metrics or {}).items()
+        }
+    if leaves:
+        values["leaves"] = [vars(array) for array in step.arrays]
+    return values
+
+
+def show(found: Inspection, *, leaves: bool = False, only_one_step: bool = False) -> None:
+    """Prints the steps, details of the last step that holds arrays, and the damage.
+
+    Args:
+      found: the inspection's results.
+      leaves: Whether to list the arrays of the last step.
+      only_one_step: Whether only one step was inspected.
+    """
+    console = terminal.console()
+    console.print(_table(found))
+    if with_arrays := [step for step in found.steps if step.arrays]:
+        last = with_arrays[-1]
+        details = columns([(f"{name}:", value) for name, value in _about(last)])
+        for line in [f"{_named(last)}:", *(f"  {line}" for line in details)]:
+            console.print(escape(line), soft_wrap=True)
+        if leaves:
+            console.print(_leaves(last))
+        console.print("only the weights: python -m zerojax export CHECKPOINT OUT", soft_wrap=True)
+    for name in found.unfinished:
+        console.print(f"{escape(name)}: being saved, or left by a killed run", soft_wrap=True)
+    for name in found.deleted:
+        console.print(f"{escape(name)}: deleted, its files are still to go", soft_wrap=True)
+    for note in dict.fromkeys(note for step in found.steps for note in step.notes):
+        step_names = ", ".join(_named(step) for step in found.steps if note in step.notes)
+        console.print(f"[yellow]{escape(step_names)}: {escape(note)}[/]", soft_wrap=True)
+    for step in found.damaged:
+        console.print(f"[bold red]{escape(_named(step))} is damaged:[/]", soft_wrap=True)
+        for problem in step.problems[:SHOWN]:
+            console.print(f"  [red]{escape(problem)}[/]", soft_wrap=True)
+        if (more := len(step.problems) - SHOWN) > 0:
+            console.print(f"  [red]and {more} more (--json has them all)[/]")
+    if found.damaged:
+        console.print(_restore_hint(found, only_one_step), soft_wrap=True)
+
+
+def _named(step: InspectedStep) -> str:
+    return step.folder if step.step is None else f"step {step.step}"
+
+
+def _restore_hint(found: Inspection, only_one_step: bool) -> str:
+    newest = found.newest_intact
+    if newest:
+        files = "'s files are" if newest.status == "files complete" else " is"
+        return f"step {newest.step}{files} complete: restore(abstract_state, step={newest.step})"
+    if only_one_step:
+        return "other steps were not looked at: leave out --step"
+    return "no step is known to be complete"
+
+
+def _about(step: InspectedStep) -> list[tuple[str, str]]:
+    rows = []
+    if record := step.record:
+        computed = f", computed in {record.compute_dtype}" if record.compute_dtype else ""
+        mesh = ", ".join(f"{axis} {n}" for axis, n in record.mesh.items())
+        plural = "es" if record.processes > 1 else ""
+        rows += [
+            ("state", f"{record.form}, stage {record.stage}{computed}"),
+            ("mesh", f"{mesh} of {record.devices}, {record.processes} process{plural}"),
+            ("versions", ", ".join(f"{name} {v}" for name, v in record.versions.items())),
+        ]
+    else:
+        rows.append(("state", f"{step.form or 'arrays'}, without a record"))
+    rows += [
+        ("sizes", ", ".join(f"{group} {size(n)}" for group, n in step.sizes.items() if n)),
+        ("dtypes", ", ".join(f"{dtype} {size(n)}" for dtype, n in step.dtypes.items())),
+    ]
+    if step.record and step.record.metrics:
+        rows.append(("metrics", ", ".join(f"{k} {v:g}" for k, v in step.record.metrics.items())))
+    return rows
+
+
+def _table(found: Inspection) -> Table:
+    heads = ("step", "saved, UTC", "status", ">arrays", ">bytes", ">on disk", ">problems")
+    table = terminal.table(*heads)
+    for step in found.steps:
+        table.add_row(
+            escape(step.folder if step.step is None else str(step.step)),
+            (step.saved or "")[:16].replace("T", " "),
+            f"[{STYLES[step.status]}]{step.status}[/]",
+            f"{len(step.arrays):,}",
+            size(sum(step.sizes.values())),
+            size(step.bytes_on_disk),
+            f"[red]{len(step.problems):,}[/]" if step.problems else "",
+        )
+    return table
+
+
+def _leaves(step: InspectedStep) -> Table:
+    table = terminal.table("array", "shape", "dtype", "spec", ">bytes")
+    for array in step.arrays:
+        spec = "" if array.spec is None else f"P({', '.join(map(_entry, array.spec))})"
+        table.add_row(
+            escape(array.name),
+            "x".join(map(str, array.shape)) or "scalar",
+            array.dtype,
+            spec,
+            size(array.bytes),
+        )
+    return table
+
+
+def _entry(entry: object) -> str:
+    """Formats one dimension of a spec as Python code."""
+    return repr(tuple(entry) if isinstance(entry, list) else entry)

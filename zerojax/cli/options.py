@@ -1,0 +1,80 @@
+"""Options that several commands have. This module imports no JAX."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+SUFFIXES = (".png", ".svg")
+"""The suffixes of pictures."""
+
+Model = Annotated[
+    str, typer.Option(help="A name, as llama-7b, or module:function for a model of yours.")
+]
+Devices = Annotated[
+    str,
+    typer.Option(
+        metavar="KIND:N", help="As h100:8, which need not be there; here for those of this machine."
+    ),
+]
+Network = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SPEED",
+        help="Between nodes, each way: 400gb (gigabits a second) for each device, 3.2tb/host, or a "
+        "name, as ib-ndr or a3-mega; else that of the kind of device.",
+    ),
+]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|mosaic_gpu|cudnn|plain",
+        help="Of a model that takes `attention`. auto: mosaic_gpu where tokamax is installed and "
+        "the GPUs are Hopper or newer, else plain; cudnn is assumed for GPUs that are absent.",
+    ),
+]
+MeshAxes = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help='Of the devices, outermost first, as data=4,model=2: "model" splits GPTs and Llamas '
+        "(tensor parallelism), seq shares a row's tokens, replica adds groups; else all are data.",
+    ),
+]
+Seq = Annotated[int, typer.Option(min=1, help="Tokens in a row.")]
+Auto = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help='What stands in for an "auto", as for explain.'),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
+
+
+def wrong_input(message: object) -> NoReturn:
+    """Prints the message on stderr and exits with 2, the status for input that must change."""
+    typer.echo(message, err=True)
+    raise typer.Exit(2)
+
+
+def check_checkpoint(checkpoint: str) -> None:
+    """Exits with 2 if the folder of a checkpoint does not exist; buckets are not looked at."""
+    if "://" not in checkpoint and not Path(checkpoint).exists():
+        wrong_input(f"{checkpoint} does not exist (looked in {Path.cwd()}); check the path")
+
+
+def check_picture(path: Path) -> None:
+    """Refuses a path to which no picture can be written.
+
+    Raises:
+      ValueError: The suffix is unknown, or the folder does not exist.
+      ImportError: matplotlib is missing.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"--picture {path}: give a file that ends in {' or '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--picture {path}: there is no folder {path.parent}; create it first")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--picture needs matplotlib: pip install -e '.[examples]'")

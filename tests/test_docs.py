@@ -33,6 +33,8 @@ FOLDERS = ("zerojax", "configs", "tests", "examples", "benchmarks", "pallas_kern
 
 NOT_RUN = 'python title="Not run by the tests: '
 """Begins the info of a block that cannot run here; the reason follows."""
+PRINTS = 'text title="prints"'
+"""The info of a block with the output of the block before it, in lines of any length."""
 COMPILES = "zerojax.topology("
 """Stands in pages whose code compiles for devices that are absent."""
 
@@ -101,7 +103,9 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 @pytest.mark.usefixtures("quick_compile", "clone")
-def test_the_code_of_a_page_runs(page: Path, request: pytest.FixtureRequest) -> None:
+def test_the_code_of_a_page_runs(
+    page: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
     if COMPILES in page.read_text():
         request.getfixturevalue("require_gpu_compiler")
     namespace: dict[str, Any] = {"__name__": page.stem}
@@ -109,7 +113,11 @@ def test_the_code_of_a_page_runs(page: Path, request: pytest.FixtureRequest) -> 
         if block.info.startswith("python") and not block.info.startswith(NOT_RUN):
             assert block.info == "python", f"{page.name}:{block.line}"
             source = "\n" * (block.line - 1) + block.text  # a traceback has the page's line
+            capsys.readouterr()
             exec(compile(source, str(page), "exec"), namespace)
+        elif block.info == PRINTS:
+            printed = capsys.readouterr().out
+            assert printed.split() == block.text.split(), f"{page.name}:{block.line}"
 
 
 @pytest.mark.usefixtures("quick_compile", "clone")

@@ -380,9 +380,11 @@ class Checkpointer(Summarized):
 
     def _writing(self) -> Writer:
         if self._read_only:
-            raise CheckpointError(f"{self.directory} was opened with read_only=True")
+            raise CheckpointError(
+                f"{self.directory} was opened with read_only=True: leave it out to write"
+            )
         if self._closed:
-            raise CheckpointError(f"this Checkpointer of {self.directory} was closed")
+            raise CheckpointError(f"this Checkpointer of {self.directory} was closed: make another")
         if self._lock and not self._lock.take():
             raise CheckpointError(
                 f"another Checkpointer of this process writes to {self.directory}: close it first"

@@ -17,6 +17,7 @@ from zerojax.step.call import Call, Form, RearrangedFunction
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.results import put_back
+from zerojax.xla import compat
 from zerojax.xla.lowered import LoweredProgram
 from zerojax.xla.types import PyTree
 
@@ -31,6 +32,7 @@ class Evaluation(Decorated[P, R]):
       states: Shards and places states as the config asks.
     """
 
+    @compat.with_short_traceback
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         mesh, watchdog = self._states.mesh, self._watchdog
         types = jax.sharding.get_abstract_mesh().axis_types

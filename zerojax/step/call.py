@@ -138,7 +138,7 @@ def without_pmap(name: str) -> Iterator[None]:
             f"{name} names an axis of a pmap (jax.lax.pmean, psum, or axis_name of a layer): "
             "remove it. A decorated step sees the global batch, so that a mean over the batch is "
             f"over all devices already. jax says: {error}"
-        ) from error
+        ).with_traceback(error.__traceback__) from None  # with the user's line
 
 
 def _value(x: object) -> object:

@@ -37,6 +37,7 @@ from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import from_cached_partial
 from zerojax.train_state.results import beside, put_back
 from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.xla import compat
 from zerojax.xla.lowered import LoweredProgram
 from zerojax.xla.types import PyTree
 
@@ -69,6 +70,7 @@ class Step(Decorated[P, R]):
         self._last: tuple[Recognize, StepProgram] | None = None
         self.zero_state: ZeroOptState | None = None
 
+    @compat.with_short_traceback
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         call, watchdog = self._arguments.sort(args, kwargs), self._watchdog
         _check_concrete(self._arguments.name, call.batch)

@@ -4,21 +4,26 @@ Importing this module warns if the installed jax is not one of :data:`TESTED`.""
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
-from jax._src import compiler, core, distributed, dtypes, xla_bridge
+from jax._src import compiler, core, distributed, dtypes, traceback_util, xla_bridge
 from jax._src.interpreters import mlir, partial_eval, pxla
 from jax.experimental import compute_on
 from jax.sharding import Mesh
 
+from zerojax.xla.jaxprs import is_library
+
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 TESTED = ("0.10.2", "0.11.2", "0.12.0.1")
 """Versions of jax that zerojax is tested with."""
@@ -219,3 +224,47 @@ def entries_by_device(x: Any) -> int:
     names, spec = sharding.mesh.axis_names, sharding.spec
     private = len(names) == 1 and names[0].startswith("_") and spec[:1] == names
     return int(x.shape[0]) if private and x.shape[0] == sharding.mesh.size else 0
+
+
+def _exclude_from_tracebacks() -> None:
+    """Registers the files of zerojax with JAX's traceback filter, which has no public interface.
+
+    ``zerojax.models`` is not registered: its lines belong to the user's model.
+    """
+    for path in Path(__file__).parents[1].iterdir():
+        if path.name != "models":
+            traceback_util.register_exclusion(str(path))
+
+
+_exclude_from_tracebacks()
+
+
+def with_short_traceback(call: F) -> F:
+    """Returns ``call`` with errors whose traceback ends at the user's line.
+
+    JAX removes its own frames and those of zerojax, but keeps ``jax.numpy`` and Python's library.
+    Filtering follows the option ``jax_traceback_filtering``; "off" keeps all frames.
+    """
+    filtered = traceback_util.api_boundary(call)
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # for IPython
+        try:
+            return filtered(*args, **kwargs)
+        except Exception as error:
+            if traceback_util._filtering_mode().endswith("remove_frames"):
+                error.with_traceback(_without_library(error.__traceback__))
+            raise
+
+    return cast(F, run)
+
+
+def _without_library(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without the frames of zerojax, JAX and Python's library."""
+    if trace is None:
+        return None
+    following, frame = _without_library(trace.tb_next), trace.tb_frame
+    if is_library(frame.f_code.co_filename) or not traceback_util.include_frame(frame):
+        return following
+    return TracebackType(following, frame, trace.tb_lasti, trace.tb_lineno)

@@ -186,10 +186,11 @@ def bound_at(traceback: Traceback | None) -> tuple[tuple[CodeType, int], ...]:
     Equations of the backward function of a ``jax.custom_vjp`` have the place of the call.
     """
     frames = () if traceback is None else zip(*traceback.raw_frames(), strict=True)
-    return tuple((code, at) for code, at in frames if not _is_library(code.co_filename))
+    return tuple((code, at) for code, at in frames if not is_library(code.co_filename))
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Returns whether a file is part of jax or of Python's library."""
     return file.startswith(_JAX) or (file.startswith(_PYTHON) and "-packages" not in file)
 
 

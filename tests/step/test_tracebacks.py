@@ -1,0 +1,99 @@
+"""A mistake in the user's function ends its traceback at the user's line."""
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.xla import compat
+
+BATCH = {"x": np.ones((16, 8), np.float32)}
+Loss = Callable[[Any, Any], jax.Array]
+
+
+def wrong_shape(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean(batch["x"] @ params["w"] @ params["w"])
+
+
+def wrong_dtype(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean(params["w"][batch["x"][:, 0]])
+
+
+def wrong_attribute(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean(batch.images @ params["w"])
+
+
+def wrong_axis(params: Any, batch: Any) -> jax.Array:
+    return jax.lax.pmean(jnp.mean(batch["x"] @ params["w"]), "devices")
+
+
+def call(loss_fn: Loss, **config: Any) -> None:
+    @zerojax.zero(**config)
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    params = {"w": jnp.ones((8, 4))}
+    train_step(TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3)), BATCH)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"stage": 0}, {"stage": 3}, {"stage": 3, "gradient_accumulation_steps": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("loss_fn", [wrong_shape, wrong_dtype, wrong_attribute, wrong_axis])
+def test_the_users_line_is_last(loss_fn: Loss, config: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, AttributeError, NameError)) as caught:
+        call(loss_fn, **config)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-3:] == ["call", "train_step", loss_fn.__name__]
+    assert caught.value.__cause__ is None
+    assert "except NameError" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_of_evaluate_ends_at_the_users_line() -> None:
+    @zerojax.zero(stage=3).evaluate
+    def predict(state: TrainState, batch: Any) -> jax.Array:
+        return wrong_shape(state.params, batch)
+
+    params = {"w": jnp.ones((8, 4))}
+    with pytest.raises(TypeError) as caught:
+        predict(TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1)), BATCH)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-2:] == ["predict", "wrong_shape"]
+
+
+def test_an_error_of_zerojax_ends_at_the_call() -> None:
+    with pytest.raises(ValueError, match="train_batch_size") as caught:
+        call(wrong_shape, stage=0, train_batch_size=8)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "call"
+
+
+def test_all_frames_are_kept_on_request() -> None:
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        with pytest.raises(TypeError) as caught:
+            call(wrong_shape, stage=0)
+    finally:
+        jax.config.update("jax_traceback_filtering", "auto")
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert any("zerojax/step/train_step.py" in file for file in files)
+    assert any("jax/_src/numpy" in file for file in files)
+
+
+def test_jaxs_filter_has_the_files_of_zerojax_without_the_models() -> None:
+    """JAX's filter has no public interface."""
+    assert not compat.traceback_util.include_filename(compat.__file__)
+    root = Path(zerojax.__file__).parent
+    assert not compat.traceback_util.include_filename(str(root / "step/train_step.py"))
+    assert compat.traceback_util.include_filename(str(root / "models/gpt.py"))
+    assert compat.traceback_util._filtering_mode() == "quiet_remove_frames"

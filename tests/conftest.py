@@ -72,7 +72,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
-def require_gpu_compiler(full_compile: None) -> None:
+def require_gpu_compiler(full_compile: None, gpu_compiler_installed: None) -> None:
+    """The GPU compiler with all of its passes, for tests of what it compiles."""
+
+
+@pytest.fixture
+def gpu_compiler_installed() -> None:
     """Skip where XLA's GPU compiler is not installed; fail where it was asked for, as CI does."""
     if gpu_compiler():
         return

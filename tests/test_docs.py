@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import itertools
+import json
 import os
 import re
 import runpy
@@ -19,6 +20,7 @@ import numpy as np
 import optax
 import pytest
 import typer
+import yaml
 from flax.training.train_state import TrainState
 from rooms import ROOMS
 
@@ -28,7 +30,7 @@ from zerojax.__main__ import COMMANDS
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 # Each is a namespace of its own, run from top to bottom.
-PAGES = [README, ROOT / "configs/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "configs/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("zerojax", "configs", "tests", "examples", "benchmarks", "pallas_kernels", "docs")
 
 NOT_RUN = 'python title="Not run by the tests: '
@@ -40,7 +42,8 @@ COMPILES = "zerojax.topology("
 
 SLOW = {
     "checkpoints.md", "from-maxtext.md", "kernels.md", "long-sequences.md", "models.md",
-    "trainer.md", "workloads.md",
+    "other-hardware.md", "parts-and-copies.md", "speed.md", "trainer.md", "tutorial.md",
+    "workloads.md", "wrong-numbers.md",
 }  # fmt: skip
 """Pages whose code trains or compiles for seconds."""
 
@@ -107,7 +110,7 @@ def test_the_code_of_a_page_runs(
     page: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if COMPILES in page.read_text():
-        request.getfixturevalue("require_gpu_compiler")
+        request.getfixturevalue("gpu_compiler_installed")
     namespace: dict[str, Any] = {"__name__": page.stem}
     for block in blocks(page):
         if block.info.startswith("python") and not block.info.startswith(NOT_RUN):
@@ -250,9 +253,45 @@ def test_the_map_of_the_architecture_has_the_rooms_in_their_order() -> None:
     assert set(rooms) <= set(drawn)
 
 
+def menu() -> Any:
+    return yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+
+
+def entries(section: list[dict[str, Any]]) -> Iterator[str]:
+    """The pages of a section and of the sections in it, which have at most eight entries each."""
+    assert len(section) <= 8, section
+    for entry in section:
+        for target in entry.values():
+            yield from [target] if isinstance(target, str) else entries(target)
+
+
 def test_every_page_is_in_the_sites_menu() -> None:
-    menu = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(menu)
+    assert [*itertools.chain(*menu())] == ["Start", "How-to", "Reference", "Explanation", "Project"]
+    docs = ROOT / "docs"
+    assert {str(page.relative_to(docs)) for page in docs.rglob("*.md")} <= set(entries(menu()))
+
+
+def test_the_notebook_has_the_tutorials_cells() -> None:
+    page = ROOT / "docs/tutorial.md"
+    notebook = json.loads(runpy.run_path(str(ROOT / "docs/site/cells.py"))["notebook"](page))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    code = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert code == [b.text.rstrip("\n") for b in blocks(page) if b.info == "python"]
+    written = "\n".join("".join(cell["source"]) for cell in notebook["cells"])
+    assert 'href="tutorial.ipynb"' in page.read_text()
+    assert "](" not in written  # a notebook stands without the other pages
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile", "clone")
+def test_each_cell_of_the_tutorial_may_run_twice() -> None:
+    """All but the compiles for absent GPUs, on which no later cell depends."""
+    namespace: dict[str, Any] = {"__name__": "tutorial"}
+    for block in blocks(ROOT / "docs/tutorial.md"):
+        if block.info == "python" and COMPILES not in block.text:
+            for _ in range(2):
+                exec(block.text, namespace)
 
 
 def test_the_page_of_commands_has_every_command_and_option() -> None:

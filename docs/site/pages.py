@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from cells import notebook
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -23,6 +24,8 @@ ELSEWHERE = {
 }
 """Paths in the repository, and where the site has them; records keep their names."""
 RECORDS = "benchmarks/records"
+LAST = {"changelog.md": 0.1, "records/": 0.3, "contributing.md": 0.5}
+"""Beginnings of paths in the site, and the weight of those pages in a search."""
 
 
 def site_paths() -> dict[str, str]:
@@ -42,18 +45,24 @@ def site_paths() -> dict[str, str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that lie outside docs/."""
+    """Adds the pages from outside docs/, and the tutorial's notebook."""
     for path, name in site_paths().items():
         if name.endswith((".md", ".png")) and files.get_file_from_path(name) is None:
             files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
+    cells = notebook(ROOT / "docs/tutorial.md")
+    files.append(File.generated(config, "tutorial.ipynb", content=cells))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Turns links to files of the repository into links of the site.
 
-    A link to a file that the site has not becomes plain text.
+    A link to a file that the site has not becomes plain text. Sets the weight
+    that a search gives the page.
     """
+    for beginning, boost in LAST.items():
+        if page.file.src_uri.startswith(beginning):
+            page.meta["search"] = {"boost": boost}
     paths = site_paths()
     here = next(
         (path for path, name in paths.items() if name == page.file.src_uri), None

@@ -122,3 +122,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    if process.stdin:
+        process.stdin.close()  # of one that had no order

@@ -35,9 +35,8 @@ def recognize_arrays(
       split: Splits such arguments into :class:`Parts`.
       own: The parts that zerojax keeps itself, by name.
     """
-    leaves = jax.tree.leaves(objects)
     structure: PyTreeDef = jax.tree.structure(objects)
-    references = [_reference(x) for x in leaves]
+    references = _references(jax.tree.leaves(objects))
 
     def recognize(objects: tuple[PyTree, ...]) -> tuple[Parts, None] | None:
         leaves, tree = jax.tree.flatten(objects)
@@ -50,12 +49,15 @@ def recognize_arrays(
     return recognize
 
 
-def _reference(x: object) -> Callable[[], object]:
-    """Returns a weak reference to a leaf; a Python number cannot have one and is kept."""
-    try:
-        return weakref.ref(x)
-    except TypeError:
-        return partial(lambda x: x, x)
+def _references(leaves: list[object]) -> list[Callable[[], object]]:
+    """Returns a weak reference to each leaf; a Python number cannot have one and is kept."""
+    references: list[Callable[[], object]] = []
+    for x in leaves:
+        try:
+            references.append(weakref.ref(x))
+        except TypeError:
+            references.append(partial(lambda x: x, x))
+    return references
 
 
 def recognize_objects(objects: tuple[PyTree, ...], parts: Parts) -> Recognize | None:

@@ -17,8 +17,8 @@ from flax import linen as nn
 
 from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.published_tables import Setup, open_study
+from zerojax.foresight.costs import INWARD, OUTWARD
 from zerojax.foresight.forecast import Forecast
-from zerojax.hlo.timeline import INWARD, OUTWARD
 from zerojax.models import gpt, llama
 
 MODELS = {"llama-7b": 2048, "gpt2-xl": 1024}  # tokens in a row

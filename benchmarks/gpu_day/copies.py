@@ -62,8 +62,7 @@ def loop(way: str, rows: int, turns: int) -> Callable[..., Any]:
     """A function of a source and a target in host memory and of a matrix."""
 
     def body(turn: jax.Array, carried: Any) -> Any:
-        target, came, product = carried[0], carried[1], carried[2]
-        source, matrix = carried[3], carried[4]
+        target, came, product, source, matrix = carried
         leaving = came
         if way.startswith(("in", "both")):
             came = fetch_to_device(lax.dynamic_slice_in_dim(source, turn * rows, rows, 0))

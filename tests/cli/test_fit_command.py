@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,19 @@ from typer.testing import CliRunner
 
 import zerojax
 from zerojax.__main__ import app
-from zerojax.cli.fit import JSON
+from zerojax.cli.fit import JSON, fit
+from zerojax.cli.options import Attention
 from zerojax.devices.rates import RESERVE, rates
+from zerojax.models.attention import ASKED
+from zerojax.tuning.search import COMPILES
 
 HERE = Path(__file__).parent
+
+
+def test_options_without_jax_agree_with_the_search() -> None:
+    """The options repeat two values, as a command that imports them would import JAX."""
+    assert inspect.signature(fit).parameters["compiles"].default == COMPILES
+    assert Attention.__metadata__[0].metavar == "|".join(ASKED)
 
 
 @pytest.fixture

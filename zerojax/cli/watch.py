@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from zerojax.cli import terminal
+from zerojax.cli.options import wrong_input
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -42,12 +43,10 @@ def watch(
     Ends at Ctrl-C. Exits with 2 if there are no such files.
     """
     if not (curves := [*read(run)]):
-        typer.echo(
+        wrong_input(
             f"{run}: no files of csv_monitor; add "
-            '"csv_monitor": {"enabled": true, "output_path": ..., "job_name": ...} to the config',
-            err=True,
+            '"csv_monitor": {"enabled": true, "output_path": ..., "job_name": ...} to the config'
         )
-        raise typer.Exit(2)
     console = terminal.console()
     if once:
         console.print(drawn(curves))

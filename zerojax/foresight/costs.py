@@ -36,7 +36,7 @@ from zerojax.hlo.assignment import compile_with_buffers
 from zerojax.hlo.links import sent_by
 from zerojax.hlo.program import HloProgram, parse
 from zerojax.hlo.rematerialised import computed_again
-from zerojax.hlo.timeline import INWARD, OUTWARD, Place, ProgramTime, program_time
+from zerojax.hlo.timeline import Place, ProgramTime, program_time
 from zerojax.hlo.traffic import Collective, collectives
 from zerojax.hlo.transfers import HostCopy, host_copies, in_host
 from zerojax.plan.places import DEVICE, DISK, HOST
@@ -44,6 +44,8 @@ from zerojax.plan.state_sharding import Plan
 from zerojax.xla.lowered import GRADIENTS as FIRST
 from zerojax.xla.lowered import READ, STEP, WRITTEN, LoweredProgram
 
+INWARD, OUTWARD = "to the device", "to the host"
+"""Kinds of traffic: copies between device and host memory."""
 # XLA for TPUs refuses to compile a program that does not fit; XLA for GPUs compiles the program.
 _REFUSES = "RESOURCE_EXHAUSTED"
 _WANTED = re.compile(r"(?:Used |temporaries \()(\d+(?:\.\d+)?)([KMGT])")

@@ -21,9 +21,6 @@ from zerojax.hlo.traffic import Collective
 from zerojax.hlo.transfers import HostCopy
 from zerojax.hlo.work import FREE, work_of
 
-COLLECTIVES, HOST_COPIES = "collectives", "copies between device and host"
-INWARD, OUTWARD = "to the device", "to the host"
-
 
 class Place(NamedTuple):
     """The location of an instruction: the name of its computation, and its name."""
@@ -33,9 +30,9 @@ class Place(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A collective or a copy: the link that carries it, and its duration in seconds."""
+    """A collective, or a copy between device and host, with its duration in seconds."""
 
-    link: str
+    is_collective: bool
     seconds: float
 
 
@@ -83,10 +80,10 @@ def program_time(
     transfers: dict[Place, Transfer] = {}
     for each in sent:
         seconds = rates.collective_seconds(sent_by(each, nodes))
-        transfers[Place(each.computation, each.name)] = Transfer(COLLECTIVES, seconds)
+        transfers[Place(each.computation, each.name)] = Transfer(True, seconds)
     for copy in copied:
         seconds = rates.host_seconds(copy.bytes)
-        transfers[Place(copy.computation, copy.name)] = Transfer(HOST_COPIES, seconds)
+        transfers[Place(copy.computation, copy.name)] = Transfer(False, seconds)
     return _run(program, program.entry, transfers, rates)
 
 
@@ -97,17 +94,18 @@ def _run(
     rates: Rates,
 ) -> ProgramTime:
     spent = ProgramTime()
-    free_at: dict[str, float] = {}  # link -> the time at which the link is free again
+    free_at = 0.0  # the time at which the link of the collectives is free again
     ends_at: dict[str, float] = {}  # name of a transfer -> the time at which the transfer ends
     for each in computation.instructions:
         key = Place(computation.name, each.name)
         if key in transfers:
-            link, seconds = transfers[key]
-            ends_at[each.name] = free_at[link] = (
-                max(spent.seconds, free_at.get(link, 0.0)) + seconds
-            )
+            is_collective, seconds = transfers[key]
+            begins_at = max(spent.seconds, free_at) if is_collective else spent.seconds
+            ends_at[each.name] = begins_at + seconds
+            if is_collective:
+                free_at = ends_at[each.name]
             spent.under_way[key] = spent.under_way.get(key, 0.0) + seconds
-            if link == HOST_COPIES or not each.opcode.endswith("-start"):
+            if not is_collective or not each.opcode.endswith("-start"):
                 _wait(spent, key, ends_at[each.name])
         elif each.opcode.endswith(("-done", "-update")):
             started = _start(computation, each)

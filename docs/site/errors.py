@@ -80,7 +80,9 @@ class Module:
             case ast.Constant(value=str(text)):
                 return html.escape(text, quote=False)
             case ast.JoinedStr(values=values):
-                return "".join(map(self.text, values))
+                # Two values side by side are two words.
+                text = "".join(map(self.text, values))
+                return text.replace("</var><var>", "</var> <var>")
             case ast.FormattedValue(value=value):
                 return self.text(value)
             case ast.BinOp(left=left, op=ast.Add(), right=right):

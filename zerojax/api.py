@@ -38,7 +38,7 @@ from zerojax.plan.short import Summarized, Summary, first_rows
 from zerojax.plan.state_sharding import Plan
 from zerojax.step.arguments import Arguments
 from zerojax.step.call import RearrangedFunction
-from zerojax.step.decorated import P, R
+from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.per_device import per_device
 from zerojax.step.sequence import SequenceAxis
 from zerojax.step.train_step import Step
@@ -141,9 +141,15 @@ class Zero(Summarized):
           The decorated step, with the signature of ``train_step``.
 
         Raises:
+          TypeError: The step is decorated already.
           ValueError: The step has no such arguments, or its jit has an option that zerojax does
             not support.
         """
+        if isinstance(train_step, Decorated):
+            raise TypeError(
+                f"{train_step.__name__} is decorated with zero already: decorate it once, or "
+                f"decorate the function below, zero({train_step.__name__}.__wrapped__)."
+            )
         arguments = Arguments(
             train_step,
             static_argnums,

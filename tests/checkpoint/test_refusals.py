@@ -74,7 +74,7 @@ def test_another_model(there: Path, zero: zerojax.Zero) -> None:
     assert f"{there / '20'} holds another model or optimizer" in said
     assert "params.a: [8, 4] there, [8, 5] here" in said
     assert "only in the state: params.c [2] float32" in said
-    assert "and 1 more" in said
+    assert "and 3 more" in said
     assert "restore(abstract_state.params)" in said
 
 

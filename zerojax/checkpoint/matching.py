@@ -8,6 +8,7 @@ differ too.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import jax
@@ -23,7 +24,8 @@ from zerojax.xla.types import Shaped
 INNER, LOSS_SCALE, ERROR = "inner", "loss_scale", "error"
 FRESH = [name for name in ZeroOptState._fields if name != INNER]
 _OLD_FIELDS = ("steps", "skipped", "grad_norm")
-SHOWN = 8
+SHOWN = 2
+"""Differences of a kind that a message lists."""
 
 
 def match(
@@ -128,8 +130,13 @@ def _described(path: Path, leaf: Shaped) -> str:
 
 
 def _differences(where: str, problems: list[str]) -> str:
-    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-    return "\n  ".join([f"{where} holds another model or optimizer:", *problems[:SHOWN], *more]) + (
+    def kind(problem: str) -> str:
+        return problem.partition(":")[0] if problem.startswith("only") else ""
+
+    kinds = itertools.groupby(sorted(problems, key=kind), kind)
+    shown = [problem for _, group in kinds for problem in itertools.islice(group, SHOWN)]
+    more = [f"and {len(problems) - len(shown)} more"] * (len(problems) > len(shown))
+    return "\n  ".join([f"{where} holds another model or optimizer:", *shown, *more]) + (
         "\nCreate the state with the model and the optimizer that were saved; for only the "
         "parameters, restore(abstract_state.params)."
     )

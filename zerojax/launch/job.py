@@ -75,9 +75,10 @@ def checked_script(script: tuple[str, ...]) -> tuple[str, ...]:
     if script[0] == "-m":
         top = script[1].partition(".")[0]
         if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
-            raise UsageError(f"no module named {top!r}, neither here nor installed")
+            raise UsageError(f"no module named {top!r}, neither here nor installed; check its name")
     elif not Path(script[0]).is_file():
-        raise UsageError(f"no script {script[0]}" + f" in {Path.cwd()}" * (script[0][0] != "/"))
+        where = f" in {Path.cwd()}" * (script[0][0] != "/")
+        raise UsageError(f"no script {script[0]}{where}; check the path")
     return script
 
 

@@ -51,6 +51,7 @@ class BatchLayout(BatchPlacer):
 
     def check(self, batch: PyTree) -> None:
         """Raises ValueError if the batch does not fit the devices or the config."""
+        _check_types(batch)
         self._check_dimensions(batch)
         self.check_tokens(batch)
         own, k, blocks = self.leaves.own_rows(batch), self.accumulation, self.leaves.blocks
@@ -171,6 +172,20 @@ class BatchLayout(BatchPlacer):
             "example: pass what has none as a further argument of the step, or set "
             "gradient_accumulation_steps to 1 (graphs, whose nodes and edges have dimensions of "
             "their own)."
+        )
+
+
+def _check_types(batch: PyTree) -> None:
+    """Refuses what JAX cannot compute with: strings, objects, arrays of other libraries."""
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        dtype = getattr(x, "dtype", None)
+        if isinstance(x, bool) or (is_array(x) and getattr(dtype, "kind", "") not in [*"OSUMm"]):
+            continue
+        kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+        of = "" if dtype is None else f" of dtype {dtype}"
+        raise TypeError(
+            f"the batch's {jax.tree_util.keystr(path) or 'array'} is a {kind}{of}: write a numpy "
+            "or JAX array of numbers, such as np.asarray(x), or leave it out of the batch."
         )
 
 

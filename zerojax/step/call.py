@@ -94,6 +94,7 @@ class RearrangedFunction:
 
     def __init__(self, function: Callable[..., PyTree], name: str, form: Form) -> None:
         self.function, self.form, self.__name__ = function, form, name
+        self.__wrapped__ = function  # where JAX looks for the names and the line of its errors
         self.changed: dict[Static, Settings] = {}
 
     def __call__(self, *given: PyTree, **kwargs: PyTree) -> PyTree:

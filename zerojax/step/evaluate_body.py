@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -141,19 +142,17 @@ def _trace(
     """Returns the jaxpr of the user's step, from the state and the batch to the new state and the
     results, and the shapes of these results."""
     body, explicit = setting.body, setting.explicit
+
+    @functools.wraps(body.function)  # JAX's errors name the user's step, and its file and line
+    def step(parts: Parts, batch: PyTree) -> PyTree:
+        if explicit is None:
+            return body(parts, tx, batch, args, kwargs)
+        return body(parts, automatic_update(tx), batch, *typed_replicated((args, kwargs)))
+
     if explicit is None:
-        closed, shapes = hijax.trace(
-            lambda parts, batch: body(parts, tx, batch, args, kwargs), start, batch
-        )
+        closed, shapes = hijax.trace(step, start, batch)
         return with_gradient_norm(closed, shapes), shapes
-    return explicit.trace(
-        lambda parts, batch: body(
-            parts, automatic_update(tx), batch, *typed_replicated((args, kwargs))
-        ),
-        start,
-        batch,
-        setting.plan,
-    )
+    return explicit.trace(step, start, batch, setting.plan)
 
 
 def _in_compute_dtype(setting: StepSetting, batch: PyTree) -> PyTree:

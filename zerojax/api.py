@@ -146,9 +146,10 @@ class Zero(Summarized):
             not support.
         """
         if isinstance(train_step, Decorated):
+            name = getattr(train_step, "__name__", "the step")
             raise TypeError(
-                f"{train_step.__name__} is decorated with zero already: decorate it once, or "
-                f"decorate the function below, zero({train_step.__name__}.__wrapped__)."
+                f"{name} is decorated with zero already: decorate it once, or decorate the "
+                f"function below, zero({name}.__wrapped__)."
             )
         arguments = Arguments(
             train_step,

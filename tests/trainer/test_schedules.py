@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from zerojax.config import ConfigError
+from zerojax.trainer.metric_rates import METRIC_RATES
 from zerojax.trainer.schedules import SCHEDULES, Run, schedule
 
 WARMUP = [0.0, 0.00033333333, 0.00066666667]
@@ -38,9 +39,42 @@ RECORDED = {
          0.00057735027, 0.00054772256, 0.00052223297, 0.0005],
     ),
 }  # fmt: skip
+_FALL = [0.001, 0.00096574579, 0.00086819805, 0.00072220754, 0.00055, 0.00037779246, 0.00023180195,
+         0.00013425421, 0.0001, 0.00013425421]  # fmt: skip
+# Those with a warm-up of their own, from update 0 on.
+RECORDED_FROM_0 = (
+    ("warmup_stable_decay", {"num_decay_steps": 4},
+     [*WARMUP, *[0.001] * 5, 0.00085355339, 0.0005, 0.00014644661, 0.0, 0.0]),
+    ("warmup_stable_decay", {"num_decay_steps": 4, "num_stable_steps": 2, "warmup_type": "cosine",
+                             "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+     [0.0001, 0.000325, 0.000775, 0.001, 0.001, 0.001, 0.00055, 0.0003636039, 0.00022057714,
+      *[0.0001] * 4]),
+    ("warmup_stable_decay", {"num_decay_steps": 5, "warmup_type": "1-sqrt", "decay_type": "linear",
+                             "min_lr_ratio": 0.2},
+     [0.0002, 0.00034680274, 0.00053811978, *[0.001] * 4, 0.00084, 0.00068, 0.00052, 0.00036,
+      0.0002, 0.0002]),
+    ("cosine_warmup_with_min_lr", {"min_lr": 1e-4},
+     [0.00033333333, 0.00066666667, *_FALL, 0.00023180195]),
+    ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2},
+     [0.0002, 0.0006, *_FALL, 0.00023180195]),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "options", "rates"), RECORDED_FROM_0)
+def test_a_schedule_with_its_own_warm_up_is_that_of_transformers(
+    name: str, options: dict[str, object], rates: list[float]
+) -> None:
+    ours = schedule(name, Run(1e-3, 3, 11), options)(np.arange(13))
+    np.testing.assert_allclose(ours, rates, rtol=2e-6, atol=2e-10)
+
+
+def test_every_schedule_of_transformers_is_known() -> None:
+    """``transformers.SchedulerType`` of 5.24."""
+    assert {*RECORDED, *(case[0] for case in RECORDED_FROM_0)} == {*SCHEDULES}
+    assert {*METRIC_RATES} == {"reduce_lr_on_plateau", "greedy"}
+
+
+@pytest.mark.parametrize("name", RECORDED)
 def test_a_schedule_is_that_of_transformers(name: str) -> None:
     options, after = RECORDED[name]
     rate = schedule(name, Run(1e-3, 3, 11), options)(np.arange(13))
@@ -55,3 +89,8 @@ def test_wrong_options_are_named() -> None:
         schedule("polynomial", Run(1e-3, 0, 10), {"lr_end": 0.1})
     with pytest.raises(ConfigError, match="takes min_lr or min_lr_rate"):
         schedule("cosine_with_min_lr", Run(1e-3, 0, 10))(0)
+    with pytest.raises(ConfigError, match="needs num_decay_steps"):
+        schedule("warmup_stable_decay", Run(1e-3, 0, 10))(0)
+    with pytest.raises(ConfigError, match="decay_type = 'log' is none of linear, cosine, 1-sqrt"):
+        schedule("warmup_stable_decay", Run(1e-3, 0, 10), {"num_decay_steps": 2,
+                                                           "decay_type": "log"})(0)  # fmt: skip

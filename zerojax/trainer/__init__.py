@@ -4,10 +4,13 @@ Start with :class:`Trainer` in ``loop``. A model, arguments and datasets come in
 and metrics come out. In reading order:
 
 - ``arguments``, with ``other_arguments`` (those without effect, or refused): the settings.
-  ``resolved``: the DeepSpeed config from them. ``optimizer``, ``schedules``: the optimizer.
+  ``resolved``: the DeepSpeed config from them. ``optimizer``, ``optimizer_names``: the optimizer.
+  ``schedules``, ``metric_rates``, ``rate_in_state``: its learning rate.
 - ``loop``: the training loop. ``callbacks``: hooks, and when an event is due.
-- ``model``: linen and NNX models alike. ``losses``: the interface of loss functions.
-- ``data``: rows and batches. ``limits``: checks of batches. ``partial``: an epoch's last update.
+- ``model``: linen and NNX models alike. ``losses``: the interface of loss functions, and
+  ``ready_losses``.
+- ``data``: rows and batches. ``order``: the order of the rows. ``stream``: datasets without a
+  length. ``limits``: checks of batches. ``partial``: an epoch's last update.
 - ``evaluation``, ``predictions``: evaluations. ``run_folder``: checkpoints. ``progress``: the bar.
 """
 
@@ -18,7 +21,8 @@ from zerojax.trainer.callbacks import TrainerControl as TrainerControl
 from zerojax.trainer.callbacks import TrainerState as TrainerState
 from zerojax.trainer.loop import Trainer as Trainer
 from zerojax.trainer.loop import TrainOutput as TrainOutput
-from zerojax.trainer.losses import causal_lm_loss as causal_lm_loss
-from zerojax.trainer.losses import classification_loss as classification_loss
 from zerojax.trainer.predictions import EvalPrediction as EvalPrediction
 from zerojax.trainer.predictions import PredictionOutput as PredictionOutput
+from zerojax.trainer.ready_losses import causal_lm_loss as causal_lm_loss
+from zerojax.trainer.ready_losses import classification_loss as classification_loss
+from zerojax.trainer.ready_losses import seq2seq_loss as seq2seq_loss

@@ -29,16 +29,11 @@ from zerojax.config.keys.row import (
     optional,
 )
 from zerojax.distributed import log
+from zerojax.trainer.metric_rates import METRIC_RATES
+from zerojax.trainer.optimizer_names import ALTERNATIVES, OPTIMIZERS, optimizer_problems
+from zerojax.trainer.order import STRATEGIES
 from zerojax.trainer.other_arguments import REFUSED, RENAMED, WITHOUT_EFFECT, fsdp_options
 from zerojax.trainer.schedules import SCHEDULES
-
-OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"), "AdamW"),
-    "sgd": "SGD",
-    "adagrad": "Adagrad",
-    "lion_32bit": "Lion",
-}
-"""Type of optimizer in the DeepSpeed JSON for each value of Hugging Face's ``optim``."""
 
 MONITORS = ("tensorboard", "wandb", "csv")
 
@@ -83,11 +78,15 @@ class TrainingArguments:
       per_device_train_batch_size: Rows of one device in one micro-batch.
       per_device_eval_batch_size: Rows of one device in one evaluation batch.
       gradient_accumulation_steps: Micro-batches per update.
-      learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon, optim: The optimizer.
+      learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon, optim, optim_args: The
+        optimizer, see :mod:`zerojax.trainer.optimizer_names`.
       max_grad_norm: The largest global norm of a gradient; 0 turns clipping off.
+      label_smoothing_factor: The smoothing of a ready loss, see
+        :mod:`zerojax.trainer.ready_losses`.
       num_train_epochs: Epochs; 1.5 ends in the middle of the second.
       max_steps: The number of updates; if above 0, it overrides ``num_train_epochs``.
-      lr_scheduler_type, lr_scheduler_kwargs: The schedule, see :mod:`zerojax.trainer.schedules`.
+      lr_scheduler_type, lr_scheduler_kwargs: The schedule, see :mod:`zerojax.trainer.schedules` and
+        :mod:`zerojax.trainer.metric_rates`.
       warmup_steps, warmup_ratio: Updates of the warm-up, or their fraction of all updates.
       bf16, fp16: The compute dtype; master weights stay float32.
       gradient_checkpointing: Whether the backward pass recomputes the model's blocks; sets the
@@ -107,6 +106,9 @@ class TrainingArguments:
       seed, data_seed: The seed of parameters and dropout, and the seed of the row order.
       dataloader_drop_last: Whether rows beyond the last full micro-batch of an epoch are dropped.
         By default they form a smaller last update.
+      train_sampling_strategy, length_column_name: The order of the rows, see
+        :mod:`zerojax.trainer.order`, and the column of their lengths. ``group_by_length`` is the
+        strategy of that name.
       remove_unused_columns: Whether non-numeric columns are dropped; each is logged once.
       label_names: The fields that are labels.
       disable_tqdm: Whether the progress bar is disabled.
@@ -141,11 +143,13 @@ did you mean `learning_rate`?
     adam_beta1: float = _argument(BETA, 0.9)
     adam_beta2: float = _argument(BETA, 0.999)
     adam_epsilon: float = _argument(AMOUNT, 1e-8)
-    optim: str = _argument(choice(*OPTIMIZERS), "adamw_torch")
+    optim: str = _argument(choice(*OPTIMIZERS, *ALTERNATIVES), "adamw_torch")
+    optim_args: str | None = _argument(optional(TEXT), None)
     max_grad_norm: float = _argument(AMOUNT, 1.0)
+    label_smoothing_factor: float = _argument(BETA, 0.0)
     num_train_epochs: float = _argument(ABOVE_ZERO, 3.0)
     max_steps: int = _argument(INTEGER, -1)
-    lr_scheduler_type: str = _argument(choice(*SCHEDULES), "linear")
+    lr_scheduler_type: str = _argument(choice(*SCHEDULES, *METRIC_RATES), "linear")
     lr_scheduler_kwargs: Mapping[str, object] | None = _argument(optional(OBJECT), None)
     warmup_steps: float = _argument(AMOUNT, 0)
     warmup_ratio: float = _argument(optional(FRACTION), 0.0)
@@ -173,6 +177,9 @@ did you mean `learning_rate`?
     seed: int = _argument(NON_NEGATIVE, 42)
     data_seed: int | None = _argument(optional(NON_NEGATIVE), None)
     dataloader_drop_last: bool = _argument(FLAG, False)
+    train_sampling_strategy: str = _argument(choice(*STRATEGIES), "random")
+    group_by_length: bool = _argument(FLAG, False)
+    length_column_name: str = _argument(TEXT, "length")
     remove_unused_columns: bool = _argument(FLAG, True)
     label_names: tuple[str, ...] = _argument(_NAMES, ("labels",))
     disable_tqdm: bool = _argument(optional(FLAG), False)
@@ -233,6 +240,8 @@ did you mean `learning_rate`?
         """Fills in values that depend on other arguments."""
         if remat:
             object.__setattr__(self, "gradient_checkpointing", True)
+        if self.group_by_length:
+            object.__setattr__(self, "train_sampling_strategy", "group_by_length")
         metric = self.metric_for_best_model or "loss"
         metric = metric if metric.startswith("eval_") else f"eval_{metric}"
         object.__setattr__(self, "metric_for_best_model", metric)
@@ -247,6 +256,12 @@ did you mean `learning_rate`?
     def _contradictions(self) -> Iterator[str]:
         if self.bf16 and self.fp16:
             yield "bf16 and fp16 are both true; choose one"
+        yield from optimizer_problems(self.optim, self.optim_args)
+        if self.lr_scheduler_type in METRIC_RATES and self.eval_strategy == "no":
+            yield (
+                f'lr_scheduler_type = "{self.lr_scheduler_type}" needs evaluations: set '
+                'eval_strategy to "steps" or "epoch"'
+            )
         for name in self.report_to:
             if name not in MONITORS:
                 yield f'report_to: {as_text(name)} is none of {", ".join(MONITORS)}, "all", "none"'

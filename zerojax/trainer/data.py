@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from zerojax.devices.rows import BatchRows, process_rows
 from zerojax.trainer.arguments import TrainingArguments
+from zerojax.trainer.order import Order, row_lengths
 
 Batch: TypeAlias = Mapping[str, np.ndarray | jax.Array]
 
@@ -25,22 +26,34 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> object: ...
 
 
+AnyDataset: TypeAlias = Dataset | Iterable[Any]
+"""A dataset with rows by number, or a stream, see :mod:`zerojax.trainer.stream`."""
+
 Collator: TypeAlias = Callable[[list[Any]], Mapping[str, ArrayLike]]
 """Function from a list of rows to a batch: arrays by name, rows on the first axis."""
 
 
-def check(name: str, dataset: Dataset) -> int:
-    """Returns the number of rows.
+def is_stream(dataset: object) -> bool:
+    """Returns whether a dataset has rows in order and no length, and can be read more than once."""
+    has_length, iterates = hasattr(dataset, "__len__"), hasattr(dataset, "__iter__")
+    return iterates and not has_length and not isinstance(dataset, Iterator)
+
+
+def check(name: str, dataset: Any) -> int:
+    """Returns the number of rows; 0 for a stream, whose number is unknown.
 
     Raises:
       ValueError: The dataset is empty.
       TypeError: The dataset has no length, or no rows by index.
     """
+    if is_stream(dataset):
+        return 0
     is_sequence = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not is_sequence or isinstance(dataset, Mapping):
         raise TypeError(
-            f"{name}: {type(dataset).__name__} has no rows by number and no length, which a run "
-            "needs to go on where it stopped: pass a list, a datasets.Dataset or a grain.MapDataset"
+            f"{name}: {type(dataset).__name__} has no rows by number and no length, and cannot be "
+            "read again, which a run needs to go on where it stopped: pass a list, a "
+            "datasets.Dataset or IterableDataset, or a grain.MapDataset or IterDataset"
         )
     if not len(dataset):
         raise ValueError(f"{name} is empty: pass at least one row")
@@ -58,6 +71,7 @@ class Epochs(NamedTuple):
       updates: Updates of an epoch.
       steps: Updates of the run.
       seed: The seed of the row order.
+      order: The order of the rows; None for a stream.
     """
 
     rows: int
@@ -66,22 +80,32 @@ class Epochs(NamedTuple):
     updates: int
     steps: int
     seed: int
+    order: Order | None = None
 
     @classmethod
-    def of(cls, dataset: Dataset | None, args: TrainingArguments, world: int) -> Epochs:
+    def of(cls, dataset: Any, args: TrainingArguments, world: int) -> Epochs:
         """Counts updates as transformers does; without a dataset, updates have no rows.
+
+        A stream has one epoch, of ``max_steps`` updates.
 
         ``dataloader_drop_last`` drops the rows beyond the last full micro-batch over all devices,
         so that an epoch's last update may have fewer micro-batches.
 
         Raises:
-          ValueError: ``dataloader_drop_last`` drops all rows.
+          ValueError: ``dataloader_drop_last`` drops all rows, or a stream has no ``max_steps``.
         """
         micro_batch = world * args.per_device_train_batch_size
         batch = micro_batch * args.gradient_accumulation_steps
         seed = args.seed if args.data_seed is None else args.data_seed
         if dataset is None:  # for evaluations
             return cls(0, 0, batch, 1, max(1, args.max_steps), seed)
+        if is_stream(dataset):
+            if args.max_steps <= 0:
+                raise ValueError(
+                    f"train_dataset: {type(dataset).__name__} has no length: set max_steps, the "
+                    "number of updates"
+                )
+            return cls(0, 0, batch, args.max_steps, args.max_steps, seed)
         rows = check("train_dataset", dataset)
         rows_read = rows - rows % micro_batch if args.dataloader_drop_last else rows
         if not rows_read:
@@ -93,13 +117,18 @@ class Epochs(NamedTuple):
             )
         updates = math.ceil(rows_read / batch)
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates)
-        return cls(rows, rows_read, batch, updates, steps, seed)
+        strategy = args.train_sampling_strategy
+        is_grouped = strategy == "group_by_length"
+        lengths = row_lengths(dataset, args.length_column_name) if is_grouped else None
+        order = Order(strategy, rows, seed=seed, batch=batch, lengths=lengths)
+        return cls(rows, rows_read, batch, updates, steps, seed, order)
 
     def indices(self, step: int) -> np.ndarray:
         """Returns the row indices of an update, a function of the seed and the step only."""
+        assert self.order is not None
         epoch, update = divmod(step, self.updates)
-        order = np.random.default_rng((self.seed, epoch)).permutation(self.rows)[: self.read]
-        return order[update * self.batch : (update + 1) * self.batch]
+        start = update * self.batch
+        return self.order(epoch)[start : min(start + self.batch, self.read)]
 
     @property
     def last(self) -> int | None:
@@ -161,6 +190,10 @@ class Reader:
             }
         return self._checked(indices[process_rows(len(indices), self._mesh)])
 
+    def at(self, epochs: Epochs, step: int) -> Update:
+        """Returns this process's rows of an update of the run."""
+        return self.update(epochs.indices(step), epochs.batch)
+
     def update(self, indices: np.ndarray, size: int) -> Update:
         """Returns this process's rows of an update; copies that pad to ``size`` do not count."""
         local_rows = process_rows(size, self._mesh)
@@ -203,7 +236,7 @@ class Reader:
 
     def all(self, size: int, limit: int | None = None) -> Iterator[tuple[int, Batch]]:
         """Yields batches of at most ``size`` rows in order, each with its number of rows."""
-        n = len(self.dataset) if limit is None else limit
+        n = len(self.dataset) if limit is None else min(limit, len(self.dataset))
         for start in range(0, n, size):
             row_numbers = np.arange(start, min(start + size, n))
             yield len(row_numbers), self.batch(row_numbers)

@@ -124,7 +124,7 @@ class Evaluator:
           ValueError: That metric is missing, or there are no labels for ``compute_metrics``.
         """
         try:
-            self._try(state, reader, keep, args, min(self._rows, len(reader.dataset)))
+            self._try(state, reader, keep, args, self._rows)
         except Exception:
             self._try(state, reader, keep, args)
 

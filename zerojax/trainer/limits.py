@@ -11,8 +11,9 @@ import numpy as np
 from flax import nnx
 
 from zerojax.distributed import log
-from zerojax.trainer.losses import IGNORED, Forward, causal_lm_loss, classification_loss
+from zerojax.trainer.losses import IGNORED, Forward
 from zerojax.trainer.model import AnyModel, Loss, TracedLoss
+from zerojax.trainer.ready_losses import READY, causal_lm_loss
 from zerojax.xla.types import Shaped
 
 
@@ -24,8 +25,8 @@ class Limits:
 
     Args:
       model: The user's model; its config's ``vocab_size`` bounds the tokens.
-      loss: The loss function; labels are checked if it is ``classification_loss`` or
-        ``causal_lm_loss``.
+      loss: The loss function; labels are checked if it is one of
+        :mod:`zerojax.trainer.ready_losses`.
       traced: A function that traces the loss of a batch, with shapes in place of arrays.
       devices: The number of devices that share a batch; traced rows divide among them.
       labels: The fields that metrics read, whether or not the loss reads them.
@@ -40,7 +41,7 @@ class Limits:
         labels: Collection[str] = (),
     ) -> None:
         self._loss, self._traced, self._devices, self._labels = loss, traced, devices, labels
-        self._ready = loss in (classification_loss, causal_lm_loss)
+        self._ready = loss in READY
         config = getattr(model, "config", None)
         vocab_size = getattr(config, "vocab_size", None)
         # A decoder may have its own vocabulary, for example of another language.

@@ -41,8 +41,10 @@ from zerojax.trainer.other_arguments import refuse
 from zerojax.trainer.partial import Partial
 from zerojax.trainer.predictions import PredictionOutput
 from zerojax.trainer.progress import MeanLoss, TrainingProgress
+from zerojax.trainer.ready_losses import smoothed
 from zerojax.trainer.resolved import resolved
 from zerojax.trainer.run_folder import RunFolder, preemption_notice
+from zerojax.trainer.stream import reader_of
 from zerojax.xla.types import PyTree
 
 
@@ -62,11 +64,12 @@ class Trainer:
         sharded).
       args: The arguments of the run; None for the defaults.
       train_dataset, eval_dataset: Anything with ``__len__`` and ``__getitem__`` whose rows are
-        dicts: a list, ``datasets.Dataset``, ``grain.MapDataset``.
+        dicts: a list, ``datasets.Dataset``, ``grain.MapDataset``. Or a stream, with ``__iter__``
+        only: ``datasets.IterableDataset``, ``grain.IterDataset``; training needs ``max_steps``.
       data_collator: A function from a list of rows to a dict of arrays; stacks rows by default.
       loss: A function from ``(model, batch)`` to a loss and predictions, see
-        :mod:`zerojax.trainer.losses`; by default ``model(**batch)``, which takes ``labels`` and
-        returns the loss and predictions.
+        :mod:`zerojax.trainer.losses` and :mod:`zerojax.trainer.ready_losses`; by default
+        ``model(**batch)``, which takes ``labels`` and returns the loss and predictions.
       params: The parameters to start from: a tree, or a function of the abstract parameters, such
         as ``lambda like: load(folder, config, like=like)``. New parameters by default.
       compute_metrics: A function from an ``EvalPrediction`` to a dict of numbers.
@@ -101,8 +104,8 @@ class Trainer:
 
     args: TrainingArguments
     callbacks: Callbacks
-    train_dataset: data.Dataset | None
-    eval_dataset: data.Dataset | None
+    train_dataset: data.AnyDataset | None
+    eval_dataset: data.AnyDataset | None
     epochs: data.Epochs
     zero: Zero
     state: TrainerState
@@ -113,8 +116,8 @@ class Trainer:
         model: AnyModel,
         args: TrainingArguments | None = None,
         *,
-        train_dataset: data.Dataset | None = None,
-        eval_dataset: data.Dataset | None = None,
+        train_dataset: data.AnyDataset | None = None,
+        eval_dataset: data.AnyDataset | None = None,
         data_collator: data.Collator | None = None,
         loss: Loss = model_loss,
         params: PyTree = None,
@@ -131,7 +134,8 @@ class Trainer:
         self.callbacks = Callbacks(callbacks, args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._collator, self._params = data_collator, params
-        self._model = model_of(model, loss, args.seed, args.gradient_checkpointing)
+        final_loss = smoothed(loss, args.label_smoothing_factor)
+        self._model = model_of(model, final_loss, args.seed, args.gradient_checkpointing)
         devices = all_devices() if mesh is None else mesh
         _check_cpus(args, devices.devices.flat[0].platform)
         world = batch_devices(devices)
@@ -145,7 +149,7 @@ class Trainer:
         config = resolved(args, world=world, steps=steps, hidden_size=hidden_size(model))
         self.zero = zero(config, mesh=mesh, specs=specs)
         self._folder = partial(RunFolder, args, self.zero, self.epochs, config_of(model))
-        self._tx = optimizer_of(args, self.zero, steps, optimizer)
+        self._tx, self._metric_rate = optimizer_of(args, self.zero, steps, optimizer)
         self._step = self._model.train_step(self.zero)
         self._evaluator = Evaluator(
             self._model, self.zero, world * args.per_device_eval_batch_size, args.label_names,
@@ -197,7 +201,7 @@ class Trainer:
                     if step % epochs.updates == 0:
                         self.callbacks("on_epoch_begin", state, control)
                     self.callbacks("on_step_begin", state, control)
-                    update = reader.update(epochs.indices(step), epochs.batch)
+                    update = reader.at(epochs, step)
                     self.train_state, metrics = self._update(update, jax.random.fold_in(key, step))
                     self._losses.add(metrics["loss"])
                     self._saved = None
@@ -212,6 +216,8 @@ class Trainer:
                     if control.should_log:
                         bar.log(step + 1, self._log_step())
                     scores = self.evaluate() if control.should_evaluate and not preempted else {}
+                    if scores and self._metric_rate is not None:
+                        self.train_state = self._metric_rate.after(self.train_state, state)
                     if control.should_save or preempted:
                         folder.save(self.train_state, state, self._losses.values(), scores)
                         self._saved = step + 1
@@ -243,7 +249,9 @@ class Trainer:
         return TrainOutput(state.global_step, figures["train_loss"], figures)
 
     def evaluate(
-        self, eval_dataset: data.Dataset | None = None, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: data.AnyDataset | None = None,
+        metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Returns the loss and metrics of all rows; rows that pad the last batch do not count."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -256,7 +264,7 @@ class Trainer:
         return metrics
 
     def predict(
-        self, test_dataset: data.Dataset, metric_key_prefix: str = "test"
+        self, test_dataset: data.AnyDataset, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Returns predictions for all rows, in order, and the metrics if there are labels."""
         reader = self._reader(test_dataset)
@@ -286,8 +294,12 @@ class Trainer:
 
     def _reader(self, dataset: Any, name: str = "the dataset") -> data.Reader:
         data.check(name, dataset)
-        numbers_only, check = self.args.remove_unused_columns, self._limits.check
-        return data.Reader(dataset, self._collator, self.zero.mesh, numbers_only, check)
+        args, micro_batch = self.args, self.epochs.batch // self.args.gradient_accumulation_steps
+        return reader_of(
+            dataset, multiple=micro_batch if args.dataloader_drop_last else 1,
+            collator=self._collator, mesh=self.zero.mesh, numbers_only=args.remove_unused_columns,
+            check=self._limits.check,
+        )  # fmt: skip
 
     def _partial(self, rows: int) -> Partial:
         return Partial(rows, self.epochs.batch, self.args.gradient_accumulation_steps)

@@ -1,4 +1,4 @@
-"""Loss functions of the Trainer: their interface, and two ready-to-use ones.
+"""Loss functions of the Trainer: their interface. ``ready_losses`` has some.
 
 A loss function takes the model and a batch (a dict of arrays, rows on the first axis) and returns
 a dict as the forward pass of Hugging Face's models does::
@@ -27,7 +27,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from zerojax.models.loss import cross_entropy
 from zerojax.trace.gradients import weighted_mean
 from zerojax.xla.types import PyTree
 
@@ -105,8 +104,9 @@ def mean_loss(given: object) -> jax.Array:
         raise ValueError(
             "no loss: the model gave none of this batch, or an array in place of a scalar. Give "
             "the rows `labels`, and let the model's __call__ take them and return {'loss': ...}, "
-            "or pass Trainer(loss=zerojax.trainer.causal_lm_loss), classification_loss or your "
-            "own: (model, batch) to a scalar, or to (values, weights) of rows or tokens"
+            "or pass Trainer(loss=zerojax.trainer.causal_lm_loss), seq2seq_loss, "
+            "classification_loss or your own: (model, batch) to a scalar, or to (values, weights) "
+            "of rows or tokens"
         )
     return mean
 
@@ -156,46 +156,3 @@ _SWITCHES = {"deterministic": False, "train": True, "training": True}
 def model_loss(model: Callable[..., object], batch: Mapping[str, object]) -> object:
     """Calls the model, which takes labels and returns the loss, as Hugging Face's do; default."""
     return call(model, batch)
-
-
-def causal_lm_loss(
-    model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]
-) -> dict[str, PyTree]:
-    """Returns the mean cross-entropy of the next tokens, in nats; labels of -100 do not count.
-
-    The model returns logits [B, T, V] from ``input_ids`` [B, T] (also passed as ``tokens``) or the
-    other fields that its ``__call__`` names. This function shifts ``labels`` [B, T] by one token,
-    as transformers does; by default the labels are the ``input_ids`` where ``attention_mask`` is
-    not 0.
-    """
-    inputs = batch["input_ids"]
-    fields = {**batch, "tokens": inputs} if "tokens" not in batch else batch
-    logits = call(model, fields, without=("labels",))
-    if (labels := batch.get("labels")) is None:
-        mask = batch.get("attention_mask")
-        if mask is not None and mask.shape != inputs.shape:
-            raise ValueError(
-                f"attention_mask has shape {mask.shape} and input_ids {inputs.shape}, so that the "
-                f"mask does not say which tokens count: give the rows labels, {IGNORED} where none "
-                "does"
-            )
-        labels = inputs if mask is None else jnp.where(mask == 0, IGNORED, inputs)
-    labels = labels[:, 1:]
-    counts = labels != IGNORED
-    losses = cross_entropy(logits[:, :-1], jnp.where(counts, labels, 0))
-    return {"loss": (losses, counts.astype(losses.dtype)), "logits": logits}
-
-
-def classification_loss(
-    model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]
-) -> dict[str, PyTree]:
-    """Returns the mean cross-entropy of ``labels`` [...], in nats; labels of -100 do not count.
-
-    The model returns logits [..., C] from the fields that its ``__call__`` names.
-    """
-    logits = call(model, batch, without=("labels",))
-    if "labels" not in batch:
-        return {"logits": logits}
-    counts = batch["labels"] != IGNORED
-    losses = cross_entropy(logits, jnp.where(counts, batch["labels"], 0))
-    return {"loss": (losses, counts.astype(losses.dtype)), "logits": logits}

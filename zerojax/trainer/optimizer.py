@@ -5,13 +5,16 @@ from __future__ import annotations
 import optax
 
 from zerojax.api import Zero
-from zerojax.config import ConfigError, OptimizerConfig
-from zerojax.config.keys.named_types import NAMED_TYPES
+from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig, ZeroConfig
 from zerojax.experimental.choice import OPTIMIZERS as EXPERIMENTAL
 from zerojax.optim.decay import no_bias_and_norm
-from zerojax.optim.named import named_optimizer
+from zerojax.optim.named import Rate, named_optimizer
+from zerojax.optim.schedules import schedule as rate_of
 from zerojax.optim.wrap import features, wrap
-from zerojax.trainer.arguments import OPTIMIZERS, TrainingArguments
+from zerojax.trainer.arguments import TrainingArguments
+from zerojax.trainer.metric_rates import METRIC_RATES, MetricRate
+from zerojax.trainer.optimizer_names import OPTIMIZERS, optim_options
+from zerojax.trainer.rate_in_state import InState
 from zerojax.trainer.schedules import Run, schedule
 
 
@@ -20,8 +23,9 @@ def optimizer_of(
     zero: Zero,
     steps: int,
     own: optax.GradientTransformation | None = None,
-) -> optax.GradientTransformation:
-    """Returns the run's optimizer, with the config's clipping and loss scale.
+) -> tuple[optax.GradientTransformation, InState | None]:
+    """Returns the run's optimizer, with the config's clipping and loss scale, and its learning rate
+    if evaluations decide it.
 
     As in transformers, weight decay applies to all parameters with the JSON's optimizer, but not to
     biases and norms with the optimizer of the arguments. Either works with either schedule.
@@ -42,28 +46,40 @@ def optimizer_of(
                 raise ConfigError(
                     f"{name}: the JSON names one, and Trainer(optimizer=...) another; keep one"
                 )
-        return zero.wrap(own)
-    named = config.optimizer or _named(args)
+        return zero.wrap(own), None
+    base = args.learning_rate
+    if config.optimizer is not None:
+        base = config.optimizer.with_defaults().get("lr", base)
+    if config.scheduler is None and args.lr_scheduler_type in METRIC_RATES:
+        metric_rate = MetricRate(args.lr_scheduler_type, base, args.lr_scheduler_kwargs)
+        tx, _ = _with_rate(args, config, optax.constant_schedule(1.0))
+        in_state = InState.of(tx, metric_rate, args.metric_for_best_model)
+        return wrap(in_state.tx, **features(config)), in_state
     rate = config.scheduler or schedule(
-        args.lr_scheduler_type,
-        Run(named.with_defaults().get("lr", args.learning_rate), args.warmup(steps), steps),
-        args.lr_scheduler_kwargs,
+        args.lr_scheduler_type, Run(base, args.warmup(steps), steps), args.lr_scheduler_kwargs
     )
-    is_masked = config.optimizer is None and args.weight_decay
-    mask = no_bias_and_norm if is_masked else None
-    tx, learning_rate = named_optimizer(
-        named, rate, weight_decay_mask=mask, further_rules=EXPERIMENTAL
-    )
-    return wrap(tx, learning_rate=learning_rate, **features(config))
+    tx, learning_rate = _with_rate(args, config, rate)
+    return wrap(tx, learning_rate=learning_rate, **features(config)), None
 
 
-def _named(args: TrainingArguments) -> OptimizerConfig:
-    kind = OPTIMIZERS[args.optim]
+def _with_rate(
+    args: TrainingArguments, config: ZeroConfig, rate: SchedulerConfig | optax.Schedule
+) -> tuple[optax.GradientTransformation, Rate]:
+    """Returns the optimizer of the JSON or the arguments, and its learning rate."""
+    if config.optimizer is not None:
+        return named_optimizer(config.optimizer, rate, further_rules=EXPERIMENTAL)
+    named, options = OPTIMIZERS[args.optim], optim_options(args.optim, args.optim_args)
     params = {
         "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,
+        **{name: value(args) for name, value in named.arguments.items()},
+        **options,
     }
-    known = NAMED_TYPES["optimizer"][kind]
-    return OptimizerConfig(type=kind, params={k: v for k, v in params.items() if k in known})
+    mask = no_bias_and_norm if args.weight_decay else None
+    if isinstance(named.form, str):
+        own = OptimizerConfig(type=named.form, params=params)
+        return named_optimizer(own, rate, weight_decay_mask=mask)
+    decay = [optax.add_decayed_weights(args.weight_decay, mask)] if args.weight_decay else []
+    learning_rate = rate_of(rate, args.learning_rate) if isinstance(rate, SchedulerConfig) else rate
+    rules = named.form(decay, options)
+    return optax.chain(*rules, optax.scale_by_learning_rate(learning_rate)), learning_rate

@@ -54,16 +54,11 @@ WITHOUT_EFFECT: dict[str, str] = {
 """The reason for each argument that has no effect."""
 
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "label_smoothing_factor": ((0, 0.0), "smooth the labels in loss="),
-    "group_by_length": ((False,), "sort the dataset"),
-    "train_sampling_strategy": (("random",), "write the loop yourself for another order"),
-    "length_column_name": (("length",), "sort the dataset"),
     "push_to_hub": ((False,), "save_model() writes a folder to push"),
     "auto_find_batch_size": ((False,), "`python -m zerojax fit` finds the batch that fits"),
     "neftune_noise_alpha": ((None,), "add the noise in loss="),
     "past_index": ((-1,), "no model here returns a past"),
-    "adafactor": ((False,), "Trainer(optimizer=optax.adafactor(...)) takes any optax optimizer"),
-    "optim_args": ((None, ""), "Trainer(optimizer=...) takes any optax optimizer"),
+    "adafactor": ((False,), 'optim="adafactor" does so'),
     "optim_target_modules": ((None,), "Trainer(optimizer=...) takes any optax optimizer"),
     "bf16_full_eval": ((False,), "bf16=True evaluates in bfloat16, too"),
     "fp16_full_eval": ((False,), "fp16=True evaluates in float16, too"),

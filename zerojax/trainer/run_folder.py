@@ -119,13 +119,14 @@ class RunFolder:
         scores = {**unknown, **{k: v for k, v in scores.items() if isinstance(v, int | float)}}
         self.checkpoints.save(state.global_step, train_state, extra=extra, metrics=scores or None)
 
-    def _data(self) -> dict[str, int]:
+    def _data(self) -> dict[str, int | str]:
         """Returns the values that a resumed run is compared by, by their names in messages.
 
         All but "steps" must be equal.
         """
-        epochs = self._epochs
-        return {
+        epochs, strategy = self._epochs, self._args.train_sampling_strategy
+        order = {} if strategy == "random" else {"train_sampling_strategy": strategy}
+        return order | {
             "rows of train_dataset": epochs.rows,
             "rows per update": epochs.batch,
             "updates per epoch": epochs.updates,
@@ -142,8 +143,9 @@ class RunFolder:
             )
         previous, current = dict(extra["data"]), self._data()
         steps = previous.pop("steps"), current.pop("steps")
-        differences = [f"{k} ({previous.get(k)} there, {v} here)" for k, v in current.items()
-                       if previous.get(k) != v]  # fmt: skip
+        names = dict.fromkeys([*current, *previous])
+        differences = [f"{k} ({previous.get(k)} there, {current.get(k)} here)" for k in names
+                       if previous.get(k) != current.get(k)]  # fmt: skip
         if differences:
             raise CheckpointError(
                 f"{where} is of other data: {', '.join(differences)}; a run goes on with the same, "

@@ -1,0 +1,112 @@
+"""Order of a dataset's rows in an epoch: transformers' ``train_sampling_strategy``.
+
+- random: a permutation, drawn from the seed and the epoch.
+- sequential: the dataset's order in every epoch.
+- group_by_length: rows of similar length meet in an update, so that a collator pads little. The
+  permutation is split into mega-batches of 50 updates (of fewer, so that there are four), each
+  sorted from long to short; then the longest row of all comes first, where a lack of memory shows
+  soonest. As in transformers' ``LengthGroupedSampler``, for the rows of all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+STRATEGIES = ("random", "sequential", "group_by_length")
+
+
+class Order:
+    """Order of the rows in each epoch.
+
+    Args:
+      strategy: One of :data:`STRATEGIES`.
+      rows: The number of rows.
+      seed: The seed of the permutations.
+      batch: Rows of an update.
+      lengths: The length of each row, for "group_by_length".
+
+    Example:
+      >>> Order("sequential", 4, seed=0, batch=2)(epoch=3)
+      array([0, 1, 2, 3])
+    """
+
+    def __init__(
+        self,
+        strategy: str,
+        rows: int,
+        *,
+        seed: int,
+        batch: int,
+        lengths: np.ndarray | None = None,
+    ) -> None:
+        self.strategy, self._lengths = strategy, lengths
+        self._rows, self._seed, self._batch = rows, seed, batch
+        self._last: tuple[int, np.ndarray] | None = None
+
+    def __call__(self, epoch: int) -> np.ndarray:
+        """Returns the row indices of an epoch, int [rows]; keeps those of the last one."""
+        if self._last is None or self._last[0] != epoch:
+            self._last = epoch, self._computed(epoch)
+        return self._last[1]
+
+    def _computed(self, epoch: int) -> np.ndarray:
+        if self.strategy == "sequential":
+            return np.arange(self._rows)
+        permutation = np.random.default_rng((self._seed, epoch)).permutation(self._rows)
+        if self._lengths is None:
+            return permutation
+        return grouped(permutation, self._lengths, self._batch)
+
+
+def grouped(permutation: np.ndarray, lengths: np.ndarray, batch: int) -> np.ndarray:
+    """Sorts the mega-batches of a permutation by length, and puts the longest row first.
+
+    Args:
+      permutation: Row indices, int [rows].
+      lengths: The length of each row, by index.
+      batch: Rows of an update.
+
+    Example:
+      >>> grouped(np.array([3, 0, 1, 2]), np.array([5, 6, 9, 7]), batch=1).tolist()
+      [2, 0, 1, 3]
+    """
+    size = batch * max(1, min(len(lengths) // (batch * 4), 50))
+    groups = [permutation[i : i + size] for i in range(0, len(permutation), size)]
+    # Stable, so that rows of equal length keep the permutation's order.
+    groups = [group[np.argsort(-lengths[group], kind="stable")] for group in groups]
+    longest = int(np.argmax([lengths[group[0]] for group in groups]))
+    groups[0][0], groups[longest][0] = groups[longest][0], groups[0][0]
+    return np.concatenate(groups)
+
+
+def row_lengths(dataset: Any, column: str) -> np.ndarray:
+    """Returns the length of each row, int [rows].
+
+    It is the value of ``length_column_name`` if the rows have that field, else the number of
+    ``input_ids``; without a column to read, every row is read once.
+
+    Args:
+      dataset: Rows by index; a ``datasets.Dataset`` is read by column.
+      column: ``length_column_name``.
+
+    Raises:
+      ValueError: The rows have neither field.
+    """
+    names: Sequence[str] = getattr(dataset, "column_names", None) or ()
+    if column in names:
+        return np.asarray(dataset[column])
+    if "input_ids" in names:
+        return np.array([len(tokens) for tokens in dataset["input_ids"]])
+    first = dataset[0]
+    fields = first if isinstance(first, Mapping) else {}
+    if column in fields:
+        return np.array([int(dataset[i][column]) for i in range(len(dataset))])
+    if "input_ids" in fields:
+        return np.array([len(dataset[i]["input_ids"]) for i in range(len(dataset))])
+    raise ValueError(
+        f'train_sampling_strategy = "group_by_length" needs the rows\' lengths: give them a field '
+        f"{column} (length_column_name) or input_ids"
+    )

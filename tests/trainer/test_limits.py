@@ -13,14 +13,9 @@ from trainer.jobs import CONFIG, Classifier
 import zerojax
 from zerojax.models.gpt import GPT
 from zerojax.models.gpt_nnx import GPT as NnxGPT
+from zerojax.models.losses import IGNORED, causal_lm_loss, classification_loss, model_loss
 from zerojax.trainer.limits import Limits
-from zerojax.trainer.losses import (
-    IGNORED,
-    Forward,
-    causal_lm_loss,
-    classification_loss,
-    model_loss,
-)
+from zerojax.trainer.losses import Forward
 from zerojax.trainer.model import TracedLoss, model_of
 
 X = np.zeros((3, 8), np.float32)

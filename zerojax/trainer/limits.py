@@ -11,7 +11,8 @@ import numpy as np
 from flax import nnx
 
 from zerojax.distributed import log
-from zerojax.trainer.losses import IGNORED, Forward, causal_lm_loss, classification_loss
+from zerojax.models.losses import IGNORED, causal_lm_loss, classification_loss
+from zerojax.trainer.losses import Forward
 from zerojax.trainer.model import AnyModel, Loss, TracedLoss
 from zerojax.xla.types import Shaped
 

@@ -22,6 +22,7 @@ from zerojax.checkpoint import PREEMPTED, export
 from zerojax.checkpoint.processes import LONGEST, call_on_first
 from zerojax.devices.mesh import batch_devices
 from zerojax.devices.mesh import mesh as all_devices
+from zerojax.models.losses import model_loss
 from zerojax.optim.telemetry import telemetry
 from zerojax.trainer import data
 from zerojax.trainer.arguments import TrainingArguments
@@ -34,7 +35,6 @@ from zerojax.trainer.callbacks import (
 )
 from zerojax.trainer.evaluation import ComputeMetrics, Evaluator, Preprocess
 from zerojax.trainer.limits import Limits
-from zerojax.trainer.losses import model_loss
 from zerojax.trainer.model import AnyModel, Create, Loss, config_of, hidden_size, model_of
 from zerojax.trainer.optimizer import optimizer_of
 from zerojax.trainer.other_arguments import refuse

@@ -13,10 +13,10 @@ from trainer.jobs import CONFIG, Classifier
 import zerojax
 from zerojax.models.gpt import GPT
 from zerojax.models.gpt_nnx import GPT as NnxGPT
+from zerojax.models.losses import IGNORED, causal_lm_loss, classification_loss, model_loss
 from zerojax.trainer.limits import Limits
-from zerojax.trainer.losses import IGNORED, Forward, model_loss
+from zerojax.trainer.losses import Forward
 from zerojax.trainer.model import TracedLoss, model_of
-from zerojax.trainer.ready_losses import causal_lm_loss, classification_loss
 
 X = np.zeros((3, 8), np.float32)
 TOKENS = np.zeros((2, 4), np.int32)

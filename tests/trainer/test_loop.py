@@ -320,7 +320,7 @@ def test_a_model_that_gives_its_own_loss_and_has_batch_statistics(tmp_path: Path
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
             return {"loss": losses.mean(), "logits": logits}
 
-    from zerojax.trainer.losses import model_loss
+    from zerojax.models.losses import model_loss
 
     args = arguments(tmp_path, max_steps=3, save_strategy="no")
     trainer = classifier(args, model=Normed(), loss=model_loss)

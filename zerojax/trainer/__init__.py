@@ -7,13 +7,16 @@ and metrics come out. In reading order:
   ``resolved``: the DeepSpeed config from them. ``optimizer``, ``optimizer_names``: the optimizer.
   ``schedules``, ``metric_rates``, ``rate_in_state``: its learning rate.
 - ``loop``: the training loop. ``callbacks``: hooks, and when an event is due.
-- ``model``: linen and NNX models alike. ``losses``: the interface of loss functions, and
-  ``ready_losses``.
+- ``model``: linen and NNX models alike. ``losses``: the interface of loss functions; ready ones
+  are in ``zerojax.models.losses``.
 - ``data``: rows and batches. ``order``: the order of the rows. ``stream``: datasets without a
   length. ``limits``: checks of batches. ``partial``: an epoch's last update.
 - ``evaluation``, ``predictions``: evaluations. ``run_folder``: checkpoints. ``progress``: the bar.
 """
 
+from zerojax.models.losses import causal_lm_loss as causal_lm_loss
+from zerojax.models.losses import classification_loss as classification_loss
+from zerojax.models.losses import seq2seq_loss as seq2seq_loss
 from zerojax.trainer.arguments import TrainingArguments as TrainingArguments
 from zerojax.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
 from zerojax.trainer.callbacks import TrainerCallback as TrainerCallback
@@ -23,6 +26,3 @@ from zerojax.trainer.loop import Trainer as Trainer
 from zerojax.trainer.loop import TrainOutput as TrainOutput
 from zerojax.trainer.predictions import EvalPrediction as EvalPrediction
 from zerojax.trainer.predictions import PredictionOutput as PredictionOutput
-from zerojax.trainer.ready_losses import causal_lm_loss as causal_lm_loss
-from zerojax.trainer.ready_losses import classification_loss as classification_loss
-from zerojax.trainer.ready_losses import seq2seq_loss as seq2seq_loss

@@ -82,7 +82,7 @@ class TrainingArguments:
         optimizer, see :mod:`zerojax.trainer.optimizer_names`.
       max_grad_norm: The largest global norm of a gradient; 0 turns clipping off.
       label_smoothing_factor: The smoothing of a ready loss, see
-        :mod:`zerojax.trainer.ready_losses`.
+        :mod:`zerojax.models.losses`.
       num_train_epochs: Epochs; 1.5 ends in the middle of the second.
       max_steps: The number of updates; if above 0, it overrides ``num_train_epochs``.
       lr_scheduler_type, lr_scheduler_kwargs: The schedule, see :mod:`zerojax.trainer.schedules` and

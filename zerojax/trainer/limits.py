@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 
 from zerojax.distributed import log
-from zerojax.trainer.losses import IGNORED, Forward
+from zerojax.models.losses import IGNORED, READY, causal_lm_loss
+from zerojax.trainer.losses import Forward
 from zerojax.trainer.model import AnyModel, Loss, TracedLoss
-from zerojax.trainer.ready_losses import READY, causal_lm_loss
 from zerojax.xla.types import Shaped
 
 
@@ -26,7 +26,7 @@ class Limits:
     Args:
       model: The user's model; its config's ``vocab_size`` bounds the tokens.
       loss: The loss function; labels are checked if it is one of
-        :mod:`zerojax.trainer.ready_losses`.
+        :mod:`zerojax.models.losses`.
       traced: A function that traces the loss of a batch, with shapes in place of arrays.
       devices: The number of devices that share a batch; traced rows divide among them.
       labels: The fields that metrics read, whether or not the loss reads them.

@@ -22,6 +22,7 @@ from zerojax.checkpoint import PREEMPTED, export
 from zerojax.checkpoint.processes import LONGEST, call_on_first
 from zerojax.devices.mesh import batch_devices
 from zerojax.devices.mesh import mesh as all_devices
+from zerojax.models.losses import model_loss, smoothed
 from zerojax.optim.telemetry import telemetry
 from zerojax.trainer import data
 from zerojax.trainer.arguments import TrainingArguments
@@ -34,14 +35,12 @@ from zerojax.trainer.callbacks import (
 )
 from zerojax.trainer.evaluation import ComputeMetrics, Evaluator, Preprocess
 from zerojax.trainer.limits import Limits
-from zerojax.trainer.losses import model_loss
 from zerojax.trainer.model import AnyModel, Create, Loss, config_of, hidden_size, model_of
 from zerojax.trainer.optimizer import optimizer_of
 from zerojax.trainer.other_arguments import refuse
 from zerojax.trainer.partial import Partial
 from zerojax.trainer.predictions import PredictionOutput
 from zerojax.trainer.progress import MeanLoss, TrainingProgress
-from zerojax.trainer.ready_losses import smoothed
 from zerojax.trainer.resolved import resolved
 from zerojax.trainer.run_folder import RunFolder, preemption_notice
 from zerojax.trainer.stream import reader_of
@@ -68,7 +67,7 @@ class Trainer:
         only: ``datasets.IterableDataset``, ``grain.IterDataset``; training needs ``max_steps``.
       data_collator: A function from a list of rows to a dict of arrays; stacks rows by default.
       loss: A function from ``(model, batch)`` to a loss and predictions, see
-        :mod:`zerojax.trainer.losses` and :mod:`zerojax.trainer.ready_losses`; by default
+        :mod:`zerojax.trainer.losses` and :mod:`zerojax.models.losses`; by default
         ``model(**batch)``, which takes ``labels`` and returns the loss and predictions.
       params: The parameters to start from: a tree, or a function of the abstract parameters, such
         as ``lambda like: load(folder, config, like=like)``. New parameters by default.

@@ -1,4 +1,4 @@
-"""Loss functions of the Trainer: their interface. ``ready_losses`` has some.
+"""Loss functions of the Trainer: their interface; `zerojax.models.losses` has ready-to-use ones.
 
 A loss function takes the model and a batch (a dict of arrays, rows on the first axis) and returns
 a dict as the forward pass of Hugging Face's models does::
@@ -19,19 +19,14 @@ a dict as the forward pass of Hugging Face's models does::
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from zerojax.trace.gradients import weighted_mean
 from zerojax.xla.types import PyTree
-
-IGNORED = -100
-"""The label of a token that does not count, as in transformers."""
 
 
 class Forward(NamedTuple):
@@ -109,50 +104,3 @@ def mean_loss(given: object) -> jax.Array:
             "of rows or tokens"
         )
     return mean
-
-
-def call(
-    model: Callable[..., PyTree], batch: Mapping[str, object], *, without: tuple[str, ...] = ()
-) -> PyTree:
-    """Calls ``model(**fields)`` with the fields of the batch that its ``__call__`` names.
-
-    A linen model's ``deterministic``, ``train`` or ``training`` is set according to whether dropout
-    has a key, which it has in training only.
-
-    Raises:
-      TypeError: The batch lacks a required argument of ``__call__``, or none of its fields is an
-        argument of ``__call__``.
-    """
-    parameters = inspect.signature(type(model).__call__).parameters
-    names = [*parameters][1:]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        names = [*names, *batch]
-    fields = {k: v for k, v in batch.items() if k in names and k not in without}
-    missing = [
-        name
-        for name, p in [*parameters.items()][1:]
-        if p.default is p.empty
-        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        and name not in (*fields, *_SWITCHES)
-    ]
-    if missing or not fields:
-        raise TypeError(
-            f"{type(model).__name__}.__call__ takes {', '.join(names)}, and the batch has "
-            f"{', '.join(batch)} (without columns of text): name the fields alike, or pass "
-            "Trainer(loss=lambda model, batch: ...)"
-        )
-    if isinstance(model, nn.Module):
-        is_training = model.has_rng("dropout")
-        fields |= {
-            k: is_training is train_value for k, train_value in _SWITCHES.items() if k in names
-        }
-    return model(**fields)
-
-
-_SWITCHES = {"deterministic": False, "train": True, "training": True}
-"""Names of the argument that switches to training, and its value in training."""
-
-
-def model_loss(model: Callable[..., object], batch: Mapping[str, object]) -> object:
-    """Calls the model, which takes labels and returns the loss, as Hugging Face's do; default."""
-    return call(model, batch)

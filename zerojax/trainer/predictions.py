@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zerojax.trainer.losses import IGNORED
+from zerojax.models.losses import IGNORED
 from zerojax.xla.types import PyTree
 
 

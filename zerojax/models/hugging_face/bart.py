@@ -7,13 +7,19 @@
 True
 """
 
-from zerojax.models.bart import BLENDERBOT, BartConfig
+from typing import cast
+
+import flax.linen as nn
+
+from zerojax.models.bart import BLENDERBOT, Bart, BartConfig, shifted
 from zerojax.models.config import Fields
 from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config_file import Json, Supported, check_supported
-from zerojax.models.hugging_face.folder import Format
+from zerojax.models.hugging_face.folder import TOKEN, Format
 from zerojax.models.hugging_face.module_names import module_names
+from zerojax.models.losses import Batch, classification_loss
 from zerojax.weights import Names, Tensor
+from zerojax.xla.types import PyTree
 
 # Copies of the shared embedding table that older files also have.
 TIED = {
@@ -115,5 +121,24 @@ def config_to_hf(config: BartConfig) -> Json:
     }
 
 
-FORMAT = Format(BartConfig, config_from_hf, config_to_hf, names)
+def loss(model: nn.Module, batch: Batch) -> dict[str, PyTree]:
+    """Returns the mean cross-entropy of `labels` [B, T], in nats; labels of -100 do not count.
+
+    The decoder's input are the `decoder_input_ids`, or else the labels after the start token.
+    """
+    labels = batch["labels"]
+    inputs = {"decoder_input_ids": shifted(labels, cast(Bart, model).config), **batch}
+    return classification_loss(model, inputs)
+
+
+FORMAT = Format(
+    BartConfig,
+    config_from_hf,
+    config_to_hf,
+    names,
+    model=Bart,
+    loss=loss,
+    keys=[*(key for _, key, _ in config_file.same_keys(BartConfig, {})), *SUPPORTED],
+    inputs=lambda config: (TOKEN, TOKEN),
+)
 read_config, texts, export_names = FORMAT.read_config, FORMAT.texts, FORMAT.export_names

@@ -25,6 +25,15 @@ Supported = Mapping[str, Sequence[object]]
 _OF_FILES = ("torch_dtype", "dtype", "quantization_config", "auto_map")
 """Keys that describe the tensors and the code of the original folder, and are not written back."""
 
+COMMON = (
+    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype",
+    "eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
+    "model_type", "num_labels", "output_attentions", "output_hidden_states", "pad_token_id",
+    "pretraining_tp", "problem_type", "return_dict", "sep_token_id", "task_specific_params",
+    "torch_dtype", "transformers_version", "use_cache",
+)  # fmt: skip
+"""Keys of any model's file that do not change its forward pass from the other keys."""
+
 
 def same_keys(config: type[ModelConfig], defaults: Fields) -> Keys:
     """Returns the keys of a config whose fields have Hugging Face's names.
@@ -103,6 +112,20 @@ def texts(config: ModelConfig, about: Json) -> dict[str, str]:
     return {CONFIG_FILE: json_text(about), **extra}
 
 
+def in_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
+    """Returns the path of a folder's `config.json`.
+
+    Raises:
+      FileNotFoundError: The folder has no `config.json`.
+    """
+    file = pathlib.Path(folder) / CONFIG_FILE
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} is not there: copy it from the model's page, or write the config by hand"
+        )
+    return file
+
+
 def read(folder: str | os.PathLike[str], from_hf: Callable[[Json], Config]) -> Config:
     """Reads the config from a folder's `config.json`, and keeps its `generation_config.json`.
 
@@ -110,11 +133,7 @@ def read(folder: str | os.PathLike[str], from_hf: Callable[[Json], Config]) -> C
       FileNotFoundError: The folder has no `config.json`.
       ValueError: A file is not a JSON object, or `from_hf` rejects it.
     """
-    file = pathlib.Path(folder) / CONFIG_FILE
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} is not there: copy it from the model's page, or write the config by hand"
-        )
+    file = in_folder(folder)
     try:
         config = from_hf(read_json(file))
         file = file.with_name(GENERATION_FILE)

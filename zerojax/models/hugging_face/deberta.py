@@ -8,11 +8,12 @@ True
 """
 
 from zerojax.models.config import Fields
-from zerojax.models.deberta import DebertaConfig
+from zerojax.models.deberta import DebertaClassifier, DebertaConfig
 from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config_file import Json, Supported, check_supported
 from zerojax.models.hugging_face.folder import Format
 from zerojax.models.hugging_face.module_names import module_names
+from zerojax.models.losses import classification_loss
 from zerojax.weights import Names
 
 # Values that zerojax.models.deberta supports; the first of each is transformers' default.
@@ -124,5 +125,14 @@ def config_to_hf(config: DebertaConfig) -> Json:
     }
 
 
-FORMAT = Format(DebertaConfig, config_from_hf, config_to_hf, names)
+FORMAT = Format(
+    DebertaConfig,
+    config_from_hf,
+    config_to_hf,
+    names,
+    model=DebertaClassifier,
+    loss=classification_loss,
+    keys=[*(key for _, key, _ in KEYS), *SUPPORTED, *_DERIVED],
+    head=("pooler/{rest:path}", "classifier/{rest:path}"),
+)
 read_config, texts, export_names = FORMAT.read_config, FORMAT.texts, FORMAT.export_names

@@ -6,7 +6,7 @@ the modules beside this one, such as `zerojax.models.hugging_face.gpt2.load`, ar
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Generic
 
 import flax.linen as nn
@@ -20,10 +20,16 @@ from zerojax.checkpoint.naming import Renamed
 from zerojax.models.config import Fields
 from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config_file import Config, Json
+from zerojax.models.losses import Batch
 from zerojax.plan.stored import unwrap_stored
 from zerojax.weights.saver import CONFIG_FILE, MAX_FILE_BYTES
 from zerojax.weights.writer import Path
 from zerojax.xla.types import PyTree
+
+TOKEN = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+
+Loss = Callable[[nn.Module, Batch], dict[str, PyTree]]
+"""A loss for the Trainer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +42,12 @@ class Format(Generic[Config]):
       to_hf: Converts a config to a `config.json`.
       names: Returns the tensors of a model's parameters.
       needed: Fields that a checkpoint must state, in addition to those without a default.
+      model: The model's class, called with the config.
+      loss: The loss of a bound model and a batch, for the Trainer; see `zerojax.models.losses`.
+      keys: Keys of a `config.json` that `from_hf` converts or checks.
+      inputs: Returns the arguments of `model.init` as `jax.ShapeDtypeStruct`; one token by default.
+      head: Patterns of the parameters that have no tensors after pretraining, so that a model
+        that is loaded for training starts with new ones.
     """
 
     config: type[Config]
@@ -43,6 +55,12 @@ class Format(Generic[Config]):
     to_hf: Callable[[Config], Json]
     names: Callable[[Config], weights.Names]
     needed: Sequence[str] = ()
+    _: dataclasses.KW_ONLY
+    model: Callable[[Config], nn.Module]
+    loss: Loss
+    keys: Collection[str]
+    inputs: Callable[[Config], Sequence[jax.ShapeDtypeStruct]] = lambda config: (TOKEN,)
+    head: Sequence[str] = ()
 
     def read_config(self, folder: Path) -> Config:
         """Reads a folder's `config.json`, and keeps its `generation_config.json`.
@@ -101,14 +119,12 @@ class LanguageModel(Format[Config]):
     """A model type of which zerojax has the head too, so that all parameters are known.
 
     Attributes:
-      model: The model's class, called with the config.
       stack: The name of the stacked blocks.
       checked: Fields that a folder's `config.json` must share with a model that loads the folder,
         with Hugging Face's keys: no tensor's shape shows the number of heads.
     """
 
     _: dataclasses.KW_ONLY
-    model: Callable[[Config], nn.Module]
     stack: str
     checked: Sequence[tuple[str, str]]
 
@@ -196,10 +212,9 @@ class LanguageModel(Format[Config]):
                 )
 
 
-def abstract(model: nn.Module) -> PyTree:
-    """Returns the `params` of a language model as `jax.ShapeDtypeStruct`."""
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+def abstract(model: nn.Module, *inputs: jax.ShapeDtypeStruct) -> PyTree:
+    """Returns the `params` of a model as `jax.ShapeDtypeStruct`; a token is the default input."""
+    return jax.eval_shape(model.init, jax.random.key(0), *(inputs or [TOKEN]))["params"]
 
 
 def wanted(model: nn.Module, like: PyTree = None, dtype: DTypeLike | None = None) -> PyTree:

@@ -42,6 +42,7 @@ from zerojax.models.gpt import GPT, LAYER_NORM_EPS, GPTConfig
 from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config_file import Json, Keys, Supported
 from zerojax.models.hugging_face.folder import LanguageModel
+from zerojax.models.losses import causal_lm_loss
 
 NAMES = weights.Names(
     {
@@ -134,6 +135,8 @@ FORMAT = LanguageModel(
     config_to_hf,
     names=lambda config: NAMES,
     model=GPT,
+    loss=causal_lm_loss,
+    keys=[*(key for _, key, _ in KEYS), *DROPOUTS, *SUPPORTED, "n_inner"],
     stack="h",
     checked=[(field, key) for field, key, _ in KEYS],
 )

@@ -33,6 +33,7 @@ from zerojax.models.hugging_face.config_file import Json, Keys, Supported
 from zerojax.models.hugging_face.folder import LanguageModel, abstract, by_path
 from zerojax.models.hugging_face.module_names import module_names
 from zerojax.models.llama import Llama, LlamaConfig
+from zerojax.models.losses import causal_lm_loss
 from zerojax.weights.names import link
 from zerojax.xla.types import PyTree
 
@@ -129,6 +130,8 @@ FORMAT = LanguageModel(
     names=lambda config: NAMES,
     needed=("rms_norm_eps", "tie_word_embeddings", "rope_theta"),
     model=Llama,
+    loss=causal_lm_loss,
+    keys=[*(key for _, key, _ in KEYS), *SUPPORTED, "rope_theta", "rope_parameters", "head_dim"],
     stack="layers",
     checked=[*_CHECKED, ("rope_theta", "rope_theta")],
 )

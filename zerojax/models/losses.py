@@ -1,4 +1,7 @@
-"""Ready-to-use loss functions: next tokens, a decoder's tokens, classes.
+"""Losses of a model and a batch, for the Trainer; the batch has transformers' names.
+
+``loss(model, batch)`` returns a dict with the ``loss``, a pair (values, weights) of arrays of the
+same shape, and the predictions ``logits``. `zerojax.trainer.losses` describes the interface.
 
 ``label_smoothing`` s, the Trainer's ``label_smoothing_factor``, turns the cross-entropy
 -log p[label] into (1 - s) (-log p[label]) + s mean(-log p), the mean over all V or C entries, as
@@ -8,17 +11,71 @@ transformers' ``LabelSmoother`` does.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from zerojax.config.errors import ConfigError
 from zerojax.models.bart import shifted
 from zerojax.models.loss import cross_entropy, widen
-from zerojax.trainer.losses import IGNORED, call
 from zerojax.xla.types import PyTree
+
+IGNORED = -100
+"""The label of a token that does not count, as in transformers."""
+
+Batch = Mapping[str, jax.Array]
+"""Arrays by name, rows on the first axis."""
+
+
+def call(
+    model: Callable[..., PyTree], batch: Mapping[str, object], *, without: tuple[str, ...] = ()
+) -> PyTree:
+    """Calls ``model(**fields)`` with the fields of the batch that its ``__call__`` names.
+
+    A linen model's ``deterministic``, ``train`` or ``training`` is set according to whether dropout
+    has a key, which it has in training only.
+
+    Raises:
+      TypeError: The batch lacks a required argument of ``__call__``, or none of its fields is an
+        argument of ``__call__``.
+    """
+    parameters = inspect.signature(type(model).__call__).parameters
+    names = [*parameters][1:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        names = [*names, *batch]
+    fields = {k: v for k, v in batch.items() if k in names and k not in without}
+    missing = [
+        name
+        for name, p in [*parameters.items()][1:]
+        if p.default is p.empty
+        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        and name not in (*fields, *_SWITCHES)
+    ]
+    if missing or not fields:
+        raise TypeError(
+            f"{type(model).__name__}.__call__ takes {', '.join(names)}, and the batch has "
+            f"{', '.join(batch)} (without columns of text): name the fields alike, or pass "
+            "Trainer(loss=lambda model, batch: ...)"
+        )
+    if isinstance(model, nn.Module):
+        is_training = model.has_rng("dropout")
+        fields |= {
+            k: is_training is train_value for k, train_value in _SWITCHES.items() if k in names
+        }
+    return model(**fields)
+
+
+_SWITCHES = {"deterministic": False, "train": True, "training": True}
+"""Names of the argument that switches to training, and its value in training."""
+
+
+def model_loss(model: Callable[..., object], batch: Mapping[str, object]) -> object:
+    """Calls the model, which takes labels and returns the loss, as Hugging Face's do; default."""
+    return call(model, batch)
 
 
 def causal_lm_loss(

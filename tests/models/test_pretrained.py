@@ -1,0 +1,84 @@
+"""`from_folder` finds a folder's model, loads it where the plan puts it, and writes it back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax.models import from_folder
+from zerojax.models.deberta import SIZES, Deberta, DebertaConfig
+from zerojax.models.hugging_face import deberta, gpt2
+from zerojax.models.hugging_face.architectures import ARCHITECTURES, find
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def test_every_format_is_found_and_has_distinct_keys() -> None:
+    for name, architecture in ARCHITECTURES.items():
+        format = find({"model_type": architecture.model_type, "architectures": [name]})
+        assert format is architecture.load()
+        assert {"model_type"} <= {*format.keys}
+
+
+def test_parameters_are_created_where_the_plan_puts_them(tmp_path: Path) -> None:
+    config = gpt2.GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=2, n_embd=32)
+    fresh = gpt2.GPT(config).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    gpt2.save(fresh, config, tmp_path)
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    loaded = from_folder(tmp_path, zero=zero, scan=True)
+    assert loaded.model.config.scan
+    assert not any(x.sharding.is_fully_replicated for x in jax.tree.leaves(loaded.parameters))
+    kernel = loaded.parameters["h"]["mlp"]["c_fc"]["kernel"]
+    np.testing.assert_array_equal(kernel[0], fresh["h_0"]["mlp"]["c_fc"]["kernel"])
+    loaded.save(tmp_path / "again", loaded.parameters)
+    again = from_folder(tmp_path / "again", dtype=jnp.bfloat16)
+    assert again.parameters["wte"]["embedding"].dtype == jnp.bfloat16
+    assert from_folder(tmp_path, parameters=False).parameters is None
+    jax.tree.map(np.testing.assert_array_equal, again.load(fresh), fresh)
+
+
+@pytest.mark.parametrize("zero", [None, zerojax.zero(stage=2)], ids=["plain", "zero"])
+def test_a_head_without_tensors_is_new(zero: zerojax.Zero | None, tmp_path: Path) -> None:
+    config = DebertaConfig(**SIZES["deberta-tiny"])
+    body = Deberta(config).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    values = deberta.config_to_hf(config) | {"architectures": ["DebertaV2ForMaskedLM"]}
+    zerojax.weights.save(tmp_path, {"deberta": body}, deberta.names(config), config=values)
+    with pytest.raises(ValueError, match="DebertaV2ForMaskedLM of model_type 'deberta-v2' is not"):
+        from_folder(tmp_path)
+    asked: Any = dict(architecture="DebertaV2ForSequenceClassification", num_labels=5, zero=zero)
+    params = from_folder(tmp_path, **asked).parameters
+    jax.tree.map(np.testing.assert_array_equal, params["deberta"], body)
+    assert params["classifier"]["kernel"].shape == (config.hidden_size, 5)
+    assert float(jnp.std(params["classifier"]["kernel"])) > 0
+    other = from_folder(tmp_path, **asked, key=jax.random.key(7)).parameters
+    assert (other["classifier"]["kernel"] != params["classifier"]["kernel"]).any()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"model_type": "gpt_neo", "n_embd": 8, "n_head": 2, "window_size": 256},
+            r"model_type = 'gpt_neo' is not supported; the nearest model is 'gpt2', which has no "
+            r'window_size. Known are gpt2, .*docs/models.md, "Bring your own model"',
+        ),
+        ({"n_embd": 8}, "the config.json has no model_type; the nearest model is 'gpt2'. Known"),
+        ({"model_type": "gpt2", "activation_function": "relu"}, "config.json: activation_function"),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=message):
+        from_folder(tmp_path)
+
+
+def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config.json is not there"):
+        from_folder(tmp_path)

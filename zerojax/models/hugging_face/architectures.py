@@ -1,0 +1,104 @@
+"""The models of transformers that zerojax has, by the class that a `config.json` names.
+
+>>> find({"model_type": "gpt2"}).config.__name__
+'GPTConfig'
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from zerojax.models.hugging_face.config_file import COMMON, Json
+from zerojax.models.hugging_face.folder import Format
+
+DOCS = 'docs/models.md, "Bring your own model"'
+
+
+class Architecture(NamedTuple):
+    """A model's class in transformers.
+
+    Attributes:
+      model_type: The key `model_type` of its `config.json`.
+      format: The module of `zerojax.models.hugging_face` and the name of its `Format`, as
+        "module:NAME"; the module is imported when the model is used.
+    """
+
+    model_type: str
+    format: str
+
+    def load(self) -> Format[Any]:
+        """Imports the format."""
+        module, name = self.format.split(":")
+        found: Format[Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        return found
+
+
+# The first class of a model type is used for a `config.json` without `architectures`.
+ARCHITECTURES: dict[str, Architecture] = {
+    "GPT2LMHeadModel": Architecture("gpt2", "gpt2:FORMAT"),
+    "LlamaForCausalLM": Architecture("llama", "llama:FORMAT"),
+    "DebertaV2ForSequenceClassification": Architecture("deberta-v2", "deberta:FORMAT"),
+    "BartForConditionalGeneration": Architecture("bart", "bart:FORMAT"),
+    "BlenderbotForConditionalGeneration": Architecture("blenderbot", "bart:FORMAT"),
+}
+
+
+def find(values: Json, architecture: str | None = None) -> Format[Any]:
+    """Returns the format of a `config.json`.
+
+    Args:
+      values: The content of the file.
+      architecture: The class to build in place of the file's, such as
+        "DebertaV2ForSequenceClassification" for the weights of a pretraining.
+
+    Raises:
+      ValueError: zerojax has no such model. The message names the nearest one and what differs.
+
+    >>> find({"model_type": "gpt_neo", "window_size": 256, "activation_function": "gelu_new"})
+    Traceback (most recent call last):
+        ...
+    ValueError: model_type = 'gpt_neo' is not supported; the nearest model is 'gpt2', which has no \
+window_size. Known are gpt2, llama, deberta-v2, bart, blenderbot; for another model see \
+docs/models.md, "Bring your own model"
+    """
+    model_type = values.get("model_type")
+    known = {name: each for name, each in ARCHITECTURES.items() if each.model_type == model_type}
+    if not known:
+        raise ValueError(_unknown(values))
+    named = [architecture] if architecture else values.get("architectures") or [*known][:1]
+    for name in named:
+        if name in known:
+            return known[name].load()
+    raise ValueError(
+        f"{' and '.join(named)} of model_type {model_type!r} is not supported: zerojax has "
+        f"{', '.join(known)}. Load one of these with from_folder(..., architecture="
+        f"{next(iter(known))!r}), where a head that has no tensors is new; or see {DOCS}"
+    )
+
+
+def _unknown(values: Json) -> str:
+    """Returns the message of an unknown model type, with the type that shares most keys."""
+    types = dict.fromkeys(each.model_type for each in ARCHITECTURES.values())
+    start = f"model_type = {values.get('model_type')!r} is not supported"
+    if not isinstance(values.get("model_type"), str):
+        start = "the config.json has no model_type"
+    keys = {key for key in values if key not in COMMON}
+    formats = {each.model_type: each.load() for each in ARCHITECTURES.values()}
+
+    def distance(kind: str) -> int:
+        return len(keys - {*formats[kind].keys}) - len(keys & {*formats[kind].keys})
+
+    nearest = min(formats, key=distance)
+    differing = sorted(keys - {*formats[nearest].keys})
+    differs = f", which has no {_listed(differing)}" if differing else ""
+    return (
+        f"{start}; the nearest model is {nearest!r}{differs}. Known are {', '.join(types)}; for "
+        f"another model see {DOCS}"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = [*names]
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

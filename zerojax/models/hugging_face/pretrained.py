@@ -1,0 +1,158 @@
+"""`from_folder`: the model, parameters, names and loss of any Hugging Face folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+from jax.typing import DTypeLike
+
+from zerojax import weights
+from zerojax.api import Zero
+from zerojax.models.hugging_face import architectures, config_file
+from zerojax.models.hugging_face.folder import Format, Loss, abstract, by_path
+from zerojax.models.tensor_parallel import TensorParallel
+from zerojax.weights.names import link, pattern_of
+from zerojax.weights.reader import open_tensors, read_json
+from zerojax.weights.saver import MAX_FILE_BYTES
+from zerojax.weights.writer import Path
+from zerojax.xla.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A model of a Hugging Face folder.
+
+    Attributes:
+      model: The flax module; `model.config` has its sizes and options.
+      parameters: The tree of its parameters, or None if they were not to be loaded.
+      names: The tensors of the parameters, for `zerojax.weights.load` and `save`.
+      loss: The loss of the model and a batch, for `Trainer(loss=...)`.
+      folder: The folder.
+      format: The conversion of the config and of the names.
+    """
+
+    model: Any
+    parameters: PyTree
+    names: weights.Names
+    loss: Loss
+    folder: Path
+    format: Format[Any]
+
+    def load(self, like: PyTree) -> PyTree:
+        """Loads the parameters into a tree like `like`; a head without tensors keeps its arrays.
+
+        Args:
+          like: Arrays, or `jax.ShapeDtypeStruct` with shardings, such as `.params` of `zero.init`;
+            `Trainer(params=pretrained.load)` passes them.
+        """
+        return weights.load(self.folder, like=like, names=_without(self.names, self.new_head()))
+
+    def new_head(self) -> list[str]:
+        """Returns the patterns of the head's parameters that have no tensor in the folder."""
+        shapes = by_path(abstract(self.model, *self.format.inputs(self.model.config)))
+        with open_tensors(self.folder) as tensors:
+            found = {name.removeprefix(self.names.prefix) for name in tensors}
+
+        def is_new(pattern: str) -> bool:
+            head = {p: x.shape for p, x in shapes.items() if pattern_of(pattern).fullmatch(p)}
+            tensors = link(self.names, head).tensors if head else {}
+            return not any(name.removeprefix(self.names.prefix) in found for name in tensors)
+
+        return [pattern for pattern in self.format.head if is_new(pattern)]
+
+    def init(self, key: jax.Array) -> PyTree:
+        """Returns new parameters."""
+        inputs = [jnp.zeros(x.shape, x.dtype) for x in self.format.inputs(self.model.config)]
+        return self.model.init(key, *inputs)["params"]
+
+    def save(
+        self, folder: Path, parameters: PyTree, *, max_shard_size: int = MAX_FILE_BYTES
+    ) -> None:
+        """Writes a folder that transformers reads: the parameters, and the JSON files.
+
+        Args:
+          folder: The folder, created if it does not exist.
+          parameters: A tree as `parameters`, such as `state.params`.
+          max_shard_size: The size of the largest file, in bytes.
+        """
+        texts = self.format.texts(self.model.config)
+        weights.save(folder, parameters, self.names, texts=texts, max_shard_size=max_shard_size)
+
+
+def from_folder(
+    folder: Path,
+    *,
+    zero: Zero | None = None,
+    architecture: str | None = None,
+    dtype: DTypeLike = jnp.float32,
+    parameters: bool = True,
+    key: jax.Array | None = None,
+    **fields: object,
+) -> Pretrained:
+    """Returns the model of a Hugging Face folder, with its parameters, names and loss.
+
+    Args:
+      folder: A folder with `config.json` and `model.safetensors`, or its index and files.
+      zero: The decorator: each parameter is loaded shard by shard to where the plan puts it.
+        None for JAX's default device.
+      architecture: The class of transformers, in place of the one that `config.json` names:
+        "DebertaV2ForSequenceClassification" for a classifier from the weights of a pretraining.
+      dtype: The dtype of the parameters; fp16 and bf16 files are widened.
+      parameters: False to load no parameters: `Trainer(params=pretrained.load)` does it later.
+      key: The key of a new head's parameters, by default `jax.random.key(0)`.
+      **fields: Fields of the config, such as `scan=True`, `remat=True` and `num_labels=3`.
+
+    Raises:
+      FileNotFoundError: A file does not exist.
+      ValueError: zerojax has no such model, or does not support a key of the config; the message
+        names the nearest model, or the key. A tensor is missing, unexpected or of a wrong shape.
+
+    >>> import tempfile
+    >>> from zerojax.models.gpt import GPT, SIZES, GPTConfig
+    >>> from zerojax.models.hugging_face import gpt2
+    >>> config = GPTConfig(**SIZES["tiny"])
+    >>> fresh = GPT(config).init(jax.random.key(1), jnp.zeros((1, 8), jnp.int32))["params"]
+    >>> with tempfile.TemporaryDirectory() as folder:      # for you: a download
+    ...     gpt2.save(fresh, config, folder)
+    ...     model, params = (loaded := from_folder(folder)).model, loaded.parameters
+    >>> model.config.n_embd, bool((params["wte"]["embedding"] == fresh["wte"]["embedding"]).all())
+    (32, True)
+    """
+    file = config_file.in_folder(folder)
+    try:
+        format = architectures.find(read_json(file), architecture)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    config = dataclasses.replace(format.read_config(folder), **fields)
+    model = format.model(config)
+    if zero:
+        mesh = {"sequence": zero.sequence, "tensor": TensorParallel.of(zero.mesh)}
+        known = {field.name for field in dataclasses.fields(model)}
+        model = model.clone(**{name: x for name, x in mesh.items() if x and name in known})
+    pretrained = Pretrained(model, None, format.names(config), format.loss, folder, format)
+    if not parameters:
+        return pretrained
+
+    def create_state(key: jax.Array) -> TrainState:
+        params = jax.tree.map(lambda x: x.astype(dtype), pretrained.init(key))
+        return TrainState.create(apply_fn=None, params=params, tx=optax.identity())
+
+    key = jax.random.key(0) if key is None else key
+    if pretrained.new_head():  # its values are those of the new parameters
+        state = zero.init(create_state, key) if zero else jax.jit(create_state)(key)
+    else:
+        abstract_state = zero.abstract_state if zero else jax.eval_shape
+        state = abstract_state(create_state, key)
+    like = cast(TrainState, state).params
+    return dataclasses.replace(pretrained, parameters=pretrained.load(like))
+
+
+def _without(names: weights.Names, patterns: Sequence[str]) -> weights.Names:
+    """Returns names that leave out the parameters that match a pattern."""
+    return dataclasses.replace(names, tensors={**dict.fromkeys(patterns), **names.tensors})

@@ -6,8 +6,8 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, TypeAlias, get_type_hints
 
 from pydantic import BeforeValidator, StrictStr
 
@@ -33,17 +33,22 @@ from zerojax.trainer.metric_rates import METRIC_RATES
 from zerojax.trainer.optimizer_names import ALTERNATIVES, OPTIMIZERS, optimizer_problems
 from zerojax.trainer.order import STRATEGIES
 from zerojax.trainer.other_arguments import REFUSED, RENAMED, WITHOUT_EFFECT, fsdp_options
+from zerojax.trainer.read_by_scripts import ReadByScripts
 from zerojax.trainer.schedules import SCHEDULES
+from zerojax.trainer.theirs import is_default, set_arguments
 
 MONITORS = ("tensorboard", "wandb", "csv")
 
 _STAGES = {"no_shard": 0, "shard_grad_op": 2, "full_shard": 3}
 
+_File: TypeAlias = Mapping[str, object] | str | os.PathLike[str]
+"""A JSON as a dict or as a path."""
+
 _STRATEGY = choice("no", "steps", "epoch")
 _PATH = ValueKind("a path", Annotated[StrictStr, BeforeValidator(lambda x: _text(x))])
 _NAMES = ValueKind(
     "a name or a list of names",
-    Annotated[tuple[StrictStr, ...], BeforeValidator(lambda x: _listed(x))],
+    Annotated[list[StrictStr], BeforeValidator(lambda x: _listed(x))],
 )
 
 
@@ -53,16 +58,14 @@ def _text(value: object) -> object:
 
 def _listed(value: object) -> object:
     if value is None or value is False:
-        return ()
-    return tuple(value.split()) if isinstance(value, str) else value
-
-
-def _argument(kind: ValueKind, default: object) -> Any:
-    return field(default=default, metadata={"kind": kind})
+        return []
+    if isinstance(value, str):
+        return value.split()
+    return [*value] if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True, init=False, kw_only=True)
-class TrainingArguments:
+class TrainingArguments(ReadByScripts):
     """The arguments of a run, with the names and defaults of Hugging Face's Trainer.
 
     Hugging Face's other arguments are accepted, too: an argument without effect in zerojax is
@@ -118,6 +121,8 @@ class TrainingArguments:
       fsdp_config: Options of ``fsdp``, as a path or a dict; its "activation_checkpointing" sets
         ``gradient_checkpointing``.
       use_cpu: Whether the run must be on CPUs; set ``JAX_PLATFORMS=cpu`` to run there.
+      do_train, do_eval, do_predict, resume_from_checkpoint: For scripts, which read them; Trainer
+        does not. ``do_eval`` is also true where ``eval_strategy`` is set.
       given: The names of the arguments that were passed.
 
     Raises:
@@ -133,77 +138,76 @@ class TrainingArguments:
 did you mean `learning_rate`?
     """
 
-    output_dir: str = _argument(_PATH, "trainer_output")
-    overwrite_output_dir: bool = _argument(FLAG, False)
-    per_device_train_batch_size: int = _argument(POSITIVE, 8)
-    per_device_eval_batch_size: int = _argument(POSITIVE, 8)
-    gradient_accumulation_steps: int = _argument(POSITIVE, 1)
-    learning_rate: float = _argument(AMOUNT, 5e-5)
-    weight_decay: float = _argument(AMOUNT, 0.0)
-    adam_beta1: float = _argument(BETA, 0.9)
-    adam_beta2: float = _argument(BETA, 0.999)
-    adam_epsilon: float = _argument(AMOUNT, 1e-8)
-    optim: str = _argument(choice(*OPTIMIZERS, *ALTERNATIVES), "adamw_torch")
-    optim_args: str | None = _argument(optional(TEXT), None)
-    max_grad_norm: float = _argument(AMOUNT, 1.0)
-    label_smoothing_factor: float = _argument(BETA, 0.0)
-    num_train_epochs: float = _argument(ABOVE_ZERO, 3.0)
-    max_steps: int = _argument(INTEGER, -1)
-    lr_scheduler_type: str = _argument(choice(*SCHEDULES, *METRIC_RATES), "linear")
-    lr_scheduler_kwargs: Mapping[str, object] | None = _argument(optional(OBJECT), None)
-    warmup_steps: float = _argument(AMOUNT, 0)
-    warmup_ratio: float = _argument(optional(FRACTION), 0.0)
-    bf16: bool = _argument(FLAG, False)
-    fp16: bool = _argument(FLAG, False)
-    gradient_checkpointing: bool = _argument(optional(FLAG), False)
-    logging_strategy: str = _argument(_STRATEGY, "steps")
-    logging_steps: float = _argument(ABOVE_ZERO, 500)
-    logging_first_step: bool = _argument(FLAG, False)
-    eval_strategy: str = _argument(_STRATEGY, "no")
-    eval_steps: float | None = _argument(optional(ABOVE_ZERO), None)
-    eval_on_start: bool = _argument(FLAG, False)
-    eval_delay: float = _argument(AMOUNT, 0)
-    prediction_loss_only: bool = _argument(FLAG, False)
-    save_strategy: str = _argument(_STRATEGY, "steps")
-    save_steps: float = _argument(ABOVE_ZERO, 500)
-    save_total_limit: int | None = _argument(optional(POSITIVE), None)
-    load_best_model_at_end: bool = _argument(FLAG, False)
-    metric_for_best_model: str = _argument(optional(TEXT), None)
-    greater_is_better: bool = _argument(optional(FLAG), None)
-    report_to: tuple[str, ...] = _argument(_NAMES, ())
-    logging_dir: str | None = _argument(optional(_PATH), None)
-    run_name: str | None = _argument(optional(TEXT), None)
-    project: str | None = _argument(optional(TEXT), None)
-    seed: int = _argument(NON_NEGATIVE, 42)
-    data_seed: int | None = _argument(optional(NON_NEGATIVE), None)
-    dataloader_drop_last: bool = _argument(FLAG, False)
-    train_sampling_strategy: str = _argument(choice(*STRATEGIES), "random")
-    group_by_length: bool = _argument(FLAG, False)
-    length_column_name: str = _argument(TEXT, "length")
-    remove_unused_columns: bool = _argument(FLAG, True)
-    label_names: tuple[str, ...] = _argument(_NAMES, ("labels",))
-    disable_tqdm: bool = _argument(optional(FLAG), False)
-    deepspeed: str | os.PathLike[str] | Mapping[str, object] | None = field(
-        default=None, metadata={"kind": ANYTHING}
-    )
-    fsdp: tuple[str, ...] = _argument(_NAMES, ())
-    fsdp_config: str | os.PathLike[str] | Mapping[str, object] | None = field(
-        default=None, metadata={"kind": ANYTHING}
-    )
-    use_cpu: bool = _argument(FLAG, False)
+    output_dir: Annotated[str, _PATH] = "trainer_output"
+    overwrite_output_dir: Annotated[bool, FLAG] = False
+    per_device_train_batch_size: Annotated[int, POSITIVE] = 8
+    per_device_eval_batch_size: Annotated[int, POSITIVE] = 8
+    gradient_accumulation_steps: Annotated[int, POSITIVE] = 1
+    learning_rate: Annotated[float, AMOUNT] = 5e-5
+    weight_decay: Annotated[float, AMOUNT] = 0.0
+    adam_beta1: Annotated[float, BETA] = 0.9
+    adam_beta2: Annotated[float, BETA] = 0.999
+    adam_epsilon: Annotated[float, AMOUNT] = 1e-8
+    optim: Annotated[str, choice(*OPTIMIZERS, *ALTERNATIVES)] = "adamw_torch"
+    optim_args: Annotated[str | None, optional(TEXT)] = None
+    max_grad_norm: Annotated[float, AMOUNT] = 1.0
+    label_smoothing_factor: Annotated[float, BETA] = 0.0
+    num_train_epochs: Annotated[float, ABOVE_ZERO] = 3.0
+    max_steps: Annotated[int, INTEGER] = -1
+    lr_scheduler_type: Annotated[str, choice(*SCHEDULES, *METRIC_RATES)] = "linear"
+    lr_scheduler_kwargs: Annotated[Mapping[str, object] | None, optional(OBJECT)] = None
+    warmup_steps: Annotated[float, AMOUNT] = 0
+    warmup_ratio: Annotated[float, optional(FRACTION)] = 0.0
+    bf16: Annotated[bool, FLAG] = False
+    fp16: Annotated[bool, FLAG] = False
+    gradient_checkpointing: Annotated[bool, optional(FLAG)] = False
+    logging_strategy: Annotated[str, _STRATEGY] = "steps"
+    logging_steps: Annotated[float, ABOVE_ZERO] = 500
+    logging_first_step: Annotated[bool, FLAG] = False
+    eval_strategy: Annotated[str, _STRATEGY] = "no"
+    eval_steps: Annotated[float | None, optional(ABOVE_ZERO)] = None
+    eval_on_start: Annotated[bool, FLAG] = False
+    eval_delay: Annotated[float, AMOUNT] = 0
+    prediction_loss_only: Annotated[bool, FLAG] = False
+    save_strategy: Annotated[str, _STRATEGY] = "steps"
+    save_steps: Annotated[float, ABOVE_ZERO] = 500
+    save_total_limit: Annotated[int | None, optional(POSITIVE)] = None
+    load_best_model_at_end: Annotated[bool, FLAG] = False
+    metric_for_best_model: Annotated[str, optional(TEXT)] = "loss"
+    greater_is_better: Annotated[bool | None, optional(FLAG)] = None
+    report_to: Annotated[list[str], _NAMES] = field(default_factory=list)
+    logging_dir: Annotated[str | None, optional(_PATH)] = None
+    run_name: Annotated[str | None, optional(TEXT)] = None
+    project: Annotated[str | None, optional(TEXT)] = None
+    seed: Annotated[int, NON_NEGATIVE] = 42
+    data_seed: Annotated[int | None, optional(NON_NEGATIVE)] = None
+    dataloader_drop_last: Annotated[bool, FLAG] = False
+    train_sampling_strategy: Annotated[str, choice(*STRATEGIES)] = "random"
+    group_by_length: Annotated[bool, FLAG] = False
+    length_column_name: Annotated[str, TEXT] = "length"
+    remove_unused_columns: Annotated[bool, FLAG] = True
+    label_names: Annotated[list[str], _NAMES] = field(default_factory=lambda: ["labels"])
+    disable_tqdm: Annotated[bool, optional(FLAG)] = False
+    deepspeed: Annotated[_File | None, ANYTHING] = None
+    fsdp: Annotated[list[str], _NAMES] = field(default_factory=list)
+    fsdp_config: Annotated[_File | None, ANYTHING] = None
+    use_cpu: Annotated[bool, FLAG] = False
+    do_train: Annotated[bool, FLAG] = False
+    do_eval: Annotated[bool, FLAG] = False
+    do_predict: Annotated[bool, FLAG] = False
+    resume_from_checkpoint: Annotated[str | None, optional(_PATH)] = None
     given: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __init__(self, output_dir: str = "trainer_output", **arguments: object) -> None:
         given = {"output_dir": output_dir} | {RENAMED.get(k, k): v for k, v in arguments.items()}
-        init_fields = {spec.name: spec for spec in fields(self) if spec.init}
-        problems = [*_argument_problems(given, init_fields)]
-        for name, spec in init_fields.items():
-            value = given.get(name, spec.default)
+        defaults, kinds = _defaults(type(self)), get_type_hints(type(self), include_extras=True)
+        problems = [*_argument_problems(given, defaults)]
+        for name, value in (defaults | {k: v for k, v in given.items() if k in defaults}).items():
             try:
-                value = spec.metadata["kind"].check(value)
+                value = kinds[name].__metadata__[0].check(value)
             except ConfigError as error:
                 problems.append(f"{name}: {error}")
-                value = spec.default
+                value = defaults[name]
             object.__setattr__(self, name, value)
         object.__setattr__(self, "given", frozenset(given))
         options = fsdp_options(self.fsdp_config if self.fsdp else None)
@@ -212,7 +216,11 @@ did you mean `learning_rate`?
         problems += self._contradictions()
         if problems:
             raise ConfigError(problems, "TrainingArguments")
-        unused = [f"{name} ({WITHOUT_EFFECT[name]})" for name in given if name in WITHOUT_EFFECT]
+        unused = [
+            f"{name} ({WITHOUT_EFFECT[name]})"
+            for name, value in given.items()
+            if name in WITHOUT_EFFECT and not is_default(name, value)
+        ]
         unused += options.unused
         if self.fsdp_config and not self.fsdp:
             unused.append("fsdp_config (fsdp is not given)")
@@ -222,19 +230,33 @@ did you mean `learning_rate`?
             log.warning("TrainingArguments without effect here: %s", "; ".join(unused))
 
     @classmethod
-    def of(cls, given: TrainingArguments | None) -> TrainingArguments:
-        """Returns the arguments unchanged, or the defaults for None.
+    def of(cls, given: object) -> TrainingArguments:
+        """Converts ``transformers.TrainingArguments``, or a class derived from them.
+
+        The values that differ from transformers' defaults are taken; fields of a class of yours
+        are left out.
+
+        Args:
+          given: Their arguments; ``TrainingArguments`` are returned unchanged, and None stands for
+            the defaults.
 
         Raises:
+          ConfigError: A value is not supported.
           TypeError: The arguments are of another class.
         """
-        given = cls() if given is None else given
-        if not isinstance(given, cls):
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        theirs = set_arguments(given)
+        if theirs is None:
             raise TypeError(
-                f"args: {type(given).__module__}.{type(given).__name__} is not "
-                "zerojax.TrainingArguments, which takes the same arguments"
+                f"args: {type(given).__module__}.{type(given).__name__} is neither "
+                "zerojax.TrainingArguments nor transformers.TrainingArguments; write "
+                "args=zerojax.TrainingArguments(...)"
             )
-        return given
+        default = _defaults(cls)
+        return cls(**{k: v for k, v in theirs.items() if k not in default or v != default[k]})  # type: ignore[arg-type]
 
     def _settle(self, remat: bool) -> None:
         """Fills in values that depend on other arguments."""
@@ -248,10 +270,11 @@ did you mean `learning_rate`?
         if self.greater_is_better is None:
             object.__setattr__(self, "greater_is_better", not metric.endswith("loss"))
         report = self.report_to
-        if report == ("all",):
-            report = tuple(n for n in ("tensorboard", "wandb") if importlib.util.find_spec(n))
-        object.__setattr__(self, "report_to", () if report == ("none",) else report)
-        object.__setattr__(self, "label_names", self.label_names or ("labels",))
+        if report == ["all"]:
+            report = [n for n in ("tensorboard", "wandb") if importlib.util.find_spec(n)]
+        object.__setattr__(self, "report_to", [] if report == ["none"] else report)
+        object.__setattr__(self, "label_names", self.label_names or ["labels"])
+        object.__setattr__(self, "do_eval", self.do_eval or self.eval_strategy != "no")
 
     def _contradictions(self) -> Iterator[str]:
         if self.bf16 and self.fp16:
@@ -313,6 +336,14 @@ did you mean `learning_rate`?
             return epoch if strategy == "epoch" else 0
         number = getattr(self, f"{event}_steps") or self.logging_steps
         return math.ceil(number * steps) if number < 1 else int(number)
+
+
+def _defaults(cls: type[TrainingArguments]) -> dict[str, object]:
+    return {
+        spec.name: spec.default if spec.default_factory is MISSING else spec.default_factory()
+        for spec in fields(cls)
+        if spec.init
+    }
 
 
 def _argument_problems(given: Mapping[str, object], own: Iterable[str]) -> Iterator[str]:

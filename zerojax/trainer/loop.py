@@ -43,6 +43,7 @@ from zerojax.trainer.predictions import PredictionOutput
 from zerojax.trainer.progress import MeanLoss, TrainingProgress
 from zerojax.trainer.resolved import resolved
 from zerojax.trainer.run_folder import RunFolder, preemption_notice
+from zerojax.trainer.script_methods import ScriptMethods
 from zerojax.trainer.stream import reader_of
 from zerojax.xla.types import PyTree
 
@@ -55,13 +56,13 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-class Trainer:
+class Trainer(ScriptMethods):
     """Trains, evaluates and saves a model with ZeRO, as Hugging Face's Trainer does.
 
     Args:
       model: A linen module; an NNX module, or a function of ``rngs`` that creates it (created
         sharded).
-      args: The arguments of the run; None for the defaults.
+      args: :class:`TrainingArguments`, or transformers' own; None for the defaults.
       train_dataset, eval_dataset: Anything with ``__len__`` and ``__getitem__`` whose rows are
         dicts: a list, ``datasets.Dataset``, ``grain.MapDataset``. Or a stream, with ``__iter__``
         only: ``datasets.IterableDataset``, ``grain.IterDataset``; training needs ``max_steps``.
@@ -113,7 +114,7 @@ class Trainer:
     def __init__(
         self,
         model: AnyModel,
-        args: TrainingArguments | None = None,
+        args: object = None,
         *,
         train_dataset: data.AnyDataset | None = None,
         eval_dataset: data.AnyDataset | None = None,
@@ -151,7 +152,8 @@ class Trainer:
         self._tx, self._metric_rate = optimizer_of(args, self.zero, steps, optimizer)
         self._step = self._model.train_step(self.zero)
         self._evaluator = Evaluator(
-            self._model, self.zero, world * args.per_device_eval_batch_size, args.label_names,
+            self._model, self.zero, world * args.per_device_eval_batch_size,
+            tuple(args.label_names),
             compute_metrics, preprocess_logits_for_metrics,
         )  # fmt: skip
         self.train_state: PyTree = None  # created when first needed

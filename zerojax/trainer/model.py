@@ -111,6 +111,12 @@ def model_of(model: AnyModel, loss: Loss, seed: int, remat: bool) -> Model:
       TypeError: The model is none of these.
       ValueError: ``remat`` is set, and the model has no such option.
     """
+    if any(c.__module__.partition(".")[0] == "torch" for c in type(model).__mro__):
+        raise TypeError(
+            f"model: {type(model).__name__} is a PyTorch model: pass the folder that its "
+            "save_pretrained wrote, loaded = zerojax.models.from_folder(path), as "
+            "Trainer(loaded.model, params=loaded.parameters, loss=loaded.loss)"
+        )
     if remat:
         model = with_remat(model)
     if isinstance(model, nn.Module):

@@ -9,8 +9,8 @@ from zerojax.config.accelerate.keys import KEYS as YAML_KEYS
 from zerojax.config.errors import ConfigError, as_text, closest, hint
 from zerojax.config.json_file import read_json
 from zerojax.config.keys.row import FLAG
+from zerojax.trainer.theirs import THEIR_DEFAULTS
 
-_SCRIPT = "scripts read it, Trainer does not"
 _LOOP = "rows are read in the training process; a dataset of grain or datasets reads ahead itself"
 _TORCH = "it steers PyTorch"
 _XLA = "XLA compiles every step"
@@ -22,7 +22,6 @@ _ALWAYS = "always so"
 WITHOUT_EFFECT: dict[str, str] = {
     name: why
     for names, why in (
-        ("do_train do_eval do_predict resume_from_checkpoint", _SCRIPT),
         ("dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers "
          "dataloader_pin_memory dataloader_multiprocessing_context dataloader_in_order", _LOOP),
         ("gradient_checkpointing_kwargs activation_checkpointing_kwargs",
@@ -47,6 +46,8 @@ WITHOUT_EFFECT: dict[str, str] = {
         ("fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap",
          "every parameter is cut by itself, and no layer is wrapped"),
         ("trackio_space_id trackio_bucket_id trackio_static_space_id", "trackio is not written to"),
+        ("generation_max_length generation_num_beams generation_config",
+         "evaluations generate nothing"),
         ("use_cache", "a training step keeps no cache of keys and values"),
     )
     for name in names.split()
@@ -70,7 +71,12 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "eval_use_gather_object": ((False,), "predictions are arrays"),
     "include_inputs_for_metrics": ((False,), "return inputs from loss= beside `loss`"),
     "include_for_metrics": (([], (), None), "return them from loss= beside `loss`"),
-    "accelerator_config": ((None,), "zerojax's own loop has no Accelerator"),
+    "accelerator_config": (
+        (None, THEIR_DEFAULTS["accelerator_config"]),
+        "zerojax's own loop has no Accelerator; take it out",
+    ),
+    "predict_with_generate": ((False,), "generate with zerojax.models.beam_search"),
+    "sortish_sampler": ((False,), 'train_sampling_strategy="group_by_length" sorts by length'),
     "parallelism_config": ((None,), "Trainer(mesh=..., specs=...) takes a mesh and what it cuts"),
     "debug": (("", [], ()), "`python -m zerojax report` and JAX's own switches find faults"),
 }

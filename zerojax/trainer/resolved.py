@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from zerojax.config.errors import ConfigError, as_text
-from zerojax.config.json_file import read_json, source_of
+from zerojax.config.json_file import source_of
 from zerojax.config.keys import KEYS, rename
 from zerojax.config.keys.named_types import NAMED_TYPES
 from zerojax.config.keys.row import ZERO
+from zerojax.config.load import as_json
 from zerojax.trainer.arguments import TrainingArguments
 
 
@@ -58,7 +59,7 @@ def resolved(
     if args.deepspeed is None:
         return _without_json(args)
     source = source_of(args.deepspeed)
-    raw, problems = read_json(args.deepspeed)
+    raw, problems = as_json(args.deepspeed)
     problems += rename(raw)
     if _get(raw, "elasticity.enabled") in (True, "true"):
         problems.append(

@@ -132,7 +132,7 @@ def from_folder(
     config = dataclasses.replace(format.read_config(folder), **fields)
     model = format.model(config)
     if zero:
-        mesh = {"sequence": zero.sequence, "tensor": TensorParallel.of(zero.mesh)}
+        mesh: dict[str, Any] = {"sequence": zero.sequence, "tensor": TensorParallel.of(zero.mesh)}
         known = {field.name for field in dataclasses.fields(model)}
         model = model.clone(**{name: x for name, x in mesh.items() if x and name in known})
     pretrained = Pretrained(model, None, format.names(config), format.loss, folder, format)

@@ -1,0 +1,88 @@
+"""``transformers.TrainingArguments``, as objects and as dicts; no test needs transformers.
+
+``data/their_arguments.json`` is the ``to_dict()`` of ``Seq2SeqTrainingArguments("trainer_output")``,
+transformers 5.24.
+"""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+
+from zerojax import TrainingArguments
+from zerojax.trainer.arguments import OPTIMIZERS
+
+THEIRS = json.loads((Path(__file__).parent / "data" / "their_arguments.json").read_text())
+
+
+def their_class(**own_fields: Any) -> type:
+    """A stand-in for a class of transformers, and one derived from it with fields of its own."""
+    fields = [(name, object, dataclasses.field(default=None)) for name in THEIRS]
+    base = dataclasses.make_dataclass(
+        "TrainingArguments", fields, namespace={"to_dict": lambda self: dict(vars(self))}
+    )
+    base.__module__ = "transformers.training_args"
+    derived = dataclasses.make_dataclass(
+        "MyArguments", [(k, object, dataclasses.field(default=v)) for k, v in own_fields.items()],
+        bases=(base,),
+    )  # fmt: skip
+    derived.__module__ = "__main__"
+    return derived
+
+
+def test_all_their_defaults_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        args = TrainingArguments(**THEIRS)
+        converted = TrainingArguments.of(their_class()(**THEIRS))
+    assert not caplog.records
+    assert converted.given == {"output_dir"}
+    differing = {k for k, v in vars(TrainingArguments()).items() if getattr(args, k) != v}
+    assert differing == {"optim", "project", "given"}
+    assert OPTIMIZERS[args.optim] == OPTIMIZERS[TrainingArguments().optim]
+
+
+def test_what_they_set_is_taken_and_fields_of_derived_classes_are_not() -> None:
+    given = {"learning_rate": 1e-4, "max_grad_norm": 0.0, "remove_unused_columns": False,
+             "eval_strategy": "steps", "do_eval": True, "dataloader_pin_memory": False}  # fmt: skip
+    args = TrainingArguments.of(their_class(my_flag=True)(**THEIRS | given))
+    assert args.given == {"output_dir", *given}
+    assert {name: getattr(args, name) for name in given if hasattr(args, name)} == {
+        k: v for k, v in given.items() if k != "dataloader_pin_memory"
+    }
+
+
+def test_another_class_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"neither zerojax\.TrainingArguments nor transformers\."):
+        TrainingArguments.of({"output_dir": "out"})
+
+
+def test_an_argument_parser_can_read_the_fields() -> None:
+    """As ``transformers.HfArgumentParser`` does: one type an argument, no metadata."""
+    hints = get_type_hints(TrainingArguments)
+    for field in dataclasses.fields(TrainingArguments):
+        if not field.init:
+            continue
+        assert not field.metadata
+        kinds = {get_origin(t) or t for t in get_args(hints[field.name]) or [hints[field.name]]}
+        known = {"deepspeed", "fsdp_config", "lr_scheduler_kwargs"}
+        assert len(kinds - {type(None)}) == 1 or field.name in known
+
+
+def test_evaluation_is_announced_to_scripts() -> None:
+    assert not TrainingArguments().do_eval
+    assert TrainingArguments(eval_strategy="epoch").do_eval
+
+
+def test_values_that_scripts_read() -> None:
+    args = TrainingArguments("out", per_device_train_batch_size=2, deepspeed=Path("zero.json"))
+    assert (args.world_size, args.process_index, args.local_process_index) == (8, 0, 0)
+    assert (args.train_batch_size, args.should_save) == (16, True)
+    assert args.get_process_log_level() == logging.INFO
+    with args.main_process_first(desc="tokenize"):
+        pass
+    assert json.loads(args.to_json_string())["deepspeed"] == "zero.json"
+    assert TrainingArguments(**args.to_dict()) == dataclasses.replace(args, deepspeed="zero.json")
+    assert args.to_sanitized_dict()["report_to"] == "[]"

@@ -415,5 +415,8 @@ def _step_number(step: SupportsIndex) -> int:
     except TypeError:
         number = -1
     if number < 0 or isinstance(step, bool):
-        raise CheckpointError(f"step {step!r}: an integer number of updates, 0 or more")
+        raise CheckpointError(
+            f"step {step!r:.20} ({type(step).__name__}): an integer number of updates, 0 or more; "
+            "write save(step, state)"
+        )
     return number

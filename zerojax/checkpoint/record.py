@@ -259,7 +259,8 @@ def encode_json(value: object, path: str = "extra", level: int = 0) -> object:
     if isinstance(value, np.generic | np.ndarray | jax.Array) and value.shape == ():
         return encode_json(value.item(), path, level + 1)
     raise CheckpointError(
-        f"{path}: {type(value).__name__} is neither JSON nor a PRNG key; arrays belong in the state"
+        f"{path}: {type(value).__name__} is neither JSON nor a PRNG key: write x.tolist(), or put "
+        "a large array into the state"
     )
 
 

@@ -15,6 +15,8 @@ from zerojax.step.call import is_array, is_key
 from zerojax.xla.types import PyTree
 
 _SHOWN = 6
+_NOT_NUMBERS = "OSU"
+"""The kinds of NumPy's dtypes of objects and text."""
 _NO_BATCH = (
     "the batch is a random key: it is the first argument after the state, unless batch_argnums "
     "names another; write the arrays with the rows there, and the key behind them."
@@ -87,8 +89,17 @@ class BatchLayout(BatchPlacer):
             )
 
     def _check_dimensions(self, batch: PyTree) -> None:
-        """Refuses arrays without the dimension of rows; scalars are allowed."""
+        """Refuses text, and arrays without the dimension of rows; scalars are allowed."""
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
+            dtype = getattr(x, "dtype", None)
+            is_number = isinstance(x, bool) or is_array(x)
+            if not is_number or getattr(dtype, "kind", "f") in _NOT_NUMBERS:
+                kind = f"{type(x).__name__}" + (f" of dtype {dtype}" if dtype else "")
+                raise TypeError(
+                    f"the batch{jax.tree_util.keystr(path)} is a {kind}, not an array of numbers: "
+                    "take it out of the batch, or encode it as numbers; of a loader pass one batch "
+                    "at a time (for batch in loader)."
+                )
             if 0 < np.ndim(x) <= self.axis:
                 raise ValueError(
                     f"the batch's array {jax.tree_util.keystr(path)} {np.shape(x)} has no "

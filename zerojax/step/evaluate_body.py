@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -142,9 +143,15 @@ def _trace(
     results, and the shapes of these results."""
     body, explicit = setting.body, setting.explicit
     if explicit is None:
-        closed, shapes = hijax.trace(
-            lambda parts, batch: body(parts, tx, batch, args, kwargs), start, batch
-        )
+
+        def run(state: Parts, batch: PyTree) -> tuple[Parts, PyTree]:
+            return body(state, tx, batch, args, kwargs)
+
+        # JAX's messages name the user's function with its line, and the arguments as here.
+        run.__signature__ = inspect.signature(run)  # type: ignore[attr-defined]
+        run.__wrapped__ = setting.function.function  # type: ignore[attr-defined]
+        run.__name__ = body.name
+        closed, shapes = hijax.trace(run, start, batch)
         return with_gradient_norm(closed, shapes), shapes
     return explicit.trace(
         lambda parts, batch: body(

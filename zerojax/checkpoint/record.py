@@ -243,11 +243,15 @@ def encode_json(value: object, path: str = "extra", level: int = 0) -> object:
     if isinstance(value, bool | int | float | str | None):
         return value
     if level > _MAX_DEPTH:
-        raise CheckpointError(f"{path:.60}...: more than {_MAX_DEPTH} levels of lists and mappings")
+        raise CheckpointError(
+            f"{path:.60}...: more than {_MAX_DEPTH} levels of lists and mappings: flatten it"
+        )
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or key == _KEY:
-                raise CheckpointError(f"{path}: the key {key!r} is no string of JSON's own")
+                raise CheckpointError(
+                    f"{path}: the key {key!r} is no string of JSON's own: use another string"
+                )
         return {
             key: encode_json(item, f"{path}[{key!r}]", level + 1) for key, item in value.items()
         }

@@ -42,6 +42,7 @@ from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.per_device import per_device
 from zerojax.step.sequence import SequenceAxis
 from zerojax.step.train_step import Step
+from zerojax.xla import compat
 from zerojax.xla.lowered import LoweredProgram
 from zerojax.xla.types import PyTree
 
@@ -229,6 +230,7 @@ class Zero(Summarized):
         )
         return other.plan(*objects), lambda: step.programs(*objects, batch, *args, **kwargs)
 
+    @compat.with_short_traceback
     def init(self, create_state: Callable[..., S], *args: object) -> S:
         """Creates a state whose arrays are sharded from the start.
 
@@ -244,6 +246,7 @@ class Zero(Summarized):
         state: S = self.states.init(create_state, *args)
         return state
 
+    @compat.with_short_traceback
     def abstract_state(self, create_state: Callable[..., S], *args: object) -> S:
         """Returns the state of :meth:`init` as ``jax.ShapeDtypeStruct`` with shardings, for
         ``train_step.lower`` and for orbax to restore into. Touches no device."""
@@ -407,9 +410,15 @@ def zero(
             f"zerojax.zero was given {name} for its config, which is a path, a mapping or a "
             f"ZeroConfig: write @zerojax.zero(stage=3), or zerojax.zero(config)({name})."
         )
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}: write "
+            'mesh=zerojax.mesh(8), or zerojax.mesh(axes="data=4,model=2")'
+        )
     if config is not None and keywords:
         raise ConfigError(
-            f"{', '.join(keywords)}: pass a config or keywords, not both; change the config."
+            f"{', '.join(keywords)}: pass a config or keywords, not both; write the value into the "
+            "config."
         )
     if config is None and auto:
         raise ConfigError(f"auto: there is no config with {', '.join(auto)}; pass one.")

@@ -72,7 +72,7 @@ def test_another_model(there: Path, zero: zerojax.Zero) -> None:
         restore(there, zero, create(a=(8, 5), c=(2,)))
     said = str(told.value)
     assert f"{there / '20'} holds another model or optimizer" in said
-    assert "params.a: [8, 4] there, [8, 5] here" in said
+    assert "params.a: saved as [8, 4], the state has [8, 5]" in said
     assert "only in the state: params.c [2] float32" in said
     assert "and 3 more" in said
     assert "restore(abstract_state.params)" in said
@@ -91,7 +91,9 @@ def test_other_parameters_alone(there: Path, zero: zerojax.Zero) -> None:
     params = {"a": jax.ShapeDtypeStruct((8, 5), jnp.float32)}
     with (
         Checkpointer(there, zero, read_only=True) as checkpointer,
-        pytest.raises(CheckpointError, match=r"params.a: \[8, 4\] there, \[8, 5\] here"),
+        pytest.raises(
+            CheckpointError, match=r"params.a: saved as \[8, 4\], the state has \[8, 5\]"
+        ),
     ):
         checkpointer.restore(params)
 

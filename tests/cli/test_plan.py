@@ -271,11 +271,11 @@ def test_the_users_own_errors(config: Path, model: str, error: str, line: str) -
     ],
 )
 def test_a_model_that_predicts_no_tokens(config: Path, model: str, says: str) -> None:
-    """The message says what is wanted, and shows the workload for others."""
+    """The message says what is wanted, and names the workload for others."""
     said = refused(run(config, model=f"mine:{model}"))
     assert says in said
     assert "A bare model is taken as a language model: tokens int32 [B, T] -> logits" in said
-    assert "return zerojax.Workload(create_state, train_step, batch)" in said
+    assert "returns zerojax.Workload(create_state, train_step, batch)" in said
 
 
 def test_xlas_own_errors() -> None:

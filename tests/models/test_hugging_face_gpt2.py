@@ -520,9 +520,9 @@ FLOATS = np.zeros((4, 16), np.float32)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("h.1.mlp.c_fc.bias"), r"model: h.1.mlp.c_fc.bias \[64\] is missing"),
+        (without("h.1.mlp.c_fc.bias"), r"  h.1.mlp.c_fc.bias \[64\] is missing"),
         (without("wte.weight"), r"wte.weight \[96, 16\] is missing"),
-        (with_("h.0.attn.extra", FLOATS), r"safetensors: h.0.attn.extra \[4, 16\] is one tensor"),
+        (with_("h.0.attn.extra", FLOATS), r"  h.0.attn.extra \[4, 16\] is one tensor"),
         (with_("score.weight", FLOATS), r"score.weight \[4, 16\] is one tensor too many"),
         (with_("transformer.wpe.weight", FLOATS), "wpe.weight is there twice"),
         (with_("ln_f.bias", np.zeros(15, np.float32)), r"ln_f.bias is \[15\], .* needs \[16\]"),

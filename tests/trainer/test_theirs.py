@@ -1,7 +1,7 @@
 """``transformers.TrainingArguments``, as objects and as dicts; no test needs transformers.
 
-``data/their_arguments.json`` is the ``to_dict()`` of ``Seq2SeqTrainingArguments("trainer_output")``,
-transformers 5.24.
+``data/their_arguments.json`` is the ``to_dict()`` of ``Seq2SeqTrainingArguments`` of transformers
+5.24.
 """
 
 import dataclasses

@@ -91,7 +91,7 @@ def test_any_piece_is_numpys(case: tuple[Any, ...]) -> None:
         ("o i -> i", r"1 dimensions for a parameter \[3, 4\]"),
         ("o -> i o", "i is an axis of only the parameter, and not in w"),
         ("o i e -> i o", "e is an axis of only the tensor, and not in the path"),
-        ("(h d) i -> (h d) i", "the lengths of h and d are not known: give sizes"),
+        ("(h d) i -> (h d) i", "the lengths of h and d are not known: give all but one"),
     ],
 )
 def test_what_is_no_arrangement(text: str, message: str) -> None:

@@ -301,7 +301,7 @@ def unindexed(folder: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (changed(norm_weight=None), r"in: norm.weight \[10\] is missing"),
+        (changed(norm_weight=None), r"  norm.weight \[10\] is missing"),
         (changed(bias=np.ones(3)), r"bias \[3\] is one tensor too many, no parameter of the model"),
         (changed(norm_weight=np.ones(7)), r"norm.weight is \[7\], .* \[10\] \(for norm/scale\)"),
         (

@@ -102,7 +102,8 @@ class Checkpointer(Summarized):
     ) -> None:
         if not isinstance(zero, Zero):
             raise CheckpointError(
-                f"zero: expected what zerojax.zero(...) returns, got {type(zero).__name__}"
+                f"zero: expected what zerojax.zero(...) returns, got {type(zero).__name__}: write "
+                "Checkpointer(folder, zerojax.zero(...))"
             )
         self.directory: epath.Path = steps_folder.opened(directory)
         self.zero = zero
@@ -304,7 +305,8 @@ class Checkpointer(Summarized):
                 # The run that writes to the folder removed the step.
                 if step is not None:
                     raise CheckpointError(
-                        f"step {step} was removed while it was read; there are {self.all_steps()}"
+                        f"step {step} was removed while it was read: restore another one of "
+                        f"{self.all_steps()}"
                     )
 
     def _with_offer(
@@ -415,5 +417,8 @@ def _step_number(step: SupportsIndex) -> int:
     except TypeError:
         number = -1
     if number < 0 or isinstance(step, bool):
-        raise CheckpointError(f"step {step!r}: an integer number of updates, 0 or more")
+        raise CheckpointError(
+            f"step {step!r:.20} ({type(step).__name__}): an integer number of updates, 0 or more; "
+            "write save(step, state)"
+        )
     return number

@@ -108,9 +108,11 @@ def _mismatch(path: Path, wanted: Shaped, saved: SavedArray) -> list[str]:
     if is_key(wanted):
         return []  # the disk holds the key's data
     if tuple(wanted.shape) != saved.shape:
-        return [f"{'.'.join(path)}: {list(saved.shape)} there, {list(wanted.shape)} here"]
+        return [
+            f"{'.'.join(path)}: saved as {list(saved.shape)}, the state has {list(wanted.shape)}"
+        ]
     if not _same_kind(wanted.dtype, saved.dtype):
-        return [f"{'.'.join(path)}: {saved.dtype} there, {wanted.dtype} here"]
+        return [f"{'.'.join(path)}: saved as {saved.dtype}, the state has {wanted.dtype}"]
     return []
 
 

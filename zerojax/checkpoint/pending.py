@@ -212,7 +212,9 @@ def _check_arrays(tree: PyTree) -> None:
         )
     for name, (_, x) in zip(names, leaves, strict=True):
         if isinstance(x, jax.ShapeDtypeStruct):
-            raise CheckpointError(f"{name} is abstract, {x}: save a state with arrays")
+            raise CheckpointError(
+                f"{name} is abstract, {x}: save a state with arrays, as zero.init returns it"
+            )
         x = unwrap_stored(x)
         if isinstance(x, jax.Array | DiskArray) and x.is_deleted():
             raise CheckpointError(

@@ -243,11 +243,15 @@ def encode_json(value: object, path: str = "extra", level: int = 0) -> object:
     if isinstance(value, bool | int | float | str | None):
         return value
     if level > _MAX_DEPTH:
-        raise CheckpointError(f"{path:.60}...: more than {_MAX_DEPTH} levels of lists and mappings")
+        raise CheckpointError(
+            f"{path:.60}...: more than {_MAX_DEPTH} levels of lists and mappings: flatten it"
+        )
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or key == _KEY:
-                raise CheckpointError(f"{path}: the key {key!r} is no string of JSON's own")
+                raise CheckpointError(
+                    f"{path}: the key {key!r} is no string of JSON's own: use another string"
+                )
         return {
             key: encode_json(item, f"{path}[{key!r}]", level + 1) for key, item in value.items()
         }
@@ -259,7 +263,8 @@ def encode_json(value: object, path: str = "extra", level: int = 0) -> object:
     if isinstance(value, np.generic | np.ndarray | jax.Array) and value.shape == ():
         return encode_json(value.item(), path, level + 1)
     raise CheckpointError(
-        f"{path}: {type(value).__name__} is neither JSON nor a PRNG key; arrays belong in the state"
+        f"{path}: {type(value).__name__} is neither JSON nor a PRNG key: write x.tolist(), or put "
+        "a large array into the state"
     )
 
 

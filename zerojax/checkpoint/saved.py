@@ -313,7 +313,7 @@ def at(checkpoint: epath.PathLike, step: int | None = None) -> list[epath.Path]:
 
 def _at(root: epath.Path, step: int | None) -> list[epath.Path]:
     if not steps_folder.exists(root):
-        raise CheckpointError(f"{root} does not exist")
+        raise CheckpointError(f"{root} does not exist: check the path; the first save creates it")
     if root.name == STATE and (root.parent / records.FILE).exists():
         root = root.parent
     if step is None and root.is_dir() and (item_of(root) or (root / records.FILE).exists()):
@@ -321,7 +321,8 @@ def _at(root: epath.Path, step: int | None) -> list[epath.Path]:
     by_step = steps_folder.folders(root)
     if not by_step:
         raise CheckpointError(
-            f"{root} holds no checkpoint: {contents(root)}; expected folders named by step, as 100/"
+            f"{root} holds no checkpoint: {contents(root)}; expected folders named by step, as "
+            "100/: check the path, or save first"
         )
     if step is not None and step not in by_step:
         raise CheckpointError(f"{root} has no step {step}; it has {', '.join(map(str, by_step))}")
@@ -357,7 +358,7 @@ def contents(folder: epath.Path) -> str:
     """Describes, for messages, the contents of a folder that is not a checkpoint."""
     if not folder.is_dir():
         return "it is a file" if folder.exists() else "it does not exist"
-    names = sorted(entry.name for entry in folder.iterdir())
+    names = sorted(x.name for x in folder.iterdir() if x.name[0] != ".")
     if not names:
         return "it is empty"
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""

@@ -78,7 +78,7 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
     """
     path = os.fspath(directory)
     if not path:
-        raise CheckpointError("directory: the empty path names no folder")
+        raise CheckpointError("directory: the empty path names no folder; give one, as run/steps")
     # pathlib turns "gs://" into "gs:/".
     url = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", path)
     if not url:

@@ -105,7 +105,8 @@ def _function(path: str) -> Names:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
-            f"--names {path}: {error} (looked in PYTHONPATH and the current folder)"
+            f"--names {path}: {error} (looked in PYTHONPATH and the current folder): run in its "
+            "folder, or set PYTHONPATH"
         ) from error
     if not callable(found) and not isinstance(found, weights.Names | Mapping):
         raise CheckpointError(

@@ -119,7 +119,7 @@ def launch(
             placement = (hostfile, include, exclude, node_rank, coordinator, use_mpi or None)
             if any(option is not None for option in placement):
                 raise UsageError(
-                    f"{cluster.chosen()} places the processes: without --hostfile, --include, "
+                    f"{cluster.chosen()} places the processes: leave out --hostfile, --include, "
                     "--exclude, --node-rank, --coordinator and --mpi"
                 )
             status = start(cluster, job, num_nodes or 1, nproc_per_node, environ, dry_run)
@@ -130,7 +130,10 @@ def launch(
             hosts = select(read_hostfile(hostfile), include, exclude)
         elif include or exclude:
             if not find_gpus():
-                raise UsageError("--include and --exclude choose GPUs, and this machine has none")
+                raise UsageError(
+                    "--include and --exclude choose GPUs, and this machine has none: leave them "
+                    "out, or give a --hostfile"
+                )
             hosts = select([Host("localhost", tuple(range(len(find_gpus()))))], include, exclude)
         counts = _counts(nproc_per_node, hosts, num_nodes, node_rank, find_gpus)
         hosts = hosts and hosts[: len(counts)]
@@ -214,7 +217,10 @@ def _counts(
     counts = tuple(map(int, given.split(","))) if given else ()
     if hosts is not None:
         if num_nodes is not None and num_nodes > len(hosts):
-            raise UsageError(f"--num-nodes {num_nodes}: {len(hosts)} hosts are left")
+            raise UsageError(
+                f"--num-nodes {num_nodes}: {len(hosts)} hosts are left; give at most that, or add "
+                "hosts to the hostfile"
+            )
         hosts = hosts[:num_nodes]
     elif max(num_nodes or 1, len(counts)) > 1 and node_rank is None:
         raise UsageError("several machines need --hostfile, or --node-rank and --coordinator")
@@ -222,14 +228,19 @@ def _counts(
     if len(counts) == 1:
         counts *= machines
     if counts and len(counts) != machines:
-        raise UsageError(f"--nproc-per-node {given}: {machines} machines")
+        raise UsageError(
+            f"--nproc-per-node {given}: {machines} machines; give one number, or one a machine"
+        )
     if node_rank is not None and node_rank >= machines:
         raise UsageError(f"--node-rank {node_rank}: {machines} machines are 0 to {machines - 1}")
     if hosts is None:
         return counts or (len(gpus_here()) or 1,) * machines
     for host, count in zip(hosts, counts, strict=bool(counts)):
         if count > len(host.slots):
-            raise UsageError(f"--nproc-per-node {count}: {host.name} has {len(host.slots)} slots")
+            raise UsageError(
+                f"--nproc-per-node {count}: {host.name} has {len(host.slots)} slots; give at most "
+                f"that, or write slots={count} in the hostfile"
+            )
     return counts or tuple(len(host.slots) for host in hosts)
 
 
@@ -270,7 +281,9 @@ def _create_folder(folder: Path | None) -> None:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--log-dir {folder} cannot be created: {in_a_line(error)}") from None
+        raise UsageError(
+            f"--log-dir {folder} cannot be created: {in_a_line(error)}; name another folder"
+        ) from None
 
 
 def _watchdog(given: str | None) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.elasticity import Elasticity
-from zerojax.config.errors import ConfigError, as_text, problems_of, quote_name, suggestion
+from zerojax.config.errors import ConfigError, as_text, closest, hint, problems_of, quote_name
 from zerojax.config.keys import BY_FIELD, KEYS
 from zerojax.config.keys.loco import Loco
 from zerojax.config.keys.row import ZERO
@@ -332,4 +332,5 @@ def _unknown_keyword(name: str, known: list[str]) -> str:
         return f"{name}: not supported: {key.why}"
     if name in sections:
         return f"{name}: a key of the JSON, not a keyword; pass the complete config as a dict"
-    return f"{quote_name(name)}: unknown keyword; {suggestion(name, known)}"
+    others = f"some are {', '.join(known[:5])}; help(zerojax.ZeroConfig) has all"
+    return f"{quote_name(name)}: unknown keyword; {hint(name, closest(name, known), others)}"

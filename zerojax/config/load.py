@@ -351,7 +351,9 @@ problems=['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
             elif isinstance(value, dict):
                 visit(path, value)
             elif value is not None or path not in NULLABLE:
-                problems.append(f"{path}: expected an object, got {as_text(value)}")
+                problems.append(
+                    f"{path}: expected an object, got {as_text(value)}{_as_object(path, value)}"
+                )
         for name in given:
             if name not in names:
                 unknown[_dotted(section, name)] = section, name
@@ -389,6 +391,14 @@ def _unknown_key(section: str, name: str) -> str:
         return f"{path}: unknown key here; it belongs at `{'` or `'.join(elsewhere)}`"
     known_here = f" (known here: {', '.join(siblings)})" if len(siblings) <= 8 else ""
     return f"{path}: unknown key; {hint(name, _guess(section, name), f'take it out{known_here}')}"
+
+
+def _as_object(path: str, value: object) -> str:
+    """Returns advice for a section that has the value of its switch or device."""
+    for key in (f"{path}.enabled", f"{path}.device"):
+        if key in KEYS and isinstance(value, bool if key.endswith("enabled") else str):
+            return f'; write {{"{key.rpartition(".")[2]}": {as_text(value)}}}'
+    return ""
 
 
 def _guess(section: str, name: str) -> str | None:

@@ -169,8 +169,12 @@ class _Named:
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
+            remedy = 'write {"type": ..., "params": {...}}'
+            if cls._section == "optimizer":
+                remedy += ", or leave it out and pass an optax one as TrainState.create(tx=...)"
             raise ConfigError(
-                f"{cls._section}: expected an object with type and params, got {as_text(given)}"
+                f"{cls._section}: expected an object with type and params, got "
+                f"{as_text(given, 40)}; {remedy}"
             )
         problems = [
             f"{cls._section}.{key}: unknown key; known: type, params"

@@ -61,6 +61,11 @@ def mesh(
       {'replica': 2, 'data': 4}
     """
     existing = jax.devices()
+    if devices is not None and not isinstance(devices, int | np.integer):
+        raise TypeError(
+            f"devices={devices!r:.60}: expected the number of devices, zerojax.mesh(8); axes go "
+            'into axes="data=4,model=2"'
+        )
     if devices is not None and not 0 < devices <= len(existing):
         raise ValueError(
             f"{devices} devices asked for, but there are {len(existing)} ({existing[0].platform}). "
@@ -134,13 +139,18 @@ def axis_sizes(
             )
         return {REPLICA: replicas, AXIS: devices // replicas}
     axes = parse_axes(axes) if isinstance(axes, str) else axes
+    if axes is not None and not isinstance(axes, Mapping):
+        raise TypeError(
+            f"axes={axes!r:.60}: expected sizes by name, outermost first: "
+            '"data=4,model=2" or {"data": 4, "model": 2}'
+        )
     sizes = {AXIS: devices} if axes is None else dict(axes)
     product = math.prod(sizes.values())
     if product != devices or any(size < 1 for size in sizes.values()):
         written = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise ValueError(
             f"axes {written or '{}'} multiply out to {product}, not to devices={devices}: change "
-            "one of them"
+            "a size, or devices"
         )
     return sizes
 

@@ -117,7 +117,8 @@ def rows_of(batch: PyTree) -> int | None:
     if not found or 0 in found:
         raise ValueError(
             "the batch is empty: "
-            + ("its leading dimension is 0." if found else "it has no array with rows.")
+            + ("its leading dimension is 0" if found else "it has no array with rows")
+            + ": pass arrays [rows, ...] with at least one row."
         )
     return found.pop() if len(found) == 1 else None
 

@@ -40,7 +40,10 @@ def parse_devices(text: str, network: str | None = None) -> tuple[Mesh, Rates]:
     speeds = rates(match[1]).over(network)  # an unknown name raises before a missing compiler does
     if len(sides) > 1 and sides != sorted(shape := torus(speeds.kind, number)):
         expected = "x".join(map(str, shape)) or "no torus"
-        raise ValueError(f"devices {text!r}: {number} of them are compiled for as {expected}")
+        raise ValueError(
+            f"devices {text!r}: {number} of them are compiled for as {expected}: write that, or "
+            "their number"
+        )
     return topology(match[1], number), speeds
 
 

@@ -265,7 +265,9 @@ def parameters(model: PyTree, inputs: Sequence[PyTree] = ()) -> tuple[int, int]:
         total += math.prod(leaf.shape)
         modules[jax.tree_util.keystr(path[:-1])] += math.prod(leaf.shape) // stacked
     if not modules:
-        raise TypeError(f"model: a {type(model).__name__} without parameters")
+        raise TypeError(
+            f"model: a {type(model).__name__} without parameters; pass a model or its params"
+        )
     return total, max(modules.values())
 
 
@@ -330,7 +332,8 @@ def _checked(
             raise ValueError(f"{name} is {value}; it must be above 0")
     if layer is not None and layer > params:
         raise ValueError(
-            f"largest_layer_params is {layer:,.0f}, more than the {params:,.0f} of the full model"
+            f"largest_layer_params is {layer:,.0f}, more than the {params:,.0f} of the full model: "
+            "give the parameters of one layer"
         )
     return int(params), int(layer or 0)
 

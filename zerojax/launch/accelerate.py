@@ -71,7 +71,9 @@ def _machines(
     if count == -1:  # Accelerate's value for "not set"
         count = None
     if count is not None and (count < 1 or count % nodes):
-        raise UsageError(f"{where}: num_processes {count} on num_machines {nodes}")
+        raise UsageError(
+            f"{where}: num_processes {count} on num_machines {nodes}: make it a multiple"
+        )
     environ = {}
     if values.get("use_cpu") or kind == "MULTI_CPU":
         environ["JAX_PLATFORMS"] = "cpu"

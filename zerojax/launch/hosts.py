@@ -38,7 +38,10 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--hostfile {path} cannot be read: {in_a_line(error)}") from None
+        raise UsageError(
+            f"--hostfile {path} cannot be read: {in_a_line(error)}; give a file with lines "
+            "`HOST slots=N`"
+        ) from None
     hosts: list[Host] = []
     seen: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
@@ -82,7 +85,7 @@ def select(hosts: list[Host], include: str | None, exclude: str | None) -> list[
         if kept:
             selected.append(Host(host.name, kept))
     if not selected:
-        raise UsageError(f"{option} {spec} leaves no host")
+        raise UsageError(f"{option} {spec} leaves no host: name fewer, or other ones")
     return selected
 
 

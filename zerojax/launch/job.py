@@ -75,10 +75,10 @@ def checked_script(script: tuple[str, ...]) -> tuple[str, ...]:
     if script[0] == "-m":
         top = script[1].partition(".")[0]
         if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
-            raise UsageError(f"no module named {top!r}, neither here nor installed; check its name")
+            raise UsageError(f"no module named {top!r}, neither here nor installed: check the name")
     elif not Path(script[0]).is_file():
         where = f" in {Path.cwd()}" * (script[0][0] != "/")
-        raise UsageError(f"no script {script[0]}{where}; check the path")
+        raise UsageError(f"no script {script[0]}{where}: check the path")
     return script
 
 
@@ -128,4 +128,6 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise UsageError("none of 100 ports from 20000 to 32000 is free here")
+    raise UsageError(
+        "none of 100 ports from 20000 to 32000 is free here: choose one, --coordinator HOST:PORT"
+    )

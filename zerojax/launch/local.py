@@ -48,7 +48,7 @@ def places(node: Node, gpus: list[Gpu]) -> list[Place]:
     if not gpus and count > _CPU_PROCESSES * (os.cpu_count() or 1):
         raise UsageError(
             f"--nproc-per-node {count}: this machine has {os.cpu_count()} CPUs, for "
-            f"{_CPU_PROCESSES} processes each at most"
+            f"{_CPU_PROCESSES} processes each at most: give a lower number"
         )
     first = sum(node.counts[: node.rank])
     assigned = [gpus[i] if gpus and (count > 1 or len(gpus) == 1) else None for i in range(count)]
@@ -188,7 +188,9 @@ def new_attempt(folder: Path) -> Path:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise UsageError(f"--log-dir {folder} cannot be used: {in_a_line(error)}") from None
+            raise UsageError(
+                f"--log-dir {folder} cannot be used: {in_a_line(error)}; name another folder"
+            ) from None
 
 
 def _keep(files: list[Path], folder: Path) -> None:

@@ -74,9 +74,9 @@ def remat_policy(policy: str) -> Callable[..., bool]:
     if kind not in _NAMED or not colon:
         known = {**{name: name for name in _PLAIN}, **{name: f"{name}:a,b" for name in _NAMED}}
         close = difflib.get_close_matches(kind, known, n=1)
-        hint = f"did you mean {known[close[0]]!r}? " if close else ""
+        hint = f"; did you mean {known[close[0]]!r}?" if close else "."
         available = ", ".join(map(repr, known.values()))
-        raise ValueError(f"no remat policy {policy!r}: {hint}There are {available}.")
+        raise ValueError(f"no remat policy {policy!r}{hint} There are {available}.")
     names = [name.strip() for name in rest.split(",")]
     if not all(names):
         raise ValueError(

@@ -4,6 +4,7 @@ arrays are created on the devices. :mod:`zerojax.placement.state_placer` places 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +24,18 @@ from zerojax.offload.program_reader import ProgramReader
 from zerojax.optim.frozen import frozen_leaves
 from zerojax.optim.wrap import (
     UNKNOWN,
-    ZeroOptState,
     ZeroTransformation,
     adopt,
     features,
     find_zero_state,
     full_precision,
     wrap,
+)
+from zerojax.placement.checks import (
+    check_arguments,
+    check_keys_of_specs,
+    check_not_within,
+    is_spec,
 )
 from zerojax.placement.errors import with_errors
 from zerojax.placement.owned import OwnedArrays
@@ -150,7 +156,7 @@ class States:
         if is_wrapped:
             self._check_scaled(opened.parts.opt_state)
         else:
-            _check_not_within(opened.parts.opt_state)
+            check_not_within(opened.parts.opt_state)
 
         def prepare(parts: Parts) -> Parts:
             parts = jax.tree.map(_array, relabel_arrays(parts, self.mesh))
@@ -290,13 +296,14 @@ class States:
         given: list[Spec | None] = list(opened.specs)
         if self.specs is not None:
             user_specs = self.specs(params) if callable(self.specs) else self.specs
+            check_keys_of_specs(user_specs, params)
             spread = jax.tree.map(
                 lambda spec, part: jax.tree.map(lambda _: spec, part),
                 user_specs,
                 params,
-                is_leaf=_is_spec,
+                is_leaf=is_spec,
             )
-            given = jax.tree.leaves(spread, is_leaf=_is_spec)
+            given = jax.tree.leaves(spread, is_leaf=is_spec)
         return tuple(
             layout.full(spec or self._spec_of(x), len(x.shape))
             for spec, x in zip(given, jax.tree.leaves(params), strict=True)
@@ -316,7 +323,7 @@ class States:
         shards."""
         with automatic_context(self.mesh) as explicit:
             args = relabel_arrays(args, self.mesh)
-            make, opened = self._maker(create, explicit)
+            make, opened = self._maker(create, args, explicit)
             self._require_alike(make, args)
             shapes = jax.eval_shape(make, *args)
             plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
@@ -344,13 +351,13 @@ class States:
     def abstract(self, create: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Returns the result of :meth:`init` as ``jax.ShapeDtypeStruct`` with shardings."""
         with automatic_context(self.mesh) as explicit:
-            make, opened = self._maker(create, explicit)
+            make, opened = self._maker(create, args, explicit)
             shapes = jax.eval_shape(make, *relabel_arrays(args, self.mesh))
         plan = self.plan(dataclasses.replace(opened[0], parts=shapes))
         return _in_user_form(opened[0], abstract(shapes, plan))
 
     def _maker(
-        self, create: Callable[..., PyTree], explicit: tuple[str, ...]
+        self, create: Callable[..., PyTree], args: tuple[PyTree, ...], explicit: tuple[str, ...]
     ) -> tuple[jax.stages.Wrapped, list[OpenedState]]:
         """Returns the jitted function that creates a state, and a list for the opened state without
         arrays, which tracing the function fills."""
@@ -360,6 +367,7 @@ class States:
                 f"and not a {type(create).__name__}: write zero.init(create_state, key), or pass "
                 "the state to the step, which places it."
             )
+        check_arguments(create, args)
         opened: list[OpenedState] = []
 
         def make(*args: PyTree) -> Parts:
@@ -370,6 +378,7 @@ class States:
             opened.append(dataclasses.replace(state, parts=shapes))
             return jax.tree.map(jnp.asarray, state.parts)
 
+        @functools.wraps(create)  # for JAX's messages
         def make_on_mesh(*args: PyTree) -> Parts:
             if explicit:
                 return evaluate(make, args, self.mesh, explicit)
@@ -429,10 +438,6 @@ def _array(x: object) -> object:
     return jnp.asarray(x, jnp.result_type(x)) if isinstance(x, int | float | complex) else x
 
 
-def _is_spec(x: object) -> bool:
-    return x is None or isinstance(x, PartitionSpec)
-
-
 def _full_precision_masters(parts: Parts, tx: optax.GradientTransformation) -> Parts:
     """Casts masters to float32, whatever dtype the model has, and their moments to match."""
     params = jax.tree.map(full_precision, parts.params)
@@ -443,14 +448,3 @@ def _full_precision_masters(parts: Parts, tx: optax.GradientTransformation) -> P
     leaves, tree = jax.tree.flatten(parts.opt_state)
     opt_state = [x.astype(m.dtype) for x, m in zip(leaves, expected, strict=True)]
     return parts._replace(params=params, opt_state=jax.tree.unflatten(tree, opt_state))
-
-
-def _check_not_within(opt_state: PyTree) -> None:
-    def is_wrapped(x: object) -> bool:
-        return isinstance(x, ZeroOptState)
-
-    if any(map(is_wrapped, jax.tree.leaves(opt_state, is_leaf=is_wrapped))):
-        raise ValueError(
-            "the state's optimizer has one of zero.optimizer() or zero.wrap() within it, which "
-            "would clip and unscale twice: wrap the outermost transformation only."
-        )

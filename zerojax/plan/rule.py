@@ -266,7 +266,10 @@ def check_own_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> N
       ValueError: names the leaf, the axis and the remedy.
     """
     if len(spec) != len(shape):
-        raise ValueError(f"{path}: its PartitionSpec {spec} does not fit its shape {tuple(shape)}")
+        raise ValueError(
+            f"{path}: its PartitionSpec {spec} does not fit its shape {tuple(shape)}: write at "
+            "most one entry a dimension"
+        )
     named = [a for entry in spec for a in layout.axes(entry)]
     if twice := [a for a in named if named.count(a) > 1]:
         raise ValueError(
@@ -297,5 +300,6 @@ def check_own_spec(path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> N
         if shape[d] % layout.parts(entry, mesh):
             raise ValueError(
                 f"{path}: dimension {d} of {tuple(shape)} is not divisible by the "
-                f"{layout.parts(entry, mesh)} devices of axis {entry!r} in its own PartitionSpec."
+                f"{layout.parts(entry, mesh)} devices of axis {entry!r} in its own PartitionSpec: "
+                "take the axis out of the spec, or pad the dimension."
             )

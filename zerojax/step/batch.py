@@ -15,6 +15,8 @@ from zerojax.step.call import is_array, is_key
 from zerojax.xla.types import PyTree
 
 _SHOWN = 6
+_NOT_NUMBERS = "OSU"
+"""The kinds of NumPy's dtypes of objects and text."""
 _NO_BATCH = (
     "the batch is a random key: it is the first argument after the state, unless batch_argnums "
     "names another; write the arrays with the rows there, and the key behind them."
@@ -51,7 +53,6 @@ class BatchLayout(BatchPlacer):
 
     def check(self, batch: PyTree) -> None:
         """Raises ValueError if the batch does not fit the devices or the config."""
-        _check_types(batch)
         self._check_dimensions(batch)
         self.check_tokens(batch)
         own, k, blocks = self.leaves.own_rows(batch), self.accumulation, self.leaves.blocks
@@ -88,8 +89,17 @@ class BatchLayout(BatchPlacer):
             )
 
     def _check_dimensions(self, batch: PyTree) -> None:
-        """Refuses arrays without the dimension of rows; scalars are allowed."""
+        """Refuses text, and arrays without the dimension of rows; scalars are allowed."""
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
+            dtype = getattr(x, "dtype", None)
+            is_number = isinstance(x, bool) or is_array(x)
+            if not is_number or getattr(dtype, "kind", "f") in _NOT_NUMBERS:
+                kind = f"{type(x).__name__}" + (f" of dtype {dtype}" if dtype else "")
+                raise TypeError(
+                    f"the batch{jax.tree_util.keystr(path)} is a {kind}, not an array of numbers: "
+                    "take it out of the batch, or encode it as numbers; of a loader pass one batch "
+                    "at a time (for batch in loader)."
+                )
             if 0 < np.ndim(x) <= self.axis:
                 raise ValueError(
                     f"the batch's array {jax.tree_util.keystr(path)} {np.shape(x)} has no "
@@ -172,20 +182,6 @@ class BatchLayout(BatchPlacer):
             "example: pass what has none as a further argument of the step, or set "
             "gradient_accumulation_steps to 1 (graphs, whose nodes and edges have dimensions of "
             "their own)."
-        )
-
-
-def _check_types(batch: PyTree) -> None:
-    """Refuses what JAX cannot compute with: strings, objects, arrays of other libraries."""
-    for path, x in jax.tree_util.tree_leaves_with_path(batch):
-        dtype = getattr(x, "dtype", None)
-        if isinstance(x, bool) or (is_array(x) and getattr(dtype, "kind", "") not in [*"OSUMm"]):
-            continue
-        kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
-        of = "" if dtype is None else f" of dtype {dtype}"
-        raise TypeError(
-            f"the batch's {jax.tree_util.keystr(path) or 'array'} is a {kind}{of}: write a numpy "
-            "or JAX array of numbers, such as np.asarray(x), or leave it out of the batch."
         )
 
 

@@ -53,7 +53,10 @@ def open_pytree(objects: tuple[PyTree, ...], parameters: Parameters | None = Non
     is_given = are_given(nodes, tree)
     kinds = ", ".join(type(x).__name__ for x in objects)
     if not any(is_given):
-        raise TypeError(f"the state ({kinds}) has no arrays: a state is a pytree of arrays.")
+        raise TypeError(
+            f"the state ({kinds}) has no arrays: return a TrainState, or another pytree of arrays, "
+            "from the function that creates it, and pass that to the step."
+        )
     for path, leaf in jax.tree_util.tree_leaves_with_path(objects):
         if not is_array(leaf) and getattr(leaf, "__hash__", None) is None:
             raise TypeError(

@@ -125,7 +125,9 @@ def fit(
     mesh = all_devices() if mesh is None else mesh
     rates = (rates_here(mesh) if rates is None else rates).over(network)
     if xla and mesh.devices.flat[0].platform not in GPUS:
-        raise ValueError(f"xla: its options are for GPUs, and the devices are {rates.kind}")
+        raise ValueError(
+            f"xla: its options are for GPUs, and the devices are {rates.kind}: leave it out"
+        )
     deadline = time.monotonic() + seconds
     world = batch_devices(mesh)
     remats = (False, True) if takes(function, "remat") else (None,)

@@ -26,25 +26,9 @@ LEARNING_RATE = 1e-4  # of AdamW, if the config names no optimizer; the rate cha
 
 # Part of the error message for a bare model that is not a language model.
 _TAKEN_AS = """\
-A bare model is taken as a language model: tokens int32 [B, T] -> logits [B, T, V]. Any other needs
-its own step and batch: give a function that returns a zerojax.Workload, for images perhaps
-
-    def images(zero, rows):
-        def create_state(key):
-            model = {name}(...)
-            params = model.init(key, jnp.zeros((1, 224, 224, 3)))["params"]
-            return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
-
-        def train_step(state, batch):  # as zero would decorate it
-            ...
-            return state.apply_gradients(grads=grads), {{"loss": loss}}
-
-        batch = {{
-            "image": jax.ShapeDtypeStruct((rows, 224, 224, 3), jnp.float32),
-            "label": jax.ShapeDtypeStruct((rows,), jnp.int32),
-        }}
-        return zerojax.Workload(create_state, train_step, batch)
-"""
+A bare model is taken as a language model: tokens int32 [B, T] -> logits [B, T, V]. For any other
+give a function that returns zerojax.Workload(create_state, train_step, batch), as the one for
+images in help(zerojax.Workload)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,15 +192,11 @@ def _logits(model: object, call: Callable[[jax.Array], PyTree], tokens: jax.Arra
         logits = call(tokens)
     except Exception as error:
         raise ModelError(
-            f"{name} fails on {inputs}:\n"
-            f"{type(error).__name__}: {error}\n{_TAKEN_AS.format(name=name)}"
+            f"{name} fails on {inputs}:\n{type(error).__name__}: {error}\n{_TAKEN_AS}"
         ) from error
     if getattr(logits, "shape", ())[:-1] != tokens.shape:
         shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", logits)
-        raise ModelError(
-            f"{name} gives {shapes} for {inputs}, which are no logits.\n"
-            f"{_TAKEN_AS.format(name=name)}"
-        )
+        raise ModelError(f"{name} gives {shapes} for {inputs}, which are no logits.\n{_TAKEN_AS}")
     return logits
 
 
@@ -245,7 +225,7 @@ def _linen(
             name = type(model).__name__
             raise ModelError(
                 f"{name} has {', '.join(sorted(others))} beside its parameters, which the step "
-                f"of a bare model does not carry.\n{_TAKEN_AS.format(name=name)}"
+                f"of a bare model does not carry.\n{_TAKEN_AS}"
             )
         return cast(
             TrainState,

@@ -173,7 +173,7 @@ class Arrangement(NamedTuple):
             raise ValueError(f'"{text}" is no arrangement: write "o i -> i o"')
         tensor, parameter = (_dimensions(side, text) for side in sides)
         if ((_ELLIPSIS,) in tensor) != ((_ELLIPSIS,) in parameter):
-            raise ValueError(f'"{text}" has ... on one side only')
+            raise ValueError(f'"{text}" has ... on one side only: write it on both or on none')
         return cls(tensor, parameter)
 
     def links(
@@ -224,14 +224,17 @@ def _dimensions(side: str, text: str) -> tuple[tuple[str, ...], ...]:
     while position < len(side):
         match = _SIDE.match(side, position)
         if match is None:
-            raise ValueError(f'"{text}" is no arrangement: {side[position:].strip()!r} is no axis')
+            raise ValueError(
+                f'"{text}" is no arrangement: {side[position:].strip()!r} is no axis; write names '
+                'with spaces between, "o i -> i o"'
+            )
         dimensions.append(
             tuple(match["group"].strip("()").split()) if match["group"] else (match[0].strip(),)
         )
         position = match.end()
     axes = [axis for dimension in dimensions for axis in dimension]
     if duplicates := {axis for axis in axes if axes.count(axis) > 1}:
-        raise ValueError(f'"{text}" has {min(duplicates)} twice on one side')
+        raise ValueError(f'"{text}" has {min(duplicates)} twice on one side: rename one of them')
     return tuple(dimensions)
 
 
@@ -253,7 +256,10 @@ class _Links:
         self.sections = {axis: v for axis, v in parts.items() if isinstance(v, Mapping)}
         self.sizes = {**sizes, **{axis: len(values) for axis, values in self.parts.items()}}
         if len(self.parameter) != len(shape):
-            raise self._error(f"has {len(self.parameter)} dimensions for a parameter {[*shape]}")
+            raise self._error(
+                f"has {len(self.parameter)} dimensions for a parameter {[*shape]}: write "
+                f"{len(shape)} axes after ->, or several in brackets for one dimension"
+            )
         of_tensor = {axis for dimension in self.tensor for axis in dimension}
         of_parameter = {axis for dimension in self.parameter for axis in dimension}
         fields = [*dict.fromkeys(_FIELD.findall(name))]
@@ -261,15 +267,24 @@ class _Links:
         if stray := [axis for axis in self.numbered if axis not in of_parameter - of_tensor]:
             raise self._error(
                 f"{name} has {{{stray[0]}}}, which is neither in the parameter's path nor an axis "
-                "of only the parameter"
+                "of only the parameter: add it to one of them, or take it out of the name"
             )
         self.chosen = of_tensor - of_parameter
         if wrong := of_parameter - of_tensor - {*self.numbered}:
-            raise self._error(f"{min(wrong)} is an axis of only the parameter, and not in {name}")
+            raise self._error(
+                f"{min(wrong)} is an axis of only the parameter, and not in {name}: write "
+                f"{{{min(wrong)}}} into the tensor's name, or the axis before ->"
+            )
         if wrong := self.chosen - given.keys():
-            raise self._error(f"{min(wrong)} is an axis of only the tensor, and not in the path")
+            raise self._error(
+                f"{min(wrong)} is an axis of only the tensor, and not in the path: write "
+                f"{{{min(wrong)}}} into the path, or the axis after ->"
+            )
         if wrong := {axis for axis in self.sections if not self._leads(axis)}:
-            raise self._error(f"{min(wrong)} has sizes and must be the first of several axes")
+            raise self._error(
+                f"{min(wrong)} has sizes and must be the first of several axes: write "
+                f"({min(wrong)} ...)"
+            )
 
     def _error(self, text: str) -> ValueError:
         return ValueError(f'"{self.text}": {text}')
@@ -299,7 +314,9 @@ class _Links:
         tensor_shape, tensor_start, tensor_steps = self._laid(self.tensor, sizes, at)
         shape, start, steps = self._laid(self.parameter, sizes, at)
         if shape != self.shape:
-            raise self._error(f"yields {[*shape]}, the parameter is {[*self.shape]}")
+            raise self._error(
+                f"yields {[*shape]}, the parameter is {[*self.shape]}: correct sizes or parts"
+            )
         tensor_strides = [math.prod(tensor_shape[d + 1 :]) for d in range(len(tensor_shape))]
         axes = [
             Axis(sizes[axis], step * tensor_strides[d], steps[axis][0], steps[axis][1])
@@ -320,7 +337,9 @@ class _Links:
         value = self.given[axis]
         if axis in self.parts:
             if value not in self.parts[axis]:
-                raise self._error(f"{axis} = {value!r}, parts has {', '.join(self.parts[axis])}")
+                raise self._error(
+                    f"{axis} = {value!r}, parts has {', '.join(self.parts[axis])}: add it there"
+                )
             return self.parts[axis].index(value)
         if not value.isdecimal():
             raise self._error(f"{axis} = {value!r} is no number: give its values in parts")
@@ -338,12 +357,14 @@ class _Links:
             unknown = [axis for axis in axes if axis not in sizes]
             if len(unknown) > 1:
                 raise self._error(
-                    f"the lengths of {' and '.join(unknown)} are not known: give sizes"
+                    f"the lengths of {' and '.join(unknown)} are not known: give all but one, "
+                    f"Tensor(..., sizes={{{unknown[0]!r}: ...}})"
                 )
             product = math.prod(sizes[axis] for axis in axes if axis in sizes)
             if n % product or (not unknown and n != product):
                 raise self._error(
-                    f"{' '.join(axes)} = {product} does not fit {n} of {[*self.shape]}"
+                    f"{' '.join(axes)} = {product} does not fit {n} of {[*self.shape]}: correct "
+                    "sizes or parts"
                 )
             sizes |= {axis: n // product for axis in unknown}
         return sizes
@@ -361,13 +382,17 @@ class _Links:
                     n = lengths[at[axis]]
                     if n != step:
                         value = self._value(axis, at[axis])
-                        raise self._error(f"{axis} = {value} has {n}, its axes {step}")
+                        raise self._error(
+                            f"{axis} = {value} has {n}, its axes {step}: correct parts or sizes"
+                        )
                     begin += sum(lengths[: at[axis]])
                     step = sum(lengths)
                     continue
                 if axis in at:
                     if at[axis] >= sizes[axis]:
-                        raise self._error(f"{axis} = {at[axis]} of {sizes[axis]}")
+                        raise self._error(
+                            f"{axis} = {at[axis]} of {sizes[axis]}: correct sizes or parts"
+                        )
                     begin += at[axis] * step
                 else:
                     steps[axis] = (d, step)

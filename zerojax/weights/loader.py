@@ -138,19 +138,21 @@ def fit(
         if (short := each.removeprefix(names.prefix)) not in needed.values()
     }
     for name in sorted(linked.tensors.keys() - {n for n, s in needed.items() if s in found}):
-        problems.append(f"{source}: {name} {[*linked.tensors[name]]} is missing")
+        problems.append(f"{name} {[*linked.tensors[name]]} is missing")
     for short in sorted(found.keys() - {*needed.values()} - copies.keys()):
         if not names.is_ignored(short):
             problems.append(
-                f"{found[short].file}: {short} {[*found[short].shape]} is one tensor too many, "
-                "no parameter of the model"
+                f"{short} {[*found[short].shape]} is one tensor too many, no parameter of the model"
             )
     sources = {name: found[short] for name, short in needed.items() if short in found}
     owners = {part.tensor: path for path, parts in linked.links.items() for part in parts}
     for name, tensor in sorted(sources.items()):
         path = owners[name]
         problems += _mismatch(name, tensor, linked.tensors[name], path, dtypes[path])
-    remedy = "Give the model that the files are of, and names that fit both."
+    remedy = (
+        "Load into the model that was saved, or pass names={parameter: tensor}, with None for a "
+        "parameter without a tensor; Names(ignored=[...]) leaves out tensors."
+    )
     refuse(f"{source} does not fit the model; nothing was loaded", problems, remedy)
     for copy, short in copies.items():
         if copy in found and short in found:
@@ -165,15 +167,12 @@ def _mismatch(
         remedy = ""
         if tensor.shape == tuple(needed)[::-1]:
             remedy = ': transpose by the arrangement "o i -> i o", or not where you do'
-        return [
-            f"{tensor.file}: {name} is {[*tensor.shape]}, the model needs {[*needed]}"
-            f"{remedy} (for {path})"
-        ]
+        return [f"{name} is {[*tensor.shape]}, the model needs {[*needed]}{remedy} (for {path})"]
     are_floats = tensor.dtype is not None and _is_float(tensor.dtype) and _is_float(dtype)
     if are_floats or tensor.dtype == dtype:
         return []
     return [
-        f"{tensor.file}: {name} {[*tensor.shape]} is {tensor.stored}, the parameter {path} "
+        f"{name} {[*tensor.shape]} is {tensor.stored}, the parameter {path} "
         f"{dtype.name}, and only floats are cast: save a quantized model in floats first"
     ]
 

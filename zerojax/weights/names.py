@@ -22,6 +22,10 @@ from typing import NamedTuple
 from zerojax.weights.arrangement import Arrangement, Link, Parts
 
 SHOWN = 5
+_REMEDY = (
+    "Nothing was read or written. Give each parameter the name of a tensor, or None if no tensor "
+    "has it, by its path: names={'h_0/kernel': 'h.0.weight'}."
+)
 _PLACEHOLDER = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _KINDS = {None: r"[^/.]+", "int": r"\d+", "path": r".+"}
 
@@ -149,7 +153,7 @@ def link(
         for name, shape in tensors.items()
         if covered[name] != math.prod(shape)
     ]
-    refuse("the names do not fit the parameters", problems, "Nothing was read or written.")
+    refuse("the names do not fit the parameters", problems, _REMEDY)
     return Linked(links, tensors, frozenset(tied))
 
 

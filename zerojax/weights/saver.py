@@ -86,7 +86,7 @@ def saved_dtype(path: str, dtype: DTypeLike, floats: DTypeLike | None = None) ->
     """
     dtype = jnp.dtype(floats if floats and jnp.issubdtype(dtype, jnp.floating) else dtype)
     if dtype.name not in DTYPES:
-        raise ValueError(f"{path} is {dtype.name}, which safetensors does not have")
+        raise ValueError(f"{path} is {dtype.name}, which safetensors does not have: cast it first")
     return dtype
 
 

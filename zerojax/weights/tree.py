@@ -41,7 +41,7 @@ def open_tree(tree: PyTree) -> OpenedModel:
     for path, leaf in leaves.items():
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(
-                f"{path} is a {type(leaf).__name__}: give a tree of arrays or "
+                f"{path or 'the tree'} is a {type(leaf).__name__}: give a tree of arrays or "
                 "jax.ShapeDtypeStruct, such as state.params, or an nnx.Module"
             )
     if not leaves:

@@ -33,7 +33,7 @@ class Folder:
 
     def __init__(self, parent: str | os.PathLike[str]) -> None:
         if not os.fspath(parent):
-            raise DiskError("nvme_path: the empty path names no folder")
+            raise DiskError("nvme_path: the empty path names no folder; give one on the disk")
         self._parent = pathlib.Path(parent).expanduser().absolute()
         try:
             claimed = None

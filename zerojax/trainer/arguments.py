@@ -97,7 +97,7 @@ class TrainingArguments:
       eval_strategy, eval_steps, eval_on_start, eval_delay: When ``eval_dataset`` is evaluated.
       prediction_loss_only: Whether evaluations skip predictions and ``compute_metrics``.
       save_strategy, save_steps, save_total_limit: When checkpoints are saved, and how many are
-        kept.
+        kept; "best" saves after each evaluation with a new best ``metric_for_best_model``.
       load_best_model_at_end, metric_for_best_model, greater_is_better: Whether ``train`` ends with
         the parameters of the best checkpoint.
       report_to: "tensorboard", "wandb", "csv", "all" (whichever of "tensorboard" and "wandb" are
@@ -160,7 +160,7 @@ did you mean `learning_rate`?
     eval_on_start: bool = _argument(FLAG, False)
     eval_delay: float = _argument(AMOUNT, 0)
     prediction_loss_only: bool = _argument(FLAG, False)
-    save_strategy: str = _argument(_STRATEGY, "steps")
+    save_strategy: str = _argument(choice("no", "steps", "epoch", "best"), "steps")
     save_steps: float = _argument(ABOVE_ZERO, 500)
     save_total_limit: int | None = _argument(optional(POSITIVE), None)
     load_best_model_at_end: bool = _argument(FLAG, False)
@@ -259,6 +259,10 @@ did you mean `learning_rate`?
                 )
         if self.fsdp and self.deepspeed is not None:
             yield "fsdp and deepspeed are both given; keep one"
+        if self.save_strategy == "best":
+            if self.eval_strategy == "no":
+                yield 'save_strategy is "best", and eval_strategy "no"; set eval_strategy'
+            return
         if not self.load_best_model_at_end:
             return
         if self.eval_strategy != self.save_strategy or self.save_strategy == "no":

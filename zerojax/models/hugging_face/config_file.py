@@ -25,6 +25,8 @@ Supported = Mapping[str, Sequence[object]]
 _OF_FILES = ("torch_dtype", "dtype", "quantization_config", "auto_map")
 """Keys that describe the tensors and the code of the original folder, and are not written back."""
 
+_FOLDER = "folder"  # the key of the path, beside the names of files
+
 
 def same_keys(config: type[ModelConfig], defaults: Fields) -> Keys:
     """Returns the keys of a config whose fields have Hugging Face's names.
@@ -91,6 +93,12 @@ def carried(config: ModelConfig, file: str = CONFIG_FILE) -> Json:
     return found
 
 
+def source_folder(config: object) -> pathlib.Path | None:
+    """Returns the folder from which a config was read; None if it was not read."""
+    found = json.loads(getattr(config, "hugging_face", "") or "{}").get(_FOLDER)
+    return None if found is None else pathlib.Path(found)
+
+
 def texts(config: ModelConfig, about: Json) -> dict[str, str]:
     """Returns the texts of the JSON files in a model's folder, by name.
 
@@ -104,7 +112,10 @@ def texts(config: ModelConfig, about: Json) -> dict[str, str]:
 
 
 def read(folder: str | os.PathLike[str], from_hf: Callable[[Json], Config]) -> Config:
-    """Reads the config from a folder's `config.json`, and keeps its `generation_config.json`.
+    """Reads the config from a folder's `config.json`.
+
+    The config keeps the folder's `generation_config.json` and path, see `texts` and
+    `source_folder`.
 
     Raises:
       FileNotFoundError: The folder has no `config.json`.
@@ -117,10 +128,10 @@ def read(folder: str | os.PathLike[str], from_hf: Callable[[Json], Config]) -> C
         )
     try:
         config = from_hf(read_json(file))
+        files = {**json.loads(config.hugging_face), _FOLDER: str(file.parent.absolute())}
         file = file.with_name(GENERATION_FILE)
-        if not file.is_file():
-            return config
-        files = {**json.loads(config.hugging_face), GENERATION_FILE: read_json(file)}
+        if file.is_file():
+            files[GENERATION_FILE] = read_json(file)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     return dataclasses.replace(config, hugging_face=json.dumps(files))

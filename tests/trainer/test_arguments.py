@@ -141,7 +141,7 @@ def test_use_cpu_is_no_argument_without_effect(caplog: pytest.LogCaptureFixture)
 def test_old_names_and_lists() -> None:
     args = TrainingArguments("out", evaluation_strategy="epoch", report_to="none", label_names="y")
     assert (args.eval_strategy, args.report_to, args.label_names) == ("epoch", [], ["y"])
-    assert TrainingArguments("out", report_to="csv tensorboard").report_to == ("csv", "tensorboard")
+    assert TrainingArguments("out", report_to="csv tensorboard").report_to == ["csv", "tensorboard"]
 
 
 def test_shares_of_all_steps() -> None:

@@ -44,6 +44,7 @@ def export(
     names: Names | None = None,
     config: Mapping[str, object] | Path | None = None,
     progress: Callable[[int, int], object] | None = None,
+    overwrite: bool = False,
 ) -> Exported:
     """Writes a saved step's parameters as ``model.safetensors``, or as several files and an index.
 
@@ -53,7 +54,7 @@ def export(
 
     Args:
       checkpoint: A folder of steps, or one step's folder.
-      out: The folder to write, which is empty or does not exist.
+      out: The folder to write, which is empty or does not exist, unless ``overwrite`` is set.
       step: The step; the newest by default.
       dtype: The dtype of the float tensors: "float32", "bfloat16" or "float16". By default the
         saved dtype, or a 16-bit dtype if the run's config sets
@@ -65,6 +66,8 @@ def export(
       config: The model's ``config.json``: its content, or a file or folder to copy the file from.
         From a folder, ``generation_config.json`` is copied too.
       progress: Called with the bytes read so far and the total bytes.
+      overwrite: Whether to replace the weights and other files of an earlier export in ``out``;
+        files of other names are kept.
 
     Raises:
       CheckpointError: the checkpoint does not exist or does not fit the arguments, or ``out``
@@ -73,7 +76,7 @@ def export(
     """
     floats, max_bytes, out = _float(dtype), _bytes(max_shard_size), pathlib.Path(out)
     config_texts = {} if config is None else config_files(config)
-    _check_free(out)
+    _check_free(out, overwrite)
     if out.resolve().is_relative_to(pathlib.Path(checkpoint).resolve()):
         raise CheckpointError(f"{out} is within the checkpoint {checkpoint}: choose another OUT")
     saved = find(checkpoint, step)
@@ -163,12 +166,12 @@ def _bytes(size: int | str) -> int:
     return value
 
 
-def _check_free(out: pathlib.Path) -> None:
+def _check_free(out: pathlib.Path, overwrite: bool) -> None:
     if not out.exists():
         return
     if not out.is_dir():
         raise CheckpointError(f"{out} is a file: choose another folder")
-    if names := sorted(file.name for file in out.iterdir()):
+    if not overwrite and (names := sorted(file.name for file in out.iterdir())):
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise CheckpointError(
             f"{out} is not empty, it holds {', '.join(names[:3])}{more}: choose another folder, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,21 +96,19 @@ class Retention:
     def expired(self, folders: Mapping[int, epath.Path]) -> list[int]:
         """Returns the steps in ``folders`` to remove.
 
-        If ``metric`` is set, steps without any metrics are kept.
+        Of steps with equal metrics the oldest is the best. If ``metric`` is set, steps without any
+        metrics are kept.
         """
-        policies: list[orbax.PreservationPolicy] = [orbax.LatestN(self.keep)]
-        if self.metric is not None:
-            descending = self.mode == "min"  # the last are the best
-            best = orbax.BestN(get_metric_fn=self.score, reverse=descending, n=self.keep_best)
-            policies.append(best)
         steps = [
             _SavedStep(step, None if self.metric is None else _metrics(folders[step]))
             for step in sorted(folders)
         ]
-        kept = orbax.AnyPreservationPolicy(policies).should_preserve(
-            steps, context=orbax.PreservationContext()
-        )
-        return [saved.step for saved, is_kept in zip(steps, kept, strict=True) if not is_kept]
+        kept = _preserved(orbax.LatestN(self.keep), steps)
+        if self.metric is not None:
+            descending = self.mode == "min"  # the last are the best
+            best = orbax.BestN(get_metric_fn=self.score, reverse=descending, n=self.keep_best)
+            kept |= _preserved(best, steps[::-1])
+        return [saved.step for saved in steps if saved.step not in kept]
 
 
 class _SavedStep(NamedTuple):
@@ -118,6 +116,12 @@ class _SavedStep(NamedTuple):
 
     step: int
     metrics: Mapping[str, float] | None
+
+
+def _preserved(policy: orbax.PreservationPolicy, steps: Sequence[_SavedStep]) -> set[int]:
+    """Returns the steps that a policy keeps; a later one of equal steps is preferred."""
+    flags = policy.should_preserve(steps, context=orbax.PreservationContext())
+    return {saved.step for saved, is_kept in zip(steps, flags, strict=True) if is_kept}
 
 
 def _metrics(folder: epath.Path) -> Mapping[str, float] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -106,6 +107,10 @@ class AfterStep:
         if "exhausted" in signals:
             self._flags.append(signals["exhausted"])
         self._reporter.record(signals, out, rows, self._times or None)
+
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        """Writes further figures to the config's monitors; see :meth:`Reporter.write`."""
+        self._reporter.write(figures, samples)
 
     def close(self) -> None:
         """Checks the last steps for non-finite numbers, and writes the rest of the logs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,6 +90,12 @@ class Backlog:
             if events:
                 self._write(events)
 
+    def write(self, events: Sequence[Event]) -> None:
+        """Writes further metrics after those of all steps in the queue, for which it waits."""
+        self.open()
+        self.drain(wait=True)
+        self._write(events)
+
     def close(self) -> None:
         """Writes everything and closes the writers."""
         atexit.unregister(self.close)
@@ -119,7 +125,7 @@ class Backlog:
             if tag != RATE or is_known(value):
                 yield tag, value, self._samples
 
-    def _write(self, events: list[Event]) -> None:
+    def _write(self, events: Sequence[Event]) -> None:
         for writer in self._writers or ():
             try:
                 writer.write(events)

@@ -106,6 +106,15 @@ class Reporter:
         if is_due and (line := self._clock.line()) is not None:
             lines.say(line)
 
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        """Writes further figures by tag at a number of samples, after those of earlier steps.
+
+        Raises:
+          OSError: At the first write, as for :meth:`open`; later errors are logged.
+        """
+        if self._logs():
+            self._backlog.write([(tag, value, samples) for tag, value in figures.items()])
+
     def close(self) -> None:
         """Writes everything. A later step opens the files again."""
         self._backlog.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Self
 
 import jax
@@ -211,6 +211,18 @@ class Step(Decorated[P, R]):
 
     def _with(self, arguments: Arguments) -> Self:
         return type(self)(arguments, self._states, self._donate, self._guard)
+
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        """Writes further figures, such as an evaluation's, to the config's monitors.
+
+        The figures follow those of all earlier steps, for which this call waits: wandb drops
+        figures of fewer samples than it has seen.
+
+        Args:
+          figures: Numbers by tag, such as ``Eval/Samples/loss``.
+          samples: The number of global samples seen, the x-axis.
+        """
+        self._after_step.write(figures, samples)
 
     def close(self) -> None:
         """Writes the remaining logs, as the end of the program does, and checks whether the last

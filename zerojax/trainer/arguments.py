@@ -99,7 +99,7 @@ class TrainingArguments(ReadByScripts):
       eval_strategy, eval_steps, eval_on_start, eval_delay: When ``eval_dataset`` is evaluated.
       prediction_loss_only: Whether evaluations skip predictions and ``compute_metrics``.
       save_strategy, save_steps, save_total_limit: When checkpoints are saved, and how many are
-        kept.
+        kept; "best" saves after each evaluation with a new best ``metric_for_best_model``.
       load_best_model_at_end, metric_for_best_model, greater_is_better: Whether ``train`` ends with
         the parameters of the best checkpoint.
       report_to: "tensorboard", "wandb", "csv", "all" (whichever of "tensorboard" and "wandb" are
@@ -169,7 +169,7 @@ did you mean `learning_rate`?
     eval_on_start: Annotated[bool, FLAG] = False
     eval_delay: Annotated[float, AMOUNT] = 0
     prediction_loss_only: Annotated[bool, FLAG] = False
-    save_strategy: Annotated[str, _STRATEGY] = "steps"
+    save_strategy: Annotated[str, choice("no", "steps", "epoch", "best")] = "steps"
     save_steps: Annotated[float, ABOVE_ZERO] = 500
     save_total_limit: Annotated[int | None, optional(POSITIVE)] = None
     load_best_model_at_end: Annotated[bool, FLAG] = False
@@ -297,6 +297,10 @@ did you mean `learning_rate`?
                 )
         if self.fsdp and self.deepspeed is not None:
             yield "fsdp and deepspeed are both given; keep one"
+        if self.save_strategy == "best":
+            if self.eval_strategy == "no":
+                yield 'save_strategy is "best", and eval_strategy "no"; set eval_strategy'
+            return
         if not self.load_best_model_at_end:
             return
         if self.eval_strategy != self.save_strategy or self.save_strategy == "no":

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from zerojax.config.errors import suggestion
 from zerojax.trainer.arguments import TrainingArguments
 
@@ -24,6 +26,8 @@ class TrainerState:
       log_history: Every log, oldest first.
       best_metric: The best value of ``metric_for_best_model`` so far.
       best_global_step: The number of updates at which ``best_metric`` was reached.
+      best_model_checkpoint: The folder of the newest checkpoint that was the best when it was
+        saved.
     """
 
     global_step: int = 0
@@ -32,16 +36,27 @@ class TrainerState:
     log_history: list[dict[str, float]] = field(default_factory=list)
     best_metric: float | None = None
     best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
 
-    def improve(self, metrics: Mapping[str, float], args: TrainingArguments) -> None:
-        """Records an evaluation's metric if it is the best so far."""
+    @property
+    def is_world_process_zero(self) -> bool:
+        """True in the first process of the run."""
+        return jax.process_index() == 0
+
+    def improve(self, metrics: Mapping[str, float], args: TrainingArguments) -> bool:
+        """Records an evaluation's metric if it is the best so far; returns whether it is.
+
+        The first of equal metrics is the best, and NaN never is.
+        """
         value, best = metrics.get(args.metric_for_best_model, math.nan), self.best_metric
         better = operator.gt if args.greater_is_better else operator.lt
-        if not math.isnan(value) and (best is None or better(value, best)):
-            self.best_metric, self.best_global_step = value, self.global_step
+        if math.isnan(value) or not (best is None or better(value, best)):
+            return False
+        self.best_metric, self.best_global_step = value, self.global_step
+        return True
 
 
-@dataclass
+@dataclass(slots=True)
 class TrainerControl:
     """Flags by which callbacks request actions; every process must set the same flags."""
 
@@ -54,11 +69,23 @@ class TrainerControl:
 class TrainerCallback:
     """Base class of callbacks; its methods receive ``metrics=`` or ``logs=`` if there are any.
 
+    A method changes ``control`` in place, or returns the flags to set. All methods receive the
+    Trainer's ``model`` and ``processing_class``, too.
+
     Example:
       >>> class Stop(TrainerCallback):
       ...     def on_step_end(self, args, state, control, **kwargs):
       ...         control.should_training_stop = state.global_step >= 100
     """
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> TrainerControl | None:
+        """Runs at the end of the Trainer's initialization."""
 
     def on_train_begin(
         self,
@@ -66,7 +93,7 @@ class TrainerCallback:
         state: TrainerState,
         control: TrainerControl,
         **kwargs: object,
-    ) -> None:
+    ) -> TrainerControl | None:
         """Runs before the first step."""
 
     def on_train_end(
@@ -75,7 +102,7 @@ class TrainerCallback:
         state: TrainerState,
         control: TrainerControl,
         **kwargs: object,
-    ) -> None:
+    ) -> TrainerControl | None:
         """Runs after the last step."""
 
     def on_epoch_begin(
@@ -84,7 +111,7 @@ class TrainerCallback:
         state: TrainerState,
         control: TrainerControl,
         **kwargs: object,
-    ) -> None:
+    ) -> TrainerControl | None:
         """Runs before the first step of an epoch."""
 
     def on_epoch_end(
@@ -93,7 +120,7 @@ class TrainerCallback:
         state: TrainerState,
         control: TrainerControl,
         **kwargs: object,
-    ) -> None:
+    ) -> TrainerControl | None:
         """Runs after the last step of an epoch."""
 
     def on_step_begin(
@@ -102,7 +129,7 @@ class TrainerCallback:
         state: TrainerState,
         control: TrainerControl,
         **kwargs: object,
-    ) -> None:
+    ) -> TrainerControl | None:
         """Runs before a step."""
 
     def on_step_end(
@@ -111,7 +138,7 @@ class TrainerCallback:
         state: TrainerState,
         control: TrainerControl,
         **kwargs: object,
-    ) -> None:
+    ) -> TrainerControl | None:
         """Runs after a step."""
 
     def on_evaluate(
@@ -120,7 +147,7 @@ class TrainerCallback:
         state: TrainerState,
         control: TrainerControl,
         **kwargs: object,
-    ) -> None:
+    ) -> TrainerControl | None:
         """Runs after an evaluation, with its ``metrics``."""
 
     def on_predict(
@@ -129,8 +156,17 @@ class TrainerCallback:
         state: TrainerState,
         control: TrainerControl,
         **kwargs: object,
-    ) -> None:
+    ) -> TrainerControl | None:
         """Runs after a prediction, with its ``metrics``."""
+
+    def on_prediction_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> TrainerControl | None:
+        """Runs after each batch of an evaluation or a prediction."""
 
     def on_save(
         self,
@@ -138,7 +174,7 @@ class TrainerCallback:
         state: TrainerState,
         control: TrainerControl,
         **kwargs: object,
-    ) -> None:
+    ) -> TrainerControl | None:
         """Runs after a checkpoint's save has started."""
 
     def on_log(
@@ -147,11 +183,21 @@ class TrainerCallback:
         state: TrainerState,
         control: TrainerControl,
         **kwargs: object,
-    ) -> None:
+    ) -> TrainerControl | None:
         """Runs after a log, with its ``logs``."""
 
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+
+_ONE_PROGRAM = "an update is one compiled program, in which no Python runs: "
+UNSUPPORTED_EVENTS = {
+    "on_substep_end": _ONE_PROGRAM + "use on_step_end, which runs after all micro-batches",
+    "on_pre_optimizer_step": _ONE_PROGRAM
+    + "read grad_norm from on_log's logs, or change gradients in Trainer(optimizer=...)",
+    "on_optimizer_step": _ONE_PROGRAM + "use on_step_end, which runs after the optimizer",
+    "on_push_begin": "nothing is pushed to a hub: use on_save or on_train_end",
+}
+"""Events of transformers that zerojax does not have: the reason and the alternative."""
 
 
 class EarlyStoppingCallback(TrainerCallback):
@@ -185,11 +231,11 @@ class EarlyStoppingCallback(TrainerCallback):
         name, sign = args.metric_for_best_model, 1 if args.greater_is_better else -1
         if "eval_runtime" in kwargs["metrics"]:  # skip other prefixes, such as eval_other
             check_metric(name, kwargs["metrics"])
-        values = [sign * log[name] for log in state.log_history if name in log]
-        best, waited = -float("inf"), 0
+        values = [sign * log[name] for log in state.log_history if name in log and log["step"]]
+        best, waited = -math.inf, 0
         for value in values:
-            waited = 0 if value > best + self._threshold else waited + 1
-            best = value if not waited else best
+            waited = 0 if value - best > self._threshold else waited + 1
+            best = max(best, value)
         control.should_training_stop |= waited >= self._patience
 
 
@@ -211,16 +257,21 @@ class Callbacks:
 
     Args:
       given: Callbacks, or their classes.
+      args: The arguments of the run.
+      **objects: Further keyword arguments of every call.
 
     Raises:
       TypeError: A callback is not a TrainerCallback, or has a method for an event that does not
-        exist.
+        exist, or that zerojax does not support.
     """
 
     def __init__(
-        self, given: Iterable[TrainerCallback | type[TrainerCallback]], args: TrainingArguments
+        self,
+        given: Iterable[TrainerCallback | type[TrainerCallback]],
+        args: TrainingArguments,
+        **objects: object,
     ) -> None:
-        self._args = args
+        self._args, self._objects = args, objects
         self._all = [callback() if isinstance(callback, type) else callback for callback in given]
         for callback in self._all:
             if not isinstance(callback, TrainerCallback):
@@ -230,39 +281,51 @@ class Callbacks:
                 )
             for name in dir(callback):
                 if name.startswith("on_") and name not in EVENTS:
+                    reason = UNSUPPORTED_EVENTS.get(name) or suggestion(name, EVENTS)
                     raise TypeError(
                         f"callbacks: {type(callback).__name__}.{name} would never be called; "
-                        f"{suggestion(name, EVENTS)}"
+                        f"{reason}"
                     )
 
     def __call__(
         self, event: str, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         for callback in self._all:
-            getattr(callback, event)(self._args, state, control, **kwargs)
+            call = getattr(callback, event)
+            returned = call(self._args, state, control, **self._objects, **kwargs)
+            if returned is not None and returned is not control:
+                for flag in dataclasses.fields(control):
+                    setattr(control, flag.name, getattr(returned, flag.name))
 
 
-def due(args: TrainingArguments, state: TrainerState, control: TrainerControl, epoch: int) -> None:
-    """Sets the flags that the arguments call for after an update; keeps those of callbacks.
+def due(
+    args: TrainingArguments, state: TrainerState, control: TrainerControl, strategy: str
+) -> None:
+    """Sets the flags that the arguments call for; keeps those of callbacks.
 
     Args:
       args: The arguments of the run.
       state: The progress of the run.
       control: The flags, changed in place.
-      epoch: Updates of an epoch.
+      strategy: "steps" after an update, "epoch" after the last update of an epoch or a run.
     """
     step, is_last = state.global_step, state.global_step >= state.max_steps
+    by_steps = strategy == "steps"
 
     def is_due(event: str) -> bool:
-        interval = args.every(event, state.max_steps, epoch)
-        is_by_epoch = getattr(args, f"{event}_strategy") == "epoch"
-        return bool(interval) and (step % interval == 0 or (is_last and is_by_epoch))
+        if getattr(args, f"{event}_strategy") != strategy:
+            return False
+        return not by_steps or step % args.every(event, state.max_steps, 0) == 0
 
-    progress = state.epoch if args.eval_strategy == "epoch" else step
+    def at_end(event: str) -> bool:
+        return is_last and by_steps and getattr(args, f"{event}_strategy") == strategy
+
+    progress = step if by_steps else state.epoch
     control.should_training_stop |= is_last
-    control.should_log |= is_due("logging") or (step == 1 and args.logging_first_step)
-    control.should_evaluate |= is_due("eval") and progress >= args.eval_delay
-    control.should_save |= is_due("save") or (is_last and args.save_strategy != "no")
+    control.should_log |= is_due("logging") or (by_steps and step == 1 and args.logging_first_step)
+    evaluates = is_due("eval") or at_end("eval")
+    control.should_evaluate |= evaluates and progress >= args.eval_delay
+    control.should_save |= is_due("save") or at_end("save")
     # Ranking the checkpoints requires an evaluation at each of them.
     control.should_evaluate |= control.should_save and args.load_best_model_at_end
 

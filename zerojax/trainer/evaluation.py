@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from zerojax.api import Zero
-from zerojax.monitor.writers import MetricsWriter, open_writers
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.callbacks import check_metric
 from zerojax.trainer.data import Reader
@@ -54,19 +53,32 @@ class Evaluator:
         self.compute_metrics, self._preprocess = compute_metrics, preprocess
         self._loss_only = model.evaluate(zero, _loss)
         self._with_predictions = model.evaluate(zero, self._kept)
-        self._writers: list[MetricsWriter] = []
 
     def run(
-        self, state: PyTree, reader: Reader, prefix: str, keep: bool, limit: int | None = None
+        self,
+        state: PyTree,
+        reader: Reader,
+        prefix: str,
+        keep: bool,
+        limit: int | None = None,
+        done: Callable[[int], object] = lambda rows: None,
     ) -> PredictionOutput:
-        """Evaluates all rows of a dataset, or the first ``limit``; ``keep`` keeps predictions.
+        """Evaluates a dataset.
+
+        Args:
+          state: The training state.
+          reader: The dataset's reader.
+          prefix: The prefix of the metrics' names.
+          keep: Whether to keep predictions.
+          limit: The number of rows to evaluate, the first ones; all by default.
+          done: Called after each batch with the number of its rows.
 
         Raises:
           TypeError: ``compute_metrics`` does not return a dict.
           Exception: Any error of ``compute_metrics``, with a note of the shapes that it received.
         """
         start, losses, weights = time.perf_counter(), [], []
-        predictions, labels, n = [], [], 0
+        predictions, labels, n, batches = [], [], 0, 0
         function = self._with_predictions if keep else self._loss_only
         for rows, batch in reader.all(self._rows, limit):
             out = self._model.evaluated(function, state, batch)
@@ -77,7 +89,9 @@ class Evaluator:
             if keep:
                 predictions.append(to_host(out["predictions"]))
                 labels.append(to_host(out["labels"]))
-            n += rows
+            jax.block_until_ready(losses[-2:-1])  # at most one batch is in flight
+            n, batches = n + rows, batches + 1
+            done(rows)
         metrics: dict[str, float] = {}
         if total := sum(map(float, weights)):
             metrics[f"{prefix}_loss"] = sum(map(float, losses)) / total
@@ -85,7 +99,11 @@ class Evaluator:
         if keep and self.compute_metrics is not None and evaluated.label_ids is not None:
             metrics |= self._computed(evaluated, prefix)
         seconds = time.perf_counter() - start
-        speed = {"runtime": seconds, "samples_per_second": n / seconds}
+        speed = {
+            "runtime": seconds,
+            "samples_per_second": n / seconds,
+            "steps_per_second": batches / seconds,
+        }
         metrics |= {f"{prefix}_{name}": value for name, value in speed.items()}
         return PredictionOutput(*evaluated, metrics)
 
@@ -108,42 +126,47 @@ class Evaluator:
         return {(k if k.startswith(f"{prefix}_") else f"{prefix}_{k}"): v for k, v in plain.items()}
 
     def try_metrics(
-        self, state: PyTree, reader: Reader, keep: bool, args: TrainingArguments
+        self, state: PyTree, readers: Mapping[str, Reader], keep: bool, args: TrainingArguments
     ) -> None:
         """Evaluates one batch, so that errors in the metrics appear before the first step.
 
         A metric may be undefined on one batch; if that evaluation fails, this method evaluates the
-        entire dataset.
+        entire datasets.
 
         Args:
-          state, reader, keep: As for :meth:`run`.
-          args: The arguments of the run; with ``load_best_model_at_end`` they name a metric that
+          state, keep: As for :meth:`run`.
+          readers: The readers of the evaluation sets by prefix.
+          args: The arguments of the run; if the best checkpoint counts, they name a metric that
             evaluations must return.
 
         Raises:
           ValueError: That metric is missing, or there are no labels for ``compute_metrics``.
         """
         try:
-            self._try(state, reader, keep, args, self._rows)
+            self._try(state, readers, keep, args, self._rows)
         except Exception:
-            self._try(state, reader, keep, args)
+            self._try(state, readers, keep, args)
 
     def _try(
         self,
         state: PyTree,
-        reader: Reader,
+        readers: Mapping[str, Reader],
         keep: bool,
         args: TrainingArguments,
         limit: int | None = None,
     ) -> None:
-        output = self.run(state, reader, "eval", keep, limit)
-        if keep and output.label_ids is None:
-            raise ValueError(
-                f"compute_metrics needs labels, and no field of eval_dataset is named "
-                f"{' or '.join(self._labels)}: say what they are called in label_names"
-            )
-        if args.load_best_model_at_end:
-            check_metric(args.metric_for_best_model, output.metrics)
+        metrics: dict[str, float] = {}
+        for prefix, reader in readers.items():
+            rows = limit and min(limit, len(reader.dataset))
+            output = self.run(state, reader, prefix, keep, rows)
+            if keep and output.label_ids is None:
+                raise ValueError(
+                    f"compute_metrics needs labels, and no field of eval_dataset is named "
+                    f"{' or '.join(self._labels)}: say what they are called in label_names"
+                )
+            metrics |= output.metrics
+        if args.load_best_model_at_end or args.save_strategy == "best":
+            check_metric(args.metric_for_best_model, metrics)
 
     def _kept(self, forward: Forward, batch: Mapping[str, PyTree]) -> dict[str, PyTree]:
         predictions: PyTree = forward.predictions
@@ -156,21 +179,21 @@ class Evaluator:
             predictions = {"predictions": self._preprocess(prediction, label)}
         return _loss(forward, batch) | {"predictions": predictions, "labels": labels}
 
-    def write(self, metrics: Mapping[str, object], samples: int) -> None:
-        """Writes an evaluation's metrics to the config's monitors, in process 0."""
-        if jax.process_index():
-            return
-        self._writers = self._writers or open_writers(self._zero.config)
-        scalars = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
-        events = [(f"Eval/Samples/{k}", v, samples) for k, v in scalars.items()]
-        for writer in self._writers:
-            writer.write(events)
 
-    def close(self) -> None:
-        """Flushes and closes the writers."""
-        for writer in self._writers:
-            writer.close()
-        self._writers = []
+def evaluation_sets(given: object, prefix: str) -> dict[str, Any]:
+    """Returns evaluation sets by the prefix of their metrics, or of messages.
+
+    Args:
+      given: A dataset, or a dict of datasets by name.
+      prefix: The prefix of the dataset, or of the names.
+
+    Example:
+      >>> evaluation_sets({"long": [1, 2], "short": [3]}, "eval")
+      {'eval_long': [1, 2], 'eval_short': [3]}
+    """
+    if isinstance(given, Mapping):
+        return {f"{prefix}_{name}": dataset for name, dataset in given.items()}
+    return {prefix: given}
 
 
 def _loss(forward: Forward, batch: PyTree) -> dict[str, PyTree]:

@@ -5,11 +5,12 @@ To change more than the arguments allow, copy this file.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import pathlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,13 +19,13 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax.api import Zero, zero
-from zerojax.checkpoint import PREEMPTED, export
+from zerojax.checkpoint import PREEMPTED
 from zerojax.checkpoint.processes import LONGEST, call_on_first
 from zerojax.devices.mesh import batch_devices
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.models.losses import model_loss, smoothed
 from zerojax.optim.telemetry import telemetry
-from zerojax.trainer import data
+from zerojax.trainer import data, picture
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.callbacks import (
     Callbacks,
@@ -33,18 +34,22 @@ from zerojax.trainer.callbacks import (
     TrainerState,
     due,
 )
-from zerojax.trainer.evaluation import ComputeMetrics, Evaluator, Preprocess
+from zerojax.trainer.evaluation import ComputeMetrics, Evaluator, Preprocess, evaluation_sets
 from zerojax.trainer.limits import Limits
 from zerojax.trainer.model import AnyModel, Create, Loss, config_of, hidden_size, model_of
 from zerojax.trainer.optimizer import optimizer_of
 from zerojax.trainer.other_arguments import refuse
+from zerojax.trainer.padding import padded_by
 from zerojax.trainer.partial import Partial
 from zerojax.trainer.predictions import PredictionOutput
 from zerojax.trainer.progress import MeanLoss, TrainingProgress
 from zerojax.trainer.resolved import resolved
-from zerojax.trainer.run_folder import RunFolder, preemption_notice
+from zerojax.trainer.run_folder import RunFolder, preemption_notice, temporary_checkpoint
+from zerojax.trainer.saved_model import write_model
+from zerojax.trainer.screen import Screen
 from zerojax.trainer.script_methods import ScriptMethods
 from zerojax.trainer.stream import reader_of
+from zerojax.trainer.summary import TrainingSummary, evaluation_line, monitored
 from zerojax.xla.types import PyTree
 
 
@@ -65,7 +70,10 @@ class Trainer(ScriptMethods):
       args: :class:`TrainingArguments`, or transformers' own; None for the defaults.
       train_dataset, eval_dataset: Anything with ``__len__`` and ``__getitem__`` whose rows are
         dicts: a list, ``datasets.Dataset``, ``grain.MapDataset``. Or a stream, with ``__iter__``
-        only: ``datasets.IterableDataset``, ``grain.IterDataset``; training needs ``max_steps``.
+        only: ``datasets.IterableDataset``, ``grain.IterDataset``; training needs ``max_steps``. A
+        dict of evaluation sets gives metrics such as ``eval_NAME_loss``.
+      processing_class, tokenizer: The tokenizer or processor of the data (one of both names): it
+        pads ragged rows, see :mod:`zerojax.trainer.padding`, and ``save_model`` writes it.
       data_collator: A function from a list of rows to a dict of arrays; stacks rows by default.
       loss: A function from ``(model, batch)`` to a loss and predictions, see
         :mod:`zerojax.trainer.losses` and :mod:`zerojax.models.losses`; by default
@@ -105,7 +113,8 @@ class Trainer(ScriptMethods):
     args: TrainingArguments
     callbacks: Callbacks
     train_dataset: data.AnyDataset | None
-    eval_dataset: data.AnyDataset | None
+    eval_dataset: data.AnyDataset | Mapping[str, data.AnyDataset] | None
+    processing_class: Any
     epochs: data.Epochs
     zero: Zero
     state: TrainerState
@@ -117,7 +126,9 @@ class Trainer(ScriptMethods):
         args: object = None,
         *,
         train_dataset: data.AnyDataset | None = None,
-        eval_dataset: data.AnyDataset | None = None,
+        eval_dataset: data.AnyDataset | Mapping[str, data.AnyDataset] | None = None,
+        processing_class: Any = None,
+        tokenizer: Any = None,
         data_collator: data.Collator | None = None,
         loss: Loss = model_loss,
         params: PyTree = None,
@@ -131,9 +142,12 @@ class Trainer(ScriptMethods):
     ) -> None:
         refuse(others, inspect.signature(Trainer).parameters)
         self.args = args = TrainingArguments.of(args)
-        self.callbacks = Callbacks(callbacks, args)
+        self.processing_class = tokenizer if processing_class is None else processing_class
+        objects = {"model": model, "processing_class": self.processing_class}
+        self.callbacks = Callbacks(callbacks, args, **objects)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._collator, self._params = data_collator, params
+        self._collator = data_collator or padded_by(self.processing_class)
+        self._params = params
         final_loss = smoothed(loss, args.label_smoothing_factor)
         self._model = model_of(model, final_loss, args.seed, args.gradient_checkpointing)
         devices = all_devices() if mesh is None else mesh
@@ -142,13 +156,15 @@ class Trainer(ScriptMethods):
         self._limits = Limits(model, loss, self._model.traced, world, args.label_names)
         self.epochs = data.Epochs.of(train_dataset, args, world)
         if eval_dataset is not None:
-            data.check("eval_dataset", eval_dataset)
+            for name, dataset in evaluation_sets(eval_dataset, "eval_dataset").items():
+                data.check(name, dataset)
         elif args.eval_strategy != "no":
             raise ValueError(f'eval_strategy is "{args.eval_strategy}": pass an eval_dataset')
         steps = self.epochs.steps
         config = resolved(args, world=world, steps=steps, hidden_size=hidden_size(model))
         self.zero = zero(config, mesh=mesh, specs=specs)
-        self._folder = partial(RunFolder, args, self.zero, self.epochs, config_of(model))
+        self._config = config_of(model)
+        self._folder = partial(RunFolder, args, self.zero, self.epochs, self._config)
         self._tx, self._metric_rate = optimizer_of(args, self.zero, steps, optimizer)
         self._step = self._model.train_step(self.zero)
         self._evaluator = Evaluator(
@@ -160,6 +176,8 @@ class Trainer(ScriptMethods):
         self.state, self.control = TrainerState(max_steps=steps), TrainerControl()
         self._losses = MeanLoss()
         self._saved: int | None = None  # the step whose checkpoint stores the current state
+        self._screen = Screen(bars=not args.disable_tqdm)
+        self.callbacks("on_init_end", self.state, self.control)
 
     def train(
         self, resume_from_checkpoint: bool | str | os.PathLike[str] | None = None
@@ -192,11 +210,13 @@ class Trainer(ScriptMethods):
             trained_rows = 0
             self.callbacks("on_train_begin", state, control)
             if args.eval_strategy != "no":
-                eval_reader, keep = self._reader(self.eval_dataset), self._keeps_predictions()
-                self._evaluator.try_metrics(self.train_state, eval_reader, keep, args)
+                sets = evaluation_sets(self.eval_dataset, "eval")
+                readers = {prefix: self._reader(dataset) for prefix, dataset in sets.items()}
+                keep = self._keeps_predictions()
+                self._evaluator.try_metrics(self.train_state, readers, keep, args)
             if args.eval_on_start and not start:
                 self.evaluate()
-            bar = TrainingProgress(epochs.steps, start, self.zero.mesh, not args.disable_tqdm)
+            bar = TrainingProgress(self._screen, epochs.steps, start, self.zero.mesh)
             with bar, preemption_notice() as preemption:
                 for step in range(start, epochs.steps):
                     if step % epochs.updates == 0:
@@ -210,32 +230,27 @@ class Trainer(ScriptMethods):
                     trained_rows += update.rows
                     bar.advance(update.rows, update.batch)
                     self.callbacks("on_step_end", state, control)
-                    if (step + 1) % epochs.updates == 0 or step + 1 == epochs.steps:
-                        self.callbacks("on_epoch_end", state, control)
-                    due(args, state, control, epochs.updates)
+                    due(args, state, control, "steps")
                     preempted = preemption is not None and preemption.notice
-                    if control.should_log:
-                        bar.log(step + 1, self._log_step())
-                    scores = self.evaluate() if control.should_evaluate and not preempted else {}
-                    if scores and self._metric_rate is not None:
-                        self.train_state = self._metric_rate.after(self.train_state, state)
-                    if control.should_save or preempted:
-                        folder.save(self.train_state, state, self._losses.values(), scores)
-                        self._saved = step + 1
-                        self.callbacks("on_save", state, control)
+                    self._act(folder, bar, preempted)
+                    if (step + 1) % epochs.updates == 0 or control.should_training_stop:
+                        self.callbacks("on_epoch_end", state, control)
+                        due(args, state, control, "epoch")
+                        self._act(folder, bar, preempted)
                     if preempted:
+                        self._save(folder, {})
                         folder.checkpoints.wait()
                         raise SystemExit(PREEMPTED)
                     if control.should_training_stop:
                         break
-                    if control.should_evaluate or control.should_save:
-                        bar.restart()
-                    control.should_log = control.should_evaluate = control.should_save = False
-            if args.load_best_model_at_end:
-                folder.checkpoints.wait()
-                if (best := folder.checkpoints.best_step()) is not None:
-                    self.train_state, self._saved = None, best
-                    self.train_state = folder.checkpoints.restore(self._abstract(), best)
+            folder.checkpoints.wait()
+            last = folder.checkpoints.latest_step()
+            best = folder.checkpoints.best_step() if args.load_best_model_at_end else None
+            if best is not None:
+                self.train_state, self._saved, last = None, best, best
+                self.train_state = folder.checkpoints.restore(self._abstract(), best)
+                state.best_model_checkpoint = folder.path(best)
+            checkpoint = None if last is None else folder.path(last)
         seconds, steps_run = time.perf_counter() - start_time, state.global_step - start
         figures = {
             "train_loss": self._losses.of_run(),
@@ -244,53 +259,119 @@ class Trainer(ScriptMethods):
             "train_steps_per_second": steps_run / seconds,
         }
         self._log(figures)
+        samples = state.global_step * epochs.batch
+        self._step.write(monitored(figures, "Summary"), samples)
         self._step.close()
-        self._evaluator.close()
+        drawn = picture.write(pathlib.Path(args.output_dir), state.log_history)
+        for line in TrainingSummary(figures, bar.speed(), checkpoint, drawn).lines(state, args):
+            self._screen.print(line)
         self.callbacks("on_train_end", state, control)
         return TrainOutput(state.global_step, figures["train_loss"], figures)
 
+    def _act(self, folder: RunFolder, bar: TrainingProgress, preempted: bool) -> None:
+        """Logs, evaluates and saves where the flags call for it, and resets them.
+
+        A preempted run has no time for an evaluation.
+        """
+        state, control = self.state, self.control
+        if control.should_log:
+            bar.log(state.global_step, self._log_step())
+        scores = self.evaluate() if control.should_evaluate and not preempted else {}
+        if scores and self._metric_rate is not None:
+            self.train_state = self._metric_rate.after(self.train_state, state)
+        is_best = state.improve(scores, self.args)
+        if scores and self.args.save_strategy == "best":
+            control.should_save = is_best
+        if control.should_save:
+            self._save(folder, scores)
+        if control.should_evaluate or control.should_save:
+            bar.restart()
+        control.should_log = control.should_evaluate = control.should_save = False
+
+    def _save(self, folder: RunFolder, scores: Mapping[str, float]) -> None:
+        """Saves a checkpoint, unless one stores the current state."""
+        if self._saved != self.state.global_step:
+            folder.save(self.train_state, self.state, self._losses.values(), scores)
+            self._saved = self.state.global_step
+            self.callbacks("on_save", self.state, self.control)
+
     def evaluate(
         self,
-        eval_dataset: data.AnyDataset | None = None,
+        eval_dataset: data.AnyDataset | Mapping[str, data.AnyDataset] | str | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Returns the loss and metrics of all rows; rows that pad the last batch do not count."""
+        """Returns the loss and metrics of all rows; rows that pad the last batch do not count.
+
+        Args:
+          eval_dataset: A dataset, a dict of datasets, or the name of one of the Trainer's; by
+            default the Trainer's ``eval_dataset``.
+          metric_key_prefix: The prefix of the metrics' names; for a dict of datasets, the prefix of
+            each is followed by its name.
+        """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        reader, run, state = self._reader(dataset, "eval_dataset"), self._evaluator.run, self.state
-        metrics = run(self._ready(), reader, metric_key_prefix, self._keeps_predictions()).metrics
+        if isinstance(dataset, str):
+            dataset = evaluation_sets(self.eval_dataset, "")[f"_{dataset}"]
+        metrics: dict[str, float] = {}
+        for prefix, each in evaluation_sets(dataset, metric_key_prefix).items():
+            metrics |= self._evaluate(each, prefix)
+        return metrics
+
+    def _evaluate(self, dataset: data.AnyDataset, prefix: str) -> dict[str, float]:
+        state = self.state
+        reader = self._reader(dataset, "eval_dataset")
+        metrics = self._run(reader, prefix, self._keeps_predictions()).metrics
         self._log(metrics)
-        self._evaluator.write(metrics, state.global_step * self.epochs.batch)
-        state.improve(metrics, self.args)
+        self._step.write(monitored(metrics, "Eval"), state.global_step * self.epochs.batch)
+        self._screen.print(evaluation_line(metrics, prefix, state))
         self.callbacks("on_evaluate", state, self.control, metrics=metrics)
         return metrics
+
+    def _run(self, reader: data.Reader, prefix: str, keep: bool) -> PredictionOutput:
+        """Evaluates a dataset, with a bar."""
+        train_state = self._ready()
+        with self._screen.bar(prefix, len(reader.dataset)) as bar:
+
+            def done(rows: int) -> None:
+                bar.advance(rows)
+                self.callbacks("on_prediction_step", self.state, self.control)
+
+            return self._evaluator.run(train_state, reader, prefix, keep, done=done)
 
     def predict(
         self, test_dataset: data.AnyDataset, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Returns predictions for all rows, in order, and the metrics if there are labels."""
-        reader = self._reader(test_dataset)
-        output = self._evaluator.run(self._ready(), reader, metric_key_prefix, True)
+        output = self._run(self._reader(test_dataset), metric_key_prefix, True)
         self.callbacks("on_predict", self.state, self.control, metrics=output.metrics)
         return output
 
     def save_model(
         self, output_dir: str | os.PathLike[str] | None = None, **options: Any
     ) -> pathlib.Path:
-        """Writes the parameters as safetensors; needs the extra ``export``.
+        """Writes a folder that transformers loads; needs the extra ``export``.
+
+        For the models of ``zerojax.models`` the folder has Hugging Face's tensor names, the
+        ``config.json`` and ``generation_config.json`` from which the model's config was read, with
+        the fields that changed, and the files of the tokenizer: of ``processing_class``, of the
+        collator's, or those beside the ``config.json``. Other models have flax's names.
 
         Args:
-          output_dir: A new or empty folder; by default ``model`` in the run's ``output_dir``.
+          output_dir: The folder; by default ``model`` in the run's ``output_dir``. Files of an
+            earlier save are replaced, others are kept.
           **options: ``names``, ``config`` and other options of :func:`zerojax.checkpoint.export`.
         """
         out = pathlib.Path(output_dir or pathlib.Path(self.args.output_dir, "model"))
-        with self._folder() as folder:
-            if self._saved is None:
-                folder.save(self._ready(), self.state, self._losses.values(), {})
-                self._saved = self.state.global_step
-            folder.checkpoints.wait()
-            source = folder.checkpoints.directory
-            write = partial(export, source, out, step=self._saved, **options)
-            call_on_first("save_model", lambda: str(write().tensors), LONGEST)
+        holders = (self.processing_class, self._collator)
+        saved = pathlib.Path(self.args.output_dir, "checkpoints", str(self._saved))
+        found = call_on_first("save_model", lambda: str(saved) if saved.is_dir() else "")
+        with contextlib.ExitStack() as stack:
+            if not found:  # the step was not saved, or its save still runs
+                step, config = self.state.global_step, self._config
+                found = stack.enter_context(
+                    temporary_checkpoint(self.args, self.zero, self._ready(), step, config)
+                )
+            write = partial(write_model, found, out, self._config, holders, **options)
+            call_on_first("save_model", write, LONGEST)
         return out
 
     def _reader(self, dataset: Any, name: str = "the dataset") -> data.Reader:
@@ -321,7 +402,9 @@ class Trainer(ScriptMethods):
         return self._model.update(self._step, self.train_state, batch, key, partial)
 
     def _created(self) -> Create:
-        dataset = self.eval_dataset if self.train_dataset is None else self.train_dataset
+        dataset = self.train_dataset
+        if dataset is None:
+            dataset = next(iter(evaluation_sets(self.eval_dataset, "").values()))
         return self._model.create(self._tx, self._reader(dataset).sample())
 
     def _fresh(self) -> PyTree:
@@ -344,12 +427,13 @@ class Trainer(ScriptMethods):
         """Logs the mean loss since the last log, and the last step's figures."""
         values, names = telemetry(self.train_state), ("grad_norm", "learning_rate")
         logs = {"loss": self._losses.take(), **{name: float(values[name]) for name in names}}
-        self._log(logs)
+        self._log({**logs})
         return logs
 
     def _log(self, logs: dict[str, float]) -> None:
-        position = {"epoch": self.state.epoch, "step": self.state.global_step}
-        self.state.log_history.append({**logs, **position})
+        """Adds the epoch to a log, and the log to the history."""
+        logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
         self.callbacks("on_log", self.state, self.control, logs=logs)
 
 

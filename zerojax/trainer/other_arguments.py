@@ -92,10 +92,7 @@ RENAMED = {
 """Current names of renamed arguments, by old name."""
 
 OF_TRAINER: dict[str, str] = {
-    **dict.fromkeys(
-        ("tokenizer", "processing_class", "feature_extractor", "image_processor"),
-        "pad in data_collator, and save the tokenizer beside save_model()",
-    ),
+    **dict.fromkeys(("feature_extractor", "image_processor"), "pass it as processing_class="),
     "optimizers": "optimizer= takes an optax transformation, with its schedule inside",
     "optimizer_cls_and_kwargs": "optimizer= takes an optax transformation",
     "model_init": "model= takes a module, or a function from rngs to an NNX module",

@@ -1,4 +1,4 @@
-"""Progress display: a bar with time left, tokens/s and memory on a terminal, lines elsewhere."""
+"""Progress of training: time left, tokens/s and memory; the mean loss."""
 
 from __future__ import annotations
 
@@ -10,42 +10,29 @@ from typing import Self, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from zerojax.trainer.screen import Screen
 from zerojax.xla.types import Shaped
 
 
 class TrainingProgress:
-    """Times steps, and prints progress in process 0.
+    """Times steps, and prints progress.
 
     Args:
+      screen: The screen of the run.
       steps: Updates of the run.
       done: Updates done before.
       mesh: The devices.
-      bar: Whether to show a bar on a terminal.
     """
 
-    def __init__(self, steps: int, done: int, mesh: Mesh, bar: bool) -> None:
-        is_main = jax.process_index() == 0
-        self._console = Console(quiet=not is_main)
-        self._steps, self._mesh = steps, mesh
+    def __init__(self, screen: Screen, steps: int, done: int, mesh: Mesh) -> None:
+        self._screen, self._steps, self._mesh = screen, steps, mesh
         self._mark: float | None = None
         self._seconds, self._tokens, self._rows = 0.0, 0, 0
-        self._bar = Progress(
-            TextColumn("step {task.completed:>5}/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not (bar and is_main and self._console.is_terminal),
-            expand=True,
-        )
-        self._task = self._bar.add_task("", total=steps, completed=done, figures="")
+        self._shown = screen.bar("step", steps, done, keep=True)
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        self._bar = self._shown.__enter__()
         return self
 
     def __exit__(
@@ -54,7 +41,7 @@ class TrainingProgress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        self._shown.__exit__(kind, error, traceback)
 
     def advance(self, rows: int, batch: Mapping[str, Shaped]) -> None:
         """Counts an update that was dispatched; ``rows`` are those of all processes."""
@@ -64,7 +51,7 @@ class TrainingProgress:
             self._rows += rows
             self._tokens += 0 if shape is None else rows * math.prod(shape)
         self._mark = time.perf_counter()  # the first update compiles, and is not timed
-        self._bar.advance(self._task)
+        self._bar.advance()
 
     def restart(self) -> None:
         """Excludes the time since the last update, for example that of an evaluation."""
@@ -72,18 +59,35 @@ class TrainingProgress:
 
     def log(self, step: int, logs: Mapping[str, float]) -> None:
         """Prints the figures of a log; reading the loss has already waited for the device."""
-        figures = "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
-        self._bar.update(self._task, figures=self._pace())
-        self._console.print(
-            f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures}  {self._pace()}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        pace = "  ".join(filter(None, (self.speed(), self._memory())))
+        self._bar.show(pace)
+        self._screen.print(f"{counted(step, self._steps)}  {figures(logs)}  {pace}")
 
-    def _pace(self) -> str:
+    def speed(self) -> str:
+        """Returns the tokens or rows per second of the updates that were timed; empty if none."""
         number, unit = (self._tokens, "tokens/s") if self._tokens else (self._rows, "rows/s")
-        pace = f"{number / self._seconds:,.0f} {unit}  " if self._seconds else ""
-        return f"{pace}{_device_bytes(self._mesh) / 1e6:,.1f} MB/device"
+        return f"{number / self._seconds:,.0f} {unit}" if self._seconds else ""
+
+    def _memory(self) -> str:
+        return f"{_device_bytes(self._mesh) / 1e6:,.1f} MB/device"
+
+
+def counted(step: int, steps: int) -> str:
+    """Returns the start of a line, the number of updates done."""
+    return f"step {step:>{len(str(steps))}}/{steps}"
+
+
+def figures(logs: Mapping[str, object]) -> str:
+    """Returns names and values for a line.
+
+    Example:
+      >>> figures({"eval_loss": 0.123456, "eval_rows": 12})
+      'eval_loss 0.1235  eval_rows 12'
+    """
+    return "  ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in logs.items()
+    )
 
 
 class MeanLoss:

@@ -7,10 +7,13 @@ import dataclasses
 import math
 import os
 import pathlib
+import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
+
+import jax
 
 from zerojax.api import Zero
 from zerojax.checkpoint import Checkpointer, CheckpointError, Preemption, steps_folder
@@ -49,8 +52,10 @@ class RunFolder:
         self._args, self._zero, self._epochs = args, zero, epochs
         self._metric = args.metric_for_best_model if args.load_best_model_at_end else None
         keep = args.save_total_limit
-        if self._metric:  # the best checkpoint counts towards the limit
-            keep = sys.maxsize if keep is None else max(1, keep - 1)
+        if self._metric:
+            # The best checkpoint counts towards the limit; under "best" the newest is the best.
+            beside = 0 if args.save_strategy == "best" else 1
+            keep = sys.maxsize if keep is None else max(1, keep - beside)
         self.checkpoints: Checkpointer = Checkpointer(
             pathlib.Path(args.output_dir, "checkpoints"),
             zero,
@@ -112,12 +117,18 @@ class RunFolder:
         scores: Mapping[str, float],
     ) -> None:
         """Saves the state in the background, with the information to resume the run."""
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = self.path(state.global_step)
         extra = {
             "trainer": saved(state), "data": self._data(), "losses": losses, "model": self._about
         }  # fmt: skip
         unknown = {self._metric: math.nan} if self._metric else {}
         scores = {**unknown, **{k: v for k, v in scores.items() if isinstance(v, int | float)}}
         self.checkpoints.save(state.global_step, train_state, extra=extra, metrics=scores or None)
+
+    def path(self, step: int) -> str:
+        """Returns the path of a step's checkpoint."""
+        return str(self.checkpoints.directory / str(step))
 
     def _data(self) -> dict[str, int | str]:
         """Returns the values that a resumed run is compared by, by their names in messages.
@@ -178,6 +189,32 @@ class RunFolder:
         """Removes the steps later than ``after``."""
         for step in reversed(self._later(after)):
             self.checkpoints.delete(step)
+
+
+@contextlib.contextmanager
+def temporary_checkpoint(
+    args: TrainingArguments, zero: Zero, train_state: PyTree, step: int, model: object
+) -> Iterator[str]:
+    """Saves a state beside the run's checkpoints, and removes it at the end of the context.
+
+    The context's value is the path of the checkpoint.
+
+    Args:
+      args, zero, model: As for :class:`RunFolder`.
+      train_state: The training state.
+      step: Its number of updates.
+    """
+    folder = pathlib.Path(args.output_dir, ".saving-model")
+    try:
+        with Checkpointer(folder, zero, keep=1) as checkpoints:
+            if step in checkpoints.all_steps():  # of a process that was killed
+                checkpoints.delete(step)
+            checkpoints.save(step, train_state, extra={"model": _fields(model)})
+            checkpoints.wait()
+            yield str(checkpoints.directory / str(step))
+    finally:
+        if jax.process_index() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def preemption_notice() -> contextlib.AbstractContextManager[Preemption | None]:

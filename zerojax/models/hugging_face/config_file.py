@@ -33,6 +33,7 @@ COMMON = (
     "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
 """Keys of any model's file that do not change its forward pass from the other keys."""
+_FOLDER = "folder"  # the key of the path, beside the names of files
 
 
 def same_keys(config: type[ModelConfig], defaults: Fields) -> Keys:
@@ -100,6 +101,12 @@ def carried(config: ModelConfig, file: str = CONFIG_FILE) -> Json:
     return found
 
 
+def source_folder(config: object) -> pathlib.Path | None:
+    """Returns the folder from which a config was read; None if it was not read."""
+    found = json.loads(getattr(config, "hugging_face", "") or "{}").get(_FOLDER)
+    return None if found is None else pathlib.Path(found)
+
+
 def texts(config: ModelConfig, about: Json) -> dict[str, str]:
     """Returns the texts of the JSON files in a model's folder, by name.
 
@@ -127,7 +134,10 @@ def in_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def read(folder: str | os.PathLike[str], from_hf: Callable[[Json], Config]) -> Config:
-    """Reads the config from a folder's `config.json`, and keeps its `generation_config.json`.
+    """Reads the config from a folder's `config.json`.
+
+    The config keeps the folder's `generation_config.json` and path, see `texts` and
+    `source_folder`.
 
     Raises:
       FileNotFoundError: The folder has no `config.json`.
@@ -136,10 +146,10 @@ def read(folder: str | os.PathLike[str], from_hf: Callable[[Json], Config]) -> C
     file = in_folder(folder)
     try:
         config = from_hf(read_json(file))
+        files = {**json.loads(config.hugging_face), _FOLDER: str(file.parent.absolute())}
         file = file.with_name(GENERATION_FILE)
-        if not file.is_file():
-            return config
-        files = {**json.loads(config.hugging_face), GENERATION_FILE: read_json(file)}
+        if file.is_file():
+            files[GENERATION_FILE] = read_json(file)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     return dataclasses.replace(config, hugging_face=json.dumps(files))

@@ -12,6 +12,7 @@ import pathlib
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import jax
@@ -104,7 +105,8 @@ class Trainer(ScriptMethods):
       ...     zerojax.TrainingArguments(tempfile.mkdtemp(), fsdp="full_shard", learning_rate=0.1,
       ...                               save_strategy="no", max_steps=24),
       ...     train_dataset=rows, eval_dataset=rows, loss=classification_loss)
-      >>> trainer.train().global_step
+      >>> trainer.train().global_step  # doctest: +ELLIPSIS
+      trained to step 24/24, epoch 12, in ...
       24
       >>> bool(trainer.evaluate()["eval_loss"] < 0.5)
       True
@@ -329,7 +331,7 @@ class Trainer(ScriptMethods):
     def _run(self, reader: data.Reader, prefix: str, keep: bool) -> PredictionOutput:
         """Evaluates a dataset, with a bar."""
         train_state = self._ready()
-        with self._screen.bar(prefix, len(reader.dataset)) as bar:
+        with self._screen.bar(prefix, length_hint(reader.dataset) or None) as bar:
 
             def done(rows: int) -> None:
                 bar.advance(rows)

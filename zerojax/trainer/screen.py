@@ -45,13 +45,13 @@ class Screen:
 
     @contextlib.contextmanager
     def bar(
-        self, name: str, total: int, completed: int = 0, *, keep: bool = False
+        self, name: str, total: int | None, completed: int = 0, *, keep: bool = False
     ) -> Iterator[Bar]:
         """Shows a bar within the context.
 
         Args:
           name: The unit, before the count.
-          total: The count at the end.
+          total: The count at the end; None if unknown.
           completed: The count at the start.
           keep: Whether the bar stays on the screen after the context.
         """

@@ -35,7 +35,7 @@ def filled(
         if not known and there.get(key) not in ("auto", value):
             says = f"has {key} = {there[key]}" if key in there else f"has no {key}"
             raise ValueError(
-                f"--{option.replace('_', '-')} {value}, but {config} {says}: leave the option out, "
+                f"--{option} {value}, but {config} {says}: leave the option out, "
                 'or write "auto" there'
             )
     return {key: value for key, value in values.items() if there.get(key) == "auto"}

@@ -1,14 +1,30 @@
-"""What the examples' commands share: processes joined, and errors of the user's as one line."""
+"""What the examples' commands share: options, processes joined, and errors of the user's as one
+line."""
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand
 
 from examples.run_clm.devices import join
+
+
+class Command(TyperCommand):
+    """A command whose options are spelled with underscores, as those of transformers' scripts:
+    `--max_length 128`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for parameter in self.params:
+            parameter.opts = [
+                f"--{x[2:].replace('-', '_')}" for x in parameter.opts if x[:2] == "--"
+            ]
+            parameter.secondary_opts = []
 
 
 @contextlib.contextmanager

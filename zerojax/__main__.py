@@ -17,6 +17,7 @@ _IN_EACH_PROCESS = (["report"], ["launch"])
 """The subcommands that every process of a launch runs; only process 0 runs the others."""
 
 COMMANDS = {
+    "config": "A config, by question and answer.",
     "estimate": "Memory of a model by DeepSpeed's formulas.",
     "explain": "The effect of every key of a config.",
     "export": "A checkpoint's parameters as safetensors.",

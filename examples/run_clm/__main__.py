@@ -3,10 +3,12 @@
 Command, from the repository root::
 
     python -m examples.run_clm                              # the Python library's own sources
-    python -m examples.run_clm --text book.txt --steps 2000 --out runs/book
-    python -m examples.run_clm --model small --scan --remat --batch-size 64 --kernels auto
+    python -m examples.run_clm --text book.txt --max_train_steps 2000 --output_dir runs/book
+    python -m examples.run_clm --config_name small --scan --remat --kernels auto \\
+        --per_device_train_batch_size 8
     python -m examples.run_clm --mesh data=4,model=2        # tensor parallelism over pairs
-    python -m examples.run_clm --text wiki.txt --tokenizer vocab.bpe --model small --block-size 128
+    python -m examples.run_clm --dataset_name wikitext/ --dataset_config_name wikitext-2-raw-v1 \\
+        --tokenizer_name vocab.bpe --config_name small --block_size 128 --num_train_epochs 1
 
 With no arguments, on a 2-core CPU machine as 8 virtual devices: 300 steps of a 1.3M GPT at
 stage 3 in 97 to 117 s, compilation included (measured with other work on the same cores), at 7,400
@@ -16,10 +18,9 @@ loss falls from 5.5 nats a byte (a guess is ln 256) to 2.23 on Python 3.11's lib
 
 It prints what each device holds (`--verbose` lists every parameter), evaluates on text that it
 never trains on, writes a checkpoint in the background at each evaluation, and draws the loss curve
-beside it. Run again with the same
-`--out` it goes on from the newest checkpoint: bit for bit as if it had not stopped, or to rounding
-on other devices and at another stage. At SIGTERM it saves and exits with status 75; a second one
-ends it at once.
+beside it. Run again with the same `--output_dir` it goes on from the newest checkpoint: bit for bit
+as if it had not stopped, or to rounding on other devices and at another stage. At SIGTERM it saves
+and exits with status 75; a second one ends it at once.
 """
 
 import pathlib
@@ -28,16 +29,17 @@ from typing import Annotated
 import typer
 
 import zerojax
-from examples.command import command
-from examples.run_clm.job import DEFAULT_CONFIG, Fused, Job, size_of
+from examples.command import Command, command
+from examples.run_clm.job import DEFAULT_CONFIG, DEFAULT_STEPS, Fused, Job, size_of
 from examples.run_clm.train import train
+from examples.tracking import ReportTo
 from zerojax.checkpoint import PREEMPTED, CheckpointError
 from zerojax.models.gpt import SIZES
 
 app = typer.Typer(add_completion=False)
 
 
-@app.command(help="Train a GPT as a byte-level language model with ZeRO.")
+@app.command(cls=Command, help="Train a GPT as a byte-level language model with ZeRO.")
 def main(
     more_text: Annotated[list[pathlib.Path] | None, typer.Argument(hidden=True)] = None,
     text: Annotated[
@@ -47,16 +49,36 @@ def main(
     config: Annotated[
         pathlib.Path, typer.Option(help="DeepSpeed JSON, or Accelerate's YAML")
     ] = DEFAULT_CONFIG,
-    steps: Annotated[int, typer.Option(min=1, help="updates in all, resumed ones included")] = 300,
-    model: Annotated[str, typer.Option(help=f"one of {', '.join(SIZES)}")] = "mini",
-    batch_size: Annotated[
+    dataset_name: Annotated[
+        str | None,
+        typer.Option(
+            help="a folder of .txt, .jsonl, .csv and .parquet files with a column text, or a name "
+            "of `datasets`"
+        ),
+    ] = None,
+    dataset_config_name: Annotated[
+        str | None, typer.Option(help="a folder within that folder, or a configuration's name")
+    ] = None,
+    max_train_steps: Annotated[
         int | None,
-        typer.Option(min=1, help="rows per update, over all devices; else the config, or 16"),
+        typer.Option(min=1, help=f"updates, resumed ones included; else {DEFAULT_STEPS}"),
+    ] = None,
+    num_train_epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="take each block once an epoch; else random windows"),
+    ] = None,
+    config_name: Annotated[str, typer.Option(help=f"a model: {', '.join(SIZES)}")] = "mini",
+    per_device_train_batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="rows; else as the config has it, or 16 of all devices"),
+    ] = None,
+    per_device_eval_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="rows; else those of an update")
     ] = None,
     block_size: Annotated[
         int | None, typer.Option(min=1, help="bytes or tokens per row; else as the model has it")
     ] = None,
-    tokenizer: Annotated[
+    tokenizer_name: Annotated[
         pathlib.Path | None,
         typer.Option(help="a folder with tokenizer.json, or GPT-2's vocab.bpe; else bytes"),
     ] = None,
@@ -70,7 +92,7 @@ def main(
         Fused | None,
         typer.Option(help="fused norms, activations, attention and loss; auto: the faster ones"),
     ] = None,
-    out: Annotated[
+    output_dir: Annotated[
         pathlib.Path, typer.Option(help="checkpoints and the curve; continued from if there")
     ] = pathlib.Path("runs/clm"),
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -90,43 +112,56 @@ def main(
         typer.Option(min=1, help="steps between evaluations and checkpoints; else a tenth"),
     ] = None,
     save_every: Annotated[
-        int | None, typer.Option(min=1, help="steps between checkpoints; else as --eval-every")
+        int | None, typer.Option(min=1, help="steps between checkpoints; else as --eval_every")
     ] = None,
-    restart: Annotated[bool, typer.Option("--restart", help="discard --out's checkpoints")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="discard the folder's checkpoints")
+    ] = False,
     from_step: Annotated[
         int | None,
         typer.Option(min=1, help="continue from this checkpoint, and discard those after it"),
+    ] = None,
+    with_tracking: Annotated[
+        bool, typer.Option("--with-tracking", help="write the run's figures")
+    ] = False,
+    report_to: Annotated[
+        ReportTo | None, typer.Option(help="where to; else all that are installed")
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="list every parameter before the first step")
     ] = False,
 ) -> None:
-    every = eval_every or max(1, steps // 10)
     with command(
-        ValueError, FileNotFoundError, PermissionError, CheckpointError, zerojax.DiskError,
-        zerojax.OutOfMemoryError,
+        ValueError, OSError, ImportError, CheckpointError,
+        zerojax.DiskError, zerojax.OutOfMemoryError,
     ) as console:  # fmt: skip
         job = Job(
             text=[*(text or []), *(more_text or [])],
             config=config,
-            steps=steps,
-            model=model,
-            batch_size=batch_size,
-            block_size=block_size or size_of(model)["block_size"],
+            config_name=config_name,
+            block_size=block_size or size_of(config_name)["block_size"],
             scan=scan,
             remat=remat,
             dropout=dropout,
             kernels=kernels,
-            out=out,
+            output_dir=output_dir,
             seed=seed,
             devices=devices,
             mesh=mesh,
-            eval_every=every,
-            save_every=save_every or every,
             restart=restart,
             from_step=from_step,
-            tokenizer=tokenizer,
+            max_train_steps=max_train_steps,
+            num_train_epochs=num_train_epochs,
+            per_device_train_batch_size=per_device_train_batch_size,
+            per_device_eval_batch_size=per_device_eval_batch_size,
+            eval_every=eval_every,
+            save_every=save_every,
+            dataset_name=dataset_name,
+            dataset_config_name=dataset_config_name,
+            tokenizer_name=tokenizer_name,
             learning_rate=learning_rate,
+            with_tracking=with_tracking,
+            report_to=report_to,
             verbose=verbose,
         )
         preempted = train(job, console).preempted

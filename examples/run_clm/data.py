@@ -8,6 +8,7 @@ one would have seen.
 Example::
 
     text = split(python_sources(max_bytes=4_000_000), block_size=128)
+    text = split(documents("wikitext/", "train"), 128, None, documents("wikitext/", "validation"))
     batches = Batches(text.train, batch_size=32, block_size=128, seed=0)
     batches.batch_at(17)["tokens"]                         # int32 [32, 129], same every time
 """
@@ -20,6 +21,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from examples import tables
 
 Tokens = npt.NDArray[np.uint8] | npt.NDArray[np.int32]
 
@@ -88,14 +91,56 @@ def read_text(path: str | pathlib.Path) -> bytes:
     return data
 
 
-def split(documents: Sequence[bytes], block_size: int, tokenizer: Any = None) -> Text:
+def documents(source: str, split: str) -> list[bytes]:
+    """The texts of a dataset's split: each .txt file of a folder, and each row's column "text".
+
+    Args:
+      source: A folder (`tables.files`), or a name for `datasets.load_dataset`.
+      split: "train" or "validation"; a folder may lack the second, which is [].
+
+    Raises:
+      TextError: A text cannot be trained on, or there is none to train on.
+      ValueError: A file has no column "text".
+      ImportError: A library that reads the dataset is not installed.
+    """
+    folder = pathlib.Path(source)
+    if not folder.is_dir():
+        return _column(source, split)
+    files = tables.files(folder, split, ".txt")
+    if split == "train" and not files:
+        suffixes = ", ".join((".txt", *tables.SUFFIXES))
+        raise TextError(f"{source} has no file to train on: {suffixes}")
+    return [
+        text
+        for file in files
+        for text in ([read_text(file)] if file.suffix == ".txt" else _column(str(file), split))
+    ]
+
+
+def _column(source: str, split: str) -> list[bytes]:
+    """The texts of the column "text" that are not empty."""
+    rows = tables.read(source, ["text"], split=split)
+    texts = [str(row["text"]).encode() for row in rows if row["text"]]
+    if any(b"\0" in text for text in texts):
+        raise TextError(f"{source} has a row with a NUL character, which is no text")
+    return texts
+
+
+def split(
+    documents: Sequence[bytes],
+    block_size: int,
+    tokenizer: Any = None,
+    held_out: Sequence[bytes] = (),
+) -> Text:
     """Documents to a training and a held-out stream, each long enough for one block; of a
     `tokenizers.Tokenizer`'s tokens where one is given.
 
-    With `HELD_OUT_EVERY` documents or more, every tenth document is held out; with fewer, the last
-    tenth of each.
+    Without documents that are held out: with `HELD_OUT_EVERY` documents or more, every tenth
+    document is; with fewer, the last tenth of each.
     """
-    if len(documents) >= HELD_OUT_EVERY:
+    if held_out:
+        train = list(documents)
+    elif len(documents) >= HELD_OUT_EVERY:
         held_out = list(documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
         train = [d for i, d in enumerate(documents) if (i + 1) % HELD_OUT_EVERY]
     else:
@@ -111,16 +156,17 @@ def split(documents: Sequence[bytes], block_size: int, tokenizer: Any = None) ->
         raise TextError(
             f"the text is shorter than one block: {len(text.train)} {text.unit} to train on and "
             f"{len(text.held_out)} held out, but a block of {block_size} needs {block_size + 1} in "
-            f"each. Give more text, or --block-size {max(1, shortest - 1)} or less"
+            f"each. Give more text, or --block_size {max(1, shortest - 1)} or less"
         )
     return text
 
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Random windows of one stream; no state but the step.
+    """Windows of one stream; no state but the step.
 
-    A batch has `own` (None: all) of the `batch_size` rows of all processes.
+    A batch has `own` (None: all) of the `batch_size` rows of all processes. Windows are random, or
+    with `in_epochs` the stream's blocks, each once an epoch in an order of its own.
     """
 
     stream: Tokens
@@ -128,12 +174,27 @@ class Batches:
     block_size: int
     seed: int = 0
     own: slice | None = None
+    in_epochs: bool = False
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches of an epoch; the last incomplete one is left out."""
+        return self._blocks // self.batch_size
 
     def batch_at(self, step: int) -> dict[str, npt.NDArray[np.int32]]:
         """{"tokens": int32 [own rows, block_size + 1]}, a function of (seed, step) alone."""
-        rng = np.random.default_rng((self.seed, step))
-        starts = rng.integers(0, len(self.stream) - self.block_size, size=self.batch_size)
+        if self.in_epochs:
+            epoch, at = divmod(step, self.per_epoch)
+            order = np.random.default_rng((self.seed, epoch)).permutation(self._blocks)
+            starts = order[at * self.batch_size :][: self.batch_size] * self.block_size
+        else:
+            rng = np.random.default_rng((self.seed, step))
+            starts = rng.integers(0, len(self.stream) - self.block_size, size=self.batch_size)
         return _windows(self.stream, starts[self.own or slice(None)], self.block_size)
+
+    @property
+    def _blocks(self) -> int:
+        return (len(self.stream) - 1) // self.block_size
 
     def spread(self, count: int) -> Iterator[dict[str, npt.NDArray[np.int32]]]:
         """`count` batches of windows evenly spread over the stream: the same at every call."""

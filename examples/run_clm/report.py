@@ -104,15 +104,17 @@ def size(n_bytes: int) -> str:
 def title(job: Job, zero: zerojax.Zero) -> str:
     """The curve's title."""
     kind = zero.mesh.devices.flat[0].device_kind
-    text = ", ".join(path.name for path in job.text) or "the Python library's sources"
-    return f"GPT {job.model} on {text}\nZeRO stage {zero.config.stage}, {zero.mesh.size} x {kind}"
+    files = ", ".join(path.name for path in job.text)
+    text = files or job.dataset_name or "the Python library's sources"
+    devices = f"{zero.mesh.size} x {kind}"
+    return f"GPT {job.config_name} on {text}\nZeRO stage {zero.config.stage}, {devices}"
 
 
 def already_done(folder: RunFolder, done: int, steps: int) -> str:
     """For a run that is asked for no more than it has."""
     return (
         f"{folder.checkpoints} has {done} steps, and {steps} were asked for: nothing to do. "
-        f"--steps {2 * done} goes on from there, --restart begins again."
+        f"--max_train_steps {2 * done} goes on from there, --restart begins again."
     )
 
 

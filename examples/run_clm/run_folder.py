@@ -54,7 +54,7 @@ class RunFolder:
     ) -> None:
         self.out = out.absolute()
         if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"--out {out} is a file; name a folder")
+            raise ValueError(f"--output_dir {out} is a file; name a folder")
         self.identity, self.model = identity, model
         self.checkpoints = self.out / "checkpoints"
         self.curve = self.out / "loss.png"
@@ -64,7 +64,7 @@ class RunFolder:
             for step in steps:
                 self._checkpointer.delete(step)
         elif from_step is not None and from_step not in steps:
-            raise ValueError(f"--from-step {from_step}: {self.checkpoints} has {steps}")
+            raise ValueError(f"--from_step {from_step}: {self.checkpoints} has {steps}")
         self._from_step = from_step
 
     def __enter__(self) -> Self:
@@ -90,7 +90,7 @@ class RunFolder:
         run = self._extra().get("run")
         if run is None:
             raise ValueError(
-                f"{self.checkpoints} holds checkpoints of something else: choose --out"
+                f"{self.checkpoints} holds checkpoints of something else: choose --output_dir"
             )
         differences = [
             f"  {name}: {run['identity'].get(name)} there, {value} now"
@@ -101,7 +101,7 @@ class RunFolder:
             raise ValueError(
                 f"{self.out} holds a checkpoint of another run:\n"
                 + "\n".join(differences)
-                + "\nUse the same settings to continue it, another --out to keep both, or "
+                + "\nUse the same settings to continue it, another --output_dir to keep both, or "
                 "--restart to begin again there"
             )
         return History(run["train"], [(step, loss) for step, loss in run["held_out"]])
@@ -157,4 +157,4 @@ def _offer(error: DamagedCheckpointError) -> str:
     """What the user of the main job can do about damage."""
     if error.newest_intact is None:
         return f"{error}\nNothing is left to go on from: --restart begins again."
-    return f"{error}\n--from-step {error.newest_intact} goes on from there."
+    return f"{error}\n--from_step {error.newest_intact} goes on from there."

@@ -34,7 +34,7 @@ class Classifier:
       config: the model's.
       tokenizer: of the `tokenizers` library.
       folder: its weights; None for random ones.
-      new: modules that have no tensor in the folder.
+      new: modules that take no tensor of the folder.
     """
 
     config: DebertaConfig
@@ -48,7 +48,8 @@ class Classifier:
             return params
         known = names(self.config)
         tensors = {**{f"{module}/{{rest:path}}": None for module in self.new}, **known.tensors}
-        known = dataclasses.replace(known, tensors=tensors)
+        unread = [f"{module}.{{rest:path}}" for module in self.new]
+        known = dataclasses.replace(known, tensors=tensors, ignored=[*known.ignored, *unread])
         return zerojax.weights.load(self.folder, like=params, names=known)
 
     def save(self, folder: pathlib.Path, params: Any, classes: Mapping[str, int]) -> None:
@@ -69,9 +70,12 @@ def of_size(size: str, texts: Iterable[str], labels: int, remat: bool) -> Classi
     return Classifier(config, _trained(texts, min(config.vocab_size, LARGEST_VOCABULARY)))
 
 
-def from_folder(folder: pathlib.Path, labels: int, remat: bool) -> Classifier:
+def from_folder(
+    folder: pathlib.Path, labels: int, remat: bool, other_labels: bool = False
+) -> Classifier:
     """The model of a folder: config.json, safetensors, tokenizer.json. A head that has no tensors
-    there, as after pretraining, is new."""
+    there, as after pretraining, is new; with `other_labels` so is one of another number of labels.
+    """
     file = folder / "config.json"
     try:
         values = json.loads(file.read_text("utf-8"))
@@ -80,12 +84,14 @@ def from_folder(folder: pathlib.Path, labels: int, remat: bool) -> Classifier:
     config = dataclasses.replace(config_from_hf(values), scan=True, remat=remat)
     tensors = _tensors(folder)
     new = tuple(m for m in HEAD if not any(name.startswith(f"{m}.") for name in tensors))
+    if config.num_labels != labels and other_labels and "classifier" not in new:
+        new = (*new, "classifier")
     if "classifier" in new:
         config = dataclasses.replace(config, num_labels=labels)
     elif config.num_labels != labels:
         raise ValueError(
             f"{folder} classifies into {config.num_labels} labels, and the rows have {labels}: "
-            "give rows of its labels, or a folder without classifier.* tensors, for a new head"
+            "give rows of its labels, or --ignore_mismatched_sizes for a new head"
         )
     tokenizer = load_tokenizer(folder, vocab_size=config.vocab_size)
     return Classifier(config, tokenizer, folder, new)

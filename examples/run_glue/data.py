@@ -102,19 +102,24 @@ def _shuffled(sentence: str, rng: np.random.Generator) -> str:
 
 
 def encode(
-    pairs: Sequence[Pair], tokenizer: Any, max_length: int, classes: Mapping[str, int]
+    pairs: Sequence[Pair],
+    tokenizer: Any,
+    max_length: int,
+    classes: Mapping[str, int],
+    pad_to_max_length: bool = False,
 ) -> tuple[Arrays, int]:
     """Tokens, mask and types int32 [n, T], labels int32 [n], and how many pairs were cut.
 
-    T is the longest row's, a multiple of 8; of a pair with more than `max_length` tokens the longer
-    sentence is cut.
+    T is the longest row's, a multiple of 8, or with `pad_to_max_length` that length; of a pair with
+    more than `max_length` tokens the longer sentence is cut.
     """
     tokenizer.no_padding()
     tokenizer.no_truncation()
     texts = [(pair.first, pair.second) for pair in pairs]
     longest = [len(row.ids) for row in tokenizer.encode_batch(texts)]
     tokenizer.enable_truncation(max_length)
-    tokenizer.enable_padding(length=min(max_length, -(-max(longest) // 8) * 8))
+    length = max_length if pad_to_max_length else min(max_length, -(-max(longest) // 8) * 8)
+    tokenizer.enable_padding(length=length)
     rows = tokenizer.encode_batch(texts)
     columns = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
     arrays = {

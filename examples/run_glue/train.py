@@ -26,24 +26,27 @@ from zerojax.models.deberta import DebertaClassifier
 def train(job: Job, console: Console) -> Result:
     """Trains for the job's epochs, with an evaluation before the first and after each."""
     mesh = data_mesh(job.devices)
-    if job.out and jax.process_count() > 1:
-        raise ValueError("--out writes the model from one process: leave it out in several")
+    if job.output_dir and jax.process_count() > 1:
+        raise ValueError("--output_dir writes the model from one process: leave it out in several")
     rows = job.rows(job.zero(mesh, 1).config, mesh.size)
     pairs, held_out = read_pairs(job)
     classes = data.classes([*pairs, *held_out])
     if len(pairs) < rows:
         raise ValueError(
             f"{len(pairs)} pairs to train on, fewer than the {rows} of an update on {mesh.size} "
-            "devices: give more, or a smaller --per-device-train-batch-size"
+            "devices: give more, or a smaller --per_device_train_batch_size"
         )
     classifier = classifier_of(job, pairs, len(classes))
-    arrays, cut = data.encode(pairs, classifier.tokenizer, job.max_length, classes)
-    unseen, unseen_cut = data.encode(held_out, classifier.tokenizer, job.max_length, classes)
+    (arrays, cut), (unseen, unseen_cut) = (
+        data.encode(some, classifier.tokenizer, job.max_length, classes, job.pad_to_max_length)
+        for some in (pairs, held_out)
+    )
     console.print(
         f"{len(pairs)} pairs to train on, {len(held_out)} held out, {len(classes)} labels; "
         f"{cut + unseen_cut} cut to {job.max_length} tokens"
     )
-    own = zerojax.process_rows(rows, mesh)
+    eval_rows = (job.per_device_eval_batch_size or 0) * mesh.size or rows
+    own, eval_own = (zerojax.process_rows(n, mesh) for n in (rows, eval_rows))
     per_epoch = len(pairs) // rows
     model = DebertaClassifier(classifier.config)
     steps = max(1, job.num_train_epochs * per_epoch)
@@ -76,8 +79,8 @@ def train(job: Job, console: Console) -> Result:
     def evaluated(state: TrainState) -> tuple[float, float, float]:
         """Accuracy, F1 and seconds."""
         began, predicted = time.perf_counter(), []
-        for count, batch in data.in_order(unseen, rows):
-            out = predict(state, {name: x[own] for name, x in batch.items()})
+        for count, batch in data.in_order(unseen, eval_rows):
+            out = predict(state, {name: x[eval_own] for name, x in batch.items()})
             predicted.append(process_allgather(out, tiled=True)[:count])
         guess, labels = np.concatenate(predicted), unseen["labels"]
         scores = accuracy(guess, labels), f1(guess, labels, len(classes))
@@ -108,9 +111,11 @@ def train(job: Job, console: Console) -> Result:
             f"epoch {number + 1}/{job.num_train_epochs}  loss {np.mean(losses):.4f}  "
             f"accuracy [bold]{scores[0]:.3f}[/]  F1 {scores[1]:.3f}"
         )
-    if job.out:
-        classifier.save(job.out, state.params, classes)
-        console.print(f"saved in {job.out}, which --model and transformers read")
+    if job.output_dir:
+        classifier.save(job.output_dir, state.params, classes)
+        console.print(
+            f"saved in {job.output_dir}, which --model_name_or_path and transformers read"
+        )
     rate = timed / seconds if seconds else 0.0
     return Result(
         batch_per_device=rows // mesh.size,
@@ -128,17 +133,19 @@ def train(job: Job, console: Console) -> Result:
 
 def read_pairs(job: Job) -> tuple[list[data.Pair], list[data.Pair]]:
     """To train on, and held out: the second file, a dataset's own split, or every tenth row."""
-    if job.train_file is None:
+    source = job.dataset or job.train_file
+    if source is None:
         texts = [read_text(path).decode() for path in job.text] or [data.docstrings()]
         return data.from_text("\n\n".join(texts), job.seed)
-    pairs = data.read(job.train_file, job.columns, "train")
-    if job.validation_file or pathlib.Path(job.train_file).suffix not in data.tables.SUFFIXES:
-        source = job.validation_file or job.train_file
-        return pairs, data.read(source, job.columns, "validation")
+    pairs = data.read(source, job.names, "train")
+    folder = pathlib.Path(source)
+    splits = not folder.is_dir() or data.tables.files(folder, "validation")
+    if job.validation_file or (job.dataset and splits):
+        return pairs, data.read(job.validation_file or source, job.names, "validation")
     if len(pairs) < data.HELD_OUT:
         raise ValueError(
-            f"{job.train_file} has {len(pairs)} rows, of which none can be held out: give a "
-            "--validation-file"
+            f"{source} has {len(pairs)} rows, of which none can be held out: give rows for "
+            "validation too (--validation_file)"
         )
     held_out = pairs[data.HELD_OUT - 1 :: data.HELD_OUT]
     del pairs[data.HELD_OUT - 1 :: data.HELD_OUT]
@@ -148,14 +155,14 @@ def read_pairs(job: Job) -> tuple[list[data.Pair], list[data.Pair]]:
 def classifier_of(job: Job, pairs: list[data.Pair], labels: int) -> Classifier:
     """The model, once its positions and its tokenizer have proved to fit."""
     if job.folder:
-        classifier = from_folder(job.folder, labels, job.remat)
+        classifier = from_folder(job.folder, labels, job.remat, job.ignore_mismatched_sizes)
     else:
         texts = (sentence for pair in pairs for sentence in pair[:2])
-        classifier = of_size(job.model, texts, labels, job.remat)
+        classifier = of_size(job.model_name_or_path, texts, labels, job.remat)
     config = classifier.config
     if config.position_biased_input and job.max_length > config.max_position_embeddings:
         raise ValueError(
-            f"--max-length {job.max_length}, but {job.model} has positions for "
+            f"--max_length {job.max_length}, but {job.model_name_or_path} has positions for "
             f"{config.max_position_embeddings} tokens"
         )
     return classifier

@@ -48,8 +48,8 @@ class Source:
 
 
 def find(name: str, texts: Iterable[str]) -> Source:
-    """The model of `--model`: a name of `SIZES` with a tokenizer trained on `texts`, or a folder
-    with `config.json`, `model.safetensors` and `tokenizer.json`.
+    """The model of a name of `SIZES`, with a tokenizer trained on `texts`, or of a folder with
+    `config.json`, `model.safetensors` and `tokenizer.json`.
 
     Raises:
       FileNotFoundError: The folder lacks one of its files.
@@ -60,7 +60,9 @@ def find(name: str, texts: Iterable[str]) -> Source:
         return Source(config, tokens.trained(texts, config), None)
     folder = pathlib.Path(name)
     if not folder.is_dir():
-        raise ValueError(f"--model {name} is no folder, and none of {', '.join(SIZES)}")
+        raise ValueError(
+            f"--model_name_or_path {name} is no folder, and none of {', '.join(SIZES)}"
+        )
     config = read_config(folder)
     tokenizer = load_tokenizer(folder, vocab_size=config.vocab_size)
     tokenizer.no_padding()
@@ -86,7 +88,7 @@ def new_state(zero: zerojax.Zero, source: Source, tx: Any, seed: int) -> TrainSt
 
 
 def save(folder: pathlib.Path, params: Any, source: Source) -> None:
-    """A folder that transformers loads, and `--model` too."""
+    """A folder that transformers loads, and `--model_name_or_path` too."""
     config = source.config
     zerojax.weights.save(folder, params, names(config), texts=config_texts(config))
     source.tokenizer.save(str(folder / "tokenizer.json"))

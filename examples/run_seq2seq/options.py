@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 import zerojax
 from examples.auto import filled
+from examples.tracking import ReportTo, monitors
 
 # The options that stand for an "auto".
 GIVEN = {
@@ -30,17 +31,23 @@ class Options:
     """Those of `python -m examples.run_seq2seq`."""
 
     config: pathlib.Path
+    dataset_name: str | None
+    dataset_config_name: str | None
     train_file: str | None
     validation_file: str | None
+    n_train: int | None
+    n_val: int | None
     source_column: str
     target_column: str
     text: pathlib.Path | None
     words: int
     source_prefix: str
-    model: str
+    model_name_or_path: str
     max_source_length: int
     max_target_length: int
+    val_max_target_length: int | None
     val_min_target_length: int
+    pad_to_max_length: bool
     num_beams: int
     per_device_train_batch_size: int
     per_device_eval_batch_size: int
@@ -48,24 +55,43 @@ class Options:
     weight_decay: float | None
     num_warmup_steps: int | None
     num_train_epochs: int
-    max_steps: int | None
-    out: pathlib.Path
+    max_train_steps: int | None
+    output_dir: pathlib.Path
+    with_tracking: bool
+    report_to: ReportTo | None
     seed: int
     devices: int | None
+
+    def __post_init__(self) -> None:
+        files = self.train_file, self.validation_file
+        if [self.text is not None, any(files), self.dataset_name is not None].count(True) > 1 or (
+            any(files) and not all(files)
+        ):
+            raise ValueError(
+                "give --train_file and --validation_file, or --dataset_name, or --text alone"
+            )
+        if self.dataset_config_name and not self.dataset_name:
+            raise ValueError("--dataset_config_name goes with --dataset_name, which is missing")
+
+    @property
+    def written_length(self) -> int:
+        """Tokens that an evaluation writes at most."""
+        return self.val_max_target_length or self.max_target_length
 
 
 def check_lengths(options: Options, positions: int) -> None:
     """Whether the model has positions for the longest rows."""
-    for name in ("max_source_length", "max_target_length"):
-        if (length := getattr(options, name)) > positions:
+    for name in ("max_source_length", "max_target_length", "val_max_target_length"):
+        if (length := getattr(options, name) or 0) > positions:
             raise ValueError(
-                f"--{name.replace('_', '-')} {length}, but --model {options.model} has "
+                f"--{name} {length}, but --model_name_or_path {options.model_name_or_path} has "
                 f"{positions} positions (max_position_embeddings): take that many or fewer"
             )
-    if options.val_min_target_length > options.max_target_length:
+    if options.val_min_target_length > options.written_length:
+        longest = "val_max" if options.val_max_target_length else "max"
         raise ValueError(
-            f"--val-min-target-length {options.val_min_target_length} is more than "
-            f"--max-target-length {options.max_target_length}"
+            f"--val_min_target_length {options.val_min_target_length} is more than "
+            f"--{longest}_target_length {options.written_length}"
         )
 
 
@@ -74,11 +100,13 @@ def configured(options: Options, mesh: Mesh, rows: int) -> tuple[zerojax.Zero, i
 
     def sizes(updates: int) -> tuple[zerojax.Zero, int, int]:
         zero = zerojax.zero(options.config, mesh=mesh, auto=auto_of(options, updates))
+        if tracked := monitors(options.with_tracking, options.report_to, options.output_dir):
+            zero = zerojax.zero(dataclasses.replace(zero.config, **tracked), mesh=mesh)
         batch = zero.config.batch(mesh.size)
         taken = options.per_device_train_batch_size * mesh.size * batch.accumulation
         if batch.train not in (None, taken):
             raise ValueError(
-                f"--per-device-train-batch-size {options.per_device_train_batch_size} makes "
+                f"--per_device_train_batch_size {options.per_device_train_batch_size} makes "
                 f"{taken} rows an update, but {options.config} says {batch.train}: make them equal"
             )
         return zero, (rows // taken) * options.num_train_epochs, taken
@@ -87,9 +115,9 @@ def configured(options: Options, mesh: Mesh, rows: int) -> tuple[zerojax.Zero, i
     if not updates:
         raise ValueError(
             f"{rows} rows to train on are fewer than the {taken} of an update: give more, or a "
-            f"--per-device-train-batch-size below {options.per_device_train_batch_size}"
+            f"--per_device_train_batch_size below {options.per_device_train_batch_size}"
         )
-    updates = min(updates, options.max_steps or updates)
+    updates = min(updates, options.max_train_steps or updates)
     return sizes(updates)[0], updates, taken
 
 

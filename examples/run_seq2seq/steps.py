@@ -4,7 +4,7 @@ Example::
 
     train_step, write = zero(step_of(model)), zero.evaluate(search_of(model, options))
     state, loss = train_step(state, batch, key)
-    targets = write(state, batch)                              # int32 [B, max_target_length]
+    targets = write(state, batch)                              # int32 [B, written_length]
 """
 
 from collections.abc import Callable
@@ -42,13 +42,13 @@ def step_of(model: Bart) -> Callable[..., tuple[TrainState, jax.Array]]:
 
 
 def search_of(model: Bart, options: Options) -> Callable[[TrainState, Batch], jax.Array]:
-    """The targets int [B, max_target_length] of a batch, by beam search."""
+    """The targets int [B, written_length] of a batch, by beam search."""
 
     def write(state: TrainState, batch: Batch) -> jax.Array:
         targets, _ = generate(
             model, {"params": state.params}, batch["input_ids"], batch["attention_mask"],
             num_beams=options.num_beams, min_length=options.val_min_target_length,
-            max_length=options.max_target_length,
+            max_length=options.written_length,
         )  # fmt: skip
         return targets
 

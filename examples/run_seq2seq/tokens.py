@@ -53,9 +53,16 @@ def trained(texts: Iterable[str], config: BartConfig) -> Any:
 
 
 def encoded(
-    tokenizer: Any, pairs: Sequence[Pair], config: BartConfig, source: int, target: int
+    tokenizer: Any,
+    pairs: Sequence[Pair],
+    config: BartConfig,
+    source: int,
+    target: int,
+    pad_to_max_length: bool = False,
 ) -> Rows:
     """Tokens of all pairs, cut to `source` and `target` of them; the last of a row is the end.
+
+    Rows are filled up to the longest one, or with `pad_to_max_length` to those lengths.
 
     Returns:
       input_ids and attention_mask [N, S], labels [N, T].
@@ -68,9 +75,10 @@ def encoded(
 
     sources = cut([text for text, _ in pairs], source)
     targets = cut([text for _, text in pairs], target)
-    ids = _filled(sources, config.pad_token_id, source)
+    fill, least = config.pad_token_id, (source, target) if pad_to_max_length else (0, 0)
+    ids = _filled(sources, fill, least[0], source)
     mask = np.arange(ids.shape[1]) < np.array([*map(len, sources)])[:, None]
-    labels = _filled(targets, config.pad_token_id, target)
+    labels = _filled(targets, fill, least[1], target)
     return {"input_ids": ids, "attention_mask": mask.astype(np.int32), "labels": labels}
 
 
@@ -83,8 +91,8 @@ def texts_of(tokenizer: Any, targets: npt.NDArray[np.int32], config: BartConfig)
     return [text.strip() for text in tokenizer.decode_batch(rows)]
 
 
-def _filled(rows: list[list[int]], fill: int, most: int) -> npt.NDArray[np.int32]:
-    length = min(most, -max(map(len, rows)) // STEP * -STEP)
+def _filled(rows: list[list[int]], fill: int, least: int, most: int) -> npt.NDArray[np.int32]:
+    length = max(least, min(most, -max(map(len, rows)) // STEP * -STEP))
     out = np.full((len(rows), length), fill, np.int32)
     for number, row in enumerate(rows):
         out[number, : len(row)] = row

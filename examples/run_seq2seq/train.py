@@ -26,6 +26,7 @@ from examples.run_seq2seq.pairs import Pairs, of_files, of_text
 from examples.run_seq2seq.report import Report, bleu, summary
 from examples.run_seq2seq.steps import search_of, step_of
 from examples.run_seq2seq.tokens import Rows, encoded, in_order, shuffled, texts_of
+from examples.tables import dataset
 
 
 def train(options: Options, console: Console) -> Report:
@@ -33,15 +34,17 @@ def train(options: Options, console: Console) -> Report:
 
     Raises:
       ValueError: An option, a file or the config is wrong.
-      OSError: A file does not exist, or `--out` cannot be a folder.
+      OSError: A file does not exist, or `--output_dir` cannot be a folder.
       ImportError: An extra is not installed.
     """
     bleu([""], [""])  # sacrebleu is installed: it is of use at the very end only
-    options.out.mkdir(parents=True, exist_ok=True)
+    options.output_dir.mkdir(parents=True, exist_ok=True)
     pairs = read(options)
-    source = models.find(options.model, (text for pair in pairs.train for text in pair))
+    source = models.find(
+        options.model_name_or_path, (text for pair in pairs.train for text in pair)
+    )
     check_lengths(options, source.config.max_position_embeddings)
-    lengths = options.max_source_length, options.max_target_length
+    lengths = options.max_source_length, options.max_target_length, options.pad_to_max_length
     rows, unseen = (encoded(source.tokenizer, some, source.config, *lengths) for some in pairs)
 
     mesh = data_mesh(options.devices)
@@ -80,22 +83,24 @@ def train(options: Options, console: Console) -> Report:
     console.print(f"\n{sources[0]}\n-> {texts[0]}", markup=False)
     console.print(summary(report))
     if jax.process_index() == 0:
-        (options.out / "report.json").write_text(json.dumps(dataclasses.asdict(report), indent=1))
-        (options.out / "targets.txt").write_text("".join(f"{text}\n" for text in texts), "utf-8")
+        out = options.output_dir
+        (out / "report.json").write_text(json.dumps(dataclasses.asdict(report), indent=1))
+        (out / "targets.txt").write_text("".join(f"{text}\n" for text in texts), "utf-8")
     if jax.process_count() == 1:
-        models.save(options.out / "model", state.params, source)
+        models.save(options.output_dir / "model", state.params, source)
     return report
 
 
 def read(options: Options) -> Pairs:
-    """The files' pairs, or a text's."""
+    """The pairs of files, of a dataset or of a text, as many as the options take."""
     train, held_out, prefix = options.train_file, options.validation_file, options.source_prefix
-    if train is None and held_out is None:
-        return of_text(options.text, options.words, prefix)
-    if train is None or held_out is None or options.text:
-        raise ValueError("give --train-file and --validation-file, or --text alone")
-    columns = options.source_column, options.target_column
-    return of_files(train, held_out, columns, prefix)
+    if options.dataset_name:
+        train = held_out = dataset(options.dataset_name, options.dataset_config_name)
+    if train is None or held_out is None:
+        pairs = of_text(options.text, options.words, prefix)
+    else:
+        pairs = of_files(train, held_out, (options.source_column, options.target_column), prefix)
+    return Pairs(pairs.train[: options.n_train], pairs.held_out[: options.n_val])
 
 
 def written(

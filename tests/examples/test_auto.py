@@ -43,16 +43,16 @@ def test_only_auto_is_filled(files: list[Path]) -> None:
     for file in files:
         assert filled(file, VALUES) == dict([*VALUES.items()][:2])
         given = {"optimizer.params.weight_decay": ("weight_decay", 0.2)}
-        with pytest.raises(ValueError, match=r"--weight-decay 0.2, but .* has .* = 0.1: leave"):
+        with pytest.raises(ValueError, match=r"--weight_decay 0.2, but .* has .* = 0.1: leave"):
             filled(file, VALUES, given)
     assert filled(files[0].with_name("none.json"), VALUES) == {}
 
 
 def test_the_length_of_the_run_is_known(files: list[Path]) -> None:
-    options = dict.fromkeys(Job.__dataclass_fields__) | {"steps": 300, "learning_rate": 5e-4}
+    options = dict.fromkeys(Job.__dataclass_fields__) | {"learning_rate": 5e-4}
     for file in files:
         for auto in (
-            Job(**options | {"config": file}).auto,
+            Job(**options | {"config": file}).auto(300),
             GlueJob(config=file, learning_rate=5e-4)._auto(300),
         ):
             config = zero(file, auto=auto).config

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from examples.run_clm.__main__ import app
 
-JOB = ["-m", "examples.run_clm", "--model", "tiny", "--batch-size", "8"]
-JOB += ["--steps", "6", "--eval-every", "3"]
+JOB = ["-m", "examples.run_clm", "--config_name", "tiny"]
+JOB += ["--max_train_steps", "6", "--eval_every", "3"]
 
 
 class Said(NamedTuple):
@@ -77,8 +77,12 @@ def test_an_example(count: int, name: str, tmp_path: Path, run: Callable[..., Sa
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_the_main_job(count: int, tmp_path: Path, run: Callable[..., Said]) -> None:
-    said = run(count, *JOB, "--out", tmp_path / "several")
-    alone = CliRunner().invoke(app, [*JOB[2:], "--out", str(tmp_path / "one")]).stdout.splitlines()
+    said = run(count, *JOB, "--output_dir", tmp_path / "several")
+    alone = (
+        CliRunner()
+        .invoke(app, [*JOB[2:], "--output_dir", str(tmp_path / "one")])
+        .stdout.splitlines()
+    )
     assert said.others == []
     assert losses(said.first) == losses(alone)
     assert len(losses(said.first)) == 6

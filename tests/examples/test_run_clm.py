@@ -1,6 +1,7 @@
 """The main job from the command line: in this process, and in others where they are killed."""
 
 import gc
+import json
 import math
 import pathlib
 import re
@@ -18,7 +19,7 @@ from zerojax.checkpoint import PREEMPTED
 from zerojax.checkpoint.saved import find
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
-SMALL = ["--model", "tiny", "--batch-size", "8"]
+SMALL = ["--config_name", "tiny", "--per_device_train_batch_size", "1"]
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -68,9 +69,9 @@ def test_trains_resumes_and_knows_when_it_is_done(
     tmp_path: pathlib.Path, text: pathlib.Path
 ) -> None:
     out = tmp_path / "run"
-    job = [*SMALL, "--text", text, "--out", out]
+    job = [*SMALL, "--text", text, "--output_dir", out]
 
-    first = run(*job, "--steps", 6, "--eval-every", 3)
+    first = run(*job, "--max_train_steps", 6, "--eval_every", 3)
     assert first.exit_code == 0, first.stderr
     assert steps_in(first.stdout) == [1, 2, 3, 4, 5, 6]
     assert "Bytes on each of 8 devices, by stage" in first.stdout
@@ -78,37 +79,38 @@ def test_trains_resumes_and_knows_when_it_is_done(
     assert after < before
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
-    more = run(*job, "--steps", 9, "--eval-every", 3)
+    more = run(*job, "--max_train_steps", 9, "--eval_every", 3)
     assert more.exit_code == 0, more.stderr
     assert "Continuing from step 6" in more.stdout
     assert steps_in(more.stdout) == [7, 8, 9]
 
-    unbroken = run(*job[:-1], tmp_path / "unbroken", "--steps", 9, "--eval-every", 3)
+    unbroken = run(*job[:-1], tmp_path / "unbroken", "--max_train_steps", 9, "--eval_every", 3)
     assert summary_losses(more.stdout) == summary_losses(unbroken.stdout)
 
-    done = run(*job, "--steps", 9)
+    done = run(*job, "--max_train_steps", 9)
     assert done.exit_code == 0
     assert "nothing to do" in done.stdout
     assert steps_in(done.stdout) == []
 
-    other = run(*job, "--steps", 12, "--scan", "--seed", 1)
+    other = run(*job, "--max_train_steps", 12, "--scan", "--seed", 1)
     assert other.exit_code == 2
     assert "holds a checkpoint of another run" in other.stderr
     assert "model.scan: False there, True now" in other.stderr
     assert "seed: 0 there, 1 now" in other.stderr
     assert sorted(p.name for p in (out / "checkpoints").iterdir() if p.name.isdigit()) == ["6", "9"]
 
-    again = run(*job, "--steps", 2, "--scan", "--remat", "--restart")
+    again = run(*job, "--max_train_steps", 2, "--scan", "--remat", "--restart")
     assert again.exit_code == 0, again.stderr
     assert steps_in(again.stdout) == [1, 2]
 
 
 def test_goes_on_from_a_model_cut_over_pairs(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
-    job = [*SMALL, "--text", text, "--eval-every", 2, "--out"]
-    cut = run(*job, tmp_path / "cut", "--steps", 2, "--mesh", "data=4,model=2")
+    job = [*SMALL, "--text", text, "--eval_every", 2, "--output_dir"]
+    pairs = ["--mesh", "data=4,model=2", "--per_device_train_batch_size", 2]
+    cut = run(*job, tmp_path / "cut", "--max_train_steps", 2, *pairs)
     assert cut.exit_code == 0, cut.stderr
     assert "P('model', 'data')" in cut.stdout
-    more = run(*job, tmp_path / "cut", "--steps", 4)
+    more = run(*job, tmp_path / "cut", "--max_train_steps", 4)
     assert more.exit_code == 0, more.stderr
     assert "Continuing from step 2" in more.stdout
     for arguments, message in [
@@ -117,7 +119,7 @@ def test_goes_on_from_a_model_cut_over_pairs(tmp_path: pathlib.Path, text: pathl
         (["--mesh", "data=4,model=2", "--kernels", "xla"], "the fused layers do not support"),
         (["--mesh", "data=8,model=2"], "multiply out to 16, not to devices=8"),
     ]:
-        wrong = run(*job, tmp_path / "wrong", *arguments, "--steps", 4)
+        wrong = run(*job, tmp_path / "wrong", *arguments, "--max_train_steps", 4)
         assert wrong.exit_code == 2
         assert message in wrong.stderr.replace("\n", " ")
 
@@ -132,24 +134,43 @@ def test_tokens_of_a_tokenizer(tmp_path: pathlib.Path, text: pathlib.Path) -> No
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     merges = tmp_path / "vocab.bpe"
     merges.write_text("#version: 0.2\nt h\nth e\n")
-    job = [*SMALL, "--text", text, "--out", tmp_path / "run", "--block-size", 16]
+    job = [*SMALL, "--text", text, "--output_dir", tmp_path / "run", "--block_size", 16]
 
-    done = run(*job, "--tokenizer", tmp_path, "--steps", 2, "--eval-every", 2)
+    done = run(*job, "--tokenizer_name", tmp_path, "--max_train_steps", 2, "--eval_every", 2)
     assert done.exit_code == 0, done.stderr
     loss, perplexity = map(float, re.findall(r"-> (\S+) \| perplexity (\S+)", done.stdout)[0])
     assert perplexity == pytest.approx(math.exp(loss), rel=1e-3)
     for arguments, message in [
         ([], "text: 1620 tokens, sha256"),
-        (["--tokenizer", merges], "beyond vocab_size = 256"),
-        (["--tokenizer", tmp_path / "none"], "none/tokenizer.json is not there"),
+        (["--tokenizer_name", merges], "beyond vocab_size = 256"),
+        (["--tokenizer_name", tmp_path / "none"], "none/tokenizer.json is not there"),
         (
-            ["--tokenizer", tmp_path, "--block-size", 500],
+            ["--tokenizer_name", tmp_path, "--block_size", 500],
             "1620 tokens to train on and 180 held out",
         ),
     ]:
-        wrong = run(*job, *arguments, "--steps", 4)
+        wrong = run(*job, *arguments, "--max_train_steps", 4)
         assert wrong.exit_code == 2
         assert message in wrong.stderr
+
+
+def test_epochs_of_a_folder_with_figures(tmp_path: pathlib.Path) -> None:
+    """A folder as `datasets` splits it; an epoch has 5 updates, and an evaluation 2 batches."""
+    folder, out = tmp_path / "words" / "small", tmp_path / "run"
+    folder.mkdir(parents=True)
+    for name, count in (("train", 5), ("validation", 2)):
+        rows = [{"text": "to be or not " * 10}] * (count * 8 * 32 // 130 + 1) + [{"text": ""}]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = [*SMALL, "--dataset_name", tmp_path / "words", "--dataset_config_name", "small"]
+    job += ["--block_size", 32, "--num_train_epochs", 1, "--per_device_eval_batch_size", 2]
+    done = run(*job, "--output_dir", out, "--with_tracking", "--report_to", "csv")
+    assert done.exit_code == 0, done.stderr
+    assert steps_in(done.stdout) == [1, 2, 3, 4, 5]
+    losses = (out / "logs" / "Train_Samples_train_loss.csv").read_text().splitlines()
+    assert [line.partition(",")[0] for line in losses[:5]] == ["step", "8", "16", "24", "32"]
+
+    other = run(*job[:-4], "--output_dir", out, "--max_train_steps", 9)
+    assert "each block once an epoch there, " in other.stderr.replace("\n", " ")
 
 
 def summary_losses(output: str) -> list[str]:
@@ -160,12 +181,22 @@ def summary_losses(output: str) -> list[str]:
 def test_killed_and_told_to_stop_it_ends_bit_for_bit_as_if_left_alone(
     tmp_path: pathlib.Path, text: pathlib.Path, environment: dict[str, str]
 ) -> None:
-    common = [*SMALL, "--text", text, "--dropout", "0.2", "--steps", 12, "--eval-every", 6]
-    unbroken = run(*common, "--save-every", 1, "--out", tmp_path / "unbroken")
+    common = [
+        *SMALL,
+        "--text",
+        text,
+        "--dropout",
+        "0.2",
+        "--max_train_steps",
+        12,
+        "--eval_every",
+        6,
+    ]
+    unbroken = run(*common, "--save_every", 1, "--output_dir", tmp_path / "unbroken")
     assert unbroken.exit_code == 0, unbroken.stderr
 
     out = tmp_path / "run"
-    job = [*common, "--save-every", 1, "--out", out]
+    job = [*common, "--save_every", 1, "--output_dir", out]
     status, _ = stopped(3, signal.SIGKILL, job=job, environment=environment)
     assert status == -signal.SIGKILL
     status, rest = stopped(6, signal.SIGTERM, job=job, environment=environment)
@@ -183,7 +214,8 @@ def test_killed_and_told_to_stop_it_ends_bit_for_bit_as_if_left_alone(
 
     # Half the devices, another stage, from the step before the last: to rounding.
     elsewhere = ["--devices", "4", "--config", REPOSITORY / "configs" / "zero1.json"]
-    command = ["-m", "examples.run_clm", *map(str, job), *elsewhere, "--from-step", "11"]
+    elsewhere += ["--per_device_train_batch_size", "2"]
+    command = ["-m", "examples.run_clm", *map(str, job), *elsewhere, "--from_step", "11"]
     subprocess.run([sys.executable, *command], env=environment, check=True)
     a, b = parameters(out, 12), parameters(tmp_path / "unbroken", 12)
     for name in a:
@@ -197,30 +229,30 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(
     tmp_path: pathlib.Path, text: pathlib.Path
 ) -> None:
     out = tmp_path / "run"
-    job = [*SMALL, "--text", text, "--out", out, "--eval-every", 2]
-    assert run(*job, "--steps", 4).exit_code == 0
+    job = [*SMALL, "--text", text, "--output_dir", out, "--eval_every", 2]
+    assert run(*job, "--max_train_steps", 4).exit_code == 0
     largest = max((out / "checkpoints" / "4").rglob("d/*"), key=lambda file: file.stat().st_size)
     whole = bytearray(largest.read_bytes())
     whole[len(whole) // 2] ^= 1
     largest.write_bytes(whole)
 
-    damaged = run(*job, "--steps", 5)
+    damaged = run(*job, "--max_train_steps", 5)
     assert damaged.exit_code == 2
     assert str(largest) in damaged.stderr
-    assert "--from-step 2 goes on from there" in damaged.stderr
-    good = run(*job, "--steps", 5, "--from-step", 2)
+    assert "--from_step 2 goes on from there" in damaged.stderr
+    good = run(*job, "--max_train_steps", 5, "--from_step", 2)
     assert good.exit_code == 0, good.stderr
     assert steps_in(good.stdout) == [3, 4, 5]
 
 
 def test_offloaded_it_goes_on_from_any_place(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
     """From the disk to the devices, and from there to host memory, as if nothing had moved."""
-    job = [*SMALL, "--text", text, "--out", tmp_path / "run", "--eval-every", 3]
+    job = [*SMALL, "--text", text, "--output_dir", tmp_path / "run", "--eval_every", 3]
     ready, nvme = REPOSITORY / "configs", tmp_path / "nvme.json"
     nvme.write_text((ready / "zero3_nvme.json").read_text().replace("/local_nvme", str(tmp_path)))
     rates = []
     for i, config in enumerate([nvme, ready / "zero3_bf16.json", ready / "zero3_offload.json"]):
-        done = run(*job, "--steps", 2 * i + 2, "--config", config)
+        done = run(*job, "--max_train_steps", 2 * i + 2, "--config", config)
         assert done.exit_code == 0, done.stderr
         assert steps_in(done.stdout) == [2 * i + 1, 2 * i + 2]
         assert (f"Continuing from step {2 * i}" in done.stdout) == (i > 0)
@@ -239,7 +271,9 @@ def test_offloaded_it_goes_on_from_any_place(tmp_path: pathlib.Path, text: pathl
 
 def test_a_disk_that_is_not_there(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
     config = REPOSITORY / "configs" / "zero3_nvme.json"
-    job = run(*SMALL, "--text", text, "--out", tmp_path, "--steps", 1, "--config", config)
+    job = run(
+        *SMALL, "--text", text, "--output_dir", tmp_path, "--max_train_steps", 1, "--config", config
+    )
     assert job.exit_code == 2
     assert job.stderr == (
         "error: nvme_path /local_nvme is not there: make the folder, or mount the disk first\n"
@@ -251,10 +285,16 @@ def test_a_disk_that_is_not_there(tmp_path: pathlib.Path, text: pathlib.Path) ->
     [
         (["--text", "GARBAGE"], "NUL byte at offset 3"),
         (["--text", "missing.txt"], "missing.txt: no such file"),
-        (["--model", "huge"], "--model huge is not known; there are tiny, mini"),
+        (["--config_name", "huge"], "--config_name huge is not known; there are tiny, mini"),
         (["--config", "missing.json"], "missing.json"),
-        (["--batch-size", "9"], "use a multiple of 8"),
-        (["--out", "GARBAGE"], "is a file"),
+        (
+            ["--config", "CONFIG", "--per_device_train_batch_size", "3"],
+            "makes 24 rows an update on 8",
+        ),
+        (["--output_dir", "GARBAGE"], "is a file"),
+        (["--report_to", "csv"], "--report_to csv goes with --with_tracking"),
+        (["--dataset_config_name", "x"], "goes with --dataset_name"),
+        (["--num_train_epochs", "1", "--block_size", "128", "--text", "SHORT"], "fewer blocks of"),
     ],
 )
 def test_user_errors_are_one_message_and_exit_code_2(
@@ -262,8 +302,15 @@ def test_user_errors_are_one_message_and_exit_code_2(
 ) -> None:
     garbage = tmp_path / "garbage.bin"
     garbage.write_bytes(b"abc\0def")
-    filled = [str(garbage) if a == "GARBAGE" else a for a in arguments]
-    job = run("--model", "tiny", "--out", tmp_path / "run", "--steps", 2, *filled)
+    fixed = tmp_path / "fixed.json"
+    fixed.write_text('{"train_batch_size": 16}')
+    short = tmp_path / "short.txt"
+    short.write_text("to be or not to be " * 100)
+    files = {"SHORT": str(short), "GARBAGE": str(garbage), "CONFIG": str(fixed)}
+    filled = [files.get(a, a) for a in arguments]
+    job = run(
+        "--config_name", "tiny", "--output_dir", tmp_path / "run", "--max_train_steps", 2, *filled
+    )
     assert job.exit_code == 2
     assert job.stderr.startswith("error: ")
     assert message in job.stderr

@@ -60,20 +60,31 @@ def test_it_learns_saves_and_reads_what_it_saved(tmp_path: pathlib.Path) -> None
     """From Accelerate's YAML, with 27 rows to evaluate on 8 devices."""
     (tmp_path / "a.yaml").write_text(GUIDE)
     train_file, out = written(tmp_path / "a.jsonl", rows(270)), tmp_path / "out"
-    common = ["--config", tmp_path / "a.yaml", "--train-file", train_file, "--max-length", 48]
-    tiny = ["--model", "deberta-tiny", "--learning-rate", 5e-3, "--num-train-epochs", 4]
-    first = run(*common, *tiny, "--out", out)
+    common = ["--config", tmp_path / "a.yaml", "--train_file", train_file, "--max_length", 48]
+    tiny = [
+        "--model_name_or_path",
+        "deberta-tiny",
+        "--learning_rate",
+        5e-3,
+        "--num_train_epochs",
+        4,
+    ]
+    first = run(*common, *tiny, "--output_dir", out)
     assert first.exit_code == 0, first.stderr
     assert "243 pairs to train on, 27 held out, 2 labels; 0 cut" in first.stdout
     assert float(scores(first.stdout)[-1]) > 0.9  # chance is under 0.65
-    again = run(*common, "--model", out, "--num-train-epochs", 0)
+    again = run(*common, "--model_name_or_path", out, "--num_train_epochs", 0)
     assert again.exit_code == 0, again.stderr
     assert scores(again.stdout)[0] == scores(first.stdout)[-1]
 
     written(train_file, [row | {"label": i % 3} for i, row in enumerate(rows(90))])
-    other = run(*common, "--model", out)
+    other = run(*common, "--model_name_or_path", out)
     assert other.exit_code == 2
     assert "classifies into 2 labels, and the rows have 3" in other.stderr
+    new = ["--num_train_epochs", 0, "--ignore_mismatched_sizes", "--pad_to_max_length"]
+    other = run(*common, "--model_name_or_path", out, *new, "--per_device_eval_batch_size", 1)
+    assert other.exit_code == 0, other.stderr
+    assert "81 pairs to train on, 9 held out, 3 labels" in other.stdout
     written(train_file, rows(90))
     config = json.loads((out / "config.json").read_text())
     for change, message in (
@@ -81,7 +92,7 @@ def test_it_learns_saves_and_reads_what_it_saved(tmp_path: pathlib.Path) -> None
         ({"position_biased_input": True}, "has positions for 32 tokens"),
     ):
         (out / "config.json").write_text(json.dumps(config | change))
-        other = run(*common, "--model", out)
+        other = run(*common, "--model_name_or_path", out)
         assert other.exit_code == 2
         assert message in other.stderr
 
@@ -99,7 +110,7 @@ def test_the_same_metrics_at_every_stage_in_fp16_and_offloaded(tmp_path: pathlib
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps(config))
         job = Job(
-            config=path, train_file=train_file, model="deberta-tiny", max_length=48,
+            config=path, train_file=train_file, model_name_or_path="deberta-tiny", max_length=48,
             num_train_epochs=8,
         )  # fmt: skip
         results[name] = train(job, Console(quiet=True))
@@ -143,12 +154,19 @@ GOOD = {"sentence1": "a", "sentence2": "b", "label": 0}
 @pytest.mark.parametrize(
     ("made", "arguments", "message"),
     [
-        (None, ["--train-file", "none.csv"], "none.csv does not exist"),
+        (None, ["--train_file", "none.csv"], "none.csv does not exist"),
         (None, ["--text", "none.txt"], "none.txt: no such file"),
-        (None, ["--model", "huge"], "--model huge is neither one of deberta-tiny"),
+        (
+            None,
+            ["--model_name_or_path", "huge"],
+            "--model_name_or_path huge is neither one of deberta-tiny",
+        ),
         (None, ["--config", "none.json"], "none.json"),
         (None, ["--columns", "a,b"], "--columns takes three names"),
-        (None, ["--validation-file", "a.csv"], "--validation-file goes with --train-file"),
+        (None, ["--task_name", "cola"], "--task_name cola is none of mrpc"),
+        (None, ["--task_name", "mrpc", "--text", "a"], "--task_name and --text are two sources"),
+        (None, ["--dataset_name", ".", "--dataset_config_name", "none"], "there is no folder none"),
+        (None, ["--validation_file", "a.csv"], "--validation_file goes with --train_file"),
         ([], [], "has no rows"),
         ([{"premise": "a"}] * 20, [], "row 1 has no column 'sentence1', only premise"),
         ([GOOD] * 20, [], "all rows have the label '0'"),
@@ -166,7 +184,7 @@ def test_user_errors_are_one_line_and_status_2(
     message: str,
 ) -> None:
     if made is not None:
-        arguments = ["--train-file", str(written(tmp_path / "a.jsonl", made)), *arguments]
+        arguments = ["--train_file", str(written(tmp_path / "a.jsonl", made)), *arguments]
     job = run(*arguments)
     assert job.exit_code == 2
     assert job.stderr.startswith("error: ")

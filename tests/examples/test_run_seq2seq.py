@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TINY = BartConfig(**MINI | dict(vocab_size=272, d_model=16, encoder_ffn_dim=32, decoder_ffn_dim=32))
 PAIRS = [(f"it rains in may {i}", f"It rains in May, {i}.") for i in range(24)]
-SHORT = ["--max-steps", 3, "--per-device-train-batch-size", 1, "--num-beams", 2]
-SHORT += ["--per-device-eval-batch-size", 1, "--max-target-length", 16, "--num-warmup-steps", 1]
+SHORT = ["--max_train_steps", 3, "--per_device_train_batch_size", 1, "--num_beams", 2]
+SHORT += ["--per_device_eval_batch_size", 1, "--max_target_length", 16, "--num_warmup_steps", 1]
 
 
 def run(*arguments: str | int | float | pathlib.Path) -> Result:
@@ -49,8 +49,8 @@ def files(tmp_path: pathlib.Path) -> list[str | pathlib.Path]:
     train, unseen = tmp_path / "train.jsonl", tmp_path / "unseen.csv"
     train.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     unseen.write_text("x,y\n" + "".join(f'{row["x"]},"{row["y"]}"\n' for row in rows[:11]))
-    columns = ["--source-column", "x", "--target-column", "y", "--source-prefix", "bot: "]
-    return ["--train-file", train, "--validation-file", unseen, *columns]
+    columns = ["--source_column", "x", "--target_column", "y", "--source_prefix", "bot: "]
+    return ["--train_file", train, "--validation_file", unseen, *columns]
 
 
 def report_of(out: pathlib.Path) -> dict[str, Any]:
@@ -60,15 +60,25 @@ def report_of(out: pathlib.Path) -> dict[str, Any]:
 def test_from_a_folder_to_a_folder(
     tmp_path: pathlib.Path, folder: pathlib.Path, files: list[Any]
 ) -> None:
-    first = run("--model", folder, *files, *SHORT, "--out", tmp_path / "a")
+    some = ["--n_val", 9, "--val_max_target_length", 4, "--pad_to_max_length"]
+    first = run(
+        "--model_name_or_path", folder, *files, *SHORT, *some, "--output_dir", tmp_path / "a"
+    )
     assert first.exit_code == 0, first.stderr
     assert "BLEU" in first.stdout
-    assert len((tmp_path / "a" / "targets.txt").read_text().split("\n")) == 11 + 1
+    assert len((tmp_path / "a" / "targets.txt").read_text().split("\n")) == 9 + 1
     assert {file.name for file in (tmp_path / "a" / "model").iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json",
     }  # fmt: skip
 
-    more = run("--model", tmp_path / "a" / "model", *files, *SHORT, "--out", tmp_path / "b")
+    more = run(
+        "--model_name_or_path",
+        tmp_path / "a" / "model",
+        *files,
+        *SHORT,
+        "--output_dir",
+        tmp_path / "b",
+    )
     assert more.exit_code == 0, more.stderr
     losses = [report_of(tmp_path / name)["losses"] for name in "ab"]
     assert len(losses[0]) == 3
@@ -97,7 +107,16 @@ def test_the_same_losses_at_stages_0_and_3_with_offload_and_in_fp16(
     for name, settings in CONFIGS.items():
         config, out = tmp_path / f"{name}.json", tmp_path / name
         config.write_text(json.dumps({"optimizer": optimizer} | settings))
-        result = run("--config", config, "--model", folder, *files, *SHORT[:-2], "--out", out)
+        result = run(
+            "--config",
+            config,
+            "--model_name_or_path",
+            folder,
+            *files,
+            *SHORT[:-2],
+            "--output_dir",
+            out,
+        )
         assert result.exit_code == 0, result.stderr
         losses[name] = report_of(out)["losses"]
     exact, *others = losses.values()
@@ -108,19 +127,25 @@ def test_the_same_losses_at_stages_0_and_3_with_offload_and_in_fp16(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--train-file", "none.csv", "--validation-file", "b.csv"], "none.csv does not exist"),
-        (["--train-file", "a.csv"], "give --train-file and --validation-file"),
-        (["--target-column", "z"], "has no column 'z', only x, y"),
-        (["--train-file", "empty.csv"], "empty.csv has no rows"),
+        (["--train_file", "none.csv", "--validation_file", "b.csv"], "none.csv does not exist"),
+        (["--train_file", "a.csv"], "give --train_file and --validation_file"),
+        (["--target_column", "z"], "has no column 'z', only x, y"),
+        (["--train_file", "empty.csv"], "empty.csv has no rows"),
         (["--text", "none.txt"], "none.txt"),
-        (["--model", "none"], "none is no folder, and none of mini"),
-        (["--model", "blenderbot-tiny"], "a model of 96 tokens has none for each byte"),
-        (["--model", "other"], "does not fit the model"),
-        (["--model", "untold"], "tokenizer.json is not there"),
-        (["--max-target-length", 200], "--max-target-length 200, but .* has 128 positions"),
-        (["--val-min-target-length", 65], "is more than --max-target-length"),
-        (["--per-device-train-batch-size", 4], "24 rows to train on are fewer than the 32"),
-        (["--config", "fixed.json", "--learning-rate", 0.1], "has optimizer.params.lr = 0.01"),
+        (["--model_name_or_path", "none"], "none is no folder, and none of mini"),
+        (
+            ["--model_name_or_path", "blenderbot-tiny"],
+            "a model of 96 tokens has none for each byte",
+        ),
+        (["--model_name_or_path", "other"], "does not fit the model"),
+        (["--model_name_or_path", "untold"], "tokenizer.json is not there"),
+        (["--max_target_length", 200], "--max_target_length 200, but .* has 128 positions"),
+        (["--val_min_target_length", 65], "is more than --max_target_length"),
+        (["--val_max_target_length", 4, "--val_min_target_length", 5], "than --val_max_target_len"),
+        (["--n_train", 7], "7 rows to train on are fewer than the 8"),
+        (["--dataset_name", "."], "or --dataset_name, or --text alone"),
+        (["--per_device_train_batch_size", 4], "24 rows to train on are fewer than the 32"),
+        (["--config", "fixed.json", "--learning_rate", 0.1], "has optimizer.params.lr = 0.01"),
         (["--config", "fixed.json"], "makes 8 rows an update, but .* says 16"),
     ],
 )
@@ -144,9 +169,16 @@ def test_what_is_refused(
     (tmp_path / "fixed.json").write_text(
         json.dumps({"optimizer": optimizer, "train_batch_size": 16})
     )
-    apart = {"--train-file", "--text"} & set(arguments) and "empty.csv" not in arguments
+    apart = {"--train_file", "--text"} & set(arguments) and "empty.csv" not in arguments
     given = [] if apart else files
-    defaults = ["--model", folder, "--per-device-train-batch-size", 1, "--out", tmp_path / "out"]
+    defaults = [
+        "--model_name_or_path",
+        folder,
+        "--per_device_train_batch_size",
+        1,
+        "--output_dir",
+        tmp_path / "out",
+    ]
     result = run(*defaults, *given, *arguments)
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
@@ -157,6 +189,8 @@ def test_rows_of_tokens() -> None:
     tokenizer = trained((text for pair in PAIRS for text in pair), TINY)
     rows = encoded(tokenizer, PAIRS, TINY, source=8, target=64)
     assert rows["input_ids"].shape == (24, 8)
+    padded = encoded(tokenizer, PAIRS, TINY, source=64, target=64, pad_to_max_length=True)
+    assert padded["input_ids"].shape == padded["labels"].shape == (24, 64)
     assert (rows["input_ids"][:, -1] == TINY.eos_token_id).all()  # cut, the end kept
     start = np.full((24, 1), TINY.decoder_start_token_id)
     targets = np.concatenate([start, rows["labels"]], axis=1)

@@ -18,8 +18,7 @@ from examples.run_clm.job import DEFAULT_CONFIG, Job
 
 def job(config: Path, **options: Any) -> Job:
     defaults: dict[str, Any] = dict.fromkeys(Job.__dataclass_fields__)
-    given = {"config": config, "model": "tiny", "block_size": 16, "scan": True, "remat": True}
-    given |= {"steps": 300}
+    given = {"config": config, "config_name": "tiny", "block_size": 16, "scan": True, "remat": True}
     return Job(**defaults | {"dropout": 0.0} | given | options)
 
 
@@ -37,19 +36,19 @@ def auto(tmp_path: Path) -> Path:
 
 
 def test_a_config_that_says_all_is_kept() -> None:
-    chosen = resolved(job(DEFAULT_CONFIG), zerojax.mesh(), Console())
+    chosen = resolved(job(DEFAULT_CONFIG), zerojax.mesh(), 300, Console())
     assert chosen.config == zerojax.zero(DEFAULT_CONFIG).config
 
 
 def test_on_cpus_nothing_can_be_chosen(auto: Path) -> None:
     with pytest.raises(ValueError, match="'cpu' devices have no known speed and memory"):
-        resolved(job(auto), zerojax.mesh(), Console())
+        resolved(job(auto), zerojax.mesh(), 300, Console())
 
 
 def test_what_is_no_config(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(zerojax.ConfigError, match="object"):
-        resolved(job(tmp_path / "list.json"), zerojax.mesh(), Console())
+        resolved(job(tmp_path / "list.json"), zerojax.mesh(), 300, Console())
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_the_rows_are_those_without_auto(
 
     monkeypatch.setattr(zerojax, "fit", fit)
     auto.write_text(json.dumps(json.loads(auto.read_text()) | keys))
-    resolved(job(auto), zerojax.mesh(), Console())
+    resolved(job(auto), zerojax.mesh(), 300, Console())
     assert asked["train_batch_size"] == rows
 
 
@@ -84,6 +83,6 @@ def test_auto_is_chosen_by_compiles(
     accumulation = {"gradient_accumulation_steps": 1}  # leaves one compile for each stage
     auto.write_text(json.dumps(json.loads(auto.read_text()) | accumulation))
     console = Console(file=io.StringIO(), width=200)
-    chosen = resolved(job(auto), zerojax.topology("h100", 8), console)
+    chosen = resolved(job(auto), zerojax.topology("h100", 8), 300, console)
     assert chosen.config.batch(8).train == 16  # the job's own rows
     assert "the fastest that fits: stage" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -5,7 +5,14 @@ import pathlib
 import numpy as np
 import pytest
 
-from examples.run_clm.data import Batches, TextError, python_sources, read_text, split
+from examples.run_clm.data import (
+    Batches,
+    TextError,
+    documents,
+    python_sources,
+    read_text,
+    split,
+)
 
 
 def test_python_sources_are_capped_and_repeatable() -> None:
@@ -37,6 +44,32 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
     np.testing.assert_array_equal(tokens, Batches(stream, 8, 16, seed=3).batch_at(5)["tokens"])
     assert not np.array_equal(tokens, batches.batch_at(6)["tokens"])
     assert not np.array_equal(tokens, Batches(stream, 8, 16, seed=4).batch_at(5)["tokens"])
+
+
+def test_an_epoch_has_each_block_once() -> None:
+    batches = Batches(np.arange(8 * 10 + 1, dtype=np.uint8), 3, 10, in_epochs=True)
+    assert batches.per_epoch == 2
+    epochs = [
+        np.concatenate([batches.batch_at(2 * epoch + at)["tokens"][:, 0] for at in range(2)])
+        for epoch in range(2)
+    ]
+    assert all(len({*epoch}) == 6 and not (epoch % 10).any() for epoch in epochs)
+    assert epochs[0].tolist() != epochs[1].tolist()
+
+
+def test_documents_of_a_folder(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "train.txt").write_text("to be")
+    (tmp_path / "train.jsonl").write_text('{"text": "or"}\n{"text": ""}\n{"text": "not"}\n')
+    assert documents(str(tmp_path), "train") == [b"or", b"not", b"to be"]
+    assert documents(str(tmp_path), "validation") == []
+    text = split([b"abc"] * 20, block_size=2, held_out=[b"xyz"])
+    assert (len(text.train), bytes(text.held_out)) == (80, b"xyz\0")
+    (tmp_path / "train.jsonl").write_text('{"text": "a\\u0000"}\n')
+    with pytest.raises(TextError, match="NUL character"):
+        documents(str(tmp_path), "train")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(TextError, match="no file to train on"):
+        documents(str(tmp_path / "none"), "train")
 
 
 def test_batches_reach_the_last_byte() -> None:
@@ -79,6 +112,6 @@ def test_a_directory_is_not_text(tmp_path: pathlib.Path) -> None:
 
 
 def test_text_shorter_than_a_block_says_what_would_do() -> None:
-    with pytest.raises(TextError, match=r"shorter than one block.*--block-size 10 or less"):
+    with pytest.raises(TextError, match=r"shorter than one block.*--block_size 10 or less"):
         split([b"x" * 100], block_size=64)
     split([b"x" * 100], block_size=10)

@@ -1,5 +1,6 @@
 """The Trainer's numbers are those of transformers' Trainer, which `recorded.py` has stored."""
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from zerojax.trainer import causal_lm_loss, classification_loss, seq2seq_loss
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LOSSES = {"causal": causal_lm_loss, "seq2seq": seq2seq_loss, "classes": classification_loss}
-SLOW = {"causal", "seq2seq", "rmsprop", "adagrad", "sgd", "greedy"}  # each beside a case that is nearly so
+SLOW = {
+    "causal",
+    "seq2seq",
+    "rmsprop",
+    "adagrad",
+    "sgd",
+    "greedy",
+}  # each beside a case that is nearly so
 
 
 class Net(nn.Module):
@@ -106,3 +114,26 @@ def test_one_program_serves_every_rate(
         np.testing.assert_allclose(ours, stored[f"plateau.{figure}"], rtol=1e-5)
     with pytest.raises(ValueError, match='metric_for_best_model is "eval_f1"'):
         trainer_of(case, tmp_path / "f1", metric_for_best_model="f1").train()
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_where_it_stopped(stored: dict[str, np.ndarray], tmp_path: Path) -> None:
+    case, more = recorded.CASES["stream"], {"save_strategy": "steps", "save_steps": 3}
+    trainer_of(case, tmp_path, **more).train()
+    resumed = trainer_of(case, tmp_path, **more, overwrite_output_dir=True)
+    resumed.train(resume_from_checkpoint=tmp_path / "checkpoints/3")
+    ours = [log["loss"] for log in resumed.state.log_history if "loss" in log]
+    np.testing.assert_allclose(ours, stored["stream.loss"], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("torch", "transformers", "accelerate"))),
+    reason="torch and transformers are not installed: nothing to compare the recorded with",
+)
+@pytest.mark.filterwarnings("default")
+def test_the_recorded_is_what_transformers_computes_here(stored: dict[str, np.ndarray]) -> None:
+    computed = recorded.compute()
+    assert computed.keys() == stored.keys()
+    for name, array in computed.items():
+        np.testing.assert_allclose(array, stored[name], atol=1e-5, rtol=1e-5, err_msg=name)

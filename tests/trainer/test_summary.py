@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from trainer.jobs import POINTS, Classifier
-from trainer.recorded import BATCH, FILE, ROWS, RUNS, arguments, seen
+from trainer.recorded_runs import BATCH, FILE, ROWS, RUNS, arguments, seen
 
 from zerojax import Trainer, TrainingArguments
 from zerojax.trainer import EarlyStoppingCallback, TrainerCallback, classification_loss

@@ -1,0 +1,139 @@
+"""The Trainer's numbers are those of transformers' Trainer, which `recorded.py` has stored."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from trainer import recorded
+
+from zerojax import Trainer, TrainingArguments
+from zerojax.trainer import causal_lm_loss, classification_loss, seq2seq_loss
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+LOSSES = {"causal": causal_lm_loss, "seq2seq": seq2seq_loss, "classes": classification_loss}
+SLOW = {
+    "causal",
+    "seq2seq",
+    "rmsprop",
+    "adagrad",
+    "sgd",
+    "greedy",
+}  # each beside a case that is nearly so
+
+
+class Net(nn.Module):
+    """Tokens int [B, T] to logits [B, T, V], or [B, V] of classes."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(
+        self, input_ids: jax.Array, decoder_input_ids: jax.Array | None = None
+    ) -> jax.Array:
+        embed = nn.Embed(recorded.VOCABULARY, recorded.WIDTH, name="embed")
+        x = embed(input_ids)
+        if decoder_input_ids is not None:
+            x = embed(decoder_input_ids) + x.mean(1, keepdims=True)
+        x = x.mean(1) if self.kind == "classes" else x
+        return nn.Dense(recorded.VOCABULARY, name="head")(jnp.tanh(x))
+
+
+class Stream:
+    """Rows in order, without a number; counts its passes."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows, self.passes = rows, list[int]()
+
+    def set_epoch(self, number: int) -> None:
+        self.passes.append(number)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+
+def trainer_of(case: recorded.Case, folder: Path, **more: Any) -> Trainer:
+    arguments: dict[str, Any] = {**recorded.COMMON, **case.arguments, **more}
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=1, per_device_eval_batch_size=1, fsdp="full_shard",
+        **arguments,
+    )  # fmt: skip
+    rows, weights = recorded.rows(case.kind, case.rows), recorded.weights()
+    head = {name: weights[name] for name in ("kernel", "bias")}
+    return Trainer(
+        Net(case.kind), args, train_dataset=Stream(rows) if case.stream else rows,
+        eval_dataset=Stream(recorded.rows(case.kind, 12)) if case.evaluated else None,
+        params={"embed": {"embedding": weights["embed"]}, "head": head},
+        loss=LOSSES[case.kind],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict[str, np.ndarray]:
+    with np.load(recorded.FILE) as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in recorded.CASES]
+)
+def test_the_numbers_are_those_of_transformers(
+    name: str, stored: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    case = recorded.CASES[name]
+    trainer = trainer_of(case, tmp_path)
+    trainer.train()
+    for figure in ("loss", "learning_rate", "eval_loss"):
+        if f"{name}.{figure}" in stored:
+            ours = [log[figure] for log in trainer.state.log_history if figure in log]
+            np.testing.assert_allclose(ours, stored[f"{name}.{figure}"], rtol=1e-5, err_msg=figure)
+    params: Any = trainer.train_state.params
+    ours = {"embed": params["embed"]["embedding"], **params["head"]}
+    for key, x in ours.items():
+        np.testing.assert_allclose(x, stored[f"{name}.{key}"], atol=2e-5, rtol=5e-5, err_msg=key)
+
+
+def test_one_program_serves_every_rate(
+    stored: dict[str, np.ndarray], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint has the rate, and a run that is resumed goes on with it."""
+    case = recorded.CASES["plateau"]
+    more = {"save_strategy": "steps", "save_steps": 4}
+    with jax.log_compiles():
+        trainer_of(case, tmp_path, **more).train()
+    assert sum(text.startswith("Compiling jit(_step)") for text in caplog.messages) == 1
+    resumed = trainer_of(case, tmp_path, **more, overwrite_output_dir=True)
+    resumed.train(resume_from_checkpoint=tmp_path / "checkpoints/4")
+    for figure in ("loss", "learning_rate"):
+        ours = [log[figure] for log in resumed.state.log_history if figure in log]
+        np.testing.assert_allclose(ours, stored[f"plateau.{figure}"], rtol=1e-5)
+    with pytest.raises(ValueError, match='metric_for_best_model is "eval_f1"'):
+        trainer_of(case, tmp_path / "f1", metric_for_best_model="f1").train()
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_where_it_stopped(stored: dict[str, np.ndarray], tmp_path: Path) -> None:
+    case, more = recorded.CASES["stream"], {"save_strategy": "steps", "save_steps": 3}
+    trainer_of(case, tmp_path, **more).train()
+    resumed = trainer_of(case, tmp_path, **more, overwrite_output_dir=True)
+    resumed.train(resume_from_checkpoint=tmp_path / "checkpoints/3")
+    ours = [log["loss"] for log in resumed.state.log_history if "loss" in log]
+    np.testing.assert_allclose(ours, stored["stream.loss"], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("torch", "transformers", "accelerate"))),
+    reason="torch and transformers are not installed: nothing to compare the recorded with",
+)
+@pytest.mark.filterwarnings("default")
+def test_the_recorded_is_what_transformers_computes_here(stored: dict[str, np.ndarray]) -> None:
+    computed = recorded.compute()
+    assert computed.keys() == stored.keys()
+    for name, array in computed.items():
+        np.testing.assert_allclose(array, stored[name], atol=1e-5, rtol=1e-5, err_msg=name)

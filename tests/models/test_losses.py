@@ -13,10 +13,10 @@ from zerojax.models.losses import (
     READY,
     causal_lm_loss,
     label_losses,
+    model_loss,
     seq2seq_loss,
     smoothed,
 )
-from zerojax.trainer.losses import model_loss
 
 
 def test_smoothing_is_a_mean_with_the_uniform_distribution() -> None:

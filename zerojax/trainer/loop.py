@@ -108,8 +108,8 @@ class Trainer(ScriptMethods):
       >>> trainer.train().global_step  # doctest: +ELLIPSIS
       trained to step 24/24, epoch 12, in ...
       24
-      >>> bool(trainer.evaluate()["eval_loss"] < 0.5)
-      True
+      >>> metrics = trainer.evaluate()  # doctest: +ELLIPSIS
+      step 24/24  eval_loss 0.2... rows/s
     """
 
     args: TrainingArguments

@@ -99,7 +99,7 @@ class TestMesh:
         ({"name": "h100", "axes": {"data": 2, "model": 3}}, "data=2 x model=3 multiply out to 6"),
         ({"name": "h100", "axes": {}}, "multiply out to 1, not to devices=8"),
         ({"name": "h100", "devices": 64, "replicas": 12}, "does not divide the 64.*take 8 or 16"),
-        ({"name": "h100", "axes": {"a": -2, "b": -4}}, "change one of them"),
+        ({"name": "h100", "axes": {"a": -2, "b": -4}}, "change a size, or devices"),
     ],
 )
 def test_bad_input(arguments: dict[str, Any], message: str) -> None:

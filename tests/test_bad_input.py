@@ -285,7 +285,7 @@ class TestStep:
         ("step", "kind", "says"),
         [
             (only_metrics, TypeError, ["an array, without the new state", "TrainState"]),
-            (nothing, TypeError, ["NoneType, without the new state"]),
+            (nothing, TypeError, ["returned None, without the new state"]),
             (gradients, TypeError, ["a tuple of dict, array, without the new state"]),
             (never, ValueError, ["apply_gradients", "never"]),
             (by_hand, ValueError, ["apply_gradients", "never"]),

@@ -72,6 +72,27 @@ def test_an_error_of_evaluate_ends_at_the_users_line() -> None:
     assert names[-2:] == ["predict", "wrong_shape"]
 
 
+def test_an_error_of_init_ends_at_the_users_line() -> None:
+    def create_state() -> TrainState:
+        return TrainState.create(apply_fn=None, params={"w": jnp.ones(4) @ jnp.ones(3)}, tx=None)
+
+    with pytest.raises(TypeError) as caught:
+        zerojax.zero(stage=3).init(create_state)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-1] == "create_state"
+
+
+def test_jax_names_the_users_step_and_its_arguments() -> None:
+    def branches(params: Any, batch: Any) -> jax.Array:
+        loss = jnp.mean(batch["x"] @ params["w"])
+        return loss if loss > 0 else -loss
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        call(branches, stage=3)
+    assert "the function train_step at " in str(caught.value)
+    assert "state.params['w'] and batch['x']" in str(caught.value)
+
+
 def test_an_error_of_zerojax_ends_at_the_call() -> None:
     with pytest.raises(ValueError, match="train_batch_size") as caught:
         call(wrong_shape, stage=0, train_batch_size=8)

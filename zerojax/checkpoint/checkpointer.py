@@ -417,8 +417,9 @@ def _step_number(step: SupportsIndex) -> int:
     except TypeError:
         number = -1
     if number < 0 or isinstance(step, bool):
+        given = repr(step) if isinstance(step, float | int | str) else f"a {type(step).__name__}"
         raise CheckpointError(
-            f"step {step!r:.20} ({type(step).__name__}): an integer number of updates, 0 or more; "
-            "write save(step, state)"
+            f"step: expected an integer number of updates, 0 or more, got {given:.60}; write "
+            "save(step, state)"
         )
     return number

@@ -184,8 +184,8 @@ def _uses_disk(zero: Zero) -> bool:
 def _check_arrays(params: PyTree) -> None:
     if not any(hasattr(x, "shape") and hasattr(x, "dtype") for x in jax.tree.leaves(params)):
         raise CheckpointError(
-            f"restore takes an abstract state, or the parameters of one, not {params!r:.60}: write "
-            "restore(zero.abstract_state(create_state, key))"
+            "restore takes an abstract state, or the parameters of one, not a "
+            f"{type(params).__name__}: write restore(zero.abstract_state(create_state, key))"
         )
 
 

@@ -115,10 +115,11 @@ class StatePlacer:
             if sharding is None or len(sharding.device_set) == 1:
                 continue
             if not is_on_mesh(sharding, self._mesh):
+                axes = dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else ""
                 raise ValueError(
-                    f"the state is on another mesh: {jax.tree_util.keystr(path)} is placed with "
-                    f"{sharding}, zero's mesh is {dict(self._mesh.shape)} over "
-                    f"{self._mesh.devices.size} devices. Make the state with this zero.init, or "
+                    f"the state is on another mesh: {jax.tree_util.keystr(path)} is on "
+                    f"{len(sharding.device_set)} devices {axes}, zero's mesh is "
+                    f"{dict(self._mesh.shape)}. Make the state with this zero.init, or "
                     "bring it to the host first (jax.device_get)."
                 )
 

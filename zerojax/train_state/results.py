@@ -87,6 +87,8 @@ def summary(results: PyTree) -> str:
     def kind(x: object) -> str:
         return "array" if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else type(x).__name__
 
+    if results is None:
+        return "None"
     if isinstance(results, tuple):
         return f"a tuple of {', '.join(map(kind, results))}"
     return f"{'an' if kind(results) == 'array' else 'a'} {kind(results)}"

@@ -70,9 +70,7 @@ def model_loss(model: Callable[..., object], batch: Mapping[str, object]) -> obj
     return call(model, batch)
 
 
-def causal_lm_loss(
-    model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]
-) -> dict[str, PyTree]:
+def causal_lm_loss(model: Callable[..., jax.Array], batch: Batch) -> dict[str, PyTree]:
     """Returns the mean cross-entropy of the next tokens, in nats; labels of -100 do not count.
 
     The model returns logits [B, T, V] from ``input_ids`` [B, T] (also passed as ``tokens``) or the
@@ -98,9 +96,7 @@ def causal_lm_loss(
     return {"loss": (losses, counts.astype(losses.dtype)), "logits": logits}
 
 
-def classification_loss(
-    model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]
-) -> dict[str, PyTree]:
+def classification_loss(model: Callable[..., jax.Array], batch: Batch) -> dict[str, PyTree]:
     """Returns the mean cross-entropy of ``labels`` [...], in nats; labels of -100 do not count.
 
     The model returns logits [..., C] from the fields that its ``__call__`` names.
@@ -111,3 +107,18 @@ def classification_loss(
     counts = batch["labels"] != IGNORED
     losses = cross_entropy(logits, jnp.where(counts, batch["labels"], 0))
     return {"loss": (losses, counts.astype(losses.dtype)), "logits": logits}
+
+
+def row_classification_loss(model: Callable[..., jax.Array], batch: Batch) -> dict[str, PyTree]:
+    """Returns `classification_loss` of a decoder, whose tokens are the `input_ids` [B, T].
+
+    Raises:
+      ValueError: The model has a single label, which transformers trains by another loss.
+    """
+    result = classification_loss(model, {**batch, "tokens": batch["input_ids"]})
+    if result["logits"].shape[-1] == 1:
+        raise ValueError(
+            "num_labels = 1 is a regression: pass a loss of yours to the Trainer, or num_labels=2 "
+            "to from_folder"
+        )
+    return result

@@ -28,7 +28,7 @@ from benchmarks.checkpoint_memory import forget_peak, resident
 from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.separate import in_a_process
 from examples.run_clm.devices import data_mesh
-from zerojax.models.hugging_face.llama import NAMES, shapes_of
+from zerojax.models.hugging_face.llama import names, shapes_of
 from zerojax.models.llama import SIZES, Llama, LlamaConfig
 from zerojax.weights.reader import open_tensors
 from zerojax.weights.writer import TensorSpec, writing
@@ -114,7 +114,8 @@ def measure(path: str, model: str, scan: bool) -> Loaded:
     before = resident("VmRSS")
     forget_peak()
     bytes_before, begun = _bytes_read(), time.perf_counter()
-    params = jax.block_until_ready(zerojax.weights.load(folder, like=like, names=NAMES))
+    params = zerojax.weights.load(folder, like=like, names=names(llama.config))
+    jax.block_until_ready(params)
     seconds, bytes_after = time.perf_counter() - begun, _bytes_read()
     peak = resident("VmHWM")
     return Loaded(

@@ -155,9 +155,11 @@ def test_saved_exported_and_loaded(scan: bool, tmp_path: Path) -> None:
     ("values", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling = .* is not supported"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type = 'llama3' is not supported"),
-        ({"head_dim": 64}, "head_dim = 64 is not supported: .* = 128"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_parameters: factor = 2.0 is not supported: rope"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_type = 'yarn' is not supported: .* longrope"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type = 'linear' needs factor"),
+        ({"head_dim": 63}, "must rotate an even number of 63 features"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),
     ],
 )
 def test_what_the_model_does_not_compute_is_refused(values: dict[str, Any], message: str) -> None:

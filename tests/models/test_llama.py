@@ -16,8 +16,9 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.models.blocks import causal_attention, stack_blocks
-from zerojax.models.llama import SIZES, Llama, LlamaConfig, grouped_attention, rotary_tables, rotate
+from zerojax.models.llama import SIZES, Llama, LlamaConfig, grouped_attention
 from zerojax.models.loss import loss_fn
+from zerojax.models.rope import RopeConfig, rotary_tables, rotate
 
 GROUPED = LlamaConfig(
     vocab_size=61, block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=88
@@ -74,7 +75,7 @@ def test_no_position_sees_what_follows(params: dict[str, Any]) -> None:
 
 
 def test_scores_depend_on_the_distance_alone() -> None:
-    tables = rotary_tables(9, 8, theta=100.0)
+    tables = rotary_tables(9, 8, RopeConfig(rope_theta=100.0), block_size=9)
     q, k = (jnp.tile(x, (1, 9, 1, 1)) for x in jax.random.normal(jax.random.key(0), (2, 1, 1, 8)))
     scores = jnp.einsum("bqhd,bkhd->qk", rotate(q, tables), rotate(k, tables))
     np.testing.assert_allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-5)

@@ -14,8 +14,17 @@ from zerojax.models import from_folder
 from zerojax.models.deberta import SIZES, Deberta, DebertaConfig
 from zerojax.models.hugging_face import deberta, gpt2
 from zerojax.models.hugging_face.architectures import ARCHITECTURES, find
+from zerojax.models.hugging_face.folder import abstract
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def filled(model: Any) -> Any:
+    """Returns drawn parameters."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), abstract(model)
+    )
 
 
 def test_every_format_is_found_and_has_distinct_keys() -> None:
@@ -27,7 +36,7 @@ def test_every_format_is_found_and_has_distinct_keys() -> None:
 
 def test_parameters_are_created_where_the_plan_puts_them(tmp_path: Path) -> None:
     config = gpt2.GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=2, n_embd=32)
-    fresh = gpt2.GPT(config).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    fresh = filled(gpt2.GPT(config))
     gpt2.save(fresh, config, tmp_path)
     zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
     loaded = from_folder(tmp_path, zero=zero, scan=True)

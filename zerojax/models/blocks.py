@@ -46,15 +46,30 @@ def attend(
 
 
 def causal_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, dropout: Dropout = lambda x: x
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dropout: Dropout = lambda x: x,
+    *,
+    window: int | None = None,
+    is_windowed: jax.Array | bool = True,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Computes causal softmax(q k^T / sqrt(d)) v for `[B, T, H, d]`, softmax in fp32 or wider.
+
+    With `window`, a position attends to that many positions, the last of them itself, where
+    `is_windowed` is true. With `softcap` c, the scores s become c tanh(s / c).
 
     The product computes the scores in the inputs' dtype, and the softmax widens them: compiled for
     a GPU, a block of 25 heads and 4 x 1024 tokens needs 390 MB less at peak than with fp32 scores.
     """
     scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
-    return attend(scores, v, jnp.tril(jnp.ones(scores.shape[-2:], bool)), dropout)
+    if softcap:
+        scores = (softcap * jnp.tanh(widen(scores) / softcap)).astype(scores.dtype)
+    mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    if window:
+        mask &= ~jnp.tril(mask, -window) | ~jnp.asarray(is_windowed)
+    return attend(scores, v, mask, dropout)
 
 
 def split_heads(x: jax.Array, heads: int) -> jax.Array:
@@ -127,6 +142,28 @@ def parameters(layer: nn.Module | nnx.Module) -> dict[str, jax.Array]:
     if isinstance(layer, nn.Module):
         return dict(layer.variables["params"])
     return {name: value[...] for name, value in vars(layer).items() if isinstance(value, nnx.Param)}
+
+
+def last_tokens(x: jax.Array, tokens: jax.Array, pad_token_id: int | None) -> jax.Array:
+    """Selects the features [B, D] of each row's last token other than padding from [B, T, D].
+
+    Raises:
+      ValueError: There are several rows, and `pad_token_id` is None.
+
+    >>> x = jnp.arange(6.0).reshape(2, 3, 1)
+    >>> last_tokens(x, jnp.array([[5, 6, 0], [0, 5, 7]]), 0).ravel().tolist()
+    [1.0, 5.0]
+    """
+    if pad_token_id is None:
+        if len(tokens) > 1:
+            raise ValueError(
+                "the config has no pad_token_id, which a batch needs to find each row's last "
+                "token: from_folder(folder, pad_token_id=...), or replace it in the config"
+            )
+        return x[:, -1]
+    positions = jnp.arange(tokens.shape[1])
+    last = jnp.argmax(jnp.where(tokens == pad_token_id, 0, positions), axis=1)
+    return jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
 
 
 def check_length(tokens: jax.Array, config: ModelConfig, field: str) -> None:

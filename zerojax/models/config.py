@@ -1,6 +1,7 @@
 """Options that the configs of all models share, and checks of their fields."""
 
 import dataclasses
+import math
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -33,7 +34,7 @@ class ModelConfig:
         for name in names:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                self._reject(name, "be a positive int")
+                self.reject(name, "be a positive int")
 
     def check_optional_sizes(self, *names: str) -> None:
         """Rejects the config if a named field is neither None nor a positive int."""
@@ -44,7 +45,21 @@ class ModelConfig:
         for name in names:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-                self._reject(name, "be in [0, 1)")
+                self.reject(name, "be in [0, 1)")
+
+    def check_positive(self, *names: str) -> None:
+        """Rejects the config if a named field is not a positive number."""
+        for name in names:
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 < value < math.inf:
+                self.reject(name, "be a positive number")
+
+    def check_flags(self, *names: str) -> None:
+        """Rejects the config if a named field is neither True nor False."""
+        for name in names:
+            if not isinstance(getattr(self, name), bool):
+                self.reject(name, "be True or False")
 
     def check_heads(self, width: str, heads: str) -> None:
         """Rejects the config if its width is not a multiple of its number of heads."""
@@ -57,9 +72,10 @@ class ModelConfig:
     def check_one_of(self, name: str, *known: object) -> None:
         """Rejects the config if the named field is not a known value."""
         if getattr(self, name) not in known:
-            self._reject(name, f"be {' or '.join(map(repr, known))}")
+            self.reject(name, f"be {' or '.join(map(repr, known))}")
 
-    def _reject(self, name: str, requirement: str) -> None:
+    def reject(self, name: str, requirement: str) -> None:
+        """Raises ValueError that names a field, its value and what it must be or have."""
         raise ValueError(
             f"{type(self).__name__}.{name} must {requirement}, not {getattr(self, name)!r}"
         )

@@ -28,6 +28,7 @@ from zerojax.models.blocks import (
     Attention,
     causal_attention,
     check_length,
+    last_tokens,
     run_blocks,
     split_heads,
 )
@@ -47,7 +48,8 @@ class GPTConfig(ModelConfig):
     """Sizes and options of a GPT.
 
     `mlp_chunks` splits the sequence into that many chunks and runs the MLP on them one after
-    another (`zerojax.tiled`).
+    another (`zerojax.tiled`). `num_labels` puts a head for classes of rows in place of the LM head;
+    `pad_token_id` is for that head.
     """
 
     vocab_size: int
@@ -57,10 +59,12 @@ class GPTConfig(ModelConfig):
     n_embd: int
     dropout: float = 0.0
     mlp_chunks: int | None = None
+    num_labels: int | None = None
+    pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         self.check_sizes("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
-        self.check_optional_sizes("mlp_chunks")
+        self.check_optional_sizes("mlp_chunks", "num_labels")
         self.check_heads("n_embd", "n_head")
         self.check_rates("dropout")
 
@@ -159,6 +163,8 @@ class GPT(nn.Module):
     takes q, k and v [B, T, H, d] and is used only without dropout (`zerojax.models.attention` has
     fused implementations). `sequence` shards rows along their tokens (`zero.sequence`, not together
     with `kernels`); `tensor` shards the model over a mesh axis (`zerojax.models.tensor_parallel`).
+
+    With `num_labels` the logits are [B, num_labels], from each row's last token, and targets [B].
     """
 
     config: GPTConfig
@@ -199,10 +205,16 @@ class GPT(nn.Module):
             layers=range(c.n_layer), name="h", scan=c.scan, remat=c.remat,
         )  # fmt: skip
         x = normalize(_layer_norm(c, "ln_f"), x, kernels)
-        if kernels and targets is not None:
+        if kernels and targets is not None and not c.num_labels:
             return kernels.losses(x, wte.embedding, targets)
-        logits = layout.features(wte.attend(layout.gathered(x)))
-        return logits_or_losses(logits, targets)
+        x = layout.gathered(x)
+        if c.num_labels:
+            init = nn.initializers.normal(INIT_STD)
+            score = nn.Dense(
+                c.num_labels, use_bias=False, dtype=c.dtype, kernel_init=init, name="score"
+            )
+            return logits_or_losses(score(last_tokens(x, tokens, c.pad_token_id)), targets)
+        return logits_or_losses(layout.features(wte.attend(x)), targets)
 
 
 def check_cut(tensor: TensorParallel, config: GPTConfig, kernels: Kernels | None) -> None:

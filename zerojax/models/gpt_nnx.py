@@ -109,6 +109,8 @@ class GPT(nnx.Module):
     ) -> None:
         if tensor:
             check_cut(tensor, config, kernels)
+        if config.num_labels:
+            raise ValueError("the NNX GPT has no head for labels: leave num_labels out")
         if config.scan:
             raise ValueError("the NNX GPT has no stacked layout: use GPTConfig(scan=False)")
         self.config: GPTConfig

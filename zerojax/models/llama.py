@@ -1,8 +1,10 @@
-"""Llama in flax linen: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
+"""Llama and its relatives in flax linen: RMSNorm, rotary positions, grouped-query attention, GLU.
 
-Module names follow Hugging Face's (`embed_tokens`, `layers_0`, `self_attn.q_proj`, ...). The model
-is called like `zerojax.models.gpt.GPT`, so that the same train step works for both. Devices and
-shardings enter only through the fields `attention`, `sequence` and `tensor`.
+Options of the config turn it into a Mistral, Qwen 2 or 3, Gemma 2, Phi-3 or Mixtral
+(`zerojax.models.hugging_face.decoders` has those of each). Module names follow Hugging Face's
+(`embed_tokens`, `layers_0`, `self_attn.q_proj`, ...). The model is called like
+`zerojax.models.gpt.GPT`, so that the same train step works for both. Devices and shardings enter
+only through the fields `attention`, `sequence`, `tensor` and `per_device`.
 
 >>> model = Llama(LlamaConfig(**SIZES["llama-tiny"]))
 >>> tokens = jnp.zeros((8, 16), jnp.int32)
@@ -11,42 +13,54 @@ shardings enter only through the fields `attention`, `sequence` and `tensor`.
 >>> apply({"params": params}, tokens, targets=tokens).shape
 (8, 16)
 
-Shapes: B batch, T time, D n_embd, H n_head, G n_kv_head, d = D / H, F n_inner, V vocab_size,
-L n_layer.
+Shapes: B batch, T time, D n_embd, H n_head, G n_kv_head, d head_size, F n_inner, V vocab_size,
+C num_labels, L n_layer.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import lax
+from jax.typing import DTypeLike
 
 from zerojax.models.blocks import (
     INIT_STD,
     Attention,
     causal_attention,
     check_length,
+    last_tokens,
     parameters,
     run_blocks,
     split_heads,
 )
-from zerojax.models.config import Fields, ModelConfig, Sizes
+from zerojax.models.config import Fields, Sizes
+from zerojax.models.experts import Activation, Experts, PerDevice
 from zerojax.models.layout import Layout
 from zerojax.models.loss import logits_or_losses, widen
+from zerojax.models.rope import RopeConfig, Tables, rotary_tables, rotate
 from zerojax.models.tensor_parallel import TensorParallel
 from zerojax.step.sequence import SequenceAxis
 
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": nn.silu,
+    "gelu_pytorch_tanh": partial(nn.gelu, approximate=True),
+}
+WINDOWED, FULL = "sliding_attention", "full_attention"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig(ModelConfig):
+class LlamaConfig(RopeConfig):
     """Sizes and options of a Llama, named as in `GPTConfig`; comments have Hugging Face's names.
 
     `n_kv_head=None` gives each query head its own key and value head. The statistics of RMSNorm and
     the rotation are always in fp32. `mlp_chunks` splits the sequence into that many chunks and runs
     the MLP on them one after another (`zerojax.tiled`); `loss_chunks` does so for the logits and
-    the loss if there are targets.
+    the loss if there are targets. `RopeConfig` has the options of the rotation.
 
     >>> config = LlamaConfig(**SIZES["llama-70b"])
     >>> config.n_head, config.kv_heads, config.head_size
@@ -60,16 +74,37 @@ class LlamaConfig(ModelConfig):
     n_embd: int  # hidden_size
     n_inner: int  # intermediate_size
     n_kv_head: int | None = None  # num_key_value_heads
-    rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     mlp_chunks: int | None = None
     loss_chunks: int | None = None
+    model_type: str = "llama"  # which decides the tensors of a Hugging Face folder
+    head_dim: int | None = None  # of a head, where it is not n_embd / n_head
+    hidden_act: str = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's last product
+    mlp_bias: bool = False
+    qk_norm: bool = False  # an RMSNorm of each query and key head
+    sliding_window: int | None = None  # positions to which a position attends, itself included
+    layer_types: tuple[str, ...] = ()  # of each layer, if the window is not that of all layers
+    query_pre_attn_scalar: float | None = None  # its root divides the scores, not that of d
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    scaled_embedding: bool = False  # times sqrt(n_embd)
+    unit_offset: bool = False  # RMSNorm multiplies by 1 + scale
+    post_norms: bool = False  # attention and MLP have a norm at their end too
+    num_local_experts: int | None = None
+    num_experts_per_tok: int = 2
+    num_labels: int | None = None  # a head for classes of rows in place of the LM head
+    pad_token_id: int | None = None  # for that head
 
     def __post_init__(self) -> None:
         self.check_sizes("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner")
-        self.check_optional_sizes("n_kv_head", "mlp_chunks", "loss_chunks")
-        if self.n_embd % (2 * self.n_head):
+        self.check_optional_sizes(
+            "n_kv_head", "mlp_chunks", "loss_chunks", "head_dim", "sliding_window",
+            "num_local_experts", "num_labels",
+        )  # fmt: skip
+        if self.head_dim is None and self.n_embd % (2 * self.n_head):
             raise ValueError(
                 f"LlamaConfig.n_embd = {self.n_embd} does not divide into n_head = {self.n_head} "
                 "heads of an even size, as the rotation of pairs needs: choose a multiple of "
@@ -80,15 +115,20 @@ class LlamaConfig(ModelConfig):
                 f"LlamaConfig.n_head = {self.n_head} does not divide among n_kv_head = "
                 f"{self.kv_heads} key and value heads: choose a divisor of n_head"
             )
-        for name in ("rope_theta", "rms_norm_eps"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 0 < value < math.inf:
-                raise ValueError(f"LlamaConfig.{name} must be a positive number, not {value!r}")
-        for name in ("tie_word_embeddings", "scan", "remat"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"LlamaConfig.{name} must be True or False, not {value!r}")
+        self.check_positive("rms_norm_eps")
+        self.check_rope(self.head_size)
+        self.check_one_of("hidden_act", *ACTIVATIONS)
+        self.check_flags(
+            "tie_word_embeddings", "scan", "remat", "qkv_bias", "output_bias", "mlp_bias",
+            "qk_norm", "scaled_embedding", "unit_offset", "post_norms",
+        )  # fmt: skip
+        optional = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+        self.check_positive(*(name for name in optional if getattr(self, name) is not None))
+        unknown = {*self.layer_types} - {WINDOWED, FULL}
+        if self.layer_types and (unknown or len(self.layer_types) != self.n_layer):
+            self.reject("layer_types", f"have {self.n_layer} times {WINDOWED!r} or {FULL!r}")
+        if self.num_local_experts and not 0 < self.num_experts_per_tok <= self.num_local_experts:
+            self.reject("num_experts_per_tok", f"be in 1 ... {self.num_local_experts}")
 
     @property
     def kv_heads(self) -> int:
@@ -98,7 +138,7 @@ class LlamaConfig(ModelConfig):
     @property
     def head_size(self) -> int:
         """Number of features of a head."""
-        return self.n_embd // self.n_head
+        return self.head_dim or self.n_embd // self.n_head
 
 
 def _size(
@@ -123,49 +163,23 @@ SIZES: Sizes = {
 }
 
 
-Tables = tuple[jax.Array, jax.Array]
-
-
-def rotary_tables(tokens: int, head_size: int, theta: float) -> Tables:
-    """Computes cos and sin, fp32 [T, 1, d / 2], of position x theta^(-2i / d) for each pair i.
-
-    Source: Su et al. 2021, RoFormer (arXiv:2104.09864).
-
-    >>> cos, sin = rotary_tables(3, 4, theta=10000.0)
-    >>> cos.shape, [round(float(x), 4) for x in sin[:, 0, 0]]                # sin of 0, 1, 2
-    ((3, 1, 2), [0.0, 0.8415, 0.9093])
-    """
-    frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
-    angles = jnp.arange(tokens, dtype=jnp.float32)[:, None, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: jax.Array, tables: Tables) -> jax.Array:
-    """Rotates each pair (i, i + d / 2) of [B, T, H, d] by its angle, in fp32 or wider.
-
-    These are Hugging Face's pairs. Meta's files pair 2i with 2i + 1, which permutes the rows of
-    `q_proj` and `k_proj`.
-
-    >>> x = jnp.array([1.0, 0, 0, 0]).reshape(1, 1, 1, 4)
-    >>> quarter_turn = (jnp.zeros((1, 1, 2)), jnp.ones((1, 1, 2)))
-    >>> rotate(x, quarter_turn).ravel().tolist()
-    [0.0, 0.0, 1.0, 0.0]
-    """
-    cos, sin = tables
-    low, high = jnp.split(widen(x), 2, axis=-1)
-    rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    return rotated.astype(x.dtype)
-
-
-def grouped_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def grouped_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    window: int | None = None,
+    is_windowed: jax.Array | bool = True,
+    softcap: float | None = None,
+) -> jax.Array:
     """Computes causal attention of q [B, T, H, d] to k and v [B, T, G, d].
 
     Head h attends to key and value head h // (H / G). Keys and values are not repeated: the heads
-    of a group are an extra dimension of q only.
+    of a group are an extra dimension of q only. The options are those of `causal_attention`.
     """
     grouped = q.reshape(*k.shape[:3], -1, q.shape[-1])
-    attend_group = jax.vmap(causal_attention, (3, None, None), 3)
-    return attend_group(grouped, k, v).reshape(q.shape)
+    attend = partial(causal_attention, window=window, is_windowed=is_windowed, softcap=softcap)
+    return jax.vmap(attend, (3, None, None), 3)(grouped, k, v).reshape(q.shape)
 
 
 class SelfAttention(nn.Module):
@@ -176,16 +190,31 @@ class SelfAttention(nn.Module):
     layout: Layout
 
     @nn.compact
-    def __call__(self, x: jax.Array, tables: Tables) -> jax.Array:
-        c, layout = self.config, self.layout
+    def __call__(
+        self, x: jax.Array, tables: Tables, is_windowed: jax.Array | bool | None
+    ) -> jax.Array:
+        c, layout, attention = self.config, self.layout, self.attention
 
         def heads(count: int, name: str) -> jax.Array:
-            return layout.heads(split_heads(_dense(count * c.head_size, c, name)(x), count))
+            dense = _dense(count * c.head_size, c, f"{name}_proj", c.qkv_bias)
+            x_heads = split_heads(dense(x), count)
+            if c.qk_norm and name != "v":
+                x_heads = _rms_norm(c, f"{name}_norm")(x_heads)
+            return layout.heads(x_heads)
 
-        q, k = heads(c.n_head, "q_proj"), heads(c.kv_heads, "k_proj")
-        v = heads(c.kv_heads, "v_proj")
-        y = layout.attention(self.attention)(rotate(q, tables), rotate(k, tables), v)
-        return _dense(c.n_embd, c, "o_proj")(y.reshape(x.shape))
+        q, k, v = heads(c.n_head, "q"), heads(c.kv_heads, "k"), heads(c.kv_heads, "v")
+        q, k = rotate(q, tables), rotate(k, tables)
+        if c.query_pre_attn_scalar:  # the attention divides by the root of d
+            q *= math.sqrt(c.head_size / c.query_pre_attn_scalar)
+        if attention is grouped_attention:
+            attention = partial(
+                grouped_attention,
+                window=c.sliding_window,
+                is_windowed=True if is_windowed is None else is_windowed,
+                softcap=c.attn_logit_softcapping,
+            )
+        y = layout.attention(attention)(q, k, v)
+        return _dense(c.n_embd, c, "o_proj", c.output_bias)(y.reshape(*x.shape[:-1], -1))
 
 
 class MLP(nn.Module):
@@ -197,36 +226,57 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        gate, up = (_dense(c.n_inner, c, name)(x) for name in ("gate_proj", "up_proj"))
-        return _dense(c.n_embd, c, "down_proj")(self.layout.features(nn.silu(gate) * up))
+        gate, up = (_dense(c.n_inner, c, name, c.mlp_bias)(x) for name in ("gate_proj", "up_proj"))
+        hidden = self.layout.features(ACTIVATIONS[c.hidden_act](gate) * up)
+        return _dense(c.n_embd, c, "down_proj", c.mlp_bias)(hidden)
 
 
 class Block(nn.Module):
-    """x + attn(norm(x)), then x + mlp(norm(x)). The second argument and result are `nn.scan`'s."""
+    """x + attn(norm(x)), then x + mlp(norm(x)). The second result is `nn.scan`'s."""
 
     config: LlamaConfig
     attention: Attention
     layout: Layout
+    per_device: PerDevice | None
 
     @nn.compact
-    def __call__(self, x: jax.Array, _: None, tables: Tables) -> tuple[jax.Array, None]:
+    def __call__(
+        self, x: jax.Array, is_windowed: jax.Array | bool | None, tables: Tables
+    ) -> tuple[jax.Array, None]:
         c, layout = self.config, self.layout
         x = layout.tokens(x)
         attn = layout.branch(SelfAttention(c, self.attention, layout, name="self_attn"))
-        mlp = layout.branch(layout.in_chunks(MLP(c, layout, name="mlp"), c.mlp_chunks))
-        x = x + attn(_rms_norm(c, "input_layernorm")(x), tables)
-        return x + mlp(_rms_norm(c, "post_attention_layernorm")(x)), None
+        mlp = layout.branch(layout.in_chunks(self._mlp(), c.mlp_chunks))
+        a = attn(_rms_norm(c, "input_layernorm")(x), tables, is_windowed)
+        if not c.post_norms:
+            x = x + a
+            return x + mlp(_rms_norm(c, "post_attention_layernorm")(x)), None
+        x = x + _rms_norm(c, "post_attention_layernorm")(a)
+        y = mlp(_rms_norm(c, "pre_feedforward_layernorm")(x))
+        return x + _rms_norm(c, "post_feedforward_layernorm")(y), None
+
+    def _mlp(self) -> nn.Module:
+        c = self.config
+        if not c.num_local_experts:
+            return MLP(c, self.layout, name="mlp")
+        return Experts(
+            c.num_local_experts, c.num_experts_per_tok, c.n_inner, ACTIVATIONS[c.hidden_act],
+            c.dtype, self.per_device, name="mlp",
+        )  # fmt: skip
 
 
 class Llama(nn.Module):
     """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
 
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits. A
-    Llama has no dropout, so that `deterministic` has no effect. `attention` has the arguments of
-    `grouped_attention` (`zerojax.models.attention` has fused implementations). `policy` selects
-    what rematerialised blocks save in addition to their input, as for `jax.checkpoint`. `sequence`
-    shards rows along their tokens (`zero.sequence`); `tensor` shards the model over a mesh axis
-    (`zerojax.models.tensor_parallel`).
+    Llama has no dropout, so that `deterministic` has no effect. `attention` takes q, k and v as
+    `grouped_attention` does (`zerojax.models.attention` has fused implementations); it has to apply
+    `sliding_window` itself. `policy` selects what rematerialised blocks save in addition to their
+    input, as for `jax.checkpoint`. `sequence` shards rows along their tokens (`zero.sequence`);
+    `tensor` shards the model over a mesh axis (`zerojax.models.tensor_parallel`). `per_device` is
+    `zero.per_device`, for a model with experts on several devices.
+
+    With `num_labels` the logits are [B, C], from each row's last token, and targets int [B].
     """
 
     config: LlamaConfig
@@ -234,8 +284,20 @@ class Llama(nn.Module):
     policy: Callable[..., bool] | None = None
     sequence: SequenceAxis | None = None
     tensor: TensorParallel | None = None
+    per_device: PerDevice | None = None
 
     def __post_init__(self) -> None:
+        c = self.config
+        if self.attention is not grouped_attention and (c.attn_logit_softcapping or c.layer_types):
+            raise ValueError(
+                "attention: only zerojax.models.llama.grouped_attention caps scores "
+                "(attn_logit_softcapping) or has a window in some layers only (layer_types)"
+            )
+        if self.tensor and c.num_local_experts:
+            raise ValueError(
+                f"num_local_experts: experts are not sharded over {self.tensor.axis!r}; leave that "
+                "axis out of the mesh"
+            )
         if self.tensor:
             sizes = ("n_head", "kv_heads", "n_embd", "n_inner", "vocab_size")
             self.tensor.check(self.config, *sizes)
@@ -246,7 +308,8 @@ class Llama(nn.Module):
         self, tokens: jax.Array, deterministic: bool = True, targets: jax.Array | None = None
     ) -> jax.Array:
         c, attention, layout = self.config, self.attention, Layout(self.sequence, self.tensor)
-        check_length(tokens, c, "block_size")
+        if c.rope_type != "dynamic":  # which is for longer rows
+            check_length(tokens, c, "block_size")
         if self.is_initializing():  # its batch need not divide among the devices
             attention, layout = grouped_attention, Layout()
         layout.check(tokens)
@@ -255,30 +318,58 @@ class Llama(nn.Module):
             c.vocab_size, c.n_embd, dtype=c.dtype, embedding_init=init, name="embed_tokens"
         )
         x = layout.embedded(embed(tokens))
-        tables = rotary_tables(tokens.shape[1], c.head_size, c.rope_theta)
+        if c.scaled_embedding:
+            x *= jnp.asarray(math.sqrt(c.n_embd), x.dtype)
+        tables = rotary_tables(tokens.shape[1], c.head_size, c, c.block_size)
         tables = jax.tree.map(layout.positions, tables)
+        windowed = [kind == WINDOWED for kind in c.layer_types]
         x, _ = run_blocks(
-            Block, (c, attention, layout), x, tables,
+            Block, (c, attention, layout, self.per_device), x, tables,
             layers=range(c.n_layer), name="layers", scan=c.scan, remat=c.remat, policy=self.policy,
+            each=jnp.array(windowed) if c.scan and windowed else windowed or None,
         )  # fmt: skip
         x = layout.gathered(_rms_norm(c, "norm")(layout.tokens(x)))
+        if c.num_labels:
+            x = last_tokens(x, tokens, c.pad_token_id)
+            return logits_or_losses(_dense(c.num_labels, c, "score")(x), targets)
         head = None if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")
         if targets is not None and c.loss_chunks and not self.is_initializing():
             table = parameters(head)["kernel"] if head else embed.embedding.T
 
             def losses(x: jax.Array, targets: jax.Array) -> jax.Array:
                 logits = jnp.dot(*nn.dtypes.promote_dtype(x, table, dtype=c.dtype))
-                return logits_or_losses(layout.features(logits), targets)
+                return logits_or_losses(_capped(layout.features(logits), c), targets)
 
             return layout.in_chunks(losses, c.loss_chunks)(x, targets)
         logits = head(x) if head else embed.attend(x)
-        return logits_or_losses(layout.features(logits), targets)
+        return logits_or_losses(_capped(layout.features(logits), c), targets)
 
 
-def _dense(features: int, c: LlamaConfig, name: str) -> nn.Dense:
+class OffsetRMSNorm(nn.Module):
+    """RMSNorm that multiplies by 1 + scale, in fp32 or wider."""
+
+    epsilon: float
+    dtype: DTypeLike | None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.zeros, (x.shape[-1],))
+        dtype = nn.dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
+        wide = widen(x)
+        root = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.epsilon)
+        return (wide * root * (1 + widen(scale))).astype(dtype)
+
+
+def _capped(logits: jax.Array, c: LlamaConfig) -> jax.Array:
+    cap = c.final_logit_softcapping
+    return (cap * jnp.tanh(widen(logits) / cap)).astype(logits.dtype) if cap else logits
+
+
+def _dense(features: int, c: LlamaConfig, name: str, bias: bool = False) -> nn.Dense:
     init = nn.initializers.normal(INIT_STD)
-    return nn.Dense(features, use_bias=False, dtype=c.dtype, kernel_init=init, name=name)
+    return nn.Dense(features, use_bias=bias, dtype=c.dtype, kernel_init=init, name=name)
 
 
-def _rms_norm(c: LlamaConfig, name: str) -> nn.RMSNorm:
-    return nn.RMSNorm(c.rms_norm_eps, dtype=c.dtype, name=name)
+def _rms_norm(c: LlamaConfig, name: str) -> nn.Module:
+    norm = OffsetRMSNorm if c.unit_offset else nn.RMSNorm
+    return norm(c.rms_norm_eps, dtype=c.dtype, name=name)

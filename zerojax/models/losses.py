@@ -80,7 +80,7 @@ def model_loss(model: Callable[..., object], batch: Mapping[str, object]) -> obj
 
 def causal_lm_loss(
     model: Callable[..., jax.Array],
-    batch: Mapping[str, jax.Array],
+    batch: Batch,
     *,
     label_smoothing: float = 0.0,
 ) -> dict[str, PyTree]:
@@ -109,7 +109,7 @@ def causal_lm_loss(
 
 def seq2seq_loss(
     model: Callable[..., jax.Array],
-    batch: Mapping[str, jax.Array],
+    batch: Batch,
     *,
     label_smoothing: float = 0.0,
 ) -> dict[str, PyTree]:
@@ -142,7 +142,7 @@ def seq2seq_loss(
 
 def classification_loss(
     model: Callable[..., jax.Array],
-    batch: Mapping[str, jax.Array],
+    batch: Batch,
     *,
     label_smoothing: float = 0.0,
 ) -> dict[str, PyTree]:
@@ -156,7 +156,25 @@ def classification_loss(
     return {"loss": label_losses(logits, batch["labels"], label_smoothing), "logits": logits}
 
 
-READY = (causal_lm_loss, seq2seq_loss, classification_loss)
+def row_classification_loss(
+    model: Callable[..., jax.Array], batch: Batch, *, label_smoothing: float = 0.0
+) -> dict[str, PyTree]:
+    """Returns `classification_loss` of a decoder, whose tokens are the `input_ids` [B, T].
+
+    Raises:
+      ValueError: The model has a single label, which transformers trains by another loss.
+    """
+    fields = {**batch, "tokens": batch["input_ids"]}
+    result = classification_loss(model, fields, label_smoothing=label_smoothing)
+    if result["logits"].shape[-1] == 1:
+        raise ValueError(
+            "num_labels = 1 is a regression: pass a loss of yours to the Trainer, or num_labels=2 "
+            "to from_folder"
+        )
+    return result
+
+
+READY = (causal_lm_loss, seq2seq_loss, classification_loss, row_classification_loss)
 """The loss functions of this module."""
 
 

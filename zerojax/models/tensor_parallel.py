@@ -66,6 +66,11 @@ CUT: dict[str, dict[str, int]] = {
     "ln_2": REPLICATED,
     "ln_f": REPLICATED,
     "norm": REPLICATED,
+    "q_norm": REPLICATED,
+    "k_norm": REPLICATED,
+    "score": {"kernel": 0},
+    "pre_feedforward_layernorm": REPLICATED,
+    "post_feedforward_layernorm": REPLICATED,
     "input_layernorm": REPLICATED,
     "post_attention_layernorm": REPLICATED,
 }

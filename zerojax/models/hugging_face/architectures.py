@@ -38,7 +38,21 @@ class Architecture(NamedTuple):
 # The first class of a model type is used for a `config.json` without `architectures`.
 ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": Architecture("gpt2", "gpt2:FORMAT"),
-    "LlamaForCausalLM": Architecture("llama", "llama:FORMAT"),
+    "GPT2ForSequenceClassification": Architecture("gpt2", "gpt2:CLASSIFIER"),
+    "LlamaForCausalLM": Architecture("llama", "decoders:LLAMA"),
+    "LlamaForSequenceClassification": Architecture("llama", "decoders:LLAMA_CLASSIFIER"),
+    "MistralForCausalLM": Architecture("mistral", "decoders:MISTRAL"),
+    "MistralForSequenceClassification": Architecture("mistral", "decoders:MISTRAL_CLASSIFIER"),
+    "Qwen2ForCausalLM": Architecture("qwen2", "decoders:QWEN2"),
+    "Qwen2ForSequenceClassification": Architecture("qwen2", "decoders:QWEN2_CLASSIFIER"),
+    "Qwen3ForCausalLM": Architecture("qwen3", "decoders:QWEN3"),
+    "Qwen3ForSequenceClassification": Architecture("qwen3", "decoders:QWEN3_CLASSIFIER"),
+    "Gemma2ForCausalLM": Architecture("gemma2", "decoders:GEMMA2"),
+    "Gemma2ForSequenceClassification": Architecture("gemma2", "decoders:GEMMA2_CLASSIFIER"),
+    "Phi3ForCausalLM": Architecture("phi3", "decoders:PHI3"),
+    "Phi3ForSequenceClassification": Architecture("phi3", "decoders:PHI3_CLASSIFIER"),
+    "MixtralForCausalLM": Architecture("mixtral", "decoders:MIXTRAL"),
+    "MixtralForSequenceClassification": Architecture("mixtral", "decoders:MIXTRAL_CLASSIFIER"),
     "DebertaV2ForSequenceClassification": Architecture("deberta-v2", "deberta:FORMAT"),
     "BartForConditionalGeneration": Architecture("bart", "bart:FORMAT"),
     "BlenderbotForConditionalGeneration": Architecture("blenderbot", "bart:FORMAT"),
@@ -56,12 +70,12 @@ def find(values: Json, architecture: str | None = None) -> Format[Any]:
     Raises:
       ValueError: zerojax has no such model. The message names the nearest one and what differs.
 
-    >>> find({"model_type": "gpt_neo", "window_size": 256, "activation_function": "gelu_new"})
+    >>> find({"model_type": "gpt_neo", "window_size": 256, "n_embd": 8})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
     ValueError: model_type = 'gpt_neo' is not supported; the nearest model is 'gpt2', which has no \
-window_size. Known are gpt2, llama, deberta-v2, bart, blenderbot; for another model see \
-docs/models.md, "Bring your own model"
+window_size. Known are gpt2, llama, ...; for another model see docs/models.md, "Bring your own \
+model"
     """
     model_type = values.get("model_type")
     known = {name: each for name, each in ARCHITECTURES.items() if each.model_type == model_type}

@@ -107,6 +107,24 @@ def source_folder(config: object) -> pathlib.Path | None:
     return None if found is None else pathlib.Path(found)
 
 
+def labels(values: Json) -> int:
+    """Returns the number of labels that a `config.json` states, as transformers counts them."""
+    return values.get("num_labels") or len(values.get("id2label") or (0, 1))
+
+
+def with_labels(values: Json, count: int | None) -> Json:
+    """Returns a `config.json` with that many labels, whose names it keeps if they are as many.
+
+    >>> with_labels({"id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}, 3)
+    {'num_labels': 3}
+    """
+    if count in (None, len(values.get("id2label", ()))):
+        return values
+    return {k: x for k, x in values.items() if k not in ("id2label", "label2id")} | {
+        "num_labels": count
+    }
+
+
 def texts(config: ModelConfig, about: Json) -> dict[str, str]:
     """Returns the texts of the JSON files in a model's folder, by name.
 

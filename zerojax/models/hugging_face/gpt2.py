@@ -36,13 +36,15 @@ the same names: `zerojax.weights.load(folder, like=model, names=NAMES)`.
 True
 """
 
+import dataclasses
+
 from zerojax import weights
 from zerojax.models.blocks import INIT_STD
 from zerojax.models.gpt import GPT, LAYER_NORM_EPS, GPTConfig
 from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config_file import Json, Keys, Supported
 from zerojax.models.hugging_face.folder import LanguageModel
-from zerojax.models.losses import causal_lm_loss
+from zerojax.models.losses import causal_lm_loss, row_classification_loss
 
 NAMES = weights.Names(
     {
@@ -59,6 +61,22 @@ NAMES = weights.Names(
     ignored=("h.{layer}.attn.bias", "h.{layer}.attn.masked_bias"),  # masks, in older files
     tied={"lm_head.weight": "wte.weight"},
 )
+
+
+def names(config: GPTConfig) -> weights.Names:
+    """Returns `NAMES`; with a head for labels, whose tensor has no prefix, those of all tensors."""
+    if config.num_labels is None:
+        return NAMES
+    tensors: dict[str, weights.Tensor] = {
+        "score/kernel": weights.Tensor("score.weight", "o i -> i o")
+    }
+    for path, tensor in NAMES.tensors.items():
+        assert tensor is not None
+        tensor = weights.Tensor(tensor) if isinstance(tensor, str) else tensor
+        tensors[path] = dataclasses.replace(tensor, name=NAMES.prefix + tensor.name)
+    ignored = (*NAMES.ignored, "lm_head.weight")
+    return dataclasses.replace(NAMES, tensors=tensors, ignored=ignored, tied={})
+
 
 KEYS: Keys = (
     ("vocab_size", "vocab_size", 50257),
@@ -105,8 +123,16 @@ def config_from_hf(values: Json) -> GPTConfig:
             f"{dropouts} is not supported: zerojax.models.gpt has one dropout rate for all"
         )
     return GPTConfig(
-        **sizes, dropout=dropouts["resid_pdrop"], hugging_face=config_file.kept(values)
+        **sizes,
+        dropout=dropouts["resid_pdrop"],
+        pad_token_id=values.get("pad_token_id"),
+        hugging_face=config_file.kept(values, without=["num_labels"]),
     )
+
+
+def classifier_from_hf(values: Json) -> GPTConfig:
+    """Converts a `config.json` as `config_from_hf` does, with a head for its labels."""
+    return dataclasses.replace(config_from_hf(values), num_labels=config_file.labels(values))
 
 
 def config_to_hf(config: GPTConfig) -> Json:
@@ -121,24 +147,30 @@ def config_to_hf(config: GPTConfig) -> Json:
         "initializer_range": INIT_STD,
         "bos_token_id": end_of_text if in_vocabulary else None,
         "eos_token_id": end_of_text if in_vocabulary else None,
-        **config_file.carried(config),
-        "architectures": ["GPT2LMHeadModel"],
+        **config_file.with_labels(config_file.carried(config), config.num_labels),
+        "architectures": ["GPT2LMHeadModel" if config.num_labels is None else _CLASSIFIER],
+        "pad_token_id": config.pad_token_id,
         **config_file.to_keys(KEYS, config),
         **{key: config.dropout for key in DROPOUTS},
         "n_inner": None,
     }
 
 
+_CLASSIFIER = "GPT2ForSequenceClassification"
+
 FORMAT = LanguageModel(
     GPTConfig,
     config_from_hf,
     config_to_hf,
-    names=lambda config: NAMES,
+    names=names,
     model=GPT,
     loss=causal_lm_loss,
     keys=[*(key for _, key, _ in KEYS), *DROPOUTS, *SUPPORTED, "n_inner"],
     stack="h",
     checked=[(field, key) for field, key, _ in KEYS],
+)
+CLASSIFIER = dataclasses.replace(
+    FORMAT, from_hf=classifier_from_hf, loss=row_classification_loss, head=("score/kernel",)
 )
 load, save, read_config = FORMAT.load, FORMAT.save, FORMAT.read_config
 export_names = FORMAT.export_names

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -14,6 +16,8 @@ from jax.typing import DTypeLike
 
 from zerojax import weights
 from zerojax.api import Zero
+from zerojax.devices.mesh import SEQUENCE
+from zerojax.models.config import Fields
 from zerojax.models.hugging_face import architectures, config_file
 from zerojax.models.hugging_face.folder import Format, Loss, abstract, by_path
 from zerojax.models.tensor_parallel import TensorParallel
@@ -56,13 +60,14 @@ class Pretrained:
     def new_head(self) -> list[str]:
         """Returns the patterns of the head's parameters that have no tensor in the folder."""
         shapes = by_path(abstract(self.model, *self.format.inputs(self.model.config)))
+        links = link(self.names, {path: x.shape for path, x in shapes.items()}).links
         with open_tensors(self.folder) as tensors:
             found = {name.removeprefix(self.names.prefix) for name in tensors}
 
         def is_new(pattern: str) -> bool:
-            head = {p: x.shape for p, x in shapes.items() if pattern_of(pattern).fullmatch(p)}
-            tensors = link(self.names, head).tensors if head else {}
-            return not any(name.removeprefix(self.names.prefix) in found for name in tensors)
+            paths = filter(pattern_of(pattern).fullmatch, links)
+            needed = [part.tensor for path in paths for part in links[path]]
+            return not any(name.removeprefix(self.names.prefix) in found for name in needed)
 
         return [pattern for pattern in self.format.head if is_new(pattern)]
 
@@ -132,9 +137,7 @@ def from_folder(
     config = dataclasses.replace(format.read_config(folder), **fields)
     model = format.model(config)
     if zero:
-        mesh: dict[str, Any] = {"sequence": zero.sequence, "tensor": TensorParallel.of(zero.mesh)}
-        known = {field.name for field in dataclasses.fields(model)}
-        model = model.clone(**{name: x for name, x in mesh.items() if x and name in known})
+        model = _on_devices(model, zero)
     pretrained = Pretrained(model, None, format.names(config), format.loss, folder, format)
     if not parameters:
         return pretrained
@@ -156,3 +159,12 @@ def from_folder(
 def _without(names: weights.Names, patterns: Sequence[str]) -> weights.Names:
     """Returns names that leave out the parameters that match a pattern."""
     return dataclasses.replace(names, tensors={**dict.fromkeys(patterns), **names.tensors})
+
+
+def _on_devices(model: nn.Module, zero: Zero) -> nn.Module:
+    """Sets those fields of a model that it has for the mesh of `zero`."""
+    sequence, tensor = zero.sequence, TensorParallel.of(zero.mesh)
+    per_device = partial(zero.per_device, sharded={SEQUENCE: 1} if sequence else {})
+    values: Fields = {"sequence": sequence, "tensor": tensor, "per_device": per_device}
+    known = {field.name for field in dataclasses.fields(model)}
+    return model.clone(**{name: x for name, x in values.items() if name in known})

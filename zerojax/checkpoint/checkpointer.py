@@ -305,8 +305,8 @@ class Checkpointer(Summarized):
                 # The run that writes to the folder removed the step.
                 if step is not None:
                     raise CheckpointError(
-                        f"step {step} was removed while it was read: restore another one of "
-                        f"{self.all_steps()}"
+                        f"step {step} was removed while it was read; there are {self.all_steps()}: "
+                        "restore one of these"
                     )
 
     def _with_offer(

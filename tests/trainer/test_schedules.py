@@ -88,9 +88,9 @@ def test_wrong_options_are_named() -> None:
     with pytest.raises(ConfigError, match=r"lr_end = 0\.1 must be below learning_rate = 0\.001"):
         schedule("polynomial", Run(1e-3, 0, 10), {"lr_end": 0.1})
     with pytest.raises(ConfigError, match="takes min_lr or min_lr_rate"):
-        schedule("cosine_with_min_lr", Run(1e-3, 0, 10))(0)
+        schedule("cosine_with_min_lr", Run(1e-3, 0, 10))
     with pytest.raises(ConfigError, match="needs num_decay_steps"):
-        schedule("warmup_stable_decay", Run(1e-3, 0, 10))(0)
+        schedule("warmup_stable_decay", Run(1e-3, 0, 10))
+    options = {"num_decay_steps": 2, "decay_type": "log"}
     with pytest.raises(ConfigError, match="decay_type = 'log' is none of linear, cosine, 1-sqrt"):
-        schedule("warmup_stable_decay", Run(1e-3, 0, 10), {"num_decay_steps": 2,
-                                                           "decay_type": "log"})(0)  # fmt: skip
+        schedule("warmup_stable_decay", Run(1e-3, 0, 10), options)

@@ -90,6 +90,7 @@ def schedule(name: str, run: Run, options: Options | None = None) -> optax.Sched
             factor = jnp.where(t < run.warmup, shape.warmup(run, t, x, chosen), factor)
         return run.rate * factor
 
+    jax.eval_shape(rate, jax.ShapeDtypeStruct((), jnp.int32))  # an invalid option is an error here
     return rate
 
 

@@ -69,7 +69,7 @@ def test_dir_is_the_api() -> None:
     assert not rooms.intersection(dir(zerojax))
     assert {*dir(zerojax)} == {*zerojax.__all__, "__version__"}
     shown: list[Any] = [getattr(zerojax, name) for name in zerojax.__all__]
-    assert [x for x in shown if not callable(x)] == [zerojax.weights]  # a module
+    assert [x for x in shown if not callable(x)] == [zerojax.models, zerojax.weights]  # modules
 
 
 def test_version_is_that_of_the_wheel() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
+    from zerojax import models as models
     from zerojax import weights as weights
     from zerojax.api import Zero as Zero
     from zerojax.api import zero as zero
@@ -72,6 +73,7 @@ _MODULES = {
     "grad": "trace.gradients",
     "init_distributed": "distributed.join",
     "mesh": "devices.mesh",
+    "models": "models",
     "on_device": "offload.fetch",
     "process_rows": "devices.rows",
     "remat_policy": "offload.activations",
@@ -98,7 +100,7 @@ def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'zerojax' has no attribute {name!r}")
     module = _import_module(f"zerojax.{_MODULES[name]}")
-    value = module if name == "weights" else getattr(module, name)
+    value = module if name in ("models", "weights") else getattr(module, name)
     globals()[name] = value
     return value
 

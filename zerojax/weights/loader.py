@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import jax
@@ -222,8 +222,7 @@ def _array(
     leaf: Shaped, dtype: np.dtype, links: Sequence[Link], sources: Mapping[str, Source]
 ) -> object:
     """Builds a parameter; reads each distinct shard for the devices that store it."""
-    shape, sharding = tuple(leaf.shape), getattr(unwrap_stored(leaf), "sharding", None)
-    assert sharding is None or isinstance(sharding, Sharding)
+    shape = tuple(leaf.shape)
 
     def read(bounds: Bounds) -> np.ndarray:
         inside = clipped(bounds, shape)
@@ -233,6 +232,18 @@ def _array(
                 sources[part.tensor].read(box.view(shard, bounds), box.offset, box.strides)
         return shard
 
+    return placed(leaf, read)
+
+
+def placed(leaf: Shaped, read: Callable[[Bounds], np.ndarray]) -> object:
+    """Builds an array like `leaf` from the shards that `read` returns.
+
+    Args:
+      leaf: The array's shape and sharding.
+      read: Returns the elements within bounds, zeros where they are padding.
+    """
+    shape, sharding = tuple(leaf.shape), getattr(unwrap_stored(leaf), "sharding", None)
+    assert sharding is None or isinstance(sharding, Sharding)
     padded_shape = shape
     if isinstance(sharding, NamedSharding):
         padded_shape = layout.padded_shape(

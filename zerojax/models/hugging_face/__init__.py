@@ -1,6 +1,11 @@
 """Hugging Face's folders: ``config.json``, tensor names, and weights of each model type.
 
-Start with ``gpt2``, whose functions ``load``, ``save`` and ``read_config`` are methods of a
-:class:`zerojax.models.hugging_face.folder.LanguageModel`; ``llama`` has them too. ``bart`` and
-``deberta`` have only configs and names. ``config_file`` and ``module_names`` are shared.
+Start with ``pretrained``, whose ``from_folder`` finds a folder's model in the table of
+``architectures``. In reading order:
+
+- ``folder``: a :class:`zerojax.models.hugging_face.folder.Format` describes a model type, or a
+  ``LanguageModel`` with ``load`` and ``save``. ``config_file``, ``module_names``: for all types.
+- ``gpt2``. ``family``, ``rope_keys`` and ``decoders``: Llama and the types that differ from it in
+  options. ``llama``: its functions for arrays in memory.
+- ``bart``, ``deberta``.
 """

@@ -10,6 +10,7 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax.training.train_state import TrainState
 from jax.typing import DTypeLike
@@ -21,11 +22,14 @@ from zerojax.models.config import Fields
 from zerojax.models.hugging_face import architectures, config_file
 from zerojax.models.hugging_face.folder import Format, Loss, abstract, by_path
 from zerojax.models.tensor_parallel import TensorParallel
+from zerojax.weights.arrangement import Bounds
+from zerojax.weights.loader import placed
 from zerojax.weights.names import link, pattern_of
 from zerojax.weights.reader import open_tensors, read_json
 from zerojax.weights.saver import MAX_FILE_BYTES
+from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import Path
-from zerojax.xla.types import PyTree
+from zerojax.xla.types import PyTree, Shaped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +52,27 @@ class Pretrained:
     folder: Path
     format: Format[Any]
 
-    def load(self, like: PyTree) -> PyTree:
-        """Loads the parameters into a tree like `like`; a head without tensors keeps its arrays.
+    def load(self, like: PyTree, key: jax.Array | None = None) -> PyTree:
+        """Loads the parameters into a tree like `like`; draws those of a head without tensors.
 
         Args:
           like: Arrays, or `jax.ShapeDtypeStruct` with shardings, such as `.params` of `zero.init`;
             `Trainer(params=pretrained.load)` passes them.
+          key: The key of a new head's parameters, by default `jax.random.key(0)`.
         """
-        return weights.load(self.folder, like=like, names=_without(self.names, self.new_head()))
+        new = self.new_head()
+        loaded = weights.load(self.folder, like=like, names=_without(self.names, new))
+        if not new:
+            return loaded
+        opened = open_tree(loaded)
+        head = [path for path in opened.leaves if any(pattern_of(x).fullmatch(path) for x in new)]
+
+        def draw(key: jax.Array) -> dict[str, jax.Array]:
+            drawn = by_path(self.init(key))
+            return {path: drawn[path].astype(opened.leaves[path].dtype) for path in head}
+
+        drawn = jax.jit(draw)(jax.random.key(0) if key is None else key)
+        return opened.close({path: _placed(opened.leaves[path], x) for path, x in drawn.items()})
 
     def new_head(self) -> list[str]:
         """Returns the patterns of the head's parameters that have no tensor in the folder."""
@@ -146,14 +163,20 @@ def from_folder(
         params = jax.tree.map(lambda x: x.astype(dtype), pretrained.init(key))
         return TrainState.create(apply_fn=None, params=params, tx=optax.identity())
 
-    key = jax.random.key(0) if key is None else key
-    if pretrained.new_head():  # its values are those of the new parameters
-        state = zero.init(create_state, key) if zero else jax.jit(create_state)(key)
-    else:
-        abstract_state = zero.abstract_state if zero else jax.eval_shape
-        state = abstract_state(create_state, key)
-    like = cast(TrainState, state).params
-    return dataclasses.replace(pretrained, parameters=pretrained.load(like))
+    abstract_state = zero.abstract_state if zero else jax.eval_shape
+    like = cast(TrainState, abstract_state(create_state, jax.random.key(0))).params
+    return dataclasses.replace(pretrained, parameters=pretrained.load(like, key))
+
+
+def _placed(leaf: Shaped, x: jax.Array) -> object:
+    """Places an array of a head with the sharding of `leaf`."""
+    array = np.asarray(x)
+
+    def read(bounds: Bounds) -> np.ndarray:
+        ends = [(0, max(0, end - size)) for (_, end), size in zip(bounds, array.shape, strict=True)]
+        return np.pad(array, ends)[tuple(slice(*bound) for bound in bounds)]
+
+    return placed(leaf, read)
 
 
 def _without(names: weights.Names, patterns: Sequence[str]) -> weights.Names:

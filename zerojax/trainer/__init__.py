@@ -8,7 +8,9 @@ and metrics come out. In reading order:
 - ``loop``: the training loop. ``callbacks``: hooks, and when an event is due.
 - ``model``: linen and NNX models alike. ``losses``: the interface of loss functions.
 - ``data``: rows and batches. ``limits``: checks of batches. ``partial``: an epoch's last update.
-- ``evaluation``, ``predictions``: evaluations. ``run_folder``: checkpoints. ``progress``: the bar.
+- ``evaluation``, ``predictions``: evaluations. ``run_folder``: checkpoints. ``saved_model``: the
+  folders of ``save_model``.
+- ``screen``, ``progress``: bars and lines. ``summary``, ``picture``: the end of a run.
 """
 
 from zerojax.trainer.arguments import TrainingArguments as TrainingArguments

@@ -37,7 +37,7 @@ def test_returned_flags_count_and_unknown_flags_do_not_pass() -> None:
 
 
 def test_the_last_step_is_evaluated_by_steps_too() -> None:
-    evaluated = []
+    evaluated: list[int] = []
     for step in range(1, 11):
         control = TrainerControl()
         due(ARGS, TrainerState(global_step=step, max_steps=10), control, "steps")

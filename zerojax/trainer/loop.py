@@ -33,7 +33,13 @@ from zerojax.trainer.callbacks import (
     TrainerState,
     due,
 )
-from zerojax.trainer.evaluation import ComputeMetrics, Evaluator, Preprocess, evaluation_sets
+from zerojax.trainer.evaluation import (
+    ComputeMetrics,
+    Evaluator,
+    Preprocess,
+    evaluation_set,
+    evaluation_sets,
+)
 from zerojax.trainer.limits import Limits
 from zerojax.trainer.losses import model_loss
 from zerojax.trainer.model import AnyModel, Create, Loss, config_of, hidden_size, model_of
@@ -68,8 +74,7 @@ class Trainer:
       train_dataset, eval_dataset: Anything with ``__len__`` and ``__getitem__`` whose rows are
         dicts: a list, ``datasets.Dataset``, ``grain.MapDataset``. A dict of evaluation sets gives
         metrics such as ``eval_NAME_loss``.
-      processing_class: The tokenizer or processor of the data, which checkpoints of the model
-        include.
+      processing_class: The tokenizer or processor of the data, which ``save_model`` saves, too.
       data_collator: A function from a list of rows to a dict of arrays; stacks rows by default.
       loss: A function from ``(model, batch)`` to a loss and predictions, see
         :mod:`zerojax.trainer.losses`; by default ``model(**batch)``, which takes ``labels`` and
@@ -300,7 +305,7 @@ class Trainer:
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
-            dataset = evaluation_sets(self.eval_dataset, "")[f"_{dataset}"]
+            dataset = evaluation_set(self.eval_dataset, dataset)
         metrics: dict[str, float] = {}
         for prefix, each in evaluation_sets(dataset, metric_key_prefix).items():
             metrics |= self._evaluate(each, prefix)

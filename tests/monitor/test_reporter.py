@@ -48,6 +48,17 @@ def test_times_are_in_the_family_of_deepspeeds(tmp_path, config, report):
     assert found["elapsed_time_ms_batch"] == ["step,elapsed_time_ms_batch", "8,500.0"]
 
 
+def test_further_figures_follow_those_of_all_steps(tmp_path, config, report, slow):
+    with Reporter(config()) as reporter:
+        reporter.record(report(1), {"loss": slow(0.5)}, 8)
+        assert files(tmp_path) == {}
+        reporter.write({"Eval/Samples/eval_loss": 0.25}, 8)
+        found = files(tmp_path)
+    assert found["train_loss"] == ["step,train_loss", "8,0.5"]
+    assert found["Eval_Samples_eval_loss"] == ["step,eval_loss", "8,0.25"]
+    Reporter(ZeroConfig.from_keywords()).write({"Eval/Samples/eval_loss": 0.25}, 8)  # no monitor
+
+
 def test_a_slow_device_is_not_waited_for(tmp_path, config, report, slow):
     reporter = Reporter(config(steps_per_print=3))
     losses = [slow(n) for n in (1, 2, 3)]

@@ -1,4 +1,4 @@
-"""What transformers' Trainer logs, calls and keeps in small runs: the tests need no torch.
+"""Logs, events and checkpoints of transformers' Trainer in small runs: the tests need no torch.
 
 Written by `python tests/trainer/recorded_runs.py` where torch and transformers are installed
 (transformers 5.24.0 with torch 2.13.0 on a CPU). The runs have 10 updates, 5 in an epoch, and

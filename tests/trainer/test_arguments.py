@@ -98,6 +98,7 @@ def test_checkpointing_of_fsdp_is_the_models_remat(
         ({"per_device_train_batch_size": 0}, "expected an integer of at least 1, got 0"),
         ({"lr_scheduler_type": "cosin"}, 'lr_scheduler_type: expected one of "linear", "cosine"'),
         ({"fp16": True, "bf16": True}, "bf16 and fp16 are both true"),
+        ({"save_strategy": "best"}, 'save_strategy is "best", and eval_strategy "no"'),
         ({"push_to_hub": True}, "push_to_hub = true is not supported: save_model()"),
         ({"report_to": ["mlflow"]}, 'report_to: "mlflow" is none of tensorboard, wandb, csv'),
         ({"fsdp": "hybrid_shard"}, "mics_shard_size"),

@@ -20,6 +20,7 @@ def job(process: int, folder: str) -> tuple[list[float], list[float], Any]:
     )  # fmt: skip
     data: Any = dict(train_dataset=POINTS, eval_dataset=POINTS[:21], loss=classification_loss)
     trainer = Trainer(Classifier(), args, **data)
+    trainer.save_model()  # of a state that no checkpoint has
     trainer.train()
     output = trainer.predict(POINTS[:21])
     history = trainer.state.log_history
@@ -35,6 +36,10 @@ def test_two_processes_have_the_numbers_of_one(
     for each in in_two_processes(job, str(tmp_path / "two")):
         for ours, theirs in zip(each, alone, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    for folder in ("one", "two"):
+        names = {path.name for path in (tmp_path / folder).iterdir()}
+        assert names == {"checkpoints", "model", "training.svg"}
+        assert (tmp_path / folder / "model" / "model.safetensors").exists()
 
 
 class Stream:

@@ -12,6 +12,7 @@ import optax
 import pytest
 from trainer.jobs import CONFIG, TOKENS
 
+import zerojax
 from zerojax import Trainer, TrainingArguments
 from zerojax.models.gpt import GPT
 from zerojax.models.hugging_face.folder import abstract
@@ -59,6 +60,7 @@ def test_a_folder_is_written_as_it_was_read(source: Path, tmp_path: Path) -> Non
         train_dataset=TOKENS,
         loss=causal_lm_loss,
         optimizer=optax.sgd(0.1),
+        mesh=zerojax.mesh(1),
         params=lambda like: load(source, config, like=like),
     )
     out = trainer.save_model()

@@ -11,7 +11,9 @@ and metrics come out. In reading order:
   are in ``zerojax.models.losses``.
 - ``data``: rows and batches. ``order``: the order of the rows. ``stream``: datasets without a
   length. ``limits``: checks of batches. ``partial``: an epoch's last update.
-- ``evaluation``, ``predictions``: evaluations. ``run_folder``: checkpoints. ``progress``: the bar.
+- ``evaluation``, ``predictions``: evaluations. ``run_folder``: checkpoints. ``saved_model``: the
+  folders of ``save_model``.
+- ``screen``, ``progress``: bars and lines. ``summary``, ``picture``: the end of a run.
 """
 
 from zerojax.models.losses import causal_lm_loss as causal_lm_loss

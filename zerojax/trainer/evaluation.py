@@ -187,13 +187,30 @@ def evaluation_sets(given: object, prefix: str) -> dict[str, Any]:
       given: A dataset, or a dict of datasets by name.
       prefix: The prefix of the dataset, or of the names.
 
+    Raises:
+      ValueError: The dict is empty.
+
     Example:
       >>> evaluation_sets({"long": [1, 2], "short": [3]}, "eval")
       {'eval_long': [1, 2], 'eval_short': [3]}
     """
     if isinstance(given, Mapping):
+        if not given:
+            raise ValueError("eval_dataset is a dict without datasets")
         return {f"{prefix}_{name}": dataset for name, dataset in given.items()}
     return {prefix: given}
+
+
+def evaluation_set(given: object, name: str) -> Any:
+    """Returns the evaluation set of a name.
+
+    Raises:
+      ValueError: ``given`` is not a dict of datasets, or has no such name.
+    """
+    if not isinstance(given, Mapping) or name not in given:
+        known = f"has {', '.join(given)}" if isinstance(given, Mapping) else "is not a dict"
+        raise ValueError(f"evaluate({name!r}): the Trainer's eval_dataset {known}")
+    return given[name]
 
 
 def _loss(forward: Forward, batch: PyTree) -> dict[str, PyTree]:

@@ -35,7 +35,13 @@ from zerojax.trainer.callbacks import (
     TrainerState,
     due,
 )
-from zerojax.trainer.evaluation import ComputeMetrics, Evaluator, Preprocess, evaluation_sets
+from zerojax.trainer.evaluation import (
+    ComputeMetrics,
+    Evaluator,
+    Preprocess,
+    evaluation_set,
+    evaluation_sets,
+)
 from zerojax.trainer.limits import Limits
 from zerojax.trainer.model import AnyModel, Create, Loss, config_of, hidden_size, model_of
 from zerojax.trainer.optimizer import optimizer_of
@@ -312,7 +318,7 @@ class Trainer(ScriptMethods):
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
-            dataset = evaluation_sets(self.eval_dataset, "")[f"_{dataset}"]
+            dataset = evaluation_set(self.eval_dataset, dataset)
         metrics: dict[str, float] = {}
         for prefix, each in evaluation_sets(dataset, metric_key_prefix).items():
             metrics |= self._evaluate(each, prefix)

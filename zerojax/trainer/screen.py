@@ -40,8 +40,10 @@ class Screen:
         self._open = 0
 
     def print(self, line: str) -> None:
-        """Prints a line above the bars."""
+        """Prints a line above the bars, which then show their counts."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if self._open:
+            self._display.refresh()
 
     @contextlib.contextmanager
     def bar(

@@ -1,0 +1,74 @@
+"""Lines and bars on a terminal, and the picture of the curves."""
+
+import io
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from zerojax.trainer import screen
+from zerojax.trainer.picture import svg, write
+from zerojax.trainer.screen import Screen
+
+
+def test_an_evaluation_has_a_bar_beside_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+
+    def console(quiet: bool) -> Console:
+        return Console(file=terminal, force_terminal=True, quiet=quiet, width=80)
+
+    monkeypatch.setattr(screen, "Console", console)
+    shown = Screen(bars=True)
+    with shown.bar("step", 10, 4, keep=True) as training:
+        training.advance()
+        training.show("5 rows/s")
+        with shown.bar("eval", 20) as evaluation:
+            evaluation.advance(16)
+            shown.print("step  5/10  eval_[loss] 1")
+        training.advance()
+    text = terminal.getvalue()
+    assert "eval    16/20" in text
+    assert "step     6/10" in text
+    assert "step  5/10  eval_[loss] 1" in text
+    assert text.rindex("eval    16/20") < text.rindex("step     6/10")
+    with shown.bar("test", 3) as again:  # after the display has stopped
+        again.advance(3)
+        shown.print("step 10/10  test_loss 1")
+    assert "test     3/3" in terminal.getvalue()
+
+
+def test_elsewhere_there_are_lines_only(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = Screen(bars=True)
+    with shown.bar("step", 10) as bar:
+        bar.advance()
+        shown.print("a line")
+    assert capsys.readouterr().out == "a line\n"
+
+
+def test_the_picture_has_a_panel_for_each_curve(tmp_path: Path) -> None:
+    history = [
+        {"loss": 2.0, "epoch": 0.5, "step": 1},
+        {"eval_loss": 1.0, "eval_a<b": 1.0, "eval_runtime": 3.0, "step": 2},
+        {"loss": float("nan"), "step": 2},
+        {"loss": 1.0, "step": 3},
+        {"eval_loss": 1.0, "eval_a<b": 2.0, "eval_runtime": 3.0, "step": 4},
+    ]
+    path = write(tmp_path / "new", history)
+    assert path is not None
+    root = ET.fromstring(path.read_text())
+    lines = [x for x in root if x.tag.endswith("polyline")]
+    assert [len(x.attrib["points"].split()) for x in lines] == [2, 2, 2]
+    texts = [x.text for x in root if x.tag.endswith("text")]
+    assert {"loss", "eval_loss", "eval_a<b"} <= {*texts}
+    assert write(tmp_path / "none", history[:1]) is None
+    assert ET.fromstring(svg({})) is not None
+
+
+def test_a_picture_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    history = [{"loss": 2.0, "step": 1}, {"loss": 1.0, "step": 2}]
+    assert write(tmp_path / "file", history) is None
+    assert "was not written" in caplog.text

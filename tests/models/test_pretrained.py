@@ -11,7 +11,7 @@ import pytest
 
 import zerojax
 from zerojax.models import from_folder
-from zerojax.models.deberta import SIZES, Deberta, DebertaConfig
+from zerojax.models.deberta import SIZES, Deberta, DebertaClassifier, DebertaConfig
 from zerojax.models.hugging_face import deberta, gpt2
 from zerojax.models.hugging_face.architectures import ARCHITECTURES, find
 from zerojax.models.hugging_face.folder import abstract
@@ -91,3 +91,26 @@ def test_what_is_not_supported_is_named(
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config.json is not there"):
         from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("zero", [None, zerojax.zero(stage=2)], ids=["plain", "zero"])
+def test_a_head_of_other_labels_is_new(
+    zero: zerojax.Zero | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = DebertaConfig(**SIZES["deberta-tiny"], num_labels=3)
+    fresh = filled(DebertaClassifier(config))
+    zerojax.weights.save(
+        tmp_path, fresh, deberta.names(config), config=deberta.config_to_hf(config)
+    )
+    with pytest.raises(ValueError, match=r"classifier.weight \[3, 32\], not \[2, 32\].*for a new"):
+        from_folder(tmp_path, num_labels=2)
+    loaded = from_folder(tmp_path, num_labels=2, ignore_mismatched_sizes=True, zero=zero)
+    (record,) = (x for x in caplog.records if "new are" in x.getMessage())
+    assert "classifier.bias [3], not [2]" in record.getMessage()
+    params = loaded.parameters
+    for name in ("deberta", "pooler"):
+        jax.tree.map(np.testing.assert_array_equal, params[name], fresh[name])
+    assert params["classifier"]["kernel"].shape == (config.hidden_size, 2)
+    assert float(jnp.std(params["classifier"]["kernel"])) > 0
+    loaded.save(tmp_path / "tuned", params)
+    assert json.loads((tmp_path / "tuned/config.json").read_text())["id2label"].keys() == {"0", "1"}

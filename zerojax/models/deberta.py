@@ -18,7 +18,6 @@ S the span of distances.
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,28 +25,27 @@ import numpy as np
 from flax import linen as nn
 
 from zerojax.models.blocks import attend, check_length, run_blocks, split_heads
-from zerojax.models.config import ModelConfig, Sizes
+from zerojax.models.config import Sizes
+from zerojax.models.encoder_layers import (
+    ACTIVATIONS,
+    Block,
+    DenseGelu,
+    EncoderConfig,
+    dense,
+    embed,
+    hidden_dropout,
+    layer_norm,
+)
 from zerojax.models.loss import widen
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": lambda x: nn.gelu(x, approximate=False),
-    "tanh": jnp.tanh,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DebertaConfig(ModelConfig):
+class DebertaConfig(EncoderConfig):
     """Sizes and options of a DeBERTa, by Hugging Face's names.
 
     With a convolution, `scan` leaves the first block unstacked.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-    max_position_embeddings: int = 512
     max_relative_positions: int = -1  # below 1: max_position_embeddings
     position_buckets: int = 256  # below 1: a bucket for each distance
     pos_att_type: tuple[str, ...] = ("c2p", "p2c")  # empty: no relative positions
@@ -58,18 +56,9 @@ class DebertaConfig(ModelConfig):
     conv_kernel_size: int = 0
     conv_act: str = "gelu"
     layer_norm_eps: float = 1e-7
-    initializer_range: float = 0.02
-    hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
-    num_labels: int = 2
 
     def __post_init__(self) -> None:
-        self.check_sizes(
-            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-            *("intermediate_size", "max_position_embeddings", "num_labels"),
-        )
-        self.check_heads("hidden_size", "num_attention_heads")
-        self.check_rates("hidden_dropout_prob", "attention_probs_dropout_prob")
+        super().__post_init__()
         self.check_one_of("norm_rel_ebd", "layer_norm", "none")
         self.check_one_of("conv_act", "gelu", "tanh")
         self.check_one_of("pos_att_type", (), ("c2p",), ("p2c",), ("c2p", "p2c"), ("p2c", "c2p"))
@@ -170,7 +159,7 @@ class SelfAttention(nn.Module):
         c = self.config
         scale = 1 / math.sqrt(c.hidden_size // c.num_attention_heads * (1 + len(c.pos_att_type)))
         query, key, value = (
-            _dense(c.hidden_size, c, f"{name}_proj") for name in ("query", "key", "value")
+            dense(c.hidden_size, c, f"{name}_proj") for name in ("query", "key", "value")
         )
         q, k, v = (split_heads(layer(x), c.num_attention_heads) for layer in (query, key, value))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q * scale, k)
@@ -178,10 +167,10 @@ class SelfAttention(nn.Module):
         if table is not None:
             # Only the rows for these distances are projected.
             rows, row_indices = np.unique(rows_by_distance(c, x.shape[1]), return_inverse=True)
-            table = _hidden_dropout(c, self.deterministic)(table)[rows[0] : rows[-1] + 1]
+            table = hidden_dropout(c, self.deterministic)(table)[rows[0] : rows[-1] + 1]
 
             def positions(shared: nn.Dense, name: str) -> jax.Array:
-                layer = shared if c.share_att_key else _dense(c.hidden_size, c, name)
+                layer = shared if c.share_att_key else dense(c.hidden_size, c, name)
                 return split_heads(layer(table), c.num_attention_heads)[row_indices]
 
             if "c2p" in c.pos_att_type:
@@ -196,56 +185,6 @@ class SelfAttention(nn.Module):
         return attend(scores, v, mask, dropout).reshape(x.shape)
 
 
-class Output(nn.Module):
-    """norm(x + dense(y)), the end of a branch y of x [B, T, D]."""
-
-    config: DebertaConfig
-    deterministic: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        c = self.config
-        y = _hidden_dropout(c, self.deterministic)(_dense(c.hidden_size, c, "dense")(y))
-        return _layer_norm(c)(x + y)
-
-
-class Attention(nn.Module):
-    """norm(x + attention(x))."""
-
-    config: DebertaConfig
-    deterministic: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array, *inputs: jax.Array | None) -> jax.Array:
-        y = SelfAttention(self.config, self.deterministic, name="self")(x, *inputs)
-        return Output(self.config, self.deterministic, name="output")(x, y)
-
-
-class DenseGelu(nn.Module):
-    """[..., D] -> gelu [..., features]."""
-
-    config: DebertaConfig
-    features: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return ACTIVATIONS["gelu"](_dense(self.features, self.config, "dense")(x))
-
-
-class Block(nn.Module):
-    """Attention, then an MLP. The second argument and result are `nn.scan`'s."""
-
-    config: DebertaConfig
-    deterministic: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array, _: None, *inputs: jax.Array | None) -> tuple[jax.Array, None]:
-        c, deterministic = self.config, self.deterministic
-        x = Attention(c, deterministic, name="attention")(x, *inputs)
-        h = DenseGelu(c, c.intermediate_size, name="intermediate")(x)
-        return Output(c, deterministic, name="output")(x, h), None
-
-
 class Conv(nn.Module):
     """norm(y + act(conv(x))) for the first block's input and output [B, T, D]."""
 
@@ -257,8 +196,8 @@ class Conv(nn.Module):
         c, size = self.config, (self.config.conv_kernel_size,)
         init = nn.initializers.normal(c.initializer_range)
         conv = nn.Conv(c.hidden_size, size, dtype=c.dtype, kernel_init=init, name="conv")
-        convolved = _hidden_dropout(c, self.deterministic)(_masked(conv(x), mask))
-        return _masked(_layer_norm(c)(y + ACTIVATIONS[c.conv_act](convolved)), mask)
+        convolved = hidden_dropout(c, self.deterministic)(_masked(conv(x), mask))
+        return _masked(layer_norm(c)(y + ACTIVATIONS[c.conv_act](convolved)), mask)
 
 
 class Embeddings(nn.Module):
@@ -272,15 +211,15 @@ class Embeddings(nn.Module):
         self, input_ids: jax.Array, mask: jax.Array | None, token_type_ids: jax.Array | None
     ) -> jax.Array:
         c, tokens = self.config, input_ids.shape[1]
-        x = _embed(c.vocab_size, c, "word_embeddings")(input_ids)
+        x = embed(c.vocab_size, c, "word_embeddings")(input_ids)
         if c.position_biased_input:
             check_length(input_ids, c, "max_position_embeddings")
-            table = _embed(c.max_position_embeddings, c, "position_embeddings")
+            table = embed(c.max_position_embeddings, c, "position_embeddings")
             x += table(jnp.arange(tokens))
         if c.type_vocab_size:
             types = jnp.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-            x += _embed(c.type_vocab_size, c, "token_type_embeddings")(types)
-        return _hidden_dropout(c, self.deterministic)(_masked(_layer_norm(c)(x), mask))
+            x += embed(c.type_vocab_size, c, "token_type_embeddings")(types)
+        return hidden_dropout(c, self.deterministic)(_masked(layer_norm(c)(x), mask))
 
 
 class Encoder(nn.Module):
@@ -293,13 +232,13 @@ class Encoder(nn.Module):
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         c, fields, table = self.config, (self.config, self.deterministic), None
         if c.pos_att_type:
-            table = _embed(2 * c.span, c, "rel_embeddings").embedding
+            table = embed(2 * c.span, c, "rel_embeddings").embedding
             if c.norm_rel_ebd == "layer_norm":
-                table = _layer_norm(c)(table)
+                table = layer_norm(c)(table)
         keys = None if mask is None else mask[:, None, None, :].astype(bool)
 
         def run(x: jax.Array, layers: range, scan: bool) -> jax.Array:
-            inputs = (Block, fields, x, keys, table)
+            inputs = (Block, (*fields, SelfAttention), x, keys, table)
             return run_blocks(*inputs, layers=layers, name="layer", scan=scan, remat=c.remat)[0]
 
         layers = range(c.num_hidden_layers)
@@ -347,27 +286,9 @@ class DebertaClassifier(nn.Module):
         c = self.config
         body = Deberta(c, name="deberta")
         x = body(input_ids, attention_mask, token_type_ids, deterministic)[:, 0]
-        x = _hidden_dropout(c, deterministic)(DenseGelu(c, c.hidden_size, name="pooler")(x))
-        return widen(_dense(c.num_labels, c, "classifier")(x))
+        x = hidden_dropout(c, deterministic)(DenseGelu(c, c.hidden_size, name="pooler")(x))
+        return widen(dense(c.num_labels, c, "classifier")(x))
 
 
 def _masked(x: jax.Array, mask: jax.Array | None) -> jax.Array:
     return x if mask is None else x * mask[..., None].astype(x.dtype)
-
-
-def _embed(rows: int, c: DebertaConfig, name: str) -> nn.Embed:
-    init = nn.initializers.normal(c.initializer_range)
-    return nn.Embed(rows, c.hidden_size, dtype=c.dtype, embedding_init=init, name=name)
-
-
-def _layer_norm(c: DebertaConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(c.layer_norm_eps, dtype=c.dtype, name="LayerNorm")
-
-
-def _hidden_dropout(c: DebertaConfig, deterministic: bool) -> nn.Dropout:
-    return nn.Dropout(c.hidden_dropout_prob, deterministic=deterministic)
-
-
-def _dense(features: int, c: DebertaConfig, name: str) -> nn.Dense:
-    init = nn.initializers.normal(c.initializer_range)
-    return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)

@@ -56,6 +56,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "DebertaV2ForSequenceClassification": Architecture("deberta-v2", "deberta:FORMAT"),
     "BartForConditionalGeneration": Architecture("bart", "bart:FORMAT"),
     "BlenderbotForConditionalGeneration": Architecture("blenderbot", "bart:FORMAT"),
+    "BertForMaskedLM": Architecture("bert", "bert:MASKED_LM"),
+    "BertForSequenceClassification": Architecture("bert", "bert:CLASSIFIER"),
+    "RobertaForMaskedLM": Architecture("roberta", "bert:MASKED_LM"),
+    "RobertaForSequenceClassification": Architecture("roberta", "bert:CLASSIFIER"),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from zerojax import weights
 from zerojax.api import Zero
 from zerojax.devices.mesh import SEQUENCE
+from zerojax.distributed import log
 from zerojax.models.config import Fields
 from zerojax.models.hugging_face import architectures, config_file
 from zerojax.models.hugging_face.folder import Format, Loss, abstract, by_path
@@ -43,6 +44,7 @@ class Pretrained:
       loss: The loss of the model and a batch, for `Trainer(loss=...)`.
       folder: The folder.
       format: The conversion of the config and of the names.
+      ignore_mismatched_sizes: Whether the head's tensors of another shape are drawn anew.
     """
 
     model: Any
@@ -51,9 +53,10 @@ class Pretrained:
     loss: Loss
     folder: Path
     format: Format[Any]
+    ignore_mismatched_sizes: bool = False
 
     def load(self, like: PyTree, key: jax.Array | None = None) -> PyTree:
-        """Loads the parameters into a tree like `like`; draws those of a head without tensors.
+        """Loads the parameters into a tree like `like`; draws those of a new head.
 
         Args:
           like: Arrays, or `jax.ShapeDtypeStruct` with shardings, such as `.params` of `zero.init`;
@@ -65,28 +68,49 @@ class Pretrained:
         if not new:
             return loaded
         opened = open_tree(loaded)
-        head = [path for path in opened.leaves if any(pattern_of(x).fullmatch(path) for x in new)]
 
         def draw(key: jax.Array) -> dict[str, jax.Array]:
             drawn = by_path(self.init(key))
-            return {path: drawn[path].astype(opened.leaves[path].dtype) for path in head}
+            return {path: drawn[path].astype(opened.leaves[path].dtype) for path in new}
 
         drawn = jax.jit(draw)(jax.random.key(0) if key is None else key)
         return opened.close({path: _placed(opened.leaves[path], x) for path, x in drawn.items()})
 
-    def new_head(self) -> list[str]:
-        """Returns the patterns of the head's parameters that have no tensor in the folder."""
+    def new_head(self) -> dict[str, list[str]]:
+        """Returns the head's parameters to draw anew, each with its tensors in the folder.
+
+        They have no tensor there, or, with `ignore_mismatched_sizes`, one of another shape.
+
+        Raises:
+          ValueError: A tensor has another shape, without `ignore_mismatched_sizes`.
+        """
         shapes = by_path(abstract(self.model, *self.format.inputs(self.model.config)))
         links = link(self.names, {path: x.shape for path, x in shapes.items()}).links
+        prefix = self.names.prefix
         with open_tensors(self.folder) as tensors:
-            found = {name.removeprefix(self.names.prefix) for name in tensors}
-
-        def is_new(pattern: str) -> bool:
-            paths = filter(pattern_of(pattern).fullmatch, links)
-            needed = [part.tensor for path in paths for part in links[path]]
-            return not any(name.removeprefix(self.names.prefix) in found for name in needed)
-
-        return [pattern for pattern in self.format.head if is_new(pattern)]
+            found = {name.removeprefix(prefix): x.shape for name, x in tensors.items()}
+        new: dict[str, list[str]] = {}
+        differing = []
+        for pattern in self.format.head:
+            needed = {
+                path: {x.tensor.removeprefix(prefix): x.tensor_shape for x in links[path]}
+                for path in filter(pattern_of(pattern).fullmatch, links)
+            }
+            if not any(found.keys() & tensors.keys() for tensors in needed.values()):
+                new |= {path: [] for path in needed}
+                continue
+            for path, wanted in needed.items():
+                other = [name for name in wanted if found.get(name, wanted[name]) != wanted[name]]
+                differing += [f"{x} {[*found[x]]}, not {[*wanted[x]]}" for x in other]
+                new |= {path: other} if other else {}
+        if differing and not self.ignore_mismatched_sizes:
+            raise ValueError(
+                f"{self.folder}: the head has {'; '.join(differing)}; nothing was loaded. Give the "
+                "folder's num_labels, or ignore_mismatched_sizes=True for a new head"
+            )
+        if differing:
+            log.warning("%s: new are the head's %s.", self.folder, "; ".join(differing))
+        return new
 
     def init(self, key: jax.Array) -> PyTree:
         """Returns new parameters."""
@@ -115,6 +139,7 @@ def from_folder(
     dtype: DTypeLike = jnp.float32,
     parameters: bool = True,
     key: jax.Array | None = None,
+    ignore_mismatched_sizes: bool = False,
     **fields: object,
 ) -> Pretrained:
     """Returns the model of a Hugging Face folder, with its parameters, names and loss.
@@ -128,6 +153,8 @@ def from_folder(
       dtype: The dtype of the parameters; fp16 and bf16 files are widened.
       parameters: False to load no parameters: `Trainer(params=pretrained.load)` does it later.
       key: The key of a new head's parameters, by default `jax.random.key(0)`.
+      ignore_mismatched_sizes: True to draw those parameters of the head anew whose tensors have
+        another shape, as with `num_labels=2` for a folder with three labels. A warning names them.
       **fields: Fields of the config, such as `scan=True`, `remat=True` and `num_labels=3`.
 
     Raises:
@@ -155,7 +182,9 @@ def from_folder(
     model = format.model(config)
     if zero:
         model = _on_devices(model, zero)
-    pretrained = Pretrained(model, None, format.names(config), format.loss, folder, format)
+    pretrained = Pretrained(
+        model, None, format.names(config), format.loss, folder, format, ignore_mismatched_sizes
+    )
     if not parameters:
         return pretrained
 
@@ -179,9 +208,11 @@ def _placed(leaf: Shaped, x: jax.Array) -> object:
     return placed(leaf, read)
 
 
-def _without(names: weights.Names, patterns: Sequence[str]) -> weights.Names:
-    """Returns names that leave out the parameters that match a pattern."""
-    return dataclasses.replace(names, tensors={**dict.fromkeys(patterns), **names.tensors})
+def _without(names: weights.Names, new: Mapping[str, Sequence[str]]) -> weights.Names:
+    """Returns names that leave out the new parameters, and ignore their tensors."""
+    ignored = [*names.ignored, *(tensor for tensors in new.values() for tensor in tensors)]
+    tensors = {**dict.fromkeys(new), **names.tensors}
+    return dataclasses.replace(names, tensors=tensors | dict.fromkeys(new), ignored=ignored)
 
 
 def _on_devices(model: nn.Module, zero: Zero) -> nn.Module:

@@ -1,0 +1,88 @@
+"""Logits, tensor names and config keys of transformers' encoders, recorded for tests without torch.
+
+`python tests/models/recorded_encoders.py` records them where torch and transformers are installed
+(transformers 5.24.0 with torch 2.13.0 on a CPU), in fp32. Both sides draw the same weights by name.
+"""
+
+import json
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FILE = Path(__file__).parent / "data" / "encoders.npz"
+
+_SIZES: dict[str, Any] = dict(
+    vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+    intermediate_size=24, max_position_embeddings=16, type_vocab_size=2,
+)  # fmt: skip
+
+# As in a config.json, by transformers' class.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", _SIZES),
+    "bert_classifier": ("BertForSequenceClassification", _SIZES | dict(num_labels=3)),
+    "roberta": ("RobertaForMaskedLM", _SIZES | dict(layer_norm_eps=1e-5)),
+    "roberta_classifier": ("RobertaForSequenceClassification", _SIZES | dict(num_labels=3)),
+}
+
+ROWS = np.random.default_rng(12).integers(3, 29, (2, 12))
+LENGTHS = np.array([12, 8])
+MASK = (np.arange(12) < LENGTHS[:, None]).astype(np.int64)
+TYPES = np.arange(12) % 5 // 3 * MASK
+
+
+def inputs(case: str) -> dict[str, np.ndarray]:
+    """Returns the inputs of a model by name; each model pads with its own token."""
+    pad = 1 if case.startswith("roberta") else 0
+    rows = np.where(MASK == 1, ROWS, pad)
+    return dict(input_ids=rows, attention_mask=MASK, token_type_ids=TYPES)
+
+
+def drawn(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Draws a tensor, wide enough that no part of a model is without effect; norms around 1."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    is_norm = "norm" in name.lower() and name.endswith("weight")
+    width = 0.05 if is_norm else 0.25
+    return (width * rng.standard_normal(shape) + is_norm).astype(np.float32)
+
+
+def compute() -> dict[str, np.ndarray]:
+    """Returns the file's content: logits, and JSON texts."""
+    import transformers
+    from safetensors import safe_open
+    from safetensors.numpy import save_file
+
+    found: dict[str, np.ndarray] = {}
+    for case, (name, values) in CASES.items():
+        kind = getattr(transformers, name)
+        with tempfile.TemporaryDirectory() as folder:
+            kind(kind.config_class(**values)).save_pretrained(folder)
+            file = Path(folder) / "model.safetensors"
+            with safe_open(file, "np") as tensors:
+                shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
+            weights = {key: drawn(case, key, tuple(shape)) for key, shape in shapes.items()}
+            save_file(weights, file, metadata={"format": "pt"})
+            found[f"{case}.logits"] = logits(case, folder)
+            found[f"{case}.config"] = np.array((Path(folder) / "config.json").read_text("utf-8"))
+        found[f"{case}.shapes"] = np.array(json.dumps(shapes))
+    return found
+
+
+def logits(case: str, folder: str | Path) -> np.ndarray:
+    """Returns the logits of a folder's model in transformers."""
+    import torch
+    import transformers
+
+    kind = getattr(transformers, CASES[case][0])
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        given = {name: torch.from_numpy(x) for name, x in inputs(case).items()}
+        result: np.ndarray = model(**given).logits.numpy()
+    return result
+
+
+if __name__ == "__main__":
+    np.savez_compressed(FILE, **compute())
+    print(FILE, FILE.stat().st_size)

@@ -1,0 +1,93 @@
+"""BERT and RoBERTa from folders: logits, tensor names and configs are those of transformers."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import recorded_encoders as recorded
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from zerojax.models import from_folder
+from zerojax.models.bert import SIZES, BertClassifier, BertConfig
+
+STORED = np.load(recorded.FILE)
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def folder_of(case: str, folder: Path) -> dict[str, np.ndarray]:
+    """Writes the folder that transformers writes, and returns its tensors."""
+    shapes = json.loads(str(STORED[f"{case}.shapes"]))
+    tensors = {name: recorded.drawn(case, name, tuple(shape)) for name, shape in shapes.items()}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(str(STORED[f"{case}.config"]), "utf-8")
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize("case", recorded.CASES)
+def test_logits_and_saved_tensors_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    tensors = folder_of(case, tmp_path / "in")
+    loaded = from_folder(tmp_path / "in", scan="roberta" in case)
+    logits = jax.jit(loaded.model.apply)({"params": loaded.parameters}, **recorded.inputs(case))
+    np.testing.assert_allclose(logits, STORED[f"{case}.logits"], atol=1e-5, rtol=0)
+
+    loaded.save(tmp_path / "out", loaded.parameters)
+    with safe_open(tmp_path / "out/model.safetensors", "np") as saved:
+        again = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
+    assert again.keys() == tensors.keys()
+    jax.tree.map(np.testing.assert_array_equal, again, tensors)
+    config = from_folder(tmp_path / "out", parameters=False, scan=loaded.model.config.scan)
+    assert config.model.config == loaded.model.config
+
+
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("torch", "transformers"))),
+    reason="torch and transformers are not installed: nothing to load a saved folder with",
+)
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("case", recorded.CASES)
+def test_transformers_loads_what_is_saved(case: str, tmp_path: Path) -> None:
+    folder_of(case, tmp_path / "in")
+    loaded = from_folder(tmp_path / "in")
+    loaded.save(tmp_path / "out", loaded.parameters)
+    logits = recorded.logits(case, tmp_path / "out")
+    np.testing.assert_allclose(logits, STORED[f"{case}.logits"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["bert", "roberta"])
+def test_a_classifier_begins_with_the_pretrained_body(case: str, tmp_path: Path) -> None:
+    folder_of(case, tmp_path)
+    architecture = f"{case.capitalize()}ForSequenceClassification"
+    loaded = from_folder(tmp_path, architecture=architecture, num_labels=5)
+    table = loaded.parameters[case]["embeddings"]["word_embeddings"]["embedding"]
+    name = f"{case}.embeddings.word_embeddings.weight"
+    np.testing.assert_array_equal(table, recorded.drawn(case, name, (30, 16)))
+    assert loaded.parameters["classifier"]["kernel"].shape == (16, 5)
+
+
+def test_a_row_ends_where_the_positions_of_a_roberta_do() -> None:
+    config = BertConfig(**SIZES["bert-tiny"] | dict(model_type="roberta", pad_token_id=1))
+    model, key = BertClassifier(config), jax.random.key(0)
+    jax.eval_shape(model.init, key, jnp.ones((1, 30), jnp.int32))
+    with pytest.raises(ValueError, match="31 tokens in a row, but max_position_embeddings = 32 of"):
+        jax.eval_shape(model.init, key, jnp.ones((1, 31), jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "electra"}, "model_type must be 'bert' or 'roberta', not 'electra'"),
+        ({"classifier_dropout": 1.0}, "classifier_dropout must be in"),
+        ({"hidden_size": 33}, "hidden_size = 33 does not divide into num_attention_heads = 4"),
+    ],
+)
+def test_config_names_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BertConfig(**SIZES["bert-tiny"] | change)

@@ -1,0 +1,117 @@
+"""Layers and options that the encoders DeBERTa, BERT and RoBERTa share: post-LayerNorm blocks.
+
+The modules have the names of transformers. Shapes: B batch, T time, D hidden_size.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from zerojax.models.config import ModelConfig
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: nn.gelu(x, approximate=False),
+    "tanh": jnp.tanh,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig(ModelConfig):
+    """Sizes and options of an encoder, by Hugging Face's names."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int = 512
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    num_labels: int = 2
+
+    def __post_init__(self) -> None:
+        self.check_sizes(
+            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+            *("intermediate_size", "max_position_embeddings", "num_labels"),
+        )
+        self.check_heads("hidden_size", "num_attention_heads")
+        self.check_rates("hidden_dropout_prob", "attention_probs_dropout_prob")
+
+
+class Output(nn.Module):
+    """norm(x + dense(y)), the end of a branch y of x [B, T, D]."""
+
+    config: EncoderConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        c = self.config
+        y = hidden_dropout(c, self.deterministic)(dense(c.hidden_size, c, "dense")(y))
+        return layer_norm(c)(x + y)
+
+
+class Attention(nn.Module):
+    """norm(x + attention(x))."""
+
+    config: EncoderConfig
+    deterministic: bool
+    self_attention: type[nn.Module]
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *inputs: jax.Array | None) -> jax.Array:
+        y = self.self_attention(self.config, self.deterministic, name="self")(x, *inputs)
+        return Output(self.config, self.deterministic, name="output")(x, y)
+
+
+class DenseGelu(nn.Module):
+    """[..., D] -> gelu [..., features]."""
+
+    config: EncoderConfig
+    features: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return ACTIVATIONS["gelu"](dense(self.features, self.config, "dense")(x))
+
+
+class Block(nn.Module):
+    """Attention, then an MLP. The second argument and result are `nn.scan`'s."""
+
+    config: EncoderConfig
+    deterministic: bool
+    self_attention: type[nn.Module]
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None, *inputs: jax.Array | None) -> tuple[jax.Array, None]:
+        c, deterministic = self.config, self.deterministic
+        x = Attention(c, deterministic, self.self_attention, name="attention")(x, *inputs)
+        h = DenseGelu(c, c.intermediate_size, name="intermediate")(x)
+        return Output(c, deterministic, name="output")(x, h), None
+
+
+def embed(rows: int, c: EncoderConfig, name: str | None = None) -> nn.Embed:
+    """Returns a table [rows, D]."""
+    init = nn.initializers.normal(c.initializer_range)
+    return nn.Embed(rows, c.hidden_size, dtype=c.dtype, embedding_init=init, name=name)
+
+
+def layer_norm(c: EncoderConfig) -> nn.LayerNorm:
+    """Returns the norm of D features."""
+    return nn.LayerNorm(c.layer_norm_eps, dtype=c.dtype, name="LayerNorm")
+
+
+def hidden_dropout(c: EncoderConfig, deterministic: bool) -> nn.Dropout:
+    """Returns the dropout of features between layers."""
+    return nn.Dropout(c.hidden_dropout_prob, deterministic=deterministic)
+
+
+def dense(features: int, c: EncoderConfig, name: str) -> nn.Dense:
+    """Returns a dense layer to the given number of features."""
+    init = nn.initializers.normal(c.initializer_range)
+    return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)

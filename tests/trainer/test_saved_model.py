@@ -1,5 +1,6 @@
 """The folders of `save_model`: names, configuration and tokenizer of the original model."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -14,9 +15,11 @@ from trainer.jobs import CONFIG, TOKENS
 
 import zerojax
 from zerojax import Trainer, TrainingArguments
+from zerojax.models.bert import BertClassifier, BertConfig, BertMaskedLM
 from zerojax.models.gpt import GPT
-from zerojax.models.hugging_face.folder import abstract
+from zerojax.models.hugging_face.folder import abstract, by_path
 from zerojax.models.hugging_face.gpt2 import config_to_hf, load, read_config, save
+from zerojax.models.llama import Llama, LlamaConfig
 from zerojax.trainer import causal_lm_loss
 from zerojax.trainer.saved_model import known_names, write_tokenizer
 
@@ -98,6 +101,29 @@ def test_parameters_of_another_model_keep_their_names(caplog: pytest.LogCaptureF
     assert "flax's names, which transformers does not know" in caplog.text
     assert known_names(nn.Dense(3)) is None
     assert known_names(None) is None
+
+
+BERT = BertConfig(vocab_size=7, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+                  intermediate_size=8, max_position_embeddings=4)  # fmt: skip
+MISTRAL = LlamaConfig(vocab_size=7, block_size=4, n_layer=1, n_head=2, n_embd=8, n_inner=8,
+                      model_type="mistral")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "architecture"),
+    [
+        (BertClassifier(BERT), "BertForSequenceClassification"),
+        (BertMaskedLM(BERT), "BertForMaskedLM"),
+        (Llama(MISTRAL), "MistralForCausalLM"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_head_and_the_family_are_found(model: Any, architecture: str) -> None:
+    leaves = {name.replace("/", "."): x.shape for name, x in by_path(abstract(model)).items()}
+    names: Any = known_names(model.config)
+    renamed = names(leaves, {"model": dataclasses.asdict(model.config)})
+    assert json.loads(renamed.texts["config.json"])["architectures"] == [architecture]
+    assert renamed.names is not None
 
 
 class Saver:

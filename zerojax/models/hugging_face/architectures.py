@@ -96,6 +96,19 @@ model"
     )
 
 
+def formats_of(config: object) -> list[Format[Any]]:
+    """Returns the formats of models with such a config, one for each head; none if unknown.
+
+    >>> from zerojax.models.gpt import GPTConfig
+    >>> config = GPTConfig(vocab_size=8, block_size=8, n_layer=1, n_head=1, n_embd=8)
+    >>> formats_of(config)[0].stack
+    'h'
+    """
+    kind = getattr(config, "model_type", None)
+    loaded = [each.load() for each in ARCHITECTURES.values() if kind in (None, each.model_type)]
+    return [each for each in loaded if type(config) is each.config]
+
+
 def _unknown(values: Json) -> str:
     """Returns the message of an unknown model type, with the type that shares most keys."""
     types = dict.fromkeys(each.model_type for each in ARCHITECTURES.values())

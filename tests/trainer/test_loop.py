@@ -404,7 +404,9 @@ def test_metrics_of_a_part_do_not_decide(tmp_path: Path) -> None:
 
 def test_bad_input_is_named_in_train(tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=1, eval_strategy="no")
-    with pytest.raises(TypeError, match="train_dataset: NoneType has no rows by number"):
+    with pytest.raises(TypeError, match=r"Classifier is a class: pass a module, Classifier\(\)"):
+        Trainer(Classifier, TrainingArguments(str(tmp_path)))
+    with pytest.raises(TypeError, match=r"no train_dataset: pass Trainer\(train_dataset="):
         classifier(args, train_dataset=None).train()
     with pytest.raises(CheckpointError, match="has no checkpoint to go on from"):
         classifier(args).train(resume_from_checkpoint=True)

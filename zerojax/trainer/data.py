@@ -46,6 +46,8 @@ def check(name: str, dataset: Any) -> int:
       ValueError: The dataset is empty.
       TypeError: The dataset has no length, or no rows by index.
     """
+    if dataset is None:
+        raise TypeError(f"there is no {name}: pass Trainer({name}=...), a list or a dataset")
     if is_stream(dataset):
         return 0
     is_sequence = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")

@@ -117,8 +117,9 @@ def model_of(model: AnyModel, loss: Loss, seed: int, remat: bool) -> Model:
             "save_pretrained wrote, loaded = zerojax.models.from_folder(path), as "
             "Trainer(loaded.model, params=loaded.parameters, loss=loaded.loss)"
         )
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise TypeError(f"model: {model.__name__} is a class: pass a module, {model.__name__}()")
+    if nn.Module in getattr(model, "__mro__", ()):
+        name = getattr(model, "__name__", "the model")
+        raise TypeError(f"model: {name} is a class: pass a module, {name}()")
     if remat:
         model = with_remat(model)
     if isinstance(model, nn.Module):

@@ -1,14 +1,13 @@
 """Lines and bars on a terminal, and the picture of the curves."""
 
 import io
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from zerojax.trainer import screen
-from zerojax.trainer.picture import svg, write
+from zerojax.trainer.picture import curves, write
 from zerojax.trainer.screen import Screen
 
 
@@ -56,13 +55,9 @@ def test_the_picture_has_a_panel_for_each_curve(tmp_path: Path) -> None:
     ]
     path = write(tmp_path / "new", history)
     assert path is not None
-    root = ET.fromstring(path.read_text())
-    lines = [x for x in root if x.tag.endswith("polyline")]
-    assert [len(x.attrib["points"].split()) for x in lines] == [2, 2, 2]
-    texts = [x.text for x in root if x.tag.endswith("text")]
-    assert {"loss", "eval_loss", "eval_a<b"} <= {*texts}
+    assert path.read_text().count('<g id="axes_') == 3
+    assert [*curves(history)] == ["loss", "eval_loss", "eval_a<b"]
     assert write(tmp_path / "none", history[:1]) is None
-    assert ET.fromstring(svg({})) is not None
 
 
 def test_a_picture_that_cannot_be_written_ends_no_run(

@@ -16,6 +16,7 @@ MODULES = {
     "LlamaConfig": "llama",
     "DebertaConfig": "deberta",
     "BartConfig": "bart",
+    "T5Config": "t5",
 }
 
 

@@ -14,6 +14,7 @@ from models.recorded_folders import (
     loads_and_saves_as_transformers,
     transformers_loads_what_is_saved,
 )
+from safetensors.numpy import save_file
 
 from zerojax.models import from_folder
 from zerojax.models.bert import SIZES, BertClassifier, BertConfig
@@ -44,6 +45,28 @@ def test_a_classifier_begins_with_the_pretrained_body(case: str, tmp_path: Path)
     name = f"{case}.embeddings.word_embeddings.weight"
     np.testing.assert_array_equal(table, recorded.drawn(case, name, (30, 16)))
     assert loaded.parameters["classifier"]["kernel"].shape == (16, 5)
+
+
+@pytest.mark.parametrize("head", ["MaskedLM", "SequenceClassification"])
+def test_norms_may_have_the_names_of_tensorflow(head: str, tmp_path: Path) -> None:
+    tensors = folder_of("bert", tmp_path)
+    theirs = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for name, tensor in tensors.items()
+    }
+    assert theirs.keys() - tensors.keys()
+    save_file(theirs, tmp_path / "model.safetensors")
+    loaded = from_folder(tmp_path, architecture=f"BertFor{head}")
+    norm = loaded.parameters["bert"]["encoder"]["layer_1"]["output"]["LayerNorm"]
+    name = "bert.encoder.layer.1.output.LayerNorm"
+    np.testing.assert_array_equal(norm["scale"], tensors[f"{name}.weight"])
+    np.testing.assert_array_equal(norm["bias"], tensors[f"{name}.bias"])
+
+    save_file({**theirs, f"{name}.bias": tensors[f"{name}.bias"]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name}.bias is there twice, as {name}.be.* and {name}"):
+        from_folder(tmp_path)
 
 
 def test_a_row_ends_where_the_positions_of_a_roberta_do() -> None:

@@ -61,6 +61,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "RobertaForMaskedLM": Architecture("roberta", "bert:MASKED_LM"),
     "RobertaForSequenceClassification": Architecture("roberta", "bert:CLASSIFIER"),
     "T5ForConditionalGeneration": Architecture("t5", "t5:FORMAT"),
+    "ViTForImageClassification": Architecture("vit", "vit:FORMAT"),
 }
 
 

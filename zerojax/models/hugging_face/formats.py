@@ -17,6 +17,7 @@ MODULES = {
     "DebertaConfig": "deberta",
     "BartConfig": "bart",
     "T5Config": "t5",
+    "ViTConfig": "vit",
 }
 
 

@@ -1,7 +1,5 @@
 """BERT and RoBERTa from folders: logits, tensor names and configs are those of transformers."""
 
-import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,55 +8,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import recorded_encoders as recorded
-from safetensors import safe_open
+from models.recorded_folders import (
+    HAS_TRANSFORMERS,
+    folder_of,
+    loads_and_saves_as_transformers,
+    transformers_loads_what_is_saved,
+)
 from safetensors.numpy import save_file
 
 from zerojax.models import from_folder
 from zerojax.models.bert import SIZES, BertClassifier, BertConfig
 
-STORED = np.load(recorded.FILE)
+CASES = [case for case in recorded.CASES if "bert" in case]
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-def folder_of(case: str, folder: Path) -> dict[str, np.ndarray]:
-    """Writes the folder that transformers writes, and returns its tensors."""
-    shapes = json.loads(str(STORED[f"{case}.shapes"]))
-    tensors = {name: recorded.drawn(case, name, tuple(shape)) for name, shape in shapes.items()}
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(str(STORED[f"{case}.config"]), "utf-8")
-    save_file(tensors, folder / "model.safetensors")
-    return tensors
-
-
-@pytest.mark.parametrize("case", recorded.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_logits_and_saved_tensors_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    tensors = folder_of(case, tmp_path / "in")
-    loaded = from_folder(tmp_path / "in", scan="roberta" in case)
-    logits = jax.jit(loaded.model.apply)({"params": loaded.parameters}, **recorded.inputs(case))
-    np.testing.assert_allclose(logits, STORED[f"{case}.logits"], atol=1e-5, rtol=0)
-
-    loaded.save(tmp_path / "out", loaded.parameters)
-    with safe_open(tmp_path / "out/model.safetensors", "np") as saved:
-        again = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
-    assert again.keys() == tensors.keys()
-    jax.tree.map(np.testing.assert_array_equal, again, tensors)
-    config = from_folder(tmp_path / "out", parameters=False, scan=loaded.model.config.scan)
-    assert config.model.config == loaded.model.config
+    loads_and_saves_as_transformers(case, tmp_path, scan="roberta" in case)
 
 
-@pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("torch", "transformers"))),
-    reason="torch and transformers are not installed: nothing to load a saved folder with",
-)
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="nothing to load a saved folder with")
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("case", recorded.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_transformers_loads_what_is_saved(case: str, tmp_path: Path) -> None:
-    folder_of(case, tmp_path / "in")
-    loaded = from_folder(tmp_path / "in")
-    loaded.save(tmp_path / "out", loaded.parameters)
-    logits = recorded.logits(case, tmp_path / "out")
-    np.testing.assert_allclose(logits, STORED[f"{case}.logits"], atol=1e-5, rtol=0)
+    transformers_loads_what_is_saved(case, tmp_path)
 
 
 @pytest.mark.parametrize("case", ["bert", "roberta"])
@@ -70,6 +45,28 @@ def test_a_classifier_begins_with_the_pretrained_body(case: str, tmp_path: Path)
     name = f"{case}.embeddings.word_embeddings.weight"
     np.testing.assert_array_equal(table, recorded.drawn(case, name, (30, 16)))
     assert loaded.parameters["classifier"]["kernel"].shape == (16, 5)
+
+
+@pytest.mark.parametrize("head", ["MaskedLM", "SequenceClassification"])
+def test_norms_may_have_the_names_of_tensorflow(head: str, tmp_path: Path) -> None:
+    tensors = folder_of("bert", tmp_path)
+    theirs = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for name, tensor in tensors.items()
+    }
+    assert theirs.keys() - tensors.keys()
+    save_file(theirs, tmp_path / "model.safetensors")
+    loaded = from_folder(tmp_path, architecture=f"BertFor{head}")
+    norm = loaded.parameters["bert"]["encoder"]["layer_1"]["output"]["LayerNorm"]
+    name = "bert.encoder.layer.1.output.LayerNorm"
+    np.testing.assert_array_equal(norm["scale"], tensors[f"{name}.weight"])
+    np.testing.assert_array_equal(norm["bias"], tensors[f"{name}.bias"])
+
+    save_file({**theirs, f"{name}.bias": tensors[f"{name}.bias"]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name}.bias is there twice, as {name}.be.* and {name}"):
+        from_folder(tmp_path)
 
 
 def test_a_row_ends_where_the_positions_of_a_roberta_do() -> None:

@@ -14,18 +14,18 @@ Shapes: B batch, T time, D hidden_size, C num_labels, V vocab_size.
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from zerojax.models.blocks import attend, check_length, run_blocks, split_heads
+from zerojax.models.blocks import check_length, run_blocks
 from zerojax.models.config import Sizes
 from zerojax.models.encoder_layers import (
     ACTIVATIONS,
     Block,
     EncoderConfig,
+    SelfAttention,
     dense,
     embed,
     hidden_dropout,
@@ -76,24 +76,6 @@ SIZES: Sizes = {
         type_vocab_size=1, layer_norm_eps=1e-5, pad_token_id=1,
     ),
 }  # fmt: skip
-
-
-class SelfAttention(nn.Module):
-    """[B, T, D] -> [B, T, D]: attention of all tokens to those of the mask."""
-
-    config: BertConfig
-    deterministic: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        c = self.config
-        q, k, v = (
-            split_heads(dense(c.hidden_size, c, name)(x), c.num_attention_heads)
-            for name in ("query", "key", "value")
-        )
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
-        dropout = nn.Dropout(c.attention_probs_dropout_prob, deterministic=self.deterministic)
-        return attend(scores, v, mask, dropout).reshape(x.shape)
 
 
 class Embeddings(nn.Module):

@@ -1,15 +1,17 @@
-"""Layers and options that the encoders DeBERTa, BERT and RoBERTa share: post-LayerNorm blocks.
+"""Layers and options that encoders share, and the post-LayerNorm blocks of DeBERTa and BERT.
 
 The modules have the names of transformers. Shapes: B batch, T time, D hidden_size.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from zerojax.models.blocks import attend, split_heads
 from zerojax.models.config import ModelConfig
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -19,15 +21,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderConfig(ModelConfig):
-    """Sizes and options of an encoder, by Hugging Face's names."""
+class BlocksConfig(ModelConfig):
+    """Sizes and options of an encoder's blocks and head, by Hugging Face's names."""
 
-    vocab_size: int
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
     intermediate_size: int
-    max_position_embeddings: int = 512
     layer_norm_eps: float = 1e-12
     initializer_range: float = 0.02
     hidden_dropout_prob: float = 0.1
@@ -36,11 +36,41 @@ class EncoderConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         self.check_sizes(
-            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-            *("intermediate_size", "max_position_embeddings", "num_labels"),
+            *("hidden_size", "num_hidden_layers", "num_attention_heads"),
+            *("intermediate_size", "num_labels"),
         )
         self.check_heads("hidden_size", "num_attention_heads")
         self.check_rates("hidden_dropout_prob", "attention_probs_dropout_prob")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig(BlocksConfig):
+    """Sizes and options of an encoder of tokens."""
+
+    vocab_size: int
+    max_position_embeddings: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_sizes("vocab_size", "max_position_embeddings")
+
+
+class SelfAttention(nn.Module):
+    """[B, T, D] -> [B, T, D]: attention of all tokens to those of the mask."""
+
+    config: BlocksConfig
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        c = self.config
+        q, k, v = (
+            split_heads(dense(c.hidden_size, c, name)(x), c.num_attention_heads)
+            for name in ("query", "key", "value")
+        )
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
+        dropout = nn.Dropout(c.attention_probs_dropout_prob, deterministic=self.deterministic)
+        return attend(scores, v, mask, dropout).reshape(x.shape)
 
 
 class Output(nn.Module):
@@ -72,7 +102,7 @@ class Attention(nn.Module):
 class DenseGelu(nn.Module):
     """[..., D] -> gelu [..., features]."""
 
-    config: EncoderConfig
+    config: BlocksConfig
     features: int
 
     @nn.compact
@@ -101,17 +131,17 @@ def embed(rows: int, c: EncoderConfig, name: str | None = None) -> nn.Embed:
     return nn.Embed(rows, c.hidden_size, dtype=c.dtype, embedding_init=init, name=name)
 
 
-def layer_norm(c: EncoderConfig) -> nn.LayerNorm:
+def layer_norm(c: BlocksConfig, name: str = "LayerNorm") -> nn.LayerNorm:
     """Returns the norm of D features."""
-    return nn.LayerNorm(c.layer_norm_eps, dtype=c.dtype, name="LayerNorm")
+    return nn.LayerNorm(c.layer_norm_eps, dtype=c.dtype, name=name)
 
 
-def hidden_dropout(c: EncoderConfig, deterministic: bool) -> nn.Dropout:
+def hidden_dropout(c: BlocksConfig, deterministic: bool) -> nn.Dropout:
     """Returns the dropout of features between layers."""
     return nn.Dropout(c.hidden_dropout_prob, deterministic=deterministic)
 
 
-def dense(features: int, c: EncoderConfig, name: str) -> nn.Dense:
+def dense(features: int, c: BlocksConfig, name: str) -> nn.Dense:
     """Returns a dense layer to the given number of features."""
     init = nn.initializers.normal(c.initializer_range)
     return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)

@@ -125,10 +125,10 @@ def fit(
     problems = []
     found: dict[str, AnySource] = {}
     for name, tensor in tensors.items():
-        short = name.removeprefix(names.prefix)
+        short = names.short(name)
         if short in found:
             problems.append(
-                f"{tensor.file}: {short} is there twice, with and without {names.prefix!r}"
+                f"{tensor.file}: {short} is there twice, as {found[short].name} and {name}"
             )
         found[short] = tensor
     needed = {name: name.removeprefix(names.prefix) for name in linked.tensors}

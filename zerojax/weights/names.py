@@ -70,12 +70,15 @@ class Names:
       prefix: An optional prefix of tensor names in a file, such as ``"model."``.
       ignored: Patterns of tensors in a file that belong to no parameter.
       tied: Tensors that a file may hold as copies of others: ``{"lm_head.weight": "wte.weight"}``.
+      aliases: Patterns of other names that files have for tensors, without the prefix:
+        ``{"{module:path}.gamma": "{module}.weight"}``. ``save`` does not use them.
     """
 
     tensors: Mapping[str, str | Tensor | None]
     prefix: str = ""
     ignored: Sequence[str] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, names: Names | Mapping[str, str | Tensor | None] | None) -> Names:
@@ -83,6 +86,18 @@ class Names:
         if names is None:
             return cls({"{path:path}": "{path}"})
         return names if isinstance(names, Names) else cls(names)
+
+    def short(self, tensor: str) -> str:
+        """Returns the name of a file's tensor without the prefix, for an alias the name it means.
+
+        >>> Names({}, prefix="bert.", aliases={"{x}.gamma": "{x}.weight"}).short("bert.norm.gamma")
+        'norm.weight'
+        """
+        name = tensor.removeprefix(self.prefix)
+        for pattern, meant in self.aliases.items():
+            if match := pattern_of(pattern).fullmatch(name):
+                return meant.format_map(match.groupdict())
+        return name
 
     def is_ignored(self, tensor: str) -> bool:
         """Returns whether a tensor name, without the prefix, matches a pattern of ``ignored``."""

@@ -60,6 +60,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "BertForSequenceClassification": Architecture("bert", "bert:CLASSIFIER"),
     "RobertaForMaskedLM": Architecture("roberta", "bert:MASKED_LM"),
     "RobertaForSequenceClassification": Architecture("roberta", "bert:CLASSIFIER"),
+    "T5ForConditionalGeneration": Architecture("t5", "t5:FORMAT"),
+    "ViTForImageClassification": Architecture("vit", "vit:FORMAT"),
 }
 
 

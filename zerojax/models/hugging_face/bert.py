@@ -46,6 +46,13 @@ _CLASSIFIER = {
 }
 
 
+# Google's files, such as google-bert/bert-base-uncased, have TensorFlow's names of the norms.
+_ALIASES = {
+    "{norm:path}.LayerNorm.gamma": "{norm}.LayerNorm.weight",
+    "{norm:path}.LayerNorm.beta": "{norm}.LayerNorm.bias",
+}
+
+
 def masked_lm_names(config: BertConfig) -> Names:
     """Maps paths of a `BertMaskedLM` to tensors of a `BertForMaskedLM` or `RobertaForMaskedLM`."""
     body = config.model_type
@@ -82,7 +89,8 @@ def _names(
 ) -> Names:
     body = config.model_type
     tensors = head | module_names("", f"{body}/encoder/layer")
-    return Names(tensors, ignored=[*ignored, f"{body}.embeddings.position_ids"], tied=tied)
+    ignored = [*ignored, f"{body}.embeddings.position_ids"]
+    return Names(tensors, ignored=ignored, tied=tied, aliases=_ALIASES)
 
 
 def _dense(path: str, tensor: str) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ class Pretrained:
         links = link(self.names, {path: x.shape for path, x in shapes.items()}).links
         prefix = self.names.prefix
         with open_tensors(self.folder) as tensors:
-            found = {name.removeprefix(prefix): x.shape for name, x in tensors.items()}
+            found = {self.names.short(name): x.shape for name, x in tensors.items()}
         new: dict[str, list[str]] = {}
         differing = []
         for pattern in self.format.head:

@@ -1,0 +1,124 @@
+"""Hugging Face's `t5`: its `config.json` and tensor names; T5, T5 1.1 and Flan-T5.
+
+>>> config = config_from_hf({"model_type": "t5", "num_layers": 3, "tie_word_embeddings": False})
+>>> config.num_decoder_layers, config.d_model                # as in T5Config if a key is missing
+(3, 512)
+>>> config_from_hf(config_to_hf(config)) == config
+True
+"""
+
+from zerojax.models.config import Fields
+from zerojax.models.hugging_face import config_file
+from zerojax.models.hugging_face.config_file import Json, Supported, check_supported
+from zerojax.models.hugging_face.folder import TOKEN, Format
+from zerojax.models.losses import seq2seq_loss
+from zerojax.models.t5 import GATED, SIZES, T5, T5Config
+from zerojax.weights import Names, Tensor
+
+# Values that zerojax.models.t5 supports; the first of each is transformers' default.
+SUPPORTED: Supported = {
+    "model_type": ("t5",),
+    "feed_forward_proj": ("relu", GATED),
+    "is_encoder_decoder": (True,),
+    "is_decoder": (False,),
+}
+
+# Keys that transformers computes from `feed_forward_proj`, and their values.
+_DERIVED: dict[str, Json] = {
+    "relu": {"dense_act_fn": "relu", "is_gated_act": False},
+    GATED: {"dense_act_fn": "gelu_new", "is_gated_act": True},
+}
+
+KEYS = config_file.same_keys(T5Config, SIZES["t5-small"] | dict(num_decoder_layers=None))
+
+# Modules of a block, and their numbers and names in transformers.
+_MODULES = {
+    "encoder": {
+        "self_attention": ("layer.0", "SelfAttention"),
+        "mlp": ("layer.1", "DenseReluDense"),
+    },
+    "decoder": {
+        "self_attention": ("layer.0", "SelfAttention"),
+        "cross_attention": ("layer.1", "EncDecAttention"),
+        "mlp": ("layer.2", "DenseReluDense"),
+    },
+}
+
+
+def names(config: T5Config) -> Names:
+    """Maps paths of a `T5` to tensors of a `T5ForConditionalGeneration`."""
+    tensors = {"shared/embedding": Tensor("shared.weight")}
+    for stack, modules in _MODULES.items():
+        first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        tensors[f"{stack}/relative_attention_bias/embedding"] = Tensor(first)
+        tensors[f"{stack}/final_layer_norm/scale"] = Tensor(f"{stack}.final_layer_norm.weight")
+        for block, axis in ((f"{stack}/block", "layer "), (f"{stack}/block_{{layer:int}}", "")):
+            for module, (number, name) in modules.items():
+                layer = f"{stack}.block.{{layer}}.{number}"
+                tensors[f"{block}/{module}/{{norm}}/scale"] = Tensor(
+                    f"{layer}.{{norm}}.weight", f"... -> {axis}..."
+                )
+                tensors[f"{block}/{module}/{{dense}}/kernel"] = Tensor(
+                    f"{layer}.{name}.{{dense}}.weight", f"o i -> {axis}i o"
+                )
+    tied = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
+    if config.tie_word_embeddings:
+        tied.append("lm_head.weight")
+    else:
+        tensors["lm_head/kernel"] = Tensor("lm_head.weight", "o i -> i o")
+    # Older files have a second table of the decoder, which transformers ignores.
+    unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    return Names(tensors, ignored=[unused], tied=dict.fromkeys(tied, "shared.weight"))
+
+
+def config_from_hf(values: Json) -> T5Config:
+    """Converts a `config.json` to a `T5Config`; `config_to_hf` writes its other keys back.
+
+    A file without `scale_decoder_outputs` scales unless `tie_word_embeddings` is false. A model
+    that does not scale is a T5 1.1, whose head is separate, although transformers 5 writes
+    `tie_word_embeddings` as true.
+
+    Raises:
+      ValueError: The file has a value that `zerojax.models.t5` does not support.
+    """
+    check_supported(values, SUPPORTED, "zerojax.models.t5")
+    derived = _DERIVED[values.get("feed_forward_proj", "relu")]
+    check_supported(values, {key: (value,) for key, value in derived.items()}, "zerojax.models.t5")
+    fields = config_file.from_keys(KEYS, values)
+    fields["num_decoder_layers"] = fields["num_decoder_layers"] or fields["num_layers"]
+    fields |= _head(values)
+    return T5Config(**fields, hugging_face=config_file.kept(values, without=derived))
+
+
+def _head(values: Json) -> Fields:
+    is_tied = values.get("tie_word_embeddings") is not False
+    scales = values.get("scale_decoder_outputs", is_tied)
+    return {"scale_decoder_outputs": scales, "tie_word_embeddings": is_tied and scales}
+
+
+def config_to_hf(config: T5Config) -> Json:
+    """Returns the `config.json` for transformers, with the other keys of the original file.
+
+    `scan`, `remat` and `dtype` are omitted.
+    """
+    return {
+        **config_file.carried(config),
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        **config_file.to_keys(KEYS, config),
+    }
+
+
+FORMAT = Format(
+    T5Config,
+    config_from_hf,
+    config_to_hf,
+    names,
+    needed=("tie_word_embeddings", "scale_decoder_outputs", "feed_forward_proj"),
+    model=T5,
+    loss=seq2seq_loss,
+    keys=[*(key for _, key, _ in KEYS), *SUPPORTED, *_DERIVED[GATED]],
+    inputs=lambda config: (TOKEN, TOKEN),
+)
+export_names = FORMAT.export_names

@@ -1,5 +1,6 @@
 """The folders of `save_model`: names, configuration and tokenizer of the original model."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -14,9 +15,13 @@ from trainer.jobs import CONFIG, TOKENS
 
 import zerojax
 from zerojax import Trainer, TrainingArguments
+from zerojax.models.bert import SIZES as BERT
+from zerojax.models.bert import BertClassifier, BertConfig, BertMaskedLM
 from zerojax.models.gpt import GPT
-from zerojax.models.hugging_face.folder import abstract
+from zerojax.models.hugging_face.folder import abstract, by_path
 from zerojax.models.hugging_face.gpt2 import config_to_hf, load, read_config, save
+from zerojax.models.llama import SIZES as LLAMA
+from zerojax.models.llama import Llama, LlamaConfig
 from zerojax.trainer import causal_lm_loss
 from zerojax.trainer.saved_model import known_names, write_tokenizer
 
@@ -98,6 +103,26 @@ def test_parameters_of_another_model_keep_their_names(caplog: pytest.LogCaptureF
     assert "flax's names, which transformers does not know" in caplog.text
     assert known_names(nn.Dense(3)) is None
     assert known_names(None) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "architecture"),
+    [
+        (BertClassifier(BertConfig(**BERT["bert-tiny"])), "BertForSequenceClassification"),
+        (BertMaskedLM(BertConfig(**BERT["bert-tiny"])), "BertForMaskedLM"),
+        (Llama(LlamaConfig(**LLAMA["llama-tiny"])), "LlamaForCausalLM"),
+        (
+            Llama(LlamaConfig(**LLAMA["llama-tiny"], model_type="mistral", sliding_window=4)),
+            "MistralForCausalLM",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_parameters_decide_the_architecture(model: Any, architecture: str) -> None:
+    names: Any = known_names(model.config)
+    leaves = {name.replace("/", "."): x.shape for name, x in by_path(abstract(model)).items()}
+    renamed = names(leaves, {"model": dataclasses.asdict(model.config)})
+    assert json.loads(renamed.texts["config.json"])["architectures"] == [architecture]
 
 
 class Saver:

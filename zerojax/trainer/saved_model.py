@@ -11,7 +11,7 @@ from zerojax.checkpoint import export
 from zerojax.checkpoint.naming import Names, Renamed
 from zerojax.distributed import log
 from zerojax.models.hugging_face.config_file import source_folder
-from zerojax.models.hugging_face.formats import format_of
+from zerojax.models.hugging_face.formats import formats_of
 from zerojax.weights.names import link
 from zerojax.xla.types import PyTree
 
@@ -52,22 +52,27 @@ def known_names(config: object) -> Names | None:
     Parameters that are not those of the config's model keep flax's names, which a warning states.
     None stands for flax's names.
     """
-    found = format_of(config)
-    if found is None:
+    formats = formats_of(config)
+    if not formats:
         return None
 
     def names(leaves: Mapping[str, tuple[int, ...]], extra: PyTree) -> Renamed:
-        try:
-            renamed = found.export_names(leaves, extra)
-            link(renamed.names, {name.replace(".", "/"): x for name, x in leaves.items()})
-        except ValueError as error:
-            log.warning(
-                "save_model: the parameters are not those of a model with %s, and are saved with "
-                "flax's names, which transformers does not know; pass names= (%s)",
-                type(config).__name__, error,
-            )  # fmt: skip
-            return Renamed(None, {})
-        return renamed
+        shapes = {name.replace(".", "/"): x for name, x in leaves.items()}
+        problems = []
+        for each in formats:
+            try:
+                renamed = each.export_names(leaves, extra)
+                link(renamed.names, shapes)
+            except ValueError as error:
+                problems.append(error)
+            else:
+                return renamed
+        log.warning(
+            "save_model: the parameters are not those of a model with %s, and are saved with "
+            "flax's names, which transformers does not know; pass names= (%s)",
+            type(config).__name__, problems[0],
+        )  # fmt: skip
+        return Renamed(None, {})
 
     return names
 

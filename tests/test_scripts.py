@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import zerojax
 from zerojax.models import bart, from_folder, gpt
@@ -260,6 +261,15 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
     return run
 
 
+def assert_trained(folder: Path) -> None:
+    """Checks that a folder can be loaded, and has its tensors of the start with new values."""
+    assert from_folder(folder).parameters is not None
+    after = load_file(folder / "model.safetensors")
+    before = load_file("pretrained/model.safetensors")
+    new = [name for name in after if name in before and (after[name] != before[name]).any()]
+    assert len(new) > len(before) // 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "folder", "pads", "options"),
@@ -286,7 +296,7 @@ def test_a_script_with_trainer(
     assert np.isfinite(results["train_loss"])
     assert (out / "README.md").read_text().startswith("---")
     assert (out / "model/tokenizer.json").exists()
-    assert from_folder(out / "model").parameters is not None
+    assert_trained(out / "model")
 
 
 @pytest.mark.slow
@@ -313,4 +323,4 @@ def test_a_script_with_accelerate(
     results = json.loads((out / "all_results.json").read_text())
     assert np.isfinite(list(results.values())).all()
     assert (out / "tokenizer.json").exists()
-    assert from_folder(out).parameters is not None
+    assert_trained(out)

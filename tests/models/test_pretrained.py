@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.models import from_folder
@@ -114,3 +116,24 @@ def test_a_head_of_other_labels_is_new(
     assert float(jnp.std(params["classifier"]["kernel"])) > 0
     loaded.save(tmp_path / "tuned", params)
     assert json.loads((tmp_path / "tuned/config.json").read_text())["id2label"].keys() == {"0", "1"}
+
+
+@pytest.mark.slow
+def test_its_step_is_that_of_plain_jit(tmp_path: Path) -> None:
+    config = gpt2.GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=2, n_embd=32)
+    gpt2.save(filled(gpt2.GPT(config)), config, tmp_path)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(60, size=(16, 8))
+    batch = {"input_ids": tokens, "labels": np.where(rng.random((16, 8)) < 0.3, -100, tokens)}
+
+    plain, tx = from_folder(tmp_path), optax.sgd(0.1)
+    state = TrainState.create(apply_fn=None, params=plain.parameters, tx=tx)
+    expected, loss = jax.jit(plain.train_step)(state, jax.tree.map(jnp.asarray, batch))
+
+    zero = zerojax.zero(stage=2, gradient_accumulation_steps=2, train_batch_size=16)
+    loaded = from_folder(tmp_path, zero=zero, parameters=False)
+    state, ours = zero(loaded.train_step)(loaded.create_state(zero, tx), batch)
+    np.testing.assert_allclose(ours, loss, rtol=1e-6)
+    for x, y in zip(*map(jax.tree.leaves, (state.params, expected.params)), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+    assert zero.evaluate(loaded.eval_step)(state, batch)["loss"] < loss

@@ -22,7 +22,9 @@ from zerojax.distributed import log
 from zerojax.models.config import Fields
 from zerojax.models.hugging_face import architectures, config_file
 from zerojax.models.hugging_face.folder import Format, Loss, abstract, by_path
+from zerojax.models.losses import Batch
 from zerojax.models.tensor_parallel import TensorParallel
+from zerojax.trace.gradients import value_and_grad, weighted_mean
 from zerojax.weights.arrangement import Bounds
 from zerojax.weights.loader import placed
 from zerojax.weights.names import link, pattern_of
@@ -116,6 +118,54 @@ class Pretrained:
         """Returns new parameters."""
         inputs = [jnp.zeros(x.shape, x.dtype) for x in self.format.inputs(self.model.config)]
         return self.model.init(key, *inputs)["params"]
+
+    def create_state(
+        self, zero: Zero, tx: optax.GradientTransformation | None = None
+    ) -> TrainState:
+        """Returns a state on the devices of `zero`, with the folder's parameters.
+
+        Args:
+          zero: The decorator of the step.
+          tx: The optimizer, by default `zero.optimizer()`, which the config names.
+        """
+        tx = zero.optimizer() if tx is None else tx
+        shapes = abstract(self.model, *self.format.inputs(self.model.config))
+
+        def create() -> TrainState:
+            params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return cast(
+                TrainState, TrainState.create(apply_fn=self.model.apply, params=params, tx=tx)
+            )
+
+        state = zero.init(create)
+        return cast(TrainState, state.replace(params=self.load(state.params)))
+
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+        """Returns the next state and the mean loss [], for `zero(pretrained.train_step)`.
+
+        Args:
+          state: A state, such as that of `create_state`.
+          batch: Arrays by transformers' names, rows on the first axis. All micro-batches of an
+            update have one key for dropout.
+        """
+        key = jax.random.fold_in(jax.random.key(0), state.step)
+
+        def mean(params: PyTree) -> jax.Array:
+            forward = nn.apply(self.loss, self.model)
+            return weighted_mean(*forward({"params": params}, batch, rngs={"dropout": key})["loss"])
+
+        loss, grads = value_and_grad(mean)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    def eval_step(self, state: TrainState, batch: Batch) -> dict[str, PyTree]:
+        """Returns the mean `loss` [] and the `logits`, for `zero.evaluate(pretrained.eval_step)`.
+
+        A batch without `labels` may have logits only.
+        """
+        outputs = nn.apply(self.loss, self.model)({"params": state.params}, batch)
+        if "loss" not in outputs:
+            return outputs
+        return {**outputs, "loss": weighted_mean(*outputs["loss"])}
 
     def save(
         self, folder: Path, parameters: PyTree, *, max_shard_size: int = MAX_FILE_BYTES

@@ -176,7 +176,7 @@ def imported(file: Path) -> set[Path]:
     while left:
         if (path := left.pop()) not in found and (ROOT / path).exists():
             found.add(path)
-            left += imports(path)
+            left += imports(path) if path not in CHOICE else []
     return found
 
 
@@ -184,8 +184,9 @@ def imported(file: Path) -> set[Path]:
 def imports(file: Path) -> list[Path]:
     """Where the modules may lie that a file itself imports."""
     text = (ROOT / file).read_text()
-    # In the package itself such names stand in docstrings alone.
-    used = re.findall(NAME, text) if file.parts[0] != "zerojax" else []
+    # In the package itself such names stand in docstrings alone; a module's path uses no name.
+    others = re.sub(IMPORT, "", text, flags=re.MULTILINE) if file.parts[0] != "zerojax" else ""
+    used = re.findall(NAME, others)
     stems = {f"zerojax.{zerojax._MODULES.get(x, x)}" for x in used}
     for module, names in re.findall(IMPORT, text, re.MULTILINE):
         stems |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))}

@@ -53,6 +53,7 @@ def test_parameters_are_created_where_the_plan_puts_them(tmp_path: Path) -> None
     jax.tree.map(np.testing.assert_array_equal, again.load(fresh), fresh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [None, zerojax.zero(stage=2)], ids=["plain", "zero"])
 def test_a_head_without_tensors_is_new(zero: zerojax.Zero | None, tmp_path: Path) -> None:
     config = DebertaConfig(**SIZES["deberta-tiny"])

@@ -7,19 +7,14 @@
 True
 """
 
-from typing import cast
-
-import flax.linen as nn
-
-from zerojax.models.bart import BLENDERBOT, Bart, BartConfig, shifted
+from zerojax.models.bart import BLENDERBOT, Bart, BartConfig
 from zerojax.models.config import Fields
 from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config_file import Json, Supported, check_supported
 from zerojax.models.hugging_face.folder import TOKEN, Format
 from zerojax.models.hugging_face.module_names import module_names
-from zerojax.models.losses import Batch, classification_loss
+from zerojax.models.losses import seq2seq_loss
 from zerojax.weights import Names, Tensor
-from zerojax.xla.types import PyTree
 
 # Copies of the shared embedding table that older files also have.
 TIED = {
@@ -121,23 +116,13 @@ def config_to_hf(config: BartConfig) -> Json:
     }
 
 
-def loss(model: nn.Module, batch: Batch) -> dict[str, PyTree]:
-    """Returns the mean cross-entropy of `labels` [B, T], in nats; labels of -100 do not count.
-
-    The decoder's input are the `decoder_input_ids`, or else the labels after the start token.
-    """
-    labels = batch["labels"]
-    inputs = {"decoder_input_ids": shifted(labels, cast(Bart, model).config), **batch}
-    return classification_loss(model, inputs)
-
-
 FORMAT = Format(
     BartConfig,
     config_from_hf,
     config_to_hf,
     names,
     model=Bart,
-    loss=loss,
+    loss=seq2seq_loss,
     keys=[*(key for _, key, _ in config_file.same_keys(BartConfig, {})), *SUPPORTED],
     inputs=lambda config: (TOKEN, TOKEN),
 )

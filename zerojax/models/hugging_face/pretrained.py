@@ -212,16 +212,17 @@ def from_folder(
       ValueError: zerojax has no such model, or does not support a key of the config; the message
         names the nearest model, or the key. A tensor is missing, unexpected or of a wrong shape.
 
-    >>> import tempfile
-    >>> from zerojax.models.gpt import GPT, SIZES, GPTConfig
-    >>> from zerojax.models.hugging_face import gpt2
-    >>> config = GPTConfig(**SIZES["tiny"])
-    >>> fresh = GPT(config).init(jax.random.key(1), jnp.zeros((1, 8), jnp.int32))["params"]
-    >>> with tempfile.TemporaryDirectory() as folder:      # for you: a download
-    ...     gpt2.save(fresh, config, folder)
-    ...     model, params = (loaded := from_folder(folder)).model, loaded.parameters
-    >>> model.config.n_embd, bool((params["wte"]["embedding"] == fresh["wte"]["embedding"]).all())
-    (32, True)
+    Example:
+      >>> import tempfile
+      >>> from zerojax.models.gpt import GPT, SIZES, GPTConfig
+      >>> from zerojax.models.hugging_face import gpt2
+      >>> config = GPTConfig(**SIZES["tiny"])
+      >>> fresh = GPT(config).init(jax.random.key(1), jnp.zeros((1, 8), jnp.int32))["params"]
+      >>> with tempfile.TemporaryDirectory() as folder:      # for you: a download
+      ...     gpt2.save(fresh, config, folder)
+      ...     model, params = (loaded := from_folder(folder)).model, loaded.parameters
+      >>> model.config.n_embd, bool((params["wte"]["embedding"] == fresh["wte"]["embedding"]).all())
+      (32, True)
     """
     file = config_file.in_folder(folder)
     try:

@@ -35,7 +35,7 @@ from zerojax.optim.named import named_optimizer
 from zerojax.optim.wrap import ZeroTransformation, features, wrap
 from zerojax.placement.states import States
 from zerojax.plan.short import Summarized, Summary, first_rows
-from zerojax.plan.state_sharding import Plan
+from zerojax.plan.state_sharding import DTYPES, Plan
 from zerojax.step.arguments import Arguments
 from zerojax.step.call import RearrangedFunction
 from zerojax.step.decorated import Decorated, P, R
@@ -289,6 +289,7 @@ class Zero(Summarized):
             config.scheduler,
             weight_decay_mask=weight_decay_mask,
             further_rules=OPTIMIZERS,
+            compute_dtype=DTYPES[config.compute_dtype],
         )
         return wrap(tx, learning_rate=learning_rate, **features(config))
 

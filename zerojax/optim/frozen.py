@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import optax
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
-from zerojax.xla import compat
-from zerojax.xla.types import PyTree
+from zerojax.xla import compat, jaxprs
+from zerojax.xla.types import AnyJaxpr, PyTree
 from zerojax.xla.unused import used_arguments
+
+Run = Callable[[AnyJaxpr, Sequence[jax.Array]], list[Any]]
+"""Function that runs a closed jaxpr on its flat arguments."""
 
 
 class TracedUpdate:
@@ -21,8 +25,8 @@ class TracedUpdate:
     are kept for a frozen parameter use its gradient.
 
     Args:
-      update: The update as a function of only the gradients.
-      grads: The gradients; their values do not matter.
+      update: The update, a function of the gradients and of other arguments.
+      args: The arguments, the gradients first; their values do not matter.
 
     Attributes:
       uses: For each gradient, whether an update, or the state, depends on it.
@@ -40,18 +44,28 @@ class TracedUpdate:
       ([0.0, 0.0, 0.0], [-0.5, -0.5])
     """
 
-    def __init__(self, update: Callable[[optax.Updates], PyTree], grads: optax.Updates) -> None:
+    def __init__(self, update: Callable[..., PyTree], *args: PyTree) -> None:
         self._update = update
         self._traced = jax.jit(update, inline=compat.INLINE)
-        uses = used_arguments(self._traced.trace(grads).jaxpr)
-        self.uses: list[bool] = uses[
-            len(uses) - len(jax.tree.leaves(grads)) :
-        ]  # after captured values
+        traced = self._traced.trace(*args)
+        self._jaxpr, self._shapes = traced.jaxpr, traced.out_info
+        uses = used_arguments(self._jaxpr)
+        captured = len(uses) - len(jax.tree.leaves(args))  # values come first
+        self.uses: list[bool] = uses[captured:][: len(jax.tree.leaves(args[0]))]
 
-    def __call__(self, grads: optax.Updates) -> PyTree:
-        """Returns the results of the update for these gradients."""
-        staged = all(isinstance(g, DynamicJaxprTracer) for g in jax.tree.leaves(grads))
-        return (self._traced if staged else self._update)(grads)  # eager calls skip compilation
+    def __call__(self, *args: PyTree, run: Run | None = None) -> PyTree:
+        """Returns the results of the update for these arguments.
+
+        Args:
+          run: Runs the update's closed jaxpr on its flat arguments, in place of JAX.
+        """
+        leaves = jax.tree.leaves(args)
+        if not all(isinstance(x, DynamicJaxprTracer) for x in leaves):
+            return self._update(*args)  # eager calls skip compilation
+        if run is None or len(leaves) < len(jaxprs.open_jaxpr(self._jaxpr)[0].invars):
+            return self._traced(*args)
+        outs = run(self._jaxpr, leaves)
+        return jax.tree.unflatten(jax.tree.structure(self._shapes), outs)
 
 
 def frozen_leaves(

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from zerojax.optim.decay import is_bias_or_norm, names_on_path
@@ -89,13 +90,15 @@ class ScaleByOrthogonalState(NamedTuple):
 
 
 def scale_by_orthogonal_momentum(
-    momentum: float = 0.95, matrices: Matrices = last_two_axes
+    momentum: float = 0.95,
+    matrices: Matrices = last_two_axes,
+    dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """DeepSpeed's Muon: m = b m + (1 - b) g; u = NS(b m + (1 - b) g) sqrt(max(1, out / in)).
 
     NS is five Newton-Schulz steps from X / (|X| + 1e-7): A = X X^T, then
-    X = 3.4445 X + (-4.775 A + 2.0315 A A) X, in the gradients' own dtype (DeepSpeed: bf16 or fp16,
-    and with "gram" the same products in another order). torch's rows are flax's `out`.
+    X = 3.4445 X + (-4.775 A + 2.0315 A A) X, in `dtype` (DeepSpeed: the gradients' dtype, bf16 or
+    fp16, and with "gram" the same products in another order). torch's rows are flax's `out`.
 
     NS comes from optax, the momentum does not: `optax.contrib.scale_by_muon` corrects the bias of m
     and of g by different factors, which changes the direction of the first few updates.
@@ -106,6 +109,7 @@ def scale_by_orthogonal_momentum(
     Args:
       momentum: The factor b, with Nesterov's look-ahead.
       matrices: The axes `in` and `out` of each leaf.
+      dtype: The dtype of NS; None for that of the momentum.
 
     Example:
       >>> tx = scale_by_orthogonal_momentum()
@@ -132,7 +136,9 @@ def scale_by_orthogonal_momentum(
     ) -> tuple[optax.Updates, ScaleByOrthogonalState]:
         mean = jax.tree.map(lambda m, g: b * m + (1 - b) * g, state.momentum, updates)
         lookahead = jax.tree.map(lambda m, g: b * m + (1 - b) * g, mean, updates)
-        directions, _ = orthogonal.update(lookahead, orthogonal.init(lookahead))
+        given = lookahead if dtype is None else optax.tree.cast(lookahead, dtype)
+        directions, _ = orthogonal.update(given, orthogonal.init(given))
+        directions = jax.tree.map(lambda u, m: u.astype(m.dtype), directions, mean)
         return jax.tree.map(scaled, directions, axes(directions)), ScaleByOrthogonalState(mean)
 
     return optax.GradientTransformation(init, update)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 import optax
+from jax.typing import DTypeLike
 
 from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig
 from zerojax.distributed import log
@@ -34,6 +35,7 @@ def named_optimizer(
     *,
     weight_decay_mask: Mask | None = None,
     further_rules: Mapping[str, Rule] = MappingProxyType({}),
+    compute_dtype: DTypeLike | None = None,
 ) -> tuple[optax.GradientTransformation, Rate]:
     """Returns the optimizer that a config names, with its schedule.
 
@@ -67,6 +69,7 @@ def named_optimizer(
         from the parameters to such a tree. Replaces the parameter of the same name, which is
         "all", or "no_bias_and_norm" for :func:`zerojax.optim.decay.no_bias_and_norm`.
       further_rules: Rules by type, for types without a rule in this module.
+      compute_dtype: The dtype in which Muon orthogonalizes; None for that of the parameters.
 
     Returns:
       The transformation, and its learning rate; for Muon the rate of the matrices.
@@ -88,7 +91,7 @@ def named_optimizer(
         decay=_decay(params, weight_decay_mask),
     )
     if config.type == "Muon":
-        return _muon(setting)
+        return _muon(setting, compute_dtype)
     rate = setting.rate(params["lr"])
     rules = {**_RULES, **further_rules}
     tx = optax.chain(*rules[config.type](setting), optax.scale_by_learning_rate(rate))
@@ -199,14 +202,14 @@ def _lamb(s: Setting) -> Transformations:
     ]
 
 
-def _muon(s: Setting) -> tuple[optax.GradientTransformation, Rate]:
+def _muon(s: Setting, dtype: DTypeLike | None) -> tuple[optax.GradientTransformation, Rate]:
     b1, b2 = s.betas
     rates = [
         s.rate(next((s.given[k] for k in (key, "lr") if s.given.get(k) is not None), default))
         for key, default in (("muon_lr", s.params["lr"]), ("adam_lr", 3e-4))
     ]
     rules = (
-        scale_by_orthogonal_momentum(s.params["momentum"]),
+        scale_by_orthogonal_momentum(s.params["momentum"], dtype=dtype),
         optax.scale_by_adam(b1=b1, b2=b2, eps=s.params["eps"]),
     )
     muon, adam = (

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from zerojax.config import ZeroConfig
-from zerojax.optim.frozen import TracedUpdate
+from zerojax.optim.frozen import Run, TracedUpdate
 from zerojax.optim.loss_scale import LossScale, LossScaleState
 from zerojax.optim.norm import global_norm, norm_of
 from zerojax.optim.one_pass import OnePass, WithOnePass
@@ -157,14 +157,20 @@ def wrap(
         params: optax.Params | None = None,
         *,
         square_sums: Sequence[jax.Array] | None = None,
+        run: Run | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, ZeroOptState]:
         if isinstance(state, CarriedState):
             return state.updated(wrapped, grads, params, **extra)
         grads = jax.tree.map(lambda g: unscaled(g, state.loss_scale), grads)
-        inner_update = TracedUpdate(
-            lambda g: inner_tx.update(g, state.inner, params, **extra), grads
-        )
+
+        def update_inner(
+            g: optax.Updates, s: PyTree = state.inner, p: PyTree = params
+        ) -> tuple[optax.Updates, PyTree]:
+            return inner_tx.update(g, s, p, **extra)  # type: ignore[no-any-return]
+
+        given = () if run is None else (state.inner, params)
+        inner_update = TracedUpdate(update_inner, grads, *given)
         used = inner_update.uses
         # Gradients that have been offloaded come with their square sums.
         if square_sums is None:
@@ -174,7 +180,7 @@ def wrap(
         if gradient_clipping:
             factor = clip_factor(norm)
             grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
-        updates, inner = inner_update(grads)
+        updates, inner = inner_update(grads, *given, run=run)
         if may_skip:
             finite = jnp.isfinite(norm)
             # Adding -0.0 keeps the bits of every number.

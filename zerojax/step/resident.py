@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import jax
 
 from zerojax.collectives.layer import layer_bytes
+from zerojax.collectives.matrices import MatrixUpdate
 from zerojax.devices.mesh import axis_size
 from zerojax.placement.states import abstract
 from zerojax.plan.places import reaches_host
@@ -42,7 +43,11 @@ class ResidentStep:
         one_pass, update = setting.tx.one_pass, None
         if one_pass is not None and plan.plain and one_pass.wins(plan.mesh):
             update = functools.partial(one_pass.update, shardings=shardings.params)
-        self._tx = updating(setting.tx.init, advancing(setting.tx, update), to_shards(plan))
+        inner = jax.tree.unflatten(setting.structure.opt_state, plan.leaves["opt_state"]).inner
+        matrices = MatrixUpdate.of(setting.inserter, plan, jax.tree.leaves(inner))
+        run = None if setting.explicit is not None else matrices
+        advance = advancing(setting.tx, update, run)
+        self._tx = updating(setting.tx.init, advance, to_shards(plan))
         self._jitted = jax.jit(
             with_argument_names(self._step, STATE, BATCH, "arrays", "further"),
             static_argnums=3,

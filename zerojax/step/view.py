@@ -18,6 +18,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
+from zerojax.optim.frozen import Run
 from zerojax.optim.wrap import CarriedState, ZeroOptState, ZeroTransformation
 from zerojax.trace.changes import change
 from zerojax.trace.marks import GRADIENT, UNUSED, mark
@@ -126,7 +127,9 @@ Advance = Callable[..., tuple[PyTree, View]]
 
 
 def advancing(
-    tx: ZeroTransformation, one_pass: Callable[..., tuple[PyTree, ZeroOptState]] | None
+    tx: ZeroTransformation,
+    one_pass: Callable[..., tuple[PyTree, ZeroOptState]] | None,
+    run: Run | None = None,
 ) -> Advance:
     """Returns the update of a view: ``(grads, view, params, **extra) -> (updates, view)``.
 
@@ -134,6 +137,7 @@ def advancing(
       tx: The wrapped transformation.
       one_pass: ``(grads, state, params) -> (params, state)`` of a transformation that updates both
         in one pass; else None.
+      run: Runs the jaxpr of the wrapped transformation's update; None for JAX.
     """
 
     def advance(grads: PyTree, view: View, params: PyTree, **extra: object) -> tuple[PyTree, View]:
@@ -145,7 +149,7 @@ def advancing(
             compute = jax.tree.map(lambda new, old: new.astype(old.dtype), after, params)
             updates = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old, compute, params)
         else:
-            updates, opt = tx.update(grads, view.opt, before, **extra)
+            updates, opt = tx.update(grads, view.opt, before, run=run, **extra)
             if has_no_masters:
                 return updates, dataclasses.replace(view, opt=opt)
             after = optax.apply_updates(before, updates)

@@ -11,6 +11,7 @@ from zerojax.optim.decay import no_bias_and_norm
 from zerojax.optim.named import Rate, named_optimizer
 from zerojax.optim.schedules import schedule as rate_of
 from zerojax.optim.wrap import features, wrap
+from zerojax.plan.state_sharding import DTYPES
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.metric_rates import METRIC_RATES, MetricRate
 from zerojax.trainer.optimizer_names import OPTIMIZERS, optim_options
@@ -67,7 +68,12 @@ def _with_rate(
 ) -> tuple[optax.GradientTransformation, Rate]:
     """Returns the optimizer of the JSON or the arguments, and its learning rate."""
     if config.optimizer is not None:
-        return named_optimizer(config.optimizer, rate, further_rules=EXPERIMENTAL)
+        return named_optimizer(
+            config.optimizer,
+            rate,
+            further_rules=EXPERIMENTAL,
+            compute_dtype=DTYPES[config.compute_dtype],
+        )
     named, options = OPTIMIZERS[args.optim], optim_options(args.optim, args.optim_args)
     params = {
         "lr": args.learning_rate,

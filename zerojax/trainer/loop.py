@@ -91,7 +91,8 @@ class Trainer(ScriptMethods):
       preprocess_logits_for_metrics: A function from ``(predictions, labels)`` to the predictions to
         keep; runs on the devices.
       callbacks: Instances or classes of :class:`zerojax.trainer.TrainerCallback`.
-      optimizer: An optax transformation, in place of the optimizer of the arguments or the JSON.
+      optimizer: An optax transformation with its schedule, in place of the optimizer of the
+        arguments or the JSON; arguments that would have no effect are an error if they are set.
       mesh, specs: As for :func:`zerojax.zero`.
 
     Raises:
@@ -210,6 +211,7 @@ class Trainer(ScriptMethods):
         with self._folder() as folder:
             if self.state.global_step or resume_from_checkpoint:
                 self.train_state = None  # free memory before the next state is created
+                self._step.close()  # monitors have another run
             begun = folder.begin(resume_from_checkpoint, self._ready, self._abstract)
             self.train_state, self.state, self._losses = (*begun[:2], MeanLoss(begun.losses))
             state, start, control = self.state, self.state.global_step, TrainerControl()
@@ -269,7 +271,7 @@ class Trainer(ScriptMethods):
         self._log(figures)
         samples = state.global_step * epochs.batch
         self._step.write(monitored(figures, "Summary"), samples)
-        self._step.close()
+        self._step.flush()  # an evaluation may follow, in the same run of wandb
         drawn = picture.write(pathlib.Path(args.output_dir), state.log_history)
         for line in TrainingSummary(figures, bar.speed(), checkpoint, drawn).lines(state, args):
             self._screen.print(line)

@@ -42,8 +42,9 @@ from zerojax.trainer.evaluation import (
     evaluation_set,
     evaluation_sets,
 )
+from zerojax.trainer.initial_state import InitialState
 from zerojax.trainer.limits import Limits
-from zerojax.trainer.model import AnyModel, Create, Loss, config_of, hidden_size, model_of
+from zerojax.trainer.model import AnyModel, Loss, config_of, hidden_size, model_of
 from zerojax.trainer.optimizer import optimizer_of
 from zerojax.trainer.other_arguments import refuse
 from zerojax.trainer.padding import padded_by
@@ -156,7 +157,6 @@ class Trainer(ScriptMethods):
         self.callbacks = Callbacks(callbacks, args, **objects)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._collator = data_collator or padded_by(self.processing_class)
-        self._params = params
         final_loss = smoothed(loss, args.label_smoothing_factor)
         self._model = model_of(model, final_loss, args.seed, args.gradient_checkpointing)
         devices = all_devices() if mesh is None else mesh
@@ -174,7 +174,8 @@ class Trainer(ScriptMethods):
         self.zero = zero(config, mesh=mesh, specs=specs)
         self._config = config_of(model)
         self._folder = partial(RunFolder, args, self.zero, self.epochs, self._config)
-        self._tx, self._metric_rate = optimizer_of(args, self.zero, steps, optimizer)
+        tx, self._metric_rate = optimizer_of(args, self.zero, steps, optimizer)
+        self._initial = InitialState(self._model, self.zero, tx, params)
         self._step = self._model.train_step(self.zero)
         self._evaluator = Evaluator(
             self._model, self.zero, world * args.per_device_eval_batch_size,
@@ -411,23 +412,18 @@ class Trainer(ScriptMethods):
         batch = update.batch if partial is None else (update.batch, update.counts)
         return self._model.update(self._step, self.train_state, batch, key, partial)
 
-    def _created(self) -> Create:
+    def _sample(self) -> data.Batch:
         dataset = self.train_dataset
         if dataset is None:
             dataset = next(iter(evaluation_sets(self.eval_dataset, "").values()))
-        return self._model.create(self._tx, self._reader(dataset).sample())
-
-    def _fresh(self) -> PyTree:
-        create, arguments = self._created()
-        state = self.zero.init(create, *arguments)
-        return state if self._params is None else self._model.with_params(state, self._params)
+        return self._reader(dataset).sample()
 
     def _abstract(self) -> PyTree:
-        create, arguments = self._created()
-        return self.zero.abstract_state(create, *arguments)
+        return self._initial.abstract(self._sample())
 
     def _ready(self) -> PyTree:
-        self.train_state = self._fresh() if self.train_state is None else self.train_state
+        if self.train_state is None:
+            self.train_state = self._initial.create(self._sample())
         return self.train_state
 
     def _keeps_predictions(self) -> bool:

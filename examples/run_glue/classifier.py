@@ -4,26 +4,25 @@ writes it.
 Example::
 
     classifier = of_size("deberta-mini", ["It rains.", ...], labels=2, remat=False)
-    classifier = from_folder(pathlib.Path("deberta-v2-xlarge"), labels=2, remat=True)
-    params = classifier.loaded(state.params)                 # each device reads its own piece
+    classifier = of_folder(pathlib.Path("deberta-v2-xlarge"), labels=2, remat=True)
+    params = classifier.loaded(state.params, key)            # each device reads its shards
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from safetensors import safe_open
+import jax
 
 import zerojax
+from zerojax.models import Pretrained, from_folder
 from zerojax.models.deberta import SIZES, DebertaConfig
-from zerojax.models.hugging_face.deberta import config_from_hf, config_to_hf, names
+from zerojax.models.hugging_face.deberta import config_to_hf, names
 from zerojax.models.tokenizer import load_tokenizer
 
 LARGEST_VOCABULARY = 8192  # of a tokenizer that is made here
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
-HEAD = ("pooler", "classifier")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,27 +32,19 @@ class Classifier:
     Attributes:
       config: the model's.
       tokenizer: of the `tokenizers` library.
-      folder: its weights; None for random ones.
-      new: modules that take no tensor of the folder.
+      pretrained: its weights; None for random ones.
     """
 
     config: DebertaConfig
     tokenizer: Any
-    folder: pathlib.Path | None = None
-    new: tuple[str, ...] = ()
+    pretrained: Pretrained | None = None
 
-    def loaded(self, params: Any) -> Any:
-        """Parameters like these with the folder's values; those of a new head stay as they are."""
-        if self.folder is None:
-            return params
-        known = names(self.config)
-        tensors = {**{f"{module}/{{rest:path}}": None for module in self.new}, **known.tensors}
-        unread = [f"{module}.{{rest:path}}" for module in self.new]
-        known = dataclasses.replace(known, tensors=tensors, ignored=[*known.ignored, *unread])
-        return zerojax.weights.load(self.folder, like=params, names=known)
+    def loaded(self, params: Any, key: jax.Array) -> Any:
+        """Parameters like these with the folder's values; those of a new head are drawn."""
+        return params if self.pretrained is None else self.pretrained.load(params, key)
 
     def save(self, folder: pathlib.Path, params: Any, classes: Mapping[str, int]) -> None:
-        """Writes what transformers and `from_folder` read."""
+        """Writes what transformers and `of_folder` read."""
         config = config_to_hf(self.config) | {
             "label2id": dict(classes),
             "id2label": {str(i): label for label, i in classes.items()},
@@ -70,45 +61,19 @@ def of_size(size: str, texts: Iterable[str], labels: int, remat: bool) -> Classi
     return Classifier(config, _trained(texts, min(config.vocab_size, LARGEST_VOCABULARY)))
 
 
-def from_folder(
+def of_folder(
     folder: pathlib.Path, labels: int, remat: bool, other_labels: bool = False
 ) -> Classifier:
     """The model of a folder: config.json, safetensors, tokenizer.json. A head that has no tensors
     there, as after pretraining, is new; with `other_labels` so is one of another number of labels.
     """
-    file = folder / "config.json"
-    try:
-        values = json.loads(file.read_text("utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: {error}") from None
-    config = dataclasses.replace(config_from_hf(values), scan=True, remat=remat)
-    tensors = _tensors(folder)
-    new = tuple(m for m in HEAD if not any(name.startswith(f"{m}.") for name in tensors))
-    if config.num_labels != labels and other_labels and "classifier" not in new:
-        new = (*new, "classifier")
-    if "classifier" in new:
-        config = dataclasses.replace(config, num_labels=labels)
-    elif config.num_labels != labels:
-        raise ValueError(
-            f"{folder} classifies into {config.num_labels} labels, and the rows have {labels}: "
-            "give rows of its labels, or --ignore_mismatched_sizes for a new head"
-        )
-    tokenizer = load_tokenizer(folder, vocab_size=config.vocab_size)
-    return Classifier(config, tokenizer, folder, new)
-
-
-def _tensors(folder: pathlib.Path) -> set[str]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return set(json.loads(index.read_text("utf-8"))["weight_map"])
-    file = folder / "model.safetensors"
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} has neither {file.name} nor {index.name}")
-    try:
-        with safe_open(file, "np") as opened:
-            return set(opened.keys())
-    except Exception as error:  # safetensors' own class
-        raise ValueError(f"{file} is damaged: {error}") from None
+    pretrained = from_folder(
+        folder, architecture="DebertaV2ForSequenceClassification", parameters=False,
+        ignore_mismatched_sizes=other_labels, scan=True, remat=remat, num_labels=labels,
+    )  # fmt: skip
+    pretrained.new_head()  # other labels are an error before the rows are encoded
+    config = pretrained.model.config
+    return Classifier(config, load_tokenizer(folder, vocab_size=config.vocab_size), pretrained)
 
 
 def _trained(texts: Iterable[str], vocab_size: int) -> Any:

@@ -17,7 +17,7 @@ import zerojax
 from examples.run_clm.data import read_text
 from examples.run_clm.devices import Memory, data_mesh, device_bytes
 from examples.run_glue import data
-from examples.run_glue.classifier import Classifier, from_folder, of_size
+from examples.run_glue.classifier import Classifier, of_folder, of_size
 from examples.run_glue.job import Job
 from examples.run_glue.metrics import Result, accuracy, f1
 from zerojax.models.deberta import DebertaClassifier
@@ -88,7 +88,7 @@ def train(job: Job, console: Console) -> Result:
 
     init_key, dropout_key = jax.random.split(jax.random.key(job.seed))
     state = zero.init(create_state, init_key)
-    state = state.replace(params=classifier.loaded(state.params))
+    state = state.replace(params=classifier.loaded(state.params, init_key))
     scores = evaluated(state)
     console.print(f"before training: accuracy {scores[0]:.3f}, F1 {scores[1]:.3f}")
     seconds, timed, step, losses, memory = 0.0, 0, 0, [jnp.nan], Memory(0, "")
@@ -155,7 +155,7 @@ def read_pairs(job: Job) -> tuple[list[data.Pair], list[data.Pair]]:
 def classifier_of(job: Job, pairs: list[data.Pair], labels: int) -> Classifier:
     """The model, once its positions and its tokenizer have proved to fit."""
     if job.folder:
-        classifier = from_folder(job.folder, labels, job.remat, job.ignore_mismatched_sizes)
+        classifier = of_folder(job.folder, labels, job.remat, job.ignore_mismatched_sizes)
     else:
         texts = (sentence for pair in pairs for sentence in pair[:2])
         classifier = of_size(job.model_name_or_path, texts, labels, job.remat)

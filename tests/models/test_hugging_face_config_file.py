@@ -118,9 +118,12 @@ def test_folders_are_written_with_their_files(tmp_path: pathlib.Path) -> None:
 
 def test_names_of_labels_are_kept_while_they_are_as_many() -> None:
     config = deberta.config_from_hf(DEBERTA)
+    assert deberta.config_to_hf(config)["id2label"] == DEBERTA["id2label"]
     two = deberta.config_to_hf(dataclasses.replace(config, num_labels=2))
-    assert two["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"}
-    assert two["label2id"] == {"LABEL_0": 0, "LABEL_1": 1}
+    assert two["num_labels"] == 2
+    assert two.keys().isdisjoint(("id2label", "label2id"))
+    unnamed = deberta.config_from_hf({**DEBERTA, "id2label": None, "num_labels": 3})
+    assert deberta.config_to_hf(unnamed)["num_labels"] == 3
 
 
 def test_a_generation_config_that_is_none_is_named(tmp_path: pathlib.Path) -> None:

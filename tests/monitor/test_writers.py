@@ -202,14 +202,29 @@ def test_event_files_flush_once_a_second_at_most(tmp_path, monkeypatch):
     assert calls == ["folder", EVENTS[0], EVENTS[1], "flush", EVENTS[2], "close"]
 
 
-# A stand-in for the package wandb: the real one wants an account.
+class Wandb(types.ModuleType):
+    """A stand-in for the package wandb: the real one wants an account."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.run, self.calls = None, []
+
+    def init(self, **given):
+        self.calls.append(("init", given))
+        self.run = types.SimpleNamespace(log=self.log, finish=self.finish)
+        return self.run
+
+    def log(self, values, step):
+        self.calls.append(("log", values, step))
+
+    def finish(self):
+        self.calls.append(("finish",))
+        self.run = None
+
+
 @pytest.fixture
 def wandb(monkeypatch):
-    module = types.ModuleType("wandb")
-    module.run, module.calls = None, []
-    module.init = lambda **given: module.calls.append(("init", given))
-    module.log = lambda values, step: module.calls.append(("log", values, step))
-    module.finish = lambda: module.calls.append(("finish",))
+    module = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
 
@@ -232,3 +247,18 @@ def test_the_users_wandb_run_is_used_and_left_open(wandb):
     run.write([("loss", 0.5, 8)])
     run.close()
     assert wandb.calls == [("log", {"loss": 0.5}, 8)]
+
+
+def test_flushed_logs_go_on_in_one_wandb_run_and_another_reporter_has_its_own(wandb):
+    config = ZeroConfig.from_keywords(wandb={})
+    first, second = Reporter(config), Reporter(config)
+    first.write({"loss": 0.5}, 8)
+    first.flush()
+    first.write({"eval_loss": 0.25}, 8)
+    second.write({"loss": 0.75}, 8)
+    second.close()
+    calls = [call if call[0] == "log" else call[0] for call in wandb.calls]
+    assert calls == [
+        "init", ("log", {"loss": 0.5}, 8), ("log", {"eval_loss": 0.25}, 8), "finish",
+        "init", ("log", {"loss": 0.75}, 8), "finish",
+    ]  # fmt: skip

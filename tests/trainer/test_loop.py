@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import flax.linen as nn
 import jax
@@ -307,7 +308,13 @@ def test_sigterm_saves_and_leaves(tmp_path: Path) -> None:
     assert digest(resumed) == digest(whole)
 
 
-def test_a_model_that_gives_its_own_loss_and_has_batch_statistics(tmp_path: Path) -> None:
+def test_a_model_that_gives_its_own_loss_and_has_batch_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Mock()
+    wandb = Mock(run=None, init=Mock(return_value=run))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+
     class Normed(nn.Module):
         @nn.compact
         def __call__(
@@ -322,12 +329,17 @@ def test_a_model_that_gives_its_own_loss_and_has_batch_statistics(tmp_path: Path
 
     from zerojax.models.losses import model_loss
 
-    args = arguments(tmp_path, max_steps=3, save_strategy="no")
+    args = arguments(tmp_path, max_steps=3, save_strategy="no", report_to="wandb")
     trainer = classifier(args, model=Normed(), loss=model_loss)
     trainer.train()
     mean = trainer.train_state.variables["batch_stats"]["BatchNorm_0"]["mean"]
     assert float(jnp.abs(mean).max()) > 0
-    assert trainer.evaluate()["eval_accuracy"] > 0.25
+    accuracy = trainer.evaluate()["eval_accuracy"]
+    assert accuracy > 0.25
+    # The evaluation is in the run of the training.
+    assert run.log.call_args.args[0]["Eval/Samples/eval_accuracy"] == accuracy
+    wandb.init.assert_called_once()
+    run.finish.assert_not_called()
 
 
 def test_bad_input_is_named_before_any_step(tmp_path: Path) -> None:
@@ -350,6 +362,7 @@ def test_bad_input_is_named_before_any_step(tmp_path: Path) -> None:
         ({"model": 3}, "neither a flax.linen nor an nnx module"),
         ({"optimizer": optax.sgd(1.0), "args": {"deepspeed": {"optimizer": {"type": "Adam"}}}},
          "the JSON names one"),
+        ({"optimizer": optax.sgd(1.0)}, "learning_rate = 0.05 has no effect"),
         ({"optimizers": (None, None)}, "optimizers: not supported; optimizer= takes"),
         ({"datacollator": len}, "did you mean `data_collator`"),
         ({"args": {"gradient_checkpointing": True}}, "the model has no field `remat`"),

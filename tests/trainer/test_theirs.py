@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 
 from zerojax import TrainingArguments
+from zerojax.config import ConfigError
 from zerojax.trainer.arguments import OPTIMIZERS
 
 THEIRS = json.loads((Path(__file__).parent / "data" / "their_arguments.json").read_text())
@@ -67,8 +68,20 @@ def test_an_argument_parser_can_read_the_fields() -> None:
             continue
         assert not field.metadata
         kinds = {get_origin(t) or t for t in get_args(hints[field.name]) or [hints[field.name]]}
-        known = {"deepspeed", "fsdp_config", "lr_scheduler_kwargs"}
-        assert len(kinds - {type(None)}) == 1 or field.name in known
+        is_text = field.name in {"deepspeed", "fsdp_config", "lr_scheduler_kwargs"}
+        assert len(kinds - {type(None)}) == 1 or is_text
+        assert not is_text or get_args(hints[field.name])[1] is str  # the parser's choice
+
+
+def test_objects_may_be_strings_as_on_a_command_line() -> None:
+    args = TrainingArguments(
+        lr_scheduler_kwargs='{"num_cycles": 2}', deepspeed='{"zero_optimization": {"stage": 2}}'
+    )
+    assert args.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert args.deepspeed == {"zero_optimization": {"stage": 2}}
+    for text in ('{"num_cycles": 2', "num_cycles=2"):
+        with pytest.raises(ConfigError, match="expected an object, or its JSON as a string"):
+            TrainingArguments(lr_scheduler_kwargs=text)
 
 
 def test_evaluation_is_announced_to_scripts() -> None:

@@ -112,8 +112,15 @@ class AfterStep:
         """Writes further figures to the config's monitors; see :meth:`Reporter.write`."""
         self._reporter.write(figures, samples)
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Checks the last steps for non-finite numbers, and writes the rest of the logs."""
         if self._finite is not None:
             self._finite.look(wait=True)
-        self._reporter.close()
+        self._reporter.flush()
+
+    def close(self) -> None:
+        """Flushes, and closes the logs."""
+        try:
+            self.flush()
+        finally:
+            self._reporter.close()

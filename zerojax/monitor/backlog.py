@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,6 +97,13 @@ class Backlog:
         self.drain(wait=True)
         self._write(events)
 
+    def flush(self) -> None:
+        """Writes everything; the writers stay open."""
+        self.drain(wait=True)
+        for writer in self._writers or ():
+            with self._warnings(writer):
+                writer.flush()
+
     def close(self) -> None:
         """Writes everything and closes the writers."""
         atexit.unregister(self.close)
@@ -104,10 +112,8 @@ class Backlog:
         finally:
             writers, self._writers = self._writers or [], None
             for writer in writers:
-                try:
+                with self._warnings(writer):
                     writer.close()
-                except Exception as error:
-                    self._warn(writer.where, error)
 
     def _events(self, figures: Figures) -> Iterator[Event]:
         if self.before is None:
@@ -127,10 +133,16 @@ class Backlog:
 
     def _write(self, events: Sequence[Event]) -> None:
         for writer in self._writers or ():
-            try:
+            with self._warnings(writer):
                 writer.write(events)
-            except Exception as error:
-                self._warn(writer.where, error)
+
+    @contextlib.contextmanager
+    def _warnings(self, writer: MetricsWriter) -> Iterator[None]:
+        """Logs a writer's error in place of raising it."""
+        try:
+            yield
+        except Exception as error:
+            self._warn(writer.where, error)
 
     def _warn(self, what: str, error: Exception) -> None:
         if what not in self._warned:

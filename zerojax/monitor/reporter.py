@@ -115,6 +115,10 @@ class Reporter:
         if self._logs():
             self._backlog.write([(tag, value, samples) for tag, value in figures.items()])
 
+    def flush(self) -> None:
+        """Writes everything; files and runs stay open."""
+        self._backlog.flush()
+
     def close(self) -> None:
         """Writes everything. A later step opens the files again."""
         self._backlog.close()

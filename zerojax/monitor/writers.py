@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from zerojax.config import MonitorConfig, WandbConfig, ZeroConfig
 from zerojax.monitor.tags import Event
@@ -30,6 +30,9 @@ class MetricsWriter(Protocol):
 
     def write(self, events: Sequence[Event]) -> None:
         """Writes metrics, in order."""
+
+    def flush(self) -> None:
+        """Makes what was written readable for others."""
 
     def close(self) -> None:
         """Writes the remaining metrics and closes the destination."""
@@ -131,6 +134,9 @@ class CsvFiles:
         if failure is not None:
             raise failure
 
+    def flush(self) -> None:
+        """Does nothing: writes are unbuffered."""
+
     def close(self) -> None:
         """Does nothing: no file is open between writes."""
 
@@ -174,32 +180,47 @@ class TensorBoardFile:
             self._file.add_scalar(tag, value, samples)
         # A flush waits for tensorboard's thread: about a millisecond, too much for short steps.
         if time.monotonic() - self._flushed >= _FLUSH_SECONDS:
-            self._file.flush()
-            self._flushed = time.monotonic()
+            self.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
 
     def close(self) -> None:
         self._file.close()
 
 
 class WandbRun:
-    """A writer to the open run of wandb, or to a new run, which :meth:`close` finishes.
+    """A writer to the user's open run of wandb, or to a new run, which :meth:`close` finishes.
 
+    wandb has one open run in a process: a second writer finishes the run that the first one began.
     wandb's step is the number of global samples, as in DeepSpeed.
     """
+
+    _begun: ClassVar[Any] = None  # the last run that was not the user's
 
     def __init__(self, config: WandbConfig) -> None:
         import wandb
 
         self.where: str = f"wandb project {config.project}"
         self._wandb = wandb
-        self._began = getattr(wandb, "run", None) is None
-        if self._began:
-            wandb.init(project=config.project, entity=config.team, group=config.group)
+        running = getattr(wandb, "run", None)
+        if running is not None and running is WandbRun._begun:
+            running.finish()
+            running = None
+        self._run: Any = None
+        if running is None:
+            self._run = wandb.init(project=config.project, entity=config.team, group=config.group)
+            WandbRun._begun = self._run
 
     def write(self, events: Sequence[Event]) -> None:
+        run = self._wandb if self._run is None else self._run
         for samples, group in groupby(events, key=lambda event: event[2]):
-            self._wandb.log({tag: value for tag, value, _ in group}, step=samples)
+            run.log({tag: value for tag, value, _ in group}, step=samples)
+
+    def flush(self) -> None:
+        """Does nothing: wandb sends what it has by itself."""
 
     def close(self) -> None:
-        if self._began:
-            self._wandb.finish()
+        if self._run is not None:
+            self._run.finish()

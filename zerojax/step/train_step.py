@@ -224,9 +224,14 @@ class Step(Decorated[P, R]):
         """
         self._after_step.write(figures, samples)
 
+    def flush(self) -> None:
+        """Writes the remaining logs, and checks whether the last steps were finite. Files and
+        wandb's run stay open."""
+        self._after_step.flush()
+
     def close(self) -> None:
-        """Writes the remaining logs, as the end of the program does, and checks whether the last
-        steps were finite. Steps may follow."""
+        """Flushes, and closes the logs, as the end of the program does. Steps may follow; wandb has
+        them in a new run."""
         self._after_step.close()
 
     def programs(self, *args: PyTree, **kwargs: PyTree) -> Iterator[LoweredProgram]:

@@ -7,13 +7,14 @@ and metrics come out. In reading order:
   ``resolved``: the DeepSpeed config from them. ``optimizer``, ``optimizer_names``: the optimizer.
   ``schedules``, ``metric_rates``, ``rate_in_state``: its learning rate.
 - ``loop``: the training loop. ``callbacks``: hooks, and when an event is due.
-- ``model``: linen and NNX models alike. ``losses``: the interface of loss functions; ready ones
-  are in ``zerojax.models.losses``.
+- ``model``: linen and NNX models alike. ``initial_state``: new parameters, or the user's.
+  ``losses``: the interface of loss functions; ready ones are in ``zerojax.models.losses``.
 - ``data``: rows and batches. ``order``: the order of the rows. ``stream``: datasets without a
   length. ``limits``: checks of batches. ``partial``: an epoch's last update.
 - ``evaluation``, ``predictions``: evaluations. ``run_folder``: checkpoints. ``saved_model``: the
   folders of ``save_model``.
-- ``screen``, ``progress``: bars and lines. ``summary``, ``picture``: the end of a run.
+- ``reports``: logs and monitors. ``screen``, ``progress``: bars and lines. ``summary``,
+  ``picture``: the end of a run.
 """
 
 from zerojax.models.losses import causal_lm_loss as causal_lm_loss

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Annotated, TypeAlias, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 from pydantic import BeforeValidator, StrictStr
 
@@ -15,13 +16,11 @@ from zerojax.config.errors import ConfigError, as_text, closest, hint
 from zerojax.config.keys.row import (
     ABOVE_ZERO,
     AMOUNT,
-    ANYTHING,
     BETA,
     FLAG,
     FRACTION,
     INTEGER,
     NON_NEGATIVE,
-    OBJECT,
     POSITIVE,
     TEXT,
     ValueKind,
@@ -45,6 +44,11 @@ _File: TypeAlias = Mapping[str, object] | str | os.PathLike[str]
 """A JSON as a dict or as a path."""
 
 _STRATEGY = choice("no", "steps", "epoch")
+_OBJECT = ValueKind(
+    "an object, or its JSON as a string",
+    Annotated[dict[str, Any], BeforeValidator(lambda x: _parsed(x))],
+)
+_CONFIG = ValueKind("any value", Annotated[Any, BeforeValidator(lambda x: _parsed(x))])
 _PATH = ValueKind("a path", Annotated[StrictStr, BeforeValidator(lambda x: _text(x))])
 _NAMES = ValueKind(
     "a name or a list of names",
@@ -54,6 +58,12 @@ _NAMES = ValueKind(
 
 def _text(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _parsed(value: object) -> object:
+    """Parses an object in a string, as on a command line; other strings are paths."""
+    is_object = isinstance(value, str) and value.lstrip().startswith("{")
+    return json.loads(value) if is_object else value  # type: ignore[arg-type]
 
 
 def _listed(value: object) -> object:
@@ -89,7 +99,8 @@ class TrainingArguments(ReadByScripts):
       num_train_epochs: Epochs; 1.5 ends in the middle of the second.
       max_steps: The number of updates; if above 0, it overrides ``num_train_epochs``.
       lr_scheduler_type, lr_scheduler_kwargs: The schedule, see :mod:`zerojax.trainer.schedules` and
-        :mod:`zerojax.trainer.metric_rates`.
+        :mod:`zerojax.trainer.metric_rates`. The kwargs, like ``deepspeed`` and ``fsdp_config``, may
+        be a string with the JSON of an object.
       warmup_steps, warmup_ratio: Updates of the warm-up, or their fraction of all updates.
       bf16, fp16: The compute dtype; master weights stay float32.
       gradient_checkpointing: Whether the backward pass recomputes the model's blocks; sets the
@@ -155,7 +166,7 @@ did you mean `learning_rate`?
     num_train_epochs: Annotated[float, ABOVE_ZERO] = 3.0
     max_steps: Annotated[int, INTEGER] = -1
     lr_scheduler_type: Annotated[str, choice(*SCHEDULES, *METRIC_RATES)] = "linear"
-    lr_scheduler_kwargs: Annotated[Mapping[str, object] | None, optional(OBJECT)] = None
+    lr_scheduler_kwargs: Annotated[Mapping[str, object] | str | None, optional(_OBJECT)] = None
     warmup_steps: Annotated[float, AMOUNT] = 0
     warmup_ratio: Annotated[float, optional(FRACTION)] = 0.0
     bf16: Annotated[bool, FLAG] = False
@@ -188,9 +199,9 @@ did you mean `learning_rate`?
     remove_unused_columns: Annotated[bool, FLAG] = True
     label_names: Annotated[list[str], _NAMES] = field(default_factory=lambda: ["labels"])
     disable_tqdm: Annotated[bool, optional(FLAG)] = False
-    deepspeed: Annotated[_File | None, ANYTHING] = None
+    deepspeed: Annotated[_File | None, _CONFIG] = None
     fsdp: Annotated[list[str], _NAMES] = field(default_factory=list)
-    fsdp_config: Annotated[_File | None, ANYTHING] = None
+    fsdp_config: Annotated[_File | None, _CONFIG] = None
     use_cpu: Annotated[bool, FLAG] = False
     do_train: Annotated[bool, FLAG] = False
     do_eval: Annotated[bool, FLAG] = False
@@ -315,6 +326,14 @@ did you mean `learning_rate`?
                 f"{self.save_steps:g} is no multiple of eval_steps = "
                 f"{self.eval_steps or self.logging_steps:g}"
             )
+
+    def changed(self, names: Iterable[str]) -> Iterator[str]:
+        """Yields those of some arguments that have neither the default here nor transformers'."""
+        defaults = _defaults(type(self))
+        for name in names:
+            value = getattr(self, name)
+            if value != defaults[name] and not is_default(name, value):
+                yield name
 
     @property
     def stage(self) -> int:

@@ -25,8 +25,7 @@ from zerojax.checkpoint.processes import LONGEST, call_on_first
 from zerojax.devices.mesh import batch_devices
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.models.losses import model_loss, smoothed
-from zerojax.optim.telemetry import telemetry
-from zerojax.trainer import data, picture
+from zerojax.trainer import data
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.callbacks import (
     Callbacks,
@@ -42,21 +41,21 @@ from zerojax.trainer.evaluation import (
     evaluation_set,
     evaluation_sets,
 )
+from zerojax.trainer.initial_state import InitialState
 from zerojax.trainer.limits import Limits
-from zerojax.trainer.model import AnyModel, Create, Loss, config_of, hidden_size, model_of
+from zerojax.trainer.model import AnyModel, Loss, config_of, hidden_size, model_of
 from zerojax.trainer.optimizer import optimizer_of
 from zerojax.trainer.other_arguments import refuse
 from zerojax.trainer.padding import padded_by
 from zerojax.trainer.partial import Partial
 from zerojax.trainer.predictions import PredictionOutput
 from zerojax.trainer.progress import MeanLoss, TrainingProgress
+from zerojax.trainer.reports import Reports
 from zerojax.trainer.resolved import resolved
 from zerojax.trainer.run_folder import RunFolder, preemption_notice, temporary_checkpoint
 from zerojax.trainer.saved_model import write_model
-from zerojax.trainer.screen import Screen
 from zerojax.trainer.script_methods import ScriptMethods
 from zerojax.trainer.stream import reader_of
-from zerojax.trainer.summary import TrainingSummary, evaluation_line, monitored
 from zerojax.xla.types import PyTree
 
 
@@ -91,7 +90,8 @@ class Trainer(ScriptMethods):
       preprocess_logits_for_metrics: A function from ``(predictions, labels)`` to the predictions to
         keep; runs on the devices.
       callbacks: Instances or classes of :class:`zerojax.trainer.TrainerCallback`.
-      optimizer: An optax transformation, in place of the optimizer of the arguments or the JSON.
+      optimizer: An optax transformation with its schedule, in place of the optimizer of the
+        arguments or the JSON; arguments that would have no effect are an error if they are set.
       mesh, specs: As for :func:`zerojax.zero`.
 
     Raises:
@@ -155,7 +155,6 @@ class Trainer(ScriptMethods):
         self.callbacks = Callbacks(callbacks, args, **objects)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._collator = data_collator or padded_by(self.processing_class)
-        self._params = params
         final_loss = smoothed(loss, args.label_smoothing_factor)
         self._model = model_of(model, final_loss, args.seed, args.gradient_checkpointing)
         devices = all_devices() if mesh is None else mesh
@@ -173,8 +172,10 @@ class Trainer(ScriptMethods):
         self.zero = zero(config, mesh=mesh, specs=specs)
         self._config = config_of(model)
         self._folder = partial(RunFolder, args, self.zero, self.epochs, self._config)
-        self._tx, self._metric_rate = optimizer_of(args, self.zero, steps, optimizer)
+        tx, self._metric_rate = optimizer_of(args, self.zero, steps, optimizer)
+        self._initial = InitialState(self._model, self.zero, tx, params)
         self._step = self._model.train_step(self.zero)
+        self._reports = Reports(args, self.callbacks, self._step, self.epochs.batch)
         self._evaluator = Evaluator(
             self._model, self.zero, world * args.per_device_eval_batch_size,
             tuple(args.label_names),
@@ -182,9 +183,7 @@ class Trainer(ScriptMethods):
         )  # fmt: skip
         self.train_state: PyTree = None  # created when first needed
         self.state, self.control = TrainerState(max_steps=steps), TrainerControl()
-        self._losses = MeanLoss()
         self._saved: int | None = None  # the step whose checkpoint stores the current state
-        self._screen = Screen(bars=not args.disable_tqdm)
         self.callbacks("on_init_end", self.state, self.control)
 
     def train(
@@ -210,8 +209,10 @@ class Trainer(ScriptMethods):
         with self._folder() as folder:
             if self.state.global_step or resume_from_checkpoint:
                 self.train_state = None  # free memory before the next state is created
+                self._step.close()  # monitors have another run
             begun = folder.begin(resume_from_checkpoint, self._ready, self._abstract)
-            self.train_state, self.state, self._losses = (*begun[:2], MeanLoss(begun.losses))
+            self.train_state, self.state = begun[:2]
+            losses = self._reports.losses = MeanLoss(begun.losses)
             state, start, control = self.state, self.state.global_step, TrainerControl()
             stored_steps, self.control = folder.checkpoints.all_steps(), control
             self._saved = start if start in stored_steps else None
@@ -224,7 +225,7 @@ class Trainer(ScriptMethods):
                 self._evaluator.try_metrics(self.train_state, readers, keep, args)
             if args.eval_on_start and not start:
                 self.evaluate()
-            bar = TrainingProgress(self._screen, epochs.steps, start, self.zero.mesh)
+            bar = TrainingProgress(self._reports.screen, epochs.steps, start, self.zero.mesh)
             with bar, preemption_notice() as preemption:
                 for step in range(start, epochs.steps):
                     if step % epochs.updates == 0:
@@ -232,7 +233,7 @@ class Trainer(ScriptMethods):
                     self.callbacks("on_step_begin", state, control)
                     update = reader.at(epochs, step)
                     self.train_state, metrics = self._update(update, jax.random.fold_in(key, step))
-                    self._losses.add(metrics["loss"])
+                    losses.add(metrics["loss"])
                     self._saved = None
                     state.global_step, state.epoch = step + 1, (step + 1) / epochs.updates
                     trained_rows += update.rows
@@ -261,18 +262,12 @@ class Trainer(ScriptMethods):
             checkpoint = None if last is None else folder.path(last)
         seconds, steps_run = time.perf_counter() - start_time, state.global_step - start
         figures = {
-            "train_loss": self._losses.of_run(),
+            "train_loss": losses.of_run(),
             "train_runtime": seconds,
             "train_samples_per_second": trained_rows / seconds,
             "train_steps_per_second": steps_run / seconds,
         }
-        self._log(figures)
-        samples = state.global_step * epochs.batch
-        self._step.write(monitored(figures, "Summary"), samples)
-        self._step.close()
-        drawn = picture.write(pathlib.Path(args.output_dir), state.log_history)
-        for line in TrainingSummary(figures, bar.speed(), checkpoint, drawn).lines(state, args):
-            self._screen.print(line)
+        self._reports.end(figures, bar.speed(), checkpoint, state, control)
         self.callbacks("on_train_end", state, control)
         return TrainOutput(state.global_step, figures["train_loss"], figures)
 
@@ -283,7 +278,7 @@ class Trainer(ScriptMethods):
         """
         state, control = self.state, self.control
         if control.should_log:
-            bar.log(state.global_step, self._log_step())
+            bar.log(state.global_step, self._reports.update(self.train_state, state, control))
         scores = self.evaluate() if control.should_evaluate and not preempted else {}
         if scores and self._metric_rate is not None:
             self.train_state = self._metric_rate.after(self.train_state, state)
@@ -299,7 +294,7 @@ class Trainer(ScriptMethods):
     def _save(self, folder: RunFolder, scores: Mapping[str, float]) -> None:
         """Saves a checkpoint, unless one stores the current state."""
         if self._saved != self.state.global_step:
-            folder.save(self.train_state, self.state, self._losses.values(), scores)
+            folder.save(self.train_state, self.state, self._reports.losses.values(), scores)
             self._saved = self.state.global_step
             self.callbacks("on_save", self.state, self.control)
 
@@ -325,19 +320,16 @@ class Trainer(ScriptMethods):
         return metrics
 
     def _evaluate(self, dataset: data.AnyDataset, prefix: str) -> dict[str, float]:
-        state = self.state
         reader = self._reader(dataset, "eval_dataset")
         metrics = self._run(reader, prefix, self._keeps_predictions()).metrics
-        self._log(metrics)
-        self._step.write(monitored(metrics, "Eval"), state.global_step * self.epochs.batch)
-        self._screen.print(evaluation_line(metrics, prefix, state))
-        self.callbacks("on_evaluate", state, self.control, metrics=metrics)
+        self._reports.evaluation(metrics, prefix, self.state, self.control)
+        self.callbacks("on_evaluate", self.state, self.control, metrics=metrics)
         return metrics
 
     def _run(self, reader: data.Reader, prefix: str, keep: bool) -> PredictionOutput:
         """Evaluates a dataset, with a bar."""
         train_state = self._ready()
-        with self._screen.bar(prefix, length_hint(reader.dataset) or None) as bar:
+        with self._reports.screen.bar(prefix, length_hint(reader.dataset) or None) as bar:
 
             def done(rows: int) -> None:
                 bar.advance(rows)
@@ -409,40 +401,22 @@ class Trainer(ScriptMethods):
         batch = update.batch if partial is None else (update.batch, update.counts)
         return self._model.update(self._step, self.train_state, batch, key, partial)
 
-    def _created(self) -> Create:
+    def _sample(self) -> data.Batch:
         dataset = self.train_dataset
         if dataset is None:
             dataset = next(iter(evaluation_sets(self.eval_dataset, "").values()))
-        return self._model.create(self._tx, self._reader(dataset).sample())
-
-    def _fresh(self) -> PyTree:
-        create, arguments = self._created()
-        state = self.zero.init(create, *arguments)
-        return state if self._params is None else self._model.with_params(state, self._params)
+        return self._reader(dataset).sample()
 
     def _abstract(self) -> PyTree:
-        create, arguments = self._created()
-        return self.zero.abstract_state(create, *arguments)
+        return self._initial.abstract(self._sample())
 
     def _ready(self) -> PyTree:
-        self.train_state = self._fresh() if self.train_state is None else self.train_state
+        if self.train_state is None:
+            self.train_state = self._initial.create(self._sample())
         return self.train_state
 
     def _keeps_predictions(self) -> bool:
         return self._evaluator.compute_metrics is not None and not self.args.prediction_loss_only
-
-    def _log_step(self) -> dict[str, float]:
-        """Logs the mean loss since the last log, and the last step's figures."""
-        values, names = telemetry(self.train_state), ("grad_norm", "learning_rate")
-        logs = {"loss": self._losses.take(), **{name: float(values[name]) for name in names}}
-        self._log({**logs})
-        return logs
-
-    def _log(self, logs: dict[str, float]) -> None:
-        """Adds the epoch to a log, and the log to the history."""
-        logs["epoch"] = self.state.epoch
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.callbacks("on_log", self.state, self.control, logs=logs)
 
 
 def _check_cpus(args: TrainingArguments, platform: str) -> None:

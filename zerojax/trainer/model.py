@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
@@ -59,8 +59,14 @@ class TracedLoss(NamedTuple):
 class Model(Protocol):
     """The loop's interface to a model; a state is a ``TrainState``, or NNX (model, optimizer)."""
 
-    def create(self, tx: optax.GradientTransformation, sample: Mapping[str, object]) -> Create:
-        """Returns a function that creates the state, and its arguments, for ``zero.init``."""
+    def create(
+        self, tx: optax.GradientTransformation, sample: Mapping[str, object], like: PyTree = None
+    ) -> Create:
+        """Returns a function that creates the state, and its arguments, for ``zero.init``.
+
+        With ``like``, the abstract state, the function takes the parameters as a last argument and
+        draws none.
+        """
 
     def traced(self, batch: Mapping[str, object]) -> TracedLoss:
         """Traces the loss of a batch, with shapes in place of arrays."""
@@ -94,8 +100,11 @@ class Model(Protocol):
     def evaluated(self, function: Evaluation[..., R], state: PyTree, batch: PyTree) -> R:
         """Runs a decorated evaluation and returns its result."""
 
-    def with_params(self, state: PyTree, source: PyTree) -> PyTree:
-        """Returns the state with other parameters; for ``source`` see :func:`as_params`."""
+    def params(self, state: PyTree) -> PyTree:
+        """Returns the parameters of a state."""
+
+    def with_params(self, state: PyTree, params: PyTree) -> PyTree:
+        """Returns the state with other parameters, a tree as that of :meth:`params`."""
 
 
 def model_of(model: AnyModel, loss: Loss, seed: int, remat: bool) -> Model:
@@ -175,18 +184,28 @@ class Linen:
     def __init__(self, module: nn.Module, loss: Loss, seed: int) -> None:
         self._module, self._loss, self._seed = module, loss, seed
 
-    def create(self, tx: optax.GradientTransformation, sample: Mapping[str, object]) -> Create:
-        def create(key: jax.Array) -> LinenState:
+    def create(
+        self, tx: optax.GradientTransformation, sample: Mapping[str, object], like: PyTree = None
+    ) -> Create:
+        def variables(key: jax.Array) -> dict[str, PyTree]:
             keys = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
             batch = jax.tree.map(jnp.asarray, sample)
-            variables = dict(nn.init(self._loss, self._module)(keys, batch))
-            params = variables.pop("params")
-            return cast(
-                LinenState,
-                LinenState.create(apply_fn=None, params=params, tx=tx, variables=variables),
-            )
+            return dict(nn.init(self._loss, self._module)(keys, batch))
 
-        return create, (jax.random.key(self._seed),)
+        def create(key: jax.Array) -> PyTree:
+            others = variables(key)
+            return state(others.pop("params"), others)
+
+        def create_with(key: jax.Array, params: PyTree) -> PyTree:
+            others = like.variables
+            if jax.tree.leaves(others):  # XLA removes the parameters that are not used
+                others = {name: x for name, x in variables(key).items() if name != "params"}
+            return state(params, others)
+
+        def state(params: PyTree, others: PyTree) -> PyTree:
+            return LinenState.create(apply_fn=None, params=params, tx=tx, variables=others)
+
+        return (create if like is None else create_with), (jax.random.key(self._seed),)
 
     def traced(self, batch: Mapping[str, object]) -> TracedLoss:
         def forward(keys: PyTree, batch: PyTree) -> Forward:
@@ -268,8 +287,11 @@ class Linen:
     def evaluated(self, function: Evaluation[..., R], state: PyTree, batch: PyTree) -> R:
         return function(state, batch)
 
-    def with_params(self, state: PyTree, source: PyTree) -> PyTree:
-        return state.replace(params=as_params(source, state.params))
+    def params(self, state: PyTree) -> PyTree:
+        return state.params
+
+    def with_params(self, state: PyTree, params: PyTree) -> PyTree:
+        return state.replace(params=params)
 
 
 class Nnx:
@@ -280,15 +302,21 @@ class Nnx:
     ) -> None:
         self._model, self._loss, self._seed = model, loss, seed
 
-    def create(self, tx: optax.GradientTransformation, sample: Mapping[str, object]) -> Create:
-        def with_optimizer(model: nnx.Module) -> tuple[nnx.Module, nnx.Optimizer[nnx.Module]]:
+    def create(
+        self, tx: optax.GradientTransformation, sample: Mapping[str, object], like: PyTree = None
+    ) -> Create:
+        def with_optimizer(
+            model: nnx.Module, params: PyTree = None
+        ) -> tuple[nnx.Module, nnx.Optimizer[nnx.Module]]:
+            if like is not None:  # XLA removes the parameters that the model has drawn
+                nnx.update(model, params)
             model.train()
             return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
         if isinstance(self._model, nnx.Module):
             graph, arrays = nnx.split(self._model)
-            return (lambda arrays: with_optimizer(nnx.merge(graph, arrays))), (arrays,)
-        return (lambda: with_optimizer(self._model(rngs=nnx.Rngs(self._seed)))), ()
+            return (lambda arrays, *p: with_optimizer(nnx.merge(graph, arrays), *p)), (arrays,)
+        return (lambda *p: with_optimizer(self._model(rngs=nnx.Rngs(self._seed)), *p)), ()
 
     def traced(self, batch: Mapping[str, object]) -> TracedLoss:
         create, arrays = self.create(optax.identity(), batch)
@@ -359,46 +387,9 @@ class Nnx:
     def evaluated(self, function: Evaluation[..., R], state: PyTree, batch: PyTree) -> R:
         return function(state[0], batch)
 
-    def with_params(self, state: PyTree, source: PyTree) -> PyTree:
-        nnx.update(state[0], as_params(source, nnx.state(state[0], nnx.Param)))
+    def params(self, state: PyTree) -> PyTree:
+        return nnx.state(state[0], nnx.Param)
+
+    def with_params(self, state: PyTree, params: PyTree) -> PyTree:
+        nnx.update(state[0], params)
         return state
-
-
-def place_like(params: PyTree, like: PyTree, *, own: bool = True) -> PyTree:
-    """Casts and places arrays with the dtypes and shardings of others.
-
-    Args:
-      params: The arrays.
-      like: Arrays with the target dtypes and shardings, a tree of the same structure.
-      own: Whether the arrays belong to the caller. Such arrays are copied, because a step donates
-        the buffers of its state.
-
-    Raises:
-      ValueError: The trees or shapes differ.
-    """
-    given, wanted = (
-        {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (params, like)
-    )
-    for path in {*given, *wanted}:
-        shapes = [getattr(tree.get(path), "shape", None) for tree in (given, wanted)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"params: {path} is {shapes[0]} where the model has {shapes[1]} (None: there is no "
-                "such parameter)"
-            )
-    leaves = [
-        jax.device_put(given[path].astype(x.dtype), x.sharding, may_alias=not own)
-        for path, x in wanted.items()
-    ]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def as_params(source: PyTree, like: PyTree) -> PyTree:
-    """Returns placed parameters from a tree, or from a function of the abstract parameters."""
-    if not callable(source) or isinstance(source, Mapping):
-        return place_like(source, like)
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
-    )
-    return place_like(source(abstract), like, own=False)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import cast
+
 import optax
 
 from zerojax.api import Zero
 from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig, ZeroConfig
+from zerojax.config.errors import as_text
 from zerojax.experimental.choice import OPTIMIZERS as EXPERIMENTAL
 from zerojax.optim.decay import no_bias_and_norm
 from zerojax.optim.named import Rate, named_optimizer
@@ -16,7 +20,7 @@ from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.metric_rates import METRIC_RATES, MetricRate
 from zerojax.trainer.optimizer_names import OPTIMIZERS, optim_options
 from zerojax.trainer.rate_in_state import InState
-from zerojax.trainer.schedules import Run, schedule
+from zerojax.trainer.schedules import Options, Run, schedule
 
 
 def optimizer_of(
@@ -38,29 +42,62 @@ def optimizer_of(
       own: The user's optimizer, which replaces both.
 
     Raises:
-      ConfigError: ``own`` is passed, and the JSON names an optimizer or a schedule.
+      ConfigError: ``own`` is passed, and the JSON names an optimizer or a schedule, or an argument
+        is set that would have no effect.
     """
     config = zero.config
     if own is not None:
-        for name in ("optimizer", "scheduler"):
-            if getattr(config, name) is not None:
-                raise ConfigError(
-                    f"{name}: the JSON names one, and Trainer(optimizer=...) another; keep one"
-                )
+        if problems := [*_replaced(args, config)]:
+            raise ConfigError(problems, "Trainer(optimizer=...)")
         return zero.wrap(own), None
+    options = cast("Options | None", args.lr_scheduler_kwargs)
     base = args.learning_rate
     if config.optimizer is not None:
         base = config.optimizer.with_defaults().get("lr", base)
     if config.scheduler is None and args.lr_scheduler_type in METRIC_RATES:
-        metric_rate = MetricRate(args.lr_scheduler_type, base, args.lr_scheduler_kwargs)
+        metric_rate = MetricRate(args.lr_scheduler_type, base, options)
         tx, _ = _with_rate(args, config, optax.constant_schedule(1.0))
         in_state = InState.of(tx, metric_rate, args.metric_for_best_model)
         return wrap(in_state.tx, **features(config)), in_state
     rate = config.scheduler or schedule(
-        args.lr_scheduler_type, Run(base, args.warmup(steps), steps), args.lr_scheduler_kwargs
+        args.lr_scheduler_type, Run(base, args.warmup(steps), steps), options
     )
     tx, learning_rate = _with_rate(args, config, rate)
     return wrap(tx, learning_rate=learning_rate, **features(config)), None
+
+
+_SCHEDULE = (
+    'give it a schedule, as optax.adamw(schedule("cosine", Run(rate, warmup, steps))) with '
+    "schedule and Run of zerojax.trainer.schedules"
+)
+IN_TRANSFORMATION: dict[str, str] = {
+    "learning_rate": "write optax.adamw({})",
+    "weight_decay": "write optax.adamw(rate, weight_decay={})",
+    "adam_beta1": "write optax.adamw(rate, b1={})",
+    "adam_beta2": "write optax.adamw(rate, b2={})",
+    "adam_epsilon": "write optax.adamw(rate, eps={})",
+    "optim": "take it out",
+    "optim_args": "take it out",
+    "lr_scheduler_type": _SCHEDULE,
+    "lr_scheduler_kwargs": _SCHEDULE,
+    "warmup_steps": _SCHEDULE,
+    "warmup_ratio": _SCHEDULE,
+}
+"""The arguments that the user's transformation replaces, and what to write, with the value as
+``{}``. transformers applies its schedule to the user's optimizer, too; optax's have theirs."""
+
+
+def _replaced(args: TrainingArguments, config: ZeroConfig) -> Iterator[str]:
+    """Yields a problem for each setting that the user's transformation replaces."""
+    for name in ("optimizer", "scheduler"):
+        if getattr(config, name) is not None:
+            yield f"{name}: the JSON names one, and Trainer(optimizer=...) another; keep one"
+    for name in args.changed(IN_TRANSFORMATION):
+        value = as_text(getattr(args, name))
+        yield (
+            f"{name} = {value} has no effect on a transformation of yours: "
+            f"{IN_TRANSFORMATION[name].format(value)}, or leave optimizer= out"
+        )
 
 
 def _with_rate(

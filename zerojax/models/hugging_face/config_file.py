@@ -118,7 +118,7 @@ def with_labels(values: Json, count: int | None) -> Json:
     >>> with_labels({"id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}, 3)
     {'num_labels': 3}
     """
-    if count in (None, len(values.get("id2label", ()))):
+    if count in (None, len(values.get("id2label") or ())):
         return values
     return {k: x for k, x in values.items() if k not in ("id2label", "label2id")} | {
         "num_labels": count

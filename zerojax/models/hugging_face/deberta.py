@@ -70,7 +70,7 @@ def config_from_hf(values: Json) -> DebertaConfig:
         "pos_att_type": tuple(term.strip() for term in terms),
         "norm_rel_ebd": "layer_norm" if "layer_norm" in map(str.strip, norms) else "none",
         "conv_kernel_size": max(0, sizes.get("conv_kernel_size", 0)),
-        "num_labels": sizes.get("num_labels") or len(sizes.get("id2label") or (0, 1)),
+        "num_labels": config_file.labels(sizes),
     }
     kept = config_file.kept(values, without=_DERIVED)
     return DebertaConfig(**config_file.from_keys(KEYS, sizes), hugging_face=kept)
@@ -109,19 +109,13 @@ def config_to_hf(config: DebertaConfig) -> Json:
     The names of the labels are kept as well, if `num_labels` is unchanged. `scan`, `remat` and
     `dtype` are omitted.
     """
-    carried = config_file.carried(config)
-    labels = carried.get("id2label")
-    if not isinstance(labels, dict) or len(labels) != config.num_labels:
-        labels = {str(i): f"LABEL_{i}" for i in range(config.num_labels)}
     return {
         **{key: supported[0] for key, supported in SUPPORTED.items()},
-        **carried,
+        **config_file.with_labels(config_file.carried(config), config.num_labels),
         "architectures": ["DebertaV2ForSequenceClassification"],
         **config_file.to_keys(KEYS, config),
         "pos_att_type": list(config.pos_att_type),
         "relative_attention": bool(config.pos_att_type),
-        "id2label": labels,
-        "label2id": {name: int(i) for i, name in labels.items()},
     }
 
 

@@ -6,8 +6,9 @@ equal functions of matrices of one shape run on a stack of the matrices, of whic
 some: one all-to-all brings the matrices there, and another brings the results to the shards.
 
 - ``find``: the functions of matrices in an optimizer's update.
-- ``entry``: the program for one matrix, from the program for a stack of them.
-- ``distribute``: the functions in groups, and the update with the groups over the devices.
+- ``programs``, ``entry``: the program for one matrix, from the program for a stack of them.
+- ``groups``, ``exchange``: equal functions, and the all-to-alls of their matrices.
+- ``distribute``: the update with its groups.
 """
 
 from zerojax.collectives.matrices.distribute import MatrixUpdate as MatrixUpdate

@@ -91,7 +91,7 @@ class Entries:
         params: Mapping[str, object] | None = None,
     ) -> list[Stack]:
         values = [_full(x, v) if x.at is None else x.value for x, v in _pairs(operands, eqn)]
-        return [Stack(out, at) for out in run(eqn, values, params)]
+        return [Stack(out, at) for out in run_unplaced(eqn, values, params)]
 
     def _by_element(self, eqn: Equation, operands: Sequence[Stack]) -> list[Stack]:
         places = {x.at for x in operands if x.at is not None}
@@ -240,7 +240,7 @@ class Entries:
         return [Stack(x, at) for x, at in zip(outs, places[0], strict=True)]
 
 
-def run(
+def run_unplaced(
     eqn: Equation, values: Sequence[Any], params: Mapping[str, object] | None = None
 ) -> Sequence[Any]:
     """Runs an equation on other operands, without the sharding that it gives to its results."""
@@ -272,7 +272,7 @@ def _common(eqn: Equation, operands: Sequence[Stack]) -> list[Stack]:
     if name == "broadcast_in_dim" and not operands[0].equal:
         used = jaxprs.param(eqn, "broadcast_dimensions")
         compact = tuple(n if d in used else 1 for d, n in enumerate(shape))
-        (out,) = run(eqn, [operands[0].value], {"shape": compact})
+        (out,) = run_unplaced(eqn, [operands[0].value], {"shape": compact})
         return [Stack(out, equal=frozenset(range(len(shape))) - {*used})]
     if name in ELEMENTWISE and (
         arrays := [(x, v) for x, v in _pairs(operands, eqn) if v.aval.ndim]
@@ -283,8 +283,10 @@ def _common(eqn: Equation, operands: Sequence[Stack]) -> list[Stack]:
             jnp.broadcast_to(x.value, compact) if v.aval.ndim else x.value
             for x, v in _pairs(operands, eqn)
         ]
-        return [Stack(run(eqn, values)[0], equal=equal)]
-    return [Stack(out) for out in run(eqn, [_full(x, v) for x, v in _pairs(operands, eqn)])]
+        return [Stack(run_unplaced(eqn, values)[0], equal=equal)]
+    return [
+        Stack(out) for out in run_unplaced(eqn, [_full(x, v) for x, v in _pairs(operands, eqn)])
+    ]
 
 
 _Rule = Callable[[Entries, Equation, Sequence[Stack]], list[Stack]]

@@ -29,6 +29,13 @@ _VIT: dict[str, Any] = dict(
     patch_size=4, num_labels=3,
 )  # fmt: skip
 
+_WHISPER: dict[str, Any] = dict(
+    vocab_size=30, d_model=16, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4,
+    decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=20, num_mel_bins=5,
+    max_source_positions=7, max_target_positions=10, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    decoder_start_token_id=1, suppress_tokens=[], begin_suppress_tokens=[],
+)  # fmt: skip
+
 # As in a config.json, by transformers' class.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", _SIZES),
@@ -41,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _T5 | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     ),
     "vit": ("ViTForImageClassification", _VIT),
+    "whisper": ("WhisperForConditionalGeneration", _WHISPER),
 }
 
 # Tensors of published files that transformers leaves out of a new model's.
@@ -50,6 +58,9 @@ ROWS = np.random.default_rng(12).integers(3, 29, (2, 12))
 LENGTHS = np.array([12, 8])
 MASK = (np.arange(12) < LENGTHS[:, None]).astype(np.int64)
 IMAGES = np.random.default_rng(13).standard_normal((2, 3, 12, 12)).astype(np.float32)
+SOUND = np.random.default_rng(14).standard_normal((2, 5, 14)).astype(np.float32)
+LABELS = np.where(MASK == 1, ROWS, -100)[:, 3:]
+SEARCH: dict[str, Any] = dict(num_beams=3, max_length=9, no_repeat_ngram_size=1)
 TYPES = np.arange(12) % 5 // 3 * MASK
 
 
@@ -57,6 +68,9 @@ def inputs(case: str) -> dict[str, np.ndarray]:
     """Returns the inputs of a model by name; each model pads with its own token."""
     if case == "vit":
         return dict(pixel_values=IMAGES)
+    if case == "whisper":
+        target = np.concatenate([np.ones((2, 1), int), (ROWS * MASK)[:, 3:-1]], axis=1)
+        return dict(input_features=SOUND, decoder_input_ids=target)
     if case.startswith("t5"):
         target = dict(decoder_input_ids=ROWS[:, 3:], decoder_attention_mask=MASK[:, 3:])
         return dict(input_ids=ROWS * MASK, attention_mask=MASK, **target)
@@ -91,6 +105,8 @@ def compute() -> dict[str, np.ndarray]:
             weights = {key: drawn(case, key, tuple(shape)) for key, shape in shapes.items()}
             save_file(weights, file, metadata={"format": "pt"})
             found[f"{case}.logits"] = logits(case, folder)
+            if case == "whisper":
+                found["whisper.targets"] = targets(folder)
             found[f"{case}.config"] = np.array((Path(folder) / "config.json").read_text("utf-8"))
         found[f"{case}.shapes"] = np.array(json.dumps(shapes))
     return found
@@ -99,14 +115,33 @@ def compute() -> dict[str, np.ndarray]:
 def logits(case: str, folder: str | Path) -> np.ndarray:
     """Returns the logits of a folder's model in transformers."""
     import torch
-    import transformers
 
-    kind = getattr(transformers, CASES[case][0])
-    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+    model = opened(case, folder)
     with torch.no_grad():
         given = {name: torch.from_numpy(x) for name, x in inputs(case).items()}
         result: np.ndarray = model(**given).logits.numpy()
     return result
+
+
+def targets(folder: str | Path) -> np.ndarray:
+    """Returns Whisper's targets of `SEARCH`, without the prompts and filters of its `generate`."""
+    import torch
+    from transformers import GenerationConfig, GenerationMixin
+
+    model = opened("whisper", folder)
+    ids = {key: value for key, value in _WHISPER.items() if key.endswith("token_id")}
+    model.generation_config = GenerationConfig(**ids)
+    found: np.ndarray = GenerationMixin.generate(model, torch.from_numpy(SOUND), **SEARCH).numpy()
+    return found
+
+
+def opened(case: str, folder: str | Path) -> Any:
+    """Returns a folder's model in transformers."""
+    import torch
+    import transformers
+
+    kind = getattr(transformers, CASES[case][0])
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,8 @@ Extra = TypeVar("Extra")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BartConfig(ModelConfig):
     """Sizes and options of a BART by Hugging Face's names, or of a BlenderBot with `BLENDERBOT`."""
+
+    has_key_bias: ClassVar[bool] = True  # of attention's projection of keys
 
     vocab_size: int
     d_model: int
@@ -129,15 +131,15 @@ class Attention(nn.Module):
     ) -> tuple[jax.Array, KeysValues]:
         c = self.config
 
-        def project(x: jax.Array, name: str) -> jax.Array:
-            return split_heads(_dense(c.d_model, c, name)(x), self.heads)
+        def project(x: jax.Array, name: str, use_bias: bool = True) -> jax.Array:
+            return split_heads(_dense(c.d_model, c, name, use_bias)(x), self.heads)
 
         q = project(x, "q_proj")
         if source is None:
             assert cached is not None
             k, v = cached
         else:
-            k, v = project(source, "k_proj"), project(source, "v_proj")
+            k, v = project(source, "k_proj", c.has_key_bias), project(source, "v_proj")
             if cached is not None:
                 k, v = (
                     jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), position, 1)
@@ -280,13 +282,18 @@ class Bart(nn.Module):
     def setup(self) -> None:
         c = self.config
         self.shared: nn.Embed = _embed(c.vocab_size, c)
-        self.encoder: Stack = Stack(c, EncoderBlock, c.encoder_layers)
+        self.encoder: nn.Module = self.new_encoder()
         self.decoder: Stack = Stack(c, DecoderBlock, c.decoder_layers)
         if c.add_logits_bias:
             zeros = nn.initializers.zeros
             self.final_logits_bias: jax.Array = self.param(
                 "final_logits_bias", zeros, (1, c.vocab_size)
             )
+
+    @nn.nowrap
+    def new_encoder(self) -> nn.Module:
+        """Returns the encoder's module; `encode` calls it."""
+        return Stack(self.config, EncoderBlock, self.config.encoder_layers)
 
     def __call__(
         self,
@@ -385,9 +392,9 @@ def _keys(mask: jax.Array | None) -> jax.Array | None:
     return None if mask is None else mask[:, None, None, :].astype(bool)
 
 
-def _dense(features: int, c: BartConfig, name: str) -> nn.Dense:
+def _dense(features: int, c: BartConfig, name: str, use_bias: bool = True) -> nn.Dense:
     init = nn.initializers.normal(c.init_std)
-    return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)
+    return nn.Dense(features, use_bias, dtype=c.dtype, kernel_init=init, name=name)
 
 
 def _embed(rows: int, c: BartConfig, name: str | None = None) -> nn.Embed:

@@ -62,6 +62,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "RobertaForSequenceClassification": Architecture("roberta", "bert:CLASSIFIER"),
     "T5ForConditionalGeneration": Architecture("t5", "t5:FORMAT"),
     "ViTForImageClassification": Architecture("vit", "vit:FORMAT"),
+    "WhisperForConditionalGeneration": Architecture("whisper", "whisper:FORMAT"),
 }
 
 

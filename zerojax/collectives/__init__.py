@@ -19,6 +19,7 @@ program that is being traced. Read ``insert`` first, then ``shard`` and ``gather
   parameter unsharded).
 - Rules for one kind of equation: ``propagate`` (specs through moves), ``lookups``,
   ``convolutions``, ``gradients``, ``uneven``, ``copies``, ``widening``, ``minibatches``.
+- The optimizer's update: ``matrices`` (functions of matrices, of which each device runs some).
 - Order of the program, for XLA: ``order``, ``window``. ``layer``: the size of a layer, for options
   of XLA.
 - Reports: ``decisions`` (one collective as data), ``ledger`` (the record of them).

@@ -106,6 +106,9 @@ FIELDS = {
             "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 27,
             "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
             "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+            "xla_gpu_experimental_parallel_scale_up_collective_overlap_limit": 4,
+            "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
+            "xla_gpu_all_gather_mode": "COLLECTIVES_SYMMETRIC_MEMORY",
         }.items()
     },
     "optimizer": (

@@ -22,7 +22,12 @@ VALUES: dict[str, Any] = {
     "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 29,
     "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    "xla_gpu_experimental_parallel_scale_up_collective_overlap_limit": 4,
+    "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
+    "xla_gpu_all_gather_mode": "COLLECTIVES_SYMMETRIC_MEMORY",
 }
+SINCE = {"xla_gpu_experimental_parallel_scale_up_collective_overlap_limit": (0, 12)}
+KNOWN = {n: v for n, v in VALUES.items() if jax.version.__version_info__ >= SINCE.get(n, (0,))}
 
 
 def test_every_option_has_a_value_here() -> None:
@@ -30,10 +35,14 @@ def test_every_option_has_a_value_here() -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_xla_knows_the_option(name: str) -> None:
-    """The options of all platforms are one message, so that any compiler reads these."""
-    lowered = jax.jit(lambda x: 2 * x).lower(jnp.ones(3))
-    lowered.compile(compiler_options={name: VALUES[name]})
+def test_options_that_xla_lacks_are_refused(name: str) -> None:
+    gpus: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")] * 8))
+    chosen = {name: VALUES[name]}
+    if name in KNOWN:
+        assert (options(gpus, chosen) or {}).items() >= chosen.items()
+    else:
+        with pytest.raises(ConfigError, match=rf"^xla\.{name}: the XLA of jax .* leave it out"):
+            options(gpus, chosen)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +59,11 @@ def test_what_xla_would_not_take(section: dict[str, Any], message: str) -> None:
 
 
 def test_the_configs_options_go_before_ours() -> None:
-    config = load({"xla": VALUES})
-    assert config.xla_options == VALUES
+    config = load({"xla": KNOWN})
+    assert config.xla_options == KNOWN
     assert ZeroConfig().xla_options == {}
     cpus: Any = zerojax.mesh()
-    assert options(cpus, VALUES) == options(cpus)  # which has none for GPUs
+    assert options(cpus, KNOWN) == options(cpus)  # which has none for GPUs
     gpus: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")] * 8))
     ours = options(gpus, layer=1 << 28)
     assert ours is not None

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterator
 
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.trials import Trial, Trials
 from zerojax.tuning.search import ranked
-from zerojax.xla.compiler import TOGETHER, Options
+from zerojax.xla.compiler import TOGETHER, Options, knows
 
 _SCHEDULER: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _BUFFERED: Options = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
+_SYMMETRIC: Options = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
 _TOGETHER: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": TOGETHER}
+_SCALE_UP: Options = {"xla_gpu_experimental_parallel_scale_up_collective_overlap_limit": TOGETHER}
 
 
 def _combined(bytes_: int) -> Options:
@@ -31,6 +34,8 @@ CANDIDATES: tuple[Options, ...] = (
     _SCHEDULER | _TOGETHER,
     _SCHEDULER | _BUFFERED,
     _SCHEDULER | _LAYER | _BUFFERED,
+    _SCHEDULER | _SYMMETRIC,
+    _SCHEDULER | _TOGETHER | _SCALE_UP,
 )
 """Options to compare with zerojax's defaults: others found them to matter, singly or combined."""
 
@@ -67,9 +72,11 @@ def search_options(
 
 
 def _with_options(choice: Choice, fixed: Collection[str]) -> Iterator[Choice]:
-    """Yields the choice under each distinct candidate."""
+    """Yields the choice under each distinct candidate that this version of XLA knows."""
     seen = {choice}
     for candidate in CANDIDATES:
+        if not all(itertools.starmap(knows, candidate.items())):
+            continue
         options = tuple((name, value) for name, value in candidate.items() if name not in fixed)
         if (variant := dataclasses.replace(choice, xla=options)) not in seen:
             seen.add(variant)

@@ -1,10 +1,14 @@
-"""Options for XLA, set for each compile because an unknown option ends the process."""
+"""Options for XLA, set for each compile: in the environment, an unknown option ends the process."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from zerojax.config import ConfigError
 from zerojax.xla import compat
 
 # Bytes of unreduced gradients that may wait to be reduced together. XLA's default lets
@@ -45,6 +49,9 @@ def options(
       shards: Number of shards of a gradient; by default one for each device.
       layer: Bytes of the layer that a loop prefetches, or whose reduction it defers; 0 if none.
       overlap: Whether collectives should overlap with computation.
+
+    Raises:
+      ConfigError: This version of XLA lacks a chosen option.
     """
     device = mesh.devices.flat[0]
     platform = device.platform
@@ -54,6 +61,12 @@ def options(
         return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     if platform not in GPUS:
         return None
+    for name, value in (chosen or {}).items():
+        if not knows(name, value):
+            raise ConfigError(
+                f"xla.{name}: the XLA of jax {jax.__version__} does not know it with the value "
+                f"{value!r}; leave it out, or install another jax"
+            )
     # XLA counts the result of a reduce-scatter, which is one device's shard. Each collective over
     # many devices has a fixed cost, so a layer's gradients are reduced together.
     threshold = max(BUCKET, layer) // (shards or mesh.devices.size)
@@ -73,6 +86,18 @@ def options(
         # A device runs collectives one after the other: XLA would wait for one of two prefetches.
         defaults["xla_gpu_all_gather_combine_threshold_bytes"] = layer
     return {**defaults, **(chosen or {})}
+
+
+@functools.cache
+def knows(name: str, value: int | bool | str) -> bool:
+    """Returns whether this version of XLA takes an option with this value. All platforms have one
+    set of options, so that a compile for any of them tells."""
+    lowered = jax.jit(jnp.negative).lower(0.0)
+    try:
+        lowered.compile(compiler_options={name: value})
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def _before_hopper(device: jax.Device) -> bool:

@@ -1,7 +1,6 @@
 """Options of XLA's GPU compiler, by XLA's names: zerojax's own section.
 
-XLA ends the process on an unknown option. The section therefore has only options that every version
-of XLA tested with zerojax knows.
+Some versions of XLA lack some of them: :func:`zerojax.xla.compiler.options` refuses these by name.
 """
 
 from zerojax.config.keys.row import COUNT, FLAG, SIZE, Key, ValueKind, choice, optional, setting
@@ -12,6 +11,7 @@ _UNROLLING = choice(
         for name in ("NO_UNROLL", "DOUBLE_BUFFER", "FULL_UNROLL", "AUTO_UNROLL")
     )
 )
+_MEMORY = choice(*(f"COLLECTIVES_{name}_MEMORY" for name in ("PRIVATE", "PEER", "SYMMETRIC")))
 _COMBINED = "bytes of results that collectives of one kind are combined up to"
 
 _OPTIONS: tuple[tuple[str, ValueKind, str], ...] = (
@@ -32,6 +32,21 @@ _OPTIONS: tuple[tuple[str, ValueKind, str], ...] = (
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         COUNT,
         "collectives under way at a time",
+    ),
+    (
+        "xla_gpu_experimental_parallel_scale_up_collective_overlap_limit",
+        COUNT,
+        "collectives inside a node under way at a time, beside those between nodes",
+    ),
+    (
+        "xla_gpu_experimental_enable_nccl_symmetric_buffers",
+        FLAG,
+        "true: collectives read and write memory that is mapped on all GPUs of a node",
+    ),
+    (
+        "xla_gpu_all_gather_mode",
+        _MEMORY,
+        "the memory of all-gathers; with PEER and SYMMETRIC, GPUs copy from one another",
     ),
 )
 

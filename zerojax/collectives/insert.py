@@ -276,7 +276,8 @@ class Inserter(Scans):
             and id(shards[0]) in scope.gathered
         ):
             return jaxprs.bind(eqn, self.gather_all(values, scope))  # a tied embedding's head
-        if name in REDUCTIONS:
+        is_dot_product = propagate.adds_up(eqn) and len({s.spec for s in shards}) == 1
+        if name in REDUCTIONS or (is_dot_product and (only_shards or not self.lanes_on_axis)):
             return jaxprs.bind(eqn, [plain(v) for v in values])
         first = values[0]  # not an index
         if isinstance(first, Shard) and (spec := propagate.forward(eqn, first.spec, self.mesh)):

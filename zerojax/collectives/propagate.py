@@ -118,6 +118,15 @@ def side_by_side(eqn: Equation, specs: Sequence[Spec | None]) -> bool:
     return first is not None and first[at] is None and all(spec == first for spec in specs)
 
 
+def adds_up(eqn: Equation) -> bool:
+    """Returns whether an equation is the dot product of two arrays of one shape: each device
+    multiplies its own shards."""
+    if eqn.primitive.name != "dot_general" or eqn.outvars[0].aval.shape:
+        return False
+    (left, right), _ = param(eqn, "dimension_numbers")
+    return tuple(left) == tuple(right)
+
+
 _Rule = Callable[[Equation, Spec, Mesh], Spec | None]
 
 FORWARD: Mapping[str, _Rule] = {

@@ -47,6 +47,11 @@ def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
     return [False] * len(eqn.invars)
 
 
+@NEEDED.rule("dot_general")
+def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
+    return [not propagate.adds_up(eqn)] * len(eqn.invars)
+
+
 @NEEDED.rule("gather")
 def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
     """A lookup needs its indices unsharded, and only rows of the table."""

@@ -35,6 +35,7 @@ from zerojax.step.view import cast
 from zerojax.trace.dependence import check_late
 from zerojax.trace.explicit import automatic_update, typed_replicated
 from zerojax.trace.loss_scaling import replacements
+from zerojax.trace.ravelled import without_ravels
 from zerojax.trace.unused import without_unused_gradients
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import hijax, jaxprs
@@ -151,8 +152,9 @@ def _trace(
 
     if explicit is None:
         closed, shapes = hijax.trace(step, start, batch)
-        return with_gradient_norm(closed, shapes), shapes
-    return explicit.trace(step, start, batch, setting.plan)
+        return with_gradient_norm(without_ravels(closed), shapes), shapes
+    closed, shapes = explicit.trace(step, start, batch, setting.plan)
+    return without_ravels(closed), shapes
 
 
 def _in_compute_dtype(setting: StepSetting, batch: PyTree) -> PyTree:

@@ -24,7 +24,7 @@ from zerojax.plan import layout
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
 
-LEAST = 16
+LEAST = 2
 """The fewest iterations of a loop that gathers ahead: in a shorter loop the additional gather costs
 too much."""
 
@@ -114,6 +114,8 @@ class PrefetchedStacks:
     def last(self, coming: Sequence[jax.Array]) -> jax.Array | None:
         """Returns the last gathered array that is unsharded on every device; None if there is
         none."""
+        if not coming:
+            return None
         axis, gathered = self._gatherer.axis, self._gathered_arrays(coming)
         replicated = [x for i, x in gathered if not any(layout.without(self._xs[i].spec, axis))]
         return replicated[-1] if replicated else None

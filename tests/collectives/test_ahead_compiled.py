@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.usefixtures("require_gpu_compiler"),
 ]
 
-WIDTH, LAYERS, ROWS, TOKENS = 1024, 16, 4, 512
+WIDTH, LAYERS, ROWS, TOKENS = 1024, 8, 4, 512
 LAYER = 2 * 12 * WIDTH**2  # bytes of its matrices in bf16
 
 
@@ -67,8 +67,7 @@ def spans(text: str) -> list[Span]:
     program, found = parse(text), []
     for each in collectives(text):
         body = program.computations[each.computation]
-        few = each.times < LAYERS // 2  # the compiled loop has two layers an iteration
-        if few or each.payload_bytes < LAYER // 12:
+        if each.times == 1 or each.payload_bytes < LAYER // 12:
             continue
         start = body.position[each.name]
         done = max(body.position[user.name] for user in body.users[each.name])
@@ -120,7 +119,7 @@ def test_the_same_test_fails_without(kind: str) -> None:
     assert any(span.products == 0 for span in of_kind(kind, "h100", overlap=False))
 
 
-def test_it_costs_layers_of_memory_and_of_traffic() -> None:
+def test_it_costs_layers_of_memory_and_no_traffic() -> None:
     ahead, before = compiled("h100", None), compiled("h100", False)
     more = [each.memory_analysis().temp_size_in_bytes for each in (ahead, before)]
     assert more[0] - more[1] < 3.1 * LAYER  # parameters of the next one, gradients of the last
@@ -128,8 +127,7 @@ def test_it_costs_layers_of_memory_and_of_traffic() -> None:
         sum(each.times * each.payload_bytes for each in collectives(program.as_text()))
         for program in (ahead, before)
     ]
-    # One gathered in each of two loops, and one reduced in the second.
-    assert sent[0] - sent[1] == pytest.approx(3 * LAYER, rel=0.02)
+    assert sent[0] == pytest.approx(sent[1], rel=0.01)
 
 
 def test_the_layer_is_known_before_the_step_is_traced() -> None:

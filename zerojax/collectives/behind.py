@@ -2,8 +2,8 @@
 
 A loop over layers computes each layer's gradients at the end of an iteration, where the loop would
 wait for a reduce-scatter. So each device carries its partial sums into the next iteration, which
-reduces them while it computes. This holds one more layer of gradients, and reduces one more, since
-the first iteration has nothing to reduce yet.
+reduces them while it computes; the last iteration's are reduced after the loop. This holds one more
+layer of gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from zerojax.graph.def_use import graph_of
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr
-
 
 Pending = tuple[jax.Array | None, jax.Array]
 """The partial sums of the previous iteration, if any, and the stack of reduced gradients."""
@@ -65,9 +64,9 @@ class DeferredReductions:
 
     def order(self) -> tuple[jax.Array, jax.Array] | None:
         """Returns two int [length] arrays: for each iteration the index of the previous one (for
-        the first its own), and its own index. None if no reduction is deferred."""
+        the first out of bounds), and its own index. None if no reduction is deferred."""
         indices, step = jnp.arange(self._length), 1 if self._reverse else -1
-        return (jnp.clip(indices + step, 0, self._length - 1), indices) if self._behind else None
+        return (indices + step, indices) if self._behind else None
 
     def first(self) -> list[Pending]:
         """Returns the state that the first iteration receives: no partial sums, and stacks of

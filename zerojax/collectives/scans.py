@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.collectives import decisions, loop_decisions, moved_stacks
+from zerojax.collectives import decisions, iterations, loop_decisions, moved_stacks
 from zerojax.collectives.ahead import PrefetchedStacks
 from zerojax.collectives.behind import DeferredReductions
 from zerojax.collectives.entries import Entries
@@ -103,9 +103,8 @@ class Scans(Gatherer):
         # the entries read ahead for this iteration, and the deferred partial sums with the stacks
         # of their gradients. An iteration takes the index of the next one, the indices of the
         # previous one and of itself, and its entries of the stacks and of their rounded copies.
-        def body(
-            state: PyTree, at: PyTree, *, first: bool = False, last: bool = False
-        ) -> tuple[PyTree, PyTree]:
+        # A last iteration that runs outside the loop reads nothing ahead.
+        def body(state: PyTree, at: PyTree, *, last: bool = False) -> tuple[PyTree, PyTree]:
             (carry, totals, come, given), (index, indices, rest, rounded) = state, at
             with self.ledger.place(decisions.PREFETCHED, "gathered one iteration ahead"):
                 coming = [] if last else ahead.read(index)
@@ -142,14 +141,14 @@ class Scans(Gatherer):
             return (new_carry, totals, coming, given), (ys, filling.layers(come))
 
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
-        (carry, totals, _, given), (ys, gathered) = moved_stacks.scan(
+        (carry, totals, _, given), (ys, gathered) = iterations.scan(
             body,
             (carry, zeros, ahead.first(), behind.first()),
             (ahead.order(), behind.order(), ahead.rest(), entries.rounded),
             length=length,
             reverse=reverse,
             unroll=jaxprs.param(eqn, "unroll"),
-            peel=bool(decided.ahead or decided.behind),
+            peel=decided.peels,
         )
         final: dict[int, Any] = dict(zip(kept, carry, strict=True))
         final |= {i: Shard(final[i], spec) for i, spec in updated.items()}

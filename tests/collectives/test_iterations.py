@@ -22,7 +22,9 @@ def body(carry: Any, entries: Any, *, last: bool = False) -> Any:
     return carry, (carry, {"sum": jnp.sum(carry)})
 
 
-def run(length: int, *, peel: bool, reverse: bool = False, moved: bool = False, unroll: int = 1):
+def run(
+    length: int, *, peel: bool, reverse: bool = False, moved: bool = False, unroll: int = 1
+) -> Any:
     draw = np.random.default_rng(0).normal
     ws, bs, start = (jnp.asarray(draw(size=(*n, WIDTH))) for n in ((length, WIDTH), (length,), ()))
     first = MovedStack(jnp.moveaxis(ws, 1, 0), 1) if moved else ws

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,9 +93,9 @@ def options(
 def knows(name: str, value: int | bool | str) -> bool:
     """Returns whether this version of XLA takes an option with this value. All platforms have one
     set of options, so that a compile for any of them tells."""
-    lowered = jax.jit(jnp.negative).lower(0.0)
+    chosen: dict[str, Any] = {name: value}
     try:
-        lowered.compile(compiler_options={name: value})
+        jax.jit(jnp.negative).lower(0.0).compile(compiler_options=chosen)
     except jax.errors.JaxRuntimeError:
         return False
     return True

@@ -22,6 +22,7 @@ from zerojax.placement.states import abstract, split_state
 from zerojax.step.arguments import Arguments
 from zerojax.step.body import Body
 from zerojax.step.call import Call, divide, join
+from zerojax.train_state.state_parts import FlatParts
 from zerojax.xla import hijax
 
 LAYERS = LEAST  # as many as it takes for a loop to gather ahead
@@ -169,8 +170,8 @@ def emitted(name: str, mesh: Any = None, **config: Any) -> Emitted:
     program: Any = step._program(opened, call, None)
     setting = program.setting
     parts = abstract(opened.parts, setting.plan, at_rest=True)
-    arrays, further = setting.divide(call.args, call.kwargs)
-    traced = program._jitted.trace(parts, setting.layout.abstract(call.batch), arrays, further)
+    flat, batch = FlatParts.of(parts), setting.layout.abstract(call.batch)
+    traced = program._jitted.trace(flat, batch, *setting.divide(call.args, call.kwargs))
     return Emitted(traced.jaxpr, parts, traced.out_info, setting.layout.accumulation)
 
 
@@ -183,7 +184,8 @@ def differing(name: str, program: Emitted) -> list[str]:
     batch = jax.tree.map(lambda x: by_micro_batch(x, k), batch)
     outs = exact.run(program.jaxpr, jax.tree.leaves((start, batch, arrays)))
     result = jax.tree.unflatten(jax.tree.structure(program.results), outs)
-    made = result.parts._replace(opt_state=result.parts.opt_state.inner), result.out
+    parts = result.flat.parts()
+    made = parts._replace(opt_state=parts.opt_state.inner), result.out
     after, out = own.outputs
     out = jax.tree.map(
         lambda x: by_micro_batch(x, k) if len(x.shape) and len(x) == ROWS else x, out

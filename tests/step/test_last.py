@@ -2,6 +2,7 @@
 as where the function is called plainly."""
 
 import gc
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 from flax import nnx
 
 import zerojax
-from zerojax.step.last import recognize_objects
+from zerojax.step.last import updated_objects
+from zerojax.train_state.state_parts import FlatParts
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -128,31 +130,29 @@ def test_found_only_as_it_was_left() -> None:
     objects = create()
     zero = zerojax.zero(stage=1)
     zero(step)(*objects, X)
-    opened = zero(step)._states.open(objects)
-    recognize = recognize_objects(objects, opened.parts)
-    assert recognize is not None
-    found = recognize(objects)
+    left = FlatParts.of(zero(step)._states.open(objects).parts)
+    last = updated_objects(objects, left)
+    assert last is not None
+    found = last.find(objects)
     assert found is not None
-    parts, write_back = found
-    same = zip(*map(jax.tree.leaves, (parts, opened.parts)), strict=True)
-    assert all(a is b for a, b in same)
-    after = jax.tree.map(jnp.copy, parts)
-    write_back(after)
-    assert objects[0].linear.kernel.get_raw_value() is after.params["linear"]["kernel"]
-    assert recognize(objects) is not None
+    flat, after = found
+    assert all(map(operator.is_, flat.leaves, left.leaves))
+    copied = jax.tree.map(jnp.copy, flat)
+    assert after(copied) is objects
+    assert objects[0].linear.kernel.get_raw_value() is copied.parts().params["linear"]["kernel"]
+    assert last.find(objects) is not None
     objects[2].reset()
-    assert recognize(objects) is None
+    assert last.find(objects) is None
 
 
 def test_objects_are_not_kept_alive() -> None:
     zero = zerojax.zero(stage=1)
     objects = zero.init(create)
-    opened = zero(step)._states.open(objects)
-    recognize = recognize_objects(objects, opened.parts)
-    assert recognize is not None
+    last = updated_objects(objects, FlatParts.of(zero(step)._states.open(objects).parts))
+    assert last is not None
     model = weakref.ref(objects[0])
     kernel = weakref.ref(objects[0].linear.kernel.get_raw_value())
-    del objects, opened
+    del objects
     gc.collect()
     assert model() is None
     assert kernel() is None

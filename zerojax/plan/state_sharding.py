@@ -180,16 +180,16 @@ class Plan(Summarized):
         sliced = x[tuple(map(slice, leaf.shape))]
         return lax.with_sharding_constraint(sliced, self.sharding(leaf))
 
-    def stored(self, parts: Parts) -> Parts:
-        """Replaces the leaves that the user sees by their arrays at rest."""
-        return parts if self.plain else unwrap_stored(parts)
+    def stored(self, state: Tree) -> Tree:
+        """Replaces the leaves of a state that the user sees by their arrays at rest."""
+        return state if self.plain else unwrap_stored(state)
 
-    def shown(self, parts: Parts) -> Parts:
-        """Replaces arrays at rest by the leaves that the user sees."""
+    def shown(self, state: Tree) -> Tree:
+        """Replaces the arrays of a state at rest by the leaves that the user sees."""
         return (
-            parts
+            state
             if self.plain
-            else self.each(lambda x, leaf: user_leaf(x, leaf.shape), parts, self.all_leaves())
+            else self.each(lambda x, leaf: user_leaf(x, leaf.shape), state, self.all_leaves())
         )
 
     def results(self, out: PyTree) -> PyTree:

@@ -15,7 +15,7 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,6 +26,18 @@ from zerojax.train_state.linen import is_train_state
 from zerojax.train_state.nnx import is_nnx
 from zerojax.train_state.pytree import form_of
 from zerojax.xla.types import PyTree
+
+
+class LastSlots(NamedTuple):
+    """The arguments of a call that are the state which the last step left.
+
+    Attributes:
+      slots: Their slots.
+      program: The program of the last step.
+    """
+
+    slots: tuple[Slot, ...] = ()
+    program: Hashable = None
 
 
 class Arguments:
@@ -88,8 +100,17 @@ class Arguments:
                     "leave it out of one."
                 )
 
-    def sort(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Call:
+    def sort(
+        self,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        last: LastSlots | None = None,
+    ) -> Call:
         """Sorts the arguments of a call.
+
+        Args:
+          args, kwargs: The arguments.
+          last: The slots in which the call has the state that the last step left, if it has.
 
         Raises:
           TypeError: The call has no state or no batch.
@@ -98,7 +119,7 @@ class Arguments:
         given: dict[Slot, PyTree] = dict(enumerate(args))
         given.update(self._in_order(kwargs))
         free = [slot for slot in given if slot not in self._static]
-        objects = self._objects(given, free)
+        objects = self._objects(given, free, last)
         left = [slot for slot in free if slot not in objects]
         batch = self._slots_of_batch(given, [x for x in left if not self._is_copy(x, given)])
         if not objects or not batch:
@@ -151,7 +172,9 @@ class Arguments:
         """Returns the function, called in the order of :class:`Call`."""
         return RearrangedFunction(self.function, self.name, form)
 
-    def _objects(self, given: dict[Slot, PyTree], free: list[Slot]) -> list[Slot]:
+    def _objects(
+        self, given: dict[Slot, PyTree], free: list[Slot], last: LastSlots | None
+    ) -> list[Slot]:
         """Returns the arguments that are the state."""
         if objects := [slot for slot in free if is_nnx(given[slot])]:
             return objects
@@ -166,7 +189,7 @@ class Arguments:
         states = [slot for slot in free if is_train_state(given[slot])]
         if len(states) == 1 or not self._returns_state:
             return states[:1] or free[:1]
-        return self._find(given, free)
+        return self._find(given, free, last or LastSlots())
 
     def _is_copy(self, slot: Slot, given: Mapping[Slot, PyTree]) -> bool:
         """Returns whether an argument has the tree, shapes and dtypes of an argument named as the
@@ -176,16 +199,19 @@ class Arguments:
             return False
         return form_of(x) in [form_of(given[other]) for other in self._named(self._state, given)]
 
-    def _find(self, given: dict[Slot, PyTree], free: list[Slot]) -> list[Slot]:
+    def _find(self, given: dict[Slot, PyTree], free: list[Slot], last: LastSlots) -> list[Slot]:
         """Returns the arguments whose form is among the results of the function."""
         batch = self._named(self._batch, given)
-        tree, shapes = form_of([given[slot] for slot in free])
-        key = tuple(free), tree, tuple(shapes)
+        # A program determines the form of the state that it left.
+        tree, shapes = form_of([given[slot] for slot in free if slot not in last.slots])
+        key = tuple(free), last, tree, tuple(shapes)
         if key not in self._found:
             self._found[key] = find_state(self.function, self.name, given, free, batch, self._text)
         return [*self._found[key]]
 
     def _slots_of_batch(self, given: dict[Slot, PyTree], left: list[Slot]) -> list[Slot]:
+        if not self._batch and len(left) < 2:
+            return left
         if not self._batch:  # the first argument that is not a random key, if there is one
             rows = [slot for slot in left if may_be_batch(given[slot])]
             return next(([slot] for slot in rows if not is_key(given[slot])), left[:1])

@@ -75,6 +75,8 @@ class BatchPlacer:
 
     def check_tokens(self, batch: PyTree) -> None:
         """Raises ValueError if the tokens of an array do not divide among the devices."""
+        if self._parts == 1:
+            return
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
             if tokens_entry((shape := np.shape(x))[self.axis :], self._parts):
                 name = f"the batch's array {jax.tree_util.keystr(path)} {shape}"

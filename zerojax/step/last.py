@@ -1,107 +1,161 @@
 """The recognition of the state that the last step left. A step that continues from this state has
-nothing to check or move: the host only reads the state's fields."""
+nothing to check or move: the host compares objects by identity."""
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
-from flax import nnx
-from jax.tree_util import PyTreeDef
 
-from zerojax.train_state.nnx import graph_hash
-from zerojax.train_state.state_parts import Parts
+from zerojax.train_state.nnx_graph import Graph, set_raw_values
+from zerojax.train_state.state_parts import FlatParts
 from zerojax.xla.types import PyTree
 
-WriteBack = Callable[[Parts], None]
-"""Writes the arrays after the step into the NNX objects of a state."""
-
-Recognize = Callable[[tuple[PyTree, ...]], tuple[Parts, WriteBack | None] | None]
-"""Returns the parts of the objects of a call, and the function that replaces the arrays of NNX
-objects; None if the objects are not those that the last step left."""
+Continue = Callable[[FlatParts], tuple[PyTree, ...] | None]
+"""Returns the objects of a state with the arrays after a step, by which the next step recognizes
+them; None if the arrays are not in the form of those before."""
 
 
-def recognize_arrays(
-    objects: tuple[PyTree, ...], split: Callable[..., Parts], own: dict[str, PyTree]
-) -> Recognize:
-    """Returns the recognition of arguments that a step returned as its state, by their arrays,
-    which are not kept alive.
+class LastState(Protocol):
+    """The state that the last step left. Neither its objects nor its arrays are kept alive."""
+
+    def find(self, objects: tuple[PyTree, ...]) -> tuple[FlatParts, Continue] | None:
+        """Returns the arrays of the objects of a call; None if the last step did not leave them."""
+
+
+class ReturnedState:
+    """A state that a step returned, recognized by its arrays.
 
     Args:
-      objects: The arguments.
-      split: Splits such arguments into :class:`Parts`.
-      own: The parts that zerojax keeps itself, by name.
+      objects: The state.
+      flat: The arrays of the state.
+      places: For each array, its position among the leaves of the objects and ``own``.
+      own: The arrays that zerojax keeps itself.
     """
-    structure: PyTreeDef = jax.tree.structure(objects)
-    references = _references(jax.tree.leaves(objects))
 
-    def recognize(objects: tuple[PyTree, ...]) -> tuple[Parts, None] | None:
-        leaves, tree = jax.tree.flatten(objects)
-        if tree != structure:
+    def __init__(
+        self,
+        objects: tuple[PyTree, ...],
+        flat: FlatParts,
+        places: Sequence[int],
+        own: Sequence[jax.Array],
+    ) -> None:
+        leaves, self._structure = jax.tree.flatten(objects)
+        self._count, self._tree, self._places, self._own = len(leaves), flat.tree, places, own
+        # Leaves that are part of the program, such as the functions of a module.
+        self._constants = {i: leaves[i] for i in {*range(len(leaves))}.difference(places)}
+        self._references = _references(flat.leaves)
+
+    def find(self, objects: tuple[PyTree, ...]) -> tuple[FlatParts, Continue] | None:
+        leaves, structure = jax.tree.flatten(objects)
+        if structure != self._structure:
             return None
-        if not all(map(operator.is_, [reference() for reference in references], leaves)):
+        if any(leaves[i] is not x for i, x in self._constants.items()):
             return None
-        return split(*objects)._replace(**own), None
+        leaves += self._own
+        arrays = [leaves[i] for i in self._places]
+        if not _refer_to(self._references, arrays):
+            return None
+        return FlatParts(arrays, self._tree), self._after
 
-    return recognize
+    def _after(self, flat: FlatParts) -> tuple[PyTree, ...] | None:
+        if flat.tree != self._tree:
+            return None
+        leaves: list[Any] = [None] * (self._count + len(self._own))
+        for i, x in zip(self._places, flat.leaves, strict=True):
+            leaves[i] = x
+        for i, x in self._constants.items():
+            leaves[i] = x
+        self._references, self._own = _references(flat.leaves), leaves[self._count :]
+        objects: tuple[PyTree, ...] = jax.tree.unflatten(self._structure, leaves[: self._count])
+        return objects
 
 
-def _references(leaves: list[object]) -> list[Callable[[], object]]:
-    """Returns a weak reference to each leaf; a Python number cannot have one and is kept."""
-    references: list[Callable[[], object]] = []
-    for x in leaves:
-        try:
-            references.append(weakref.ref(x))
-        except TypeError:
-            references.append(partial(lambda x: x, x))
-    return references
+def returned_state(
+    objects: tuple[PyTree, ...], flat: FlatParts, own: dict[str, PyTree]
+) -> ReturnedState | None:
+    """Returns the recognition of objects that a step returned as its state.
+
+    Args:
+      objects: The state.
+      flat: The arrays of the state.
+      own: The parts that zerojax keeps itself, by name.
+
+    Returns:
+      None unless each array is one leaf of the objects or of ``own``.
+    """
+    own_leaves, places = jax.tree.leaves(own), dict[int, int]()
+    ids = {id(x) for x in flat.leaves}
+    leaves = [*jax.tree.leaves(objects), *own_leaves]
+    for i, x in enumerate(leaves):
+        if id(x) in ids:
+            if id(x) in places:
+                return None
+            places[id(x)] = i
+    if len(places) != len(flat.leaves):
+        return None
+    return ReturnedState(objects, flat, [places[id(x)] for x in flat.leaves], own_leaves)
 
 
-def recognize_objects(objects: tuple[PyTree, ...], parts: Parts) -> Recognize | None:
-    """Returns the recognition of NNX objects as a step left them; neither objects nor arrays are
-    kept alive.
+class UpdatedObjects:
+    """NNX objects that a step updated, recognized by their graph and the arrays in their variables.
 
-    One walk over the objects detects changes: of the graph (types, attributes, variables and their
-    metadata), and of the array of the last step in each variable.
+    Args:
+      graph: The graph of the objects.
+      flat: The arrays of the state.
+      places: For each array, the position of its variable in the graph.
+    """
+
+    def __init__(self, graph: Graph, flat: FlatParts, places: Sequence[int]) -> None:
+        self._graph, self._tree, self._places = graph, flat.tree, places
+        self._references = _references(flat.leaves)
+
+    def find(self, objects: tuple[PyTree, ...]) -> tuple[FlatParts, Continue] | None:
+        found = self._graph.variables(objects)
+        if found is None:
+            return None
+        variables = [found[i] for i in self._places]
+        arrays = [x.get_raw_value() for x in variables]
+        if not _refer_to(self._references, arrays):
+            return None
+
+        def after(flat: FlatParts) -> tuple[PyTree, ...] | None:
+            if flat.tree != self._tree:
+                return None
+            set_raw_values(variables, flat.leaves)
+            self._references = _references(flat.leaves)
+            return objects
+
+        return FlatParts(arrays, self._tree), after
+
+
+def updated_objects(objects: tuple[PyTree, ...], flat: FlatParts) -> UpdatedObjects | None:
+    """Returns the recognition of NNX objects that a step updated.
 
     Args:
       objects: The objects.
-      parts: The arrays in their variables.
+      flat: The arrays in their variables.
 
     Returns:
-      None unless the objects have exactly one variable for each array of the parts, and a graph
-      with a hash.
+      None unless the objects have a :class:`Graph`, with exactly one variable for each array.
     """
-    graph, flat = nnx.graph.flatten(objects)
-    if graph_hash(graph) is None or not all(isinstance(x, nnx.Variable) for x in flat.leaves):
+    graph = Graph.of(objects)
+    variables = None if graph is None else graph.variables(objects)
+    if graph is None or variables is None:
         return None
-    index_by_id = {id(x.get_raw_value()): i for i, x in enumerate(flat.leaves)}
-    # For each array, the position of its variable in the walk.
-    places = [index_by_id.pop(id(x), -1) for x in jax.tree.leaves(parts)]
-    if len(places) != len(flat.leaves) or -1 in places:
+    places = {id(x.get_raw_value()): i for i, x in enumerate(variables)}
+    are_one_to_one = len(places) == len(variables) == len(flat.leaves)
+    if not are_one_to_one or places.keys() != {id(x) for x in flat.leaves}:
         return None
-    # With the hash, because an attribute that was changed in place still equals itself.
-    last_graph, tree = (graph_hash(graph), graph), jax.tree.structure(parts)
-    references = [weakref.ref(x) for x in jax.tree.leaves(parts)]
+    return UpdatedObjects(graph, flat, [places[id(x)] for x in flat.leaves])
 
-    def recognize(objects: tuple[PyTree, ...]) -> tuple[Parts, WriteBack] | None:
-        graph, flat = nnx.graph.flatten(objects)
-        if (graph_hash(graph), graph) != last_graph:
-            return None
-        variables = [flat.leaves[i] for i in places]
-        arrays = [variable.get_raw_value() for variable in variables]
-        if any(reference() is not x for reference, x in zip(references, arrays, strict=True)):
-            return None
 
-        def write_back(parts: Parts) -> None:
-            leaves = jax.tree.leaves(parts)
-            for variable, x in zip(variables, leaves, strict=True):
-                variable.set_raw_value(x)
-            references[:] = [weakref.ref(x) for x in leaves]
+def _references(arrays: Sequence[Any]) -> list[weakref.ref[Any]]:
+    return [*map(weakref.ref, arrays)]
 
-        return jax.tree.unflatten(tree, arrays), write_back
 
-    return recognize
+def _refer_to(references: Sequence[weakref.ref[Any]], arrays: Sequence[Any]) -> bool:
+    return all(map(operator.is_, map(operator.call, references), arrays))

@@ -18,7 +18,7 @@ from zerojax.plan.places import DISK
 from zerojax.step.gradient_program import GradientProgram
 from zerojax.step.optimizer_update import OptimizerUpdate
 from zerojax.step.program import StepResult, StepSetting, TracedProgram
-from zerojax.train_state.state_parts import Parts
+from zerojax.train_state.state_parts import FlatParts, Parts
 from zerojax.xla import compat
 from zerojax.xla.lowered import LoweredProgram
 from zerojax.xla.types import PyTree
@@ -47,9 +47,9 @@ class OffloadedStep:
         self.update = OptimizerUpdate(setting, self._copies)
         self._gradients = GradientProgram(setting, self.update)
 
-    def __call__(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
+    def __call__(self, flat: FlatParts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
         setting = self.setting
-        parts = setting.plan.stored(parts)
+        parts = setting.plan.stored(flat).parts()
         params, opt_state = jax.tree.leaves(parts.params), jax.tree.leaves(parts.opt_state)
         inputs = parts._replace(params=self._copies.of(params), opt_state=opt_state)
         result = self._gradients(inputs, batch, args, kwargs)
@@ -67,7 +67,7 @@ class OffloadedStep:
             result.step,
             result.rest,
         )
-        return StepResult(setting.plan.shown(after), result.out, result.signals)
+        return StepResult(setting.plan.shown(FlatParts.of(after)), result.out, result.signals)
 
     def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:
         """Traces the program of the gradients."""

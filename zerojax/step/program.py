@@ -22,10 +22,10 @@ from zerojax.plan.quantized import sent_formats
 from zerojax.plan.state_sharding import Plan
 from zerojax.step.batch import BatchLayout
 from zerojax.step.body import Body
-from zerojax.step.call import RearrangedFunction
+from zerojax.step.call import Form, RearrangedFunction
 from zerojax.step.further_arguments import ArgumentReader
 from zerojax.trace.explicit import Explicit
-from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.train_state.state_parts import FlatParts, OpenedState, Parts
 from zerojax.xla.lowered import LoweredProgram
 from zerojax.xla.types import Jaxpr, PyTree
 
@@ -89,6 +89,11 @@ class StepSetting:
         self.write_back, self.any_pytree = opened.write_back, opened.any_pytree
         self.knows_parameters = opened.knows_parameters
         self.structure: Parts = Parts(*map(jax.tree.structure, opened.parts))
+        opt_state: ZeroOptState = opened.parts.opt_state
+        leaves, self._numbers = jax.tree.flatten(opt_state._replace(inner=None, error=None))
+        inner = jax.tree.structure(opt_state.inner)
+        first = self.structure.params.num_leaves + inner.num_leaves
+        self._slice_of_numbers = slice(first, first + len(leaves))
         self.plan = plan = states.plan(opened)
         self.state_placer = states.state_placer(plan)
         self.exchange = states.exchange
@@ -110,12 +115,22 @@ class StepSetting:
             sent=sent_formats(config),
         )
 
+    def zero_state(self, flat: FlatParts) -> ZeroOptState:
+        """Returns the optimizer's state without optax's state and the errors."""
+        leaves = flat.leaves[self._slice_of_numbers]
+        numbers: ZeroOptState = jax.tree.unflatten(self._numbers, leaves)
+        return numbers
+
+    def serves(self, form: Form, explicit: Explicit | None) -> bool:
+        """Returns whether the program serves calls of this form under these axes."""
+        return (self.function.form, self.explicit) == (form, explicit)
+
 
 class StepResult(NamedTuple):
-    """The results of a step: the parts of the state after the step, the other results of the user's
-    step, and the ``signals`` of :class:`StepSetting`."""
+    """The results of a step: the arrays of the state after the step, the other results of the
+    user's step, and the ``signals`` of :class:`StepSetting`."""
 
-    parts: Parts
+    flat: FlatParts
     out: PyTree
     signals: Signals
 
@@ -145,7 +160,7 @@ class StepProgram(Protocol):
     setting: StepSetting
     fits: bool
 
-    def __call__(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
+    def __call__(self, flat: FlatParts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
         """Runs the step on a state and a batch that are placed as planned."""
 
     def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:

@@ -20,7 +20,7 @@ from zerojax.step.partial_update import to_shards
 from zerojax.step.program import StepResult, StepSetting, TracedProgram
 from zerojax.step.view import View, advancing, cast, constrainer, params_after, updating
 from zerojax.train_state.results import beside
-from zerojax.train_state.state_parts import Parts
+from zerojax.train_state.state_parts import FlatParts, Parts
 from zerojax.xla import compat
 from zerojax.xla.compiler import options
 from zerojax.xla.garbage import seldom_collected
@@ -52,7 +52,7 @@ class ResidentStep:
             with_argument_names(self._step, STATE, BATCH, "arrays", "further"),
             static_argnums=3,
             donate_argnums=(0,) if setting.donate else (),
-            out_shardings=StepResult(shardings, None, None),  # type: ignore[arg-type]
+            out_shardings=StepResult(FlatParts.of(shardings), None, None),  # type: ignore[arg-type]
             compiler_options=options(
                 plan.mesh,
                 plan.config.xla_options,
@@ -64,12 +64,12 @@ class ResidentStep:
 
     @seldom_collected()
     def _step(
-        self, parts: Parts, batch: PyTree, arrays: list[jax.Array], further: Static
+        self, flat: FlatParts, batch: PyTree, arrays: list[jax.Array], further: Static
     ) -> StepResult:
         """Runs the step in the compiled program. The body computes with a copy of the parameters if
         the config has a compute dtype, or secondary shards; masters are updated beside the copy."""
         setting, dtype = self.setting, DTYPES[self.setting.config.compute_dtype]
-        parts = setting.plan.without_padding(parts)
+        parts = setting.plan.without_padding(flat.parts())
         compute, view = parts.params, View(opt=parts.opt_state)
         if dtype is not None:
             compute = self._to_shards(cast(parts.params, dtype))
@@ -88,16 +88,16 @@ class ResidentStep:
             rest=unless_skipped(done, new_parts.rest, parts.rest),
         )
         return StepResult(
-            plan.at_rest(new_parts),
+            FlatParts.of(plan.at_rest(new_parts)),
             plan.results(out),
             setting.signals(new_parts.opt_state, beside(out)),
         )
 
-    def __call__(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
+    def __call__(self, flat: FlatParts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
         plan = self.setting.plan
         further = self.setting.divide(args, kwargs)
-        result: StepResult = self._jitted(plan.stored(parts), batch, *further)
-        return result._replace(parts=plan.shown(result.parts))
+        result: StepResult = self._jitted(plan.stored(flat), batch, *further)
+        return result._replace(flat=plan.shown(result.flat))
 
     def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:
         """Traces the one program."""
@@ -108,9 +108,9 @@ class ResidentStep:
         self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
     ) -> jax.stages.Traced:
         setting = self.setting
-        parts = abstract(parts, setting.plan, at_rest=True)
+        flat = FlatParts.of(abstract(parts, setting.plan, at_rest=True))
         batch = setting.layout.abstract(batch)
-        return self._jitted.trace(parts, batch, *setting.divide(args, kwargs))
+        return self._jitted.trace(flat, batch, *setting.divide(args, kwargs))
 
     def lowered(
         self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree

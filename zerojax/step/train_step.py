@@ -1,7 +1,8 @@
 """The decorated call: the course of a step, from its arguments to its results.
 
 :meth:`Step.__call__` sorts the arguments; ``_begin`` recognizes the state that the last step
-returned, or opens and places another one; the program runs; ``_finish`` rebuilds the user's state.
+returned, or opens and places another one; the program runs; and the user's state
+is rebuilt around its arrays.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Self
+from typing import NamedTuple, Self
 
 import jax
 from jax.sharding import Mesh
@@ -23,23 +24,38 @@ from zerojax.monitor.after_step import AfterStep
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
-from zerojax.step.arguments import Arguments
+from zerojax.step.arguments import Arguments, LastSlots
 from zerojax.step.call import Call, RearrangedFunction
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.emitted import collectives_of
 from zerojax.step.find_optimizer import find_optimizer
-from zerojax.step.last import Recognize, WriteBack, recognize_arrays, recognize_objects
+from zerojax.step.jitted import Slot
+from zerojax.step.last import Continue, LastState, returned_state, updated_objects
 from zerojax.step.offloaded import OffloadedStep
-from zerojax.step.program import StepProgram, StepResult, StepSetting
+from zerojax.step.program import StepProgram, StepSetting
 from zerojax.step.resident import ResidentStep
 from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import from_cached_partial
 from zerojax.train_state.results import beside, put_back
-from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.train_state.state_parts import FlatParts, OpenedState, Parts
 from zerojax.xla import compat
 from zerojax.xla.lowered import LoweredProgram
 from zerojax.xla.types import PyTree
+
+
+class _Start(NamedTuple):
+    """The start of a call: the program; the arrays of the state, placed for the program; and, if
+    the last step left the state, the function that continues with it."""
+
+    program: StepProgram
+    flat: FlatParts
+    after: Continue | None = None
+
+    @property
+    def slots(self) -> LastSlots:
+        """The slots of the state that the last step left."""
+        return LastSlots(self.program.setting.function.form.objects, self.program)
 
 
 class Step(Decorated[P, R]):
@@ -67,12 +83,14 @@ class Step(Decorated[P, R]):
         self._after_step = AfterStep(states.config)
         has_reports = StepReports.asked(states.config)
         self._reports = StepReports(states.config, states.mesh) if has_reports else None
-        self._last: tuple[Recognize, StepProgram] | None = None
+        self._last: tuple[LastState, StepProgram] | None = None
         self.zero_state: ZeroOptState | None = None
 
     @compat.with_short_traceback
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        call, watchdog = self._arguments.sort(args, kwargs), self._watchdog
+        found = self._find_last(args, kwargs)
+        call = self._arguments.sort(args, kwargs, None if found is None else found.slots)
+        watchdog = self._watchdog
         _check_concrete(self._arguments.name, call.batch)
         self._agree(call)
         mesh = self._states.mesh
@@ -81,62 +99,75 @@ class Step(Decorated[P, R]):
             explicit = Explicit.of(names, call.batch)
             if explicit:
                 call = self._relabelled(call)
-            objects, out = self._run(call, explicit)
+            objects, out = self._run(call, explicit, found)
         if watchdog:
             watchdog.ran(out)
         if explicit:
             out = relabel_arrays(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return put_back(out, objects)  # type: ignore[no-any-return]
 
-    def _run(self, call: Call, explicit: Explicit | None) -> tuple[tuple[PyTree, ...], PyTree]:
+    def _find_last(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> _Start | None:
+        """Returns the start of a call that continues from the state that the last step left, which
+        needs no further checks; None for another call."""
+        if self._last is None:
+            return None
+        last, program = self._last
+        given: dict[Slot, PyTree] = {**dict(enumerate(args)), **kwargs}
+        slots = program.setting.function.form.objects
+        if not all(slot in given for slot in slots):
+            return None
+        found = last.find(tuple(given[slot] for slot in slots))
+        return None if found is None else _Start(program, *found)
+
+    def _run(
+        self, call: Call, explicit: Explicit | None, found: _Start | None
+    ) -> tuple[tuple[PyTree, ...], PyTree]:
         """Returns the state's objects after the step, and the results without these objects."""
-        program, parts, write_back = self._begin(call, explicit)
+        cached = from_cached_partial()
+        if found is None or not found.program.setting.serves(call.form, explicit):
+            found = self._begin(call, explicit, cached)
+        program, flat, after = found
         layout, after_step = program.setting.layout, self._after_step
-        _check_concrete(self._arguments.name, parts.step)
-        _check_not_deleted(jax.tree.leaves((parts.params, parts.rest))[:1])
+        _check_not_deleted((flat.leaves[0], flat.leaves[-1]))
         after_step.check()
         batch = after_step.phase("batch", layout.place(call.batch))
         if self._donate:
-            batch, args, kwargs = _copy_state_arrays(parts, (batch, call.args, call.kwargs))
+            batch, args, kwargs = _copy_state_arrays(flat, (batch, call.args, call.kwargs))
             call = call._replace(args=args, kwargs=kwargs)
         layout.check_more(call.args, call.kwargs, call.batch)
         self._compare(
-            program, call, lambda: program.lowered(parts, call.batch, call.args, call.kwargs)
+            program,
+            call,
+            lambda: program.lowered(flat.parts(), call.batch, call.args, call.kwargs),
         )
         if self._guard is not None and not program.fits:
-            self._check_memory(self._guard, program, call, parts, batch)
+            self._check_memory(self._guard, program, call, flat.parts(), batch)
             program.fits = True
         if self._reports:
             self._reports.begin(
-                lambda: program.lowered(parts, layout.shapes(call.batch), call.args, call.kwargs),
+                lambda: program.lowered(
+                    flat.parts(), layout.shapes(call.batch), call.args, call.kwargs
+                ),
                 program.setting.plan,
-                (parts, batch),
+                (flat, batch),
             )
-        result = after_step.phase("step", program(parts, batch, call.args, call.kwargs))
+        result = after_step.phase("step", program(flat, batch, call.args, call.kwargs))
         if self._reports:
             self._reports.end(result)
-        _check_concrete(self._arguments.name, result.parts.step)
-        self.zero_state = result.parts.opt_state._replace(inner=None, error=None)
-        objects, recognize = self._finish(call, program, write_back, result)
-        if recognize is not None:
-            self._last = recognize, program
+        _check_concrete(self._arguments.name, result.flat.leaves[0])
+        self.zero_state = program.setting.zero_state(result.flat)
+        objects = None if after is None else after(result.flat)
+        if objects is None:
+            objects, last = self._closed(call, program, result.flat)
+            self._last = None if last is None else (last, program)
+        if program.setting.any_pytree:
+            self._states.owned.add(result.flat.leaves)
+        program.setting.function.bring_up_to_date(call)
         after_step.note(result.signals, beside(result.out), layout.rows(call.batch))
         return objects, result.out
 
-    def _begin(
-        self, call: Call, explicit: Explicit | None
-    ) -> tuple[StepProgram, Parts, WriteBack | None]:
-        """Returns the program for a call; the state, placed for the program; and, if the state is
-        that of NNX objects which the last step left, the function that replaces their arrays. Skips
-        all checks if the last step left the state."""
-        cached = from_cached_partial()
-        if self._last is not None:
-            recognize, program = self._last
-            setting = program.setting
-            if (setting.function.form, setting.explicit) == (call.form, explicit):
-                recognized = recognize(call.objects)
-                if recognized is not None:  # nothing left to check
-                    return program, *recognized
+    def _begin(self, call: Call, explicit: Explicit | None, cached: bool) -> _Start:
+        """Opens, checks and places the state of a call, and returns the start of the call."""
         _check_concrete(self._arguments.name, call.objects)
         opened = self._states.open(call.objects)
         if opened.write_back is not None and cached and opened.plain:
@@ -147,32 +178,26 @@ class Step(Decorated[P, R]):
         _check_not_deleted(jax.tree.leaves(call.objects) if opened.any_pytree else ())
         program = self._program(opened, call, explicit)
         program.setting.layout.check(call.batch)
-        return program, program.setting.state_placer.donatable(opened), None
+        parts = program.setting.state_placer.donatable(opened)
+        _check_concrete(self._arguments.name, parts.step)
+        return _Start(program, FlatParts.of(parts))
 
-    def _finish(
-        self, call: Call, program: StepProgram, write_back: WriteBack | None, result: StepResult
-    ) -> tuple[tuple[PyTree, ...], Recognize | None]:
-        """Returns the state's objects after the step, NNX objects updated in place; and the
-        recognition of these objects by the next step, None if that of the last step still holds or
-        if there is none."""
-        setting, parts = program.setting, result.parts
-        if setting.write_back is None:
-            objects = setting.close(parts, setting.tx)
-            own_parts = {}
-            if setting.any_pytree:
-                self._states.owned.add(objects)
-                own_parts = {"step": parts.step}
-                if not setting.knows_parameters:
-                    own_parts["opt_state"] = parts.opt_state
-            return objects, recognize_arrays(objects, setting.split, own_parts)
-        recognize = None
-        if write_back is not None:
-            write_back(parts)
-        else:
+    def _closed(
+        self, call: Call, program: StepProgram, flat: FlatParts
+    ) -> tuple[tuple[PyTree, ...], LastState | None]:
+        """Returns the state's objects with the arrays after a step, NNX objects updated in place;
+        and their recognition by the next step."""
+        setting, parts = program.setting, flat.parts()
+        if setting.write_back is not None:
             setting.write_back(call.objects, parts, setting.tx)
-            recognize = recognize_objects(call.objects, parts)
-        setting.function.bring_up_to_date(call)
-        return call.objects, recognize
+            return call.objects, updated_objects(call.objects, flat)
+        objects = setting.close(parts, setting.tx)
+        own_parts = {}
+        if setting.any_pytree:
+            own_parts = {"step": parts.step}
+            if not setting.knows_parameters:
+                own_parts["opt_state"] = parts.opt_state
+        return objects, returned_state(objects, flat, own_parts)
 
     def _program(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
         make = functools.partial(self._make, opened, call, explicit)
@@ -313,13 +338,12 @@ def _check_not_deleted(arrays: Iterable[PyTree]) -> None:
         )
 
 
-def _copy_state_arrays(parts: Parts, given: PyTree) -> PyTree:
+def _copy_state_arrays(flat: FlatParts, given: PyTree) -> PyTree:
     """Copies the further arguments that are arrays of the state, because the step takes over the
     state's memory."""
-    if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(given)):
-        return given
-    state_ids = {id(x) for x in jax.tree.leaves(parts)}
-    return jax.tree.map(lambda x: x.copy() if id(x) in state_ids else x, given)
+    given_ids = {id(x) for x in jax.tree.leaves(given) if isinstance(x, jax.Array)}
+    shared = given_ids.intersection(map(id, flat.leaves)) if given_ids else given_ids
+    return jax.tree.map(lambda x: x.copy() if id(x) in shared else x, given) if shared else given
 
 
 def _check_concrete(name: str, tree: PyTree) -> None:

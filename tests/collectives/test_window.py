@@ -15,7 +15,7 @@ from zerojax.collectives import window
 from zerojax.collectives.window import Window
 from zerojax.devices.mesh import zero_axis
 
-WIDTH, LAYERS = 4096, 6
+WIDTH, LAYERS = 4096, 4
 LAYER = 2 * 12 * WIDTH**2  # bytes of its matrices in bf16
 
 

@@ -1,7 +1,7 @@
 """ZeRO++'s quantized collectives: the numbers of the same arithmetic on one device."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,21 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
-from zerojax.collectives.quantization import dequantize, quantize
+from zerojax.collectives.quantization import LARGEST, dequantize, quantize
 from zerojax.plan.quantized import Quantization, block_of, block_of_slice
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-DEVICES, ROWS, WIDTH = 8, 32, 128
+DEVICES, ROWS, TOKENS, WIDTH = 8, 32, 16, 128
 INT8 = Quantization("int8")
+BOTH = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+APART = 1e-5
+"""Losses that differ by more were quantized differently; rounding in float32 differs by less."""
 SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
 
 
 class Model(nn.Module):
-    """Tokens [rows, 64] to [rows]: a table, perhaps a convolution, two dense layers."""
+    """Tokens [rows, TOKENS] to [rows]: a table, perhaps a convolution, two dense layers."""
 
     conv: bool = True
 
@@ -57,7 +60,7 @@ class Nnx(nnx.Module):
 def batch(seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     y = rng.normal(size=ROWS).astype(np.float32)
-    return {"tokens": rng.integers(0, 96, (ROWS, 64)).astype(np.int32), "y": y}
+    return {"tokens": rng.integers(0, 96, (ROWS, TOKENS)).astype(np.int32), "y": y}
 
 
 def loss_of(predicted: jax.Array, batch: Any) -> jax.Array:
@@ -65,11 +68,25 @@ def loss_of(predicted: jax.Array, batch: Any) -> jax.Array:
 
 
 def params_of(conv: bool = True) -> Any:
-    return Model(conv).init(jax.random.key(0), jnp.zeros((1, 64), jnp.int32))["params"]
+    return Model(conv).init(jax.random.key(0), jnp.zeros((1, TOKENS), jnp.int32))["params"]
 
 
 def loss(params: Any, batch: Any) -> jax.Array:
     return loss_of(Model("conv" in params).apply({"params": params}, batch["tokens"]), batch)
+
+
+@functools.cache
+def initial(conv: bool = True) -> Any:
+    """The parameters that :func:`linen` starts from, as host arrays."""
+    return jax.device_get(params_of(conv))
+
+
+@functools.cache
+def gradient_by_row(conv: bool) -> Any:
+    """The loss and the gradient of each row alone, [rows, ...], on one device."""
+    rows = {name: x[:, None] for name, x in batch().items()}
+    per_row = jax.vmap(jax.value_and_grad(loss), (None, 0))
+    return jax.device_get(jax.jit(per_row)(initial(conv), rows))
 
 
 def linen(tx: Any, conv: bool = True) -> tuple[Callable[[], TrainState], Callable[..., Any]]:
@@ -82,22 +99,35 @@ def linen(tx: Any, conv: bool = True) -> tuple[Callable[[], TrainState], Callabl
     return lambda: TrainState.create(apply_fn=None, params=params_of(conv), tx=tx), step
 
 
+def losses_of(step: Any, state: TrainState, seeds: Sequence[int], rows: Any = slice(None)) -> Any:
+    """A step's losses for one batch after another."""
+    losses = []
+    for seed in seeds:
+        state, value = step(state, {name: x[rows] for name, x in batch(seed).items()})
+        losses.append(float(np.mean(value)))
+    return losses
+
+
+@functools.cache
+def plain_losses(seeds: Sequence[int]) -> list[float]:
+    """Those of plain jit on one device."""
+    create, step = linen(optax.adam(3e-3))
+    return losses_of(jax.jit(step), create(), seeds)
+
+
 def zero_of(stage: int, k: int = 1, **keywords: Any) -> zerojax.Zero:
     keywords = {"stage3_param_persistence_threshold": 0} | keywords
     return zerojax.zero(stage=stage, gradient_accumulation_steps=k, **keywords)
 
 
-@functools.cache
-def gradient_of(
-    stage: int, k: int, keywords: tuple[tuple[str, Any], ...], conv: bool = True
-) -> Any:
-    """What a step makes, by the change of the parameters."""
-    zero, (create, step) = zero_of(stage, k, **dict(keywords)), linen(optax.sgd(1.0), conv)
-    state = zero.init(create)
-    before = jax.device_get(state.params)
+def gradient_of(stage: int, k: int, conv: bool = True, **keywords: Any) -> Any:
+    """The gradient of a step, by the change of the parameters; the loss; the plan."""
+    zero, (create, step) = zero_of(stage, k, **keywords), linen(optax.sgd(1.0), conv)
+    state = create()
+    plan = zero.plan(state)
     after, value = zero(step)(state, batch())
-    change = jax.tree.map(lambda old, new: old - np.asarray(new), before, after.params)
-    return change, np.mean(value), zero.plan(state)
+    change = jax.tree.map(lambda old, new: old - np.asarray(new), initial(conv), after.params)
+    return change, np.mean(value), plan
 
 
 def sent_by_devices(parts: np.ndarray, spec: P, how: Quantization = INT8) -> np.ndarray:
@@ -115,27 +145,29 @@ def sent_by_devices(parts: np.ndarray, spec: P, how: Quantization = INT8) -> np.
     return np.asarray(jnp.moveaxis(total.reshape(moved.shape[1:]), 0, at[0]))
 
 
-def expected(k: int, specs: Any, how: Quantization, conv: bool, *, once: bool) -> Any:
-    """The gradient of one device after another, quantized and added up; ``once`` an update, or once
-    a micro-batch."""
-    rows = {name: x.reshape(k, DEVICES, -1, *x.shape[1:]) for name, x in batch().items()}
-    grad = jax.jit(jax.vmap(jax.vmap(jax.grad(loss), (None, 0)), (None, 0)))(params_of(conv), rows)
-    parts = jax.tree.map(lambda g: np.asarray(g) / (k * DEVICES), grad)
-    if once:
-        parts = jax.tree.map(lambda g: g.sum(0, keepdims=True), parts)
-    return jax.tree.map(
-        lambda g, spec: sum(sent_by_devices(each, spec, how) for each in g), parts, specs
-    )
+def parts(k: int, conv: bool, *, once: bool) -> Any:
+    """What the devices exchange, [exchanges, devices, *shape]: ``once`` an update, or once a
+    micro-batch."""
+
+    def of_devices(by_row: np.ndarray) -> np.ndarray:
+        each = by_row.reshape(k, DEVICES, -1, *by_row.shape[1:]).sum(2) / ROWS
+        return each.sum(0, keepdims=True) if once else each
+
+    return jax.tree.map(of_devices, gradient_by_row(conv)[1])
 
 
-def assert_near(got: Any, want: Any) -> None:
-    """Equal, but for what is rounded to another code for a bit in its last place."""
-    for path, one in jax.tree_util.tree_leaves_with_path(got):
-        other = dict(jax.tree_util.tree_leaves_with_path(want))[path]
-        scale = np.abs(other).max()
-        apart = np.abs(one - other) > 1e-5 * scale + 3e-7  # a parameter's own last place
-        assert apart.mean() < 2e-3, path
-        np.testing.assert_allclose(one, other, atol=0.02 * scale)
+def assert_near(got: Any, parts: Any, specs: Any, how: Quantization) -> None:
+    """Equal to the sum of the parts as they arrive, but for what is rounded to the next code for a
+    bit in its last place."""
+
+    def check(one: np.ndarray, each: np.ndarray, spec: P) -> None:
+        other = sum(sent_by_devices(x, spec, how) for x in each)
+        rounding = 1e-5 * np.abs(other).max() + 3e-7  # a parameter's own last place
+        code = np.abs(each).max() / LARGEST[how.format]
+        assert (np.abs(one - other) > rounding).mean() < 2e-3
+        np.testing.assert_allclose(one, other, atol=rounding + code)
+
+    jax.tree.map(check, got, parts, specs)
 
 
 @pytest.mark.parametrize(
@@ -151,14 +183,21 @@ def assert_near(got: Any, want: Any) -> None:
 )
 def test_gradients_are_sums_of_quantized_parts(stage: int, k: int, form: Any, conv: bool) -> None:
     keywords = {"zero_quantized_gradients": True, "zero_quantized_gradients_dtype": form}
-    got, value, plan = gradient_of(stage, k, tuple(keywords.items()), conv)
-    exact, want, _ = gradient_of(stage, k, (), conv)
-    np.testing.assert_allclose(value, want, rtol=1e-6)
+    got, value, plan = gradient_of(stage, k, conv, **keywords)
+    losses, by_row = gradient_by_row(conv)
+    np.testing.assert_allclose(value, losses.mean(), rtol=1e-6)
     once = stage == 1 and not conv  # convolutions do not run on lanes
-    assert_near(got, expected(k, plan.params, Quantization(form), conv, once=once))
+    assert_near(got, parts(k, conv, once=once), plan.params, Quantization(form))
     for name in {"first", "second", "conv"} & got.keys():  # and those differ from exact ones
-        assert np.abs(got[name]["kernel"] - exact[name]["kernel"]).max() > 0
-        np.testing.assert_array_equal(got[name]["bias"].shape, exact[name]["bias"].shape)
+        exact = jax.tree.map(lambda g: g.mean(0), by_row[name])
+        apart = np.abs(got[name]["kernel"] - exact["kernel"]).max()
+        assert apart > 1e-4 * np.abs(exact["kernel"]).max()
+        np.testing.assert_array_equal(got[name]["bias"].shape, exact["bias"].shape)
+
+
+@functools.cache
+def value_and_gradient() -> Callable[..., Any]:
+    return jax.jit(jax.value_and_grad(loss))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +213,7 @@ def test_gradients_are_sums_of_quantized_parts(stage: int, k: int, form: Any, co
 def test_parameters_are_gathered_quantized(stage: int, k: int, form: Any) -> None:
     """The gradient at the parameters as they arrive; straight through."""
     keywords = {"zero_quantized_weights": True, "zero_quantized_weights_dtype": form}
-    got, value, plan = gradient_of(stage, k, tuple(keywords.items()))
+    got, value, plan = gradient_of(stage, k, **keywords)
     how = Quantization(form)
     assert {leaf.path for leaf in plan.quantized.leaves} == {
         f"params['{name}']['kernel']" for name in ("conv", "first", "second")
@@ -188,38 +227,39 @@ def test_parameters_are_gathered_quantized(stage: int, k: int, form: Any) -> Non
         assert block is not None
         return dequantize(*quantize(x, block, form), form, x.dtype)
 
-    params = jax.tree_util.tree_map_with_path(arrived, params_of(), plan.params)
-    want_value, want = jax.jit(jax.value_and_grad(loss))(params, batch())
+    params = jax.tree_util.tree_map_with_path(arrived, initial(), plan.params)
+    want_value, want = value_and_gradient()(params, batch())
     np.testing.assert_allclose(value, want_value, rtol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), got, want)
-    assert abs(value - loss(params_of(), batch())) > 1e-7
+    assert abs(value - value_and_gradient()(initial(), batch())[0]) > 1e-7
 
 
-def nnx_run(stage: int, k: int, **keywords: Any) -> tuple[np.ndarray, Any]:
-    zero = zero_of(stage, k, **keywords)
+def nnx_step(model: Nnx, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
+    value, grads = nnx.value_and_grad(lambda m: loss_of(m(batch["tokens"]), batch))(model)
+    optimizer.update(model, grads)
+    return value
 
-    def step(model: Nnx, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
-        value, grads = nnx.value_and_grad(lambda m: loss_of(m(batch["tokens"]), batch))(model)
-        optimizer.update(model, grads)
-        return value
 
-    def create() -> tuple[Nnx, nnx.Optimizer]:
-        model = Nnx(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+def nnx_create() -> tuple[Nnx, nnx.Optimizer]:
+    model = Nnx(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
-    model, optimizer = zero.init(create)
-    one = zero(step)
-    values = [np.mean(one(model, optimizer, batch(i))) for i in range(4)]
-    return np.array(values), jax.device_get(nnx.state(model, nnx.Param))
+
+def nnx_losses(step: Any, model: Nnx, optimizer: nnx.Optimizer) -> np.ndarray:
+    return np.array([np.mean(step(model, optimizer, batch(i))) for i in range(4)])
+
+
+@functools.cache
+def plain_nnx_losses() -> np.ndarray:
+    return nnx_losses(nnx.jit(nnx_step), *nnx_create())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "k"), [pytest.param(1, 4, marks=SWEEP), (3, 1), (2, 4)])
 def test_nnx(stage: int, k: int) -> None:
-    both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    values, _ = nnx_run(stage, k, **both)
-    want, _ = nnx_run(stage, k)
-    assert not np.array_equal(values, want)
+    zero = zero_of(stage, k, **BOTH)
+    values, want = nnx_losses(zero(nnx_step), *zero.init(nnx_create)), plain_nnx_losses()
+    assert np.abs(values - want).max() > APART
     np.testing.assert_allclose(values, want, rtol=0.02)
 
 
@@ -242,8 +282,7 @@ POISONED = {("nan", 1), ("1e30", 2)}
 )
 def test_a_poisoned_shard_skips_the_step(stage: int, name: str) -> None:
     """One row of one device makes gradients that are not finite: nothing changes, as without."""
-    keywords = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    zero, (create, step) = zero_of(stage, check_finite=True, **keywords), linen(optax.adam(1e-2))
+    zero, (create, step) = zero_of(stage, check_finite=True, **BOTH), linen(optax.adam(1e-2))
     state, bad = zero.init(create), batch()
     bad["y"][5] = BAD[name]
     before, one = jax.device_get(state.params), zero(step)
@@ -260,13 +299,13 @@ def test_a_shard_of_zeros_and_an_outlier(stage: int) -> None:
     """Large but finite: the other blocks keep their precision."""
     zero, (create, step) = zero_of(stage, zero_quantized_gradients=True), linen(optax.sgd(1e-9))
     rows = batch()
-    rows["y"][:4] = np.asarray(Model().apply({"params": params_of()}, rows["tokens"][:4]))
+    rows["y"][:4] = np.asarray(Model().apply({"params": initial()}, rows["tokens"][:4]))
     rows["y"][9] = 1e9
     state, value = zero(step)(zero.init(create), rows)
     want, want_value = jax.jit(step)(create(), rows)
     np.testing.assert_allclose(value, want_value, rtol=1e-5)
     for one, other, old in zip(
-        *map(jax.tree.leaves, (state.params, want.params, params_of())), strict=True
+        *map(jax.tree.leaves, (state.params, want.params, initial())), strict=True
     ):
         change = np.abs(np.asarray(other) - np.asarray(old)).max()
         np.testing.assert_allclose(one, other, atol=0.02 * change + 1e-7)
@@ -288,22 +327,21 @@ def test_a_shard_of_zeros_and_an_outlier(stage: int) -> None:
 )
 def test_beside_others(axes: dict[str, int], keywords: dict[str, Any]) -> None:
     """Trains as it does without: the same falling losses, one percent apart at most."""
-    losses = []
-    for more in ({}, {"zero_quantized_weights": True, "zero_quantized_gradients": True}):
+    runs = []
+    rounded = bool({"bf16", "fp16"} & keywords.keys())  # beside its own; others have plain jit's
+    for more in ({}, BOTH) if rounded else (BOTH,):
         zero = zero_of(3, mesh=zerojax.mesh(axes=axes), **keywords, **more)
         create, step = linen(optax.adam(3e-3))
-        state, one = zero.init(create), zero(step)
-        losses.append([float(np.mean((out := one(state, batch()), state := out[0])[0][1]))
-                       for _ in range(6)])  # fmt: skip
-    assert losses[1] != losses[0]
-    assert losses[1][-1] < 0.9 * losses[1][0]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=0.02, atol=0.01)
+        runs.append(losses_of(zero(step), zero.init(create), (0,) * 6))
+    want, got = runs if rounded else (plain_losses((0,) * 6), *runs)
+    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) > APART
+    assert got[-1] < 0.9 * got[0]
+    np.testing.assert_allclose(got, want, rtol=0.02, atol=0.01)
 
 
 @pytest.mark.slow
 def test_a_restart_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    zero, (create, step) = zero_of(3, **both), linen(optax.adam(3e-3))
+    zero, (create, step) = zero_of(3, **BOTH), linen(optax.adam(3e-3))
     one, state = zero(step), zero.init(create)
     state, _ = one(state, batch(0))
     with Checkpointer(tmp_path, zero) as checkpointer:
@@ -318,25 +356,22 @@ def test_a_restart_goes_on_bit_for_bit(tmp_path: Path) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def losses_of(process: int, keywords: dict[str, Any]) -> list[float]:
+SEEDS = (0, 1, 2, 3)
+
+
+def process_losses(process: int) -> list[float]:
     """Four steps, each with the process's own rows."""
-    zero, (create, step) = zero_of(3, **keywords), linen(optax.adam(3e-3))
-    state, one, own = zero.init(create), zero(step), zerojax.process_rows(ROWS)
-    losses = []
-    for i in range(4):
-        state, value = one(state, {name: x[own] for name, x in batch(i).items()})
-        losses.append(float(value))
-    return losses
+    zero, (create, step) = zero_of(3, **BOTH), linen(optax.adam(3e-3))
+    return losses_of(zero(step), zero.init(create), SEEDS, zerojax.process_rows(ROWS))
 
 
 def test_two_processes(in_processes: Callable[..., list[Any]], quick_processes: None) -> None:
     """Gradients are added up inside a process first; both see the same losses."""
-    both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    one, other = in_processes(2, losses_of, both)
+    one, other = in_processes(2, process_losses)
     assert one == other
-    plain, single = losses_of(0, {}), losses_of(0, both)
+    single = process_losses(0)
     assert one != single  # which quantizes once, not twice
-    np.testing.assert_allclose(one, plain, rtol=0.02)
+    np.testing.assert_allclose(one, plain_losses(SEEDS), rtol=0.02)
     np.testing.assert_allclose(one, single, rtol=0.02)
 
 
@@ -376,7 +411,7 @@ def test_frozen_parameters_alone() -> None:
     """zero_quantized_nontrainable_weights: those that the optimizer does not update."""
     rules = {"moves": optax.adam(1e-2), "still": optax.set_to_zero()}
     labels = jax.tree_util.tree_map_with_path(
-        lambda path, _: "still" if "first" in jax.tree_util.keystr(path) else "moves", params_of()
+        lambda path, _: "still" if "first" in jax.tree_util.keystr(path) else "moves", initial()
     )
     zero = zero_of(3, zero_quantized_nontrainable_weights=True)
     create, step = linen(optax.partition(rules, labels))

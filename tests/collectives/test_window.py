@@ -15,7 +15,7 @@ from zerojax.collectives import window
 from zerojax.collectives.window import Window
 from zerojax.devices.mesh import zero_axis
 
-WIDTH, LAYERS = 4096, 6
+WIDTH, LAYERS = 4096, 4
 LAYER = 2 * 12 * WIDTH**2  # bytes of its matrices in bf16
 
 
@@ -39,17 +39,18 @@ def test_no_more_than_two_layers_are_gathered_at_once() -> None:
     "axes",
     swept([{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "seq": 4}, {"data": 1, "seq": 8}]),
 )
+@pytest.mark.usefixtures("quick_compile")
 def test_the_numbers_of_plain_jit(axes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "AHEAD", 20_000)  # so that these matrices wait for each other
     rng = np.random.default_rng(0)
-    params = {f"w{i}": rng.normal(size=(96, 96)) / 10 for i in range(6)}
+    params = {f"w{i}": rng.normal(size=(96, 96)) / 10 for i in range(4)}
     rows = (16, 8, 96) if "seq" in axes else (16, 96)
     batch = {"x": rng.normal(size=rows), "y": rng.normal(size=rows)}
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, jax.Array]:
         def loss(p: dict[str, jax.Array]) -> jax.Array:
             x = batch["x"]
-            for i in range(6):
+            for i in range(4):
                 x = jnp.tanh(x @ p[f"w{i}"])
             return jnp.mean((x - batch["y"]) ** 2)
 

@@ -68,7 +68,7 @@ def refusals(process: int) -> dict[str, str]:
 
 
 def test_what_differs_between_processes_is_refused(
-    in_processes: Callable[..., list[Any]],
+    in_processes: Callable[..., list[Any]], quick_processes: None
 ) -> None:
     one, other = in_processes(2, refusals)
     assert one == other

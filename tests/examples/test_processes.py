@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from examples.run_clm.__main__ import app
 
 JOB = ["-m", "examples.run_clm", "--config_name", "tiny"]
-JOB += ["--max_train_steps", "6", "--eval_every", "3"]
+JOB += ["--max_train_steps", "4", "--eval_every", "2"]
 
 
 class Said(NamedTuple):
@@ -77,15 +77,14 @@ def test_an_example(count: int, name: str, tmp_path: Path, run: Callable[..., Sa
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_the_main_job(count: int, tmp_path: Path, run: Callable[..., Said]) -> None:
-    said = run(count, *JOB, "--output_dir", tmp_path / "several")
-    alone = (
-        CliRunner()
-        .invoke(app, [*JOB[2:], "--output_dir", str(tmp_path / "one")])
-        .stdout.splitlines()
-    )
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    job = [*JOB, "--text", str(text), "--output_dir"]
+    said = run(count, *job, tmp_path / "several")
+    alone = CliRunner().invoke(app, [*job[2:], str(tmp_path / "one")]).stdout.splitlines()
     assert said.others == []
     assert losses(said.first) == losses(alone)
-    assert len(losses(said.first)) == 6
+    assert len(losses(said.first)) == 4
     assert (tmp_path / "several" / "loss.png").exists()
 
 

@@ -194,7 +194,9 @@ def refuse_together(process: int) -> None:
         Step(Arguments(train_step), zero.states, True, guard)(state, batch)
 
 
-def test_processes_refuse_together(in_two_processes: Callable[..., list[Any]]) -> None:
+def test_processes_refuse_together(
+    in_two_processes: Callable[..., list[Any]], quick_processes: None
+) -> None:
     """By the least that is free in any of them: one alone would wait for the other's steps."""
     assert in_two_processes(refuse_together) == [None, None]
 

@@ -16,7 +16,7 @@ from zerojax.hlo.traffic import collectives
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
 
-UPDATES, WIDTH, LAYERS, ROWS = 4, 1024, 8, 4096
+UPDATES, WIDTH, LAYERS, ROWS = 4, 1024, 4, 4096
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 

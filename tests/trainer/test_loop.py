@@ -47,7 +47,7 @@ def plain_losses(quick_compile: None) -> list[float]:
     rows = zerojax.trainer.data.Epochs.of(TOKENS, args, 8)
     keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(42)), strict=True))
     model = GPT(CONFIG)
-    params = model.init(keys, jnp.zeros((1, 12), jnp.int32))["params"]
+    params = jax.jit(model.init)(keys, jnp.zeros((1, 12), jnp.int32))["params"]
 
     def rate(t: jax.Array) -> jax.Array:
         return 1e-2 * jnp.where(t < WARMUP, t / WARMUP, (STEPS - t) / (STEPS - WARMUP))
@@ -98,7 +98,13 @@ def test_losses_are_those_of_a_plain_loop(
     rates = logged(trainer, "learning_rate")
     np.testing.assert_allclose(rates[:4], [0, 1e-2 / 3, 2e-2 / 3, 1e-2], rtol=1e-6)
     if not more:
-        check_evaluation(trainer, tmp_path)
+        rows, expected, written = check_evaluation(trainer)
+        args = TrainingArguments(str(tmp_path / "loaded"), fsdp="full_shard")
+        loaded = Trainer(
+            GPT(CONFIG), args, eval_dataset=rows, loss=causal_lm_loss,
+            params=lambda like: load(written, CONFIG, like=like),
+        )  # fmt: skip
+        assert loaded.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -118,12 +124,12 @@ def test_a_mesh_axis_cuts_the_model(plain_losses: list[float], tmp_path: Path) -
     params: Any = trainer.train_state.params
     kernel = params["h_0"]["mlp"]["c_fc"]["kernel"]
     assert kernel.sharding.spec[-1] == "model"
-    check_evaluation(trainer, tmp_path)
+    check_evaluation(trainer)
 
 
-def check_evaluation(trainer: Trainer, folder: Path) -> None:
-    """The loss over 21 rows, whose tokens count unequally, is that of all tokens at once; of the
-    weights in transformers' folder, too."""
+def check_evaluation(trainer: Trainer) -> tuple[list[dict[str, Any]], float, Path]:
+    """The loss over 21 rows, whose tokens count unequally, is that of all tokens at once; the
+    weights are in transformers' folder. Returns the rows, that loss, and the folder."""
     rng = np.random.default_rng(1)
     rows = []
     for row in TOKENS[:21]:
@@ -131,7 +137,7 @@ def check_evaluation(trainer: Trainer, folder: Path) -> None:
         rows.append({**row, "labels": np.where(counts, row["input_ids"], -100)})
     params = jax.device_get(trainer.train_state.params)
     tokens, labels = (np.stack([row[k] for row in rows]) for k in ("input_ids", "labels"))
-    logits = GPT(CONFIG).apply({"params": params}, tokens)[:, :-1]
+    logits = jax.jit(GPT(CONFIG).apply)({"params": params}, tokens)[:, :-1]
     mask = labels[:, 1:] >= 0
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     expected = float((losses * mask).sum() / mask.sum())
@@ -142,12 +148,8 @@ def check_evaluation(trainer: Trainer, folder: Path) -> None:
     assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(expected, rel=1e-6)
     written = trainer.save_model(names=export_names)
     assert (written / "config.json").exists()
-    args = TrainingArguments(str(folder / "loaded"), fsdp="full_shard")
-    loaded = Trainer(
-        GPT(CONFIG), args, eval_dataset=rows, loss=causal_lm_loss,
-        params=lambda like: load(written, CONFIG, like=like),
-    )  # fmt: skip
-    assert loaded.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, params, load(written, CONFIG))
+    return rows, expected, written
 
 
 def test_a_killed_run_goes_on_bit_for_bit(

@@ -94,25 +94,24 @@ def plain(trainer: Trainer, loss: Any, module: Net) -> list[float]:
     keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(3)), strict=True))
     variables: Any = module.init(keys, X[:1])
     params, rest = variables["params"], {k: v for k, v in variables.items() if k != "params"}
+
+    def loss_fn(params: Any, rest: Any, batch: Any) -> Any:
+        changed: dict[str, Any] = {}
+
+        def model(x: jax.Array) -> jax.Array:
+            logits, new = module.apply({"params": params, **rest}, x, train=True, mutable=[*rest])
+            changed.update(new)
+            return logits
+
+        if loss is PAIR:
+            return losses(model(batch["x"]), batch["labels"]).mean(), changed
+        return loss(model, batch), changed
+
+    gradient = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
     said = []
     for step in range(trainer.state.global_step):
         at = trainer.epochs.indices(step)
-        batch = {"x": X[at], "labels": Y[at]}
-
-        def loss_fn(params: Any, rest: Any = rest, batch: Any = batch) -> Any:
-            bound = {"params": params, **rest}
-            changed: dict[str, Any] = {}
-
-            def model(x: jax.Array) -> jax.Array:
-                logits, new = module.apply(bound, x, train=True, mutable=[*rest])
-                changed.update(new)
-                return logits
-
-            if loss is PAIR:
-                return losses(model(batch["x"]), batch["labels"]).mean(), changed
-            return loss(model, batch), changed
-
-        (value, changed), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        (value, changed), grads = gradient(params, rest, {"x": X[at], "labels": Y[at]})
         params = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
         rest = rest | changed
         said.append(float(value))
@@ -168,10 +167,10 @@ def test_nnx_has_the_same_numbers(loss: Any, tmp_path: Path) -> None:
         given = loss(nnx.merge(graph, state, rest), batch)
         return losses(given["logits"], batch["labels"]).mean() if loss is PAIR else given
 
-    said = []
+    said, gradient = [], jax.jit(jax.value_and_grad(loss_fn))
     for step in range(2):
         at = trainer.epochs.indices(step)
-        value, grads = jax.value_and_grad(loss_fn)(state, {"x": X[at], "labels": Y[at]})
+        value, grads = gradient(state, {"x": X[at], "labels": Y[at]})
         said.append(float(value))
         state = jax.tree.map(lambda p, g: p - RATE * g, state, grads)
     np.testing.assert_allclose(logged(trainer), said, rtol=3e-6)
@@ -190,7 +189,7 @@ def job(process: int, folder: str) -> list[list[float]]:
 
 @pytest.mark.sweep
 def test_two_processes_have_the_numbers_of_one(
-    in_two_processes: Callable[..., list[Any]], tmp_path: Path
+    in_two_processes: Callable[..., list[Any]], quick_processes: None, tmp_path: Path
 ) -> None:
     alone = job(0, str(tmp_path / "one"))
     for each in in_two_processes(job, str(tmp_path / "two")):

@@ -11,6 +11,8 @@ from trainer.jobs import POINTS, Classifier
 from zerojax import Trainer, TrainingArguments
 from zerojax.trainer import classification_loss
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 def job(process: int, folder: str) -> tuple[list[float], list[float], Any]:
     """Losses of training and of evaluations of 21 rows, and the predictions."""
@@ -30,7 +32,7 @@ def job(process: int, folder: str) -> tuple[list[float], list[float], Any]:
 
 @pytest.mark.sweep
 def test_two_processes_have_the_numbers_of_one(
-    in_two_processes: Callable[..., list[Any]], tmp_path: Path
+    in_two_processes: Callable[..., list[Any]], quick_processes: None, tmp_path: Path
 ) -> None:
     alone = job(0, str(tmp_path / "one"))
     for each in in_two_processes(job, str(tmp_path / "two")):
@@ -64,7 +66,7 @@ def streamed(process: int, folder: str) -> list[list[float]]:
 
 @pytest.mark.sweep
 def test_two_processes_read_a_stream_as_one(
-    in_two_processes: Callable[..., list[Any]], tmp_path: Path
+    in_two_processes: Callable[..., list[Any]], quick_processes: None, tmp_path: Path
 ) -> None:
     alone = streamed(0, str(tmp_path / "one"))
     assert len({*alone[1]}) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -64,14 +65,21 @@ def model(remat: bool = False) -> Model:
 CONFIG = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A program of several tests is compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("measured")))
+        yield
+
+
 @functools.cache
 def study(rows: int | None = 16, memory: int | None = None, cache: Cache | None = None) -> Study:
     mesh, rates = parse_devices("h100:2")
     if memory is not None:
         rates = dataclasses.replace(rates, memory=memory + RESERVE)
-    measured = {"measured": cache} if cache else {}
-    config = load(CONFIG)
-    return Study(model, config, mesh, rates, rows=rows, seq=SEQ, remat=False, **measured)
+    config, measured = load(CONFIG), cache or Cache()
+    return Study(model, config, mesh, rates, rows=rows, seq=SEQ, remat=False, measured=measured)
 
 
 @pytest.mark.slow

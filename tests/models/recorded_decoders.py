@@ -1,18 +1,8 @@
-"""Logits, tensor names and config keys of transformers' decoders, recorded for tests without torch.
+"""Small decoders of `recorded_folders`, and their inputs."""
 
-`python tests/models/recorded_decoders.py` records them where torch and transformers are installed
-(transformers 5.24.0 with torch 2.13.0 on a CPU), in fp32. Both sides draw the same weights by name.
-"""
-
-import json
-import tempfile
-import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-FILE = Path(__file__).parent / "data" / "decoders.npz"
 
 _SIZES: dict[str, Any] = dict(
     vocab_size=30, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -37,6 +27,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": (
         "LlamaForCausalLM",
         _SIZES | dict(attention_bias=True, mlp_bias=True) | _rope("linear", factor=2.0),
+    ),
+    "yarn": (
+        "Qwen2ForCausalLM",
+        _SIZES | _rope("yarn", factor=4.0, original_max_position_embeddings=40),
+    ),
+    "yarn_mscale": (
+        "LlamaForCausalLM",
+        _SIZES | dict(head_dim=16) | _rope(
+            "yarn", factor=4.0, original_max_position_embeddings=40, beta_fast=4.0, beta_slow=0.1,
+            mscale=0.7, mscale_all_dim=1.2, truncate=False,
+        ),
     ),
     "dynamic": (
         "LlamaForCausalLM", _SIZES | dict(max_position_embeddings=8) | _rope("dynamic", factor=3.0),
@@ -73,54 +74,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", _SIZES | dict(num_local_experts=4)),
 }  # fmt: skip
 
-ROWS = np.random.default_rng(12).integers(3, 29, (2, 12))
-ROWS[1, 8:] = 0  # padding
+ROWS = np.random.default_rng(12).integers(3, 29, (4, 12))
+# No padding; padding on the right; on the left; on the left, between tokens and on the right.
+MASK = (np.arange(12) < [[12], [8], [12], [9]]) & (np.arange(12) >= [[0], [0], [4], [1]])
+MASK[3, 5] = False
+UNMASKED = ("llama3", "gemma2", "gpt2_classifier")  # to be called without a mask, too
 
 
-def drawn(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Draws a tensor, wide enough that no part of a model is without effect; norms around 1."""
-    rng = np.random.default_rng(zlib.crc32(name.encode()))
-    is_norm = ("norm" in name or ".ln_" in name) and name.endswith("weight")
-    center = float(is_norm and case != "gemma2")  # whose norms add the 1
-    width = 0.05 if is_norm else 0.25
-    return (width * rng.standard_normal(shape) + center).astype(np.float32)
-
-
-def compute() -> dict[str, np.ndarray]:
-    """Returns the file's content: logits, and JSON texts."""
-    import torch
-    import transformers
-    from safetensors import safe_open
-    from safetensors.numpy import save_file
-
-    found: dict[str, np.ndarray] = {}
-    for case, (name, values) in CASES.items():
-        kind = getattr(transformers, name)
-        with tempfile.TemporaryDirectory() as folder:
-            kind(kind.config_class(**values)).save_pretrained(folder)
-            file = Path(folder) / "model.safetensors"
-            with safe_open(file, "np") as tensors:
-                shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
-            weights = {key: drawn(case, key, tuple(shape)) for key, shape in shapes.items()}
-            save_file(weights, file, metadata={"format": "pt"})
-            found[f"{case}.logits"] = logits(name, folder)
-            found[f"{case}.config"] = np.array((Path(folder) / "config.json").read_text("utf-8"))
-        found[f"{case}.shapes"] = np.array(json.dumps(shapes))
-    assert torch.get_default_dtype() == torch.float32
-    return found
-
-
-def logits(name: str, folder: str | Path) -> np.ndarray:
-    """Returns the logits of a folder's model in transformers."""
-    import torch
-    import transformers
-
-    model = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        result: np.ndarray = model(torch.from_numpy(ROWS)).logits.numpy()
-    return result
-
-
-if __name__ == "__main__":
-    np.savez_compressed(FILE, **compute())
-    print(FILE, FILE.stat().st_size)
+def inputs(case: str) -> dict[str, dict[str, np.ndarray]]:
+    """Returns the inputs of a model's calls, by the name of the call."""
+    mask = MASK.astype(np.int64)
+    if case == "gemma2":  # A query without keys differs in transformers' two implementations.
+        mask[:, 0] = 1
+    calls = dict(logits=dict(input_ids=ROWS * mask, attention_mask=mask))
+    return calls | (dict(unmasked=dict(input_ids=ROWS * mask)) if case in UNMASKED else {})

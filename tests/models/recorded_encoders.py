@@ -1,18 +1,8 @@
-"""Logits, tensor names and config keys of transformers, recorded for tests without torch.
+"""Small encoders, and encoder-decoders, of `recorded_folders`, and their inputs."""
 
-`python tests/models/recorded_encoders.py` records them where torch and transformers are installed
-(transformers 5.24.0 with torch 2.13.0 on a CPU), in fp32. Both sides draw the same weights by name.
-"""
-
-import json
-import tempfile
-import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-FILE = Path(__file__).parent / "data" / "encoders.npz"
 
 _SIZES: dict[str, Any] = dict(
     vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -64,86 +54,26 @@ SEARCH: dict[str, Any] = dict(num_beams=3, max_length=9, no_repeat_ngram_size=1)
 TYPES = np.arange(12) % 5 // 3 * MASK
 
 
-def inputs(case: str) -> dict[str, np.ndarray]:
-    """Returns the inputs of a model by name; each model pads with its own token."""
+def inputs(case: str) -> dict[str, dict[str, np.ndarray]]:
+    """Returns the inputs of a model's call by its name; each model pads with its own token."""
     if case == "vit":
-        return dict(pixel_values=IMAGES)
+        return dict(logits=dict(pixel_values=IMAGES))
     if case == "whisper":
         target = np.concatenate([np.ones((2, 1), int), (ROWS * MASK)[:, 3:-1]], axis=1)
-        return dict(input_features=SOUND, decoder_input_ids=target)
+        return dict(logits=dict(input_features=SOUND, decoder_input_ids=target))
     if case.startswith("t5"):
         target = dict(decoder_input_ids=ROWS[:, 3:], decoder_attention_mask=MASK[:, 3:])
-        return dict(input_ids=ROWS * MASK, attention_mask=MASK, **target)
-    pad = 1 if case.startswith("roberta") else 0
-    rows = np.where(MASK == 1, ROWS, pad)
-    return dict(input_ids=rows, attention_mask=MASK, token_type_ids=TYPES)
+        return dict(logits=dict(input_ids=ROWS * MASK, attention_mask=MASK, **target))
+    rows = np.where(MASK == 1, ROWS, 1 if case.startswith("roberta") else 0)
+    return dict(logits=dict(input_ids=rows, attention_mask=MASK, token_type_ids=TYPES))
 
 
-def drawn(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Draws a tensor, wide enough that no part of a model is without effect; norms around 1."""
-    rng = np.random.default_rng(zlib.crc32(name.encode()))
-    is_norm = "norm" in name.lower() and name.endswith("weight")
-    width = 0.05 if is_norm else 0.25
-    return (width * rng.standard_normal(shape) + is_norm).astype(np.float32)
-
-
-def compute() -> dict[str, np.ndarray]:
-    """Returns the file's content: logits, and JSON texts."""
-    import transformers
-    from safetensors import safe_open
-    from safetensors.numpy import save_file
-
-    found: dict[str, np.ndarray] = {}
-    for case, (name, values) in CASES.items():
-        kind = getattr(transformers, name)
-        with tempfile.TemporaryDirectory() as folder:
-            kind(kind.config_class(**values)).save_pretrained(folder)
-            file = Path(folder) / "model.safetensors"
-            with safe_open(file, "np") as tensors:
-                shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
-            shapes |= EXTRA.get(case, {})
-            weights = {key: drawn(case, key, tuple(shape)) for key, shape in shapes.items()}
-            save_file(weights, file, metadata={"format": "pt"})
-            found[f"{case}.logits"] = logits(case, folder)
-            if case == "whisper":
-                found["whisper.targets"] = targets(folder)
-            found[f"{case}.config"] = np.array((Path(folder) / "config.json").read_text("utf-8"))
-        found[f"{case}.shapes"] = np.array(json.dumps(shapes))
-    return found
-
-
-def logits(case: str, folder: str | Path) -> np.ndarray:
-    """Returns the logits of a folder's model in transformers."""
-    import torch
-
-    model = opened(case, folder)
-    with torch.no_grad():
-        given = {name: torch.from_numpy(x) for name, x in inputs(case).items()}
-        result: np.ndarray = model(**given).logits.numpy()
-    return result
-
-
-def targets(folder: str | Path) -> np.ndarray:
+def whisper_targets(model: Any) -> np.ndarray:
     """Returns Whisper's targets of `SEARCH`, without the prompts and filters of its `generate`."""
     import torch
     from transformers import GenerationConfig, GenerationMixin
 
-    model = opened("whisper", folder)
     ids = {key: value for key, value in _WHISPER.items() if key.endswith("token_id")}
     model.generation_config = GenerationConfig(**ids)
     found: np.ndarray = GenerationMixin.generate(model, torch.from_numpy(SOUND), **SEARCH).numpy()
     return found
-
-
-def opened(case: str, folder: str | Path) -> Any:
-    """Returns a folder's model in transformers."""
-    import torch
-    import transformers
-
-    kind = getattr(transformers, CASES[case][0])
-    return kind.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-if __name__ == "__main__":
-    np.savez_compressed(FILE, **compute())
-    print(FILE, FILE.stat().st_size)

@@ -18,6 +18,7 @@ from zerojax.models.attention import choose_attention, fused_attention, planned_
 
 TOKAMAX = importlib.util.find_spec("tokamax") is not None
 TOKENS = np.random.default_rng(0).integers(0, 96, (8, 16)).astype(np.int32)
+MASK = np.arange(16) >= np.arange(8)[:, None]  # padding on the left
 
 
 def models(**options: Any) -> list[Any]:
@@ -26,11 +27,12 @@ def models(**options: Any) -> list[Any]:
     return [llama.Llama(small), gpt.GPT(tiny)]
 
 
-def gradients(model: Any) -> Any:
+def gradients(model: Any, mask: Any = None) -> Any:
     params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
 
     def loss(params: Any) -> jax.Array:
-        return model.apply({"params": params}, TOKENS, targets=TOKENS).mean()
+        losses = model.apply({"params": params}, TOKENS, targets=TOKENS, attention_mask=mask)
+        return losses.mean()
 
     return jax.jit(jax.value_and_grad(loss))(params)
 
@@ -47,7 +49,20 @@ def test_fused_attention_computes_the_same(number: int) -> None:
     mesh = zerojax.mesh(axes={"data": 4, "model": 2})
     fused = fused_attention(zerojax.zero(stage=3, mesh=mesh), sharded={"model": 2})
     model = models(scan=True)[number]
-    assert_same(gradients(dataclasses.replace(model, attention=fused)), gradients(model))
+    fused_model = dataclasses.replace(model, attention=fused)
+    assert_same(gradients(fused_model, MASK), gradients(model, MASK))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize(("number", "is_fused"), [(0, True), (1, False)], ids=["Llama", "GPT"])
+def test_a_mask_of_rows_sharded_along_their_tokens(number: int, is_fused: bool) -> None:
+    zero = zerojax.zero(stage=3, mesh=zerojax.mesh(axes={"data": 4, "seq": 2}))
+    model = models(scan=True, remat=True)[number]
+    sharded = dataclasses.replace(model, sequence=zero.sequence)
+    if is_fused:
+        sharded = dataclasses.replace(sharded, attention=fused_attention(zero))
+    assert_same(gradients(sharded, MASK), gradients(model, MASK))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""BERT and RoBERTa from folders: logits, tensor names and configs are those of transformers."""
+"""BERT and RoBERTa: new heads, names of tensors, and what they refuse."""
 
 from pathlib import Path
 from typing import Any
@@ -7,33 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import recorded_encoders as recorded
-from models.recorded_folders import (
-    HAS_TRANSFORMERS,
-    folder_of,
-    loads_and_saves_as_transformers,
-    transformers_loads_what_is_saved,
-)
+from models.recorded_folders import drawn, folder_of
 from safetensors.numpy import save_file
 
 from zerojax.models import from_folder
 from zerojax.models.bert import SIZES, BertClassifier, BertConfig
 
-CASES = [case for case in recorded.CASES if "bert" in case]
-
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_logits_and_saved_tensors_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    loads_and_saves_as_transformers(case, tmp_path, scan="roberta" in case)
-
-
-@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="nothing to load a saved folder with")
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("case", CASES)
-def test_transformers_loads_what_is_saved(case: str, tmp_path: Path) -> None:
-    transformers_loads_what_is_saved(case, tmp_path)
 
 
 @pytest.mark.parametrize("case", ["bert", "roberta"])
@@ -43,7 +23,7 @@ def test_a_classifier_begins_with_the_pretrained_body(case: str, tmp_path: Path)
     loaded = from_folder(tmp_path, architecture=architecture, num_labels=5)
     table = loaded.parameters[case]["embeddings"]["word_embeddings"]["embedding"]
     name = f"{case}.embeddings.word_embeddings.weight"
-    np.testing.assert_array_equal(table, recorded.drawn(case, name, (30, 16)))
+    np.testing.assert_array_equal(table, drawn(case, name, (30, 16)))
     assert loaded.parameters["classifier"]["kernel"].shape == (16, 5)
 
 

@@ -1,7 +1,5 @@
-"""Decoders from folders: their logits, tensor names and configs are those of transformers."""
+"""Decoders from folders on several devices, and what they refuse."""
 
-import importlib.util
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,58 +7,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from models import recorded_decoders as recorded
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from jax.sharding import PartitionSpec
+from models.recorded_decoders import CASES, inputs
+from models.recorded_folders import folder_of, stored
 
 import zerojax
 from zerojax.models import from_folder
 from zerojax.models.hugging_face.architectures import find
+from zerojax.models.hugging_face.folder import abstract
 from zerojax.models.tensor_parallel import TensorParallel
 
-STORED = np.load(recorded.FILE)
-
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
-def folder_of(case: str, folder: Path) -> dict[str, np.ndarray]:
-    """Writes the folder that transformers writes, and returns its tensors."""
-    shapes = json.loads(str(STORED[f"{case}.shapes"]))
-    tensors = {name: recorded.drawn(case, name, tuple(shape)) for name, shape in shapes.items()}
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(str(STORED[f"{case}.config"]), "utf-8")
-    save_file(tensors, folder / "model.safetensors")
-    return tensors
-
-
-@pytest.mark.parametrize("case", recorded.CASES)
-def test_logits_and_saved_tensors_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    tensors = folder_of(case, tmp_path / "in")
-    loaded = from_folder(tmp_path / "in", scan=case != "llama3")
-    logits = jax.jit(loaded.model.apply)({"params": loaded.parameters}, recorded.ROWS)
-    np.testing.assert_allclose(logits, STORED[f"{case}.logits"], atol=1e-5, rtol=0)
-
-    loaded.save(tmp_path / "out", loaded.parameters)
-    with safe_open(tmp_path / "out/model.safetensors", "np") as saved:
-        again = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
-    assert again.keys() == tensors.keys()
-    jax.tree.map(np.testing.assert_array_equal, again, tensors)
-    config = from_folder(tmp_path / "out", parameters=False, scan=loaded.model.config.scan)
-    assert config.model.config == loaded.model.config
-
-
-@pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("torch", "transformers"))),
-    reason="torch and transformers are not installed: nothing to load a saved folder with",
-)
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("case", recorded.CASES)
-def test_transformers_loads_what_is_saved(case: str, tmp_path: Path) -> None:
-    folder_of(case, tmp_path / "in")
-    loaded = from_folder(tmp_path / "in")
-    loaded.save(tmp_path / "out", loaded.parameters)
-    logits = recorded.logits(recorded.CASES[case][0], tmp_path / "out")
-    np.testing.assert_allclose(logits, STORED[f"{case}.logits"], atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
@@ -86,7 +43,7 @@ def test_a_step_at_stage_3_is_the_plain_one(case: str, tmp_path: Path) -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), params, expected)
 
 
-@pytest.mark.parametrize("case", recorded.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_tensor_parallelism_has_a_spec_for_every_parameter(case: str, tmp_path: Path) -> None:
     folder_of(case, tmp_path)
     tensor = TensorParallel(zerojax.mesh(axes={"data": 4, "model": 2}))
@@ -95,15 +52,22 @@ def test_tensor_parallelism_has_a_spec_for_every_parameter(case: str, tmp_path: 
         with pytest.raises(ValueError, match="experts are not sharded over 'model'"):
             from_folder(tmp_path, zero=zero)
         return
-    loaded = from_folder(tmp_path, zero=zero, scan=True)
+    loaded = from_folder(tmp_path, zero=zero, scan=True, parameters=False)
     assert loaded.model.tensor == tensor
-    sharded = [x for x in jax.tree.leaves(loaded.parameters) if "model" in x.sharding.spec]
-    assert sharded
-    if case == "gemma2":
-        jitted = jax.jit(partial(loaded.model.apply, {"params": loaded.parameters}))
-        logits = jitted(np.tile(recorded.ROWS, (2, 1)))
-        expected = np.tile(STORED[f"{case}.logits"], (2, 1, 1))
-        np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=0)
+    assert PartitionSpec(None, None, "model") in jax.tree.leaves(
+        tensor.specs(abstract(loaded.model))
+    )
+
+
+def test_rows_with_padding_under_tensor_parallelism(tmp_path: Path) -> None:
+    folder_of("gemma2", tmp_path)
+    tensor = TensorParallel(zerojax.mesh(axes={"data": 4, "model": 2}))
+    zero = zerojax.zero(stage=3, mesh=tensor.mesh, specs=tensor.specs)
+    loaded = from_folder(tmp_path, zero=zero, scan=True)
+    batch = inputs("gemma2")["logits"]
+    apply = jax.jit(partial(loaded.model.apply, {"params": loaded.parameters}))
+    logits = apply(batch["input_ids"], attention_mask=batch["attention_mask"])
+    np.testing.assert_allclose(logits, stored("gemma2", "logits"), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,19 @@ def test_saved_exported_and_loaded(scan: bool, tmp_path: Path) -> None:
     [
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_parameters: factor = 2.0 is not supported: rope"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_type = 'yarn' is not supported: .* longrope"),
+        (
+            {"rope_scaling": {"type": "ntk"}},
+            "rope_type = 'ntk' is not supported: .* longrope",
+        ),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_type = 'yarn' needs factor"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "alpha": 1}},
+            "alpha = 1 is not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 0}},
+            "truncate must be True or False, not 0",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type = 'linear' needs factor"),
         ({"head_dim": 63}, "must rotate an even number of 63 features"),
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),

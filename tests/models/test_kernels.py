@@ -1,5 +1,6 @@
 """The GPT with fused layers: what it computes, and what is compiled for GPUs."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ import zerojax
 from benchmarks.kernel_steps import WAYS, Size, compiled
 from pallas_kernels import compat
 from zerojax.models import gpt_nnx
+from zerojax.models.blocks import causal_attention
 from zerojax.models.gpt import GPT, GPTConfig
-from zerojax.models.kernels import Kernels
+from zerojax.models.kernels import Kernels, fused_causal_attention
 
 CONFIG: dict[str, Any] = dict(vocab_size=96, block_size=16, n_layer=2, n_head=2, n_embd=32)
 
@@ -71,6 +73,29 @@ def test_fused_layers_compute_the_same(stage: int, more: dict[str, Any]) -> None
     low = "bf16" in more or "fp16" in more
     want, got = train(None, stage, **dict(more)), train("xla", stage, **dict(more))
     np.testing.assert_allclose(got, want, rtol=1e-3 if low else 1e-6)
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("window", [None, 2])
+def test_fused_attention_of_rows_with_padding(window: int | None) -> None:
+    """A query without keys has the result 0, and no gradient."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(3, 6, 2, 4)), jnp.float32) for _ in range(3))
+    mask = jnp.array([[0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 1], [1, 1, 1, 0, 0, 0]], bool)
+
+    @partial(jax.jit, static_argnums=0)
+    def with_gradients(attention: Any, *inputs: jax.Array) -> Any:
+        y, pullback = jax.vjp(partial(attention, mask=mask, window=window), *inputs)
+        return y, pullback(jnp.sin(y))
+
+    fused = partial(fused_causal_attention, implementation="xla")
+    got, want = (with_gradients(f, q, k, v) for f in (fused, causal_attention))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), got, want)
+    sees_a_key = np.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, not window, not window, 1], [1] * 6])
+    if window:
+        sees_a_key[2, 4:] = 0
+    np.testing.assert_array_equal(np.abs(got[0]).sum((2, 3)) > 0, sees_a_key)
+    assert not got[1][0][sees_a_key == 0].any()
 
 
 def train_nnx(fused: str | None) -> list[float]:

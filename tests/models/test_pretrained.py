@@ -125,7 +125,11 @@ def test_its_step_is_that_of_plain_jit(tmp_path: Path) -> None:
     gpt2.save(filled(gpt2.GPT(config)), config, tmp_path)
     rng = np.random.default_rng(0)
     tokens = rng.integers(60, size=(16, 8))
-    batch = {"input_ids": tokens, "labels": np.where(rng.random((16, 8)) < 0.3, -100, tokens)}
+    batch = {
+        "input_ids": tokens,
+        "labels": np.where(rng.random((16, 8)) < 0.3, -100, tokens),
+        "attention_mask": np.arange(8) >= np.arange(16)[:, None] % 8,  # padding on the left
+    }
 
     plain, tx = from_folder(tmp_path), optax.sgd(0.1)
     state = TrainState.create(apply_fn=None, params=plain.parameters, tx=tx)

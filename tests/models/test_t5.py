@@ -1,4 +1,4 @@
-"""T5 from folders: logits, tensor names and configs are those of transformers."""
+"""T5: its loss, its heads, and what it refuses."""
 
 from pathlib import Path
 from typing import Any
@@ -8,31 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.recorded_folders import (
-    HAS_TRANSFORMERS,
-    folder_of,
-    loads_and_saves_as_transformers,
-    transformers_loads_what_is_saved,
-)
+from models.recorded_folders import folder_of
 
 from zerojax.models import from_folder
 from zerojax.models.hugging_face.t5 import config_from_hf, config_to_hf
 
-CASES = ("t5", "t5_1_1")
-
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_logits_and_saved_tensors_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    loads_and_saves_as_transformers(case, tmp_path, scan=case == "t5", remat=case == "t5")
-
-
-@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="nothing to load a saved folder with")
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("case", CASES)
-def test_transformers_loads_what_is_saved(case: str, tmp_path: Path) -> None:
-    transformers_loads_what_is_saved(case, tmp_path)
 
 
 def test_the_loss_shifts_labels_behind_the_start_token(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""ViT from folders: logits, tensor names and configs are those of transformers."""
+"""ViT: new heads, dtypes, and what it refuses."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.recorded_folders import (
-    HAS_TRANSFORMERS,
-    folder_of,
-    loads_and_saves_as_transformers,
-    transformers_loads_what_is_saved,
-)
+from models.recorded_folders import folder_of
 from safetensors.numpy import save_file
 
 from zerojax.models import from_folder
@@ -21,17 +16,6 @@ from zerojax.models.hugging_face.vit import config_from_hf
 from zerojax.models.vit import SIZES, ViTClassifier, ViTConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
-@pytest.mark.parametrize("scan", [False, True])
-def test_logits_and_saved_tensors_are_those_of_transformers(scan: bool, tmp_path: Path) -> None:
-    loads_and_saves_as_transformers("vit", tmp_path, scan=scan)
-
-
-@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="nothing to load a saved folder with")
-@pytest.mark.filterwarnings("default")
-def test_transformers_loads_what_is_saved(tmp_path: Path) -> None:
-    transformers_loads_what_is_saved("vit", tmp_path)
 
 
 def test_a_classifier_begins_with_a_body_saved_without_a_head(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whisper from folders: logits, tensor names, configs and targets are those of transformers."""
+"""Whisper from folders: steps and targets are those of transformers, and positions stay fixed."""
 
 import re
 from functools import partial
@@ -14,13 +14,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 from models import recorded_encoders as recorded
 from models.recorded import dtypes
-from models.recorded_folders import (
-    HAS_TRANSFORMERS,
-    STORED,
-    folder_of,
-    loads_and_saves_as_transformers,
-    transformers_loads_what_is_saved,
-)
+from models.recorded_folders import folder_of, stored
 
 import zerojax
 from zerojax.models import from_folder
@@ -29,16 +23,6 @@ from zerojax.models.hugging_face.whisper import config_from_hf, config_to_hf
 from zerojax.models.whisper import SIZES, Whisper, WhisperConfig, sinusoids
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
-def test_logits_and_saved_tensors_are_those_of_transformers(tmp_path: Path) -> None:
-    loads_and_saves_as_transformers("whisper", tmp_path, scan=True, remat=True)
-
-
-@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="nothing to load a saved folder with")
-@pytest.mark.filterwarnings("default")
-def test_transformers_loads_what_is_saved(tmp_path: Path) -> None:
-    transformers_loads_what_is_saved("whisper", tmp_path)
 
 
 @pytest.mark.slow
@@ -75,7 +59,7 @@ def test_steps_at_stage_3_are_those_of_plain_jit(tmp_path: Path) -> None:
 
 def recorded_loss() -> float:
     """Returns the mean cross-entropy of the labels, from transformers' logits."""
-    logs = jax.nn.log_softmax(STORED["whisper.logits"])
+    logs = jax.nn.log_softmax(stored("whisper", "logits"))
     of_labels = np.take_along_axis(logs, np.maximum(recorded.LABELS, 0)[..., None], -1)[..., 0]
     return -float(of_labels[recorded.LABELS >= 0].mean())
 
@@ -86,7 +70,7 @@ def test_targets_are_transformers(tmp_path: Path) -> None:
     loaded = from_folder(tmp_path, scan=True)
     write = jax.jit(partial(generate, loaded.model, **recorded.SEARCH))
     targets, _ = write({"params": loaded.parameters}, recorded.SOUND)
-    np.testing.assert_array_equal(targets, STORED["whisper.targets"])
+    np.testing.assert_array_equal(targets, stored("whisper", "targets"))
 
 
 def test_new_positions_of_the_encoder_are_sinusoids() -> None:

@@ -30,6 +30,11 @@ class Dense(nnx.Module):
         return self.dense(x)
 
 
+class Uniform(nnx.Module):
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return jax.numpy.zeros((*tokens.shape, 8))
+
+
 def limits(model: Any, loss: Any) -> Limits:
     return Limits(model, loss, model_of(model, loss, 0, False).traced, labels=("labels",))
 
@@ -73,11 +78,13 @@ def test_tokens_are_of_the_vocabulary() -> None:
 
 def test_padding_that_a_model_without_a_mask_would_see(caplog: pytest.LogCaptureFixture) -> None:
     mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]])
-    check = limits(GPT(CONFIG), causal_lm_loss).check
+    left = mask[:, ::-1]
+    limits(GPT(CONFIG), causal_lm_loss).check({"input_ids": TOKENS, "attention_mask": left})
+    check = limits(Uniform(), causal_lm_loss).check
     for right in (mask, mask * [1, 1, 2, 2]):  # the second as packed sequences have it
         check({"input_ids": TOKENS, "attention_mask": right})
     with pytest.raises(ValueError, match="pad on the right"):
-        check({"input_ids": TOKENS, "attention_mask": mask[:, ::-1]})
+        check({"input_ids": TOKENS, "attention_mask": left})
     check = limits(Classifier(), classification_loss).check
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -87,10 +94,6 @@ def test_padding_that_a_model_without_a_mask_would_see(caplog: pytest.LogCapture
 
 @pytest.mark.slow
 def test_padding_does_not_count_as_labels() -> None:
-    class Uniform(nnx.Module):
-        def __call__(self, tokens: jax.Array) -> jax.Array:
-            return jax.numpy.zeros((*tokens.shape, 8))
-
     mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]])
     _, weights = causal_lm_loss(Uniform(), {"input_ids": TOKENS, "attention_mask": mask})["loss"]
     np.testing.assert_array_equal(weights, mask[:, 1:])

@@ -26,6 +26,8 @@ NAME = "attention"
 def assumed_attention(per_device: Callable[..., Callable[..., PyTree]]) -> Attention:
     """Returns attention of q [B, T, H, d] to k and v [B, T, G, d]; each device runs its own rows.
 
+    The keyword ``mask`` of an attention changes nothing: no forecast counts the mask.
+
     Args:
       per_device: :meth:`zerojax.api.Zero.per_device`.
     """
@@ -42,7 +44,7 @@ def assumed_attention(per_device: Callable[..., Callable[..., PyTree]]) -> Atten
         return tuple(per_device(_backward)(*residuals, gradient))
 
     attention.defvjp(forward, backward)
-    return attention
+    return lambda q, k, v, mask=None: attention(q, k, v)
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:

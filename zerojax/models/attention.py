@@ -12,13 +12,13 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-import pallas_kernels
 from pallas_kernels.attention import tokamax_gpu
 from pallas_kernels.dispatch import Target
 from zerojax.api import Zero
 from zerojax.devices.mesh import SEQUENCE, are_present
 from zerojax.models.assumed_attention import assumed_attention
 from zerojax.models.blocks import Attention
+from zerojax.models.kernels import fused_causal_attention
 
 ASKED = ("auto", "mosaic_gpu", "cudnn", "plain")
 
@@ -32,6 +32,9 @@ def fused_attention(
 ) -> Attention:
     """Returns causal attention of q [B, T, H, d] to k and v [B, T, G, d], run per device on rows.
 
+    The function also takes the keyword ``mask``, bool [B, T], False on padding; every
+    implementation supports it.
+
     Args:
       zero: The decorator, which has the mesh.
       implementation: As for :func:`pallas_kernels.attention`.
@@ -40,12 +43,13 @@ def fused_attention(
       sliding_window: The number of positions that a position attends to, the last of them itself.
     """
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return pallas_kernels.attention(
-            q, k, v, is_causal=True, sliding_window=sliding_window, implementation=implementation
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return fused_causal_attention(
+            q, k, v, mask, window=sliding_window, implementation=implementation
         )
 
-    return zero.per_device(attention, sharded=_sharded_heads(zero, sharded))
+    per_device = zero.per_device(attention, sharded=_sharded_heads(zero, sharded))
+    return lambda q, k, v, mask=None: per_device(q, k, v, mask)
 
 
 def _sharded_heads(zero: Zero, sharded: Mapping[str, int] | None) -> dict[str, int]:

@@ -3,6 +3,7 @@
 Shapes: B batch, T queries, S keys, H heads, d features of a head, L blocks.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,8 +18,12 @@ from zerojax.xla.types import PyTree
 
 INIT_STD = 0.02  # of the weights of GPT and Llama
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""A function of q [B, T, H, d], k and v [B, S, G, d] to [B, T, H, d]."""
+Attention = Callable[..., jax.Array]
+"""A function of q [B, T, H, d], k and v [B, S, G, d] to [B, T, H, d].
+
+For rows with padding it also takes the keyword `mask`, bool [B, S], False on keys to leave out. A
+query that sees no key has the result 0, as in PyTorch.
+"""
 
 
 Dropout = Callable[[jax.Array], jax.Array]
@@ -49,16 +54,18 @@ def causal_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    dropout: Dropout = lambda x: x,
+    mask: jax.Array | None = None,
     *,
+    dropout: Dropout = lambda x: x,
     window: int | None = None,
     is_windowed: jax.Array | bool = True,
     softcap: float | None = None,
 ) -> jax.Array:
     """Computes causal softmax(q k^T / sqrt(d)) v for `[B, T, H, d]`, softmax in fp32 or wider.
 
-    With `window`, a position attends to that many positions, the last of them itself, where
-    `is_windowed` is true. With `softcap` c, the scores s become c tanh(s / c).
+    `mask` is that of `Attention`. With `window`, a position attends to that many positions, the
+    last of them itself, where `is_windowed` is true. With `softcap` c, the scores s become
+    c tanh(s / c).
 
     The product computes the scores in the inputs' dtype, and the softmax widens them: compiled for
     a GPU, a block of 25 heads and 4 x 1024 tokens needs 390 MB less at peak than with fp32 scores.
@@ -66,10 +73,38 @@ def causal_attention(
     scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
     if softcap:
         scores = (softcap * jnp.tanh(widen(scores) / softcap)).astype(scores.dtype)
-    mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     if window:
-        mask &= ~jnp.tril(mask, -window) | ~jnp.asarray(is_windowed)
-    return attend(scores, v, mask, dropout)
+        visible &= ~jnp.tril(visible, -window) | ~jnp.asarray(is_windowed)
+    if mask is None:
+        return attend(scores, v, visible, dropout)
+    visible = visible & mask[:, None, None, :]
+    sees_a_key = visible.any(-1).swapaxes(1, 2)[..., None]  # [B, T, 1, 1]
+    return jnp.where(sees_a_key, attend(scores, v, visible, dropout), 0)
+
+
+def with_mask(attention: Attention, mask: jax.Array | None) -> Attention:
+    """Returns an attention that leaves out the keys where `mask` [B, S] is False, if there is one.
+
+    An attention without the keyword `mask` serves rows without padding.
+    """
+    return attention if mask is None else functools.partial(attention, mask=mask)
+
+
+def padding_mask(attention_mask: jax.Array | None, tokens: jax.Array) -> jax.Array | None:
+    """Returns a batch's `attention_mask` as bool [B, T]: False where it is 0.
+
+    Raises:
+      ValueError: The mask has another shape than the tokens.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != tokens.shape:
+        raise ValueError(
+            f"attention_mask has shape {attention_mask.shape}, and the tokens {tokens.shape}: a "
+            "decoder's mask has a number for each token, 0 on padding"
+        )
+    return attention_mask != 0
 
 
 def split_heads(x: jax.Array, heads: int) -> jax.Array:

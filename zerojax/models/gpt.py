@@ -29,8 +29,10 @@ from zerojax.models.blocks import (
     causal_attention,
     check_length,
     last_tokens,
+    padding_mask,
     run_blocks,
     split_heads,
+    with_mask,
 )
 from zerojax.models.config import ModelConfig, Sizes
 from zerojax.models.kernels import Kernels, add_and_normalize, normalize
@@ -103,14 +105,14 @@ class SelfAttention(nn.Module):
     layout: Layout
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         c, layout, attention = self.config, self.layout, self.attention
         heads = layout.split(_dense(3 * c.n_embd, INIT_STD, c, "c_attn"), x, 3)
         q, k, v = (split_heads(a, c.n_head) for a in heads)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         if c.dropout and not self.deterministic:
             attention = functools.partial(causal_attention, dropout=dropout)
-        y = layout.attention(attention)(q, k, v)
+        y = layout.attention(with_mask(attention, mask))(q, k, v)
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(y.reshape(x.shape))
 
 
@@ -133,7 +135,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attn(ln(x)), then x + mlp(ln(x)). The second argument and result are `nn.scan`'s."""
+    """x + attn(ln(x)), then x + mlp(ln(x)). The second argument and result are `nn.scan`'s.
+
+    `mask` is bool [B, T], False on padding.
+    """
 
     config: GPTConfig
     deterministic: bool
@@ -142,7 +147,9 @@ class Block(nn.Module):
     kernels: Kernels | None
 
     @nn.compact
-    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+    def __call__(
+        self, x: jax.Array, _: None, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, None]:
         c, layout, kernels = self.config, self.layout, self.kernels
         x = layout.tokens(x)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
@@ -150,7 +157,7 @@ class Block(nn.Module):
             SelfAttention(c, self.deterministic, self.attention, layout, name="attn")
         )
         mlp = layout.branch(layout.in_chunks(MLP(c, layout, kernels, name="mlp"), c.mlp_chunks))
-        a = dropout(attn(normalize(_layer_norm(c, "ln_1"), x, kernels)))
+        a = dropout(attn(normalize(_layer_norm(c, "ln_1"), x, kernels), mask))
         normalized, x = add_and_normalize(_layer_norm(c, "ln_2"), x, a, kernels)
         return x + dropout(mlp(normalized)), None
 
@@ -159,10 +166,14 @@ class GPT(nn.Module):
     """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
 
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits.
+    `attention_mask` [B, T] is 0 or False on padding, on either side of a row; positions count from
+    the row's first column, as in transformers.
+
     With `kernels` the norms, the activations, the attention and that loss are fused. `attention`
-    takes q, k and v [B, T, H, d] and is used only without dropout (`zerojax.models.attention` has
-    fused implementations). `sequence` shards rows along their tokens (`zero.sequence`, not together
-    with `kernels`); `tensor` shards the model over a mesh axis (`zerojax.models.tensor_parallel`).
+    is an `Attention` (`zerojax.models.blocks`) and is used only without dropout
+    (`zerojax.models.attention` has fused implementations). `sequence` shards rows along their
+    tokens (`zero.sequence`, not together with `kernels`); `tensor` shards the model over a mesh
+    axis (`zerojax.models.tensor_parallel`).
 
     With `num_labels` the logits are [B, num_labels], from each row's last token, and targets [B].
     """
@@ -180,7 +191,11 @@ class GPT(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, deterministic: bool = True, targets: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        deterministic: bool = True,
+        targets: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
     ) -> jax.Array:
         c, kernels, attention = self.config, self.kernels, self.attention
         layout = Layout(self.sequence, self.tensor)
@@ -202,6 +217,7 @@ class GPT(nn.Module):
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
         x, _ = run_blocks(
             Block, (c, deterministic, attention, layout, kernels), x,
+            padding_mask(attention_mask, tokens),
             layers=range(c.n_layer), name="h", scan=c.scan, remat=c.remat,
         )  # fmt: skip
         x = normalize(_layer_norm(c, "ln_f"), x, kernels)

@@ -47,7 +47,7 @@ class SelfAttention(nnx.Module):
         if self.kernels and (self.dropout.deterministic or not self.dropout.rate):
             y = self.kernels.causal_attention(q, k, v)
         else:
-            y = causal_attention(q, k, v, self.dropout)
+            y = causal_attention(q, k, v, dropout=self.dropout)
         return self.c_proj(y.reshape(x.shape))
 
 

@@ -72,16 +72,18 @@ class Kernels:
         )
         return self.per_device(bias_gelu, replicated=[1])(jnp.dot(x, kernel), bias)
 
-    def causal_attention(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def causal_attention(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None
+    ) -> jax.Array:
         """Computes causal attention [B, T, H, d] by cuDNN, or unfused if cuDNN refuses."""
 
-        def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return pallas_kernels.attention(q, k, v, is_causal=True, implementation="cudnn")
+        def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
+            return fused_causal_attention(q, k, v, mask, implementation="cudnn")
 
         try:
-            return self.per_device(cudnn)(q, k, v)
+            return self.per_device(cudnn)(q, k, v, mask)
         except ValueError:  # no cuDNN, or it does not support these arguments
-            return causal_attention(q, k, v)
+            return causal_attention(q, k, v, mask)
 
     def losses(self, hidden: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
         """Computes the cross-entropy [B, T] of hidden [B, T, D] projected on the table [V, D]."""
@@ -92,6 +94,33 @@ class Kernels:
             )
 
         return self.per_device(losses, replicated=[2])(hidden, targets, table)
+
+
+def fused_causal_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    implementation: str | None,
+) -> jax.Array:
+    """Computes `zerojax.models.blocks.causal_attention` with `pallas_kernels.attention`.
+
+    The implementations differ where a query sees no key: some have no finite gradient. Such a
+    query sees all earlier keys, and its result is replaced by 0. With a mask the implementation
+    reads bool [B, 1, T, T].
+    """
+    visible = None
+    if mask is not None:
+        positions = jnp.arange(mask.shape[1])
+        last_key = jax.lax.cummax(jnp.where(mask, positions, -mask.shape[1]), axis=1)
+        sees_a_key = positions - last_key < (window or mask.shape[1])  # [B, T]
+        visible = mask[:, None, None, :] | ~sees_a_key[:, None, :, None]
+    y = pallas_kernels.attention(
+        q, k, v, mask=visible, is_causal=True, sliding_window=window, implementation=implementation
+    )
+    return y if mask is None else jnp.where(sees_a_key[..., None, None], y, 0)
 
 
 def normalize(norm: LayerNorm, x: jax.Array, kernels: Kernels | None) -> jax.Array:

@@ -34,9 +34,11 @@ from zerojax.models.blocks import (
     causal_attention,
     check_length,
     last_tokens,
+    padding_mask,
     parameters,
     run_blocks,
     split_heads,
+    with_mask,
 )
 from zerojax.models.config import Fields, Sizes
 from zerojax.models.experts import Activation, Experts, PerDevice
@@ -167,6 +169,7 @@ def grouped_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    mask: jax.Array | None = None,
     *,
     window: int | None = None,
     is_windowed: jax.Array | bool = True,
@@ -175,10 +178,13 @@ def grouped_attention(
     """Computes causal attention of q [B, T, H, d] to k and v [B, T, G, d].
 
     Head h attends to key and value head h // (H / G). Keys and values are not repeated: the heads
-    of a group are an extra dimension of q only. The options are those of `causal_attention`.
+    of a group are an extra dimension of q only. The mask and the options are those of
+    `causal_attention`.
     """
     grouped = q.reshape(*k.shape[:3], -1, q.shape[-1])
-    attend = partial(causal_attention, window=window, is_windowed=is_windowed, softcap=softcap)
+    attend = partial(
+        causal_attention, mask=mask, window=window, is_windowed=is_windowed, softcap=softcap
+    )
     return jax.vmap(attend, (3, None, None), 3)(grouped, k, v).reshape(q.shape)
 
 
@@ -191,7 +197,11 @@ class SelfAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, tables: Tables, is_windowed: jax.Array | bool | None
+        self,
+        x: jax.Array,
+        tables: Tables,
+        is_windowed: jax.Array | bool | None,
+        mask: jax.Array | None,
     ) -> jax.Array:
         c, layout, attention = self.config, self.layout, self.attention
 
@@ -213,7 +223,7 @@ class SelfAttention(nn.Module):
                 is_windowed=True if is_windowed is None else is_windowed,
                 softcap=c.attn_logit_softcapping,
             )
-        y = layout.attention(attention)(q, k, v)
+        y = layout.attention(with_mask(attention, mask))(q, k, v)
         return _dense(c.n_embd, c, "o_proj", c.output_bias)(y.reshape(*x.shape[:-1], -1))
 
 
@@ -232,7 +242,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attn(norm(x)), then x + mlp(norm(x)). The second result is `nn.scan`'s."""
+    """x + attn(norm(x)), then x + mlp(norm(x)). The second result is `nn.scan`'s.
+
+    `mask` is bool [B, T], False on padding.
+    """
 
     config: LlamaConfig
     attention: Attention
@@ -241,13 +254,17 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, is_windowed: jax.Array | bool | None, tables: Tables
+        self,
+        x: jax.Array,
+        is_windowed: jax.Array | bool | None,
+        tables: Tables,
+        mask: jax.Array | None = None,
     ) -> tuple[jax.Array, None]:
         c, layout = self.config, self.layout
         x = layout.tokens(x)
         attn = layout.branch(SelfAttention(c, self.attention, layout, name="self_attn"))
         mlp = layout.branch(layout.in_chunks(self._mlp(), c.mlp_chunks))
-        a = attn(_rms_norm(c, "input_layernorm")(x), tables, is_windowed)
+        a = attn(_rms_norm(c, "input_layernorm")(x), tables, is_windowed, mask)
         if not c.post_norms:
             x = x + a
             return x + mlp(_rms_norm(c, "post_attention_layernorm")(x)), None
@@ -269,12 +286,16 @@ class Llama(nn.Module):
     """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
 
     With targets int [B, T] the result is the cross-entropy of each, [B, T], in place of logits. A
-    Llama has no dropout, so that `deterministic` has no effect. `attention` takes q, k and v as
-    `grouped_attention` does (`zerojax.models.attention` has fused implementations); it has to apply
-    `sliding_window` itself. `policy` selects what rematerialised blocks save in addition to their
-    input, as for `jax.checkpoint`. `sequence` shards rows along their tokens (`zero.sequence`);
-    `tensor` shards the model over a mesh axis (`zerojax.models.tensor_parallel`). `per_device` is
-    `zero.per_device`, for a model with experts on several devices.
+    Llama has no dropout, so that `deterministic` has no effect. `attention_mask` [B, T] is 0 or
+    False on padding, on either side of a row; positions count from the row's first column, as in
+    transformers.
+
+    `attention` takes q, k, v and `mask` as `grouped_attention` does (`zerojax.models.attention` has
+    fused implementations); it has to apply `sliding_window` itself. `policy` selects what
+    rematerialised blocks save in addition to their input, as for `jax.checkpoint`. `sequence`
+    shards rows along their tokens (`zero.sequence`); `tensor` shards the model over a mesh axis
+    (`zerojax.models.tensor_parallel`). `per_device` is `zero.per_device`, for a model with experts
+    on several devices.
 
     With `num_labels` the logits are [B, C], from each row's last token, and targets int [B].
     """
@@ -305,7 +326,11 @@ class Llama(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, deterministic: bool = True, targets: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        deterministic: bool = True,
+        targets: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
     ) -> jax.Array:
         c, attention, layout = self.config, self.attention, Layout(self.sequence, self.tensor)
         if c.rope_type != "dynamic":  # which is for longer rows
@@ -325,6 +350,7 @@ class Llama(nn.Module):
         windowed = [kind == WINDOWED for kind in c.layer_types]
         x, _ = run_blocks(
             Block, (c, attention, layout, self.per_device), x, tables,
+            padding_mask(attention_mask, tokens),
             layers=range(c.n_layer), name="layers", scan=c.scan, remat=c.remat, policy=self.policy,
             each=jnp.array(windowed) if c.scan and windowed else windowed or None,
         )  # fmt: skip

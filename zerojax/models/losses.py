@@ -89,7 +89,7 @@ def causal_lm_loss(
     The model returns logits [B, T, V] from ``input_ids`` [B, T] (also passed as ``tokens``) or the
     other fields that its ``__call__`` names. This function shifts ``labels`` [B, T] by one token,
     as transformers does; by default the labels are the ``input_ids`` where ``attention_mask`` is
-    not 0.
+    not 0. These count the first token after padding on the left too, as transformers' collators do.
     """
     inputs = batch["input_ids"]
     fields = {**batch, "tokens": inputs} if "tokens" not in batch else batch

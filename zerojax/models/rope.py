@@ -17,7 +17,7 @@ from zerojax.models.loss import widen
 Tables = tuple[jax.Array, jax.Array]
 """cos and sin, fp32 [T, 1, r / 2]."""
 
-TYPES = ("default", "linear", "dynamic", "llama3", "longrope")
+TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,19 @@ class RopeConfig(ModelConfig):
       rope_theta: The base of the wavelengths.
       partial_rotary_factor: The share of a head's features that is rotated.
       rope_type: "default"; "linear" divides all frequencies by the factor; "dynamic" enlarges the
-        base for rows longer than `block_size`; "llama3" divides the low frequencies; "longrope"
-        divides each frequency by its own factor.
+        base for rows longer than `block_size`; "llama3" and "yarn" divide the low frequencies;
+        "longrope" divides each frequency by its own factor.
       rope_factor: The ratio of the longest row to that of the pretraining.
-      original_size: The longest row of the pretraining, for "llama3" and "longrope".
+      original_size: The longest row of the pretraining, for "llama3", "longrope" and "yarn".
       low_freq_factor, high_freq_factor: The bounds of "llama3", in waves per `original_size`.
       short_factor, long_factor: The divisors of "longrope", for rows up to `original_size` and for
         longer ones.
-      attention_factor: The factor of cos and sin for "longrope"; None for the default.
+      attention_factor: The factor of cos and sin for "longrope" and "yarn"; None for the default.
+      beta_fast, beta_slow: The bounds of "yarn", in waves per `original_size`: from `beta_fast` on
+        a frequency is unchanged, up to `beta_slow` it is divided by the factor.
+      truncate: Whether the pairs of features at these bounds are rounded outwards.
+      mscale, mscale_all_dim: Weights of the factor's logarithm in the default of "yarn"'s
+        `attention_factor`, in its numerator and denominator.
     """
 
     rope_theta: float = 10000.0
@@ -48,16 +53,24 @@ class RopeConfig(ModelConfig):
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
     def check_rope(self, head_size: int) -> None:
         """Rejects the config if its rotation of heads of that size is invalid."""
-        self.check_positive("rope_theta", "rope_factor", "partial_rotary_factor")
+        self.check_positive(
+            "rope_theta", "rope_factor", "partial_rotary_factor", "beta_fast", "beta_slow"
+        )
+        self.check_flags("truncate")
         self.check_one_of("rope_type", *TYPES)
         self.check_optional_sizes("original_size")
         rotated = self.rotated(head_size)
         if rotated % 2 or not 0 < rotated <= head_size:
             self.reject("partial_rotary_factor", f"rotate an even number of {head_size} features")
-        if self.rope_type in ("llama3", "longrope") and self.original_size is None:
+        if self.rope_type in ("llama3", "longrope", "yarn") and self.original_size is None:
             self.reject("original_size", f"be an int for rope_type={self.rope_type!r}")
         for name in ("short_factor", "long_factor"):
             if self.rope_type == "longrope" and len(getattr(self, name)) != rotated // 2:
@@ -108,7 +121,41 @@ def _frequencies(
         if scale is None:
             scale = math.sqrt(1 + max(0, math.log(factor)) / math.log(c.original_size))
         return frequencies / jnp.asarray(divisors, jnp.float32), scale
+    if c.rope_type == "yarn":
+        kept = 1 - _ramp(rotated, c)
+        return frequencies * (kept + (1 - kept) / factor), _yarn_scale(c)
     return frequencies, 1.0
+
+
+def _ramp(rotated: int, c: RopeConfig) -> jax.Array:
+    """Returns the share of "yarn"'s division in each frequency, fp32 [r / 2], from 0 to 1.
+
+    Source: Peng et al. 2023, YaRN (arXiv:2309.00071), section 3.2, as transformers computes it.
+    """
+    assert c.original_size is not None
+
+    # The numbers of the pairs with `beta_fast` and `beta_slow` waves per `original_size`.
+    pairs = rotated / (2 * math.log(c.rope_theta))
+    low = pairs * math.log(c.original_size / (2 * math.pi * c.beta_fast))
+    high = pairs * math.log(c.original_size / (2 * math.pi * c.beta_slow))
+    if c.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    high += 0.001 * (low == high)
+    return jnp.clip((jnp.arange(rotated // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
+
+
+def _yarn_scale(c: RopeConfig) -> float:
+    """Returns the factor of cos and sin for "yarn" (section 3.4 of the paper)."""
+
+    def scale(weight: float) -> float:
+        return 1 + 0.1 * weight * math.log(max(c.rope_factor, 1))
+
+    if c.attention_factor is not None:
+        return c.attention_factor
+    if c.mscale and c.mscale_all_dim:
+        return scale(c.mscale) / scale(c.mscale_all_dim)
+    return scale(1)
 
 
 def rotate(x: jax.Array, tables: Tables) -> jax.Array:

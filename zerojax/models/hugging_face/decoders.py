@@ -26,6 +26,11 @@ def _gemma_layers(values: Json) -> list[str]:
     return [FULL if layer % 2 else WINDOWED for layer in range(values["num_hidden_layers"])]
 
 
+def _block(config: LlamaConfig) -> tuple[str, str]:
+    """Returns the path of a block, and a dimension of layers before those of its kernels."""
+    return ("layers", "layer ") if config.scan else ("layers_{layer:int}", "")
+
+
 def _phi3_names(config: LlamaConfig) -> Mapping[str, Tensor]:
     """Maps q, k and v, and gate and up, to the tensors in which Phi-3 concatenates them."""
     size = config.head_size
@@ -34,29 +39,28 @@ def _phi3_names(config: LlamaConfig) -> Mapping[str, Tensor]:
         ("self_attn", "o", "qkv_proj", heads),
         ("mlp", "down", "gate_up_proj", {"gate": config.n_inner, "up": config.n_inner}),
     )
+    block, layer = _block(config)
     names = {}
-    for stack, layer in (("layers_{layer:int}", ""), ("layers", "layer ")):
-        for module, last, tensor, parts in fused:
-            start, name = f"{stack}/{module}", f"model.layers.{{layer}}.{module}"
-            names[f"{start}/{last}_proj/kernel"] = Tensor(
-                f"{name}.{last}_proj.weight", f"o i -> {layer}i o"
-            )
-            names[f"{start}/{{part}}_proj/kernel"] = Tensor(
-                f"{name}.{tensor}.weight", f"(part o) i -> {layer}i o", {"part": parts}
-            )
+    for module, last, tensor, parts in fused:
+        start, name = f"{block}/{module}", f"model.layers.{{layer}}.{module}"
+        names[f"{start}/{last}_proj/kernel"] = Tensor(
+            f"{name}.{last}_proj.weight", f"o i -> {layer}i o"
+        )
+        names[f"{start}/{{part}}_proj/kernel"] = Tensor(
+            f"{name}.{tensor}.weight", f"(part o) i -> {layer}i o", {"part": parts}
+        )
     return names
 
 
 def _mixtral_names(config: LlamaConfig) -> Mapping[str, Tensor]:
     """Maps the router, and the stacked kernels of the experts, to a tensor an expert."""
-    names = {}
-    for stack, layer in (("layers_{layer:int}", ""), ("layers", "layer ")):
-        moe = "model.layers.{layer}.block_sparse_moe"
-        names[f"{stack}/mlp/gate/kernel"] = Tensor(f"{moe}.gate.weight", f"o i -> {layer}i o")
-        for kernel, tensor in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
-            names[f"{stack}/mlp/{kernel}_proj"] = Tensor(
-                f"{moe}.experts.{{expert}}.{tensor}.weight", f"o i -> {layer}expert i o"
-            )
+    block, layer = _block(config)
+    moe = "model.layers.{layer}.block_sparse_moe"
+    names = {f"{block}/mlp/gate/kernel": Tensor(f"{moe}.gate.weight", f"o i -> {layer}i o")}
+    for kernel, tensor in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        names[f"{block}/mlp/{kernel}_proj"] = Tensor(
+            f"{moe}.experts.{{expert}}.{tensor}.weight", f"o i -> {layer}expert i o"
+        )
     return names
 
 

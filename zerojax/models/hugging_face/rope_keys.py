@@ -36,7 +36,20 @@ _FIELDS: dict[str, dict[str, str]] = {
         "attention_factor": "attention_factor",
         _PRETRAINED: "original_size",
     },
+    "yarn": {
+        "factor": "rope_factor",
+        "attention_factor": "attention_factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+        _PRETRAINED: "original_size",
+    },
 }
+_OPTIONAL = {
+    "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"
+}  # fmt: skip
 
 
 def from_hf(values: Json, theta: float, longest: int) -> Fields:
@@ -63,7 +76,8 @@ def from_hf(values: Json, theta: float, longest: int) -> Fields:
             f"rope_type = {kind!r} is not supported: zerojax.models.rope computes "
             f"{', '.join(TYPES)}"
         )
-    if kind == "longrope" and given.get("factor") is None:
+    may_lack_factor = kind == "longrope" or (kind == "yarn" and "factor" in given)
+    if may_lack_factor and given.get("factor") is None:
         given["factor"] = longest / (values.get(_PRETRAINED) or given.get(_PRETRAINED) or longest)
     known = _FIELDS[kind]
     if _PRETRAINED in known:
@@ -73,7 +87,7 @@ def from_hf(values: Json, theta: float, longest: int) -> Fields:
             f"rope_parameters: {key} = {given[key]!r} is not supported: rope_type = {kind!r} has "
             f"{', '.join(known) or 'no further keys'}"
         )
-    for key in known.keys() - {*given, "attention_factor"}:
+    for key in known.keys() - {*given, *_OPTIONAL}:
         raise ValueError(f"rope_parameters: rope_type = {kind!r} needs {key}")
     scaling = {field: given[key] for key, field in known.items() if given.get(key) is not None}
     scaling |= {name: tuple(x) for name, x in scaling.items() if isinstance(x, list)}

@@ -33,10 +33,8 @@ from benchmarks.moved_programs import (
 WITHIN = 0.05
 NOTE = (
     "Compiled by XLA:GPU for absent H100s. A unit: the model's parameters once in two bytes each; "
-    f"MB are those of a device. Off: compiled over theory, in bold beyond {WITHIN:.0%}. Each loop "
-    "that prefetches the next layer, or that reduces the last one's gradients while it computes "
-    "with the current one, gathers or reduces one layer more, which is in the theory. Of rows that "
-    "are looked up the sum over the devices counts as reduced."
+    f"MB are those of a device. Off: compiled over theory, in bold beyond {WITHIN:.0%}. Of rows "
+    "that are looked up the sum over the devices counts as reduced."
 )
 HEADS = ["what", "stage", "devices", "figure", "theory's terms", "compiled", "theory", "off"]
 
@@ -116,16 +114,13 @@ def extra_state() -> list[Claim]:
             "reductions: the critic of generated and of real rows, the generator",
         ),
     ]  # fmt: skip
-    model = Language(
-        layers=layers, width=FULL.language_width, vocabulary=FULL.vocabulary, tokens=FULL.tokens
-    )
     for in_field, devices in ((True, 8), (True, 64), (False, 8)):
         program = preference(FULL, in_field=in_field)
         claims.append(
             Claim(
-                program=program, devices=devices, figure="units sent", theory=8 + 8 * model.layer,
+                program=program, devices=devices, figure="units sent", theory=8,
                 parts="2 passes forward and backward, 2 of the copy forward: 6 gathers, 2 "
-                "reductions; 8 layers more",
+                "reductions",
             )
         )  # fmt: skip
     return claims
@@ -135,7 +130,7 @@ def lookups() -> list[Claim]:
     """Tables of which few rows are looked up."""
     eight, rows, dense = tables(), 2 * 8 * 4096 * 128, 2 * 1024 * 1024
     words = Language(vocabulary=151_936, width=896)
-    moved = 3 + 3 * words.layer + 2 * words.looked_up()
+    moved = 3 + 2 * words.looked_up()
     return [
         Claim(
             program=eight, figure="MB sent", theory=(2 * rows + 3 * dense + 4 * 8 * 4096) / MEGA,
@@ -150,7 +145,7 @@ def lookups() -> list[Claim]:
         Claim(
             program=words.program("a vocabulary of 151,936, a row a device"), figure="units sent",
             theory=moved,
-            parts="2 gathers, 1 reduction, 3 layers more, the rows twice",
+            parts="2 gathers, 1 reduction, the rows twice",
         ),
     ]  # fmt: skip
 
@@ -200,32 +195,29 @@ def uses() -> list[Claim]:
     small = Language(layers=16)
     trained = small.layers * small.width**2 / small.parameters
     sizes = Language()
-    scores, square = 50304 * 1024, 24 * 1024 * 1024
     return [
         Claim(
             program=head, figure="units gathered",
-            theory=2 + 2 * stack / size / 24 + 8 * 512 * 1024 / size,
-            parts="2 gathers, all in bf16; 2 layers more; the rows, for the table's gradient",
+            theory=2 + 8 * 512 * 1024 / size,
+            parts="2 gathers, all in bf16; the rows, for the table's gradient",
         ),
         Claim(
             program=frozen(small), figure="units reduced",
-            theory=trained * (1 + 1 / small.layers) + small.looked_up(),
-            parts="the trained 6.6%, a layer of those more; the rows looked up",
+            theory=trained + small.looked_up(),
+            parts="the trained 6.6%; the rows looked up",
         ),
         Claim(
-            program=curved(sizes), figure="units sent", theory=8 + 8 * sizes.layer,
-            parts="forward and backward, both again beside the gradient: 6 gathers; 2 gradients; "
-            "8 layers more",
+            program=curved(sizes), figure="units sent", theory=8,
+            parts="forward and backward, both again beside the gradient: 6 gathers; 2 gradients",
         ),
         Claim(
-            program=penalized(sizes), figure="units sent", theory=8 + 8 * sizes.layer,
+            program=penalized(sizes), figure="units sent", theory=8,
             parts="forward and backward, both transposed, the latter beside the gradient: 5 "
-            "gathers; 3 gradients; 8 layers more",
+            "gathers; 3 gradients",
         ),
         Claim(
-            program=twice, figure="units reduced",
-            theory=1 + square / 24 / (scores + square),
-            parts="once, both uses of the table together; a layer more",
+            program=twice, figure="units reduced", theory=1,
+            parts="once, both uses of the table together",
         ),
         Claim(
             program=experts(per_device=True), figure="units sent",
@@ -239,11 +231,10 @@ def stacks() -> list[Claim]:
     claims = []
     for way in ("by index", "in a loop", "in parts"):
         program = taken_apart(way)
-        ahead = 1 / 16 if way == "in a loop" else 0
         claims += [
             Claim(
-                program=program, figure="units sent", theory=3 + ahead, stage=3,
-                parts="2 gathers, 1 reduction; a layer more where the loop backward has it ready",
+                program=program, figure="units sent", theory=3, stage=3,
+                parts="2 gathers, 1 reduction",
             ),
             Claim(
                 program=program, stage=2, figure="units sent", theory=2,

@@ -93,11 +93,6 @@ class Language:
         d = self.width
         return self.layers * (12 * d + 13) * d + (self.vocabulary + self.tokens + 2) * d
 
-    @property
-    def layer(self) -> float:
-        """A layer's share of the parameters."""
-        return 12 * self.width**2 / self.parameters
-
     def looked_up(self, devices: int = 8) -> float:
         """The rows that all devices look up in a micro-batch, in shares of the parameters."""
         return devices * self.tokens * self.width / self.parameters

@@ -40,9 +40,9 @@ ABOUT = (
     "loss; of GPT its one kernel of q, k and v, whose shards change places). `data MB`: over "
     '"data", and its share of the theory 3 x 2P/m x (d - 1)/d. `largest`: of the arrays that a '
     "collective moves, beside the logits of the device's rows, which none moves. GPT's data MB "
-    "have beside the theory, for medium, a layer gathered ahead (2% of the theory), the rows that "
-    "are looked up in the tied table, and their gradient (3%), and shards of the gradient of q, k "
-    "and v that change places (2%). Compiled by XLA:GPU for absent devices."
+    "have beside the theory, for medium, the rows that are looked up in the tied table, and their "
+    "gradient (3%), and shards of the gradient of q, k and v that change places (2%). Compiled by "
+    "XLA:GPU for absent devices."
 )
 
 

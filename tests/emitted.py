@@ -17,13 +17,14 @@ from programs import PROGRAMS, ROWS, Kind, Program
 from programs.basic import gpt
 
 import zerojax
+from zerojax.collectives.ahead import LEAST
 from zerojax.placement.states import abstract, split_state
 from zerojax.step.arguments import Arguments
 from zerojax.step.body import Body
 from zerojax.step.call import Call, divide, join
 from zerojax.xla import hijax
 
-LAYERS = 16  # as many as it takes for a loop to gather ahead
+LAYERS = LEAST  # as many as it takes for a loop to gather ahead
 
 
 class Source(NamedTuple):

@@ -58,8 +58,8 @@ def test_gathers_are_halved() -> None:
 @pytest.mark.sweep
 def test_reductions_are_halved_from_16_bits() -> None:
     plain, quantized = of(), of(*WEIGHTS.items(), *GRADIENTS.items())
-    # Between hosts alone 7/8 of a half, of a ring 63/64 of a whole; one layer more is reduced.
-    assert between(quantized, REDUCTIONS) == pytest.approx(0.5 * 7 / 8 * 17 / 16, rel=0.03)
+    # Between hosts alone 7/8 of a half, of a ring 63/64 of a whole.
+    assert between(quantized, REDUCTIONS) == pytest.approx(0.5 * 7 / 8, rel=0.03)
     assert between(plain, REDUCTIONS) > 1.9 * between(quantized, REDUCTIONS)
     assert quantized.units(quantized.inside, REDUCTIONS, ("bf16",)) < 0.001
 
@@ -77,8 +77,7 @@ def test_no_second_pass_over_memory() -> None:
     """An element is read once as a code and written once in bf16 wherever it is gathered: 3 bytes,
     in the forward and in the backward pass; what a device quantizes is 1/64."""
     plain, weights = of(), of(*WEIGHTS.items())
-    gathers = 2 * (LAYERS + 1) / LAYERS
-    assert weights.touched - plain.touched < 3.1 * gathers * weights.parameters
+    assert weights.touched - plain.touched < 3.1 * 2 * weights.parameters
 
 
 def test_the_record_has_all_settings() -> None:

@@ -26,11 +26,11 @@ MESHES = {
     "tokens": zerojax.mesh(axes={"data": 4, "seq": 2}),
     "tokens in groups": zerojax.mesh(axes={"replica": 2, "data": 2, "seq": 2}),
 }
-N, ROWS, TOKENS = 16, 16, 4
+N, ROWS, TOKENS, LAYERS = 16, 16, 4, LEAST
 X = np.random.default_rng(1).normal(size=(ROWS, TOKENS, N))
 
 
-def weights(name: str, layers: int = LEAST) -> np.ndarray:
+def weights(name: str, layers: int = LAYERS) -> np.ndarray:
     layer = (N,) if name == "scaled" else (N, N)
     return np.random.default_rng(0).normal(size=(layers, *layer)) / 4
 
@@ -139,5 +139,5 @@ def test_not_where_rows_and_tokens_are_one_dimension_of_shared_tokens() -> None:
 
 
 def test_not_in_short_loops_nor_without_rows() -> None:
-    assert not any(parts(inserted(CASES["once"]), weights("once", LEAST - 1)))
+    assert not any(parts(inserted(CASES["once"]), weights("once", LAYERS - 1)))
     assert not any(parts(inserted(CASES["once"], rows=None), weights("once")))

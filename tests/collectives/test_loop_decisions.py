@@ -59,7 +59,7 @@ def layers(length: int, spec: Spec = STACK, **options: Any) -> LoopDecisions:
 
 def test_layers_are_gathered_one_iteration_ahead() -> None:
     assert list(layers(LEAST).ahead) == [0]
-    assert not layers(LEAST - 1).ahead  # one gather more would be too many
+    assert not layers(LEAST - 1).ahead
     assert not layers(LEAST, prefetch=False).ahead
 
 

@@ -2,8 +2,11 @@
 
 A loop over layers takes its parameters as slices of stacks. An iteration would wait for an
 all-gather whose result it uses. So each iteration receives the unsharded parameters of its layer,
-and gathers those of the next layer while it computes. This holds one more layer, and gathers one
-more, since the last iteration gathers its own layer again; that result is unused.
+and gathers those of the next layer while it computes. This holds one more layer.
+
+A loop that gathers, or that reduces gradients one iteration later, runs its last iteration outside,
+where it reads nothing ahead, see :mod:`zerojax.collectives.iterations`. In a loop that only reads
+ahead from host memory the last iteration fetches its own entries again; the result is unused.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ from zerojax.plan import layout
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
 
-LEAST = 16
-"""The fewest iterations of a loop that gathers ahead: in a shorter loop the additional gather costs
-too much."""
+LEAST = 4
+"""The fewest iterations of a loop that gathers ahead, or reduces one iteration later: the first and
+the last one run outside the loop, and XLA removes a loop of one iteration. Without a loop between
+them, XLA mixes all layers, which holds more memory and hides less."""
 
 
 class PrefetchedStacks:
@@ -114,6 +118,8 @@ class PrefetchedStacks:
     def last(self, coming: Sequence[jax.Array]) -> jax.Array | None:
         """Returns the last gathered array that is unsharded on every device; None if there is
         none."""
+        if not coming:
+            return None
         axis, gathered = self._gatherer.axis, self._gathered_arrays(coming)
         replicated = [x for i, x in gathered if not any(layout.without(self._xs[i].spec, axis))]
         return replicated[-1] if replicated else None

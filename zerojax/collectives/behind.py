@@ -2,8 +2,8 @@
 
 A loop over layers computes each layer's gradients at the end of an iteration, where the loop would
 wait for a reduce-scatter. So each device carries its partial sums into the next iteration, which
-reduces them while it computes. This holds one more layer of gradients, and reduces one more, since
-the first iteration has nothing to reduce yet.
+reduces them while it computes; the last iteration's are reduced after the loop. This holds one more
+layer of gradients.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from zerojax.graph.def_use import graph_of
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr
+
+Pending = tuple[jax.Array | None, jax.Array]
+"""The partial sums of the previous iteration, if any, and the stack of reduced gradients."""
 
 
 class DeferredReductions:
@@ -53,7 +56,6 @@ class DeferredReductions:
         self._reverse = jaxprs.param(eqn, "reverse")
         self._stacks = eqn.outvars[len(eqn.outvars) - len(want) :]
         self._want, self._behind = want, behind
-        self._deferred: set[int] = set()  # positions whose partial sums are deferred
 
     @property
     def row_sums(self) -> dict[Atom, RowSum]:
@@ -62,43 +64,36 @@ class DeferredReductions:
 
     def order(self) -> tuple[jax.Array, jax.Array] | None:
         """Returns two int [length] arrays: for each iteration the index of the previous one (for
-        the first its own), and its own index. None if no reduction is deferred."""
+        the first out of bounds), and its own index. None if no reduction is deferred."""
         indices, step = jnp.arange(self._length), 1 if self._reverse else -1
-        return (jnp.clip(indices + step, 0, self._length - 1), indices) if self._behind else None
+        return (indices + step, indices) if self._behind else None
 
-    def first(self) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns the state that the first iteration receives: partial sums of zero, and stacks of
+    def first(self) -> list[Pending]:
+        """Returns the state that the first iteration receives: no partial sums, and stacks of
         shards filled with zeros."""
-        state = []
-        for i, row_sum in self._behind.items():
-            aval = self._stacks[i].aval
-            shape, dtype = row_sum.shape(self._gatherer), row_sum.eqn.outvars[0].aval.dtype
-            state.append(
-                (
-                    pin_to_devices(jnp.zeros(shape, dtype), self._gatherer),
-                    jnp.zeros(aval.shape, aval.dtype),
-                )
-            )
-        return state
+        avals = [self._stacks[i].aval for i in self._behind]
+        return [(None, jnp.zeros(aval.shape, aval.dtype)) for aval in avals]
 
-    def hold(
-        self, given: list[tuple[jax.Array, jax.Array]], gathered: jax.Array | None
-    ) -> list[tuple[jax.Array, jax.Array]]:
+    def hold(self, given: list[Pending], gathered: jax.Array | None) -> list[Pending]:
         """Delays the smallest of the pending partial sums until the array ``gathered``
         exists. XLA combines one layer's reductions, so that all of them wait."""
-        if gathered is None or not given:
+        pending = {i: parts for i, (parts, _) in enumerate(given) if parts is not None}
+        if gathered is None or not pending:
             return given
-        at = min(range(len(given)), key=lambda i: given[i][0].size)
-        (held,) = order.hold_largest([given[at][0]], gathered)
+        at = min(pending, key=lambda i: pending[i].size)
+        (held,) = order.hold_largest([pending[at]], gathered)
         return [
             (pin_to_devices(held, self._gatherer), stack) if i == at else (parts, stack)
             for i, (parts, stack) in enumerate(given)
         ]
 
-    def reduced(self, given: Sequence[tuple[jax.Array, jax.Array]]) -> list[ReducedGradient]:
-        """Reduces the partial sums of the previous iteration to gradients."""
+    def reduced(self, given: Sequence[Pending]) -> list[ReducedGradient | None]:
+        """Reduces the partial sums of the previous iteration to gradients; None where there are
+        none."""
         return [
-            ReducedGradient(
+            None
+            if parts is None
+            else ReducedGradient(
                 total(PartialSum(parts, row_sum, row_sum.links), self._gatherer),
                 self._want[i] or (),
             )
@@ -107,32 +102,34 @@ class DeferredReductions:
 
     def passed(
         self,
-        given: Sequence[tuple[jax.Array, jax.Array]],
-        reduced: Sequence[ReducedGradient],
+        given: Sequence[Pending],
+        reduced: Sequence[ReducedGradient | None],
         outs: Sequence[Any],
         at: tuple[jax.Array, jax.Array] | None,
-    ) -> tuple[list[tuple[jax.Array, jax.Array]], list[Any]]:
+    ) -> tuple[list[Pending], list[Any]]:
         """Returns the state that an iteration passes to the next one, and its results ``outs``, the
         last of which belong to the stacks, with None for each deferred gradient."""
-        state, results, first = [], list(outs), len(outs) - len(self._stacks)
+        state: list[Pending] = []
+        results, first = list(outs), len(outs) - len(self._stacks)
         for i, (parts, stack), gradient in zip(self._behind, given, reduced, strict=True):
             assert at is not None
             y, results[first + i] = results[first + i], None
             if isinstance(y, PartialSum):
-                self._deferred.add(i)
-                state.append((y.value, _put(stack, gradient.value, at[0])))
+                if gradient is not None:
+                    stack = _put(stack, gradient.value, at[0])
+                state.append((y.value, stack))
             else:
                 state.append((parts, _put(stack, y, at[1])))
         return state, [
             total(x, self._gatherer) if isinstance(x, PartialSum) else x for x in results
         ]
 
-    def finished(self, given: Sequence[tuple[jax.Array, jax.Array]]) -> dict[int, jax.Array]:
+    def finished(self, given: Sequence[Pending]) -> dict[int, jax.Array]:
         """Reduces the last iteration's partial sums; returns the complete stacks by position."""
         last = 0 if self._reverse else self._length - 1
         reduced = self.reduced(given)
         return {
-            i: _put(stack, x.value, last) if i in self._deferred else stack
+            i: stack if x is None else _put(stack, x.value, last)
             for i, (_, stack), x in zip(self._behind, given, reduced, strict=True)
         }
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from zerojax.collectives.ahead import PrefetchedStacks
 from zerojax.collectives.shard import FilledStack, Shard
@@ -28,7 +27,6 @@ class GatheredStacks:
       dimensions: By position of a stack that the loop gathers, the dimension along which the stack
         is sharded.
       ahead: The stacks that the loop reads ahead.
-      reverse: Whether the loop starts with the last layer.
     """
 
     def __init__(
@@ -36,34 +34,23 @@ class GatheredStacks:
         xs: Sequence[Any],
         dimensions: Mapping[int, int],
         ahead: PrefetchedStacks,
-        *,
-        reverse: bool,
     ) -> None:
-        self._ahead, self._reverse = ahead, reverse
-        self._dimensions, self._xs = dimensions, xs
+        self._ahead, self._dimensions, self._xs = ahead, dimensions, xs
 
-    def layers(self, coming: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the layers that an iteration stacks: those that it has gathered for the next
-        iteration, in the layout of the collective."""
+    def layers(self, come: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the layers that an iteration stacks: those that the previous one has gathered
+        for it, in the layout of the collective."""
         if not self._dimensions:
             return []
-        unsharded = self._ahead.unsharded(coming)
+        unsharded = self._ahead.unsharded(come)
         chosen = [(x, d) for i, d in self._dimensions.items() if (x := unsharded[i]) is not None]
         return [jnp.moveaxis(x, d - 1, 0) for x, d in chosen]
 
-    def filled(
-        self, first: Sequence[jax.Array], stacks: Sequence[jax.Array]
-    ) -> list[tuple[Shard, Shard]]:
-        """Returns each shard with its gathered version, from the layers that the first iteration
-        received, and those that all iterations have stacked. The last iteration re-gathers its own
-        layer; that result is unused."""
-        ahead, last = (-1, 0) if self._reverse else (1, -1)
+    def filled(self, stacks: Sequence[jax.Array]) -> list[tuple[Shard, Shard]]:
+        """Returns each shard with its gathered version, from the layers that all iterations have
+        stacked."""
         pairs = []
-        for (i, d), layer, stack in zip(
-            self._dimensions.items(), self.layers(first), stacks, strict=True
-        ):
-            stack = lax.dynamic_update_index_in_dim(stack, layer, last % len(stack), 0)
-            moved = FilledStack(stack, d, ahead)
-            x = self._xs[i]
+        for (i, d), stack in zip(self._dimensions.items(), stacks, strict=True):
+            moved, x = FilledStack(stack, d), self._xs[i]
             pairs.append((x, x.with_copy(moved.unsharded, moved).with_gathering(by_loop=False)))
         return pairs

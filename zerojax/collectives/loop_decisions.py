@@ -55,6 +55,12 @@ class LoopDecisions:
     of_layer: bool
     want: Sequence[Spec | None]
 
+    @property
+    def peels(self) -> bool:
+        """True if the first and the last iteration run outside the loop, see
+        :mod:`zerojax.collectives.iterations`."""
+        return bool(self.ahead or self.behind)
+
 
 def decide(
     eqn: Equation,

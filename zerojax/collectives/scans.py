@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.collectives import decisions, loop_decisions, moved_stacks
+from zerojax.collectives import decisions, iterations, loop_decisions, moved_stacks
 from zerojax.collectives.ahead import PrefetchedStacks
 from zerojax.collectives.behind import DeferredReductions
 from zerojax.collectives.entries import Entries
@@ -94,7 +94,7 @@ class Scans(Gatherer):
         )
         ahead = PrefetchedStacks(eqn, entries.read, decided.ahead, self)
         behind = DeferredReductions(eqn, want[n:], decided.behind, self)
-        filling = GatheredStacks(xs, decided.filled, ahead, reverse=reverse)
+        filling = GatheredStacks(xs, decided.filled, ahead)
         jaxpr, m = sums.body(), len(kept)
         stacks = eqn.outvars[n:]
         sent_specs: dict[int, Spec | None] = {}
@@ -103,10 +103,11 @@ class Scans(Gatherer):
         # the entries read ahead for this iteration, and the deferred partial sums with the stacks
         # of their gradients. An iteration takes the index of the next one, the indices of the
         # previous one and of itself, and its entries of the stacks and of their rounded copies.
-        def body(state: PyTree, at: PyTree) -> tuple[PyTree, PyTree]:
+        # A last iteration that runs outside the loop reads nothing ahead.
+        def body(state: PyTree, at: PyTree, *, last: bool = False) -> tuple[PyTree, PyTree]:
             (carry, totals, come, given), (index, indices, rest, rounded) = state, at
             with self.ledger.place(decisions.PREFETCHED, "gathered one iteration ahead"):
-                coming = ahead.read(index)
+                coming = [] if last else ahead.read(index)
             with self.ledger.place(decisions.DEFERRED, "reduced one iteration later"):
                 reduced = behind.reduced(behind.hold(given, ahead.last(coming)))
             sliced = entries.operands(ahead.merged(come, rest), rounded, ahead.unsharded(come))
@@ -137,24 +138,24 @@ class Scans(Gatherer):
             new_carry = [
                 self.passed_on(o, updated.get(i)) for i, o in zip(kept, outs, strict=False)
             ]
-            return (new_carry, totals, coming, given), (ys, filling.layers(coming))
+            return (new_carry, totals, coming, given), (ys, filling.layers(come))
 
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums.roots]
-        first = ahead.first()
-        (carry, totals, _, given), (ys, gathered) = moved_stacks.scan(
+        (carry, totals, _, given), (ys, gathered) = iterations.scan(
             body,
-            (carry, zeros, first, behind.first()),
+            (carry, zeros, ahead.first(), behind.first()),
             (ahead.order(), behind.order(), ahead.rest(), entries.rounded),
             length=length,
             reverse=reverse,
             unroll=jaxprs.param(eqn, "unroll"),
+            peel=decided.peels,
         )
         final: dict[int, Any] = dict(zip(kept, carry, strict=True))
         final |= {i: Shard(final[i], spec) for i, spec in updated.items()}
         with self.ledger.place(decisions.AFTER_LOOP, "summed over all iterations first"):
             final.update(self._summed(sums, totals, start, scope))
 
-        scope.filled |= {id(pair[0]): pair for pair in filling.filled(first, gathered)}
+        scope.filled |= {id(pair[0]): pair for pair in filling.filled(gathered)}
         with self.ledger.place(decisions.AFTER_LOOP, "the last iteration's gradients"):
             finished = behind.finished(given)
 

@@ -26,7 +26,7 @@ class MovedStack:
     value: jax.Array
     dimension: int
 
-    def layer(self, index: jax.Array) -> jax.Array:
+    def layer(self, index: jax.Array | int) -> jax.Array:
         """Returns one layer [..., d, ...]."""
         layer = lax.dynamic_index_in_dim(self.value, index, axis=1, keepdims=False)
         return jnp.moveaxis(layer, 0, self.dimension - 1)
@@ -37,21 +37,17 @@ class FilledStack(MovedStack):
     """A gathered stack of layers that a loop has gathered one layer ahead.
 
     Attributes:
-      value: [L, d, ...]; entry i is layer i + ``ahead``, modulo L.
-      ahead: 1, or -1 where the loop ran in reverse.
+      value: [L, d, ...].
     """
 
-    ahead: int
-
-    def layer(self, index: jax.Array) -> jax.Array:
-        at = (index - self.ahead) % self.value.shape[0]
-        layer = lax.dynamic_index_in_dim(self.value, at, keepdims=False)
+    def layer(self, index: jax.Array | int) -> jax.Array:
+        layer = lax.dynamic_index_in_dim(self.value, index, keepdims=False)
         return jnp.moveaxis(layer, 0, self.dimension - 1)
 
     @property
     def unsharded(self) -> jax.Array:
         """The stack [L, ..., d, ...]."""
-        return jnp.moveaxis(jnp.roll(self.value, self.ahead, 0), 1, self.dimension)
+        return jnp.moveaxis(self.value, 1, self.dimension)
 
 
 class UnshardedCopy(NamedTuple):

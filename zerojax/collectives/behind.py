@@ -77,15 +77,15 @@ class DeferredReductions:
     def hold(self, given: list[Pending], gathered: jax.Array | None) -> list[Pending]:
         """Delays the smallest of the pending partial sums until the array ``gathered``
         exists. XLA combines one layer's reductions, so that all of them wait."""
-        sizes = {i: parts.size for i, (parts, _) in enumerate(given) if parts is not None}
-        if gathered is None or not sizes:
+        pending = {i: parts for i, (parts, _) in enumerate(given) if parts is not None}
+        if gathered is None or not pending:
             return given
-        at = min(sizes, key=lambda i: sizes[i])
-        held = list(given)
-        parts, stack = given[at]
-        (delayed,) = order.hold_largest([parts], gathered)
-        held[at] = pin_to_devices(delayed, self._gatherer), stack
-        return held
+        at = min(pending, key=lambda i: pending[i].size)
+        (held,) = order.hold_largest([pending[at]], gathered)
+        return [
+            (pin_to_devices(held, self._gatherer), stack) if i == at else (parts, stack)
+            for i, (parts, stack) in enumerate(given)
+        ]
 
     def reduced(self, given: Sequence[Pending]) -> list[ReducedGradient | None]:
         """Reduces the partial sums of the previous iteration to gradients; None where there are
@@ -109,7 +109,8 @@ class DeferredReductions:
     ) -> tuple[list[Pending], list[Any]]:
         """Returns the state that an iteration passes to the next one, and its results ``outs``, the
         last of which belong to the stacks, with None for each deferred gradient."""
-        state, results, first = [], list(outs), len(outs) - len(self._stacks)
+        state: list[Pending] = []
+        results, first = list(outs), len(outs) - len(self._stacks)
         for i, (parts, stack), gradient in zip(self._behind, given, reduced, strict=True):
             assert at is not None
             y, results[first + i] = results[first + i], None

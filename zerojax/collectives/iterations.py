@@ -62,7 +62,8 @@ def scan(
             unroll=unroll,
         )
 
-    def run(carry: PyTree, stacks: PyTree, index: jax.Array | int, **end: bool) -> PyTree:
+    def run(state: PyTree, index: jax.Array | int, **end: bool) -> tuple[PyTree, PyTree]:
+        carry, stacks = state
         sliced = [lax.dynamic_index_in_dim(x, index, keepdims=False) for x in others]
         carry, ys = body(carry, entries(index, sliced), **end)
         if stacks is None:
@@ -71,11 +72,11 @@ def scan(
         return carry, jax.tree.map(put, stacks, ys)
 
     first, *between, last = reversed(range(length)) if reverse else range(length)
-    state = run(init, None, first)
+    state = run((init, None), first)
     if between:
         indices = jnp.asarray(between)
-        state, _ = lax.scan(lambda s, i: (run(*s, i), None), state, indices, unroll=unroll)
-    return run(*state, last, last=True)
+        state, _ = lax.scan(lambda s, i: (run(s, i), None), state, indices, unroll=unroll)
+    return run(state, last, last=True)
 
 
 def _zeros(length: int, entry: jax.Array) -> jax.Array:

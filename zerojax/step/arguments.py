@@ -37,7 +37,7 @@ class LastSlots(NamedTuple):
     """
 
     slots: tuple[Slot, ...] = ()
-    program: Hashable = None
+    program: object = None
 
 
 class Arguments:

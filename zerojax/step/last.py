@@ -43,6 +43,7 @@ class ReturnedState:
         places: Sequence[int],
         own: Sequence[jax.Array],
     ) -> None:
+        self._structure: Any
         leaves, self._structure = jax.tree.flatten(objects)
         self._count, self._tree, self._places, self._own = len(leaves), flat.tree, places, own
         # Leaves that are part of the program, such as the functions of a module.
@@ -51,7 +52,7 @@ class ReturnedState:
 
     def find(self, objects: tuple[PyTree, ...]) -> tuple[FlatParts, Continue] | None:
         leaves, structure = jax.tree.flatten(objects)
-        if structure != self._structure:
+        if self._structure != structure:
             return None
         if any(leaves[i] is not x for i, x in self._constants.items()):
             return None

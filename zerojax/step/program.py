@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import optax
@@ -91,7 +91,7 @@ class StepSetting:
         self.structure: Parts = Parts(*map(jax.tree.structure, opened.parts))
         opt_state: ZeroOptState = opened.parts.opt_state
         leaves, self._numbers = jax.tree.flatten(opt_state._replace(inner=None, error=None))
-        inner = jax.tree.structure(opt_state.inner)
+        inner: Any = jax.tree.structure(opt_state.inner)
         first = self.structure.params.num_leaves + inner.num_leaves
         self._slice_of_numbers = slice(first, first + len(leaves))
         self.plan = plan = states.plan(opened)

@@ -112,7 +112,8 @@ class Step(Decorated[P, R]):
         if self._last is None:
             return None
         last, program = self._last
-        given: dict[Slot, PyTree] = {**dict(enumerate(args)), **kwargs}
+        given: dict[Slot, PyTree] = dict(enumerate(args))
+        given.update(kwargs)
         slots = program.setting.function.form.objects
         if not all(slot in given for slot in slots):
             return None

@@ -142,3 +142,13 @@ def test_its_step_is_that_of_plain_jit(tmp_path: Path) -> None:
     for x, y in zip(*map(jax.tree.leaves, (state.params, expected.params)), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
     assert zero.evaluate(loaded.eval_step)(state, batch)["loss"] < loss
+
+
+def test_an_optimizer_that_starts_from_parameters_has_the_folders(tmp_path: Path) -> None:
+    config = gpt2.GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=2, n_embd=32)
+    gpt2.save(filled(gpt2.GPT(config)), config, tmp_path)
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    loaded = from_folder(tmp_path, zero=zero, parameters=False)
+    state = loaded.create_state(zero, optax.contrib.schedule_free_sgd(0.1))
+    jax.tree.map(np.testing.assert_array_equal, state.opt_state.z, state.params)
+    assert float(jnp.std(state.params["wte"]["embedding"])) > 0

@@ -1,4 +1,4 @@
-"""Detection of gradients that an optimizer does not use: those of frozen parameters."""
+"""Detection of what an optimizer reads: the gradients, the first values of the parameters."""
 
 from __future__ import annotations
 
@@ -85,3 +85,18 @@ def frozen_leaves(
     """
     closed = jax.make_jaxpr(tx.update)(params, opt_state, params)
     return [not used for used in used_arguments(closed)[: len(jax.tree.leaves(params))]]
+
+
+def init_reads(tx: optax.GradientTransformation, params: optax.Params) -> bool:
+    """Returns whether the first state of ``tx`` depends on the values of the parameters.
+
+    Args:
+      tx: The optimizer.
+      params: Arrays or their shapes.
+
+    Example:
+      >>> w = {"w": jax.ShapeDtypeStruct((2,), "float32")}
+      >>> init_reads(optax.adam(1e-3), w), init_reads(optax.contrib.schedule_free_sgd(), w)
+      (False, True)
+    """
+    return any(used_arguments(jax.make_jaxpr(tx.init)(params)))

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.api import Zero
-from zerojax.graph.def_use import graph_of
+from zerojax.optim.frozen import init_reads
 from zerojax.trainer.model import Model
-from zerojax.xla import hijax, jaxprs
 from zerojax.xla.types import PyTree
 
 
@@ -53,7 +52,7 @@ class InitialState:
         like = self._zero.abstract_state(create, *arguments)
         create, arguments = self._model.create(self._tx, sample, like)
         params = self._model.params(like)
-        if reads_params(self._tx, params):
+        if init_reads(self._tx, params):
             on_device = jax.tree.map(_on_device, params)
             return self._zero.init(create, *arguments, as_params(self._params, on_device))
 
@@ -66,19 +65,6 @@ class InitialState:
         state = self._zero.init(create_with_zeros, *arguments)
         given = as_params(self._params, self._model.params(state))
         return self._model.with_params(state, given)
-
-
-def reads_params(tx: optax.GradientTransformation, params: PyTree) -> bool:
-    """Returns whether an optimizer's first state depends on the parameters' values.
-
-    Example:
-      >>> w = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}
-      >>> reads_params(optax.adam(1e-3), w), reads_params(optax.contrib.schedule_free_sgd(), w)
-      (False, True)
-    """
-    jaxpr, _ = jaxprs.open_jaxpr(hijax.trace(tx.init, params)[0])
-    graph = graph_of(jaxpr)
-    return any(graph.times_used(v) for v in jaxpr.invars)
 
 
 def _on_device(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

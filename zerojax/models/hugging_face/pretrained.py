@@ -24,6 +24,7 @@ from zerojax.models.hugging_face import architectures, config_file
 from zerojax.models.hugging_face.folder import Format, Loss, abstract, by_path
 from zerojax.models.losses import Batch
 from zerojax.models.tensor_parallel import TensorParallel
+from zerojax.optim.frozen import init_reads
 from zerojax.trace.gradients import value_and_grad, weighted_mean
 from zerojax.weights.arrangement import Bounds
 from zerojax.weights.loader import placed
@@ -131,13 +132,19 @@ class Pretrained:
         tx = zero.optimizer() if tx is None else tx
         shapes = abstract(self.model, *self.format.inputs(self.model.config))
 
-        def create() -> TrainState:
-            params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        def create(params: PyTree) -> TrainState:
             return cast(
                 TrainState, TrainState.create(apply_fn=self.model.apply, params=params, tx=tx)
             )
 
-        state = zero.init(create)
+        def create_with_zeros() -> TrainState:
+            return create(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+
+        if init_reads(tx, shapes):
+            like = cast(TrainState, zero.abstract_state(create_with_zeros)).params
+            return cast(TrainState, zero.init(create, self.load(like)))
+        # Otherwise both the zeros and the folder's parameters would need memory beside the state.
+        state = zero.init(create_with_zeros)
         return cast(TrainState, state.replace(params=self.load(state.params)))
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:

@@ -1,6 +1,7 @@
 """Functions of matrices in an update: the numbers of plain jit, and the program for one matrix."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +11,15 @@ import optax
 import pytest
 from equal import zero_for
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import zerojax
+from zerojax.collectives.ledger import Ledger
+from zerojax.collectives.matrices import MatrixUpdate
 from zerojax.collectives.matrices.entry import Entries, NotByEntry, Stack
+from zerojax.optim.frozen import TracedUpdate
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -182,6 +187,12 @@ BY_ENTRY: dict[str, Callable[[Any], Any]] = {
     "factorized": lambda x: jnp.linalg.cholesky(x @ x.mT + jnp.eye(4)),
     "loop": lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y @ x.mT @ x * 0.1, x),
     "choice": lambda x: jax.lax.cond(x.shape[0] > 3, jnp.sin, jnp.cos, x),
+    "carried": lambda x: jax.lax.fori_loop(
+        0, 2, lambda i, c: (c[0] @ x.mT @ x + c[1], 2 * c[1]), (x, jnp.full((4, 6), 0.1))
+    )[0],
+    "scanned": lambda x: jax.lax.scan(
+        lambda y, c: (y @ x.mT @ x + c, None), x, jnp.broadcast_to(jnp.eye(4, 6), (2, 4, 6))
+    )[0],
     "joined": lambda x: jnp.concatenate([x, jnp.zeros((5, 1, 6))], axis=1),
 }
 
@@ -202,9 +213,74 @@ def test_the_program_for_one_entry(name: str) -> None:
         lambda x: x.reshape(4, 5, 6),
         lambda x: x * jnp.arange(5.0)[:, None, None],
         lambda x: jnp.cumsum(x, axis=1),
+        lambda x: jax.lax.cond(x.shape[0] > 3, jnp.zeros_like, jnp.sin, x),
     ],
-    ids=["mean", "reversed", "mixed", "numbered", "no_rule"],
+    ids=["mean", "reversed", "mixed", "numbered", "no_rule", "choice"],
 )
 def test_entries_that_meet_are_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(NotByEntry):
         entry_of(function, STACK)
+
+
+def cubed(x: jax.Array) -> jax.Array:
+    return x @ x.mT @ x
+
+
+def unused(a: jax.Array, b: jax.Array) -> Any:
+    cubed(a)
+    return cubed(b)
+
+
+def chained(a: jax.Array, b: jax.Array) -> Any:
+    """Two equal functions, each of two results; the second one begins at the first one's result."""
+    for _ in range(2):
+        a = cubed(a)
+        b = cubed(b) + a @ b
+        a = jnp.sin(a)
+    return a, b
+
+
+def constrained(a: jax.Array, b: jax.Array) -> Any:
+    mesh = zerojax.mesh(8)
+    return cubed(jax.lax.with_sharding_constraint(a @ b, NamedSharding(mesh, P())))
+
+
+def printed(a: jax.Array, b: jax.Array) -> Any:
+    jax.debug.print("norm {}", jnp.linalg.norm(a) > 0)
+    return cubed(a)
+
+
+def numbered(a: jax.Array, b: jax.Array) -> Any:
+    """The second result is a literal of the jaxpr."""
+    return cubed(a), jnp.zeros((), jnp.int8)
+
+
+@pytest.mark.parametrize("update", [unused, chained, constrained, printed, numbered])
+def test_updates_of_other_forms(update: Callable[..., Any], capfd: Any) -> None:
+    mesh = zerojax.mesh(8)
+    gatherer: Any = SimpleNamespace(mesh=mesh, ledger=Ledger(mesh))
+    args = [jnp.asarray(BATCH[:8] / 3), jnp.asarray(BATCH[8:] / 3)]
+    matrices = MatrixUpdate(gatherer, [x.shape for x in args], [("data", None)] * 2)
+
+    def distributed(*args: jax.Array) -> Any:
+        return TracedUpdate(update, *args)(*args, run=matrices)
+
+    got, want = jax.jit(distributed)(*args), jax.jit(update)(*args)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("norm True") == 2 * (update is printed)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_with_functions() -> None:
+    """As in Equinox, whose modules have functions among their leaves."""
+    tx, matrices = zerojax.wrap(optax.sgd(0.5)), MatrixUpdate(None, [], [])  # type: ignore[arg-type]
+
+    @jax.jit
+    def updates(w: jax.Array) -> Any:
+        state = tx.init({"w": w, "activation": None})
+        params = {"w": w, "activation": jnp.tanh}
+        return tx.update({"w": w, "activation": None}, state, params, run=matrices)[0]  # type: ignore[call-arg]
+
+    assert updates(jnp.ones(2))["w"].tolist() == [-0.5, -0.5]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
@@ -64,8 +65,11 @@ class TracedUpdate:
             return self._update(*args)  # eager calls skip compilation
         if run is None or len(leaves) < len(jaxprs.open_jaxpr(self._jaxpr)[0].invars):
             return self._traced(*args)
-        outs = run(self._jaxpr, leaves)
-        return jax.tree.unflatten(jax.tree.structure(self._shapes), outs)
+        shapes, tree = jax.tree.flatten(self._shapes)
+        outs = zip(run(self._jaxpr, leaves), shapes, strict=True)
+        # A literal of the jaxpr is a number.
+        arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x, s.dtype) for x, s in outs]
+        return jax.tree.unflatten(tree, arrays)
 
 
 def frozen_leaves(

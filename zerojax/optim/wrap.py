@@ -169,7 +169,9 @@ def wrap(
         ) -> tuple[optax.Updates, PyTree]:
             return inner_tx.update(g, s, p, **extra)  # type: ignore[no-any-return]
 
-        given = () if run is None else (state.inner, params)
+        # Parameters may contain functions (of an Equinox module), which cannot be arguments.
+        arrays = all(isinstance(x, jax.Array) for x in jax.tree.leaves((state.inner, params)))
+        given = (state.inner, params) if run is not None and arrays else ()
         inner_update = TracedUpdate(update_inner, grads, *given)
         used = inner_update.uses
         # Gradients that have been offloaded come with their square sums.

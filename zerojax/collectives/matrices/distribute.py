@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.matrices.find import computes_with_matrices, find, known_specs
-from zerojax.collectives.matrices.groups import Group, Member, grouped
+from zerojax.collectives.matrices.groups import Member, grouped
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.search import contains
 from zerojax.plan import layout
@@ -19,7 +19,8 @@ from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.state_sharding import Plan
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
+from zerojax.xla.types import AnyJaxpr, Atom, Jaxpr
+from zerojax.xla.unused import without_unused
 
 
 class MatrixUpdate:
@@ -64,52 +65,54 @@ class MatrixUpdate:
         """Returns the results of the update, a closed jaxpr."""
         jaxpr, _ = jaxprs.open_jaxpr(closed)
         has_matrices = any(contains(eqn, computes_with_matrices) for eqn in jaxpr.eqns)
-        if not has_matrices or [x.shape for x in args] != self._shapes:
+        # An effect keeps its place among the equations.
+        if not has_matrices or jaxpr.effects or [x.shape for x in args] != self._shapes:
             return jaxprs.evaluate(closed, args, opens=lambda eqn: False)
-        closed = jaxprs.without_calls(closed)
-        jaxpr, consts = jaxprs.open_jaxpr(closed)
+        jaxpr, consts = jaxprs.open_jaxpr(jaxprs.without_calls(closed))
+        jaxpr = without_unused(jaxpr, lambda eqn: False)
         mesh = self._gatherer.mesh
         specs = known_specs(jaxpr, self._specs, mesh)
         members = (Member.of(function, specs, mesh) for function in find(jaxpr, specs))
-        groups = grouped(jaxpr, [m for m in members if m is not None])
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        _run(jaxpr, groups, env, self._gatherer.ledger)
+        _run(jaxpr, [m for m in members if m is not None], env, self._gatherer.ledger)
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
 
 
-def _run(jaxpr: Jaxpr, groups: Sequence[Group], env: dict[Atom, Any], ledger: Ledger) -> None:
-    """Runs the needed equations in their order, each group once all its operands exist, and
-    equations that need a group's results after the group."""
-    group_of = {v: group for group in groups for v in group.results}
-    waiting, left = _needed(jaxpr, group_of), [*groups]
-    while waiting or left:
-        remaining = []
-        for eqn in waiting:
+def _run(jaxpr: Jaxpr, members: Sequence[Member], env: dict[Atom, Any], ledger: Ledger) -> None:
+    """Runs the needed equations in their order, the functions once all their operands exist, equal
+    ones together, and equations that need a function's results after the function."""
+    member_of = {v: m for m in members for v in m.function.results}
+    needed = _needed(jaxpr, member_of)
+    computed = needed - member_of.keys()
+    equations = [eqn for eqn in jaxpr.eqns if not computed.isdisjoint(eqn.outvars)]
+    left = [m for m in members if not needed.isdisjoint(m.function.results)]
+    while True:
+        waiting = []
+        for eqn in equations:
             if all(v in env for v in jaxprs.variables(eqn.invars)):
                 outs = jaxprs.bind_in_context(eqn, [jaxprs.read(v, env) for v in eqn.invars])
-                computed = zip(eqn.outvars, outs, strict=True)
-                env.update((v, out) for v, out in computed if v not in group_of)
+                env.update(zip(eqn.outvars, outs, strict=True))
             else:
-                remaining.append(eqn)
-        for group in [group for group in left if all(v in env for v in group.operands)]:
+                waiting.append(eqn)
+        ready = [m for m in left if all(v in env for v in m.operands)]
+        if not ready:
+            return
+        for group in grouped(ready):
             env.update(group.run(env, ledger))
-            left.remove(group)
-        waiting = remaining
+        equations, left = waiting, [m for m in left if m not in ready]
 
 
-def _needed(jaxpr: Jaxpr, group_of: Mapping[Atom, Group]) -> list[Equation]:
-    """Returns the equations that the results of a program need, in order, without those that only a
-    group's results need."""
-    graph, needed = graph_of(jaxpr), {}
-    todo, seen = jaxprs.variables(jaxpr.outvars), set[Atom]()
+def _needed(jaxpr: Jaxpr, member_of: Mapping[Atom, Member]) -> set[Atom]:
+    """Returns the values that the results of a program need, without those that only a function's
+    results need."""
+    graph, needed, todo = graph_of(jaxpr), set[Atom](), jaxprs.variables(jaxpr.outvars)
     while todo:
         v = todo.pop()
-        if v in seen:
+        if v in needed:
             continue
-        seen.add(v)
-        if v in group_of:
-            todo += group_of[v].operands
+        needed.add(v)
+        if v in member_of:
+            todo += member_of[v].operands
         elif (eqn := graph.producer(v)) is not None:
-            needed[graph.place(eqn)] = eqn
             todo += jaxprs.variables(eqn.invars)
-    return [needed[place] for place in sorted(needed)]
+    return needed

@@ -185,8 +185,8 @@ class Entries:
     def _scan(self, eqn: Equation, operands: Sequence[Stack]) -> list[Stack]:
         """Runs a loop, without unrolling it."""
         consts, carried = jaxprs.scan_counts(eqn)
-        given = operands[:consts]
-        carry, entries = operands[consts : consts + carried], operands[consts + carried :]
+        given, others = operands[:consts], _in_full(operands[consts:], eqn.invars[consts:])
+        carry, entries = others[:carried], others[carried:]
         if any(x.at == 0 for x in entries):
             raise NotByEntry("scan")
         places: list[int | None] = []
@@ -200,7 +200,8 @@ class Entries:
                     for x, old in zip(slices, entries, strict=True)
                 ),
             ]
-            outs = self.run(jaxprs.param(eqn, "jaxpr"), args)
+            program = jaxprs.param(eqn, "jaxpr")
+            outs = _in_full(self.run(program, args), jaxprs.open_jaxpr(program)[0].outvars)
             if [x.at for x in outs[:carried]] != [x.at for x in carry]:
                 raise NotByEntry("scan")
             places[:] = [x.at for x in outs[carried:]]
@@ -224,19 +225,18 @@ class Entries:
             raise NotByEntry("cond")
         places: list[list[int | None]] = []
 
-        def branch(jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
-            def run(*values: Any) -> list[Any]:
-                args = [Stack(x, old.at) for x, old in zip(values, given, strict=True)]
-                outs = self.run(jaxpr, args)
+        def branch(jaxpr: AnyJaxpr) -> Callable[[], list[Any]]:
+            def run() -> list[Any]:
+                outs = _in_full(self.run(jaxpr, given), jaxprs.open_jaxpr(jaxpr)[0].outvars)
                 places.append([x.at for x in outs])
+                if places[-1] != places[0]:
+                    raise NotByEntry("cond")
                 return [x.value for x in outs]
 
             return run
 
         branches = [branch(jaxpr) for jaxpr in jaxprs.param(eqn, "branches")]
-        outs = lax.switch(index.value, branches, *(x.value for x in given))
-        if any(each != places[0] for each in places):
-            raise NotByEntry("cond")
+        outs = lax.switch(index.value, branches)
         return [Stack(x, at) for x, at in zip(outs, places[0], strict=True)]
 
 
@@ -259,6 +259,13 @@ def _pairs(operands: Sequence[Stack], eqn: Equation) -> Iterator[tuple[Stack, At
 def _full(x: Stack, v: Atom) -> Any:
     """Returns a common value in its own shape."""
     return jnp.broadcast_to(x.value, v.aval.shape) if x.equal else x.value
+
+
+def _in_full(values: Sequence[Stack], variables: Sequence[Atom]) -> list[Stack]:
+    """Returns values with the common ones in their own shape."""
+    return [
+        Stack(_full(x, v)) if x.at is None else x for x, v in zip(values, variables, strict=True)
+    ]
 
 
 def _repeated(x: Stack, v: Atom) -> frozenset[int]:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from zerojax.collectives import propagate
 from zerojax.graph.def_use import Graph, graph_of
-from zerojax.graph.primitives import ELEMENTWISE, FACTORIZATIONS, PRODUCTS
+from zerojax.graph.primitives import CALLBACKS, ELEMENTWISE, FACTORIZATIONS, KERNELS, PRODUCTS
 from zerojax.graph.search import contains
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -18,6 +18,8 @@ from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr
 
 _MOST = 8  # values of one optimizer's rule for one parameter that are computed side by side
+
+_PLACED = KERNELS | CALLBACKS | {"reshard", "sharding_constraint"}
 
 
 class MatrixFunction(NamedTuple):
@@ -38,6 +40,14 @@ class MatrixFunction(NamedTuple):
     like: Sequence[int]
     equations: Sequence[Equation]
     shared: Sequence[Atom]
+
+
+def is_placed(eqn: Equation) -> bool:
+    """Returns whether an equation concerns the devices, or is a kernel or a call of a Python
+    function, which ``jax.vmap`` may not know."""
+    if eqn.primitive.name == "device_put":
+        return any(device is not None for device in jaxprs.param(eqn, "devices"))
+    return eqn.primitive.name in _PLACED
 
 
 def computes_with_matrices(eqn: Equation) -> bool:
@@ -154,8 +164,8 @@ def _between(graph: Graph, products: Sequence[Equation]) -> list[Equation]:
 def _function(
     graph: Graph, core: Sequence[Equation], depends: set[Atom], specs: Mapping[Atom, Spec]
 ) -> MatrixFunction | None:
-    """Returns the function around these equations; None if the spec of an operand is unknown, or a
-    result has the shape of no operand."""
+    """Returns the function around these equations; None if the spec of an operand is unknown, a
+    result has the shape of no operand, or an equation concerns the devices."""
     fronts = [
         front
         for front in _operands(graph, core, depends)
@@ -175,6 +185,8 @@ def _function(
         return None
     end = min(ends, key=lambda end: _bytes(end.results))
     equations, shared = _closed(graph, [*equations, *end.equations], operands, depends)
+    if any(contains(eqn, is_placed) for eqn in equations):
+        return None
     like = [shapes.index(v.aval.shape) for v in end.results]
     return MatrixFunction(operands, end.results, like, equations, shared)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.collectives.decisions import EXCHANGE, UPDATE
@@ -18,14 +20,15 @@ from zerojax.collectives.matrices.entry import run_unplaced
 from zerojax.collectives.matrices.exchange import Exchange, axes_of
 from zerojax.collectives.matrices.find import MatrixFunction
 from zerojax.collectives.matrices.programs import for_one
+from zerojax.graph.search import equations
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.stored import pad
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Jaxpr
+from zerojax.xla.types import AnyJaxpr, Atom
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Member:
     """A function of one parameter's arrays.
 
@@ -44,7 +47,8 @@ class Member:
     @classmethod
     def of(cls, function: MatrixFunction, specs: Mapping[Atom, Spec], mesh: Mesh) -> Member | None:
         """Returns a function with its program; None if its stacks are sharded along the matrices,
-        or no matrix is sharded, or the devices share matrices in different ways."""
+        or no matrix is sharded, or the devices share matrices in different ways, or the context
+        has another mesh (``jax.set_mesh``, ``jax.shard_map``)."""
         program, leading = for_one(function)
         own = [specs[v] for v in function.operands]
         if any(entry is not None for spec in own for entry in spec[:leading]):
@@ -52,7 +56,15 @@ class Member:
         shardings = [layout.sharding(mesh, spec[leading:]) for spec in own]
         if not axes_of(shardings) or len({s.mesh for s in shardings}) > 1:
             return None
+        context = jax.sharding.get_abstract_mesh()
+        if not context.empty and context != shardings[0].mesh.abstract_mesh:
+            return None
         return cls(function, leading, shardings, program)
+
+    @property
+    def operands(self) -> list[Atom]:
+        """All that the function computes from."""
+        return [*self.function.operands, *self.function.shared]
 
     @property
     def count(self) -> int:
@@ -71,16 +83,6 @@ class Group:
         self.members, self._first = members, members[0]
         self._like, self._program = self._first.function.like, self._first.program
         self._counts = [m.count for m in members]
-
-    @property
-    def operands(self) -> list[Atom]:
-        """All that the functions compute from."""
-        return [v for m in self.members for v in (*m.function.operands, *m.function.shared)]
-
-    @property
-    def results(self) -> list[Atom]:
-        """All that the functions compute."""
-        return [v for m in self.members for v in m.function.results]
 
     @cached_property
     def _exchanges(self) -> list[Exchange]:
@@ -151,22 +153,23 @@ class Group:
         return [jnp.split(x[: ends[-1]], ends[:-1]) for x in back]
 
 
-def grouped(jaxpr: Jaxpr, members: Sequence[Member]) -> list[Group]:
-    """Returns the groups of functions; no function of a group computes from the result of
-    another one."""
-    computed = {v for m in members for v in m.function.results}
-    depth: dict[Atom, int] = {}
-    for eqn in jaxpr.eqns:
-        before = max((depth.get(v, 0) for v in jaxprs.variables(eqn.invars)), default=0)
-        depth.update({v: before + (v in computed) for v in eqn.outvars})
+def grouped(members: Sequence[Member]) -> list[Group]:
+    """Returns the groups of functions, none of which computes from the result of another one."""
     groups: dict[object, list[Member]] = {}
     for m in members:
         key = (
             str(m.program),
+            _arrays(m.program),
             tuple(map(id, m.function.shared)),
             tuple(m.function.like),
             tuple(m.shardings),
-            max(depth.get(v, 0) for v in m.function.operands),
         )
         groups.setdefault(key, []).append(m)
     return [*map(Group, groups.values())]
+
+
+def _arrays(program: AnyJaxpr) -> tuple[bytes, ...]:
+    """Returns the values of a program's constant arrays, which its text may leave out."""
+    jaxpr, consts = jaxprs.open_jaxpr(program)
+    inside = (v.val for e in equations(jaxpr) for v in e.invars if isinstance(v, core.Literal))
+    return tuple(np.asarray(x).tobytes() for x in (*consts, *inside) if np.ndim(x))

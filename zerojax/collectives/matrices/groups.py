@@ -171,5 +171,6 @@ def grouped(members: Sequence[Member]) -> list[Group]:
 def _arrays(program: AnyJaxpr) -> tuple[bytes, ...]:
     """Returns the values of a program's constant arrays, which its text may leave out."""
     jaxpr, consts = jaxprs.open_jaxpr(program)
-    inside = (v.val for e in equations(jaxpr) for v in e.invars if isinstance(v, core.Literal))
+    atoms = (v for eqn in equations(jaxpr) for v in eqn.invars)
+    inside = (jaxprs.read(v, {}) for v in atoms if isinstance(v, core.Literal))
     return tuple(np.asarray(x).tobytes() for x in (*consts, *inside) if np.ndim(x))

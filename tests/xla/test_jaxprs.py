@@ -108,6 +108,7 @@ PARAMETERS: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
     "broadcast_in_dim": (lambda x: x[:, None], "shape broadcast_dimensions sharding"),
     "reshape": (lambda x: lax.reshape(x, (24,), (1, 0)), "dimensions new_sizes sharding"),
     "transpose": (jnp.transpose, "permutation"),
+    "device_put": (lambda x: jax.device_put(x, jax.devices()[0]), "devices"),
     "squeeze": (lambda x: lax.squeeze(x[:1], (0,)), "dimensions"),
     "rev": (lambda x: lax.rev(x, (0,)), "dimensions"),
     "concatenate": (lambda x: lax.concatenate([x, x], 0), "dimension"),

@@ -41,7 +41,7 @@ class Entries:
     """Runs equations for one of `count` entries.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> gram = lambda x: x @ x.mT
       >>> closed = jax.make_jaxpr(gram)(jnp.ones((3, 2, 5)))
       >>> Entries(3).run(closed, [Stack(jnp.ones((1, 2, 5)), at=0)])[0].value.shape

@@ -28,6 +28,12 @@ LAYER = 2 * 12 * WIDTH**2  # bytes of its matrices in bf16
 
 DEVICE = pytest.mark.parametrize("device", ["h100", pytest.param("a100", marks=pytest.mark.sweep)])
 
+REDUCED_LATE = pytest.mark.xfail(
+    jax.version.__version_info__ >= (0, 12),
+    reason="XLA of jax 0.12 starts these reduce-scatters after the products",
+    strict=True,
+)
+
 
 class Span(NamedTuple):
     """A collective, and the matrix products between its start and its done.
@@ -105,11 +111,7 @@ def test_the_next_layer_is_gathered_beside_this_ones_products(device: str) -> No
         assert all(span.products >= 1 for span in inside), inside
 
 
-@pytest.mark.xfail(
-    jax.version.__version_info__ >= (0, 12),
-    reason="XLA of jax 0.12 starts these reduce-scatters after the products",
-    strict=True,
-)
+@REDUCED_LATE
 @DEVICE
 def test_a_layers_gradients_are_reduced_beside_the_next_ones_products(device: str) -> None:
     found = of_kind("reduce-scatter", device)
@@ -123,6 +125,7 @@ def test_the_same_test_fails_without(kind: str) -> None:
     assert any(span.products == 0 for span in of_kind(kind, "h100", overlap=False))
 
 
+@REDUCED_LATE
 def test_only_the_first_gather_and_the_last_reduction_stand_without_products() -> None:
     """Of 8 layers, each gathered twice and reduced once."""
     found = spans(compiled("h100", None).as_text())

@@ -185,7 +185,8 @@ def test_a_number_that_divides_no_dimension(devices):
     assert found.resting_bytes == pytest.approx(held, rel=0.05)
     scattered = found.moved_bytes["reduce-scatter"]
     assert scattered <= 1.03 * found.expected_moved_bytes["reduce-scatter"]
-    assert found.largest_all_reduce <= 1024 * 1600 * 2  # the table of positions
+    # The table of positions, with the replicated arrays of a layer outside the loop.
+    assert found.largest_all_reduce <= 1024 * 1600 * 2 + 20_800 * 2
     # Between hosts first: 3.9 times theory on 1000 devices where neighbours gather first.
     assert sum(found.between_bytes.values()) <= 1.2 * found.expected_between_bytes
 

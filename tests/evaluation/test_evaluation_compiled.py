@@ -97,8 +97,8 @@ def test_all_micro_batches_gather_once_at_stage_2() -> None:
 
 @pytest.mark.slow
 def test_peak_is_a_layer_above_the_inputs() -> None:
-    # The layer as it comes, and as its matrices lie.
-    assert cost(SMALL, 8).temporaries < 2.5 * LAYER
+    # The layer in use, as gathered and in the layout of its products, and the next layer.
+    assert cost(SMALL, 8).temporaries < 3 * LAYER
     # Unrolled, XLA gathers so many layers together.
     assert cost(UNROLLED, 8).temporaries < BUCKET + LAYER
 

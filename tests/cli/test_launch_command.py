@@ -1,5 +1,6 @@
 """`zerojax launch`: what is refused before any work, what would be started, and how soon."""
 
+import math
 import resource
 import shlex
 import subprocess

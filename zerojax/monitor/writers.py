@@ -32,7 +32,7 @@ class MetricsWriter(Protocol):
         """Writes metrics, in order."""
 
     def flush(self) -> None:
-        """Makes what was written readable for others."""
+        """Writes buffered figures, so that others can read them."""
 
     def close(self) -> None:
         """Writes the remaining metrics and closes the destination."""

@@ -27,8 +27,8 @@ class Stack(NamedTuple):
 
     Attributes:
       value: The array. Its dimension `at` is shorter by the number of entries.
-      at: The dimension along which the entries lie, outermost; None for a value that all entries
-        have in common.
+      at: The dimension of the entries, its outermost factor; None for a value that all entries have
+        in common.
       equal: The dimensions along which a common value repeats itself, in `value` of size 1.
     """
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from zerojax.collectives import propagate
 from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import CALLBACKS, ELEMENTWISE, FACTORIZATIONS, KERNELS, PRODUCTS
+from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.graph.search import contains
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
@@ -59,7 +60,7 @@ def computes_with_matrices(eqn: Equation) -> bool:
 def find(jaxpr: Jaxpr, specs: Mapping[Atom, Spec]) -> list[MatrixFunction]:
     """Finds the functions of matrices in an open jaxpr without calls.
 
-    A function begins at values from which alone all its products compute, and ends at values
+    A function begins at values that suffice to compute all its products, and ends at values
     through which all results of the products go. Of several such places in the program those with
     the fewest bytes are chosen, since the values are sent to other devices.
 
@@ -68,11 +69,13 @@ def find(jaxpr: Jaxpr, specs: Mapping[Atom, Spec]) -> list[MatrixFunction]:
       specs: The specs of values, by variable, from :func:`known_specs`.
     """
     # Shared by all parameters: numbers and coefficients.
-    depends = _depending(jaxpr, {v for v in jaxpr.invars if v.aval.ndim > 1 or any(specs[v])})
+    of_parameters = [v.aval.ndim > 1 or any(specs[v]) for v in jaxpr.invars]
+    found = EQUATION_DEPENDS.forward(jaxpr, of_parameters).of
+    depends = {v for v, is_dependent in found.items() if is_dependent}
     return [
-        found
+        function
         for products in _connected(jaxpr, depends)
-        if (found := _function(graph_of(jaxpr), products, depends, specs)) is not None
+        if (function := _function(graph_of(jaxpr), products, depends, specs)) is not None
     ]
 
 
@@ -100,14 +103,6 @@ def known_specs(jaxpr: Jaxpr, given: Sequence[Spec], mesh: Mesh) -> dict[Atom, S
         if spec is not None:
             specs[eqn.outvars[0]] = spec
     return specs
-
-
-def _depending(jaxpr: Jaxpr, sources: set[Atom]) -> set[Atom]:
-    found = {*sources}
-    for eqn in jaxpr.eqns:
-        if not found.isdisjoint(jaxprs.variables(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
 
 
 def _connected(jaxpr: Jaxpr, depends: set[Atom]) -> Iterator[list[Equation]]:
@@ -203,7 +198,7 @@ def _read(equations: Sequence[Equation], depends: set[Atom]) -> list[Atom]:
 
 
 def _operands(graph: Graph, core: Sequence[Equation], depends: set[Atom]) -> list[list[Atom]]:
-    """Returns the sets of values from which alone the equations compute, the last ones first."""
+    """Returns the sets of values that suffice to compute the equations, the last ones first."""
     found = []
     front = _read(core, depends)
     while len(front) <= _MOST:

@@ -331,12 +331,14 @@ def train_step_of(
     return train_step
 
 
-def create_state_of(model: GPT) -> Callable[[jax.Array], TrainState]:
-    """``create_state(key)`` for a GPT under AdamW."""
+def create_state_of(
+    model: GPT, optimizer: optax.GradientTransformation | None = None
+) -> Callable[[jax.Array], TrainState]:
+    """``create_state(key)`` for a GPT under AdamW, or under another optimizer."""
 
     def create_state(key: jax.Array) -> TrainState:
         params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
-        tx = optax.adamw(LEARNING_RATE)
+        tx = optimizer or optax.adamw(LEARNING_RATE)
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     return create_state

@@ -11,6 +11,7 @@ from zerojax.models.gpt import SIZES
 MODULES = (
     "smoke",
     "forecasts",
+    "calibration",
     "training",
     "kernels",
     "offload",
@@ -65,7 +66,11 @@ def _smoke(toy: bool) -> list[Measurement]:
         name="tests/kernels", part=1, tier=3, function="smoke:kernel_tests", seconds=120,
         arguments={"seconds": 110},
     )  # fmt: skip
-    return chosen if toy else [*chosen, tests]
+    padded: dict[str, Any] = {"rows": 2, "tokens": 16} if toy else {"rows": 8, "tokens": 1024}
+    masks = Measurement(
+        name="padded rows", part=1, tier=2, function="smoke:masks", seconds=40, arguments=padded
+    )
+    return [*chosen, masks] if toy else [*chosen, masks, tests]
 
 
 def _forecasts(toy: bool) -> list[Measurement]:
@@ -85,7 +90,34 @@ def _forecasts(toy: bool) -> list[Measurement]:
         )
         for case in cases
     ]
-    return [rates, *steps]
+    return [rates, *steps, *_calibration(toy)]
+
+
+def _calibration(toy: bool) -> list[Measurement]:
+    small = [[8, 8, 8]]
+    rows = {8192: [[4096, 6144], [4096, 14336], [4096, 128256], [8192, 28672], [1600, 6400]]}
+    rows[2048] = [[4096, 14336], [8192, 28672]]
+    shapes = small if toy else [[m, *shape] for m in rows for shape in rows[m]]
+    heads = [[1, 8, 2, 2, 8]] if toy else [[1, 8192, 32, 8, 128], [4, 2048, 64, 8, 128]]
+    llama: dict[str, Any] = {"size": models.LLAMA_8B, "rows": 1, "seq": 8192}
+    xl: dict[str, Any] = {"size": models.GPT2_XL, "rows": 16, "seq": 1024}
+    if toy:
+        llama = xl = {"size": models.TOY_LLAMA, "rows": 2, "seq": 16}
+
+    def calibration(name: str, function: str, seconds: float, **given: Any) -> Measurement:
+        return Measurement(
+            name=name, part=2, tier=1, function=f"calibration:{function}", seconds=seconds,
+            arguments=given,
+        )  # fmt: skip
+
+    return [
+        calibration(
+            "products by shape", "products", 50, shapes=shapes, sustained=0.1 if toy else 3
+        ),
+        calibration("attention by shape", "attention", 30, shapes=heads),
+        calibration("Llama 8B of 8 layers, instructions", "instructions", 45, **llama),
+        calibration("GPT-2 XL, instructions", "instructions", 45, **xl),
+    ]
 
 
 def _training(toy: bool) -> list[Measurement]:
@@ -108,12 +140,14 @@ def _training(toy: bool) -> list[Measurement]:
     others: dict[str, Any] = {"stage 1": {"stage": 1}}
     if not toy:
         others["Mosaic kernels"] = {"stage": 3, "layers": models.MOSAIC}
+    muon: dict[str, Any] = {"AdamW": {"stage": 3}, "Muon": {"stage": 3, "optimizer": "muon"}}
     unrolled: dict[str, Any] = {"unrolled": {"stage": 3, "scan": False}}
     torch: dict[str, Any] = {"compiled": False} if toy else {}
     return [
         step(short, 1, beside, xl, 70, ways=pair),
         step(deep, 1, beside, llama, 70, ways=pair),
         step(f"{short}, other ways", 2, beside, xl, 60, ways=others, turns=1),
+        step(f"{short}, Muon", 2, beside, xl, 90, ways=muon),
         step(f"{short}, torch FSDP2", 2, "torch_peers:fsdp", xl, 90, **torch),
         step(f"{deep}, torch FSDP2", 2, "torch_peers:fsdp", llama, 75, **torch),
         step(f"{short}, DeepSpeed", 3, "torch_peers:deepspeed", xl, 75),

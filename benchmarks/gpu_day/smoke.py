@@ -25,6 +25,7 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.cli.report_table import to_json
 from zerojax.doctor.checks import CHECKS
 from zerojax.doctor.report import report as reported
+from zerojax.models.kernels import fused_causal_attention
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 1e-2}
 """Largest relative distances of losses and kernels from their references; float32 is TF32."""
@@ -176,6 +177,48 @@ def distances(call: Measured) -> dict[str, Any]:
         if not distance <= bound:
             raise AssertionError(f"{call.kernel}, {call.shape}: {dtype} apart {distance:.2e}")
     return {"apart": worst}
+
+
+def masks(rows: int, tokens: int) -> Iterator[dict[str, Any]]:
+    """Causal attention of padded rows by each implementation, and its gradients, beside XLA's."""
+    on_gpu = jax.default_backend() == "gpu"
+    implementations = ("cudnn", "mosaic_gpu") if on_gpu else ("xla",)
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, (rows, tokens, n, 64), jnp.bfloat16)
+        for key, n in zip(keys, (8, 2, 2), strict=True)
+    )
+    lengths = jnp.linspace(1, tokens, rows).astype(int)[:, None]
+    paddings = {
+        "right": jnp.arange(tokens) < lengths,
+        "left": jnp.arange(tokens) >= tokens - lengths,
+    }
+
+    def results(implementation: str, mask: jax.Array) -> list[jax.Array]:
+        def total(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y = fused_causal_attention(q, k, v, mask, implementation=implementation)
+            y = jnp.where(mask[..., None, None], y, 0)
+            return jnp.square(y.astype(jnp.float32)).sum(), y
+
+        grads, y = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(q, k, v)
+        return [y, *grads]
+
+    def beside(implementation: str, mask: jax.Array) -> dict[str, Any]:
+        found, wanted = (results(each, mask) for each in (implementation, "xla"))
+        apart = [float(_distance(a, b)) for a, b in zip(found, wanted, strict=True)]
+        if not max(apart) <= BOUNDS["bfloat16"]:
+            raise AssertionError(f"{implementation}: result and gradients apart {apart}")
+        return {"apart": apart}
+
+    yield from attempts(
+        {
+            f"{implementation}, padding on the {side}": functools.partial(
+                beside, implementation, mask
+            )
+            for implementation in implementations
+            for side, mask in paddings.items()
+        }
+    )
 
 
 @jax.jit

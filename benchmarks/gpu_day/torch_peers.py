@@ -6,6 +6,7 @@ the loss compiled; one process.
 
 import importlib
 import importlib.util
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -61,6 +62,7 @@ def deepspeed(
     torch = _torch()
     if importlib.util.find_spec("deepspeed") is None:
         raise ModuleNotFoundError("deepspeed is not installed here, and no wheel of it was carried")
+    os.environ.setdefault("LOCAL_RANK", "0")  # as DeepSpeed's launcher sets it
     library: Any = importlib.import_module("deepspeed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     distributed: Any = importlib.import_module("torch.distributed")

@@ -8,15 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
+import optax.contrib
 
 import zerojax
 from benchmarks import precision, step_time
 from benchmarks.checkpoint_times import take_turns
 from benchmarks.gpu_day import models
 from benchmarks.gpu_day.measurement import attempts
-from benchmarks.measure import create_state_of, train_step_of
+from benchmarks.measure import LEARNING_RATE, create_state_of, train_step_of
 from benchmarks.prediction import bytes_of, compiled_bytes
 
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "adamw": lambda: optax.adamw(LEARNING_RATE),
+    "muon": lambda: optax.contrib.muon(LEARNING_RATE),
+}
 JSON: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 0.0}
 
 
@@ -58,23 +64,24 @@ def way(
     layers: str = models.FUSED,
     scan: bool = True,
     offload: Mapping[str, Any] | None = None,
+    optimizer: str = "adamw",
 ) -> tuple[Callable[[], Any], Any]:
     """A function that returns a new state, and the step.
 
     ``stage``: that of zerojax; None for ``jax.jit``, the parameters cast to bf16 and the state
-    donated. ``offload`` joins "zero_optimization".
+    donated. ``offload`` joins "zero_optimization". ``optimizer``: a key of ``OPTIMIZERS``.
     """
-    key = jax.random.key(0)
+    key, tx = jax.random.key(0), OPTIMIZERS[optimizer]()
     if stage is None:
         model = models.build(size, layers=layers, scan=scan)
         step = train_step_of(model, cast=models.cast_to_bf16, fused_loss=True)
-        create = jax.jit(create_state_of(model))
+        create = jax.jit(create_state_of(model, tx))
         return functools.partial(create, key), jax.jit(step, donate_argnums=0)
     config = {**JSON, "zero_optimization": {"stage": stage, **(offload or {})}}
     zero = zerojax.zero(config, mesh=zerojax.mesh(1))
     model = models.build(size, zero.per_device, layers, scan)
     decorated = zero(train_step_of(model, fused_loss=True))
-    return functools.partial(zero.init, create_state_of(model), key), decorated
+    return functools.partial(zero.init, create_state_of(model, tx), key), decorated
 
 
 def program_bytes(step: Any, state: Any, batch: Any) -> int:

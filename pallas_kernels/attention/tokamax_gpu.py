@@ -80,7 +80,9 @@ def attention(
     The result and the softmax's sums are saved for the backward pass under the name ``SAVED``.
     """
     device_context = _device_context()
-    window = "" if seen.window is None else f"_of_{seen.window}"
+    seen_keys = "_causal" if seen.is_causal else ""
+    if seen.window is not None:
+        seen_keys += f"_of_{seen.window}"
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
     def operation(q: jax.Array, k: jax.Array, v: jax.Array, others: Any) -> Any:
@@ -91,7 +93,7 @@ def attention(
         return op, op.bind(q, k, v, bias=bias, mask=keys, logits_scale=scale)
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, others: Any) -> tuple[jax.Array, Any]:
-        with device_context(), jax.named_scope(SCOPE + window):
+        with device_context(), jax.named_scope(SCOPE + seen_keys):
             op, bound = operation(q, k, v, others)
             out, sums = op(
                 q, k, v, bias=others[0], mask=bound.kwargs["mask"], logits_scale=scale,
@@ -104,7 +106,7 @@ def attention(
 
     def backward(residuals: Any, gradient: jax.Array) -> Any:
         q, k, v, others, out, sums = residuals
-        with device_context(), jax.named_scope(f"{SCOPE}_backward{window}"):
+        with device_context(), jax.named_scope(f"{SCOPE}_backward{seen_keys}"):
             op, bound = operation(q, k, v, others)
             options = {x: y for x, y in bound.kwargs.items() if x != "return_residuals"}
             grads = op.vjp(sums, out, gradient, *bound.args, **options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -56,6 +57,20 @@ class Latency(NamedTuple):
         return self.start + self.doubling * math.ceil(math.log2(sent.group)) + steps
 
 
+class FusedAttention(NamedTuple):
+    """The products inside one kernel of attention.
+
+    Attributes:
+      dtype: The operands' dtype, as HLO names it.
+      width: The numbers of a head.
+      is_backward: Whether the kernel computes gradients.
+    """
+
+    dtype: str
+    width: int
+    is_backward: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Rates:
     """The speeds of a device, in bytes and floating-point operations per second.
@@ -65,6 +80,8 @@ class Rates:
       memory: bytes of device memory.
       matrix: peak of matrix products by dtype, as HLO names it: "bf16", "f16", "f32".
       matrix_share, memory_share, link_share, host_share: share of each peak that programs reach.
+      attention_share: share of the matrix peak that kernels of attention reach, "forward" and
+        "backward", by head width; a width between two takes the larger one's.
       bandwidth: peak of device memory.
       link: peak each way between devices of a node, for each device.
       link_name: "NVLink", "PCIe" or "ICI".
@@ -85,6 +102,7 @@ class Rates:
     host: float
     disk: float
     matrix_share: float
+    attention_share: Mapping[str, Mapping[str, float]]
     memory_share: float
     link_share: float
     host_share: float
@@ -96,12 +114,29 @@ class Rates:
         """Bytes of device memory that a step may use."""
         return self.memory - RESERVE
 
-    def compute_seconds(self, flops: Mapping[str, int], moved: int) -> float:
-        """Returns ``max(sum flops / matrix rate, bytes / memory rate)`` + the launch."""
+    def compute_seconds(
+        self,
+        flops: Mapping[str, int],
+        moved: int,
+        attention: Mapping[FusedAttention, int] = MappingProxyType({}),
+    ) -> float:
+        """Returns ``max(sum flops / matrix rate, bytes / memory rate)`` + the launch.
+
+        Args:
+          flops: Floating-point operations of matrix products by dtype.
+          moved: Bytes read from and written to device memory.
+          attention: Floating-point operations of products inside kernels of attention.
+        """
         slowest = min(self.matrix.values())
-        busy = sum(n / self.matrix.get(dtype, slowest) for dtype, n in flops.items())
-        wait = moved / (self.bandwidth * self.memory_share)
-        return max(busy / self.matrix_share, wait) + self.launch
+        busy = sum(
+            n / (self.matrix.get(dtype, slowest) * self.matrix_share) for dtype, n in flops.items()
+        )
+        for each, n in attention.items():
+            shares = self.attention_share["backward" if each.is_backward else "forward"]
+            widths = sorted(map(int, shares))
+            width = next((w for w in widths if w >= each.width), widths[-1])
+            busy += n / (self.matrix.get(each.dtype, slowest) * shares[str(width)])
+        return max(busy, moved / (self.bandwidth * self.memory_share)) + self.launch
 
     def collective_seconds(self, sent: Sent) -> float:
         """Returns ``max((inside + between) / link, between / network)`` + latency.
@@ -149,7 +184,8 @@ def rates(kind: str) -> Rates:
         **{
             key: kinds["common"][key]
             for key in (
-                "matrix_share", "memory_share", "link_share", "host_share", "launch", "disk",
+                "matrix_share", "attention_share", "memory_share", "link_share", "host_share",
+                "launch", "disk",
             )
         },
         latency=Latency(**kinds["latency"]["gpu" if name in kinds["gpu"] else "tpu"]),

@@ -41,6 +41,8 @@ from zerojax.hlo.traffic import Collective, collectives
 from zerojax.hlo.transfers import HostCopy, host_copies, in_host
 from zerojax.plan.places import DEVICE, DISK, HOST
 from zerojax.plan.state_sharding import Plan
+from zerojax.xla import compat
+from zerojax.xla.compiler import COMMAND_BUFFERS
 from zerojax.xla.lowered import GRADIENTS as FIRST
 from zerojax.xla.lowered import READ, STEP, WRITTEN, LoweredProgram
 
@@ -103,7 +105,8 @@ def measure(
     program, sent, copied = parse(text), collectives(text), host_copies(text)
     memory: Any = executable.memory_analysis()
     kinds = attribute(text, held, memory.temp_size_in_bytes, known)
-    spent = program_time(program, sent, copied, rates, nodes)
+    graphs = records_graphs(lowered)
+    spent = program_time(program, sent, copied, rates, nodes, records_graphs=graphs)
     traffic = tuple(_traffic(sent, copied, spent, nodes))
     measured = _measured(memory, kinds, lying_between(program, in_host(text)), seconds)
     return dataclasses.replace(
@@ -113,6 +116,11 @@ def measure(
         traffic=traffic,
         again=computed_again(program),
     )
+
+
+def records_graphs(lowered: jax.stages.Lowered) -> bool:
+    """Returns whether XLA records CUDA graphs of a program."""
+    return compat.compiler_options(lowered).get(COMMAND_BUFFERS) != ""
 
 
 def measure_memory(

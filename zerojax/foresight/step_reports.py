@@ -13,7 +13,7 @@ from zerojax.config import ZeroConfig
 from zerojax.devices.network import nodes_of
 from zerojax.devices.rates import kind_of, rates, rates_of
 from zerojax.foresight import comms_logger, flops_profiler, memory_breakdown
-from zerojax.foresight.costs import forecast, measure_memory
+from zerojax.foresight.costs import forecast, measure_memory, records_graphs
 from zerojax.hlo.origins import by_origin
 from zerojax.hlo.program import parse
 from zerojax.hlo.timeline import program_time
@@ -106,7 +106,10 @@ class StepReports:
             )
             flops_profiler.attributed(self._modules, by_origin(program, speeds), each.times)
             if speeds is not None:
-                spent = program_time(program, program_collectives, host_copies(text), speeds, nodes)
+                spent = program_time(
+                    program, program_collectives, host_copies(text), speeds, nodes,
+                    records_graphs=records_graphs(each.lowered),
+                )  # fmt: skip
                 self._waited += each.times * sum(spent.waited.values())
         if config.comms_logger:
             _log(comms_logger.table(sent, config.comms_logger, speeds, nodes))

@@ -74,7 +74,9 @@ def _add(
         if rates is not None:
             instruction_work = work_of(program, computation, each)
             origin_work = OriginWork(
-                seconds=rates.compute_seconds(instruction_work.flops, instruction_work.bytes)
+                seconds=rates.compute_seconds(
+                    instruction_work.flops, instruction_work.bytes, instruction_work.attention
+                )
             )
             origin = by_flops[-1].op_name if by_flops else each.op_name
             work.setdefault(origin, OriginWork()).add(origin_work, times)

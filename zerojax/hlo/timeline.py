@@ -3,8 +3,10 @@
 Instructions run one after another in scheduled order. A matrix product or a fusion takes the longer
 of the times for its arithmetic at the matrix rate and for its bytes at the memory rate. Collectives
 with a start and a done overlap with computation, one after another; the program waits at the done.
-Copies between device and host overlap with nothing, whatever the schedule: an H200 ran them so, in
-either direction (benchmarks/records/2026-11-27-gpu_day.md). A loop takes its body's time multiplied
+Copies between device and host overlap with nothing where XLA records CUDA graphs, and copies by
+kernels are assumed to overlap with nothing either; without graphs, a copy by the copy engines runs
+beside computation and beside copies in the other direction, as an H200 ran them
+(benchmarks/records/2026-11-27-gpu_day.md). A loop takes its body's time multiplied
 by its trip count, a conditional the time of its slowest branch.
 """
 
@@ -30,10 +32,15 @@ class Place(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A collective, or a copy between device and host, with its duration in seconds."""
+    """A collective, or a copy between device and host.
 
-    is_collective: bool
+    Attributes:
+      seconds: Its duration.
+      link: The link that it occupies while the device computes; None if the device waits for it.
+    """
+
     seconds: float
+    link: str | None
 
 
 @dataclasses.dataclass
@@ -67,6 +74,8 @@ def program_time(
     copied: Sequence[HostCopy],
     rates: Rates,
     nodes: tuple[int, ...],
+    *,
+    records_graphs: bool = True,
 ) -> ProgramTime:
     """Predicts the time of a program.
 
@@ -76,14 +85,19 @@ def program_time(
       copied: The program's copies between device and host.
       rates: The speeds of the devices.
       nodes: The node of each device, from :func:`zerojax.devices.network.nodes_of`.
+      records_graphs: Whether XLA records CUDA graphs; copies to and from the host then hide
+        behind nothing.
     """
     transfers: dict[Place, Transfer] = {}
     for each in sent:
         seconds = rates.collective_seconds(sent_by(each, nodes))
-        transfers[Place(each.computation, each.name)] = Transfer(True, seconds)
+        transfers[Place(each.computation, each.name)] = Transfer(seconds, "collectives")
     for copy in copied:
         seconds = rates.host_seconds(copy.bytes)
-        transfers[Place(copy.computation, copy.name)] = Transfer(False, seconds)
+        start = program.computations[copy.computation][copy.name]
+        is_beside = start.opcode == "copy-start" and not records_graphs
+        link = ("to the device" if copy.inward else "to the host") if is_beside else None
+        transfers[Place(copy.computation, copy.name)] = Transfer(seconds, link)
     return _run(program, program.entry, transfers, rates)
 
 
@@ -94,18 +108,18 @@ def _run(
     rates: Rates,
 ) -> ProgramTime:
     spent = ProgramTime()
-    free_at = 0.0  # the time at which the link of the collectives is free again
+    free_at: dict[str, float] = {}  # link -> the time at which it is free again
     ends_at: dict[str, float] = {}  # name of a transfer -> the time at which the transfer ends
     for each in computation.instructions:
         key = Place(computation.name, each.name)
         if key in transfers:
-            is_collective, seconds = transfers[key]
-            begins_at = max(spent.seconds, free_at) if is_collective else spent.seconds
+            seconds, link = transfers[key]
+            begins_at = max(spent.seconds, free_at.get(link, 0.0)) if link else spent.seconds
             ends_at[each.name] = begins_at + seconds
-            if is_collective:
-                free_at = ends_at[each.name]
+            if link:
+                free_at[link] = ends_at[each.name]
             spent.under_way[key] = spent.under_way.get(key, 0.0) + seconds
-            if not is_collective or not each.opcode.endswith("-start"):
+            if not link or not each.opcode.endswith("-start"):
                 _wait(spent, key, ends_at[each.name])
         elif each.opcode.endswith(("-done", "-update")):
             started = _start(computation, each)
@@ -136,7 +150,7 @@ def _compute(
     spent: ProgramTime,
 ) -> None:
     work = work_of(program, computation, each)
-    seconds = rates.compute_seconds(work.flops, work.bytes)
+    seconds = rates.compute_seconds(work.flops, work.bytes, work.attention)
     spent.seconds += seconds
     spent.forward += work.forward
     # XLA for TPUs places a collective inside the fusion that hides it.

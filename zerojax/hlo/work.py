@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from zerojax.devices.rates import FusedAttention
 from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape
 
 # Opcodes without a kernel: names for values, synchronisation, and calls of other computations.
@@ -25,11 +26,15 @@ FREE = frozenset(
 )  # fmt: skip
 _LIBRARY = re.compile("gemm|matmul|conv")
 _ATTENTION = "__cudnn$fmha"
-# The scope in which `pallas_kernels.attention` calls a Mosaic kernel: its pass, its window.
-_MOSAIC = re.compile(r"fused_attention(_backward)?(?:_of_(\d+))?\b(?!.*fused_attention)")
+# The scope in which `pallas_kernels.attention` calls a Mosaic kernel: its pass, mask and window.
+_MOSAIC = re.compile(r"fused_attention(_backward)?(_causal)?(?:_of_(\d+))?\b(?!.*fused_attention)")
 # Matrix products of a backward kernel, by the number of its results: dq; dk and dv; all three.
 _PRODUCTS = {1: 3, 2: 4, 3: 5}
 _SCORES = re.compile(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]')
+_CAUSAL = re.compile(r'"mask_type":"(PADDING_)?CAUSAL"')
+_TILE = 128
+"""Queries that a kernel of attention computes together: it skips the keys that none of them sees.
+"""
 _GEMM = re.compile(r'"(lhs|rhs)_(contracting|batch)_dimensions":\[([^\]]*)\]')
 
 
@@ -39,39 +44,55 @@ class Work:
 
     Attributes:
       flops: Floating-point operations of matrix products by the dtype of their operands, 2 for
-        each multiplication.
+        each multiplication, without those inside kernels of attention.
+      attention: Floating-point operations of products inside kernels of attention, without those
+        that a kernel skips behind a causal mask.
       forward: The part of them in the forward pass, without repetitions in the backward pass.
       bytes: Bytes read from and written to device memory. Of a sliced array, only the slice counts.
     """
 
     flops: Mapping[str, int]
+    attention: Mapping[FusedAttention, int]
     forward: int
     bytes: int
 
 
 class Product(NamedTuple):
-    """A matrix product: its origin in the traced Python, the dtype of its operands, its
-    floating-point operations."""
+    """A matrix product, or the products inside a kernel of attention.
+
+    Attributes:
+      op_name: The origin in the traced Python.
+      dtype: The dtype of the operands.
+      flops: Floating-point operations; those behind a causal mask count.
+      attention: The kind of the kernel of attention, if it is one.
+      skipped: The share of the operations that the kernel skips.
+    """
 
     op_name: str
     dtype: str
     flops: int
+    attention: FusedAttention | None = None
+    skipped: float = 0.0
 
 
 def products(program: HloProgram, computation: Computation, each: Instruction) -> Iterator[Product]:
     """Yields the matrix products of one instruction, including those fused into it."""
     for parent, product in _products(program, computation, each):
-        yield Product(product.op_name or each.op_name, *_flops(parent, product))
+        found = _product(parent, product)
+        yield found._replace(op_name=product.op_name or each.op_name)
 
 
 def work_of(program: HloProgram, computation: Computation, each: Instruction) -> Work:
     """Returns the work of one instruction, including all instructions fused into it."""
-    flops = collections.Counter[str]()
+    flops, attention = collections.Counter[str](), collections.Counter[FusedAttention]()
     forward = 0
     for product in products(program, computation, each):
-        flops[product.dtype] += product.flops
+        if product.attention:
+            attention[product.attention] += round(product.flops * (1 - product.skipped))
+        else:
+            flops[product.dtype] += product.flops
         forward += product.flops if is_forward(product.op_name) else 0
-    return Work(flops, forward, _bytes(program, computation, each))
+    return Work(flops, attention, forward, _bytes(program, computation, each))
 
 
 def is_forward(op_name: str) -> bool:
@@ -104,8 +125,8 @@ def _target(each: Instruction) -> str:
     return match[1] if match else ""
 
 
-def _flops(computation: Computation, product: Instruction) -> tuple[str, int]:
-    """Returns the operands' dtype, and 2 * elements of the result * products summed in each."""
+def _product(computation: Computation, product: Instruction) -> Product:
+    """Counts 2 * elements of the result * products summed in each."""
     if "conv" in _target(product):
         return _library_convolution(computation, product)
     if _target(product).startswith(_ATTENTION):
@@ -118,12 +139,11 @@ def _flops(computation: Computation, product: Instruction) -> tuple[str, int]:
         summed = _convolved(product, computation[product.operands[1]].shapes[0])
     else:
         summed = math.prod(left.dims[axis] for axis in _contracted(product))
-    return left.dtype, 2 * result.elements * summed
+    return Product("", left.dtype, 2 * result.elements * summed)
 
 
-def _library_convolution(computation: Computation, call: Instruction) -> tuple[str, int]:
-    """Returns dtype and FLOPs of cuDNN's convolutions: each pass multiplies as often as the
-    forward pass."""
+def _library_convolution(computation: Computation, call: Instruction) -> Product:
+    """Counts cuDNN's convolutions: each pass multiplies as often as the forward pass."""
     first, second = (computation[name].shapes[0] for name in call.operands[:2])
     target, result = _target(call), call.shapes[0]
     output, kernel = result, second
@@ -133,32 +153,43 @@ def _library_convolution(computation: Computation, call: Instruction) -> tuple[s
         output, kernel = second, result
     labels = re.search(r"dim_labels=\w+_(\w+)->", call.attributes)
     features = kernel.dims[labels[1].index("o")] if labels else 1
-    return first.dtype, 2 * output.elements * kernel.elements // features
+    return Product("", first.dtype, 2 * output.elements * kernel.elements // features)
 
 
-def _library_attention(computation: Computation, call: Instruction) -> tuple[str, int]:
-    """Returns dtype and FLOPs of cuDNN's attention: two products of the scores' size forward, five
-    backward, one of which is a repetition. Masked scores count, as in a step without cuDNN."""
+def _library_attention(computation: Computation, call: Instruction) -> Product:
+    """Counts cuDNN's attention: two products of the scores' size forward, five backward, one of
+    which is a repetition."""
     query = computation[call.operands[0]].shapes[0]
     match = _SCORES.search(call.attributes)
-    scores = math.prod(int(n.strip('" ')) for n in match[1].split(",")) if match else 0
-    products = 5 if "Backward" in _target(call) else 2
-    return query.dtype, 2 * products * scores * query.dims[-1]
+    scores = [int(n.strip('" ')) for n in match[1].split(",")] if match else [0]
+    is_backward, width = "Backward" in _target(call), query.dims[-1]
+    flops = 2 * (5 if is_backward else 2) * math.prod(scores) * width
+    skipped = _behind(scores[-1]) if _CAUSAL.search(call.attributes) else 0.0
+    kind = FusedAttention(query.dtype, width, is_backward)
+    return Product("", query.dtype, flops, kind, skipped)
 
 
-def _mosaic_attention(computation: Computation, call: Instruction) -> tuple[str, int]:
-    """Returns dtype and FLOPs of a Mosaic kernel for q [B, T, H, d] and k [B, S, G, d]: two
-    products of the scores' size forward; backward three for dq, four for dk and dv, as each kernel
-    computes the scores again. Scores behind a causal mask count, as with cuDNN; scores before a
-    sliding window do not."""
+def _behind(keys: int) -> float:
+    """Returns the share of a kernel's scores that lie behind a causal mask in tiles of their own:
+    a tile of queries computes the keys up to its last query."""
+    return max(0.0, (keys - _TILE) / (2 * keys)) if keys else 0.0
+
+
+def _mosaic_attention(computation: Computation, call: Instruction) -> Product:
+    """Counts a Mosaic kernel for q [B, T, H, d] and k [B, S, G, d]: two products of the scores'
+    size forward; backward three for dq, four for dk and dv, as each kernel computes the scores
+    again. Scores before a sliding window do not count."""
     query, key = (computation[name].shapes[0] for name in call.operands[:2])
     scope = _MOSAIC.search(call.op_name)
     assert scope
     *rows, queries, heads, width = query.dims
-    visible_keys = min(key.dims[-3], int(scope[2])) if scope[2] else key.dims[-3]
+    visible_keys = min(key.dims[-3], int(scope[3])) if scope[3] else key.dims[-3]
     result_count = sum(shape.dtype == query.dtype for shape in call.shapes)
     products = _PRODUCTS.get(result_count, 5) if scope[1] else 2
-    return query.dtype, 2 * products * math.prod(rows) * heads * queries * visible_keys * width
+    flops = 2 * products * math.prod(rows) * heads * queries * visible_keys * width
+    skipped = _behind(visible_keys) if scope[2] and not scope[3] else 0.0
+    kind = FusedAttention(query.dtype, width, bool(scope[1]))
+    return Product("", query.dtype, flops, kind, skipped)
 
 
 def _convolved(product: Instruction, kernel: Shape) -> int:

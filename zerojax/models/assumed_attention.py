@@ -3,8 +3,8 @@
     Llama(config, attention=assumed_attention(zero.per_device))
 
 The calls have cuDNN's names and shapes, so that a forecast counts their arithmetic and the arrays
-they read and write. It assumes that cuDNN accepts these shapes and reaches the same fraction of
-peak matrix throughput as other products. A program with these calls compiles but cannot run.
+they read and write. It assumes that cuDNN accepts these shapes. A program with these calls
+compiles but cannot run.
 """
 
 import json
@@ -69,13 +69,13 @@ def _call(
 ) -> Arrays:
     rows, queries, heads, _ = q.shape
     scores = [str(size) for size in (rows, heads, queries, k.shape[1])]
-    shape = {"intermediate_tensor_shape": {"dimensions": scores}}
+    config = {"intermediate_tensor_shape": {"dimensions": scores}, "mask_type": "CAUSAL"}
     call: Callable[..., Arrays] = jax.ffi.ffi_call(
         target,
         results,
         custom_call_api_version=1,
         legacy_backend_config=json.dumps(
-            {"cudnn_fmha_backend_config": shape}, separators=(",", ":")
+            {"cudnn_fmha_backend_config": config}, separators=(",", ":")
         ),
     )
     return call(q, k, *rest)

@@ -21,6 +21,11 @@ BUCKET = 32 * 2**20
 # the next begins, and before the computation that should hide the copy.
 COPIES = 64
 
+COMMAND_BUFFERS = "xla_gpu_enable_command_buffer"
+"""XLA's option for the kinds of operations that it records in CUDA graphs. A graph runs copies and
+kernels one after another on one stream, so that a copy hides behind nothing
+(benchmarks/records/2026-11-27-gpu_day.md)."""
+
 GPUS = ("gpu", "cuda")
 """The platforms of GPUs, as devices name them."""
 
@@ -111,7 +116,8 @@ def streaming(mesh: Mesh, chosen: Options | None = None) -> Options | None:
     base = options(mesh)
     if base is None or mesh.devices.flat[0].platform == "cpu":
         return base
-    copy_options = {
+    copy_options: Options = {
+        COMMAND_BUFFERS: "",
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_experimental_parallel_async_compute_limit": COPIES,
     }

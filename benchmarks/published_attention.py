@@ -75,6 +75,17 @@ CASES = (
         "each layer gathers 1.7 GB in each pass, and 6% of the step wait for collectives; larger "
         "micro-batches, or a secondary shard inside the node (hpZ), hide more",
     ),
+    Case(
+        "Llama 3 70B, 128 GPUs, 2 x 8192",
+        llama.SIZES["llama-70b"] | {"vocab_size": 128256, "block_size": 8192},
+        128,
+        8192,
+        2,
+        {"MaxText (NGC, DGXC Benchmarking), 15.57 s a step": 1052.266},
+        "attention",
+        "twice the tokens of a row hide the gathers that 4096 left",
+        ways=("cudnn",),
+    ),
 )
 
 
@@ -94,12 +105,13 @@ def attention(opened: Opener) -> Section:
         source="7B: https://github.com/NVIDIA/JAX-Toolbox, MaxText (22.2 sequences/s). 8B: "
         "https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (2 "
         "rows a GPU, GPUs of 96 GB at 500 W), and Megatron-Bridge's performance summary (FP8, "
-        "FSDP, 128 rows an update). 70B: NGC, MaxText Llama2 70B 25.01.1, FSDP over 64 GPUs.",
+        "FSDP, 128 rows an update). 70B: NGC, MaxText Llama2 70B 25.01.1, FSDP over 64 GPUs, "
+        "and MaxText Llama3 70B 25.02, FSDP over 128.",
         ours="Stage 3, bf16, AdamW, layers in a scan. Blocks of 7B and 8B keep the results of "
-        "attention and of products with weights, those of 70B only those of attention. Matrix "
-        "products, and those in attention, are assumed to reach 70% of the peak, with the scores "
-        "behind the causal mask counted; tokamax's backward kernels compute the scores twice (7 "
-        "products), cuDNN's once (5). "
+        "attention and of products with weights, those of 70B only those of attention. The rates "
+        "are those of the instructions of two steps on an H200 (records/2026-11-27-gpu_day.md), "
+        "those of cuDNN's attention for tokamax's as well, whose backward kernels compute the "
+        "scores twice (7 products), cuDNN's once (5). "
         + ("" if tokamax else "tokamax is not installed here, so that its rows are missing."),
         rows=tuple(rows),
         figures=by_case,

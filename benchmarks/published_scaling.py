@@ -6,9 +6,11 @@ the links in a forecast; their level is one of the roofline's shares.
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from benchmarks.published_steps import fused_llama
 from benchmarks.published_tables import GIGA, Opener, Row, Section, Setup, figures
+from zerojax.devices.rates import rates
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.forecast import Forecast
 from zerojax.models import llama
@@ -17,8 +19,6 @@ HOST = 8
 TERA = 1e12
 # GPUs and TFLOP/s of each.
 MAXTEXT = {8: 492, 16: 422, 32: 407, 64: 409, 128: 375}
-# GPUs, and tokens/s of each without and with torch.compile.
-TORCHTITAN = {8: (5762, 6667), 128: (5605, 6514)}
 MORE = {
     16: ". The published network is TCP (GPUDirect-TCPX), of which the roofline expects 80% of the "
     "cards' peak; its scripts pipeline all-reduces and combine them up to 67 MB",
@@ -28,25 +28,68 @@ MORE = {
 }
 LLAMA_2 = llama.SIZES["llama-7b"]
 LLAMA_3 = llama.SIZES["llama3-8b"]
-GRAND_TETON = {"bandwidth": 2.4e12, "memory": 96 * 2**30}
-NVL = 835e12
-"""Dense bf16 of an H100 NVL: the published GPUs' peak is between the NVL's and the SXM's."""
+LLAMA_3_70B = llama.SIZES["llama-70b"] | {"vocab_size": 128256, "block_size": 8192}
+POWER = (500 / 700) ** (1 / 3)
+"""The clock, of that at 700 W, of an H100 with 500 W."""
+GRAND_TETON = {
+    "bandwidth": 2.4e12,
+    "memory": 96 * 2**30,
+    "matrix": {kind: peak * POWER for kind, peak in rates("h100").matrix.items()},
+}
+EIGHT = "8B, 8 H100s"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Published:
+    """A published rate.
+
+    Attributes:
+      setup: The model and the devices.
+      rows: Rows of a device.
+      published: Tokens/s of a device.
+      also: Further figures, as text.
+    """
+
+    setup: Setup
+    rows: int
+    published: int
+    also: str = ""
+
+
+def _torchtitan(sizes: Mapping[str, Any], devices: str, **more: Any) -> Setup:
+    function = fused_llama(sizes, keep=more.pop("keep", "products"))
+    return Setup(function=function, devices=devices, seq=8192, precision="bf16", remat=True, **more)
+
+
+TORCHTITAN = {
+    # The 96 GB of the published GPUs are nearer to an H200's.
+    EIGHT: Published(
+        setup=_torchtitan(LLAMA_3, "h200:8", rates=GRAND_TETON),
+        rows=2,
+        published=6667,
+        also="; 5,762 without torch.compile",
+    ),
+    "8B, 128 H100s": Published(
+        setup=_torchtitan(LLAMA_3, "h200:128", rates=GRAND_TETON),
+        rows=2,
+        published=6514,
+        also="; 5,605 without torch.compile",
+    ),
+    "8B, 64 A100s": Published(setup=_torchtitan(LLAMA_3, "a100:64"), rows=1, published=2973),
+    "70B, 64 A100s": Published(
+        setup=_torchtitan(LLAMA_3_70B, "a100:64", keep="nothing"),
+        rows=1,
+        published=331,
+    ),
+}
 
 
 def maxtext(opened: Opener) -> Section:
     """Llama 2 7B on 1 to 16 hosts of Google's A3, a replica group each."""
     forecasts = {}
     for devices in MAXTEXT:
-        setup = Setup(
-            function=fused_llama(LLAMA_2),
-            devices=f"h100:{devices}",
-            seq=4096,
-            precision="bf16",
-            remat=True,
-            replicas=devices // HOST,
-            network="a3-high",
-        )
-        forecasts[devices] = opened(setup).forecast(Choice(stage=3, micro=4, remat=True))
+        opened_study = opened(_maxtext(devices))
+        forecasts[devices] = opened_study.forecast(Choice(stage=3, micro=4, remat=True))
     rows = tuple(
         Row(
             f"{devices} GPUs",
@@ -72,6 +115,18 @@ def maxtext(opened: Opener) -> Section:
     )
 
 
+def _maxtext(devices: int) -> Setup:
+    return Setup(
+        function=fused_llama(LLAMA_2),
+        devices=f"h100:{devices}",
+        seq=4096,
+        precision="bf16",
+        remat=True,
+        replicas=devices // HOST,
+        network="a3-high",
+    )
+
+
 def _maxtext_why(devices: int, forecasts: Mapping[int, Forecast]) -> str:
     forecast, one = forecasts[devices], forecasts[HOST]
     if devices == HOST:
@@ -92,65 +147,53 @@ def _maxtext_why(devices: int, forecasts: Mapping[int, Forecast]) -> str:
 
 
 def torchtitan(opened: Opener) -> Section:
-    """Llama 3.1 8B, its state cut over 8 and over 128 GPUs."""
-    forecasts, slower = {}, {}
-    for devices in TORCHTITAN:
-        setup = Setup(
-            function=fused_llama(LLAMA_3),
-            # The 96 GB of the published GPUs are nearer to an H200's; the figures are set below.
-            devices=f"h200:{devices}",
-            seq=8192,
-            precision="bf16",
-            remat=True,
-            rates=GRAND_TETON,
-        )
-        choice = Choice(stage=3, micro=2, remat=True)
-        forecasts[devices] = opened(setup).forecast(choice)
-        matrix = dict.fromkeys(("bf16", "f32"), NVL)
-        nvl = dataclasses.replace(setup, rates={**GRAND_TETON, "matrix": matrix})
-        slower[devices] = opened(nvl).forecast(choice)
+    """Llamas by FSDP, their state cut over 8 to 128 GPUs."""
+    forecasts = {
+        name: opened(case.setup).forecast(Choice(stage=3, micro=case.rows, remat=True))
+        for name, case in TORCHTITAN.items()
+    }
     rows = tuple(
         Row(
-            f"{devices} GPUs",
-            f"{eager:,}; {compiled:,} with torch.compile",
-            f"{_tokens(forecasts[devices]):,.0f}; {_tokens(slower[devices]):,.0f} at an H100 "
-            "NVL's matrix peak",
-            _detail(forecasts[devices]),
-            _torchtitan_why(devices, forecasts),
+            name,
+            f"{case.published:,}{case.also}",
+            f"{_tokens(forecasts[name]):,.0f}",
+            _detail(forecasts[name]),
+            f"{_tokens(forecasts[name]) / case.published:.2f} of the published rate"
+            + _torchtitan_why(name, forecasts),
         )
-        for devices, (eager, compiled) in TORCHTITAN.items()
+        for name, case in TORCHTITAN.items()
     )
     return Section(
-        title="torchtitan's Llama 3.1 8B on 8 and 128 H100s, tokens/s of each",
-        source="https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-        ": FSDP, 2 rows of 8192 tokens a GPU, selective activation checkpointing, bf16. Hosts of 8 "
-        "with 400 Gb/s a GPU between them; H100s of 96 GB and 2.4 TB/s at 500 W, whose matrix peak "
-        'is "between SXM and NVL".',
-        ours="Stage 3 over all GPUs; the same rows, 2.4 TB/s and 96 GiB, 400 Gb/s; cuDNN's "
-        "attention; blocks keep what attention and the products with weights make; layers in a "
-        "scan.",
+        title="torchtitan's Llama 3 on 8 to 128 GPUs, tokens/s of each",
+        source="https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md "
+        "and, for A100s, docs/performance.md of 2024: FSDP, rows of 8192 tokens, 2 of them on an "
+        "H100, 1 on an A100, bf16; selective activation checkpointing, full for 70B. Hosts of 8 "
+        "H100s with 400 Gb/s a GPU between them; H100s of 96 GB and 2.4 TB/s at 500 W of 700.",
+        ours="Stage 3 over all GPUs; the same rows; for H100s 2.4 TB/s, 96 GiB, 400 Gb/s, and a "
+        "matrix peak lower by the cube root of 500 W / 700 W, as power grows with the clock and "
+        "the square of a voltage that grows with it; cuDNN's attention; blocks keep what attention "
+        "and the products with weights make, for 70B only their input; layers in a scan. On one "
+        "H200, FSDP2 with compiled blocks took 1.10 of zerojax's time for a Llama 8B of 8 layers "
+        "(records/2026-11-27-gpu_day.md): torch's share of what is left.",
         rows=rows,
-        figures=_figures(forecasts) | {f"{n} nvl": each for n, each in _figures(slower).items()},
+        figures=_figures(forecasts),
     )
 
 
-def _torchtitan_why(devices: int, forecasts: Mapping[int, Forecast]) -> str:
-    forecast = forecasts[devices]
-    waited = f"{_waited(forecast) * 1e3:.0f} ms"
-    if devices == HOST:
-        return (
-            f"{waited} of the collectives are waited for, so that the difference is not of links: "
-            "the GPUs ran at 500 W of 700; selective checkpointing computes every second product "
-            "again, here all are kept; without torch.compile norms, rotations and activations are "
-            "kernels of their own"
+def _torchtitan_why(name: str, forecasts: Mapping[str, Forecast]) -> str:
+    waited = f"; {_waited(forecasts[name]) * 1e3:.0f} ms of the collectives are waited for"
+    if "H100" not in name:
+        return waited
+    if name == EIGHT:
+        return waited + (
+            "; selective checkpointing computes every second product again, here all are kept; "
+            "without torch.compile norms, rotations and activations are kernels of their own"
         )
-    shares = (now / one for now, one in zip(TORCHTITAN[devices], TORCHTITAN[HOST], strict=True))
-    published = " and ".join(f"{share:.1%}" for share in shares)
+    share = TORCHTITAN[name].published / TORCHTITAN[EIGHT].published
     return (
-        f"of the rate on {HOST}: published {published}, computed "
-        f"{_tokens(forecast) / _tokens(forecasts[HOST]):.1%}. At 50 GB/s a GPU {waited} are waited "
-        "for, and the update of a sixteenth of the state takes as much less; what the slowest of "
-        "128 GPUs costs no roofline knows"
+        f"{waited}; of the rate on {HOST}: published {share:.1%}, computed "
+        f"{_tokens(forecasts[name]) / _tokens(forecasts[EIGHT]):.1%}; what the slowest of 128 GPUs "
+        "costs no roofline knows"
     )
 
 
@@ -176,7 +219,7 @@ def _detail(forecast: Forecast) -> str:
     )
 
 
-def _figures(forecasts: dict[int, Forecast]) -> dict[str, object]:
+def _figures(forecasts: Mapping[Any, Forecast]) -> dict[str, object]:
     return {
         str(devices): figures(each)
         | {

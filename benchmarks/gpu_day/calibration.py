@@ -160,7 +160,7 @@ def modelled(program: HloProgram, speeds: Rates) -> dict[str, list[Any]]:
                 work = work_of(program, computation, each)
                 seconds = times * speeds.compute_seconds(work.flops, work.bytes, work.attention)
                 results = " ".join(str(shape) for shape in each.shapes[:2])
-                flops = sum((work.flops | work.attention).values())
+                flops = sum(work.flops.values()) + sum(work.attention.values())
                 origin = each.op_name[-80:]
                 found[each.name] = [seconds, times, flops, work.bytes, results, origin]
 

@@ -87,8 +87,8 @@ def sections() -> list[Section]:
 
 def test_every_row_says_what_was_published_what_was_computed_and_why():
     found = sections()
-    fused = 9 if importlib.util.find_spec("tokamax") else 6
-    assert [len(each.rows) for each in found] == [3, 2, 5, 2, fused]
+    fused = 10 if importlib.util.find_spec("tokamax") else 7
+    assert [len(each.rows) for each in found] == [3, 2, 5, 4, fused]
     for each in found:
         assert each.source
         assert each.ours
@@ -107,7 +107,7 @@ def test_every_row_says_what_was_published_what_was_computed_and_why():
         "2.00 s a step, 125 ms of them waiting; sends 7.0 GB inside its node, 1.0 GB to others"
     )
     assert "published 76%, computed 100%. Of the all-reduce between hosts 125 of 250" in scaled.why
-    assert "published 97.3% and 97.7%, computed 100.0%" in found[3].rows[1].why
+    assert "of the rate on 8: published 97.7%, computed 100.0%" in found[3].rows[1].why
 
 
 def test_the_answer_has_every_row():

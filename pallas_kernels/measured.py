@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-FASTER: Mapping[str, tuple[str, ...]] = {"layer_norm": ("H200",)}
+FASTER: Mapping[str, tuple[str, ...]] = {
+    "layer_norm": ("H200",),
+    "quantize_blockwise": ("H200",),
+}
 """Substrings of device kinds, by kernel, from benchmarks/records/2026-11-27-gpu_day.md. Measured
-there too, and as fast as XLA: ``fused_adamw`` and ``softmax_cross_entropy``. The other kernels, and
-other GPUs, are not yet measured."""
+there too, and not faster than XLA on every call: the other kernels but those of activations with
+dropout and of grouped quantization. Other GPUs are not yet measured."""

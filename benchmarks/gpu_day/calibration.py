@@ -25,6 +25,11 @@ from zerojax.hlo.work import FREE, work_of
 
 ONE_BY_ONE: dict[str, Any] = {"xla_gpu_enable_command_buffer": ""}
 """Options of XLA under which the profiler names the instruction of each kernel."""
+KINDS = {"attention forward": "attention_fwd", "attention backward": "attention_bwd"} | {
+    "matrix products": "custom-call", "products with a bias": "cublas-lt",
+}  # fmt: skip
+"""Parts of the names of instructions, by kind."""
+OTHERS = "other kernels"
 FORMS: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
     "forward": lambda x, w, y: x @ w,
     "of the input": lambda x, w, y: y @ w.T,
@@ -166,6 +171,25 @@ def modelled(program: HloProgram, speeds: Rates) -> dict[str, list[Any]]:
 
     walk(program.entry, 1)
     return found
+
+
+def by_kind(results: Mapping[str, Any]) -> list[list[str]]:
+    """A table of the results of :func:`instructions`: kinds of instructions, the measured seconds
+    beside those of the roofline model at that time."""
+    lines = [["step", "instructions", "measured ms", "modelled ms", "measured / modelled"]]
+    for name, found in results.items():
+        if "instructions" not in found:
+            continue
+        spent: dict[str, list[float]] = {}
+        for each in found["instructions"]:
+            kind = next((kind for kind, names in KINDS.items() if names in each["name"]), OTHERS)
+            total = spent.setdefault(kind, [0.0, 0.0])
+            total[0] += each["measured"] or 0.0
+            total[1] += each["modelled"][0] if each["modelled"] else 0.0
+        for kind, (measured, expected) in spent.items():
+            times = [f"{1e3 * measured:.1f}", f"{1e3 * expected:.1f}"]
+            lines.append([name, kind, *times, f"{measured / expected:.2f}" if expected else ""])
+    return lines
 
 
 def by_instruction(call: Callable[[], Any]) -> dict[str, float]:

@@ -115,14 +115,10 @@ def step(case: int | None) -> dict[str, Any]:
 def proposal(found: Mapping[str, Any], peaks: Rates) -> dict[str, float]:
     """Entries of ``device_kinds.json``'s ``common`` as the device's rates would have them.
 
-    ``matrix_share`` is the least of the model-shaped bf16 products: what a step has to offer.
+    The shares of products, attention and memory come from the instructions of training steps
+    (:mod:`benchmarks.gpu_day.calibration`).
     """
     shares: dict[str, float] = {}
-    if ERROR not in (matrix := found.get("matrix", {ERROR: ""})):
-        shaped = [matrix["bf16"][what] for what in list(SHAPES)[1:]]
-        shares["matrix_share"] = min(shaped) / peaks.matrix["bf16"]
-    if "bytes_per_second" in (memory := found.get("memory", {})):
-        shares["memory_share"] = memory["bytes_per_second"] / peaks.bandwidth
     if "each_way_at_once" in (host := found.get("host", {})):
         shares["host_share"] = min(host["to_the_host"], host["to_the_device"]) / peaks.host
     if "seconds" in (launch := found.get("launch", {})):

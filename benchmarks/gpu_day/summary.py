@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks import kernels as kernel_tables
 from benchmarks import prediction
-from benchmarks.gpu_day import forecasts, kernels, plan
+from benchmarks.gpu_day import calibration, forecasts, kernels, plan
 from benchmarks.gpu_day.journal import CUT
 from benchmarks.gpu_day.measurement import ERROR, PARTS, Measurement, errors
 from benchmarks.report import heading, markdown_table
@@ -109,6 +109,7 @@ def sections(results: Mapping[str, Any], device: str) -> list[tuple[str, Table |
     tables: list[tuple[str, Table | str]] = [
         ("Forecasts", cases(results, device)),
         ("Steps", steps(results)),
+        ("Instructions", calibration.by_kind(results)),
         ("Kernels", kernel_tables.rows(found, copy)),
     ]
     tables = [(title, table) for title, table in tables if len(table) > 1]

@@ -172,8 +172,6 @@ def test_rates_are_proposed_as_shares_of_the_peaks() -> None:
     }
     made = forecasts.proposal(found, rates("h100"))
     assert made == {
-        "matrix_share": 600e12 / 989e12,
-        "memory_share": 3.0e12 / 3352320000000,
         "host_share": 50 / 64,
     }
     assert forecasts.proposed(found, H100) == made

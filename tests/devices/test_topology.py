@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from zerojax.devices.network import nodes_of
 from zerojax.devices.topology import _torus, device_kinds, topology
 
 
@@ -34,6 +35,11 @@ class TestMesh:
         mesh = topology("h200", 8, axes={"data": 2, "model": 4})
         assert mesh.axis_names == ("data", "model")
         assert mesh.devices.shape == (2, 4)
+
+    def test_an_nvlink_domain_of_several_hosts_is_one_node(self) -> None:
+        assert set(nodes_of(topology("gb200", 64))) == {0}
+        assert set(nodes_of(topology("gb300", 144))) == {0, 1}
+        assert set(nodes_of(topology("b300", 64))) == set(range(8))
 
     def test_two_of_a_kind_have_the_same_devices(self) -> None:
         one, other = topology("h100", 8), topology("h100", 8)
@@ -89,6 +95,9 @@ class TestMesh:
     [
         ({"name": "h10"}, r"unknown device kind 'h10'\. Did you mean 'h100'\?"),
         ({"name": "abacus"}, "Known: a100, a100-40gb"),
+        ({"name": "V100"}, "device kind 'V100': .* no longer compiles for compute capability 7.0"),
+        ({"name": "mi300x"}, "only in a jax with the ROCm plugin"),
+        ({"name": "gb200", "devices": 100}, "not a multiple of NVLink domains of 72 GPUs"),
         ({"name": 5}, "unknown device kind 5"),
         ({"name": "h100", "devices": 0}, "positive int, got 0"),
         ({"name": "h100", "devices": -8}, "positive int, got -8"),

@@ -68,9 +68,10 @@ def topology(
 
     Args:
       name: ``"h100"``, ``"h200"``, ``"a100"`` (80 GB), ``"a100-40gb"``, ``"b200"``,
+        ``"b300"``, ``"gb200"``, ``"gb300"``, ``"l40s"``, ``"l4"``, ``"a10g"``,
         ``"titan-rtx"``, ``"rtx-3090"``, ``"rtx-4090"``, ``"v5e"``, ``"v5p"`` or ``"v6e"``.
-      devices: number of devices. A host has 8 GPUs, so a number above 8 must be a multiple of 8; a
-        host has 4 TPU chips, so the number must be a multiple of 4.
+      devices: number of devices. A node has 8 GPUs (72 of GB200 and GB300), so a number above 8
+        must be a multiple of 8; a host has 4 TPU chips, so the number must be a multiple of 4.
       axes: sizes by axis name, outermost first, or the same as text (``"data=4,model=2"``); their
         product is ``devices``. By default one ``"data"`` axis over all devices.
       replicas: replica groups in place of ``axes``, as for :func:`zerojax.mesh`.
@@ -90,8 +91,8 @@ def topology(
         raise ValueError(f"devices must be a positive int, got {devices!r}")
     kind, figures = lookup(name)
     family = "gpu" if kind in device_kinds()["gpu"] else "tpu"
-    per_host = GPUS_PER_HOST if family == "gpu" else TPUS_PER_HOST
-    sizes = axis_sizes(devices, axes, replicas, max(1, devices // per_host))
+    per_node = gpus_per_node(figures) if family == "gpu" else TPUS_PER_HOST
+    sizes = axis_sizes(devices, axes, replicas, max(1, devices // per_node))
     absent = _gpus(name, figures, devices) if family == "gpu" else _tpus(name, figures, devices)
     return jax.make_mesh(
         tuple(sizes.values()),
@@ -112,7 +113,7 @@ def lookup(name: str) -> tuple[str, dict[str, Any]]:
     """Returns the canonical name of a kind, for which ``name`` may be an alias, and its figures.
 
     Raises:
-      ValueError: the kind is unknown.
+      ValueError: the kind is unknown, or XLA has no compiler for it.
     """
     kinds = device_kinds()
     wanted = name.lower() if isinstance(name, str) else name
@@ -120,28 +121,45 @@ def lookup(name: str) -> tuple[str, dict[str, Any]]:
     for family in ("gpu", "tpu"):
         if wanted in kinds[family]:
             return wanted, kinds[family][wanted]
+    if wanted in kinds["refused"]:
+        raise ValueError(f"device kind {name!r}: {kinds['refused'][wanted]}")
     known = [*kinds["gpu"], *kinds["tpu"], *kinds["aliases"]]
     close = difflib.get_close_matches(str(wanted), known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ValueError(f"unknown device kind {name!r}.{hint} Known: {', '.join(sorted(known))}")
 
 
+def gpus_per_host(figures: Mapping[str, Any]) -> int:
+    """Returns the GPUs that share a host's memory, from the figures of their kind."""
+    return cast(int, figures.get("gpus_per_host", GPUS_PER_HOST))
+
+
+def gpus_per_node(figures: Mapping[str, Any]) -> int:
+    """Returns the GPUs that fast links join: those of a host, or of several hosts with NVLink."""
+    return cast(int, figures.get("gpus_per_node", gpus_per_host(figures)))
+
+
+def _node(figures: Mapping[str, Any]) -> str:
+    return "NVLink domains" if "gpus_per_node" in figures else "hosts"
+
+
 def _gpus(name: str, figures: Mapping[str, Any], devices: int) -> Sequence[jax.Device]:
-    if devices > GPUS_PER_HOST and devices % GPUS_PER_HOST:
+    per_node = gpus_per_node(figures)
+    if devices > per_node and devices % per_node:
         raise ValueError(
-            f"devices={devices} is not a multiple of hosts of {GPUS_PER_HOST} GPUs: take "
-            f"{_neighbours(devices, GPUS_PER_HOST)}, or at most {GPUS_PER_HOST}"
+            f"devices={devices} is not a multiple of {_node(figures)} of {per_node} GPUs: take "
+            f"{_neighbours(devices, per_node)}, or at most {per_node}"
         )
     if _missing("jax_plugins.xla_cuda13") and _missing("jax_plugins.xla_cuda12"):
         raise ImportError(
             f"compiling for {name!r} needs XLA's GPU compiler: pip install -e '.[compile]'"
         )
-    hosts = max(1, devices // GPUS_PER_HOST)
+    nodes = max(1, devices // per_node)
     try:
         return _described(
             platform="cuda",
             target_config=_target_config(figures),
-            topology=f"1x{hosts}x{devices // hosts}",  # partitions x hosts x GPUs a host
+            topology=f"1x{nodes}x{devices // nodes}",  # partitions x nodes x GPUs a node
         )
     except NotImplementedError as error:
         raise RuntimeError(_plugin_remedy(name)) from error

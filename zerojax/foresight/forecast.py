@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from zerojax.devices.mesh import batch_devices
 from zerojax.devices.rates import Rates
-from zerojax.devices.topology import GPUS_PER_HOST, device_kinds
+from zerojax.devices.topology import device_kinds, gpus_per_host, lookup
 from zerojax.hlo.rematerialised import begins_above
 from zerojax.plan.state_sharding import Plan
 
@@ -158,7 +158,7 @@ class Forecast:
     @property
     def seconds(self) -> float:
         """Predicted time of a step; the disk is read and written once a step, in parallel."""
-        devices_per_host = min(self.devices, GPUS_PER_HOST)
+        devices_per_host = min(self.devices, gpus_per_host(lookup(self.rates.kind)[1]))
         disk_seconds = 2 * self.disk_bytes * devices_per_host / self.rates.disk
         return max(sum(each.times * each.seconds for each in self.programs), disk_seconds)
 

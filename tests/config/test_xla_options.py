@@ -24,6 +24,7 @@ VALUES: dict[str, Any] = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     "xla_gpu_experimental_parallel_scale_up_collective_overlap_limit": 4,
     "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
+    "xla_disable_hlo_passes": "rematerialization",
     "xla_gpu_all_gather_mode": "COLLECTIVES_SYMMETRIC_MEMORY",
 }
 SINCE = {"xla_gpu_experimental_parallel_scale_up_collective_overlap_limit": (0, 12)}

@@ -155,6 +155,7 @@ class ZeroConfig:
     xla_gpu_experimental_parallel_collective_overlap_limit: int | None = None
     xla_gpu_experimental_parallel_scale_up_collective_overlap_limit: int | None = None
     xla_gpu_experimental_enable_nccl_symmetric_buffers: bool | None = None
+    xla_disable_hlo_passes: str | None = None
     xla_gpu_all_gather_mode: str | None = None
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None

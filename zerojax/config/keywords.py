@@ -60,6 +60,7 @@ class Keywords(TypedDict, total=False):
     xla_gpu_experimental_parallel_collective_overlap_limit: int | None
     xla_gpu_experimental_parallel_scale_up_collective_overlap_limit: int | None
     xla_gpu_experimental_enable_nccl_symmetric_buffers: bool | None
+    xla_disable_hlo_passes: str | None
     xla_gpu_all_gather_mode: str | None
     optimizer: OptimizerConfig | Mapping[str, Any] | None
     scheduler: SchedulerConfig | Mapping[str, Any] | None

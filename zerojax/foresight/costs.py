@@ -14,7 +14,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -42,7 +42,7 @@ from zerojax.hlo.transfers import HostCopy, host_copies, in_host
 from zerojax.plan.places import DEVICE, DISK, HOST
 from zerojax.plan.state_sharding import Plan
 from zerojax.xla import compat
-from zerojax.xla.compiler import COMMAND_BUFFERS
+from zerojax.xla.compiler import COMMAND_BUFFERS, DISABLED_PASSES, with_rematerialization
 from zerojax.xla.lowered import GRADIENTS as FIRST
 from zerojax.xla.lowered import READ, STEP, WRITTEN, LoweredProgram
 
@@ -51,6 +51,7 @@ INWARD, OUTWARD = "to the device", "to the host"
 # XLA for TPUs refuses to compile a program that does not fit; XLA for GPUs compiles the program.
 _REFUSES = "RESOURCE_EXHAUSTED"
 _WANTED = re.compile(r"(?:Used |temporaries \()(\d+(?:\.\d+)?)([KMGT])")
+_T = TypeVar("_T")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -68,6 +69,8 @@ class Measurement:
       seconds, forward, traffic, again, compile_seconds: As in :class:`ProgramCost`.
       compiled: False if XLA refused the program for its memory; ``memory`` is then the least that
         the program needs.
+      recomputing: Whether the program fits only with XLA's rematerialization, which its options
+        leave out.
     """
 
     memory: dict[str, int]
@@ -82,6 +85,7 @@ class Measurement:
     again: int = 0
     compile_seconds: float = 0.0
     compiled: bool = True
+    recomputing: bool = False
 
 
 def measure(
@@ -97,7 +101,7 @@ def measure(
     """
     begun = time.perf_counter()
     try:
-        executable, held = compile_with_buffers(lowered)
+        (executable, held), recomputing = _compiled(lowered, compile_with_buffers, rates.room)
     except jax.errors.JaxRuntimeError as error:
         return _refused(error, begun)
     seconds = time.perf_counter() - begun
@@ -115,7 +119,28 @@ def measure(
         forward=spent.forward,
         traffic=traffic,
         again=computed_again(program),
+        recomputing=recomputing,
     )
+
+
+def _compiled(
+    lowered: jax.stages.Lowered,
+    compile_program: Callable[..., tuple[jax.stages.Compiled, _T]],
+    room: int,
+) -> tuple[tuple[jax.stages.Compiled, _T], bool]:
+    """Compiles a program; also with XLA's rematerialization if its options leave that out and it
+    does not fit. Returns the result, and whether that is what fits."""
+    first = compile_program(lowered)
+    options = with_rematerialization(compat.compiler_options(lowered))
+    if options is None or _needed(first[0]) <= room:
+        return first, False
+    again = compile_program(lowered, {DISABLED_PASSES: str(options[DISABLED_PASSES])})
+    return (again, True) if _needed(again[0]) <= room else (first, False)
+
+
+def _needed(executable: jax.stages.Compiled) -> int:
+    memory: Any = executable.memory_analysis()
+    return int(memory.argument_size_in_bytes + memory.temp_size_in_bytes)
 
 
 def records_graphs(lowered: jax.stages.Lowered) -> bool:
@@ -135,13 +160,20 @@ def measure_memory(
 
     Args:
       lowered: The program.
-      known, rates, nodes: Unused, for the signature of :data:`Measure`.
+      rates: The memory of the devices.
+      known, nodes: Unused, for the signature of :data:`Measure`.
       several: Whether to read arguments by kind from the program's text, which a step of several
         programs needs; otherwise all memory is "other".
     """
     begun = time.perf_counter()
+
+    def compile_program(
+        lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
+    ) -> tuple[jax.stages.Compiled, None]:
+        return lowered.compile(compiler_options=options), None
+
     try:
-        executable = lowered.compile()
+        (executable, _), recomputing = _compiled(lowered, compile_program, rates.room)
     except jax.errors.JaxRuntimeError as error:
         return _refused(error, begun)
     seconds = time.perf_counter() - begun
@@ -151,7 +183,8 @@ def measure_memory(
         program, hosted = parse(text := executable.as_text() or ""), in_host(text)
         kinds, between = arguments(program, hosted), lying_between(program, hosted)
     kinds[OTHER] += memory.temp_size_in_bytes
-    return _measured(memory, dict(kinds), between, seconds)
+    measured = _measured(memory, dict(kinds), between, seconds)
+    return dataclasses.replace(measured, recomputing=recomputing)
 
 
 def _refused(error: jax.errors.JaxRuntimeError, begun: float) -> Measurement:
@@ -257,6 +290,7 @@ def forecast(
                 times=times,
                 compile_seconds=measurement.compile_seconds,
                 compiled=measurement.compiled,
+                recomputing=measurement.recomputing,
             )
         )
         if is_partial := not measurement.compiled or (name != STEP and enough(costs[-1])):

@@ -74,6 +74,8 @@ class ProgramCost:
       times: Runs in a step.
       compiled: False if XLA refused the program for its memory; ``memory`` is then the least that
         the program needs.
+      recomputing: Whether the program fits only with XLA's rematerialization, which zerojax leaves
+        out of it otherwise.
     """
 
     name: str
@@ -87,6 +89,7 @@ class ProgramCost:
     again: int = 0
     times: int = 1
     compiled: bool = True
+    recomputing: bool = False
 
     @property
     def bytes(self) -> int:

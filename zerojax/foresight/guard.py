@@ -59,7 +59,7 @@ class Guard:
         plan: Plan,
         batch_bytes: int,
         *step: object,
-    ) -> None:
+    ) -> bool:
         """Raises an error if a step does not fit.
 
         The check compiles the step; jax keeps the executable for the run, so that the check costs
@@ -73,19 +73,22 @@ class Guard:
           *step: Arguments of ``other`` after the config: the function, its objects, the batch,
             and its other arguments.
 
+        Returns:
+          Whether the step fits only if XLA computes values again.
+
         Raises:
           OutOfMemoryError: The step does not fit. The message states the required and the available
             memory, the memory by use, and settings that fit.
         """
         free = self._free(self._mesh)
         if free is None:
-            return
+            return False
         room = free + plan.bytes_per_device + batch_bytes
         rates = rates_of(self._mesh.devices.flat[0], room)
         measured = functools.partial(measure_memory, several=offloads(self._config))
         peak = forecast(programs(), plan, rates, measured=measured).peak
         if peak.bytes <= room:
-            return
+            return peak.recomputing
         try:
             advice = self._advice(rates, *step)
         except Exception as error:  # a failure of the search must not hide the result of the check

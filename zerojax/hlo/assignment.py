@@ -13,8 +13,9 @@ import dataclasses
 import functools
 import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -55,9 +56,13 @@ class HeldBuffer:
 
 
 def compile_with_buffers(
-    lowered: jax.stages.Lowered,
+    lowered: jax.stages.Lowered, options: Mapping[str, str | bool] = MappingProxyType({})
 ) -> tuple[jax.stages.Compiled, tuple[HeldBuffer, ...]]:
     """Compiles a program and reads the temporary buffers it holds at its peak.
+
+    Args:
+      lowered: The program.
+      options: Options of XLA that override those of the program.
 
     Returns:
       The executable, and its buffers, largest first; no buffers if the compiler writes no such dump
@@ -65,7 +70,7 @@ def compile_with_buffers(
       gaps.
     """
     with tempfile.TemporaryDirectory(prefix="zerojax-") as folder:
-        dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        dump = {**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
         try:
             executable = lowered.compile(compiler_options=dump)
         except jax.errors.JaxRuntimeError as error:

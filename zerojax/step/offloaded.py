@@ -69,6 +69,9 @@ class OffloadedStep:
         )
         return StepResult(setting.plan.shown(FlatParts.of(after)), result.out, result.signals)
 
+    def recompute(self) -> None:
+        """See :meth:`StepProgram.recompute`. These programs leave out no pass of XLA."""
+
     def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:
         """Traces the program of the gradients."""
         return self._gradients.traced(self._given(parts), batch, args, kwargs)

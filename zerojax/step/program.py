@@ -171,6 +171,9 @@ class StepProgram(Protocol):
     ) -> Iterator[LoweredProgram]:
         """Lowers all programs of the step, each once, for abstract or concrete arguments."""
 
+    def recompute(self) -> None:
+        """Lets XLA compute values again from now on, because the step does not fit otherwise."""
+
 
 def _check_batch_axis(exchange: Exchange | None, accumulation: int, batch_axis: int) -> None:
     """Refuses rows in a later dimension if the step runs micro-batch by micro-batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -22,7 +23,7 @@ from zerojax.step.view import View, advancing, cast, constrainer, params_after, 
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import FlatParts, Parts
 from zerojax.xla import compat
-from zerojax.xla.compiler import options
+from zerojax.xla.compiler import options, with_rematerialization
 from zerojax.xla.garbage import seldom_collected
 from zerojax.xla.lowered import BATCH, STATE, STEP, LoweredProgram, with_argument_names
 from zerojax.xla.types import PyTree
@@ -48,19 +49,29 @@ class ResidentStep:
         run = None if setting.explicit is not None else matrices
         advance = advancing(setting.tx, update, run)
         self._tx = updating(setting.tx.init, advance, to_shards(plan))
-        self._jitted = jax.jit(
+        self._options = options(
+            plan.mesh,
+            plan.config.xla_options,
+            shards=axis_size(plan.mesh, plan.axis),
+            layer=layer_bytes(plan),
+            overlap=plan.config.overlap_comm is not False,
+        )
+        self._jitted = self._jit()
+
+    def _jit(self) -> Any:
+        setting, shardings = self.setting, self.setting.plan.shardings()
+        return jax.jit(
             with_argument_names(self._step, STATE, BATCH, "arrays", "further"),
             static_argnums=3,
             donate_argnums=(0,) if setting.donate else (),
             out_shardings=StepResult(FlatParts.of(shardings), None, None),  # type: ignore[arg-type]
-            compiler_options=options(
-                plan.mesh,
-                plan.config.xla_options,
-                shards=axis_size(plan.mesh, plan.axis),
-                layer=layer_bytes(plan),
-                overlap=plan.config.overlap_comm is not False,
-            ),
+            compiler_options=self._options,
         )
+
+    def recompute(self) -> None:
+        """See :meth:`StepProgram.recompute`."""
+        self._options = with_rematerialization(self._options) or self._options
+        self._jitted = self._jit()
 
     @seldom_collected()
     def _step(

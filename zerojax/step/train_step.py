@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from zerojax.collectives.ledger import Ledger
 from zerojax.devices.mesh import automatic_context, relabel_arrays
+from zerojax.distributed import log
 from zerojax.foresight.guard import Guard
 from zerojax.foresight.step_reports import StepReports
 from zerojax.monitor.after_step import AfterStep
@@ -224,7 +225,7 @@ class Step(Decorated[P, R]):
         like = program.setting.layout.shapes(call.batch)
         batch_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(batch))
         jax.block_until_ready(parts)  # the program that computed them has freed its memory
-        guard.check(
+        recomputing = guard.check(
             lambda: program.lowered(parts, like, call.args, call.kwargs),
             program.setting.plan,
             batch_bytes,
@@ -234,6 +235,13 @@ class Step(Decorated[P, R]):
             call.args,
             call.kwargs,
         )
+        if recomputing:
+            log.warning(
+                "the step fits the devices' memory only because XLA computes values again, which "
+                "takes time: let blocks keep less (jax.checkpoint, nn.remat), or take a smaller "
+                "micro-batch; `zerojax fit` finds which is faster."
+            )
+            program.recompute()
 
     def _with(self, arguments: Arguments) -> Self:
         return type(self)(arguments, self._states, self._donate, self._guard)

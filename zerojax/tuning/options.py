@@ -10,10 +10,13 @@ from collections.abc import Callable, Collection, Iterator
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.trials import Trial, Trials
 from zerojax.tuning.search import ranked
-from zerojax.xla.compiler import TOGETHER, Options, knows
+from zerojax.xla.compiler import DISABLED_PASSES, REMATERIALIZATION, TOGETHER, Options, knows
 
 _SCHEDULER: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
-_BUFFERED: Options = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
+_BUFFERED: Options = {
+    "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
+    DISABLED_PASSES: REMATERIALIZATION,
+}
 _SYMMETRIC: Options = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
 _TOGETHER: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": TOGETHER}
 _SCALE_UP: Options = {"xla_gpu_experimental_parallel_scale_up_collective_overlap_limit": TOGETHER}

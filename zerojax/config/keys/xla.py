@@ -3,7 +3,17 @@
 Some versions of XLA lack some of them: :func:`zerojax.xla.compiler.options` refuses these by name.
 """
 
-from zerojax.config.keys.row import COUNT, FLAG, SIZE, Key, ValueKind, choice, optional, setting
+from zerojax.config.keys.row import (
+    COUNT,
+    FLAG,
+    SIZE,
+    TEXT,
+    Key,
+    ValueKind,
+    choice,
+    optional,
+    setting,
+)
 
 _UNROLLING = choice(
     *(
@@ -42,6 +52,12 @@ _OPTIONS: tuple[tuple[str, ValueKind, str], ...] = (
         "xla_gpu_experimental_enable_nccl_symmetric_buffers",
         FLAG,
         "true: collectives read and write memory that is mapped on all GPUs of a node",
+    ),
+    (
+        "xla_disable_hlo_passes",
+        TEXT,
+        "passes of XLA to leave out, separated by commas; with an empty text, XLA computes values "
+        "again where it estimates that they do not fit (the pass rematerialization)",
     ),
     (
         "xla_gpu_all_gather_mode",

@@ -59,6 +59,7 @@ def test_the_fastest_is_written_and_remembered(run: Any, tmp_path: Path) -> None
     made = run(10**9, "--batch", "16", "--out", str(out))
     assert made.exit_code == 0, made.output
     assert "remembered. Fastest: stage" in made.output
+    assert "were not tried: 'mine:sound' takes no `remat_policy`" in made.output
     best = json.loads(out.read_text())
     assert best["train_batch_size"] == 16
     zerojax.zero(out)  # a config like any other

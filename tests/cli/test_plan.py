@@ -226,7 +226,7 @@ def test_a_module_that_raises(config: Path, tmp_path: Path) -> None:
     ("model", "says"),
     [
         ("three", "model 'mine:three' cannot be planned: a int is no flax model: return"),
-        ("demanding", "demanding wants width; it may take zero, rows, seq, remat, and give"),
+        ("demanding", "demanding wants width; it may take zero, rows, seq, remat, remat_policy"),
     ],
 )
 def test_what_gives_no_model(config: Path, model: str, says: str) -> None:
@@ -293,6 +293,10 @@ def test_xlas_own_errors() -> None:
         (["--batch", 0], "--batch"),
         (["--remat"], "--remat: model 'mine:plain' takes no `remat`"),
         (["--no-remat"], "--no-remat: model 'mine:plain' takes no `remat`"),
+        (
+            ["--remat-policy", "dots"],
+            "--remat-policy: model 'mine:plain' takes no `remat` and `remat_policy`",
+        ),
         (["--attention", "plain"], "--attention: model 'mine:plain' takes no `attention`"),
         (["--picture", "a.pdf"], "--picture a.pdf: give a file that ends in .png or .svg"),
         (["--devices", "h10:8"], "unknown device kind 'h10'. Did you mean 'h100'?"),
@@ -303,6 +307,18 @@ def test_xlas_own_errors() -> None:
 )
 def test_options_that_will_not_do(config: Path, args: list[Any], says: str) -> None:
     assert says in refused(run(config, *args, model="mine:plain"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_cpus")
+def test_what_blocks_keep(config: Path) -> None:
+    policy = ["--remat-policy", "names:c_fc"]
+    result = run(config, *policy, "--json", model="mini")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["choice"]["remat"] == "names:c_fc"
+    assert "leave out --no-remat" in refused(run(config, *policy, "--no-remat", model="mini"))
+    said = refused(run(config, "--remat-policy", "dot", model="mini"))
+    assert "no remat policy 'dot'; did you mean 'dots'?" in said
 
 
 @pytest.mark.usefixtures("on_cpus")

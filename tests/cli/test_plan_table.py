@@ -88,17 +88,23 @@ def test_a_warning_before_xla_computes_values_again(capsys: pytest.CaptureFixtur
     """An H100 has 84.9 GB: of four fifths the arguments, and 95% of the rest."""
     begins = 10 * GB + 0.95 * (0.8 * 84942979072 - 10 * GB)
 
-    def told(peak: float, again: int = 0) -> str:
+    def told(peak: float, again: int = 0, remat: bool | None = False) -> str:
+        repeated = {"again": again, "bytes_again": 3 * GB, "seconds_again": 0.02} if again else {}
         memory = {"activations": int(peak)}
-        found = forecast(cost(memory=memory, arguments=10 * GB, again=again))
+        found = forecast(cost(memory=memory, arguments=10 * GB, **repeated))
         assert found.spare == pytest.approx(begins - peak, abs=2)
-        return " ".join(printed(planned(found), capsys))
+        choice = dataclasses.replace(GIVEN, remat=remat)
+        return " ".join(printed(planned(found, choice=choice), capsys))
 
     assert "again" not in told(0.94 * begins)
     near = told(begins - GB)
     assert "warning: 1 GB more, and XLA computes values again" in near
-    assert "needs more than 65.1 GB of this device" in near
-    assert "warning: XLA computes 7 values again" in told(begins + GB, again=7)
+    assert "where it estimates that a program needs more than 65.1 GB" in near
+    over = told(begins + GB, again=7)
+    assert "warning: XLA computes 7 values again to save memory, 3 GB and 20 ms of a step" in over
+    assert "let blocks keep less (--remat, or the policy that `zerojax fit` finds)" in over
+    assert "take a smaller micro-batch, or offload" in told(begins + GB, again=7, remat=True)
+    assert "put nn.remat around the model's blocks" in told(begins + GB, again=7, remat=None)
     assert "again" not in told(begins + GB)  # and fits, as was compiled
 
 

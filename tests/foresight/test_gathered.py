@@ -35,15 +35,21 @@ class MadeUp:
 
     Args:
       seconds: Of a step, by the elements that stay gathered.
+      limit: The elements above which XLA computes values again.
 
     Attributes:
       asked: Elements that were to stay gathered, forecast by forecast.
     """
 
     def __init__(
-        self, room: int, factor: float = 1.0, seconds: Callable[[int], float] = lambda live: 1.0
+        self,
+        room: int,
+        factor: float = 1.0,
+        seconds: Callable[[int], float] = lambda live: 1.0,
+        limit: int = WHOLE,
     ) -> None:
-        self.room, self.factor, self.seconds, self.asked = room, factor, seconds, []
+        self.room, self.factor, self.seconds, self.limit = room, factor, seconds, limit
+        self.asked: list[int] = []
 
     def plan(self, choice: Choice) -> Any:
         config = zerojax.ZeroConfig(stage=3, bf16=True, stage3_param_persistence_threshold=0)
@@ -52,7 +58,10 @@ class MadeUp:
     def tried(self, choice: Choice) -> Any:
         spare = self.room - int(self.factor * self.plan(choice).live.bytes)
         self.asked += [choice.live] if choice.live else []
-        return SimpleNamespace(spare=spare, fits=spare >= 0, seconds=self.seconds(choice.live))
+        return SimpleNamespace(
+            spare=spare, fits=spare >= 0, seconds=self.seconds(choice.live),
+            recomputes=choice.live > self.limit,
+        )  # fmt: skip
 
     forecast = tried
 
@@ -81,6 +90,14 @@ def test_fewer_where_the_compiled_step_takes_more() -> None:
     assert found is not None
     assert trials.asked == [TABLE + STACK + SQUARE, found.choice.live]
     assert found.choice.live == TABLE
+
+
+def test_fewer_where_xla_would_compute_values_again() -> None:
+    trials: Any = MadeUp(2 * WHOLE, limit=WHOLE - 1)
+    found = with_room_filled(trials, CHOICE)
+    assert found is not None
+    assert trials.asked == [WHOLE, found.choice.live]
+    assert 0 < found.choice.live <= WHOLE // 2
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """What XLA computes again by itself, read off a compiled text."""
 
+from zerojax.devices.rates import rates
 from zerojax.hlo.program import parse
 from zerojax.hlo.rematerialised import begins_above, computed_again
+from zerojax.hlo.timeline import program_time
 
 TEXT = """
 HloModule jit_step
@@ -24,6 +26,13 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 
 def test_names_tell_what_is_computed_again() -> None:
     assert computed_again(parse(TEXT)) == 3
+
+
+def test_its_time_is_a_part_of_the_step() -> None:
+    """Three of four instructions, of 16 bytes each; a fusion reads 16 and writes 16."""
+    spent = program_time(parse(TEXT), [], [], rates("h100"), (0,))
+    assert spent.bytes_again == 3 * 16
+    assert 0.5 * spent.seconds < spent.again < spent.seconds
 
 
 def test_where_it_begins_as_xla_prints_it() -> None:

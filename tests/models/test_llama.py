@@ -115,9 +115,12 @@ def unrolled(params: dict[str, Any]) -> tuple[jax.Array, Any]:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize(("scan", "remat"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("scan", "remat"),
+    [(False, True), (True, False), (True, True), (True, "dots_no_batch"), (False, "names:q_proj")],
+)
 def test_scan_and_remat_change_nothing(
-    params: dict[str, Any], unrolled: tuple[jax.Array, Any], scan: bool, remat: bool
+    params: dict[str, Any], unrolled: tuple[jax.Array, Any], scan: bool, remat: bool | str
 ) -> None:
     stacked, expected = params, unrolled[1]
     if scan:
@@ -173,9 +176,11 @@ def plain(params: dict[str, Any]) -> tuple[TrainState, jax.Array]:
 
 @pytest.mark.slow
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize(("scan", "remat"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("scan", "remat"), [(False, False), (True, True), (True, "names:o_proj,up_proj")]
+)
 def test_a_decorated_step_at_stage_3_is_the_plain_one(
-    params: dict[str, Any], plain: tuple[TrainState, jax.Array], scan: bool, remat: bool
+    params: dict[str, Any], plain: tuple[TrainState, jax.Array], scan: bool, remat: bool | str
 ) -> None:
     config = dataclasses.replace(GROUPED, scan=scan, remat=remat)
     expected = stack_blocks(plain[0].params, "layers") if scan else plain[0].params
@@ -186,6 +191,18 @@ def test_a_decorated_step_at_stage_3_is_the_plain_one(
     state, loss = zero(train_step)(start, BATCH)
     np.testing.assert_allclose(loss, plain[1], rtol=1e-6)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), state.params, expected)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_products_that_blocks_compute_again_have_names(params: dict[str, Any], scan: bool) -> None:
+    """All but the last of a block, whose result is added to the next block's input."""
+    zero, names = zerojax.zero(stage=3), ["q_proj", "k_proj", "v_proj", "o_proj"]
+    stacked = stack_blocks(params, "layers") if scan else params
+    for remat, rest in ((True, names), ("names:q_proj,v_proj", ["k_proj", "o_proj"]), (False, [])):
+        config = dataclasses.replace(GROUPED, scan=scan, remat=remat)
+        state = zero.abstract_state(lambda params, c=config: create_state(params, c), stacked)
+        found = zero(train_step).recomputed_names(state, BATCH)
+        assert found == rest + ["gate_proj", "up_proj"] * bool(remat)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +216,8 @@ def test_a_decorated_step_at_stage_3_is_the_plain_one(
         ({"rope_theta": 0}, "rope_theta must be a positive number, not 0"),
         ({"rope_theta": math.inf}, "rope_theta must be a positive number, not inf"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a positive number, not '1e-5'"),
-        ({"remat": "full"}, "remat must be True or False, not 'full'"),
+        ({"remat": "full"}, "no remat policy 'full'.*'dots'"),
+        ({"remat": 1}, "remat must be True or False, not 1"),
         ({"scan": 1}, "scan must be True or False, not 1"),
         ({"tie_word_embeddings": None}, "tie_word_embeddings must be True or False, not None"),
     ],

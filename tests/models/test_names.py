@@ -58,6 +58,8 @@ def test_sizes(name: str) -> None:
     assert (model.config.scan, model.config.remat) == (True, True)
     plain = find(name)(seq=64, remat=False, scan=False)
     assert (plain.config.scan, plain.config.remat) == (False, False)
+    assert find(name)(remat_policy="dots").config.remat == "dots"
+    assert find(name)(remat=False, remat_policy="dots").config.remat is False
 
 
 @pytest.mark.one_in(2)

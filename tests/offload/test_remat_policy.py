@@ -40,7 +40,8 @@ def test_other_names_are_not_kept() -> None:
 
 
 def test_offloaded_by_name() -> None:
-    assert "device_put" in str(gradient("offload:hidden"))
+    for policy in ("offload:hidden", "offload_dots_no_batch"):
+        assert "device_put" in str(gradient(policy))
     assert "device_put" not in str(gradient("names:hidden"))
 
 

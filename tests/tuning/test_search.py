@@ -7,7 +7,8 @@ import pytest
 
 from zerojax.foresight.attribution import ACTIVATIONS, PARAMETERS
 from zerojax.foresight.choice import Choice
-from zerojax.tuning.search import listed, search
+from zerojax.foresight.trials import Trial
+from zerojax.tuning.search import listed, ranked, search
 from zerojax.tuning.space import Space
 
 GB = 10**9
@@ -16,8 +17,11 @@ GB = 10**9
 class MadeUp:
     """Trials of a step whose memory is a formula; ``asked`` has what was compiled, in order."""
 
-    def __init__(self, room: int, fixed: Any, row: Any) -> None:
-        self.rates = SimpleNamespace(room=room)
+    def __init__(
+        self, room: int, fixed: Any, row: Any, names: Any = (), limit: int = 1000 * GB
+    ) -> None:
+        self.rates, self.limit = SimpleNamespace(room=room), limit
+        self.names = lambda choice: names
         self.asked: list[Choice] = []
         self._fixed, self._row = fixed, row
 
@@ -37,7 +41,10 @@ class MadeUp:
         peak = max(programs, key=lambda program: program.bytes)
         return SimpleNamespace(
             programs=programs, peak=peak, fits=peak.bytes <= self.rates.room,
-            compile_seconds=1.0, seconds=1.0 + choice.micro / 100,
+            spare=self.rates.room - peak.bytes,
+            compile_seconds=1.0, recomputes=peak.bytes > self.limit,
+            recomputes_above=self.limit,
+            seconds=1.0 + choice.micro / 100 + 2 * (choice.remat is True),
         )  # fmt: skip
 
 
@@ -94,3 +101,52 @@ def test_the_micro_batch_grows_where_the_update_is_the_largest_program() -> None
     found = search(trials, Space(stages=(0,), offloads=("none",), live=0))
     assert max(each.choice.micro for each in found.ranking) == 32
     assert [each.micro for each in trials.asked] == [1, 32]
+
+
+def test_the_largest_micro_batch_in_which_xla_computes_nothing_again_is_tried_too() -> None:
+    trials = MadeUp(24 * GB, lambda choice: (4 * GB,), lambda choice: (GB // 2,), limit=15 * GB)
+    space = Space(stages=(0,), offloads=("none",), live=0)
+    assert {each.choice.micro for each in search(trials, space).ranking} == {1, 16, 32}
+    assert [each.micro for each in trials.asked] == [1, 32, 16]
+
+
+KEPT = Space(stages=(2, 3), remats=(False, True), policies=("dots", "dots_no_batch"), live=0)
+
+
+def keeping(choice: Choice) -> tuple[int, ...]:
+    """Bytes of a row, by what blocks keep."""
+    return (GB * {False: 10, True: 1, "dots": 3, "dots_no_batch": 3}.get(choice.remat, 2),)
+
+
+def test_policies_are_tried_with_the_fastest_stage_and_offload() -> None:
+    trials = MadeUp(30 * GB, lambda choice: (GB * (5 - choice.stage),), keeping, ("a", "b"))
+    found = search(trials, KEPT)
+    tried = {each.remat: each for each in trials.asked if isinstance(each.remat, str)}
+    assert [*tried] == ["dots", "dots_no_batch", "names:a", "names:b", "names:a,b"]
+    assert {(each.stage, each.offload) for each in tried.values()} == {(2, "none")}
+    assert (tried["dots"].micro, tried["names:a"].micro) == (8, 8)
+    assert found.unseen == []
+    assert isinstance(found.ranking[0].choice.remat, str)
+
+
+@pytest.mark.parametrize(
+    ("compiles", "unseen"),
+    [(8, "remat dots; stage 2, remat dots_no_batch; stage 2, remat names:..."), (30, "")],
+)
+def test_policies_that_a_limit_left_out(compiles: int, unseen: str) -> None:
+    trials = MadeUp(30 * GB, lambda choice: (GB * (5 - choice.stage),), keeping, ("a", "b"))
+    found = search(trials, KEPT, compiles=compiles)
+    assert listed(found.unseen).removeprefix("stage 2, ") == unseen
+
+
+@pytest.mark.parametrize(("slower", "first"), [(1.01, "steady"), (1.1, "repeated")])
+def test_what_xla_computes_again_is_not_proposed_where_another_is_as_fast(
+    slower: float, first: str
+) -> None:
+    def trial(name: str, seconds: float) -> Any:
+        forecast: Any = SimpleNamespace(seconds=seconds, recomputes=name == "repeated")
+        return Trial(Choice(stage=3, micro=1, remat=name), forecast)
+
+    found = ranked([trial("repeated", 1.0), trial("last", 9.0), trial("steady", slower)])
+    assert found[0].choice.remat == first
+    assert found[-1].choice.remat == "last"

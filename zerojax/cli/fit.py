@@ -26,7 +26,8 @@ from zerojax.config.text_file import text_of
 JSON = {
     "ranking": (
         "The choices that fit, the fastest first: choice, tokens_per_second, mfu, seconds, "
-        "peak, headroom, host and stay_gathered in bytes, and measured."
+        "peak, headroom, host and stay_gathered in bytes, computed_again, bytes_again, "
+        "seconds_again, and measured."
     ),
     "config": "The fastest choice as a DeepSpeed config.",
 }
@@ -61,6 +62,8 @@ def fit(
 ) -> None:
     """Searches stage, micro-batch, accumulation, remat, offload and parameters that stay gathered.
 
+    For a model that takes `remat_policy`, remat includes what blocks keep: results of products, on
+    the device or in host memory, and the named values that save the most time for their memory.
     The fastest choice has the most tokens a second. DeepSpeed's section "autotuning" of the config,
     if enabled, bounds the search and may ask for the shortest step instead.
 

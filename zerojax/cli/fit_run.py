@@ -11,18 +11,23 @@ import typer
 
 from zerojax.cli import terminal
 from zerojax.cli.options import wrong_input
+from zerojax.cli.plan_table import duration
 from zerojax.cli.planning import compile_only, with_attention
 from zerojax.cli.problem import explain_error
 from zerojax.cli.terminal import steps_bar
 from zerojax.devices.mesh import laid_out
-from zerojax.foresight.choice import Choice
+from zerojax.foresight.choice import Choice, Remat
 from zerojax.foresight.devices import parse_devices
+from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import Trial
-from zerojax.models.registry import find
+from zerojax.models.registry import find, takes, takes_policy
 from zerojax.plan.table import size
 from zerojax.tuning.fit import fit as choose
 from zerojax.tuning.search import listed
+
+REMAT: dict[Remat, str] = {None: "", False: "no", True: "yes"}
+"""Words of the table for what blocks keep, other than the names of policies."""
 
 
 def run(
@@ -59,7 +64,7 @@ def run(
             mesh = laid_out(mesh, mesh_axes) if mesh_axes else mesh
             fitted = choose(
                 config,
-                with_attention(find(model), model, attention),
+                function := with_attention(find(model), model, attention),
                 train_batch_size=batch,
                 seq=seq,
                 mesh=mesh,
@@ -92,9 +97,21 @@ def run(
         summary = f"{fitted.compiled} programs compiled, {fitted.remembered} remembered"
         typer.echo(f"{summary}. Fastest: {fitted.choice}" + (f", in {out}" if out else ""))
         if fitted.choice.remat:
-            typer.echo("remat is an option of the model, not of the JSON: turn it on there.")
+            typer.echo(_model_option(fitted.choice.remat))
+        if takes(function, "remat") and not takes_policy(function):
+            typer.echo(
+                f"Blocks that keep more than their input were not tried: {model!r} takes no "
+                "`remat_policy`, a name for nn.remat(Block, policy=zerojax.remat_policy(name))."
+            )
     if out is not None:
         out.write_text(json.dumps(fitted.config, indent=2) + "\n")
+
+
+def _model_option(remat: bool | str) -> str:
+    """Returns the sentence about an option of the model, which no config has."""
+    if remat is True:
+        return "remat is an option of the model, not of the JSON: turn it on there."
+    return f"remat_policy is an option of the model, not of the JSON: set {remat!r} there."
 
 
 def _best(ranking: Sequence[Trial]) -> list[Trial]:
@@ -117,6 +134,9 @@ def _row(trial: Trial) -> dict[str, object]:
         "headroom": forecast.headroom,
         "host": forecast.host_bytes,
         "seconds": forecast.seconds,
+        "computed_again": sum(each.again for each in forecast.programs),
+        "bytes_again": forecast.bytes_again,
+        "seconds_again": forecast.seconds_again,
         "measured": trial.measured,
     }
 
@@ -125,7 +145,11 @@ def _show(trials: Sequence[Trial], title: str) -> None:
     settings = ["stage", "micro-batch", "accumulation", "remat", "offloaded", ">stay gathered"]
     has_xla = any(trial.choice.xla for trial in trials)
     settings += ["XLA"] if has_xla else []
-    table = terminal.table(*settings, ">tokens/s", ">MFU", ">device memory", ">host memory")
+    repeats = any(trial.forecast.bytes_again for trial in trials)
+    table = terminal.table(
+        *settings, ">tokens/s", ">MFU", ">device memory", ">host memory",
+        *([">XLA repeats"] if repeats else ()),
+    )  # fmt: skip
     table.title, table.title_justify = title, "left"
     for trial in trials:
         choice, forecast = trial.choice, trial.forecast
@@ -133,7 +157,7 @@ def _show(trials: Sequence[Trial], title: str) -> None:
             str(choice.stage),
             str(choice.micro),
             str(choice.accumulation),
-            {None: "", False: "no", True: "yes"}[choice.remat],
+            REMAT.get(choice.remat, str(choice.remat)),
             choice.offload,
             size(forecast.plan.live.bytes) if forecast.plan.live else "",
             *(["\n".join(_short(name, x) for name, x in choice.xla)] if has_xla else ()),
@@ -141,8 +165,16 @@ def _show(trials: Sequence[Trial], title: str) -> None:
             f"{forecast.mfu * forecast.seconds / trial.seconds:.1%}",
             size(forecast.peak.bytes),
             size(forecast.host_bytes),
+            *([_repeated(forecast)] if repeats else ()),
         )
     terminal.console().print(table)
+
+
+def _repeated(forecast: Forecast) -> str:
+    """Formats the values that XLA computes again to save memory: their bytes and their time."""
+    if not forecast.bytes_again:
+        return ""
+    return f"{size(forecast.bytes_again)}, {duration(forecast.seconds_again)}"
 
 
 def _short(name: str, value: bool | int | str) -> str:

@@ -43,7 +43,7 @@ JSON = {
     "stay_gathered": "Parameters that stay gathered at stage 3, and the weighed options.",
     "programs": (
         "One object a program: name, memory, bytes, host, times, seconds, computed_again, "
-        "compile_seconds."
+        "bytes_again, seconds_again, compile_seconds."
     ),
     "links": "Bytes a second inside a node and between nodes.",
     "traffic": (
@@ -75,6 +75,14 @@ def plan(
         typer.Option(
             "--remat/--no-remat",
             help="Blocks keep their input only, where the model takes it; on by default.",
+        ),
+    ] = None,
+    remat_policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What blocks keep beside their input, where the model takes it: a name for "
+            "zerojax.remat_policy, as dots_no_batch or names:a,b.",
         ),
     ] = None,
     attention: Attention = None,
@@ -124,6 +132,7 @@ def plan(
         network=network,
         mesh_axes=mesh_axes,
         remat=remat,
+        policy=remat_policy,
         attention=attention,
         look=look,
         picture=picture,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import typer
@@ -23,7 +24,8 @@ from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.gathered import weighed
 from zerojax.foresight.remedies import remedies
 from zerojax.models.attention import choose_attention
-from zerojax.models.registry import find, takes
+from zerojax.models.registry import find, takes, takes_policy
+from zerojax.offload.activations import remat_policy
 from zerojax.tuning.study import Study
 
 
@@ -38,6 +40,7 @@ def run(
     network: str | None,
     mesh_axes: str | None,
     remat: bool | None,
+    policy: str | None,
     attention: str | None,
     look: bool,
     picture: Path | None,
@@ -49,8 +52,8 @@ def run(
     Args:
       zero_config: The config, read from ``source``.
       look: Whether to look for settings that fit, if the step does not.
-      model, devices, batch, seq, network, mesh_axes, remat, attention, picture, collectives,
-        as_json: The options of the command.
+      model, devices, batch, seq, network, mesh_axes, remat, policy, attention, picture,
+        collectives, as_json: The options of the command.
 
     Returns:
       Whether the step fits.
@@ -64,16 +67,12 @@ def run(
 
         try:
             function = find(model)
-            if remat is not None and not takes(function, "remat"):
-                raise ValueError(
-                    f"--{'' if remat else 'no-'}remat: model {model!r} takes no `remat`"
-                )
+            kept = _kept(function, model, remat, policy)
             mesh, rates = parse_devices(devices, network)
             mesh = laid_out(mesh, mesh_axes) if mesh_axes else mesh
             function = with_attention(function, model, attention)
-            use_remat = remat is not False
             study = Study(
-                function, zero_config, mesh, rates, rows=batch, seq=seq, remat=use_remat, note=note
+                function, zero_config, mesh, rates, rows=batch, seq=seq, remat=kept, note=note
             )
         except (ValueError, ImportError, RuntimeError) as error:
             wrong_input(explain_error(error) or str(error))
@@ -114,3 +113,23 @@ def run(
     else:
         show(planned)
     return planned.forecast.fits
+
+
+def _kept(
+    function: Callable[..., object], model: str, remat: bool | None, policy: str | None
+) -> bool | str:
+    """Returns what blocks keep by ``--remat`` and ``--remat-policy``, for a :class:`Study`.
+
+    Raises:
+      ValueError: The model does not take an option, or the options or the policy are wrong.
+    """
+    if remat is not None and not takes(function, "remat"):
+        raise ValueError(f"--{'' if remat else 'no-'}remat: model {model!r} takes no `remat`")
+    if policy is None:
+        return remat is not False
+    if not takes_policy(function):
+        raise ValueError(f"--remat-policy: model {model!r} takes no `remat` and `remat_policy`")
+    if remat is False:
+        raise ValueError("--remat-policy: what blocks keep with remat; leave out --no-remat")
+    remat_policy(policy)
+    return policy

@@ -11,7 +11,7 @@ from rich.table import Table
 from zerojax.cli import terminal
 from zerojax.cli.planned import Planned
 from zerojax.foresight.attribution import KINDS
-from zerojax.foresight.choice import LIVE, changes
+from zerojax.foresight.choice import LIVE, Remat, changes
 from zerojax.foresight.forecast import Forecast
 from zerojax.plan.table import size
 
@@ -69,7 +69,8 @@ def _title(planned: Planned) -> Iterator[str]:
         f"{planned.model}, {forecast.parameters:,} parameters, {planned.config}, "
         f"{forecast.devices} x {forecast.rates.kind}{_axes(forecast)}"
     )
-    remat = {None: "", True: ", remat", False: ", no remat"}[choice.remat]
+    words: dict[Remat, str] = {None: "", True: ", remat", False: ", no remat"}
+    remat = words.get(choice.remat, f", remat {choice.remat}")
     offload = "" if choice.offload == "none" else f", {choice.offload} offloaded"
     yield (
         f"stage {choice.stage}{offload}{remat}, batch {planned.rows} = {choice.micro} x "
@@ -131,7 +132,7 @@ def _about_memory(planned: Planned) -> Iterator[str]:
     elif not forecast.is_complete:
         yield f"{last.name!r} does not fit; the programs after it were not compiled."
     yield from forecast.plan.live.notes
-    yield from _about_recomputing(forecast)
+    yield from _about_recomputing(planned)
     if forecast.host_bytes:
         yield f"host memory, for each device: {size(forecast.host_bytes)}"
     if forecast.disk_bytes:
@@ -145,22 +146,33 @@ def _about_memory(planned: Planned) -> Iterator[str]:
         )
 
 
-def _about_recomputing(forecast: Forecast) -> Iterator[str]:
+def _about_recomputing(planned: Planned) -> Iterator[str]:
     """Warns that XLA recomputes values to save memory, or nearly does."""
+    forecast = planned.forecast
     limit, recomputed = forecast.recomputes_above, sum(each.again for each in forecast.programs)
     if limit is None:
         return
-    cause = f"XLA does so where a program needs more than {size(limit)} of this device"
+    cause = f"XLA does so where it estimates that a program needs more than {size(limit)}"
     if recomputed:
         yield (
-            f"warning: XLA computes {recomputed} values again to save memory, which takes time; "
-            f"{cause}: take what the step should compute again (remat), or a smaller micro-batch"
+            f"warning: XLA computes {recomputed} values again to save memory, "
+            f"{size(forecast.bytes_again)} and {duration(forecast.seconds_again)} of a step; "
+            f"{cause}: {_leaner(planned.choice.remat)}"
         )
     elif NEAR * limit < forecast.peak.bytes <= limit:
         yield (
             f"warning: {size(limit - forecast.peak.bytes)} more, and XLA computes values again to "
             f"save memory, which takes time; {cause}"
         )
+
+
+def _leaner(remat: Remat) -> str:
+    """Returns the remedy against values that XLA recomputes, by what blocks keep."""
+    if remat is None:
+        return "put nn.remat around the model's blocks, or take a smaller micro-batch"
+    if remat is True:
+        return "take a smaller micro-batch, or offload"
+    return "let blocks keep less (--remat, or the policy that `zerojax fit` finds)"
 
 
 def _traffic(planned: Planned) -> Table:

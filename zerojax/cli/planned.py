@@ -120,6 +120,8 @@ def to_json(planned: Planned) -> dict[str, Any]:
                 "times": each.times,
                 "seconds": each.seconds,
                 "computed_again": each.again,
+                "bytes_again": each.bytes_again,
+                "seconds_again": each.seconds_again,
                 "compile_seconds": each.compile_seconds,
             }
             for each in forecast.programs

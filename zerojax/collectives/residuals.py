@@ -18,7 +18,7 @@ from jax.extend.core import primitives as prims
 
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.regions import regions
-from zerojax.graph.search import contains, holds, runs_regions
+from zerojax.graph.search import contains, equations, holds, runs_regions
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr
 
@@ -44,6 +44,14 @@ def find(jaxpr: Jaxpr, smallest: int) -> set[Atom]:
         and (uses := _uses(jaxpr, v, direct=False))
         and all(uses)
     }
+
+
+def names(jaxpr: Jaxpr) -> list[str]:
+    """Returns the names, by ``jax.ad_checkpoint.checkpoint_name``, of values that rematerialised
+    blocks compute again in a traced step, each once."""
+    named = (eqn for eqn in equations(jaxpr) if eqn.primitive is prims.name_p)
+    found = (jaxprs.param(eqn, "name") for eqn in named if jaxprs.is_recomputed(eqn))
+    return list(dict.fromkeys(found))
 
 
 def some_stay(jaxpr: Jaxpr) -> bool:

@@ -28,6 +28,10 @@ OFFLOADS = tuple(_OFFLOADED)
 TRIED: tuple[Offload, ...] = ("none", "optimizer", "optimizer and parameters")
 """The offloads that a search tries; offload of only parameters moves much and frees little."""
 
+Remat = bool | str | None
+"""The values that blocks keep for the backward pass: False for all; True for only their input; the
+name of a policy for ``zerojax.remat_policy``; None for a model without the option."""
+
 SECTIONS = ("offload_optimizer", "offload_param")
 LIVE = "stage3_max_live_parameters"
 
@@ -40,7 +44,7 @@ class Choice:
       stage: The ZeRO stage, 0 to 3.
       micro: Rows of a device in a micro-batch.
       accumulation: Micro-batches per update.
-      remat: Whether a block keeps only its input; None for a model without that option.
+      remat: The values that a block keeps for the backward pass.
       offload: The parts of the state that are offloaded.
       live: The most elements of parameters that stay gathered over an update; 0 below stage 3 and
         for offloaded parameters.
@@ -50,7 +54,7 @@ class Choice:
     stage: int
     micro: int
     accumulation: int = 1
-    remat: bool | None = None
+    remat: Remat = None
     offload: Offload = "none"
     live: int = 0
     xla: tuple[tuple[str, bool | int | str], ...] = ()
@@ -62,7 +66,7 @@ class Choice:
     def __str__(self) -> str:
         words = [f"stage {self.stage}", f"micro-batch {self.micro}"]
         words += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
-        words += ["remat"] if self.remat else []
+        words += ["remat" if self.remat is True else f"remat {self.remat}"] if self.remat else []
         words += [f"{self.offload} offloaded"] if self.offload != "none" else []
         words += [f"{self.live:,} elements gathered"] if self.live else []
         words += [f"{name}={value}" for name, value in self.xla]
@@ -84,8 +88,13 @@ class Choice:
         """A pair of bools: the optimizer's state is offloaded, the parameters are offloaded."""
         return _OFFLOADED[self.offload]
 
+    def keeps_no_more(self, other: Choice) -> bool:
+        """Returns whether blocks keep at most as much as those of the other choice; False for two
+        different policies, which cannot be compared."""
+        return self.remat == other.remat or _kept_less(self.remat) > _kept_less(other.remat)
+
     @classmethod
-    def of(cls, config: ZeroConfig, rows: int, world: int, remat: bool | None = None) -> Choice:
+    def of(cls, config: ZeroConfig, rows: int, world: int, remat: Remat = None) -> Choice:
         """Returns the choice of a config for ``rows`` rows per update, on ``world`` devices.
 
         Raises:
@@ -146,6 +155,11 @@ class Choice:
         return dict(zip(BATCH_SIZES, (rows, self.micro, self.accumulation), strict=True))
 
 
+def _kept_less(remat: Remat) -> int:
+    """Ranks values of ``remat``, higher for blocks that keep less."""
+    return 1 if isinstance(remat, str) else 2 * bool(remat)
+
+
 def elastic(config: Mapping[str, object]) -> Elasticity | None:
     """Returns the elasticity of a DeepSpeed JSON, whose other keys may be wrong; None if absent.
 
@@ -171,7 +185,10 @@ def requested_rows(rows: int | None, given: int | None) -> int | None:
 def changes(before: Choice, after: Choice) -> Iterator[str]:
     """Yields the settings that lead from one choice to the other, as in the JSON."""
     if after.remat != before.remat:
-        yield f"remat: {str(bool(after.remat)).lower()} (an option of the model)"
+        if isinstance(after.remat, str):
+            yield f"remat_policy: {after.remat} (an option of the model)"
+        else:
+            yield f"remat: {str(bool(after.remat)).lower()} (an option of the model)"
     zero = [f'"stage": {after.stage}'] if after.stage != before.stage else []
     for key, was, now in zip(SECTIONS, before.held, after.held, strict=True):
         if now and not was:

@@ -66,7 +66,8 @@ class Measurement:
       between: Arguments of an update that stay on the device between programs.
       host_result: Results in host memory.
       host_temporary: Host memory besides arguments and results.
-      seconds, forward, traffic, again, compile_seconds: As in :class:`ProgramCost`.
+      seconds, forward, traffic, again, bytes_again, seconds_again, compile_seconds: As in
+        :class:`ProgramCost`.
       compiled: False if XLA refused the program for its memory; ``memory`` is then the least that
         the program needs.
       recomputing: Whether the program fits only with XLA's rematerialization, which its options
@@ -83,6 +84,8 @@ class Measurement:
     forward: float = 0.0
     traffic: tuple[Traffic, ...] = ()
     again: int = 0
+    bytes_again: int = 0
+    seconds_again: float = 0.0
     compile_seconds: float = 0.0
     compiled: bool = True
     recomputing: bool = False
@@ -120,6 +123,8 @@ def measure(
         traffic=traffic,
         again=computed_again(program),
         recomputing=recomputing,
+        bytes_again=spent.bytes_again,
+        seconds_again=spent.again,
     )
 
 
@@ -287,6 +292,8 @@ def forecast(
                 traffic=measurement.traffic,
                 arguments=measurement.arguments,
                 again=measurement.again,
+                bytes_again=measurement.bytes_again,
+                seconds_again=measurement.seconds_again,
                 times=times,
                 compile_seconds=measurement.compile_seconds,
                 compiled=measurement.compiled,

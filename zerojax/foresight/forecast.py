@@ -15,6 +15,9 @@ from zerojax.devices.topology import device_kinds, gpus_per_host, lookup
 from zerojax.hlo.rematerialised import begins_above
 from zerojax.plan.state_sharding import Plan
 
+RECOMPUTES = 1e-3
+"""The share of a step from which the time of values that XLA computes again counts."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
@@ -71,6 +74,8 @@ class ProgramCost:
       arguments: Bytes of the program's arguments on the device.
       again: The number of instructions with which XLA computes a value again to save memory, see
         :mod:`zerojax.hlo.rematerialised`.
+      bytes_again, seconds_again: Bytes of these values in a run, and the part of ``seconds`` that
+        they take.
       times: Runs in a step.
       compiled: False if XLA refused the program for its memory; ``memory`` is then the least that
         the program needs.
@@ -87,6 +92,8 @@ class ProgramCost:
     compile_seconds: float
     arguments: int = 0
     again: int = 0
+    bytes_again: int = 0
+    seconds_again: float = 0.0
     times: int = 1
     compiled: bool = True
     recomputing: bool = False
@@ -151,6 +158,21 @@ class Forecast:
         if self.rates.kind not in device_kinds()["gpu"]:
             return None
         return begins_above(self.rates.memory, self.peak.arguments)
+
+    @property
+    def seconds_again(self) -> float:
+        """The part of ``seconds`` in which XLA computes values again to save memory."""
+        return sum(each.times * each.seconds_again for each in self.programs)
+
+    @property
+    def bytes_again(self) -> int:
+        """Bytes of the values that XLA computes again in a step."""
+        return sum(each.times * each.bytes_again for each in self.programs)
+
+    @property
+    def recomputes(self) -> bool:
+        """True if XLA's own rematerialisation takes a noticeable part of the step."""
+        return self.seconds_again > RECOMPUTES * self.seconds
 
     @property
     def spare(self) -> int:

@@ -46,7 +46,7 @@ def with_room_filled(trials: Trials, choice: Choice) -> Trial | None:
 
     The memory that ``choice`` leaves free, below the size at which XLA would compute values again,
     gives the first amount. That amount is compiled; if it takes more memory than was free, the next
-    try reduces the amount in proportion.
+    try reduces the amount in proportion, or to a half if XLA computes values again.
 
     Args:
       trials: The trials of the step on the devices.
@@ -68,9 +68,10 @@ def with_room_filled(trials: Trials, choice: Choice) -> Trial | None:
         forecast = trials.tried(larger)
         if forecast is None:
             return None
-        if forecast.fits and forecast.spare >= 0:
+        if forecast.fits and forecast.spare >= 0 and not forecast.recomputes:
             return Trial(larger, forecast)
-        room = room * room // (room - forecast.spare)
+        # XLA's own estimate may exceed what the program takes.
+        room = room // 2 if forecast.spare >= 0 else room * room // (room - forecast.spare)
     return None
 
 

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from zerojax.foresight.choice import OFFLOADS, TRIED, Choice
+from zerojax.foresight.choice import OFFLOADS, TRIED, Choice, Remat
 from zerojax.foresight.trials import Trial, Trials
 
 COMPILES = 8
@@ -47,7 +47,7 @@ def milder_first(given: Choice, stays: bool = True) -> Iterator[Choice]:
       stays: Whether some parameter stays gathered under ``given``.
     """
     stages = range(given.stage, 4)
-    remats: Sequence[bool | None] = [given.remat] if given.remat in (None, True) else [False, True]
+    remats: Sequence[Remat] = [given.remat, *([] if given.remat in (None, True) else [True])]
     micros = [n for n in range(given.micro, 0, -1) if given.micro % n == 0]
     further = OFFLOADS[OFFLOADS.index(given.offload) + 1 :]
     offloads = [given.offload, *(each for each in TRIED if each in further)]
@@ -88,7 +88,7 @@ def _is_further(choice: Choice, than: Choice) -> bool:
     """Returns whether a choice goes at least as far as another choice in every setting."""
     return (
         choice.stage >= than.stage
-        and bool(choice.remat) >= bool(than.remat)
+        and choice.keeps_no_more(than)
         and choice.micro <= than.micro
         and choice.live <= than.live
         and OFFLOADS.index(choice.offload) >= OFFLOADS.index(than.offload)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from zerojax.devices.rates import Rates
@@ -22,11 +22,13 @@ class BuiltStep(NamedTuple):
       plan: The plan of its state.
       programs: Yields its programs, as ``train_step.programs`` does; they are traced on demand.
       tokens: Tokens in the global batch.
+      names: Returns the names of values that rematerialised blocks compute again; traces the step.
     """
 
     plan: Plan
     programs: Callable[[], Iterable[LoweredProgram]]
     tokens: int
+    names: Callable[[], Sequence[str]] = list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,10 @@ class Trials:
         """Returns the plan of the state under a choice, without a compile."""
         return self._built(choice).plan
 
+    def names(self, choice: Choice) -> Sequence[str]:
+        """Returns the names of values that rematerialised blocks compute again under a choice."""
+        return self._built(choice).names()
+
     def forecast(self, choice: Choice) -> Forecast:
         """Returns the forecast of a choice; programs after one that does not fit are skipped."""
         if choice not in self._known:
@@ -140,7 +146,7 @@ class Trials:
             for known, each in self._known.items()
             if (known.stage, known.offload) == (choice.stage, choice.offload)
             and known.micro <= choice.micro
-            and bool(known.remat) >= bool(choice.remat)
+            and known.keeps_no_more(choice)
         )
         return self._built(choice).plan.bytes_per_device + max(activations, default=0)
 

@@ -8,7 +8,7 @@ need more, XLA computes some of them a second time (``GetSchedulerMemoryLimit`` 
 
 import re
 
-from zerojax.hlo.program import HloProgram
+from zerojax.hlo.program import HloProgram, Instruction
 
 _AGAIN = re.compile(r"\.remat\d*(\.\d+)?$")
 _NAMES = ("bitcast", "get-tuple-element", "tuple")  # compute nothing
@@ -29,10 +29,15 @@ def begins_above(memory: int, arguments: int) -> int:
     return arguments + round(_SLOP * max(_BASE * memory - arguments, 0))
 
 
+def is_again(each: Instruction) -> bool:
+    """Returns whether XLA added an instruction to compute a value again."""
+    return each.opcode not in _NAMES and bool(_AGAIN.search(each.name))
+
+
 def computed_again(program: HloProgram) -> int:
     """Returns the number of instructions that XLA added to compute a value again."""
     return sum(
-        each.opcode not in _NAMES and bool(_AGAIN.search(each.name))
+        is_again(each)
         for computation in program.computations.values()
         for each in computation.instructions
     )

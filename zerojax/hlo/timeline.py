@@ -19,6 +19,7 @@ from typing import NamedTuple
 from zerojax.devices.rates import Rates
 from zerojax.hlo.links import sent_by
 from zerojax.hlo.program import Computation, HloProgram, Instruction
+from zerojax.hlo.rematerialised import is_again
 from zerojax.hlo.traffic import Collective
 from zerojax.hlo.transfers import HostCopy
 from zerojax.hlo.work import FREE, work_of
@@ -50,12 +51,16 @@ class ProgramTime:
     Attributes:
       seconds: Seconds from the first instruction to the last.
       forward: Floating-point operations of the forward pass's matrix products.
+      again: The part of ``seconds`` in which XLA computes values again to save memory.
+      bytes_again: Bytes of these values.
       waited: Seconds waited for each transfer, a collective or a copy.
       under_way: Total seconds of each transfer, hidden or not.
     """
 
     seconds: float = 0.0
     forward: float = 0.0
+    again: float = 0.0
+    bytes_again: int = 0
     waited: dict[Place, float] = dataclasses.field(default_factory=dict)
     under_way: dict[Place, float] = dataclasses.field(default_factory=dict)
 
@@ -63,6 +68,8 @@ class ProgramTime:
         """Adds another part, which runs ``times`` times."""
         self.seconds += times * other.seconds
         self.forward += times * other.forward
+        self.again += times * other.again
+        self.bytes_again += times * other.bytes_again
         for totals, added in ((self.waited, other.waited), (self.under_way, other.under_way)):
             for key, seconds in added.items():
                 totals[key] = totals.get(key, 0.0) + times * seconds
@@ -152,7 +159,11 @@ def _compute(
     work = work_of(program, computation, each)
     seconds = rates.compute_seconds(work.flops, work.bytes, work.attention)
     spent.seconds += seconds
-    spent.forward += work.forward
+    if not is_again(each):
+        spent.forward += work.forward
+    else:
+        spent.again += seconds
+        spent.bytes_again += sum(shape.bytes for shape in each.shapes)
     # XLA for TPUs places a collective inside the fusion that hides it.
     for fused in program.callees(each):
         for key in (Place(fused.name, each.name) for each in fused.instructions):

@@ -14,6 +14,7 @@ from flax import nnx
 
 from zerojax.models.config import ModelConfig
 from zerojax.models.loss import widen
+from zerojax.offload.activations import remat_policy
 from zerojax.xla.types import PyTree
 
 INIT_STD = 0.02  # of the weights of GPT and Llama
@@ -120,7 +121,7 @@ def run_blocks(
     layers: range,
     name: str,
     scan: bool,
-    remat: bool,
+    remat: bool | str,
     policy: Callable[..., bool] | None = None,
     each: PyTree = None,
 ) -> tuple[jax.Array, PyTree]:
@@ -134,8 +135,9 @@ def run_blocks(
       layers: Numbers of the blocks; they are part of the names of unrolled blocks.
       name: The name of the stack with leaves [L, ...]; unrolled blocks are `name_0`, `name_1`, ...
       scan: Whether the blocks are stacked, so that one is compiled in place of all.
-      remat: Whether a block saves only its input and recomputes the rest in the backward pass.
-      policy: What such a block saves in addition, as for `jax.checkpoint`.
+      remat: Whether a block saves only its input and recomputes the rest in the backward pass; or
+        the name of a policy for `zerojax.remat_policy`.
+      policy: What such a block saves in addition, as for `jax.checkpoint`; None for the named one.
       each: The separate input of each block: leaves [L, ...] for a stack, a sequence for unrolled
         blocks.
 
@@ -144,7 +146,7 @@ def run_blocks(
     """
     if remat:
         # XLA does no CSE across iterations of a scan, so that the barrier would only cost time.
-        block = nn.remat(block, prevent_cse=not scan, policy=policy)
+        block = nn.remat(block, prevent_cse=not scan, policy=policy or policy_of(remat))
     if scan:
         stack = nn.scan(
             block,
@@ -160,6 +162,11 @@ def run_blocks(
         x, block_output = block(*fields, name=f"{name}_{i}")(x, block_input, *inputs)
         block_outputs.append(block_output)
     return x, block_outputs
+
+
+def policy_of(remat: bool | str) -> Callable[..., bool] | None:
+    """Returns the policy that the option `remat` of a config names; None for only the input."""
+    return remat_policy(remat) if isinstance(remat, str) else None
 
 
 def stack_blocks(params: Mapping[str, PyTree], name: str = "h") -> dict[str, PyTree]:

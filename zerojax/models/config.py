@@ -6,6 +6,8 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
+from zerojax.offload.activations import remat_policy
+
 Fields = dict[str, Any]
 """Keyword arguments of a config."""
 
@@ -17,7 +19,8 @@ class ModelConfig:
     Attributes:
       scan: Whether the blocks' parameters are stacked into `[L, ...]` leaves, so that one block is
         compiled, not L.
-      remat: Whether only each block's input is saved, and the rest recomputed in the backward pass.
+      remat: Whether only each block's input is saved, and the rest recomputed in the backward pass;
+        or the name of a policy (`zerojax.remat_policy`) that says what is saved in addition.
       dtype: The dtype of the computation; None for the parameters' dtype, so that a model with bf16
         parameters computes in bf16. The statistics of norms, the softmax, the logits and the loss
         are always in fp32.
@@ -25,7 +28,7 @@ class ModelConfig:
     """
 
     scan: bool = False
-    remat: bool = False
+    remat: bool | str = False
     dtype: DTypeLike | None = None
     hugging_face: str = dataclasses.field(default="", compare=False, repr=False)
 
@@ -60,6 +63,13 @@ class ModelConfig:
         for name in names:
             if not isinstance(getattr(self, name), bool):
                 self.reject(name, "be True or False")
+
+    def check_remat(self) -> None:
+        """Rejects the config if `remat` is neither a bool nor the name of a policy."""
+        if not isinstance(self.remat, str):
+            self.check_flags("remat")
+        else:
+            remat_policy(self.remat)
 
     def check_heads(self, width: str, heads: str) -> None:
         """Rejects the config if its width is not a multiple of its number of heads."""

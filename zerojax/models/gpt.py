@@ -22,6 +22,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.models.blocks import (
     INIT_STD,
@@ -108,12 +109,14 @@ class SelfAttention(nn.Module):
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         c, layout, attention = self.config, self.layout, self.attention
         heads = layout.split(_dense(3 * c.n_embd, INIT_STD, c, "c_attn"), x, 3)
-        q, k, v = (split_heads(a, c.n_head) for a in heads)
+        q, k, v = (split_heads(checkpoint_name(a, "c_attn"), c.n_head) for a in heads)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         if c.dropout and not self.deterministic:
             attention = functools.partial(causal_attention, dropout=dropout)
         y = layout.attention(with_mask(attention, mask))(q, k, v)
-        return _dense(c.n_embd, c.residual_std, c, "c_proj")(y.reshape(x.shape))
+        return checkpoint_name(
+            _dense(c.n_embd, c.residual_std, c, "c_proj")(y.reshape(x.shape)), "attn.c_proj"
+        )
 
 
 class MLP(nn.Module):
@@ -130,7 +133,7 @@ class MLP(nn.Module):
         if self.kernels:
             h = self.kernels.dense_gelu(dense, x)
         else:
-            h = nn.gelu(dense(x), approximate=True)
+            h = nn.gelu(checkpoint_name(dense(x), "c_fc"), approximate=True)
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(self.layout.features(h))
 
 
@@ -176,6 +179,9 @@ class GPT(nn.Module):
     axis (`zerojax.models.tensor_parallel`).
 
     With `num_labels` the logits are [B, num_labels], from each row's last token, and targets [B].
+
+    For a policy that the config's `remat` names, the results of products in a block are called
+    "c_attn", "attn.c_proj" and "c_fc", those of a fused attention "attention".
     """
 
     config: GPTConfig

@@ -17,7 +17,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax.models.blocks import INIT_STD, causal_attention, check_length, split_heads
+from zerojax.models.blocks import (
+    INIT_STD,
+    causal_attention,
+    check_length,
+    policy_of,
+    split_heads,
+)
 from zerojax.models.gpt import LAYER_NORM_EPS, GPTConfig, check_cut
 from zerojax.models.kernels import Kernels, add_and_normalize, normalize
 from zerojax.models.layout import Layout
@@ -130,7 +136,7 @@ class GPT(nnx.Module):
         layout.check(tokens)
         x = layout.embedded(self.wte(tokens)) + self.wpe(jnp.arange(tokens.shape[1]))
         x = self.dropout(x)
-        run_block = nnx.remat(_run_block) if c.remat else _run_block
+        run_block = nnx.remat(_run_block, policy=policy_of(c.remat)) if c.remat else _run_block
         for i in range(c.n_layer):
             x = run_block(getattr(self, f"h_{i}"), x)
         x = normalize(self.ln_f, x, self.kernels)

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from zerojax.models.blocks import (
@@ -121,9 +122,10 @@ class LlamaConfig(RopeConfig):
         self.check_rope(self.head_size)
         self.check_one_of("hidden_act", *ACTIVATIONS)
         self.check_flags(
-            "tie_word_embeddings", "scan", "remat", "qkv_bias", "output_bias", "mlp_bias",
-            "qk_norm", "scaled_embedding", "unit_offset", "post_norms",
+            "tie_word_embeddings", "scan", "qkv_bias", "output_bias", "mlp_bias", "qk_norm",
+            "scaled_embedding", "unit_offset", "post_norms",
         )  # fmt: skip
+        self.check_remat()
         optional = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
         self.check_positive(*(name for name in optional if getattr(self, name) is not None))
         unknown = {*self.layer_types} - {WINDOWED, FULL}
@@ -206,8 +208,8 @@ class SelfAttention(nn.Module):
         c, layout, attention = self.config, self.layout, self.attention
 
         def heads(count: int, name: str) -> jax.Array:
-            dense = _dense(count * c.head_size, c, f"{name}_proj", c.qkv_bias)
-            x_heads = split_heads(dense(x), count)
+            features = _product(x, count * c.head_size, c, f"{name}_proj", c.qkv_bias)
+            x_heads = split_heads(features, count)
             if c.qk_norm and name != "v":
                 x_heads = _rms_norm(c, f"{name}_norm")(x_heads)
             return layout.heads(x_heads)
@@ -224,7 +226,7 @@ class SelfAttention(nn.Module):
                 softcap=c.attn_logit_softcapping,
             )
         y = layout.attention(with_mask(attention, mask))(q, k, v)
-        return _dense(c.n_embd, c, "o_proj", c.output_bias)(y.reshape(*x.shape[:-1], -1))
+        return _product(y.reshape(*x.shape[:-1], -1), c.n_embd, c, "o_proj", c.output_bias)
 
 
 class MLP(nn.Module):
@@ -236,9 +238,10 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        gate, up = (_dense(c.n_inner, c, name, c.mlp_bias)(x) for name in ("gate_proj", "up_proj"))
+        gate = _product(x, c.n_inner, c, "gate_proj", c.mlp_bias)
+        up = _product(x, c.n_inner, c, "up_proj", c.mlp_bias)
         hidden = self.layout.features(ACTIVATIONS[c.hidden_act](gate) * up)
-        return _dense(c.n_embd, c, "down_proj", c.mlp_bias)(hidden)
+        return _product(hidden, c.n_embd, c, "down_proj", c.mlp_bias)
 
 
 class Block(nn.Module):
@@ -292,7 +295,9 @@ class Llama(nn.Module):
 
     `attention` takes q, k, v and `mask` as `grouped_attention` does (`zerojax.models.attention` has
     fused implementations); it has to apply `sliding_window` itself. `policy` selects what
-    rematerialised blocks save in addition to their input, as for `jax.checkpoint`. `sequence`
+    rematerialised blocks save in addition to their input, as for `jax.checkpoint`; the results of
+    products are named "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj" and
+    "down_proj", those of a fused attention "attention". `sequence`
     shards rows along their tokens (`zero.sequence`); `tensor` shards the model over a mesh axis
     (`zerojax.models.tensor_parallel`). `per_device` is `zero.per_device`, for a model with experts
     on several devices.
@@ -394,6 +399,11 @@ def _capped(logits: jax.Array, c: LlamaConfig) -> jax.Array:
 def _dense(features: int, c: LlamaConfig, name: str, bias: bool = False) -> nn.Dense:
     init = nn.initializers.normal(INIT_STD)
     return nn.Dense(features, use_bias=bias, dtype=c.dtype, kernel_init=init, name=name)
+
+
+def _product(x: jax.Array, features: int, c: LlamaConfig, name: str, bias: bool) -> jax.Array:
+    """Runs a layer on x [..., D]; a policy can name the result [..., features] as the layer."""
+    return checkpoint_name(_dense(features, c, name, bias)(x), name)
 
 
 def _rms_norm(c: LlamaConfig, name: str) -> nn.Module:

@@ -1,10 +1,11 @@
 """Named models, for `zerojax plan --model gpt2-xl` and `estimate --model 7b`.
 
 `pyproject.toml` lists them as entry points of the group `zerojax.models`. Each takes `seq` (tokens
-in a row), `remat` (a block saves only its input), `scan` (the blocks' parameters are stacked, and
-one block is compiled in place of all), and `attention` (`zerojax.models.attention.ASKED`) for the
-devices of `zero`, whose mesh axis "model" shards the model. A longer `seq` enlarges GPT-2's table
-of positions; Llama has no such table.
+in a row), `remat` (a block saves only its input), `remat_policy` (a name for
+`zerojax.remat_policy`: what a block with `remat` saves in addition), `scan` (the blocks' parameters
+are stacked, and one block is compiled in place of all), and `attention`
+(`zerojax.models.attention.ASKED`) for the devices of `zero`, whose mesh axis "model" shards the
+model. A longer `seq` enlarges GPT-2's table of positions; Llama has no such table.
 
 >>> gpt2_xl(seq=2048).config.block_size
 2048
@@ -30,8 +31,10 @@ def _gpt(
     scan: bool = True,
     zero: Zero | None = None,
     attention: str = "auto",
+    remat_policy: str | None = None,
 ) -> gpt.GPT:
-    config = gpt.GPTConfig(**_with_block_size(gpt.SIZES[name], seq), remat=remat, scan=scan)
+    sizes, kept = _with_block_size(gpt.SIZES[name], seq), remat and (remat_policy or True)
+    config = gpt.GPTConfig(**sizes, remat=kept, scan=scan)
     fused, sequence, tensor = _on_devices(zero, attention)
     return gpt.GPT(config, attention=fused, sequence=sequence, tensor=tensor)
 
@@ -43,8 +46,10 @@ def _llama(
     scan: bool = True,
     zero: Zero | None = None,
     attention: str = "auto",
+    remat_policy: str | None = None,
 ) -> llama.Llama:
-    config = llama.LlamaConfig(**_with_block_size(llama.SIZES[name], seq), remat=remat, scan=scan)
+    sizes, kept = _with_block_size(llama.SIZES[name], seq), remat and (remat_policy or True)
+    config = llama.LlamaConfig(**sizes, remat=kept, scan=scan)
     fused, sequence, tensor = _on_devices(zero, attention)
     fused = fused or llama.grouped_attention
     return llama.Llama(config, fused, sequence=sequence, tensor=tensor)

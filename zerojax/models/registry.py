@@ -6,9 +6,10 @@ Names are entry points of the group ``zerojax.models``, so that any package can 
     my-model = "my_package.models:my_model"
 
 A function may have any of the parameters ``zero`` (the :class:`zerojax.Zero` it is planned for),
-``rows`` and ``seq`` (of the batch), ``remat`` (bool: save only a block's input), ``scan`` (bool,
-with a default: False turns each block into a separate module, to be counted), and ``attention``
-(the name of an implementation, with a default, for ``--attention``).
+``rows`` and ``seq`` (of the batch), ``remat`` (bool: save only a block's input), ``remat_policy``
+(beside ``remat``: a name for ``zerojax.remat_policy``, what a block saves in addition; None for
+nothing), ``scan`` (bool, with a default: False turns each block into a separate module, to be
+counted), and ``attention`` (the name of an implementation, with a default, for ``--attention``).
 """
 
 from __future__ import annotations
@@ -87,3 +88,8 @@ def bound(function: Builder, options: Mapping[str, object]) -> Builder:
 def takes(function: Builder, option: str) -> bool:
     """Returns whether a function has an option of that name."""
     return option in inspect.signature(function).parameters
+
+
+def takes_policy(function: Builder) -> bool:
+    """Returns whether a function takes the name of a policy of what blocks with ``remat`` keep."""
+    return takes(function, "remat") and takes(function, "remat_policy")

@@ -25,6 +25,7 @@ _PLAIN = {
     "dots": "dots_saveable",
     "dots_no_batch": "dots_with_no_batch_dims_saveable",
 }
+_OFFLOADED_DOTS = "offload_dots_no_batch"
 _NAMED = ("names", "offload")
 
 
@@ -44,8 +45,9 @@ def remat_policy(policy: str) -> Callable[..., bool]:
         - ``"dots"``: the inputs, and results of matrix products,
         - ``"dots_no_batch"``: the inputs, and results of matrix products without batch dimensions,
           so without attention scores,
+        - ``"offload_dots_no_batch"``: the same results, but in host memory until the backward pass,
         - ``"names:a,b"``: arrays that ``jax.ad_checkpoint.checkpoint_name`` calls ``a`` or ``b``,
-        - ``"offload:a,b"``: the same arrays, but in host memory until the backward pass.
+        - ``"offload:a,b"``: these arrays, but in host memory until the backward pass.
 
     Raises:
       ValueError: no such policy exists, or no name follows the colon.
@@ -71,8 +73,11 @@ def remat_policy(policy: str) -> Callable[..., bool]:
     if not colon and kind in _PLAIN:
         plain: Callable[..., bool] = getattr(policies, _PLAIN[kind])
         return plain
+    if policy == _OFFLOADED_DOTS:
+        return policies.offload_dot_with_no_batch_dims("device", PINNED)
     if kind not in _NAMED or not colon:
-        known = {**{name: name for name in _PLAIN}, **{name: f"{name}:a,b" for name in _NAMED}}
+        known = {name: name for name in (*_PLAIN, _OFFLOADED_DOTS)}
+        known |= {name: f"{name}:a,b" for name in _NAMED}
         close = difflib.get_close_matches(kind, known, n=1)
         hint = f"; did you mean {known[close[0]]!r}?" if close else "."
         available = ", ".join(map(repr, known.values()))

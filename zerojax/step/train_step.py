@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.collectives.ledger import Ledger
+from zerojax.collectives.residuals import names
 from zerojax.devices.mesh import automatic_context, relabel_arrays
 from zerojax.distributed import log
 from zerojax.foresight.guard import Guard
@@ -40,7 +41,7 @@ from zerojax.trace.explicit import Explicit
 from zerojax.train_state.nnx import from_cached_partial
 from zerojax.train_state.results import beside, put_back
 from zerojax.train_state.state_parts import FlatParts, OpenedState, Parts
-from zerojax.xla import compat
+from zerojax.xla import compat, jaxprs
 from zerojax.xla.lowered import LoweredProgram
 from zerojax.xla.types import PyTree
 
@@ -313,6 +314,13 @@ class Step(Decorated[P, R]):
             inserter.ledger = Ledger(inserter.mesh, asked=True)
             traced = program.traced(parts, call.batch, call.args, call.kwargs)
         return collectives_of(self._arguments.name, traced, inserter.ledger)
+
+    def recomputed_names(self, *args: PyTree, **kwargs: PyTree) -> list[str]:
+        """Returns the names, by ``jax.ad_checkpoint.checkpoint_name``, of values that
+        rematerialised blocks compute again, for abstract or concrete arguments."""
+        with self._checked(args, kwargs, self._program) as (program, parts, call):
+            traced = program.traced(parts, call.batch, call.args, call.kwargs)
+        return names(jaxprs.open_jaxpr(traced.jaxpr)[0])
 
     def _fresh(self, opened: OpenedState, call: Call, explicit: Explicit | None) -> StepProgram:
         """Creates a program that no call shares, because its ledger is read."""

@@ -22,11 +22,11 @@ from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import rates_here
 from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import Trial
-from zerojax.models.registry import find, takes
+from zerojax.models.registry import find, takes, takes_policy
 from zerojax.tuning.cache import Cache
 from zerojax.tuning.options import search_options
 from zerojax.tuning.search import COMPILES, SECONDS, SearchResult, listed, search
-from zerojax.tuning.space import left_open
+from zerojax.tuning.space import POLICIES, left_open
 from zerojax.tuning.study import Study
 from zerojax.xla.compiler import GPUS
 
@@ -37,7 +37,8 @@ class Fitted:
 
     Attributes:
       config: A DeepSpeed JSON for :func:`zerojax.zero`.
-      choice: The settings of ``config``, and ``remat``, an option of the model that no config has.
+      choice: The settings of ``config``, and ``remat``, an option of the model that no config has:
+        a bool, or a name for ``remat_policy``.
       ranking: Every choice that was compiled and fits, by descending tokens per second (by
         ascending step time if ``autotuning.metric`` is "latency"). With ``xla``, the first entries
         are the fastest choice under several XLA options.
@@ -73,9 +74,9 @@ def fit(
     """Chooses the settings that a config leaves open for the most predicted tokens per second.
 
     The stage, the batch sizes, the offload sections and ``stage3_max_live_parameters`` are open if
-    the config has "auto" or nothing for them, and ``remat`` is open if ``model`` takes it. The
-    search compiles each choice for the devices and runs none (except with ``xla``).
-    ``~/.cache/zerojax`` caches the measurements of compiled programs.
+    the config has "auto" or nothing for them, and ``remat`` and ``remat_policy`` are open if
+    ``model`` takes them. The search compiles each choice for the devices and runs none (except with
+    ``xla``). ``~/.cache/zerojax`` caches the measurements of compiled programs.
 
     DeepSpeed's section ``autotuning``, if enabled, bounds the search: the rows of an update and of
     a micro-batch, and the number of micro-batches compiled; its ``metric`` defines the fastest
@@ -84,8 +85,8 @@ def fit(
     Args:
       config: A DeepSpeed JSON as a path or a dict, or Accelerate's YAML.
       model: A function that returns a flax language model, or a :class:`zerojax.Workload` for any
-        other step; it may take ``zero``, ``rows``, ``seq`` and ``remat``. Or the name of a model,
-        such as ``"llama-7b"``.
+        other step; it may take ``zero``, ``rows``, ``seq``, ``remat`` and ``remat_policy``, a name
+        for :func:`zerojax.remat_policy`. Or the name of a model, such as ``"llama-7b"``.
       train_batch_size: Rows of an update, over all devices; None leaves the number open.
       seq: Tokens in a row.
       mesh: The devices, as for :func:`zerojax.zero`; use :func:`zerojax.topology` for absent
@@ -132,6 +133,8 @@ def fit(
     world = batch_devices(mesh)
     remats = (False, True) if takes(function, "remat") else (None,)
     space, fixed = left_open(raw, train_batch_size, world, remats)
+    if takes_policy(function):
+        space = dataclasses.replace(space, policies=POLICIES)
     cache = Cache()
     study = Study(
         function,

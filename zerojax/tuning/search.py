@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from zerojax.foresight.attribution import ACTIVATIONS, BATCH, LOGITS
-from zerojax.foresight.choice import OFFLOADS, Choice, Offload
+from zerojax.foresight.by_value import by_value
+from zerojax.foresight.choice import OFFLOADS, Choice, Offload, Remat
 from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.gathered import TRIES, with_room_filled
 from zerojax.foresight.trials import Trial, Trials
 from zerojax.tuning.space import Space
 
 COMPILES, SECONDS = 40, 1200.0
+AS_FAST = 0.02
+"""The difference of two step times, as a share, below which neither counts as faster."""
 REFINED = 2
 """Number of choices to try again with parameters that stay gathered."""
 
@@ -46,9 +49,11 @@ def search(
     The first compile of a mode shows which bytes grow with the micro-batch; the size at which they
     fill the memory is compiled next. The modes of an offload are tried only if their leanest, the
     highest stage with remat, fits at the smallest micro-batch. More offload is tried only if
-    nothing fits with less, because its traffic over the host's link only costs time. If the config
-    leaves open which parameters stay gathered at stage 3, the fastest choices are tried again with
-    as many gathered parameters as fit.
+    nothing fits with less, because its traffic over the host's link only costs time. The stage and
+    the offload of the fastest choice are tried again with each policy of what blocks keep, and with
+    the named values that are worth most (:mod:`zerojax.foresight.by_value`). If the config leaves
+    open which parameters stay gathered at stage 3, the fastest choices are tried again with as many
+    gathered parameters as fit.
 
     Args:
       trials: The trials of the step on the devices.
@@ -85,6 +90,9 @@ def search(
                 and not any(_offloads_less(x, other) for x in fitting)
             ]
             return SearchResult(ranked(fitting.values(), shortest), unseen, leanest_mode)
+    unseen = []
+    if space.policies and fitting:
+        unseen = _keep_more(limits, space, fitting, at_most, shortest)
     if space.live is None:
         fastest = [x.choice for x in ranked(fitting.values(), shortest) if x.choice.drops]
         for choice in fastest[:REFINED]:
@@ -94,7 +102,7 @@ def search(
                 fitting[filled.choice] = filled
             limits.compiles -= TRIES
     done(len(modes), len(modes))
-    return SearchResult(ranked(fitting.values(), shortest), [], leanest_mode)
+    return SearchResult(ranked(fitting.values(), shortest), unseen, leanest_mode)
 
 
 class _Limits:
@@ -113,6 +121,9 @@ class _Limits:
     def over(self) -> bool:
         return self.compiles <= 0 or time.monotonic() >= self._until
 
+    def has_tried(self, remat: Remat) -> bool:
+        return any(choice.remat == remat for choice in self._known)
+
     def fitting(self, choice: Choice) -> Forecast | None:
         """Returns a choice's forecast, or None if an estimate or a compile shows it does not fit.
 
@@ -128,20 +139,57 @@ class _Limits:
         return self._known.get(choice)
 
 
+def _keep_more(
+    limits: _Limits, space: Space, fitting: dict[Choice, Trial], at_most: int, shortest: bool
+) -> list[Choice]:
+    """Tries the policies of what blocks keep with the stage and the offload of the fastest choice,
+    and named values with its micro-batch.
+
+    Adds the trials that fit to ``fitting``.
+
+    Returns:
+      The modes that the search skipped at its limits.
+    """
+    fastest = ranked(fitting.values(), shortest)[0].choice
+    modes = [dataclasses.replace(fastest, remat=name) for name in space.policies]
+    try:
+        for mode in modes:
+            for trial in _of_mode(limits, space, mode, space.sizes(), at_most):
+                fitting[trial.choice] = trial
+        fastest = ranked(fitting.values(), shortest)[0].choice
+        least = dataclasses.replace(fastest, remat=True)
+        for trial in by_value(limits.fitting, least, limits.trials.names(least)):
+            fitting[trial.choice] = trial
+    except TimeoutError:
+        modes.append(dataclasses.replace(fastest, remat="names:..."))
+        return [mode for mode in modes if not limits.has_tried(mode.remat)]
+    return []
+
+
 def _of_mode(
     limits: _Limits, space: Space, mode: Choice, sizes: Sequence[int], at_most: int
 ) -> Iterator[Trial]:
     """Tries up to ``at_most`` micro-batches of a mode, and yields those that fit.
 
+    If XLA computes values again in the largest, also the largest that leaves XLA enough memory.
+
     Raises:
       TimeoutError: The search reached its limits.
     """
     low, high, index = 0, len(sizes), 0  # sizes before low fit, sizes from high on do not
+    tried: set[int] = set()
     for _ in range(at_most):
+        if index in tried:
+            break
+        tried.add(index)
         choice = space.choice(mode, sizes[index])
         if forecast := limits.fitting(choice):
             yield Trial(choice, forecast)
             low = index + 1
+            if forecast.recomputes and forecast.recomputes_above:
+                limit = forecast.recomputes_above
+                index = _largest_fitting(forecast, sizes[index], sizes, limit)
+                continue
             index = _largest_fitting(forecast, sizes[index], sizes, limits.trials.rates.room)
             if index < low:
                 break  # the next size exceeds the memory by more than the estimate's error
@@ -153,11 +201,22 @@ def _of_mode(
 
 
 def ranked(trials: Iterable[Trial], shortest: bool = False) -> list[Trial]:
-    """Sorts trials by descending rows per second, or by ascending step time if ``shortest``."""
-    return sorted(
-        trials,
-        key=lambda x: x.seconds / (1 if shortest else x.choice.micro * x.choice.accumulation),
-    )
+    """Sorts trials by descending rows per second, or by ascending step time if ``shortest``.
+
+    If XLA computes values again to save memory in the fastest, the fastest of the others comes
+    first, unless it is slower by more than :data:`AS_FAST`: where XLA begins to do so depends on
+    its version and on the memory that is free.
+    """
+
+    def pace(x: Trial) -> float:
+        return x.seconds / (1 if shortest else x.choice.micro * x.choice.accumulation)
+
+    order = sorted(trials, key=pace)
+    steady = next((x for x in order if not x.forecast.recomputes), None)
+    if steady is not None and pace(steady) <= (1 + AS_FAST) * pace(order[0]):
+        order.remove(steady)
+        order.insert(0, steady)
+    return order
 
 
 def listed(modes: Sequence[Choice]) -> str:

@@ -27,6 +27,8 @@ from zerojax.foresight.choice import (
 )
 
 LARGEST = 1024  # rows of a device in a micro-batch
+POLICIES = ("dots_no_batch", "dots", "offload_dots_no_batch")
+"""Names for ``zerojax.remat_policy`` to try for a model that takes one."""
 
 LOCO = "zeropp_loco_param"
 _ZERO = ("stage", *SECTIONS, LIVE, "stage3_max_reuse_distance")
@@ -38,6 +40,8 @@ class Space:
 
     Attributes:
       stages, remats, offloads: Values to try in every combination that the stage allows.
+      policies: Names for ``zerojax.remat_policy``, to try with the stage and the offload that are
+        fastest without them; empty if the model takes no ``remat_policy``.
       micro: Rows of a device in a micro-batch; None if open.
       accumulation: Micro-batches per update; None if open.
       rows: Rows of a device in an update, a multiple of the micro-batch; None if open.
@@ -49,6 +53,7 @@ class Space:
     stages: Sequence[int] = (0, 1, 2, 3)
     remats: Sequence[bool | None] = (None,)
     offloads: Sequence[Offload] = TRIED
+    policies: Sequence[str] = ()
     micro: int | None = None
     accumulation: int | None = None
     rows: int | None = None

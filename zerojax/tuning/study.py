@@ -17,7 +17,7 @@ from zerojax.config import OffloadParam, ZeroConfig
 from zerojax.config.frozen import quiet
 from zerojax.devices.mesh import SEQUENCE, batch_axes, batch_devices, in_groups
 from zerojax.devices.rates import Rates
-from zerojax.foresight.choice import Choice, requested_rows
+from zerojax.foresight.choice import Choice, Remat, requested_rows
 from zerojax.foresight.costs import Measure, measure
 from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import BuiltStep, Trials
@@ -46,7 +46,8 @@ class Study(Trials):
       rows: Rows of a batch over all devices; None for the config's number, or one per device if
         the config has none.
       seq: Tokens in a row.
-      remat: The value of ``remat`` for functions that take this option.
+      remat: What rematerialised blocks keep, for functions that take ``remat``, and for the name of
+        a policy ``remat_policy``.
       note: A function called with the description of each choice before it is compiled.
       measured: A function that measures a program, as :func:`zerojax.foresight.costs.measure`.
 
@@ -68,7 +69,7 @@ class Study(Trials):
         *,
         rows: int | None,
         seq: int,
-        remat: bool | None = None,
+        remat: Remat = None,
         note: Callable[[str], None] = lambda text: None,
         measured: Measure = measure,
     ) -> None:
@@ -81,7 +82,9 @@ class Study(Trials):
             requested_rows(rows, sizes.train)
             or (sizes.micro or 1) * sizes.accumulation * self.world
         )
-        default_choice = Choice.of(config, rows, self.world, bool(remat) if has_remat else None)
+        default_choice = Choice.of(
+            config, rows, self.world, (remat or False) if has_remat else None
+        )
         super().__init__(self._from_model, default_choice, rates, note, measured)
 
     def run(self, choice: Choice) -> float | None:
@@ -104,7 +107,13 @@ class Study(Trials):
 
     def _workload(self, decorated: Zero, choice: Choice) -> Workload:
         rows = choice.micro * choice.accumulation * self.world
-        options = {"zero": decorated, "rows": rows, "seq": self._seq, "remat": choice.remat}
+        options = {
+            "zero": decorated,
+            "rows": rows,
+            "seq": self._seq,
+            "remat": bool(choice.remat),
+            "remat_policy": choice.remat if isinstance(choice.remat, str) else None,
+        }
         return workload(bound(self._function, options), decorated, rows, self._seq)
 
     def collectives(self, choice: Choice) -> CollectivesTable:
@@ -114,7 +123,12 @@ class Study(Trials):
 
     def _from_model(self, choice: Choice) -> BuiltStep:
         plan, step, step_args, tokens = self._step(choice)
-        return BuiltStep(plan, lambda: step.programs(*step_args), tokens)
+        return BuiltStep(
+            plan,
+            lambda: step.programs(*step_args),
+            tokens,
+            lambda: step.recomputed_names(*step_args),
+        )
 
     def _step(self, choice: Choice) -> tuple[Plan, Step[..., PyTree], tuple[PyTree, ...], int]:
         """Returns the plan of a choice's state, its step, the step's arguments, and its tokens."""

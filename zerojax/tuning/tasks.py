@@ -2,7 +2,7 @@
 
 `pyproject.toml` lists them as entry points of the group `zerojax.models`. Each trains with dropout,
 with a new mask in each step, and takes `zero`, `rows`, `seq` (tokens in a row), and, with the
-meaning that `zerojax.models.names` describes, `remat` and `scan`.
+meaning that `zerojax.models.names` describes, `remat`, `remat_policy` and `scan`.
 
 >>> import zerojax
 >>> task = blenderbot_400m(zerojax.zero(stage=2), rows=200, seq=128)
@@ -28,10 +28,17 @@ from zerojax.xla.types import PyTree
 
 
 def classification(
-    size: str, zero: Zero, rows: int, seq: int = 128, remat: bool = True, scan: bool = True
+    size: str,
+    zero: Zero,
+    rows: int,
+    seq: int = 128,
+    remat: bool = True,
+    scan: bool = True,
+    remat_policy: str | None = None,
 ) -> Workload:
     """Returns the training of a DeBERTa that classifies texts, or pairs, of `seq` tokens."""
-    config = deberta.DebertaConfig(**deberta.SIZES[size], remat=remat, scan=scan)
+    kept = remat and (remat_policy or True)
+    config = deberta.DebertaConfig(**deberta.SIZES[size], remat=kept, scan=scan)
     model = deberta.DebertaClassifier(config)
 
     def loss(params: PyTree, batch: PyTree, rngs: PyTree) -> jax.Array:
@@ -49,13 +56,19 @@ def classification(
 
 
 def seq2seq(
-    size: str, zero: Zero, rows: int, seq: int = 128, remat: bool = True, scan: bool = True
+    size: str,
+    zero: Zero,
+    rows: int,
+    seq: int = 128,
+    remat: bool = True,
+    scan: bool = True,
+    remat_policy: str | None = None,
 ) -> Workload:
     """Returns the training of a BART on sources of `seq` and targets of `seq / 2` tokens."""
     sizes = bart.SIZES[size]
     longest = max(seq, sizes["max_position_embeddings"])
     sizes = sizes | {"max_position_embeddings": longest}
-    config = bart.BartConfig(**sizes, remat=remat, scan=scan)
+    config = bart.BartConfig(**sizes, remat=remat and (remat_policy or True), scan=scan)
     model, target = bart.Bart(config), max(1, seq // 2)
 
     def loss(params: PyTree, batch: PyTree, rngs: PyTree) -> jax.Array:

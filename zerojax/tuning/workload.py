@@ -36,7 +36,7 @@ class Workload:
     """A training step with its state and its batch, to be compiled but not run.
 
     ``zerojax plan --model`` and :func:`zerojax.fit` take a function that returns a workload. The
-    function may have parameters named ``zero``, ``rows``, ``seq`` and ``remat``.
+    function may have parameters named ``zero``, ``rows``, ``seq``, ``remat`` and ``remat_policy``.
 
     Attributes:
       create_state: ``create_state(key)`` returns a ``TrainState``, or an ``nnx.Module`` and its

@@ -1,0 +1,122 @@
+"""What the blocks of a small model keep, compiled for GPUs: bytes, and what a search tries."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+import zerojax
+from zerojax.config import load
+from zerojax.foresight.choice import Choice, Remat
+from zerojax.foresight.devices import parse_devices
+from zerojax.tuning.cache import Cache
+from zerojax.tuning.search import search
+from zerojax.tuning.space import Space
+from zerojax.tuning.study import Study
+
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
+LAYERS, WIDTH, SEQ, ROWS = 3, 256, 512, 64
+NARROW = 2 * LAYERS * ROWS * SEQ * WIDTH
+"""Bytes on a device, in bf16, of the results that blocks call "narrow"; "wide" are four times as
+many."""
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        narrow = checkpoint_name(nn.Dense(WIDTH)(x), "narrow")
+        wide = checkpoint_name(nn.Dense(4 * WIDTH)(jnp.sin(narrow)), "wide")
+        return x + nn.Dense(WIDTH)(jnp.sin(wide)), None
+
+
+class Model(nn.Module):
+    remat: bool
+    policy: str | None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(64, WIDTH)(tokens)
+        policy = zerojax.remat_policy(self.policy) if self.policy else None
+        block = nn.remat(Block, policy=policy, prevent_cse=False) if self.remat else Block
+        variables, split = {"params": 0}, {"params": True}
+        stack = nn.scan(block, variable_axes=variables, split_rngs=split, length=LAYERS)
+        return nn.Dense(64)(stack()(x, None)[0])
+
+
+def small(remat: bool = True, remat_policy: str | None = None) -> Model:
+    return Model(remat, remat_policy)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A program of several tests is compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("measured")))
+        yield
+
+
+@functools.cache
+def study(kind: str = "h100") -> Study:
+    mesh, rates = parse_devices(f"{kind}:2")
+    config = load({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    return Study(small, config, mesh, rates, rows=None, seq=SEQ, measured=Cache())
+
+
+def choice(remat: Remat, rows: int = ROWS) -> Choice:
+    return Choice(stage=1, micro=rows, remat=remat)
+
+
+def added(remat: Remat) -> int:
+    """Bytes at the peak beside blocks that keep only their input."""
+    peaks = [study().forecast(choice(each)).peak.bytes for each in (remat, True)]
+    return peaks[0] - peaks[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "size"), [("names:wide", 4 * NARROW), ("dots", 5 * NARROW)])
+def test_blocks_keep_what_the_policy_names(remat: str, size: int) -> None:
+    layer = 5 * NARROW / LAYERS  # of which the peak may hold one more or less
+    assert size - layer <= added(remat) <= size + layer
+
+
+@pytest.mark.slow
+def test_results_in_host_memory_are_not_on_the_device() -> None:
+    assert added("offload_dots_no_batch") < added("dots") / 3
+    offloaded = study().forecast(choice("offload_dots_no_batch"))
+    assert offloaded.host_bytes >= 5 * NARROW
+    assert {"to the device", "to the host"} <= {each.kind for each in offloaded.traffic}
+
+
+def test_names_are_those_of_values_that_blocks_compute_again() -> None:
+    assert [*study().names(choice(True))] == ["narrow", "wide"]
+    assert [*study().names(choice("names:wide"))] == ["narrow"]
+    assert [*study().names(choice(False))] == []
+
+
+@pytest.mark.slow
+def test_a_search_tries_policies_and_names() -> None:
+    space = Space(
+        stages=(1,), remats=(False, True), offloads=("none",), policies=("dots",), micro=ROWS
+    )
+    ranking = search(study(), space).ranking
+    choices = {each.choice.remat for each in ranking}
+    assert choices >= {False, True, "dots", "names:narrow", "names:wide"}
+    assert not any(each.forecast.recomputes for each in ranking)
+
+
+@pytest.mark.slow
+def test_what_xla_computes_again_is_counted() -> None:
+    """With so many rows that an RTX 3090 has room only for the inputs of blocks."""
+    of = study("rtx-3090")
+    steady, full = (of.forecast(choice(remat, 40 * ROWS)) for remat in (True, False))
+    assert (steady.peak.again, steady.bytes_again, steady.recomputes) == (0, 0, False)
+    assert full.peak.again > 0
+    assert full.bytes_again > 0
+    assert 0 < full.seconds_again < full.seconds
+    assert full.recomputes

@@ -42,7 +42,12 @@ from zerojax.hlo.transfers import HostCopy, host_copies, in_host
 from zerojax.plan.places import DEVICE, DISK, HOST
 from zerojax.plan.state_sharding import Plan
 from zerojax.xla import compat
-from zerojax.xla.compiler import COMMAND_BUFFERS, DISABLED_PASSES, with_rematerialization
+from zerojax.xla.compiler import (
+    COMMAND_BUFFERS,
+    DISABLED_PASSES,
+    rematerializes,
+    with_rematerialization,
+)
 from zerojax.xla.lowered import GRADIENTS as FIRST
 from zerojax.xla.lowered import READ, STEP, WRITTEN, LoweredProgram
 
@@ -70,8 +75,7 @@ class Measurement:
         :class:`ProgramCost`.
       compiled: False if XLA refused the program for its memory; ``memory`` is then the least that
         the program needs.
-      recomputing: Whether the program fits only with XLA's rematerialization, which its options
-        leave out.
+      recomputing, rematerializes: As in :class:`ProgramCost`.
     """
 
     memory: dict[str, int]
@@ -89,6 +93,7 @@ class Measurement:
     compile_seconds: float = 0.0
     compiled: bool = True
     recomputing: bool = False
+    rematerializes: bool = True
 
 
 def measure(
@@ -123,6 +128,7 @@ def measure(
         traffic=traffic,
         again=computed_again(program),
         recomputing=recomputing,
+        rematerializes=recomputing or rematerializes(compat.compiler_options(lowered)),
         bytes_again=spent.bytes_again,
         seconds_again=spent.again,
     )
@@ -189,7 +195,11 @@ def measure_memory(
         kinds, between = arguments(program, hosted), lying_between(program, hosted)
     kinds[OTHER] += memory.temp_size_in_bytes
     measured = _measured(memory, dict(kinds), between, seconds)
-    return dataclasses.replace(measured, recomputing=recomputing)
+    return dataclasses.replace(
+        measured,
+        recomputing=recomputing,
+        rematerializes=recomputing or rematerializes(compat.compiler_options(lowered)),
+    )
 
 
 def _refused(error: jax.errors.JaxRuntimeError, begun: float) -> Measurement:
@@ -298,6 +308,7 @@ def forecast(
                 compile_seconds=measurement.compile_seconds,
                 compiled=measurement.compiled,
                 recomputing=measurement.recomputing,
+                rematerializes=measurement.rematerializes,
             )
         )
         if is_partial := not measurement.compiled or (name != STEP and enough(costs[-1])):

@@ -79,8 +79,9 @@ class ProgramCost:
       times: Runs in a step.
       compiled: False if XLA refused the program for its memory; ``memory`` is then the least that
         the program needs.
-      recomputing: Whether the program fits only with XLA's rematerialization, which zerojax leaves
-        out of it otherwise.
+      recomputing: Whether the program fits only with XLA's rematerialization, which its options
+        leave out otherwise.
+      rematerializes: Whether XLA's rematerialization is part of the program's compile.
     """
 
     name: str
@@ -97,6 +98,7 @@ class ProgramCost:
     times: int = 1
     compiled: bool = True
     recomputing: bool = False
+    rematerializes: bool = True
 
     @property
     def bytes(self) -> int:
@@ -154,8 +156,9 @@ class Forecast:
 
     @property
     def recomputes_above(self) -> int | None:
-        """Bytes at the peak above which XLA computes values again; None except on GPUs."""
-        if self.rates.kind not in device_kinds()["gpu"]:
+        """Bytes at the peak above which XLA computes values again; None if it does not, as on TPUs,
+        and in programs whose options leave it out."""
+        if self.rates.kind not in device_kinds()["gpu"] or not self.peak.rematerializes:
             return None
         return begins_above(self.rates.memory, self.peak.arguments)
 

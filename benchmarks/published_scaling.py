@@ -57,7 +57,7 @@ class Published:
 
 
 def _torchtitan(sizes: Mapping[str, Any], devices: str, **more: Any) -> Setup:
-    function = fused_llama(sizes, keep=more.pop("keep", "products"))
+    function = fused_llama(sizes, keep=more.pop("keep", "selective"))
     return Setup(function=function, devices=devices, seq=8192, precision="bf16", remat=True, **more)
 
 
@@ -171,8 +171,8 @@ def torchtitan(opened: Opener) -> Section:
         "H100s with 400 Gb/s a GPU between them; H100s of 96 GB and 2.4 TB/s at 500 W of 700.",
         ours="Stage 3 over all GPUs; the same rows; for H100s 2.4 TB/s, 96 GiB, 400 Gb/s, and a "
         "matrix peak lower by the cube root of 500 W / 700 W, as power grows with the clock and "
-        "the square of a voltage that grows with it; cuDNN's attention; blocks keep what attention "
-        "and the products with weights make, for 70B only their input; layers in a scan. On one "
+        "the square of a voltage that grows with it; cuDNN's attention; blocks keep the results of "
+        "attention and of every second product, for 70B only their input; layers in a scan. On one "
         "H200, FSDP2 with compiled blocks took 1.10 of zerojax's time for a Llama 8B of 8 layers "
         "(records/2026-11-27-gpu_day.md): torch's share of what is left.",
         rows=rows,
@@ -186,8 +186,7 @@ def _torchtitan_why(name: str, forecasts: Mapping[str, Forecast]) -> str:
         return waited
     if name == EIGHT:
         return waited + (
-            "; selective checkpointing computes every second product again, here all are kept; "
-            "without torch.compile norms, rotations and activations are kernels of their own"
+            "; without torch.compile norms, rotations and activations are kernels of their own"
         )
     share = TORCHTITAN[name].published / TORCHTITAN[EIGHT].published
     return (

@@ -20,7 +20,7 @@ from zerojax.models.attention import planned_attention
 from zerojax.trace.gradients import value_and_grad
 from zerojax.tuning.workload import Workload
 
-Keep = Literal["nothing", "attention", "products"]
+Keep = Literal["nothing", "attention", "selective", "products"]
 
 
 def gpt2_xl() -> nn.Module:
@@ -46,7 +46,9 @@ def fused_llama(
     Args:
       attention: The implementation, as `zerojax.models.attention.planned_attention` takes it.
       keep: Results that blocks with `remat` keep beside their input: "nothing", those of
-        "attention", or those of attention and of products with weights, "products".
+        "attention", or those of attention and of products with weights, "products". "selective"
+        has every second product with a weight, and attention, as torchtitan's selective activation
+        checkpointing.
     """
     policies = jax.checkpoint_policies
     made_there = policies.save_only_these_names(NAME)
@@ -54,6 +56,7 @@ def fused_llama(
     kept = {
         "nothing": None,
         "attention": made_there,
+        "selective": policies.save_only_these_names(NAME, "q_proj", "v_proj", "gate_proj"),
         "products": policies.save_from_both_policies(products, made_there),
     }[keep]
 

@@ -150,7 +150,7 @@ def test_the_scanned_program_does_not_grow_with_its_depth():
 
 
 # From 256 on two dimensions of a parameter share the devices: it is gathered in two turns.
-@pytest.mark.parametrize(("least", "most"), [(8, 64), (256, 1024)])
+@pytest.mark.parametrize(("least", "most"), [(8, 64), sweep(256, 1024)])
 def test_the_program_does_not_grow_with_the_devices(least, most):
     few, many = (lowered(replace(SCANNED, devices=n)) for n in (least, most))
     assert many.count("\n") < 1.02 * few.count("\n")
@@ -161,6 +161,7 @@ def test_peak_goes_on_falling_with_the_devices():
     assert record(replace(SCANNED, devices=64)).peak_bytes < 0.75 * at(3).peak_bytes
 
 
+@pytest.mark.sweep
 def test_loss_scaling_costs_next_to_nothing():
     """One more scalar all-reduce at most, and nearly the same peak; fp16 is gathered as fp16."""
     plain, scaled = at(3), record(replace(SCANNED, precision="fp16"))

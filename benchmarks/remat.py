@@ -10,6 +10,7 @@ memory, as ``zerojax fit`` tries them. Needs ``pip install -e '.[compile]'`` and
 
 import argparse
 import functools
+import json
 from collections.abc import Sequence
 
 from benchmarks.frame import Answer, Table, argument, question, say
@@ -35,13 +36,13 @@ CONFIG = {
 CHOICES: tuple[Remat, ...] = (False, True, *POLICIES)
 NAMES: dict[Remat, str] = {False: "everything", True: "only the input (remat)"}
 NOTE = (
-    f"{DEVICES} H100s, stage 3, bf16, AdamW, {SEQ} tokens in a row, layers in a scan, cuDNN's "
-    "attention assumed. Compiled by XLA:GPU for absent devices. XLA repeats: instructions, bytes "
-    "and time of the values that XLA computes again by itself in a step, where its own estimate of "
-    "a program exceeds the limit, which the peak then need not; the forecast has that time. Saved: "
-    "time, beside blocks that keep only their input, for the memory that is kept. `python -m "
-    f"zerojax fit --model llama3-8b --devices h100:{DEVICES} --seq {SEQ} --attention cudnn`, with "
-    "that config and these rows, tries and proposes the same."
+    f"{DEVICES} H100s, {SEQ} tokens in a row, the config C = `{json.dumps(CONFIG)}`, layers in a "
+    "scan, cuDNN's attention assumed. Compiled by XLA:GPU for absent devices. XLA repeats: "
+    "instructions, bytes and time of the values that XLA computes again by itself in a step, where "
+    "its own estimate of a program exceeds the limit, which the peak then need not; the forecast "
+    "has that time. Saved: time, beside blocks that keep only their input, for the memory that is "
+    f"kept. `python -m zerojax fit --model llama3-8b --devices h100:{DEVICES} --batch {DEVICES} "
+    f"--seq {SEQ} --attention cudnn --config C` tries and proposes those of one row."
 )
 HEADINGS = [
     "blocks keep", "peak GB", "host GB", "forecast s", "tokens/s", "MFU", "XLA repeats",

@@ -80,7 +80,8 @@ class Product(NamedTuple):
                 operands[self.sent] = self._all_rows(values, gatherer, scope)
             (result,) = jaxprs.bind(self.eqn, operands)
             if self.sent != RESULT:
-                return _by_column(result, self.columns[RESULT], gatherer)
+                with gatherer.ledger.completes():
+                    return _by_column(result, self.columns[RESULT], gatherer)
             by_row = self._by_row(result.shape, gatherer, scope)
             with gatherer.ledger.reduces(result, (None,) * result.ndim, by_row):
                 return gatherer.constrain(result, by_row)

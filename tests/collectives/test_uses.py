@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import zerojax
+from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.uses import Uses
 from zerojax.xla import jaxprs
 
@@ -22,7 +23,7 @@ LOW = jax.ShapeDtypeStruct((8, N), BF16)
 def needed(function: Callable[..., Any], x: Any, *, surely: bool = False) -> set[str]:
     w = jax.ShapeDtypeStruct((N, N), F32)
     jaxpr, _ = jaxprs.open_jaxpr(jax.make_jaxpr(function)(w, x))
-    uses = Uses(MESH, "data", surely=surely)
+    uses = Uses(Gatherer(MESH, "data", keep=False), surely=surely)
     return {str(dtype) for dtype in uses.dtypes(jaxpr, jaxpr.invars[0], (None, "data"))}
 
 

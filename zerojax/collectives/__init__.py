@@ -17,8 +17,9 @@ program that is being traced. Read ``insert`` first, then ``shard`` and ``gather
   ``entries``, ``filled``, ``moved_stacks``, ``iterations``.
 - Decisions at the entry of a step: ``kept``, with ``uses`` (the dtypes in which a step needs a
   parameter unsharded).
-- Rules for one kind of equation: ``propagate`` (specs through moves), ``lookups``,
-  ``convolutions``, ``gradients``, ``uneven``, ``copies``, ``widening``, ``minibatches``.
+- Rules for one kind of equation: ``propagate`` (specs through moves), ``lookups``, ``in_place``
+  (products with weights that stay sharded), ``convolutions``, ``gradients``, ``uneven``,
+  ``copies``, ``widening``, ``minibatches``.
 - The optimizer's update: ``matrices`` (functions of matrices, of which each device runs some).
 - Order of the program, for XLA: ``order``, ``window``. ``layer``: the size of a layer, for options
   of XLA.

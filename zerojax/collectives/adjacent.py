@@ -8,7 +8,7 @@ unsharded array may wait for a later use. But here the other use follows at once
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -70,7 +70,14 @@ class Sums(NamedTuple):
     added: set[Atom]
 
 
-def sums(jaxpr: Jaxpr, wants: Mapping[Atom, Spec], mesh: Mesh, *, of_layer: bool = False) -> Sums:
+def sums(
+    jaxpr: Jaxpr,
+    wants: Mapping[Atom, Spec],
+    mesh: Mesh,
+    *,
+    of_layer: bool = False,
+    apart: Container[Atom] = (),
+) -> Sums:
     """Finds sums of adjacent products. Sums of products farther from each other are included if
     together they have no more elements than the largest gradient, or if ``of_layer``: their terms
     stay unsharded until the last term exists.
@@ -81,6 +88,7 @@ def sums(jaxpr: Jaxpr, wants: Mapping[Atom, Spec], mesh: Mesh, *, of_layer: bool
       mesh: The mesh of all specs. A gradient that its spec pads is padded where it is computed, so
         that it is left out here.
       of_layer: Whether the jaxpr is one layer, in a loop over layers.
+      apart: Gradients that need no reduction.
     """
     graph = graph_of(jaxpr)
     candidates = [eqn for eqn in graph.named("add_any") if eqn.outvars[0] in wants]
@@ -89,7 +97,7 @@ def sums(jaxpr: Jaxpr, wants: Mapping[Atom, Spec], mesh: Mesh, *, of_layer: bool
         out = eqn.outvars[0]
         if layout.padded_shape(out.aval.shape, wants[out], mesh) != out.aval.shape:
             continue
-        if out in near.added | far.added or (terms := _terms(eqn, graph)) is None:
+        if out in near.added | far.added or (terms := _terms(eqn, graph, apart)) is None:
             continue
         first = min(graph.place(graph.producer(v)) for v in terms)
         chosen = near if graph.place(eqn) - first <= NEAR else far
@@ -101,11 +109,11 @@ def sums(jaxpr: Jaxpr, wants: Mapping[Atom, Spec], mesh: Mesh, *, of_layer: bool
     return Sums(near.reduced | far.reduced, near.added | far.added)
 
 
-def _terms(eqn: Equation, graph: Graph) -> set[Atom] | None:
+def _terms(eqn: Equation, graph: Graph, apart: Container[Atom]) -> set[Atom] | None:
     """Returns the variables from which a sum is computed, back to products. None if one of them is
-    computed otherwise, or has another use, or if the products add up different numbers of rows: one
-    of them may not be a sum over the batch, and XLA does not reduce-scatter a sum that needs
-    reduction only in part."""
+    computed otherwise, has another use or is ``apart``, or if the products add up different numbers
+    of rows: one of them may not be a sum over the batch, and XLA does not reduce-scatter a sum that
+    needs reduction only in part."""
     terms: set[Atom] = set()
     rows: set[int] = set()
     pending = jaxprs.variables(eqn.invars)
@@ -114,7 +122,7 @@ def _terms(eqn: Equation, graph: Graph) -> set[Atom] | None:
     while pending:
         v = pending.pop()
         producer = graph.producer(v)
-        if producer is None or graph.times_used(v) != 1:
+        if producer is None or graph.times_used(v) != 1 or v in apart:
             return None
         terms.add(v)
         if producer.primitive.name in _PASSES or propagate.reversible(producer):

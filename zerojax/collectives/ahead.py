@@ -138,7 +138,7 @@ def decide(
       gathers: Whether all parameters on the devices are gathered ahead; otherwise only those that
         the loop gathers and stacks, see :mod:`zerojax.collectives.filled`.
     """
-    uses = Uses(gatherer.mesh, gatherer.axis, surely=True)
+    uses = Uses(gatherer, surely=True)
     dtypes = {
         i: gathered_dtype(eqn, i, x, uses)
         for i, x in enumerate(xs)

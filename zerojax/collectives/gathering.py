@@ -31,6 +31,9 @@ T = TypeVar("T")
 # By the name of a mark, the function that replaces the mark: from its operand to its result.
 Replacements = Mapping[str, Callable[[jax.Array], jax.Array]]
 
+AllRows = dict[int, tuple[jax.Array, jax.Array | None]]
+"""By ``id`` of an array of activations, the array, and all its rows unless they were dropped."""
+
 
 @dataclass
 class Scope:
@@ -58,6 +61,7 @@ class Scope:
       used_unsharded: by ``id``, the shards that a use other than a lookup needs unsharded.
       rows: the rows last looked up in a gathered table; the gather of the next such table waits for
         them.
+      all_rows: the activations that products with sharded weights gathered, oldest first.
       adjacent: the gathers that an equation, and the equations of a function that it calls, share
         with adjacent equations; None if the equation shares no gather.
       window: delays gathers outside loops; None if gathers are not delayed.
@@ -80,6 +84,7 @@ class Scope:
     reduced: list[list[ReducedGradient]] = field(default_factory=list)
     used_unsharded: set[int] = field(default_factory=set)
     rows: jax.Array | None = None
+    all_rows: AllRows = field(default_factory=dict)
     adjacent: GatheredArrays | None = None
     window: Window | None = None
     cotangent: jax.Array | None = None

@@ -34,6 +34,7 @@ from zerojax.collectives import (
     decisions,
     gradients,
     held,
+    in_place,
     lookups,
     loop_decisions,
     minibatches,
@@ -229,7 +230,10 @@ class Inserter(Scans):
         if eqn.outvars and (row_sum := scope.row_sums.get(eqn.outvars[0])) is not None:
             return [row_sum.partial(values, self)]
         specs = [wants.get(v) for v in eqn.outvars]
-        outs = gradients.bind_summed(eqn, values, specs, self, scope.batch_rows)
+        if eqn.outvars and (product := decided.in_place.get(eqn.outvars[0])) is not None:
+            outs = [product.run(values, decisions.PRODUCED, self, scope)]
+        else:
+            outs = gradients.bind_summed(eqn, values, specs, self, scope.batch_rows)
         reduced = [
             ReducedGradient(o, wants[v])
             for v, o in zip(eqn.outvars, outs, strict=True)
@@ -292,6 +296,8 @@ class Inserter(Scans):
             return list(map(arrived, values, map(like, inputs, outs)))
         if (rows := lookups.look_up(eqn, values, self, scope)) is not None:
             return [rows]
+        if (product := in_place.multiply(eqn, values, self, scope)) is not None:
+            return [product]
         outs = jaxprs.bind(eqn, self.gather_all(values, scope))
         if scope.window is not None:
             scope.window.used(shards, outs)

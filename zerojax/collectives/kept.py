@@ -100,7 +100,7 @@ def _decided(
 ) -> KeptGather | None:
     """Returns the form in which an array is gathered; None for a small one of which the step needs
     only the shard."""
-    dtypes = Uses(gatherer.mesh, gatherer.axis).dtypes(jaxpr, v, x.spec)
+    dtypes = Uses(gatherer).dtypes(jaxpr, v, x.spec)
     if how.together is not None:
         return how if dtypes else None
     dtype = next(iter(dtypes)) if len(dtypes) == 1 and v.aval.dtype not in dtypes else None
@@ -120,7 +120,7 @@ def _fills(x: Shard, loops: Sequence[Reader | None], gatherer: Gatherer) -> bool
     direct = [loop for loop in loops if loop is not None and not loop.cast]
     if len(direct) < max(2, len(loops)):
         return False
-    uses = Uses(gatherer.mesh, gatherer.axis, surely=True)
+    uses = Uses(gatherer, surely=True)
     dtype = gathered_dtype(direct[0].eqn, direct[0].at, x, uses)
     return dtype is not None and dtype == x.value.dtype  # to numpy None is float64
 

@@ -45,6 +45,7 @@ class Ledger:
         self._mesh, self.asked = mesh, asked
         self._noted: list[tuple[Decision, ...]] = []
         self._replacing: set[int] = set()
+        self._complete: set[int] = set()
         self._places: list[tuple[str, str]] = []
         self._calls: list[Equation] = []
         self._over, self._partly, self._deferred = summed_over(mesh), False, False
@@ -132,6 +133,14 @@ class Ledger:
         pairs = zip(sent, specs, strict=True)
         return self._note(*((kind, x, spec, spec, self._over) for (kind, x), spec in pairs))
 
+    def completes(self) -> contextlib.AbstractContextManager[object]:
+        """Returns the context for the constraint of a value that needs no reduction, although it is
+        computed from rows: each device computes its shard from all rows."""
+        if not self.asked:
+            return contextlib.nullcontext()
+        self._complete.add(len(self._noted))
+        return self._note()
+
     def over(self, parts: Iterable[int]) -> list[int]:
         """Returns the number of devices in each of several successive sums, the last of which is
         over all remaining devices."""
@@ -193,6 +202,10 @@ class Ledger:
     def replaces(self, number: int) -> bool:
         """Returns whether a decision replaces those that were recorded inside it."""
         return number in self._replacing
+
+    def is_complete(self, number: int) -> bool:
+        """Returns whether :meth:`completes` recorded a number."""
+        return number in self._complete
 
     def _note(
         self,

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import primitives as prims
 from jax.sharding import PartitionSpec
 
-from zerojax.collectives import propagate
+from zerojax.collectives import in_place, propagate
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.reduction import (
     add_up,
@@ -176,6 +176,8 @@ def row_sum_of(
     """
     shape = eqn.outvars[0].aval.shape
     if rows is None or not gatherer.sums_own_rows or cut_evenly(shape, spec, gatherer) is None:
+        return None
+    if in_place.find(eqn, in_place.RESULT, spec, gatherer) is not None:
         return None
     cuts = _cuts_of(eqn, rows, sequence_size(gatherer.mesh))
     return None if cuts is None else RowSum(eqn, cuts, spec, after)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zerojax.collectives import adjacent, residuals, reuse, shrinking, tables, wanted
+from zerojax.collectives import adjacent, in_place, residuals, reuse, shrinking, tables, wanted
 from zerojax.collectives.adjacent import GatheredArrays
 from zerojax.collectives.gathering import Gatherer, Scope
 from zerojax.plan.layout import Spec
@@ -30,6 +30,7 @@ class ProgramDecisions:
       shrinking: The equations that run on each device's own sum.
       leaving: The stacks that wait in host memory for the backward pass.
       replaced: By variable, the variable that already has the same value.
+      in_place: By variable, the product of which each device computes its own shard of a gradient.
       reused: The gradients from which the program computes further values.
     """
 
@@ -40,6 +41,7 @@ class ProgramDecisions:
     shrinking: shrinking.OwnSumEquations
     leaving: set[Atom]
     replaced: Mapping[Atom, Atom]
+    in_place: Mapping[Atom, in_place.Product]
     reused: reuse.ReusedGradients
 
     def places(self, eqn: Equation) -> bool:
@@ -72,7 +74,8 @@ def decide(
     reused = reuse.ReusedGradients(jaxpr, args, gatherer.axis)
     others = {} if gatherer.lanes_on_axis else reused.gradients
     wants = wanted.trace_back(jaxpr, want or [None] * len(jaxpr.outvars), mesh, others)
-    sums = adjacent.sums(jaxpr, wants, mesh, of_layer=scope.of_layer)
+    products = in_place.find_gradients(jaxpr, wants, gatherer)
+    sums = adjacent.sums(jaxpr, wants, mesh, of_layer=scope.of_layer, apart=products.keys())
     wants = {v: spec for v, spec in wants.items() if v not in sums.added}
     shared: Mapping[int, GatheredArrays] = {}
     order = tables.Order(jaxpr.eqns, {}, {}, {})
@@ -87,5 +90,6 @@ def decide(
         shrinking=shrinking.find(jaxpr, wants, scope.batch_rows, gatherer),
         leaving=set() if smallest is None else residuals.find(jaxpr, smallest),
         replaced=changes.find_sums(jaxpr),
+        in_place=products,
         reused=reused,
     )

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import primitives as prims
-from jax.sharding import Mesh
 
-from zerojax.collectives import lookups, propagate, wanted
+from zerojax.collectives import in_place, lookups, propagate, wanted
+from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.loops import wider
 from zerojax.collectives.widening import widens_integers
 from zerojax.graph.def_use import graph_of
@@ -34,13 +34,15 @@ class Uses:
     :class:`zerojax.collectives.insert.Inserter` runs them.
 
     Args:
-      mesh, axis: The devices, and the axis over which ZeRO shards.
+      gatherer: Gathers parameters.
       surely: Leaves out uses that may not gather a parameter that was not gathered in advance:
-        branches, concatenations, lookups of rows, and loops that take entries of the parameter.
+        branches, concatenations, lookups of rows, products in which a weight stays sharded, and
+        loops that take entries of the parameter.
     """
 
-    def __init__(self, mesh: Mesh, axis: str, *, surely: bool = False) -> None:
-        self._mesh, self._axis, self._surely = mesh, axis, surely
+    def __init__(self, gatherer: Gatherer, *, surely: bool = False) -> None:
+        self._gatherer, self._surely = gatherer, surely
+        self._mesh, self._axis = gatherer.mesh, gatherer.axis
 
     def dtypes(self, jaxpr: Jaxpr, v: Atom, spec: Spec) -> frozenset[np.dtype]:
         """Returns the dtypes in which an open jaxpr needs its argument ``v`` unsharded: the dtype
@@ -92,7 +94,8 @@ class Uses:
     def _is_unsure(self, eqn: Equation, i: int, spec: Spec) -> bool:
         if eqn.primitive is prims.gather_p and i == 0:
             return lookups.spec_by_rows(eqn, spec, self._mesh, self._axis) is not None
-        return eqn.primitive.name in _NOT_SURE
+        stays = in_place.find(eqn, i, spec, self._gatherer) is not None
+        return stays or eqn.primitive.name in _NOT_SURE
 
     def _in_loop(self, eqn: Equation, i: int, spec: Spec, of_result: _Beyond) -> _Dtypes:
         """Returns the dtypes in which a scan needs its operand ``i`` unsharded. A carried value and

@@ -56,6 +56,7 @@ class EmittedOperations:
             if v is not None and not getattr(x.aval, "shape", ())
         }
         self._followed: dict[int, Decisions] = {}
+        self._complete: set[int] = set()
         seen: set[int] = set()
         held: set[int] = set()
         for at in self._alive:
@@ -66,6 +67,8 @@ class EmittedOperations:
                 if number in seen:
                     continue
                 seen.add(number)
+                if ledger.is_complete(number):
+                    self._complete.add(at)
                 if self._by_other_rows(op):
                     self._followed[at] = _all_reduced(ledger[number]) if op.name == "gather" else ()
                     continue
@@ -126,7 +129,7 @@ class EmittedOperations:
             found.add(v)
             pending += self._program.sources[v]
             producer = self._program.producers.get(v)
-            if producer is None:
+            if producer is None or producer in self._complete:
                 continue
             if followed := self._followed.get(producer):
                 if followed[-1].partly:

@@ -1,0 +1,225 @@
+"""Products with a weight that stays sharded, because its activations have fewer bytes.
+
+A wide layer with few rows, or the head of a large vocabulary, multiplies less data than it stores:
+all-gathers of the weight and the reduce-scatter of its gradient would send more bytes than the
+activations have. So each device multiplies all rows by its own shard:
+
+- A weight that is sharded along an output dimension multiplies all rows, which are all-gathered.
+  Each device computes its columns of the result.
+- A weight that is sharded along a contracted dimension multiplies its columns of all rows. Each
+  device computes a partial sum of the result, which is reduce-scattered to rows.
+- A gradient needs no reduction: each device computes its shard from all rows of one operand, which
+  are all-gathered, and its columns of the other operand.
+
+Columns are kept as columns until an equation needs rows: between two layers of which the second
+contracts the columns of the first, nothing is sent. Rows that several products need are gathered
+once, as long as the gathered rows together have no more bytes than a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend.core import primitives as prims
+
+from zerojax.collectives import decisions
+from zerojax.collectives.gathering import AllRows, Gatherer, Scope, plain
+from zerojax.collectives.reduction import cut_evenly
+from zerojax.collectives.shard import Shard
+from zerojax.devices.mesh import axis_size, batch_axes
+from zerojax.graph.def_use import graph_of
+from zerojax.plan.layout import Spec
+from zerojax.plan.quantized import UNQUANTIZED
+from zerojax.xla import jaxprs
+from zerojax.xla.types import Atom, Aval, Equation, Jaxpr
+
+LEAST = 2**20
+"""The fewest elements of a weight that stays sharded: a smaller one is gathered in hardly more time
+than any collective takes."""
+
+_TIMES = 2
+"""The fewest bytes of the weight, as a multiple of the bytes that its product sends: a gather of
+the weight can run ahead of the product, while activations are waited for."""
+
+RESULT = 2
+"""The position of a product's result, after those of its operands."""
+
+
+class Product(NamedTuple):
+    """A product of which one array stays sharded: an operand, or the result.
+
+    Attributes:
+      eqn: The dot_general.
+      columns: By position, the sharded dimension of this array, and the same dimension of another
+        one.
+      sent: The position of the third array, which is all-gathered if it is an operand, and
+        reduce-scattered if it is the result.
+      rows: The dimensions of the third array that the weight, or its gradient, lacks.
+      size: The bytes of the array that stays sharded.
+    """
+
+    eqn: Equation
+    columns: Mapping[int, int]
+    sent: int
+    rows: Sequence[int]
+    size: int
+
+    def run(
+        self, values: Sequence[jax.Array], where: str, gatherer: Gatherer, scope: Scope
+    ) -> jax.Array:
+        """Returns the result for these operands, with the ledger's place ``where``."""
+        operands = [
+            _by_column(x, self.columns[i], gatherer) if i in self.columns else x
+            for i, x in enumerate(values)
+        ]
+        with gatherer.ledger.place(where, "its activations have fewer bytes than the weight"):
+            if self.sent != RESULT:
+                operands[self.sent] = self._all_rows(values, gatherer, scope)
+            (result,) = jaxprs.bind(self.eqn, operands)
+            if self.sent != RESULT:
+                with gatherer.ledger.completes():
+                    return _by_column(result, self.columns[RESULT], gatherer)
+            by_row = self._by_row(result.shape, gatherer, scope)
+            with gatherer.ledger.reduces(result, (None,) * result.ndim, by_row):
+                return gatherer.constrain(result, by_row)
+
+    def _all_rows(self, values: Sequence[jax.Array], gatherer: Gatherer, scope: Scope) -> jax.Array:
+        """Returns all rows of the operand that is sent. Without the constraint to the device's rows
+        XLA would compute all rows on each device."""
+        x = values[self.sent]
+        _, known = scope.all_rows.get(id(x), (x, None))
+        if known is not None:
+            return known
+        was_dropped = scope.all_rows.pop(id(x), None) is not None
+        source = lax.optimization_barrier((x, values[1 - self.sent]))[0] if was_dropped else x
+        by_row, unsharded = self._by_row(x.shape, gatherer, scope), (None,) * x.ndim
+        source = gatherer.constrain(source, by_row)
+        with gatherer.ledger.gathers(source, by_row, unsharded):
+            gathered = gatherer.constrain(source, unsharded)
+        scope.all_rows[id(x)] = x, gathered
+        if not scope.share:
+            _drop_oldest(scope.all_rows, self.size)
+        return gathered
+
+    def _by_row(self, shape: Sequence[int], gatherer: Gatherer, scope: Scope) -> Spec:
+        """Returns the spec of the array that is sent, by rows."""
+        candidates = _divisible(shape, self.rows, gatherer)
+        of_batch = [d for d in candidates if shape[d] == scope.batch_rows]
+        return _spec(len(shape), (of_batch or candidates)[0], gatherer)
+
+
+def find(eqn: Equation, at: int, spec: Spec, gatherer: Gatherer) -> Product | None:
+    """Returns an equation as a product of which array ``at`` stays sharded by ``spec``; None if the
+    array is gathered, or reduced.
+
+    Args:
+      eqn: An equation.
+      at: 0 or 1 for a weight that is an operand, 2 for a gradient, the result.
+      spec: The array's spec.
+      gatherer: Gathers parameters and reduces gradients.
+    """
+    if eqn.primitive is not prims.dot_general_p or not _is_supported(gatherer):
+        return None
+    arrays = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    split = cut_evenly(arrays[at].shape, spec, gatherer)
+    if split is None or arrays[at].size < LEAST or any(jaxprs.param(eqn, "dimension_numbers")[1]):
+        return None
+    names = _dimension_names(eqn)
+    name = names[at][split]
+    (sent,) = (i for i in range(3) if name not in names[i])
+    columns = {i: names[i].index(name) for i in range(3) if i != sent}
+    (other,) = columns.keys() - {at}
+    rows = [d for d, each in enumerate(names[sent]) if each not in names[at]]
+    moved = _bytes(arrays[sent]) + _bytes(arrays[other]) / axis_size(gatherer.mesh, gatherer.axis)
+    if _TIMES * moved > _bytes(arrays[at]) or not _divisible(arrays[sent].shape, rows, gatherer):
+        return None
+    return Product(eqn, columns, sent, rows, _bytes(arrays[at]))
+
+
+def find_gradients(
+    jaxpr: Jaxpr, wants: Mapping[Atom, Spec], gatherer: Gatherer
+) -> dict[Atom, Product]:
+    """Returns, by variable, the products that are gradients of which each device computes its own
+    shard.
+
+    Args:
+      jaxpr: An open jaxpr.
+      wants: See :func:`zerojax.collectives.wanted.trace_back`.
+      gatherer: Reduces gradients.
+    """
+    products = graph_of(jaxpr).named("dot_general")
+    found = {
+        out: find(eqn, RESULT, wants[out], gatherer)
+        for eqn in products
+        if (out := eqn.outvars[0]) in wants
+    }
+    return {out: product for out, product in found.items() if product is not None}
+
+
+def multiply(
+    eqn: Equation, values: Sequence[Any], gatherer: Gatherer, scope: Scope
+) -> jax.Array | None:
+    """Returns the product of a weight that stays sharded with activations; None if an equation is
+    not such a product, or if the weight is gathered."""
+    weights = [i for i, x in enumerate(values) if isinstance(x, Shard)]
+    if len(weights) != 1:
+        return None
+    (at,) = weights
+    weight = scope.as_filled(values[at])
+    is_gathered = weight.gathered is not None or id(weight) in scope.gathered
+    if is_gathered or weight.gathering.host or weight.gathering.narrow is not None:
+        return None
+    product = find(eqn, at, weight.spec, gatherer)
+    if product is None:
+        return None
+    operands = [plain(x) for x in values]
+    return product.run(operands, decisions.USE, gatherer, scope)
+
+
+def _is_supported(gatherer: Gatherer) -> bool:
+    """Returns whether parameters are gathered at each use, over all devices, and unquantized."""
+    over_all = batch_axes(gatherer.mesh) == (gatherer.axis,) and gatherer.sums_own_rows
+    return over_all and not gatherer.keep and gatherer.sent == UNQUANTIZED
+
+
+def _dimension_names(eqn: Equation) -> list[list[int]]:
+    """Returns a number for each dimension of the operands and of the result of a product without
+    batch dimensions: dimensions with equal numbers are the same one."""
+    (left, right), _ = jaxprs.param(eqn, "dimension_numbers")
+    n, m = (v.aval.ndim for v in eqn.invars)
+    first = list(range(n))
+    second = [left[list(right).index(d)] if d in right else n + d for d in range(m)]
+    free = [d for d in first if d not in left], [d for d in second if d >= n]
+    return [first, second, [*free[0], *free[1]]]
+
+
+def _divisible(shape: Sequence[int], rows: Sequence[int], gatherer: Gatherer) -> list[int]:
+    """Returns the dimensions of rows that split evenly over the devices."""
+    return [d for d in rows if shape[d] % axis_size(gatherer.mesh, gatherer.axis) == 0]
+
+
+def _by_column(x: jax.Array, column: int, gatherer: Gatherer) -> jax.Array:
+    return gatherer.constrain(x, _spec(x.ndim, column, gatherer))
+
+
+def _spec(ndim: int, dimension: int, gatherer: Gatherer) -> Spec:
+    return tuple(gatherer.axis if d == dimension else None for d in range(ndim))
+
+
+def _bytes(array: Aval) -> int:
+    return array.size * array.dtype.itemsize
+
+
+def _drop_oldest(all_rows: AllRows, most: int) -> None:
+    """Drops the oldest gathered rows, but never the newest, until at most ``most`` bytes are kept.
+    Otherwise the backward pass would find the rows of all layers gathered."""
+    kept = {key: (x, copy) for key, (x, copy) in all_rows.items() if copy is not None}
+    size = sum(gathered.nbytes for _, gathered in kept.values())
+    for key, (x, gathered) in list(kept.items())[:-1]:
+        if size <= most:
+            break
+        size -= gathered.nbytes
+        all_rows[key] = x, None

@@ -117,6 +117,8 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "muon_adaptive_aol": lambda: muon(adaptive=True, preconditioning="aol", weight_decay=0.1),
     "by_hand": lambda: by_hand(0.1),
     "shampoo": lambda: shampoo(0.1),
+    "multi_steps": lambda: optax.MultiSteps(muon(), 2).gradient_transformation(),
+    "apply_if_finite": lambda: optax.apply_if_finite(muon(), 3),
 }
 
 
@@ -137,6 +139,8 @@ CASES = [
     pytest.param("muon_adaptive_aol", {"stage": 3}, id="aol", marks=pytest.mark.slow),
     pytest.param("by_hand", {"stage": 3}, id="by_hand"),
     pytest.param("shampoo", {"stage": 3}, id="shampoo", marks=pytest.mark.slow),
+    pytest.param("multi_steps", {"stage": 3}, id="multi_steps"),
+    pytest.param("apply_if_finite", {"stage": 2}, id="apply_if_finite"),
 ]
 
 

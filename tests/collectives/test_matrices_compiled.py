@@ -2,12 +2,15 @@
 memory of AdamW, and one all-to-all each way for each group of equal matrices."""
 
 import collections
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax.training.train_state import TrainState
+from optax.contrib import MuonDimensionNumbers
 
 import zerojax
 from zerojax.hlo.traffic import collectives
@@ -34,6 +37,17 @@ def loss_of(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
 
+def layers_of_matrices(params: Any) -> Any:
+    return jax.tree.map(lambda x: MuonDimensionNumbers(-2, -1), params)
+
+
+OPTAX = {
+    "AdamW": optax.adamw(1e-3),
+    "Muon": optax.contrib.muon(1e-3, muon_weight_dimension_numbers=layers_of_matrices),
+}
+Around = Callable[[optax.GradientTransformation], optax.GradientTransformation]
+
+
 class Compiled(NamedTuple):
     """Bytes that a device sends, by kind; the number of all-to-alls; the peak of its memory."""
 
@@ -42,7 +56,8 @@ class Compiled(NamedTuple):
     peak: int
 
 
-def compiled(optimizer: str) -> Compiled:
+def compiled(optimizer: str, around: Around | None = None) -> Compiled:
+    """With the config's optimizer, or with ``around`` that of optax."""
     zero = zerojax.zero(
         stage=3,
         bf16=True,
@@ -50,6 +65,7 @@ def compiled(optimizer: str) -> Compiled:
         optimizer={"type": optimizer, "params": {"lr": 1e-3}},
         stage3_param_persistence_threshold=0,
     )
+    tx = zero.optimizer() if around is None else zero.wrap(around(OPTAX[optimizer]))
 
     @zero
     def train_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
@@ -57,7 +73,7 @@ def compiled(optimizer: str) -> Compiled:
         return state.apply_gradients(grads=grads), loss
 
     def create() -> TrainState:
-        return TrainState.create(apply_fn=None, params=parameters(), tx=zero.optimizer())
+        return TrainState.create(apply_fn=None, params=parameters(), tx=tx)
 
     batch = jax.ShapeDtypeStruct((DEVICES * 8, WIDTH), jnp.float32)
     program = train_step.lower(jax.eval_shape(create), batch).compile()
@@ -70,9 +86,19 @@ def compiled(optimizer: str) -> Compiled:
     return Compiled(sent, sum(each.kind == "all-to-all" for each in found), peak)
 
 
-def test_muon_sends_what_adamw_sends_and_its_momentum_there_and_back() -> None:
-    adam, muon = compiled("AdamW"), compiled("Muon")
-    own_shares = 2 * sum(x.size for x in parameters().values()) // DEVICES  # bytes in bf16
+@pytest.mark.parametrize(
+    "around",
+    [
+        None,
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        lambda tx: optax.apply_if_finite(tx, 3),
+    ],
+    ids=["config", "multi_steps", "apply_if_finite"],
+)
+def test_muon_sends_what_adamw_sends_and_its_momentum_there_and_back(around: Around | None) -> None:
+    adam, muon = compiled("AdamW", around), compiled("Muon", around)
+    width = 2 if around is None else 4  # that of the config orthogonalizes in bf16
+    own_shares = width * sum(x.size for x in parameters().values()) // DEVICES
     assert muon.sent.pop("all-to-all") == 2 * own_shares * (DEVICES - 1) // DEVICES
     assert muon.sent == adam.sent
     assert muon.exchanges == 4  # two shapes, each there and back

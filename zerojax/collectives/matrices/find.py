@@ -69,7 +69,7 @@ def find(jaxpr: Jaxpr, specs: Mapping[Atom, Spec]) -> list[MatrixFunction]:
       specs: The specs of values, by variable, from :func:`known_specs`.
     """
     # Shared by all parameters: numbers and coefficients.
-    of_parameters = [v.aval.ndim > 1 or any(specs[v]) for v in jaxpr.invars]
+    of_parameters = [v.aval.ndim > 1 or any(specs.get(v, ())) for v in jaxpr.invars]
     found = EQUATION_DEPENDS.forward(jaxpr, of_parameters).of
     depends = {v for v, is_dependent in found.items() if is_dependent}
     return [
@@ -79,15 +79,16 @@ def find(jaxpr: Jaxpr, specs: Mapping[Atom, Spec]) -> list[MatrixFunction]:
     ]
 
 
-def known_specs(jaxpr: Jaxpr, given: Sequence[Spec], mesh: Mesh) -> dict[Atom, Spec]:
+def known_specs(jaxpr: Jaxpr, given: Sequence[Spec | None], mesh: Mesh) -> dict[Atom, Spec]:
     """Returns the specs of the values that are computed element by element from arguments.
 
     Args:
       jaxpr: An open jaxpr without calls.
-      given: The specs of its arguments.
+      given: The specs of its arguments; None for an unknown spec.
       mesh: The devices.
     """
-    specs = dict(zip(jaxpr.invars, given, strict=True))
+    pairs = zip(jaxpr.invars, given, strict=True)
+    specs = {v: spec for v, spec in pairs if spec is not None}
     for eqn in jaxpr.eqns:
         known = [(v.aval.shape, specs[v]) for v in jaxprs.variables(eqn.invars) if v in specs]
         spec: Spec | None = None

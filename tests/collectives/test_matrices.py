@@ -1,5 +1,6 @@
 """Functions of matrices in an update: the numbers of plain jit, and the program for one matrix."""
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -139,6 +140,7 @@ CASES = [
     pytest.param("muon_adaptive_aol", {"stage": 3}, id="aol", marks=pytest.mark.slow),
     pytest.param("by_hand", {"stage": 3}, id="by_hand"),
     pytest.param("shampoo", {"stage": 3}, id="shampoo", marks=pytest.mark.slow),
+    pytest.param("muon", {"stage": 3, "explicit": True}, id="explicit"),
     pytest.param("multi_steps", {"stage": 3}, id="multi_steps"),
     pytest.param("apply_if_finite", {"stage": 2}, id="apply_if_finite"),
 ]
@@ -156,12 +158,15 @@ def test_the_numbers_of_plain_jit(name: str, setting: Any) -> None:
         cut = {"up": P(None, None, "model"), "down": P(None, "model")}
         specs = {name: cut.get(name) for name in parameters()}
         keywords = {"specs": specs} if "axes" in setting else {}
+        mesh = jax.make_mesh((8,), ("data",)) if setting.pop("explicit", False) else None
         zero = zero_for(**setting, gradient_clipping=0.0, **keywords)
         step, plain, state, alone = zero(train_step), jax.jit(train_step), create(), create()
-        if setting.get("k", 1) == 1:
-            assert len(exchanges(step.collectives(state, BATCH))) >= 4
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            if setting.get("k", 1) == 1:
+                assert len(exchanges(step.collectives(state, BATCH))) >= 4
+            for _ in range(2):
+                state, _ = step(state, BATCH)
         for _ in range(2):
-            state, _ = step(state, BATCH)
             alone, _ = plain(alone, BATCH)
         for (path, x), y in zip(
             jax.tree_util.tree_leaves_with_path(alone.params),

@@ -56,11 +56,12 @@ class Compiled(NamedTuple):
     peak: int
 
 
-def compiled(optimizer: str, around: Around | None = None) -> Compiled:
-    """With the config's optimizer, or with ``around`` that of optax."""
+def compiled(optimizer: str, around: Around | None = None, *, pair: bool = False) -> Compiled:
+    """With the config's optimizer, or with ``around`` that of optax; with ``pair``, in float32, a
+    step of parameters and optimizer state."""
     zero = zerojax.zero(
         stage=3,
-        bf16=True,
+        bf16=not pair,
         mesh=zerojax.topology("h100", DEVICES),
         optimizer={"type": optimizer, "params": {"lr": 1e-3}},
         stage3_param_persistence_threshold=0,
@@ -75,8 +76,21 @@ def compiled(optimizer: str, around: Around | None = None) -> Compiled:
     def create() -> TrainState:
         return TrainState.create(apply_fn=None, params=parameters(), tx=tx)
 
+    @zero
+    def pair_step(state: Any, x: jax.Array) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_of)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    def create_pair() -> Any:
+        return parameters(), tx.init(parameters())
+
     batch = jax.ShapeDtypeStruct((DEVICES * 8, WIDTH), jnp.float32)
-    program = train_step.lower(jax.eval_shape(create), batch).compile()
+    if pair:
+        program = pair_step.lower(jax.eval_shape(create_pair), batch).compile()
+    else:
+        program = train_step.lower(jax.eval_shape(create), batch).compile()
     sent = collections.Counter[str]()
     found = [each for each in collectives(program.as_text()) if each.group_size > 1]
     for each in found:
@@ -87,16 +101,19 @@ def compiled(optimizer: str, around: Around | None = None) -> Compiled:
 
 
 @pytest.mark.parametrize(
-    "around",
+    ("around", "pair"),
     [
-        None,
-        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-        lambda tx: optax.apply_if_finite(tx, 3),
+        (None, False),
+        (lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(), False),
+        (lambda tx: optax.apply_if_finite(tx, 3), False),
+        (lambda tx: tx, True),
     ],
-    ids=["config", "multi_steps", "apply_if_finite"],
+    ids=["config", "multi_steps", "apply_if_finite", "pair"],
 )
-def test_muon_sends_what_adamw_sends_and_its_momentum_there_and_back(around: Around | None) -> None:
-    adam, muon = compiled("AdamW", around), compiled("Muon", around)
+def test_muon_sends_what_adamw_sends_and_its_momentum_there_and_back(
+    around: Around | None, pair: bool
+) -> None:
+    adam, muon = (compiled(name, around, pair=pair) for name in ("AdamW", "Muon"))
     width = 2 if around is None else 4  # that of the config orthogonalizes in bf16
     own_shares = width * sum(x.size for x in parameters().values()) // DEVICES
     assert muon.sent.pop("all-to-all") == 2 * own_shares * (DEVICES - 1) // DEVICES

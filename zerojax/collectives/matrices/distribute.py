@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.matrices.find import computes_with_matrices, find, known_specs
 from zerojax.collectives.matrices.groups import Member, grouped
+from zerojax.distributed import log
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.search import contains
 from zerojax.plan import layout
@@ -42,13 +43,18 @@ class MatrixUpdate:
 
     Args:
       gatherer: Records the collectives; has the devices.
-      shapes, specs: The shapes and the specs of the update's arguments, flat.
+      shapes, specs: The shapes and the specs of the update's arguments, flat; None for an unknown
+        spec.
     """
 
     def __init__(
-        self, gatherer: Gatherer, shapes: Sequence[tuple[int, ...]], specs: Sequence[Spec]
+        self,
+        gatherer: Gatherer,
+        shapes: Sequence[tuple[int, ...]],
+        specs: Sequence[Spec | None],
     ) -> None:
         self._gatherer, self._shapes, self._specs = gatherer, shapes, specs
+        self._warned = False
 
     @classmethod
     def of(cls, gatherer: Gatherer, plan: Plan, opt_state: Sequence[Leaf]) -> MatrixUpdate:
@@ -84,13 +90,35 @@ class MatrixUpdate:
             return jaxprs.evaluate(closed, args, opens=lambda eqn: False)
         jaxpr, consts = jaxprs.open_jaxpr(jaxprs.without_calls(closed))
         jaxpr = without_unused(jaxpr, lambda eqn: False)
-        mesh = self._gatherer.mesh
-        specs = known_specs(jaxpr, given, mesh)
-        found = (Member.of(function, specs, mesh) for function in find(jaxpr, specs))
+        specs = known_specs(jaxpr, given, self._gatherer.mesh)
+        found = (Member.of(function, specs, self._gatherer.mesh) for function in find(jaxpr, specs))
         members = [m for m in found if m is not None]
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        self._warn_of_gathered(jaxpr, members, specs)
         self._run(jaxpr, members, env, specs)
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
+
+    def _warn_of_gathered(
+        self, jaxpr: Jaxpr, members: Sequence[Member], specs: Mapping[Atom, Spec]
+    ) -> None:
+        """Warns, once, of products of sharded matrices that are in no function."""
+        inside = {id(eqn) for m in members for eqn in m.function.equations}
+        others = [eqn for eqn in jaxpr.eqns if id(eqn) not in inside and not _enters(eqn)]
+        shapes = {
+            v.aval.shape: None
+            for eqn in others
+            if contains(eqn, computes_with_matrices)
+            for v in jaxprs.variables(eqn.invars)
+            if v.aval.ndim > 1 and any(specs.get(v, ()))
+        }
+        if shapes and not self._warned:
+            self._warned = True
+            log.warning(
+                "the optimizer computes with matrices in a form that zerojax does not distribute: "
+                "XLA gathers arrays of shapes %s on each device (docs/precision.md). Let the "
+                "arithmetic for a parameter read no other parameter and set no sharding.",
+                ", ".join(map(str, shapes)),
+            )
 
     def _run(
         self,
@@ -125,7 +153,7 @@ class MatrixUpdate:
         self, eqn: Equation, values: Sequence[Any], specs: Mapping[Atom, Spec]
     ) -> Sequence[Any]:
         """Runs an equation that is not part of a function."""
-        if eqn.primitive is not prims.cond_p or not contains(eqn, computes_with_matrices):
+        if not _enters(eqn):
             return jaxprs.bind_in_context(eqn, values)
         given = [None if isinstance(v, core.Literal) else specs.get(v) for v in eqn.invars[1:]]
 
@@ -140,6 +168,11 @@ class MatrixUpdate:
         with jaxprs.context(eqn):
             outs: list[jax.Array] = lax.switch(values[0], branches, *values[1:])
         return outs
+
+
+def _enters(eqn: Equation) -> bool:
+    """Returns whether the branches of an equation may have functions of matrices."""
+    return eqn.primitive is prims.cond_p and contains(eqn, computes_with_matrices)
 
 
 def _needed(jaxpr: Jaxpr, member_of: Mapping[Atom, Member]) -> set[Atom]:

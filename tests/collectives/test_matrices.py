@@ -1,5 +1,6 @@
 """Functions of matrices in an update: the numbers of plain jit, and the program for one matrix."""
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -116,13 +117,28 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "muon": muon,
     "muon_adaptive_aol": lambda: muon(adaptive=True, preconditioning="aol", weight_decay=0.1),
     "by_hand": lambda: by_hand(0.1),
+    "muon_dion": lambda: muon(ns_coeffs="dion"),
     "shampoo": lambda: shampoo(0.1),
+    "multi_steps": lambda: optax.MultiSteps(muon(), 2).gradient_transformation(),
+    "apply_if_finite": lambda: optax.apply_if_finite(muon(), 3),
 }
 
 
 def train_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
     loss, grads = jax.value_and_grad(loss_of)(state.params, x)
     return state.apply_gradients(grads=grads), loss
+
+
+def pair_step(tx: Any) -> Callable[..., Any]:
+    """A step of parameters and optimizer state."""
+
+    def run(state: Any, x: jax.Array) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_of)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return run
 
 
 def exchanges(table: zerojax.step.collectives_table.CollectivesTable) -> list[Any]:
@@ -135,8 +151,12 @@ CASES = [
     pytest.param("muon", {"stage": 2, "k": 2}, id="muon-2-accumulated", marks=pytest.mark.slow),
     pytest.param("muon", {"stage": 3, "axes": {"data": 4, "model": 2}}, id="muon-model"),
     pytest.param("muon_adaptive_aol", {"stage": 3}, id="aol", marks=pytest.mark.slow),
+    pytest.param("muon_dion", {"stage": 3}, id="coefficients"),
     pytest.param("by_hand", {"stage": 3}, id="by_hand"),
     pytest.param("shampoo", {"stage": 3}, id="shampoo", marks=pytest.mark.slow),
+    pytest.param("muon", {"stage": 3, "explicit": True}, id="explicit"),
+    pytest.param("multi_steps", {"stage": 3}, id="multi_steps"),
+    pytest.param("apply_if_finite", {"stage": 2}, id="apply_if_finite"),
 ]
 
 
@@ -152,12 +172,17 @@ def test_the_numbers_of_plain_jit(name: str, setting: Any) -> None:
         cut = {"up": P(None, None, "model"), "down": P(None, "model")}
         specs = {name: cut.get(name) for name in parameters()}
         keywords = {"specs": specs} if "axes" in setting else {}
+        mesh = jax.make_mesh((8,), ("data",)) if setting.pop("explicit", False) else None
         zero = zero_for(**setting, gradient_clipping=0.0, **keywords)
         step, plain, state, alone = zero(train_step), jax.jit(train_step), create(), create()
-        if setting.get("k", 1) == 1:
-            assert len(exchanges(step.collectives(state, BATCH))) >= 4
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            if setting.get("k", 1) == 1:
+                rows = exchanges(step.collectives(state, BATCH))
+                assert len(rows) >= 4
+                assert all(len(row.shape) == 3 for row in rows)  # matrices, not stacks of them
+            for _ in range(2):
+                state, _ = step(state, BATCH)
         for _ in range(2):
-            state, _ = step(state, BATCH)
             alone, _ = plain(alone, BATCH)
         for (path, x), y in zip(
             jax.tree_util.tree_leaves_with_path(alone.params),
@@ -165,6 +190,30 @@ def test_the_numbers_of_plain_jit(name: str, setting: Any) -> None:
             strict=True,
         ):
             np.testing.assert_allclose(y, x, rtol=1e-9, atol=1e-9, err_msg=str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrapped", "setting"),
+    [
+        ("muon", True, {"stage": 3}),
+        ("muon", False, {"stage": 2}),
+        ("multi_steps", True, {"stage": 3}),
+        ("shampoo", True, {"stage": 3, "k": 2}),
+    ],
+)
+def test_a_step_of_parameters_and_optimizer_state(name: str, wrapped: bool, setting: Any) -> None:
+    with jax.enable_x64(True):
+        zero, tx = zero_for(**setting), OPTIMIZERS[name]()
+        own = zero.wrap(tx) if wrapped else tx
+        step, plain = zero(pair_step(own)), jax.jit(pair_step(tx))
+        state, alone = ((parameters(), t.init(parameters())) for t in (own, tx))
+        if setting.get("k", 1) == 1:
+            assert len(exchanges(step.collectives(state, BATCH))) >= 4
+        for _ in range(2):
+            state, _ = step(state, BATCH)
+            alone, _ = plain(alone, BATCH)
+        for x, y in zip(jax.tree.leaves(alone[0]), jax.tree.leaves(state[0]), strict=True):
+            np.testing.assert_allclose(y, x, rtol=1e-9, atol=1e-9)
 
 
 def entry_of(function: Callable[..., Any], *stacks: np.ndarray) -> np.ndarray:
@@ -256,7 +305,7 @@ def numbered(a: jax.Array, b: jax.Array) -> Any:
 
 
 @pytest.mark.parametrize("update", [unused, chained, constrained, printed, numbered])
-def test_updates_of_other_forms(update: Callable[..., Any], capfd: Any) -> None:
+def test_updates_of_other_forms(update: Callable[..., Any], capfd: Any, caplog: Any) -> None:
     mesh = zerojax.mesh(8)
     gatherer: Any = SimpleNamespace(mesh=mesh, ledger=Ledger(mesh))
     args = [jnp.asarray(BATCH[:8] / 3), jnp.asarray(BATCH[8:] / 3)]
@@ -265,7 +314,9 @@ def test_updates_of_other_forms(update: Callable[..., Any], capfd: Any) -> None:
     def distributed(*args: jax.Array) -> Any:
         return TracedUpdate(update, *args)(*args, run=matrices)
 
-    got, want = jax.jit(distributed)(*args), jax.jit(update)(*args)
+    with caplog.at_level("WARNING", "zerojax"):
+        got, want = jax.jit(distributed)(*args), jax.jit(update)(*args)
+    assert ("XLA gathers arrays of shapes (8, 8)" in caplog.text) == (update is constrained)
     jax.effects_barrier()
     assert capfd.readouterr().out.count("norm True") == 2 * (update is printed)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

@@ -2,12 +2,15 @@
 memory of AdamW, and one all-to-all each way for each group of equal matrices."""
 
 import collections
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax.training.train_state import TrainState
+from optax.contrib import MuonDimensionNumbers
 
 import zerojax
 from zerojax.hlo.traffic import collectives
@@ -34,6 +37,17 @@ def loss_of(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
 
+def layers_of_matrices(params: Any) -> Any:
+    return jax.tree.map(lambda x: MuonDimensionNumbers(-2, -1), params)
+
+
+OPTAX = {
+    "AdamW": optax.adamw(1e-3),
+    "Muon": optax.contrib.muon(1e-3, muon_weight_dimension_numbers=layers_of_matrices),
+}
+Around = Callable[[optax.GradientTransformation], optax.GradientTransformation]
+
+
 class Compiled(NamedTuple):
     """Bytes that a device sends, by kind; the number of all-to-alls; the peak of its memory."""
 
@@ -42,14 +56,17 @@ class Compiled(NamedTuple):
     peak: int
 
 
-def compiled(optimizer: str) -> Compiled:
+def compiled(optimizer: str, around: Around | None = None, *, pair: bool = False) -> Compiled:
+    """With the config's optimizer, or with ``around`` that of optax; with ``pair``, in float32, a
+    step of parameters and optimizer state."""
     zero = zerojax.zero(
         stage=3,
-        bf16=True,
+        bf16=not pair,
         mesh=zerojax.topology("h100", DEVICES),
         optimizer={"type": optimizer, "params": {"lr": 1e-3}},
         stage3_param_persistence_threshold=0,
     )
+    tx = zero.optimizer() if around is None else zero.wrap(around(OPTAX[optimizer]))
 
     @zero
     def train_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
@@ -57,10 +74,23 @@ def compiled(optimizer: str) -> Compiled:
         return state.apply_gradients(grads=grads), loss
 
     def create() -> TrainState:
-        return TrainState.create(apply_fn=None, params=parameters(), tx=zero.optimizer())
+        return TrainState.create(apply_fn=None, params=parameters(), tx=tx)
+
+    @zero
+    def pair_step(state: Any, x: jax.Array) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_of)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    def create_pair() -> Any:
+        return parameters(), tx.init(parameters())
 
     batch = jax.ShapeDtypeStruct((DEVICES * 8, WIDTH), jnp.float32)
-    program = train_step.lower(jax.eval_shape(create), batch).compile()
+    if pair:
+        program = pair_step.lower(jax.eval_shape(create_pair), batch).compile()
+    else:
+        program = train_step.lower(jax.eval_shape(create), batch).compile()
     sent = collections.Counter[str]()
     found = [each for each in collectives(program.as_text()) if each.group_size > 1]
     for each in found:
@@ -70,9 +100,22 @@ def compiled(optimizer: str) -> Compiled:
     return Compiled(sent, sum(each.kind == "all-to-all" for each in found), peak)
 
 
-def test_muon_sends_what_adamw_sends_and_its_momentum_there_and_back() -> None:
-    adam, muon = compiled("AdamW"), compiled("Muon")
-    own_shares = 2 * sum(x.size for x in parameters().values()) // DEVICES  # bytes in bf16
+@pytest.mark.parametrize(
+    ("around", "pair"),
+    [
+        (None, False),
+        (lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(), False),
+        (lambda tx: optax.apply_if_finite(tx, 3), False),
+        (lambda tx: tx, True),
+    ],
+    ids=["config", "multi_steps", "apply_if_finite", "pair"],
+)
+def test_muon_sends_what_adamw_sends_and_its_momentum_there_and_back(
+    around: Around | None, pair: bool
+) -> None:
+    adam, muon = (compiled(name, around, pair=pair) for name in ("AdamW", "Muon"))
+    width = 2 if around is None else 4  # that of the config orthogonalizes in bf16
+    own_shares = width * sum(x.size for x in parameters().values()) // DEVICES
     assert muon.sent.pop("all-to-all") == 2 * own_shares * (DEVICES - 1) // DEVICES
     assert muon.sent == adam.sent
     assert muon.exchanges == 4  # two shapes, each there and back

@@ -213,7 +213,7 @@ class Inserter(Scans):
             return self.scan(eqn, values, scope, wanted.of_scan_body(eqn, wants), decided.leaving)
         if eqn.primitive.name in LABELS and on_host(values[0]):
             return values
-        if marks.is_mark(eqn, marks.GRADIENT):
+        if marks.is_mark(eqn, marks.GRADIENT) or marks.is_mark(eqn, marks.SHARD):
             return jaxprs.bind(eqn, [plain(values[0])])
         values = [self.on_device(v, scope) if on_host(v) else v for v in values]
         if convolutions.has_rows_for_groups(eqn, scope.batch_rows, self.devices):

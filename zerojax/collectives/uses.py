@@ -17,6 +17,7 @@ from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
+from zerojax.trace import marks
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
@@ -75,6 +76,8 @@ class Uses:
             return self._dtypes(body, body.invars[i], spec, of_result)
         if eqn.primitive is prims.scan_p:
             return self._in_loop(eqn, i, spec, of_result)
+        if marks.is_mark(eqn, marks.SHARD):
+            return _NONE
         if name == "shard_map" or (self._surely and self._is_unsure(eqn, i, spec)):
             return _NONE
         if name == "optimization_barrier":
@@ -163,7 +166,7 @@ def _of_use(jaxpr: Jaxpr, eqn: Equation, i: int, cast: bool) -> Iterator[Reader 
         yield from readers(body, body.invars[i], cast)
     elif eqn.primitive.name == CAST:
         yield from readers(jaxpr, eqn.outvars[0], cast=True)
-    elif not _on_shards(eqn, i):
+    elif not _on_shards(eqn, i) and not marks.is_mark(eqn, marks.SHARD):
         yield None
 
 

@@ -29,6 +29,7 @@ from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import WithShards, enter_arguments
 from zerojax.step.gradient_norm import with_gradient_norm
 from zerojax.step.loop_advice import advise
+from zerojax.step.own_update import with_matrices
 from zerojax.step.program import StepSetting
 from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast
@@ -150,11 +151,16 @@ def _trace(
             return body(parts, tx, batch, args, kwargs)
         return body(parts, automatic_update(tx), batch, *typed_replicated((args, kwargs)))
 
+    closed: AnyJaxpr
     if explicit is None:
         closed, shapes = hijax.trace(step, start, batch)
-        return with_gradient_norm(without_ravels(closed), shapes), shapes
-    closed, shapes = explicit.trace(step, start, batch, setting.plan)
-    return without_ravels(closed), shapes
+        closed = with_gradient_norm(without_ravels(closed), shapes)
+    else:
+        closed, shapes = explicit.trace(step, start, batch, setting.plan)
+        closed = without_ravels(closed)
+    if setting.knows_parameters:
+        return closed, shapes
+    return with_matrices(closed, shapes, setting.plan.leaves["rest"], setting.inserter), shapes
 
 
 def _in_compute_dtype(setting: StepSetting, batch: PyTree) -> PyTree:

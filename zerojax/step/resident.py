@@ -46,8 +46,7 @@ class ResidentStep:
             update = functools.partial(one_pass.update, shardings=shardings.params)
         inner = jax.tree.unflatten(setting.structure.opt_state, plan.leaves["opt_state"]).inner
         matrices = MatrixUpdate.of(setting.inserter, plan, jax.tree.leaves(inner))
-        run = None if setting.explicit is not None else matrices
-        advance = advancing(setting.tx, update, run)
+        advance = advancing(setting.tx, update, matrices)
         self._tx = updating(setting.tx.init, advance, to_shards(plan))
         self._options = options(
             plan.mesh,

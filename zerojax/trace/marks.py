@@ -31,6 +31,8 @@ SEED = "zerojax loss scale"
 """The factor on the loss before the backward pass: 1, to be replaced by the loss scale."""
 LOSS = "zerojax loss"
 """The loss that is multiplied by the factor."""
+SHARD = "zerojax shard"
+"""An array of the state of which each device needs only its shard."""
 CHANGE = "zerojax change"
 """The optimizer's output where the updated parameter already exists."""
 

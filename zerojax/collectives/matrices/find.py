@@ -68,10 +68,7 @@ def find(jaxpr: Jaxpr, specs: Mapping[Atom, Spec]) -> list[MatrixFunction]:
       jaxpr: The update.
       specs: The specs of values, by variable, from :func:`known_specs`.
     """
-    # Shared by all parameters: numbers and coefficients.
-    of_parameters = [v.aval.ndim > 1 or any(specs[v]) for v in jaxpr.invars]
-    found = EQUATION_DEPENDS.forward(jaxpr, of_parameters).of
-    depends = {v for v, is_dependent in found.items() if is_dependent}
+    depends = _dependent(jaxpr, _of_parameters(jaxpr, specs))
     return [
         function
         for products in _connected(jaxpr, depends)
@@ -79,15 +76,50 @@ def find(jaxpr: Jaxpr, specs: Mapping[Atom, Spec]) -> list[MatrixFunction]:
     ]
 
 
-def known_specs(jaxpr: Jaxpr, given: Sequence[Spec], mesh: Mesh) -> dict[Atom, Spec]:
+def _dependent(jaxpr: Jaxpr, of_parameters: Sequence[bool]) -> set[Atom]:
+    """Returns the values that depend on the selected arguments."""
+    found = EQUATION_DEPENDS.forward(jaxpr, of_parameters).of
+    return {v for v, is_dependent in found.items() if is_dependent}
+
+
+def _of_parameters(jaxpr: Jaxpr, specs: Mapping[Atom, Spec]) -> list[bool]:
+    """Returns, for each argument, whether it belongs to one parameter.
+
+    The others are shared by all parameters: numbers and coefficients. Coefficients of several
+    dimensions are not sharded, and the update returns them unchanged, or functions of matrices that
+    are independent of one another read them.
+    """
+    is_sharded = [any(specs.get(v, ())) for v in jaxpr.invars]
+    sharded = {v.aval.shape for v, s in zip(jaxpr.invars, is_sharded, strict=True) if s}
+    may_belong = [s or v.aval.ndim > 1 for s, v in zip(is_sharded, jaxpr.invars, strict=True)]
+    uncertain = [
+        v
+        for v, may in zip(jaxpr.invars, may_belong, strict=True)
+        if may and v.aval.shape not in sharded
+    ]
+    if not uncertain:
+        return may_belong
+    graph, connected = graph_of(jaxpr), [*_connected(jaxpr, _dependent(jaxpr, may_belong))]
+
+    def is_shared(v: Atom) -> bool:
+        reached = _dependent(jaxpr, [v is other for other in jaxpr.invars])
+        readers = sum(not reached.isdisjoint(_read(group, reached)) for group in connected)
+        return bool(graph.returned(v)) or readers > 1
+
+    shared = {v for v in uncertain if is_shared(v)}
+    return [may and v not in shared for may, v in zip(may_belong, jaxpr.invars, strict=True)]
+
+
+def known_specs(jaxpr: Jaxpr, given: Sequence[Spec | None], mesh: Mesh) -> dict[Atom, Spec]:
     """Returns the specs of the values that are computed element by element from arguments.
 
     Args:
       jaxpr: An open jaxpr without calls.
-      given: The specs of its arguments.
+      given: The specs of its arguments; None for an unknown spec.
       mesh: The devices.
     """
-    specs = dict(zip(jaxpr.invars, given, strict=True))
+    pairs = zip(jaxpr.invars, given, strict=True)
+    specs = {v: spec for v, spec in pairs if spec is not None}
     for eqn in jaxpr.eqns:
         known = [(v.aval.shape, specs[v]) for v in jaxprs.variables(eqn.invars) if v in specs]
         spec: Spec | None = None

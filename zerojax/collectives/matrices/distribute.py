@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -81,11 +81,10 @@ class MatrixUpdate:
 def _run(jaxpr: Jaxpr, members: Sequence[Member], env: dict[Atom, Any], ledger: Ledger) -> None:
     """Runs the needed equations in their order, the functions once all their operands exist, equal
     ones together, and equations that need a function's results after the function."""
-    member_of = {v: m for m in members for v in m.function.results}
-    needed = _needed(jaxpr, member_of)
-    computed = needed - member_of.keys()
-    equations = [eqn for eqn in jaxpr.eqns if not computed.isdisjoint(eqn.outvars)]
-    left = [m for m in members if not needed.isdisjoint(m.function.results)]
+    results = {v for m in members for v in m.function.results}
+    targets = [*jaxpr.outvars, *(v for m in members for v in m.operands)]
+    equations, _ = graph_of(jaxpr).backward_slice(targets, results.__contains__)
+    left = [*members]
     while True:
         waiting = []
         for eqn in equations:
@@ -100,19 +99,3 @@ def _run(jaxpr: Jaxpr, members: Sequence[Member], env: dict[Atom, Any], ledger: 
         for group in grouped(ready):
             env.update(group.run(env, ledger))
         equations, left = waiting, [m for m in left if m not in ready]
-
-
-def _needed(jaxpr: Jaxpr, member_of: Mapping[Atom, Member]) -> set[Atom]:
-    """Returns the values that the results of a program need, without those that only a function's
-    results need."""
-    graph, needed, todo = graph_of(jaxpr), set[Atom](), jaxprs.variables(jaxpr.outvars)
-    while todo:
-        v = todo.pop()
-        if v in needed:
-            continue
-        needed.add(v)
-        if v in member_of:
-            todo += member_of[v].operands
-        elif (eqn := graph.producer(v)) is not None:
-            todo += jaxprs.variables(eqn.invars)
-    return needed

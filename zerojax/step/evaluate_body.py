@@ -152,7 +152,10 @@ def _trace(
 
     if explicit is None:
         closed, shapes = hijax.trace(step, start, batch)
-        return with_gradient_norm(without_ravels(closed), shapes), shapes
+        summed = without_ravels(closed)
+        if setting.config.compute_grad_norm:
+            summed = with_gradient_norm(summed, shapes)
+        return summed, shapes
     closed, shapes = explicit.trace(step, start, batch, setting.plan)
     return without_ravels(closed), shapes
 

@@ -21,6 +21,7 @@ from jax.extend import core
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.reach import EQUATION_DEPENDS
+from zerojax.trace.ravelled import without_ravels
 from zerojax.xla import hijax, jaxprs
 from zerojax.xla.types import Atom, Equation, Shaped
 
@@ -86,7 +87,8 @@ class SeparatedUpdate:
         own: Sequence[bool],
     ) -> None:
         traced, _ = hijax.trace(lambda *a: list(update(*a)), *arguments)
-        self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.without_calls(traced))
+        closed = without_ravels(jaxprs.without_calls(traced))
+        self._jaxpr, self._consts = jaxprs.open_jaxpr(closed)
         self._graph = graph_of(self._jaxpr)
         self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}
         found = EQUATION_DEPENDS.forward(self._jaxpr, [*own]).of

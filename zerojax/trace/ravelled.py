@@ -16,6 +16,7 @@ from jax.extend.core import primitives as prims
 from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import ELEMENTWISE, REDUCTIONS
 from zerojax.xla import jaxprs
+from zerojax.xla.rewriter import Rewriter
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
 _REDUCTIONS = REDUCTIONS - {"argmax", "argmin"}  # these return a position in the vector
@@ -31,24 +32,14 @@ def without_ravels(closed: AnyJaxpr) -> AnyJaxpr:
     Args:
       closed: The program's jaxpr and its constants.
     """
-    return _Programs()(closed)
+    rewritten: AnyJaxpr = _Programs()(closed)
+    return rewritten
 
 
-class _Programs:
-    """Rewrites jaxprs. A jaxpr that several equations share stays shared."""
+class _Programs(Rewriter):
+    """Rewrites the programs of calls, loops and branches."""
 
-    def __init__(self) -> None:
-        # By identity; holds both, as ids are reused.
-        self._known: dict[int, tuple[AnyJaxpr, AnyJaxpr]] = {}
-
-    def __call__(self, jaxpr: AnyJaxpr) -> AnyJaxpr:
-        if id(jaxpr) not in self._known:
-            body, _ = jaxprs.open_jaxpr(jaxpr)
-            new = self._body(body)
-            self._known[id(jaxpr)] = jaxpr, jaxpr if new is body else jaxprs.with_body(jaxpr, new)
-        return self._known[id(jaxpr)][1]
-
-    def _body(self, jaxpr: Jaxpr) -> Jaxpr:
+    def body(self, jaxpr: Jaxpr) -> Jaxpr:
         graph = graph_of(jaxpr)
         equations = [new for eqn in jaxpr.eqns for new in self._rewritten(eqn, graph)]
         if all(a is b for a, b in zip(equations, jaxpr.eqns, strict=False)):
@@ -70,22 +61,11 @@ class _Programs:
         sums over them."""
         ravels = {i: r for i, v in enumerate(eqn.invars) if (r := _ravel(v, graph)) is not None}
         if ravels and _is_plain_call(eqn):
-            call = self._entered(_ravelling(eqn, ravels))
+            call = self.inside(_ravelling(eqn, ravels), jaxprs.programs(eqn))
             (body,) = jaxprs.bodies(call)
             if not any(map(_is_ravel, body.eqns)):
                 return call
-        return self._entered(eqn)
-
-    def _entered(self, eqn: Equation) -> Equation:
-        """Rewrites the programs of a call, a loop or a cond."""
-        params = {}
-        for name in jaxprs.programs(eqn):
-            old = jaxprs.param(eqn, name)
-            olds = old if isinstance(old, tuple) else (old,)
-            news = tuple(map(self, olds))
-            if any(new is not each for new, each in zip(news, olds, strict=True)):
-                params[name] = news if isinstance(old, tuple) else news[0]
-        return eqn.replace(params=eqn.params | params) if params else eqn
+        return self.inside(eqn, jaxprs.programs(eqn))
 
 
 def _is_plain_call(eqn: Equation) -> bool:

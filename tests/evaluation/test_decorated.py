@@ -19,6 +19,7 @@ from flax.training.train_state import TrainState
 from swept import swept
 
 import zerojax
+from zerojax.hlo.traffic import collectives
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -171,6 +172,19 @@ def test_batch_is_cast_where_the_config_says_so() -> None:
     got = dtypes(state, batch_of(8))
     assert got["x"].dtype == jnp.float16
     assert got["label"].dtype == jnp.int32
+
+
+def test_a_norm_of_the_parameters_is_computed_on_shards() -> None:
+    zero = zero_for(3)
+    state = zero.init(create, jax.random.key(0))
+
+    @zero.evaluate
+    def norms(state: TrainState, batch: Any) -> Any:
+        params = jax.tree.leaves(state.params)
+        return sum(jnp.vdot(x, x) + jnp.linalg.norm(x.ravel()) for x in params) + batch["x"].sum()
+
+    ((_, lowered, _),) = norms.programs(state, batch_of(8))
+    assert {each.kind for each in collectives(lowered.compile().as_text())} == {"all-reduce"}
 
 
 @pytest.mark.slow

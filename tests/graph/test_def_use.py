@@ -39,6 +39,18 @@ def test_producers_and_users() -> None:
     assert [e.primitive.name for e in graph.named("add", "sin")] == ["add", "sin", "sin"]
 
 
+def test_backward_slice() -> None:
+    jaxpr = opened(lambda x, y: (jnp.cos(jnp.sin(x) * y) + 1.0, jnp.tan(y)), X, X)
+    graph, (x, y) = graph_of(jaxpr), jaxpr.invars
+    equations, ends = graph.backward_slice([jaxpr.outvars[0], x])
+    assert [e.primitive.name for e in equations] == ["sin", "mul", "cos", "add"]
+    assert {*ends} == {x, y}
+    (product,) = graph.named("mul")
+    equations, ends = graph.backward_slice(jaxpr.outvars, product.outvars.__contains__)
+    assert [e.primitive.name for e in equations] == ["cos", "add", "tan"]
+    assert {*ends} == {*product.outvars, y}
+
+
 def test_zeros() -> None:
     jaxpr = opened(lambda x: (jnp.zeros(3) + x, jnp.ones(3) + x, x + 0, jnp.arange(3)), jnp.ones(3))
     graph = graph_of(jaxpr)

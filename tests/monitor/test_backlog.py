@@ -2,11 +2,13 @@
 
 import gc
 import logging
+import math
 
 import jax.numpy as jnp
 import pytest
 
 from zerojax.monitor.backlog import Backlog, Figures
+from zerojax.optim.wrap import UNKNOWN
 
 
 class Kept:
@@ -135,6 +137,14 @@ def test_a_rate_that_is_not_known_is_left_out(backlog, kept):
     nan = jnp.float32(jnp.nan)
     backlog.push(Figures(8, 1, {"Train/Samples/lr": nan, "Train/Samples/train_loss": nan}))
     assert [tag for tag, *_ in kept.events] == ["Train/Samples/train_loss"]
+
+
+def test_a_norm_that_was_not_computed_is_left_out(backlog, kept):
+    for norm in (UNKNOWN, jnp.nan):
+        backlog.push(Figures(8, 1, {"Train/Samples/grad_norm": jnp.float32(norm)}))
+    assert [(tag, math.isnan(value)) for tag, value, _ in kept.events] == [
+        ("Train/Samples/grad_norm", True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_])

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from zerojax.hlo.traffic import collectives
 from zerojax.offload.separate import Cluster, SeparatedUpdate
 from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.wrap import wrap
@@ -132,6 +133,22 @@ def test_the_parts_make_what_the_whole_makes(name: str) -> None:
             if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
                 a, b = jax.random.key_data(a), jax.random.key_data(b)
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7, err_msg=str(i))
+
+
+def test_a_cluster_multiplies_its_shards() -> None:
+    def update(grad: Any, param: Any) -> Any:
+        return [param - grad * jnp.vdot(param, grad) / jnp.linalg.norm(param.ravel())]
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    shards = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    array = jax.ShapeDtypeStruct((3, 16), jnp.float32, sharding=shards)
+    separated = SeparatedUpdate(update, [array, array], [False, True])
+
+    def run(*values: Any) -> Any:
+        return separated.run((0,), (0, 1), values, ())
+
+    text = jax.jit(run, out_shardings=[shards]).lower(array, array).compile().as_text()
+    assert {each.kind for each in collectives(text)} == {"all-reduce"}
 
 
 def test_a_cluster_is_a_parameter_with_its_gradient_and_moments() -> None:

@@ -79,12 +79,25 @@ def of_adamw() -> dict[str, int]:
     return moved(optax.adamw(1e-3))
 
 
+def scaled_by_trust_ratio() -> Any:
+    """Adam's updates, scaled by norms that are computed from vectors."""
+
+    def norm(x: jax.Array) -> Any:
+        return jnp.linalg.norm(x.ravel())
+
+    def update(updates: Any, params: Any) -> Any:
+        return jax.tree.map(lambda u, p: u * norm(p) / (1 + norm(u)), updates, params)
+
+    return optax.chain(optax.scale_by_adam(), optax.stateless(update), optax.scale(-1e-3))
+
+
 WITH_DOT_PRODUCTS: dict[str, Callable[[], Any]] = {
     "prodigy": optax.contrib.prodigy,
     "dadapt_adamw": optax.contrib.dadapt_adamw,
     "momo": optax.contrib.momo,
     "momo_adam": optax.contrib.momo_adam,
     "mechanize": lambda: optax.contrib.mechanize(optax.adamw(1e-3)),
+    "trust_ratio": scaled_by_trust_ratio,
     "lbfgs": lambda: optax.chain(optax.scale_by_lbfgs(), optax.scale(-1e-3)),
 }
 

@@ -50,6 +50,17 @@ def used_twice(a: Any, b: Any) -> Any:
     return jnp.vdot(vector, b) + vector[3]
 
 
+def in_nested_calls(a: Any, b: Any) -> Any:
+    """Vectors are operands of a call and of a call inside it."""
+    return jax.jit(lambda x, y: jnp.linalg.norm(x) + jax.jit(jnp.dot)(x, y))(a.ravel(), b.ravel())
+
+
+def computed_twice(a: Any, b: Any) -> Any:
+    """A computed vector is needed for a dot product and by itself."""
+    vector = 2 * a.ravel()
+    return jnp.vdot(vector, b) + vector[3]
+
+
 # A function, and the number of vectors that it keeps.
 REWRITTEN: list[tuple[Function, int]] = [
     (lambda a, b: jnp.vdot(a, b, precision="highest"), 0),
@@ -58,6 +69,14 @@ REWRITTEN: list[tuple[Function, int]] = [
     (lambda a, b: jnp.vdot(a[:2], b[2:]), 0),
     (lambda a, b: jnp.vdot(a.T, b.T), 0),
     (lambda a, b: a.reshape(-1).sum() + b.ravel().min() + CUBE.size, 0),
+    (lambda a, b: jnp.linalg.norm(a.ravel()), 0),
+    (lambda a, b: jnp.linalg.norm(a.ravel(), ord=1) + jnp.linalg.norm(CUBE.ravel()), 0),
+    (lambda a, b: jnp.sum(a.ravel() * b.ravel()), 0),
+    (lambda a, b: jnp.sum((jnp.abs(a.ravel()) * b[0, 0] + b.ravel() / 3) ** 3), 0),
+    (lambda a, b: jnp.sum(lax.select(a.ravel() > 0, b.ravel(), lax.broadcast(b[0, 0], (24,)))), 0),
+    (lambda a, b: jnp.vdot(a.ravel() * 2, b) + jnp.max(jnp.exp(a.ravel())), 0),
+    (in_nested_calls, 0),
+    (computed_twice, 1),
     (in_scan, 0),
     (in_while, 0),
     (in_cond, 0),
@@ -80,7 +99,9 @@ def test_rewritten(function: Function, kept: int) -> None:
         lambda a, b: jnp.vdot(a, b.T),  # other pairs of elements than in their own shapes
         lambda a, b: jnp.vdot(a, jnp.arange(24.0)),
         lambda a, b: jnp.argmax(a.ravel()),
-        lambda a, b: jnp.sum(a.ravel() * b.ravel()),
+        lambda a, b: jnp.sum(a.ravel() * b.T.ravel() + jnp.arange(24.0)),
+        lambda a, b: jnp.sum(jnp.cumsum(a.ravel())),
+        lambda a, b: jax.jit(jnp.sort)(a.ravel()).sum(),
         lambda a, b: jnp.sum(a.reshape(3, 8)) + jnp.sum(a[0]),
         lambda a, b: jnp.outer(a, b),
         lambda a, b: lax.reshape(a, (24,), (1, 0)).sum(),

@@ -48,6 +48,9 @@ class ZeroConfig:
       check_grad_overflow: Whether updates in `bf16` whose gradient is not finite are skipped, as in
         fp16; True by default in a JSON.
       check_finite: Whether updates whose gradient is not finite are skipped at every precision.
+      compute_grad_norm: Whether the gradient's norm is computed in each update, for telemetry and
+        for the warning about numbers that are not finite; False computes it only where clipping or
+        the skipping of updates needs it.
       gradient_clipping: The largest global L2 norm of the averaged gradient; 0 turns clipping off.
       gradient_accumulation_steps: Micro-batches per update.
       train_batch_size: Rows per update, over all devices.
@@ -122,6 +125,7 @@ class ZeroConfig:
     raise_error_at_min_scale: bool = True
     check_grad_overflow: bool = False
     check_finite: bool = False
+    compute_grad_norm: bool = True
     gradient_clipping: float = 0.0
     gradient_accumulation_steps: int | None = None
     train_batch_size: int | None = None

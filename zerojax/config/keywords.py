@@ -27,6 +27,7 @@ class Keywords(TypedDict, total=False):
     min_loss_scale: float
     raise_error_at_min_scale: bool
     check_grad_overflow: bool
+    compute_grad_norm: bool
     gradient_clipping: float
     gradient_accumulation_steps: int | None
     train_batch_size: int | None

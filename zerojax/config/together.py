@@ -178,6 +178,10 @@ def idle(values: Mapping[str, object]) -> dict[str, str]:
         reasons["check_grad_overflow"] = "bf16 is off"
     elif values.get("check_finite"):
         reasons["check_grad_overflow"] = "check_finite skips every update that is not finite anyhow"
+    if values.get("gradient_clipping"):
+        reasons["compute_grad_norm"] = "clipping needs the norm"
+    elif fp16 or values.get("check_finite") or (bf16 and values.get("check_grad_overflow")):
+        reasons["compute_grad_norm"] = "the skipping of updates needs the norm"
     if values.get("stage") != 3:
         reasons["stage3_param_persistence_threshold"] = "only stage 3 replicates small parameters"
     live = ("stage3_max_live_parameters", "stage3_max_reuse_distance")

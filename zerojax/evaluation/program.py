@@ -33,6 +33,7 @@ from zerojax.step.entering import enter
 from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast, constrainer
 from zerojax.trace.explicit import Explicit, make_jaxpr
+from zerojax.trace.ravelled import without_ravels
 from zerojax.train_state.state_parts import OpenedState
 from zerojax.xla import compat, hijax, jaxprs
 from zerojax.xla.compiler import options, streaming
@@ -265,7 +266,7 @@ class EvaluationProgram:
             closed, out = make_jaxpr(body, given, specs, self._plan.lowering_mesh, names)
         rows = [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
         has_rows = [*[False] * len(self._leaves), *rows, *[False] * len(arrays)]
-        return _TracedFunction(closed, has_rows, jax.tree.structure(out))
+        return _TracedFunction(without_ravels(closed), has_rows, jax.tree.structure(out))
 
     def _by_rows(
         self, batch: PyTree, arrays: Sequence[ArrayLike], static: Static, division: Division

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,6 +18,18 @@ class Use(NamedTuple):
 
     equation: Equation
     position: int
+
+
+class Slice(NamedTuple):
+    """The part of a program that computes some of its values.
+
+    Attributes:
+      equations: The equations, in order.
+      ends: The variables from which they compute: known ones, arguments and constants.
+    """
+
+    equations: Sequence[Equation]
+    ends: Sequence[Atom]
 
 
 class Graph:
@@ -92,6 +104,26 @@ class Graph:
     def place(self, equation: Equation) -> int:
         """Returns the position of an equation in the program."""
         return self._places[id(equation)]
+
+    def backward_slice(
+        self, targets: Iterable[Atom], is_known: Callable[[Atom], bool] = lambda v: False
+    ) -> Slice:
+        """Returns the equations that compute ``targets`` from variables that are known."""
+        equations: dict[int, Equation] = {}
+        ends: dict[Atom, None] = {}
+        todo, seen = [*targets], set[Atom]()
+        while todo:
+            v = todo.pop()
+            if isinstance(v, core.Literal) or v in seen:
+                continue
+            seen.add(v)
+            equation = None if is_known(v) else self.producer(v)
+            if equation is None:
+                ends[v] = None
+            else:
+                equations[self.place(equation)] = equation
+                todo += equation.invars
+        return Slice([equations[place] for place in sorted(equations)], [*ends])
 
     def without(self, equations: Sequence[Equation]) -> list[Equation]:
         """Returns all other equations, in order."""

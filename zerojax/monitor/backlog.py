@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.monitor.tags import RATE, Event, Scalar
+from zerojax.monitor.tags import NORM, RATE, Event, Scalar
 from zerojax.monitor.writers import MetricsWriter
 from zerojax.optim.telemetry import is_known
+from zerojax.optim.wrap import UNKNOWN
 
 _LONGEST = 256  # steps
 
@@ -128,7 +129,9 @@ class Backlog:
                 self._warn(tag, RuntimeError("its array was deleted or donated before it was read"))
                 continue
             value = float(x)
-            if tag != RATE or is_known(value):
+            # A norm that is not a number is news; UNKNOWN is the value of one not computed.
+            is_unknown = value == UNKNOWN if tag == NORM else tag == RATE and not is_known(value)
+            if not is_unknown:
                 yield tag, value, self._samples
 
     def _write(self, events: Sequence[Event]) -> None:

@@ -13,6 +13,7 @@ from zerojax.xla.types import PyTree
 PREFIX = "Train/Samples/"
 LOSS = PREFIX + "train_loss"
 RATE = PREFIX + "lr"
+NORM = PREFIX + "grad_norm"
 
 Event = tuple[str, float, int]
 """A tag, its value, and the number of global samples seen."""
@@ -56,7 +57,7 @@ def figures(report: Mapping[str, Scalar], out: PyTree, *, fp16: bool) -> dict[st
     by_tag[RATE] = report["learning_rate"]
     if fp16:
         by_tag[PREFIX + "loss_scale"] = report["loss_scale"]
-    by_tag[PREFIX + "grad_norm"] = report["grad_norm"]
+    by_tag[NORM] = report["grad_norm"]
     for name, value in named.items():
         tag = PREFIX + name
         by_tag[f"{PREFIX}metrics/{name}" if tag in by_tag else tag] = value

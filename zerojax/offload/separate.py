@@ -21,6 +21,7 @@ from jax.extend import core
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.reach import EQUATION_DEPENDS
+from zerojax.trace.ravelled import without_ravels
 from zerojax.xla import hijax, jaxprs
 from zerojax.xla.types import Atom, Equation, Shaped
 
@@ -86,7 +87,8 @@ class SeparatedUpdate:
         own: Sequence[bool],
     ) -> None:
         traced, _ = hijax.trace(lambda *a: list(update(*a)), *arguments)
-        self._jaxpr, self._consts = jaxprs.open_jaxpr(jaxprs.without_calls(traced))
+        closed = without_ravels(jaxprs.without_calls(traced))
+        self._jaxpr, self._consts = jaxprs.open_jaxpr(closed)
         self._graph = graph_of(self._jaxpr)
         self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}
         found = EQUATION_DEPENDS.forward(self._jaxpr, [*own]).of
@@ -107,10 +109,8 @@ class SeparatedUpdate:
         self.shared: tuple[int, ...] = tuple(i for i in range(len(outvars)) if i not in leaves)
         self.scalars: tuple[Atom, ...] = tuple(needed)
         self.clusters: tuple[Cluster, ...] = tuple(map(self._cluster, groups))
-        _, ends = self._backward_slice(
-            [*needed, *(outvars[i] for i in self.shared)], lambda _: False
-        )
-        self.read_by_prelude: set[int] = {self._at[v] for v in ends if v in self._at}
+        read = self._graph.backward_slice([*needed, *(outvars[i] for i in self.shared)]).ends
+        self.read_by_prelude: set[int] = {self._at[v] for v in read if v in self._at}
 
     def _of_leaf(self, v: Atom) -> bool:
         return not isinstance(v, core.Literal) and (v in self._heavy or v.aval.ndim > 0)
@@ -121,30 +121,10 @@ class SeparatedUpdate:
 
     def _connected(self, i: int) -> _Connected:
         """Returns the arguments, equations and scalars from which a result is computed."""
-        eqns, ends = self._backward_slice([self._jaxpr.outvars[i]], self._is_scalar)
+        eqns, ends = self._graph.backward_slice([self._jaxpr.outvars[i]], self._is_scalar)
         scalars = {x: None for x in ends if self._is_scalar(x)}
         inputs = {self._at[x] for x in ends if x in self._at and x not in scalars}
-        return _Connected(inputs, {i}, eqns, scalars)
-
-    def _backward_slice(
-        self, targets: Sequence[Atom], known: Callable[[Atom], bool]
-    ) -> tuple[list[Equation], list[Atom]]:
-        """Returns the equations that compute targets from known variables, and their inputs."""
-        eqns: dict[int, Equation] = {}
-        ends: dict[Atom, None] = {}
-        todo, seen = list(targets), set()
-        while todo:
-            x = todo.pop()
-            if isinstance(x, core.Literal) or x in seen:
-                continue
-            seen.add(x)
-            producer = self._graph.producer(x)
-            if known(x) or producer is None:
-                ends[x] = None
-            else:
-                eqns[id(producer)] = producer
-                todo.extend(producer.invars)
-        return [*eqns.values()], [*ends]
+        return _Connected(inputs, {i}, [*eqns], scalars)
 
     def _cluster(self, connected: _Connected) -> Cluster:
         """Converts connected arguments and results to a cluster."""
@@ -202,8 +182,7 @@ class SeparatedUpdate:
         """Computes ``targets`` from the values in ``env``: of complete arrays, or, if ``shape`` is
         given, of rows of this shape."""
         env = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
-        needed, _ = self._backward_slice(targets, env.__contains__)
-        for eqn in sorted(needed, key=self._graph.place):
+        for eqn in self._graph.backward_slice(targets, env.__contains__).equations:
             values = [jaxprs.read(v, env) for v in eqn.invars]
             if shape is not None and eqn.primitive.name == "broadcast_in_dim":
                 outs = [jnp.broadcast_to(jnp.asarray(values[0], eqn.outvars[0].aval.dtype), shape)]

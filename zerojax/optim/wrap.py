@@ -82,6 +82,7 @@ def wrap(
     loss_scale: LossScale | None = None,
     skip_nonfinite: bool = False,
     learning_rate: float | optax.Schedule | None = None,
+    compute_grad_norm: bool = True,
 ) -> ZeroTransformation:
     r"""Adds a loss scale, the skipping of overflowed steps, clipping and telemetry to an optimizer.
 
@@ -110,6 +111,8 @@ def wrap(
         too.
       learning_rate: The rate of ``tx``, for telemetry; None reads the rate from the state of
         ``optax.inject_hyperparams``, if any.
+      compute_grad_norm: Whether the norm is computed for telemetry where neither clipping nor
+        skipping needs it; the norm is unknown otherwise.
 
     Raises:
       ConfigError, TypeError: An argument is invalid.
@@ -147,6 +150,7 @@ def wrap(
         return wrapped
     inner_tx = optax.with_extra_args_support(tx)
     may_skip = skip_nonfinite or loss_scale is not None
+    needs_norm = compute_grad_norm or may_skip or gradient_clipping > 0
 
     def init(params: optax.Params) -> ZeroOptState:
         return adopt(inner_tx.init(jax.tree.map(full_precision, params)), loss_scale=loss_scale)
@@ -175,7 +179,9 @@ def wrap(
         inner_update = TracedUpdate(update_inner, grads, *given)
         used = inner_update.uses
         # Gradients that have been offloaded come with their square sums.
-        if square_sums is None:
+        if not needs_norm:
+            norm = jnp.full((), UNKNOWN, jnp.float32)
+        elif square_sums is None:
             norm = global_norm([*compress(jax.tree.leaves(grads), used)])
         else:
             norm = norm_of([*compress(square_sums, used)])
@@ -223,7 +229,9 @@ def wrap(
         params: optax.Params,
         shardings: PyTree,
     ) -> tuple[optax.Params, ZeroOptState]:
-        norm = global_norm(jax.tree.map(lambda g: unscaled(g, state.loss_scale), grads))
+        norm = jnp.full((), UNKNOWN, jnp.float32)
+        if needs_norm:
+            norm = global_norm(jax.tree.map(lambda g: unscaled(g, state.loss_scale), grads))
         scale = clip_factor(norm) if gradient_clipping else jnp.ones(())
         scale = scale if state.loss_scale is None else scale / state.loss_scale.scale
         run = jnp.isfinite(norm) if may_skip else True
@@ -257,6 +265,7 @@ def features(config: ZeroConfig) -> dict[str, Any]:
         "gradient_clipping": config.gradient_clipping,
         "loss_scale": LossScale.of(config) if config.fp16 else None,
         "skip_nonfinite": config.skips_overflow,
+        "compute_grad_norm": config.compute_grad_norm,
     }
 
 

@@ -154,7 +154,9 @@ def _trace(
     closed: AnyJaxpr
     if explicit is None:
         closed, shapes = hijax.trace(step, start, batch)
-        closed = with_gradient_norm(without_ravels(closed), shapes)
+        closed = without_ravels(closed)
+        if setting.config.compute_grad_norm:
+            closed = with_gradient_norm(closed, shapes)
     else:
         closed, shapes = explicit.trace(step, start, batch, setting.plan)
         closed = without_ravels(closed)

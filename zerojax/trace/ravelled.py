@@ -1,89 +1,152 @@
 """Sums over all elements of an array, in the array's own shape.
 
-``jnp.vdot`` reshapes its operands to vectors, and so do the dot products of optax. Each device can
-multiply and add up its shards in any shape, but XLA gathers an array to reshape it to a vector,
-unless the first dimension is the sharded one.
+``jnp.vdot`` reshapes its operands to vectors, and so do the dot products of optax and the norm of a
+``ravel()``. Each device can multiply and add up its shards in any shape, but XLA gathers an array
+to reshape it to a vector, unless the first dimension is the sharded one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.graph.def_use import Graph, graph_of
-from zerojax.graph.primitives import REDUCTIONS
+from zerojax.graph.primitives import ELEMENTWISE, REDUCTIONS
 from zerojax.xla import jaxprs
+from zerojax.xla.rewriter import Rewriter
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
 _REDUCTIONS = REDUCTIONS - {"argmax", "argmin"}  # these return a position in the vector
 
 
 def without_ravels(closed: AnyJaxpr) -> AnyJaxpr:
-    """Returns a traced program in which dot products and reductions of reshaped arrays are those of
-    the arrays themselves. Each sum keeps its terms, so only their order may change.
+    """Returns a traced program in which dot products and reductions of reshaped arrays, and of
+    values computed from these element by element, are those of the arrays themselves. Each sum
+    keeps its terms, so only their order may change.
 
     Calls, loops and branches are entered. A program without such sums is returned unchanged.
 
     Args:
       closed: The program's jaxpr and its constants.
     """
-    return _Programs()(closed)
+    rewritten: AnyJaxpr = _Programs()(closed)
+    return rewritten
 
 
-class _Programs:
-    """Rewrites jaxprs. A jaxpr that several equations share stays shared."""
+class _Programs(Rewriter):
+    """Rewrites the programs of calls, loops and branches."""
 
-    def __init__(self) -> None:
-        # By identity; holds both, as ids are reused.
-        self._known: dict[int, tuple[AnyJaxpr, AnyJaxpr]] = {}
-
-    def __call__(self, jaxpr: AnyJaxpr) -> AnyJaxpr:
-        if id(jaxpr) not in self._known:
-            body, _ = jaxprs.open_jaxpr(jaxpr)
-            new = self._body(body)
-            self._known[id(jaxpr)] = jaxpr, jaxpr if new is body else jaxprs.with_body(jaxpr, new)
-        return self._known[id(jaxpr)][1]
-
-    def _body(self, jaxpr: Jaxpr) -> Jaxpr:
+    def body(self, jaxpr: Jaxpr) -> Jaxpr:
         graph = graph_of(jaxpr)
-        equations = [_summed_in_shape(eqn, graph) or self._entered(eqn) for eqn in jaxpr.eqns]
-        if all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True)):
+        equations = [new for eqn in jaxpr.eqns for new in self._rewritten(eqn, graph)]
+        if all(a is b for a, b in zip(equations, jaxpr.eqns, strict=False)):
             return jaxpr
-        used = {v for eqn in equations for v in jaxprs.variables(eqn.invars)}
-        used.update(jaxprs.variables(jaxpr.outvars))
-        kept = [eqn for eqn in equations if not _is_ravel(eqn) or eqn.outvars[0] in used]
-        return jaxpr.replace(eqns=kept)
+        used, kept = {*jaxprs.variables(jaxpr.outvars)}, []
+        for eqn in reversed(equations):
+            was_used = any(graph.times_used(v) for v in eqn.outvars)
+            is_vector = was_used and (_is_ravel(eqn) or _is_by_element(eqn))
+            if not is_vector or not used.isdisjoint(eqn.outvars):
+                kept.append(eqn)
+                used.update(jaxprs.variables(eqn.invars))
+        return jaxpr.replace(eqns=kept[::-1])
 
-    def _entered(self, eqn: Equation) -> Equation:
-        """Rewrites the programs of a call, a loop or a cond."""
-        params = {}
-        for name in jaxprs.programs(eqn):
-            old = jaxprs.param(eqn, name)
-            olds = old if isinstance(old, tuple) else (old,)
-            news = tuple(map(self, olds))
-            if any(new is not each for new, each in zip(news, olds, strict=True)):
-                params[name] = news if isinstance(old, tuple) else news[0]
-        return eqn.replace(params=eqn.params | params) if params else eqn
+    def _rewritten(self, eqn: Equation, graph: Graph) -> Sequence[Equation]:
+        return _summed_in_shape(eqn, graph) or [self._without_vectors(eqn, graph)]
+
+    def _without_vectors(self, eqn: Equation, graph: Graph) -> Equation:
+        """Rewrites the programs of an equation; a call takes arrays in their own shape if it only
+        sums over them."""
+        ravels = {i: r for i, v in enumerate(eqn.invars) if (r := _ravel(v, graph)) is not None}
+        if ravels and _is_plain_call(eqn):
+            call = self.inside(_ravelling(eqn, ravels), jaxprs.programs(eqn))
+            (body,) = jaxprs.bodies(call)
+            if not any(map(_is_ravel, body.eqns)):
+                return call
+        return self.inside(eqn, jaxprs.programs(eqn))
 
 
-def _summed_in_shape(eqn: Equation, graph: Graph) -> Equation | None:
-    """Returns a dot product of two reshaped arrays of one shape, or the reduction of a reshaped
-    array, as that of the arrays themselves; None for other equations."""
-    if eqn.primitive is not prims.dot_general_p and eqn.primitive.name not in _REDUCTIONS:
-        return None
-    arrays = [x for x in (_before_ravel(v, graph) for v in eqn.invars) if x is not None]
-    is_same_shape = len({x.aval.shape for x in arrays}) == 1
-    if len(arrays) < len(eqn.invars) or not is_same_shape or eqn.outvars[0].aval.shape:
-        return None
-    every = tuple(range(arrays[0].aval.ndim))
+def _is_plain_call(eqn: Equation) -> bool:
+    """Returns whether an equation is a call that states no shardings of its operands."""
+    if eqn.primitive is not prims.jit_p:
+        return eqn.primitive is prims.closed_call_p
+    shardings = jaxprs.param(eqn, "in_shardings")
+    return not any(isinstance(each, jax.sharding.Sharding) for each in shardings)
+
+
+def _ravelling(eqn: Equation, ravels: Mapping[int, Equation]) -> Equation:
+    """Returns a call that reshapes operands to vectors itself.
+
+    Args:
+      eqn: A call.
+      ravels: By position of an operand, the equation that reshapes an array to this operand.
+    """
+    called = jaxprs.called_jaxpr(eqn)
+    body, _ = jaxprs.open_jaxpr(called)
+    arguments = {i: jaxprs.new_variable(ravel.invars[0].aval) for i, ravel in ravels.items()}
+    inside = [
+        ravel.replace(invars=[arguments[i]], outvars=[body.invars[i]])
+        for i, ravel in ravels.items()
+    ]
+    new = body.replace(
+        invars=[arguments.get(i, v) for i, v in enumerate(body.invars)],
+        eqns=[*inside, *body.eqns],
+    )
+    return eqn.replace(
+        invars=[ravels[i].invars[0] if i in ravels else v for i, v in enumerate(eqn.invars)],
+        params=eqn.params | {jaxprs.CALLS[eqn.primitive]: jaxprs.with_body(called, new)},
+    )
+
+
+def _summed_in_shape(eqn: Equation, graph: Graph) -> Sequence[Equation]:
+    """Returns a dot product or a reduction of values that are computed element by element from
+    reshaped arrays of one shape as equations of the arrays themselves; none for other equations."""
     is_product = eqn.primitive is prims.dot_general_p
+    is_sum = is_product or eqn.primitive.name in _REDUCTIONS
+    if not is_sum or eqn.outvars[0].aval.shape or any(v.aval.ndim != 1 for v in eqn.invars):
+        return []
+
+    def is_given(v: Atom) -> bool:
+        producer = graph.producer(v)
+        return not v.aval.shape or producer is None or not _is_by_element(producer)
+
+    equations, ends = graph.backward_slice(eqn.invars, is_given)
+    arrays = {v: r.invars[0] for v in ends if (r := _ravel(v, graph)) is not None}
+    shapes = {x.aval.shape for x in arrays.values()}
+    is_known = all(not v.aval.shape or v in arrays for v in ends)
+    if len(shapes) != 1 or not is_known:
+        return []
+    (shape,) = shapes
+    every = tuple(range(len(shape)))
     sums = {"dimension_numbers": ((every, every), ((), ()))} if is_product else {"axes": every}
-    return eqn.replace(invars=arrays, params=eqn.params | sums)
+    own: dict[Atom, Atom] = dict(arrays)
+    new = []
+    for each in equations:
+        (v,) = each.outvars
+        operands = [x if isinstance(x, core.Literal) else own.get(x, x) for x in each.invars]
+        own[v] = jaxprs.new_variable(v.aval, shape)
+        params = each.params | ({"shape": shape} if _spreads_scalar(each) else {})
+        new.append(each.replace(invars=operands, outvars=[own[v]], params=params))
+    return [*new, eqn.replace(invars=[own[v] for v in eqn.invars], params=eqn.params | sums)]
 
 
-def _before_ravel(v: Atom, graph: Graph) -> Atom | None:
-    """Returns the array that is reshaped to a vector ``v``; None for other values."""
+def _is_by_element(eqn: Equation) -> bool:
+    """Returns whether an equation computes each element from the same elements of its operands,
+    without a sharding of its result."""
+    is_known = eqn.primitive.name in ELEMENTWISE or _spreads_scalar(eqn)
+    return is_known and jaxprs.param(eqn, "sharding", None) is None
+
+
+def _spreads_scalar(eqn: Equation) -> bool:
+    return eqn.primitive is prims.broadcast_in_dim_p and not eqn.invars[0].aval.shape
+
+
+def _ravel(v: Atom, graph: Graph) -> Equation | None:
+    """Returns the equation that reshapes an array to a vector ``v``; None for other values."""
     eqn = graph.producer(v)
-    return eqn.invars[0] if eqn is not None and _is_ravel(eqn) else None
+    return eqn if eqn is not None and _is_ravel(eqn) else None
 
 
 def _is_ravel(eqn: Equation) -> bool:

@@ -5,6 +5,7 @@ this room knows stages or plans. In reading order:
 
 - ``types``: the types of pytrees, equations and jaxprs in annotations.
 - ``jaxprs``: contents of equations and jaxprs; :func:`zerojax.xla.jaxprs.evaluate` runs one.
+- ``rewriter``: :class:`zerojax.xla.rewriter.Rewriter`, rewrites jaxprs and those inside them.
 - ``hijax``: :func:`zerojax.xla.hijax.trace`, the traced function in terms that all rules know.
 - ``unused``: arguments and equations that no result needs.
 - ``compat``: differences between versions of jax, and private names of JAX and Python.

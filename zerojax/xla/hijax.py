@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives as prims
 
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Equation, PyTree
+from zerojax.xla.rewriter import Rewriter
+from zerojax.xla.types import Equation, Jaxpr, PyTree
 
 
 def trace(function: Callable[..., object], *args: object) -> tuple[core.ClosedJaxpr, PyTree]:
@@ -34,22 +35,15 @@ def trace(function: Callable[..., object], *args: object) -> tuple[core.ClosedJa
     return _Opener()(closed), shapes
 
 
-class _Opener:
-    """Replaces hijax in jaxprs. A jaxpr that several equations share stays shared."""
+class _Opener(Rewriter):
+    """Replaces hijax in jaxprs."""
 
-    def __init__(self) -> None:
-        # By identity; holds both, as ids are reused.
-        self._opened: dict[int, tuple[AnyJaxpr, Any]] = {}
-
-    def __call__(self, jaxpr: Any) -> Any:
-        """Returns the jaxpr, open or closed, without hijax; the jaxpr itself if it has none."""
+    def body(self, jaxpr: Any) -> Jaxpr:
+        """Returns an open jaxpr without hijax; the jaxpr itself if it has none."""
         if not jaxpr.is_high:
-            return jaxpr
-        if id(jaxpr) not in self._opened:
-            body, _ = jaxprs.open_jaxpr(jaxpr)
-            body = body.replace(eqns=list(map(self._equation, body.eqns)), is_high=False)
-            self._opened[id(jaxpr)] = jaxpr, jaxprs.with_body(jaxpr, body)
-        return self._opened[id(jaxpr)][1]
+            return cast(Jaxpr, jaxpr)
+        opened = jaxpr.replace(eqns=list(map(self._equation, jaxpr.eqns)), is_high=False)
+        return cast(Jaxpr, opened)
 
     def _equation(self, eqn: Equation) -> Equation:
         operands = [v.aval for v in eqn.invars]
@@ -57,16 +51,11 @@ class _Opener:
             return eqn
         _check_arrays(eqn)
         if next(jaxprs.inner(eqn), None) is not None:
-            return eqn.replace(params={name: self._param(x) for name, x in eqn.params.items()})
+            return self.inside(eqn, eqn.params)
         run = functools.partial(eqn.primitive.to_lojax, **eqn.params)
         with jaxprs.traced_where(eqn):
             body = self(jax.make_jaxpr(run)(*operands))
         return eqn.replace(primitive=prims.closed_call_p, params={"call_jaxpr": body})
-
-    def _param(self, value: object) -> object:
-        if isinstance(value, tuple) and any(map(jaxprs.is_jaxpr, value)):
-            return tuple(map(self._param, value))
-        return self(value) if jaxprs.is_jaxpr(value) else value
 
 
 def _check_arrays(eqn: Any) -> None:

@@ -302,6 +302,11 @@ def like(aval: Shaped, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStru
     return jax.ShapeDtypeStruct(aval.shape if shape is None else shape, aval.dtype, weak_type=weak)
 
 
+def new_variable(aval: Shaped, shape: Sequence[int] | None = None) -> Atom:
+    """Returns a variable of no jaxpr yet; with another shape than ``aval``, if given."""
+    return open_jaxpr(jax.make_jaxpr(lambda x: x)(like(aval, shape)))[0].invars[0]
+
+
 def without_calls(
     closed: AnyJaxpr, opens: Callable[[Equation], bool] = lambda eqn: True
 ) -> core.ClosedJaxpr:

@@ -129,11 +129,10 @@ class MatrixUpdate:
     ) -> None:
         """Runs the needed equations in their order, the functions once all their operands exist,
         equal ones together, and equations that need a function's results after the function."""
-        member_of = {v: m for m in members for v in m.function.results}
-        needed = _needed(jaxpr, member_of)
-        computed = needed - member_of.keys()
-        equations = [eqn for eqn in jaxpr.eqns if not computed.isdisjoint(eqn.outvars)]
-        left = [m for m in members if not needed.isdisjoint(m.function.results)]
+        results = {v for m in members for v in m.function.results}
+        targets = [*jaxpr.outvars, *(v for m in members for v in m.operands)]
+        equations, _ = graph_of(jaxpr).backward_slice(targets, results.__contains__)
+        left = [*members]
         while True:
             waiting = []
             for eqn in equations:
@@ -174,18 +173,3 @@ def _enters(eqn: Equation) -> bool:
     """Returns whether the branches of an equation may have functions of matrices."""
     return eqn.primitive is prims.cond_p and contains(eqn, computes_with_matrices)
 
-
-def _needed(jaxpr: Jaxpr, member_of: Mapping[Atom, Member]) -> set[Atom]:
-    """Returns the values that the results of a program need, without those that only a function's
-    results need."""
-    graph, needed, todo = graph_of(jaxpr), set[Atom](), jaxprs.variables(jaxpr.outvars)
-    while todo:
-        v = todo.pop()
-        if v in needed:
-            continue
-        needed.add(v)
-        if v in member_of:
-            todo += member_of[v].operands
-        elif (eqn := graph.producer(v)) is not None:
-            todo += jaxprs.variables(eqn.invars)
-    return needed

@@ -218,6 +218,10 @@ def _function(
     return MatrixFunction(operands, end.results, like, equations, shared)
 
 
+def _variables(equations: Sequence[Equation]) -> list[Atom]:
+    return [v for eqn in equations for v in jaxprs.variables(eqn.invars)]
+
+
 def _bytes(values: Sequence[Atom]) -> int:
     return sum(v.aval.size * v.aval.dtype.itemsize for v in values)
 
@@ -248,16 +252,8 @@ def _from(
     graph: Graph, operands: Sequence[Atom], core: Sequence[Equation], depends: set[Atom]
 ) -> list[Equation]:
     """Returns the equations with those that lead to them from the operands, in order."""
-    found: dict[int, Equation] = {}
-    todo = [*core]
-    while todo:
-        eqn = todo.pop()
-        if graph.place(eqn) in found:
-            continue
-        found[graph.place(eqn)] = eqn
-        before = [v for v in jaxprs.variables(eqn.invars) if v in depends and v not in operands]
-        todo += [producer for v in before if (producer := graph.producer(v)) is not None]
-    return [found[place] for place in sorted(found)]
+    read = graph.backward_slice(_variables(core), lambda v: v in operands or v not in depends)
+    return sorted({*core, *read.equations}, key=graph.place)
 
 
 class _End(NamedTuple):
@@ -308,17 +304,7 @@ def _closed(
 ) -> tuple[list[Equation], list[Atom]]:
     """Adds the equations that compute values that are independent of all parameters; returns all
     equations in order, and the arguments and constants that remain to be read."""
-    found = {graph.place(eqn): eqn for eqn in equations}
-    shared: dict[Atom, None] = {}
-    todo = [v for eqn in equations for v in jaxprs.variables(eqn.invars)]
-    while todo:
-        v = todo.pop()
-        producer = graph.producer(v)
-        if v in operands or v in depends:
-            continue
-        if producer is None:
-            shared[v] = None
-        elif graph.place(producer) not in found:
-            found[graph.place(producer)] = producer
-            todo += jaxprs.variables(producer.invars)
-    return [found[place] for place in sorted(found)], [*shared]
+    known = {*operands, *depends}
+    read = graph.backward_slice(_variables(equations), known.__contains__)
+    shared = [v for v in read.ends if v not in known]
+    return sorted({*equations, *read.equations}, key=graph.place), shared

@@ -238,6 +238,14 @@ SHARDING: tuple[Key, ...] = (
         "layer is gathered where it is used",
         auto="true",
     ),
+    setting(
+        f"{ZERO}.compute_grad_norm",
+        FLAG,
+        True,
+        "false: the gradient's norm is computed only where an update needs it, for clipping or for "
+        "skipping updates that are not finite",
+        auto="true",
+    ),
     *left_to_xla(
         ZERO,
         "the compiler schedules, combines and overlaps the collectives",
@@ -274,7 +282,6 @@ SHARDING: tuple[Key, ...] = (
         override_module_apply=(FLAG, True),
         log_trace_cache_warnings=FLAG_OFF,
         enable_sanity_checks=FLAG_OFF,
-        compute_grad_norm=(FLAG, True),
         leaf_module=(OBJECT, {}),
     ),
     *off_only(

@@ -172,4 +172,3 @@ class MatrixUpdate:
 def _enters(eqn: Equation) -> bool:
     """Returns whether the branches of an equation may have functions of matrices."""
     return eqn.primitive is prims.cond_p and contains(eqn, computes_with_matrices)
-

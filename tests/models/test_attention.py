@@ -123,7 +123,7 @@ def test_cudnns_attention_is_assumed_for_absent_gpus() -> None:
     program = parse(jax.jit(loss).lower(x).compile().as_text() or "")
     works = [work_of(program, program.entry, each) for each in program.entry.instructions]
     counted = SimpleNamespace(
-        all=sum(work.flops.get("bf16", 0) for work in works),
+        all=sum(sum(work.attention.values()) for work in works),
         forward=sum(work.forward for work in works),
     )
     product = 2 * 4 * 64 * 64 * 32

@@ -82,8 +82,9 @@ def resharded(x: jax.Array) -> jax.Array:
 
 # By primitive: a function that uses it, and the parameters that zerojax reads.
 PARAMETERS: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
-    "jit": (jax.jit(double), "jaxpr name"),
+    "jit": (jax.jit(double), "jaxpr name in_shardings"),
     "remat2": (jax.checkpoint(double), "jaxpr differentiated prevent_cse"),
+    "shard_map": (mapped, "mesh"),
     "custom_vjp_call": (with_vjp, "call_jaxpr"),
     "custom_jvp_call": (with_jvp, "call_jaxpr"),
     "scan": (looped, "jaxpr length reverse unroll"),

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 GIGA = 10**9
-TOY: Any = {"n_layer": 8, "n_head": 8, "n_embd": 512, "vocab_size": 512, "block_size": 32}
+TOY: Any = {"n_layer": 8, "n_head": 8, "n_embd": 512, "vocab_size": 512, "block_size": 128}
 SMALL = Case(stage=3, scan=True, micro_batch=1, **TOY)
 UNROLLED = dataclasses.replace(SMALL, scan=False)
 LAYER = 2 * 12 * SMALL.n_embd**2  # bytes of its matrices in bf16

@@ -6,24 +6,24 @@ Products by shape, attention by shape, and a training step instruction by instru
 from __future__ import annotations
 
 import functools
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu_day import models, training
+from benchmarks.gpu_day.copies import spent
 from benchmarks.gpu_day.measurement import attempts
 from benchmarks.kernel_times import median_seconds
 from pallas_kernels import attention as fused_attention
 from zerojax.devices.rates import Rates, kind_of, rates
 from zerojax.hlo.program import Computation, HloProgram, parse
 from zerojax.hlo.work import FREE, work_of
+from zerojax.xla.compiler import COMMAND_BUFFERS
 
-ONE_BY_ONE: dict[str, Any] = {"xla_gpu_enable_command_buffer": ""}
+ONE_BY_ONE: dict[str, Any] = {COMMAND_BUFFERS: ""}
 """Options of XLA under which the profiler names the instruction of each kernel."""
 KINDS = {"attention forward": "attention_fwd", "attention backward": "attention_bwd"} | {
     "matrix products": "custom-call", "products with a bias": "cublas-lt",
@@ -180,13 +180,13 @@ def by_kind(results: Mapping[str, Any]) -> list[list[str]]:
     for name, found in results.items():
         if "instructions" not in found:
             continue
-        spent: dict[str, list[float]] = {}
+        totals: dict[str, list[float]] = {}
         for each in found["instructions"]:
             kind = next((kind for kind, names in KINDS.items() if names in each["name"]), OTHERS)
-            total = spent.setdefault(kind, [0.0, 0.0])
+            total = totals.setdefault(kind, [0.0, 0.0])
             total[0] += each["measured"] or 0.0
             total[1] += each["modelled"][0] if each["modelled"] else 0.0
-        for kind, (measured, expected) in spent.items():
+        for kind, (measured, expected) in totals.items():
             times = [f"{1e3 * measured:.1f}", f"{1e3 * expected:.1f}"]
             lines.append([name, kind, *times, f"{measured / expected:.2f}" if expected else ""])
     return lines
@@ -194,15 +194,9 @@ def by_kind(results: Mapping[str, Any]) -> list[list[str]]:
 
 def by_instruction(call: Callable[[], Any]) -> dict[str, float]:
     """Seconds on the device by the instruction that the profiler names; empty on a CPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(call())
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        found: dict[str, float] = {}
-        for plane in (each for each in planes if each.name.startswith("/device:GPU")):
-            for line in (each for each in plane.lines if each.name.startswith("Stream")):
-                for event in line.events:
-                    name = str(dict(event.stats).get("hlo_op", event.name[:60]))
-                    found[name] = found.get(name, 0.0) + event.duration_ns / 1e9
-        return found
+    by_line = spent(call, lambda event: str(dict(event.stats).get("hlo_op", event.name[:60])))
+    found: dict[str, float] = {}
+    for line, seconds in by_line.items():
+        for name, each in seconds.items() if line.startswith("Stream") else ():
+            found[name] = found.get(name, 0.0) + each
+    return found

@@ -76,7 +76,7 @@ def sums(
     mesh: Mesh,
     *,
     of_layer: bool = False,
-    apart: Container[Atom] = (),
+    in_place: Container[Atom] = (),
 ) -> Sums:
     """Finds sums of adjacent products. Sums of products farther from each other are included if
     together they have no more elements than the largest gradient, or if ``of_layer``: their terms
@@ -88,7 +88,7 @@ def sums(
       mesh: The mesh of all specs. A gradient that its spec pads is padded where it is computed, so
         that it is left out here.
       of_layer: Whether the jaxpr is one layer, in a loop over layers.
-      apart: Gradients that need no reduction.
+      in_place: Gradients that need no reduction, see :mod:`zerojax.collectives.in_place`.
     """
     graph = graph_of(jaxpr)
     candidates = [eqn for eqn in graph.named("add_any") if eqn.outvars[0] in wants]
@@ -97,7 +97,7 @@ def sums(
         out = eqn.outvars[0]
         if layout.padded_shape(out.aval.shape, wants[out], mesh) != out.aval.shape:
             continue
-        if out in near.added | far.added or (terms := _terms(eqn, graph, apart)) is None:
+        if out in near.added | far.added or (terms := _terms(eqn, graph, in_place)) is None:
             continue
         first = min(graph.place(graph.producer(v)) for v in terms)
         chosen = near if graph.place(eqn) - first <= NEAR else far
@@ -109,11 +109,11 @@ def sums(
     return Sums(near.reduced | far.reduced, near.added | far.added)
 
 
-def _terms(eqn: Equation, graph: Graph, apart: Container[Atom]) -> set[Atom] | None:
+def _terms(eqn: Equation, graph: Graph, in_place: Container[Atom]) -> set[Atom] | None:
     """Returns the variables from which a sum is computed, back to products. None if one of them is
-    computed otherwise, has another use or is ``apart``, or if the products add up different numbers
-    of rows: one of them may not be a sum over the batch, and XLA does not reduce-scatter a sum that
-    needs reduction only in part."""
+    computed otherwise, has another use or is among ``in_place``, or if the products add up
+    different numbers of rows: one of them may not be a sum over the batch, and XLA does not
+    reduce-scatter a sum that needs reduction only in part."""
     terms: set[Atom] = set()
     rows: set[int] = set()
     pending = jaxprs.variables(eqn.invars)
@@ -122,7 +122,7 @@ def _terms(eqn: Equation, graph: Graph, apart: Container[Atom]) -> set[Atom] | N
     while pending:
         v = pending.pop()
         producer = graph.producer(v)
-        if producer is None or graph.times_used(v) != 1 or v in apart:
+        if producer is None or graph.times_used(v) != 1 or v in in_place:
             return None
         terms.add(v)
         if producer.primitive.name in _PASSES or propagate.reversible(producer):

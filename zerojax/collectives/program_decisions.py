@@ -75,7 +75,7 @@ def decide(
     others = {} if gatherer.lanes_on_axis else reused.gradients
     wants = wanted.trace_back(jaxpr, want or [None] * len(jaxpr.outvars), mesh, others)
     products = in_place.find_gradients(jaxpr, wants, gatherer)
-    sums = adjacent.sums(jaxpr, wants, mesh, of_layer=scope.of_layer, apart=products.keys())
+    sums = adjacent.sums(jaxpr, wants, mesh, of_layer=scope.of_layer, in_place=products.keys())
     wants = {v: spec for v, spec in wants.items() if v not in sums.added}
     shared: Mapping[int, GatheredArrays] = {}
     order = tables.Order(jaxpr.eqns, {}, {}, {})

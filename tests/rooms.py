@@ -14,6 +14,7 @@ ROOMS = (
     "trace",
     "collectives",
     "accumulation",
+    "pipeline",
     "offload.disk",
     "offload",
     "placement",

@@ -20,6 +20,7 @@ from zerojax.devices.mesh import (
     automatic,
     axis_size,
     batch_devices,
+    batch_sizes,
     check_groups,
     in_groups,
     zero_axis,
@@ -76,7 +77,7 @@ class Zero(Summarized):
         self.mesh: Mesh = automatic(mesh)
         axis = zero_axis(self.mesh)
         check_groups(self.mesh, config.mics_shard_size, config.words("mics_shard_size"))
-        config.batch(batch_devices(self.mesh))  # raises if the sizes are inconsistent
+        batch_sizes(config, self.mesh)  # raises if the sizes are inconsistent
         config.check_partition(axis_size(self.mesh, axis))
         if config.partition_activations and self.mesh.size > batch_devices(self.mesh):
             raise ConfigError(

@@ -50,6 +50,7 @@ class Analysis(EquationAnalysis):
       choices: See :class:`Choices`.
       hopeful: Whether to record a conflict and continue as if it were resolved.
       neighbours: See :class:`zerojax.accumulation.pairs.Sizes`.
+      sizes: The rows of both; None for those of the first argument with rows.
 
     Attributes:
       pairs: The equations of both traces, matched.
@@ -68,10 +69,13 @@ class Analysis(EquationAnalysis):
         choices: Choices,
         hopeful: bool,
         neighbours: bool = True,
+        sizes: Sizes | None = None,
     ) -> None:
-        both = zip(global_flat.invars, micro_flat.invars, given, strict=True)
-        n, m = next((w.aval.shape[0], m.aval.shape[0]) for w, m, k in both if k.rows)
-        super().__init__(Sizes(n, m, neighbours), choices, hopeful)
+        if sizes is None:
+            both = zip(global_flat.invars, micro_flat.invars, given, strict=True)
+            n, m = next((w.aval.shape[0], m.aval.shape[0]) for w, m, k in both if k.rows)
+            sizes = Sizes(n, m, neighbours)
+        super().__init__(sizes, choices, hopeful)
         self.literals: set[Path] = set()
         self.kinds: dict[Atom, RowKind] = {}
         self.pairs: list[EquationPair] = []

@@ -17,12 +17,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from zerojax.config import ConfigError
+from zerojax.config import BatchSizes, ConfigError, ZeroConfig
 from zerojax.xla.types import PyTree
 
 AXIS = "data"
 REPLICA = "replica"
 SEQUENCE = "seq"
+STAGE = "stage"
 
 _SEPARATOR = "+"
 
@@ -341,14 +342,25 @@ def nearest_multiples(size: int, n: int) -> str:
 
 def batch_axes(given: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns the axes that shard the rows of a batch, in the mesh's order: the shard axis, and
-    "replica" if the mesh has that axis."""
+    "replica" and "stage" if the mesh has these axes."""
     axis = shard_axis(given)
-    return tuple(name for name in given.axis_names if name in (REPLICA, axis))
+    return tuple(name for name in given.axis_names if name in (REPLICA, STAGE, axis))
 
 
 def batch_devices(given: Mesh | AbstractMesh) -> int:
     """Returns the number of devices that share the rows of a batch."""
     return math.prod(given.shape[name] for name in batch_axes(given))
+
+
+def stage_size(given: Mesh | AbstractMesh) -> int:
+    """Returns the number of pipeline stages: the size of "stage", or 1."""
+    return cast(int, given.shape.get(STAGE, 1))
+
+
+def batch_sizes(config: ZeroConfig, given: Mesh | AbstractMesh) -> BatchSizes:
+    """Returns the batch sizes of a config. The devices of all stages together run one micro-batch,
+    so that a step has train = micro * accumulation * devices / stages rows."""
+    return config.batch(batch_devices(given) // stage_size(given))
 
 
 def same_devices(a: Mesh, b: Mesh) -> bool:

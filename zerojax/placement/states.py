@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.accumulation.exchange import Exchange
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import AXIS, REPLICA, automatic_context, relabel_arrays
+from zerojax.devices.mesh import AXIS, REPLICA, automatic_context, relabel_arrays, stage_size
 from zerojax.distributed import log
 from zerojax.distributed.equality import require_same_program, require_same_values
 from zerojax.distributed.join import require_same
@@ -31,6 +31,7 @@ from zerojax.optim.wrap import (
     full_precision,
     wrap,
 )
+from zerojax.pipeline.stacks import with_stages
 from zerojax.placement.checks import (
     check_arguments,
     check_keys_of_specs,
@@ -304,10 +305,12 @@ class States:
                 is_leaf=is_spec,
             )
             given = jax.tree.leaves(spread, is_leaf=is_spec)
-        return tuple(
+        own = [
             layout.full(spec or self._spec_of(x), len(x.shape))
             for spec, x in zip(given, jax.tree.leaves(params), strict=True)
-        )
+        ]
+        stages = stage_size(self.mesh)
+        return tuple(own if stages == 1 else with_stages(params, own, stages))
 
     def _spec_of(self, x: object) -> PartitionSpec | None:
         """Returns the spec of an array on this mesh, without ZeRO's axis; None for other arrays."""

@@ -18,8 +18,12 @@ from zerojax.accumulation.roles import Roles, roles_of
 from zerojax.accumulation.run import MicroBatches, Trace, rows_together
 from zerojax.collectives import kept
 from zerojax.collectives.host import Host
+from zerojax.devices.mesh import STAGE
 from zerojax.distributed import log
 from zerojax.optim.wrap import ZeroOptState, choose
+from zerojax.pipeline.program import Pipeline
+from zerojax.pipeline.schedule import Schedule
+from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.places import offloads
 from zerojax.plan.state_sharding import DTYPES
@@ -98,6 +102,8 @@ def evaluate_body(
         check_late(jaxpr, start, shapes, body.name)
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
     closed = without_unused_gradients(closed)
+    if setting.schedule is not None:
+        closed = _pipelined(setting, setting.schedule, trace, closed, start, batch, shapes)
 
     # Decide how the parameters that stay gathered are gathered.
     by_micro_batch = k > 1 or feedback is not None
@@ -204,6 +210,32 @@ def _micro_batches(
         dtype=DTYPES[config.grad_accum_dtype],
         feedback=feedback,
     )
+
+
+def _pipelined(
+    setting: StepSetting,
+    schedule: Schedule,
+    trace: Trace,
+    closed: AnyJaxpr,
+    start: Parts,
+    batch: PyTree,
+    shapes: tuple[Parts, PyTree],
+) -> AnyJaxpr:
+    """Replaces the step's loops over layers by pipelines."""
+
+    def trace_used(batch: PyTree) -> tuple[AnyJaxpr, PyTree]:
+        closed, shapes = trace(batch)
+        return without_unused_gradients(closed), shapes
+
+    stacks = [
+        i
+        for i, leaf in enumerate(setting.plan.compute)
+        if leaf.spec and STAGE in layout.axes(leaf.spec[0])
+    ]
+    roles = roles_of(setting.body.name, start, batch, shapes)
+    dtype = DTYPES[setting.config.grad_accum_dtype]
+    pipeline = Pipeline(closed, trace_used, batch, roles, stacks, schedule, dtype)
+    return WithShards(*pipeline.traced())
 
 
 def _warn_of_unquantized(setting: StepSetting) -> None:

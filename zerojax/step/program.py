@@ -11,10 +11,11 @@ import optax
 from zerojax.accumulation.exchange import Exchange
 from zerojax.collectives import Inserter
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import batch_devices
+from zerojax.devices.mesh import batch_sizes
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
 from zerojax.optim.wrap import ZeroOptState, ZeroTransformation
+from zerojax.pipeline.schedule import Schedule
 from zerojax.placement.state_placer import StatePlacer
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
@@ -46,6 +47,7 @@ class StepSetting:
       plan: PartitionSpec and bytes of every leaf of the state.
       state_placer: Places the arrays of a state.
       layout: The placement of the batch.
+      schedule: The pipeline of the layers; None without pipeline stages.
       body: The user's step on the parts of a state.
       inserter: Gathers parameters where the body uses them.
       exchange: The config's exchange of gradients; None for ordinary sums.
@@ -71,6 +73,7 @@ class StepSetting:
     exchange: Exchange | None
     divide: ArgumentReader
     layout: BatchLayout
+    schedule: Schedule | None
     body: Body
     inserter: Inserter
 
@@ -99,8 +102,11 @@ class StepSetting:
         self.exchange = states.exchange
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
         self.divide = ArgumentReader(plan)
-        sizes, rows_at = config.batch(batch_devices(mesh)), function.form.batch_axis
+        sizes, rows_at = batch_sizes(config, mesh), function.form.batch_axis
         _check_batch_axis(self.exchange, sizes.accumulation, rows_at)
+        self.schedule = Schedule.of(mesh, sizes.accumulation)
+        if self.schedule is not None:  # the micro-batches of one program
+            sizes = sizes._replace(accumulation=1)
         self.layout = BatchLayout(mesh, sizes, rows_at)
         clips = bool(config.gradient_clipping)
         needs_tx = [*states.keys_of_parameters(), *["gradient_clipping"] * clips]

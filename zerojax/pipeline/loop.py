@@ -1,0 +1,224 @@
+"""A loop over layers as a loop over ticks, in which every stage runs its own layers.
+
+All collectives over "stage" are collective-permutes of one micro-batch between neighbours: of the
+carry, which goes on to the next stage, and of the stream, which brings the inputs of later
+micro-batches to the first stage and the outputs of the last stage back to where the inputs were.
+Sums over rows, such as gradients of the layers' weights, stay on their devices until the last tick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from zerojax.accumulation.kinds import RowKind
+from zerojax.accumulation.reductions import REDUCTIONS
+from zerojax.devices.mesh import STAGE
+from zerojax.pipeline import slots
+from zerojax.pipeline.schedule import Schedule
+from zerojax.xla import jaxprs
+from zerojax.xla.types import Equation
+
+
+class LayerLoop(NamedTuple):
+    """A scan over layers, for one device's rows of one micro-batch.
+
+    Attributes:
+      equation: The scan, with the numbers of the global batch, see
+        :mod:`zerojax.accumulation.literals`.
+      operands, results: The kinds of its operands and results.
+      dtypes: The dtype in which each result that is a sum is added up.
+    """
+
+    equation: Equation
+    operands: Sequence[RowKind]
+    results: Sequence[RowKind]
+    dtypes: Sequence[Any]
+
+    def is_stored(self, operand: int) -> bool:
+        """Returns whether an operand is a stack of layers with rows, which is read from slots."""
+        return operand >= sum(jaxprs.scan_counts(self.equation)) and self.operands[operand].rows
+
+    def stores(self, result: int) -> bool:
+        """Returns whether a result is a stack of layers with rows, which is written to slots."""
+        return result >= jaxprs.scan_counts(self.equation)[1] and self.results[result].rows
+
+    def run(self, values: Sequence[jax.Array], schedule: Schedule) -> list[jax.Array]:
+        """Runs the loop as a pipeline.
+
+        Args:
+          values: The operands on the global batch, those that are stored in slots.
+
+        Returns:
+          The results on the global batch, those that are stored in slots.
+        """
+        n_consts, n = jaxprs.scan_counts(self.equation)
+        rows, everywhere = schedule.row_axes, PartitionSpec()
+
+        def operand_spec(i: int, kind: RowKind) -> PartitionSpec:
+            if self.is_stored(i):
+                return slots.slots_spec(schedule, kind.dim)
+            if i >= n_consts + n:
+                return PartitionSpec(STAGE)
+            return slots.rows_spec(schedule, kind.dim) if kind.rows else everywhere
+
+        def result_spec(i: int, kind: RowKind) -> PartitionSpec:
+            if self.stores(i):
+                return slots.slots_spec(schedule, kind.dim)
+            if kind.rows:
+                return slots.rows_spec(schedule, kind.dim)
+            stage = (STAGE,) if i >= n else ()
+            return PartitionSpec(rows, *stage) if kind.reduced else PartitionSpec(*stage)
+
+        outs = jax.shard_map(
+            _Stage(self, schedule),
+            mesh=schedule.mesh,
+            in_specs=tuple(map(operand_spec, range(len(values)), self.operands)),
+            out_specs=[*map(result_spec, range(len(self.results)), self.results)],
+            axis_names={*schedule.axes},
+            check_vma=False,
+        )(*values)
+        return [
+            REDUCTIONS[kind.name].over(x, (0,)).astype(v.aval.dtype) if kind.reduced else x
+            for x, kind, v in zip(outs, self.results, self.equation.outvars, strict=True)
+        ]
+
+
+class _State(NamedTuple):
+    """The carry of the loop over ticks.
+
+    Attributes:
+      arriving: What the stage before has sent: the constants with rows, and the carry.
+      streams: The slots of the constants with rows and of the carry's arrays with rows.
+      results: By result, rows that are stored, sums so far, or the latest value.
+    """
+
+    arriving: dict[int, jax.Array]
+    streams: dict[int, jax.Array]
+    results: dict[int, jax.Array]
+
+
+class _Stage:
+    """The program of one stage on one device.
+
+    Attributes:
+      moving: Positions of the operands that go from stage to stage.
+    """
+
+    def __init__(self, loop: LayerLoop, schedule: Schedule) -> None:
+        self.loop, self.schedule = loop, schedule
+        self.n_consts, self.n = jaxprs.scan_counts(loop.equation)
+        length = jaxprs.param(loop.equation, "length") // schedule.stages
+        params = loop.equation.params | {"length": length}
+        self.layers = loop.equation.replace(params=params)
+        self.reverse: bool = jaxprs.param(loop.equation, "reverse")
+        self.carry = range(self.n_consts, self.n_consts + self.n)
+        consts = [i for i in range(self.n_consts) if loop.operands[i].rows]
+        self.moving = [*consts, *self.carry]
+
+    def __call__(self, *values: jax.Array) -> list[jax.Array]:
+        schedule, kinds = self.schedule, self.loop.operands
+        stage = lax.axis_index(STAGE)
+        place = schedule.stages - 1 - stage if self.reverse else stage  # from the entrance
+        streams = {
+            i: slots.own_slots(values[i], kinds[i].dim, schedule.slots)
+            for i in self.moving
+            if kinds[i].rows
+        }
+        arriving = {
+            i: jnp.zeros_like(streams[i][0]) if i in streams else jnp.zeros_like(values[i])
+            for i in self.moving
+        }
+        start = _State(arriving, streams, self._empty())
+
+        def tick(state: _State, t: jax.Array) -> tuple[_State, None]:
+            return self._tick(state, t, place, values), None
+
+        state, _ = lax.scan(tick, start, jnp.arange(schedule.ticks))
+        return [self._result(i, state) for i in range(len(self.loop.results))]
+
+    def _tick(
+        self, state: _State, t: jax.Array, place: jax.Array, values: Sequence[jax.Array]
+    ) -> _State:
+        schedule, kinds, stages = self.schedule, self.loop.operands, self.schedule.stages
+        entered = t - place  # how many micro-batches have entered before
+        busy = (entered >= 0) & (entered < schedule.micro_batches)
+        entered = jnp.clip(entered, 0, schedule.micro_batches - 1)
+        slot, first, last = t % schedule.slots, place == 0, place == stages - 1
+        # In the direction of the pipeline, stage by stage.
+        group, within = entered // schedule.slots, entered % schedule.slots
+        micro_batch = (stages - 1 - group if self.reverse else group) * schedule.slots + within
+        streams = {i: lax.dynamic_index_in_dim(x, slot, keepdims=False) for i, x in state.streams.items()}
+        given = list(values)
+        for i in self.moving:
+            given[i] = jnp.where(first, streams.get(i, values[i]), state.arriving[i])
+        for i, kind in enumerate(kinds):
+            if self.loop.is_stored(i):
+                given[i] = lax.dynamic_index_in_dim(values[i], micro_batch, keepdims=False)
+        outs = jaxprs.bind(self.layers, given)
+        leaving = {i: given[i] for i in self.moving} | dict(zip(self.carry, outs, strict=False))
+        streaming = {i: self._sent(x, -1) for i, x in streams.items()}
+        for i in self.carry:
+            if i in streaming:
+                streaming[i] = jnp.where(last, leaving[i], streaming[i])
+        at = jnp.where(busy, micro_batch, schedule.micro_batches)  # the last slot is never read
+        return _State(
+            {i: self._sent(x, 1) for i, x in leaving.items()},
+            {
+                i: lax.dynamic_update_index_in_dim(state.streams[i], x, slot, 0)
+                for i, x in streaming.items()
+            },
+            {
+                i: self._next(i, old, outs[i], busy & (last if i < self.n else True), at)
+                for i, old in state.results.items()
+            },
+        )
+
+    def _sent(self, x: jax.Array, by: int) -> jax.Array:
+        """Sends an array ``by`` stages on in the direction of the pipeline."""
+        n, by = self.schedule.stages, -by if self.reverse else by
+        return lax.ppermute(x, STAGE, [(i, (i + by) % n) for i in range(n)])
+
+    def _empty(self) -> dict[int, jax.Array]:
+        """Returns the results before the first tick, except those that come back in the streams."""
+        empty, schedule = {}, self.schedule
+        for i, (v, kind) in enumerate(zip(self.layers.outvars, self.loop.results, strict=True)):
+            shape, dtype = v.aval.shape, v.aval.dtype
+            if i >= self.n:
+                shape = (shape[0] // schedule.stages, *shape[1:])
+            if self.loop.stores(i):
+                empty[i] = jnp.zeros((schedule.micro_batches + 1, *shape), dtype)
+            elif kind.reduced:
+                dtype = self.loop.dtypes[i]
+                empty[i] = jnp.full(shape, REDUCTIONS[kind.name].neutral(dtype), dtype)
+            elif not kind.rows:
+                empty[i] = jnp.zeros(shape, dtype)
+        return empty
+
+    def _next(
+        self, i: int, old: jax.Array, new: jax.Array, counts: jax.Array, at: jax.Array
+    ) -> jax.Array:
+        """Returns a result after a tick; ``counts`` is whether the tick's value counts."""
+        if self.loop.stores(i):
+            return lax.dynamic_update_index_in_dim(old, new, at, 0)
+        kind = self.loop.results[i]
+        if kind.reduced:
+            return jnp.where(counts, REDUCTIONS[kind.name].of_two(old, new.astype(old.dtype)), old)
+        return jnp.where(counts, new, old)
+
+    def _result(self, i: int, state: _State) -> jax.Array:
+        kind, schedule = self.loop.results[i], self.schedule
+        if i < self.n and kind.rows:
+            # The output of slot k was written S - 1 ticks after its input was read.
+            stream = jnp.roll(state.streams[self.carry[i]], 1 - schedule.stages, 0)
+            return slots.own_rows(stream, kind.dim)
+        value = state.results[i]
+        if i < self.n and not kind.rows:
+            last = 0 if self.reverse else schedule.stages - 1
+            value = lax.all_gather(value, STAGE)[last]  # only the last stage has it
+        return value[None] if kind.reduced else value

@@ -1,0 +1,203 @@
+"""A traced step whose loops over layers run as pipelines.
+
+Everything else in the step stays as it is: embedding, head and loss are computed on the global batch,
+whose rows all devices share. A layer computes each row of the batch by itself, or sums over rows, so
+that its loop gives the same numbers micro-batch by micro-batch; the analysis of
+:mod:`zerojax.accumulation` shows that it does, or the step is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.extend.core import primitives as prims
+
+from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.equation_analysis import Choices
+from zerojax.accumulation.flat import Flat, flatten
+from zerojax.accumulation.kinds import FIXED, RowKind
+from zerojax.accumulation.lines import where
+from zerojax.accumulation.literals import with_global_sizes
+from zerojax.accumulation.pairs import EquationPair, Sizes, UnevenError, pairs, scaled
+from zerojax.accumulation.roles import Roles
+from zerojax.accumulation.run import Trace, accumulator, flat_micro
+from zerojax.graph.primitives import ELEMENTWISE, LABELS
+from zerojax.pipeline import slots
+from zerojax.pipeline.loop import LayerLoop
+from zerojax.pipeline.schedule import Schedule
+from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree
+
+_FOLLOWED = ELEMENTWISE | LABELS
+
+
+class Pipeline:
+    """A step with pipelined loops.
+
+    Args:
+      closed: The step on the global batch.
+      trace: Traces the step on other batches.
+      batch: The global batch, leaves [rows, ...].
+      roles: The roles of the step's arguments.
+      stacks: Positions of the arguments that are stacks of layers, sharded over "stage".
+      schedule: The devices and micro-batches.
+      dtype: Dtype in which gradients are summed; None for their own, float32 at least.
+
+    Raises:
+      ValueError: The step has no loop over layers, or a layer combines rows of the batch.
+    """
+
+    def __init__(
+        self,
+        closed: AnyJaxpr,
+        trace: Trace,
+        batch: PyTree,
+        roles: Roles,
+        stacks: Collection[int],
+        schedule: Schedule,
+        dtype: jax.typing.DTypeLike | None,
+    ) -> None:
+        self._name, self._schedule, self._dtype = roles.name, schedule, dtype
+        self._flat = flatten(closed, roles.learned, roles.batch)
+        parts = schedule.micro_batches * schedule.row_devices
+        split = jax.tree.map(lambda x: _split(x, parts), batch)
+        ((k, rows),) = {x.shape[:2] for x in jax.tree.leaves(split) if x.shape}
+        self._sizes = Sizes(k * rows, rows)
+        try:
+            small = flat_micro(trace, self._flat, split, roles)
+            self._loops = self._found(small, {self._flat.invars[i] for i in stacks})
+        except UnevenError as e:
+            raise ValueError(
+                f"{self._name} cannot run in pipeline stages: what it computes depends on the number "
+                f"of rows that it is given ({e}). {e.remedy or ''}".rstrip()
+            ) from e
+
+    def _found(self, small: Flat, stacks: Collection[Atom]) -> dict[int, LayerLoop]:
+        """Returns the loops over layers, by the position of their equations."""
+        found: dict[int, LayerLoop] = {}
+        layers = {*stacks}
+        for i, pair in enumerate(pairs(self._flat, small, self._sizes)):
+            eqn = pair.global_eqn
+            stacked = not layers.isdisjoint(jaxprs.variables(eqn.invars))
+            if not stacked:
+                continue
+            if eqn.primitive is prims.scan_p and (loop := self._loop(pair, layers)) is not None:
+                found[i] = loop
+                layers.update(eqn.outvars[jaxprs.scan_counts(eqn)[1] :])
+            elif eqn.primitive.name in _FOLLOWED:
+                layers.update(eqn.outvars)
+        if not found:
+            raise ValueError(
+                f"{self._name} has no loop over layers that {self._schedule.stages} pipeline stages "
+                "could share: write the layers as flax.linen.scan, nnx.scan or jax.lax.scan over "
+                'parameters [layers, ...], or leave out the axis "stage".'
+            )
+        return found
+
+    def _loop(self, pair: EquationPair, layers: Collection[Atom]) -> LayerLoop | None:
+        """Returns a scan as a loop over layers; None if it does not loop over a stack of layers, or
+        carries no rows."""
+        eqn, small = pair
+        n_consts, n = jaxprs.scan_counts(eqn)
+        entries = jaxprs.variables(eqn.invars[n_consts + n :])
+        length = jaxprs.param(eqn, "length")
+        given = [_kind(w, m) for w, m in zip(eqn.invars, small.invars, strict=True)]
+        rows = any(kind.rows for kind in given[n_consts : n_consts + n])
+        if not rows or layers.isdisjoint(entries) or length % self._schedule.stages:
+            return None
+        one = (Flat([*e.invars], [e], [*e.outvars]) for e in _with_variables(pair))
+        analysis = Analysis(*one, given, Choices(), hopeful=False, sizes=self._sizes)
+        results = [analysis.kind(v).added for v in analysis.pairs[0].global_eqn.outvars]
+        for kind in results:
+            self._check(kind, eqn)
+        (micro,) = with_global_sizes(analysis)
+        dtypes = [
+            accumulator(v.aval.dtype, self._dtype if i >= n else None)
+            if kind.reduced and jax.numpy.issubdtype(v.aval.dtype, jax.numpy.inexact)
+            else v.aval.dtype
+            for i, (v, kind) in enumerate(zip(eqn.outvars, results, strict=True))
+        ]
+        return LayerLoop(micro, given, results, dtypes)
+
+    def _check(self, kind: RowKind, eqn: Equation) -> None:
+        if kind.problem is not None:
+            why = f"{kind.problem.why} ({kind.problem.where})"
+        elif kind.index:
+            why = f"computes with the numbers of rows within the batch ({where(eqn)})"
+        elif not (kind.rows or kind.reduced or kind.name == "fixed"):
+            why = f"computes with sums over all rows ({where(eqn)})"
+        else:
+            return
+        raise ValueError(
+            f"{self._name} cannot run in pipeline stages: a layer {why}, so that micro-batches would "
+            "give other numbers than the global batch. Compute it before or after the loop over "
+            'layers, for each row, or leave out the axis "stage".'
+        )
+
+    def traced(self) -> tuple[Jaxpr, tuple[jax.Array, ...]]:
+        """Returns the open jaxpr of the step, which has the same arguments, and its constants."""
+        flat = self._flat
+        avals = [jaxprs.like(v.aval) for v in (*flat.constvars, *flat.invars)]
+        jaxpr, consts = jaxprs.open_jaxpr(jax.make_jaxpr(self._run)(*avals))
+        n = len(flat.constvars)
+        jaxpr = jaxpr.replace(
+            constvars=[*jaxpr.constvars, *jaxpr.invars[:n]], invars=jaxpr.invars[n:]
+        )
+        return jaxpr, (*consts, *flat.consts)
+
+    def _run(self, *values: jax.Array) -> list[Any]:
+        flat, schedule = self._flat, self._schedule
+        env: dict[Atom, Any] = dict(zip((*flat.constvars, *flat.invars), values, strict=True))
+        stored: dict[Atom, tuple[jax.Array, int]] = {}
+
+        def read(v: Atom) -> Any:
+            if not isinstance(v, core.Literal) and v not in env:
+                env[v] = slots.from_slots(*stored[v], schedule)
+            return jaxprs.read(v, env)
+
+        for i, eqn in enumerate(flat.eqns):
+            with jaxprs.traced_where(eqn):
+                if (loop := self._loops.get(i)) is None:
+                    env.update(
+                        zip(eqn.outvars, jaxprs.bind(eqn, [*map(read, eqn.invars)]), strict=True)
+                    )
+                    continue
+                operands = []
+                for j, v in enumerate(eqn.invars):
+                    if not loop.is_stored(j):
+                        operands.append(read(v))
+                    elif v in stored:
+                        operands.append(stored[v][0])
+                    else:
+                        operands.append(slots.to_slots(read(v), loop.operands[j].dim, schedule))
+                for j, (v, out) in enumerate(
+                    zip(eqn.outvars, loop.run(operands, schedule), strict=True)
+                ):
+                    if loop.stores(j):
+                        stored[v] = out, loop.results[j].dim
+                    else:
+                        env[v] = out
+        return [*map(read, flat.outvars)]
+
+
+def _split(x: Any, parts: int) -> Any:
+    return jax.ShapeDtypeStruct((parts, x.shape[0] // parts, *x.shape[1:]), x.dtype) if x.shape else x
+
+
+def _kind(w: Atom, m: Atom) -> RowKind:
+    """Returns the kind of an operand by its shapes: every position along the dimension that grows
+    holds rows, whatever they were computed from."""
+    dims = scaled(w.aval, m.aval)
+    if dims:
+        return RowKind("rows", dim=dims[0], outer=1)
+    return FIXED.but(zero=jaxprs.is_zero(w))
+
+
+def _with_variables(pair: EquationPair) -> list[Equation]:
+    """Returns both equations with variables in place of literals, each used once."""
+    return [
+        eqn.replace(invars=[jaxprs.new_variable(v.aval) for v in eqn.invars]) for eqn in pair
+    ]

@@ -1,0 +1,79 @@
+"""The order in which pipeline stages run micro-batches."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.devices.mesh import STAGE, batch_axes, stage_size
+
+
+class Schedule(NamedTuple):
+    """GPipe over the axis "stage" of a mesh (Huang et al., 2019, arXiv:1811.06965).
+
+    At tick t the p-th stage from the entrance runs the t-p-th micro-batch, so that M micro-batches
+    pass S stages in M + S - 1 ticks. Of these ticks every stage idles for S - 1.
+
+    Attributes:
+      mesh: The devices.
+      micro_batches: Micro-batches a step, M; a multiple of the stages.
+    """
+
+    mesh: Mesh | AbstractMesh
+    micro_batches: int
+
+    @classmethod
+    def of(cls, mesh: Mesh | AbstractMesh, micro_batches: int) -> Schedule | None:
+        """Returns the schedule on a mesh; None if the mesh has no pipeline stages.
+
+        Raises:
+          ValueError: The stages do not divide the micro-batches.
+        """
+        stages = stage_size(mesh)
+        if stages == 1:
+            return None
+        if micro_batches % stages:
+            least, more = cls(mesh, stages), cls(mesh, 4 * stages)
+            raise ValueError(
+                f"gradient_accumulation_steps = {micro_batches} with {stages} pipeline stages: the "
+                f"micro-batches must be a multiple of {stages}. With {stages} every stage idles "
+                f"{least.bubble:.0%} of the time, with {4 * stages} {more.bubble:.0%}."
+            )
+        return cls(mesh, micro_batches)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages, S."""
+        return int(self.mesh.shape[STAGE])
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches whose inputs and outputs one stage holds, M / S."""
+        return self.micro_batches // self.stages
+
+    @property
+    def ticks(self) -> int:
+        """Iterations of the loop over ticks."""
+        return self.micro_batches + self.stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ticks in which a stage idles, (S - 1) / (M + S - 1)."""
+        return (self.stages - 1) / self.ticks
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that shard the rows of a batch, "stage" included, in the mesh's order."""
+        return batch_axes(self.mesh)
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The axes that shard the rows of a micro-batch."""
+        return tuple(axis for axis in self.axes if axis != STAGE)
+
+    @property
+    def row_devices(self) -> int:
+        """The number of devices that share the rows of a micro-batch."""
+        return math.prod(self.mesh.shape[axis] for axis in self.row_axes)

@@ -1,0 +1,60 @@
+"""The stacks of layers among a state's parameters, which pipeline stages share."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import jax
+
+from zerojax.devices.mesh import STAGE
+from zerojax.plan.layout import Spec
+from zerojax.xla.types import PyTree
+
+
+def with_stages(params: PyTree, specs: Sequence[Spec], stages: int) -> list[Spec]:
+    """Adds the axis "stage" to the specs of stacks of layers.
+
+    A stack is a subtree whose arrays all have the same first dimension, the number of layers, and
+    of which one is a stack of matrices, [layers, m, n].
+
+    Args:
+      params: The parameters.
+      specs: The user's spec of each array, one entry a dimension. Specs that name "stage" say
+        themselves which arrays are stacks.
+      stages: Devices along "stage".
+
+    Raises:
+      ValueError: The stages do not divide a stack of layers.
+    """
+    if any(STAGE in (e if isinstance(e, tuple) else (e,)) for spec in specs for e in spec):
+        return [*specs]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    stacked = _stacked([path for path, _ in leaves], [tuple(x.shape) for _, x in leaves])
+    counts = {x.shape[0] for (_, x), is_stack in zip(leaves, stacked, strict=True) if is_stack}
+    if uneven := sorted(n for n in counts if n % stages):
+        n = max(uneven)
+        fits = [k for k in range(1, n + 1) if n % k == 0]
+        raise ValueError(
+            f'{stages} pipeline stages do not divide the {n} layers of the model: make the axis '
+            f'"stage" one of {fits}, or the layers a multiple of {stages}.'
+        )
+    return [
+        ((STAGE, *spec[1:]) if is_stack and spec[0] is None else spec)
+        for spec, is_stack in zip(specs, stacked, strict=True)
+    ]
+
+
+def _stacked(paths: Sequence[tuple[object, ...]], shapes: Sequence[tuple[int, ...]]) -> list[bool]:
+    """Returns for each array whether it belongs to a stack of layers."""
+    subtrees: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for i, path in enumerate(paths):
+        for depth in range(len(path) + 1):
+            subtrees[path[:depth]].append(i)
+    stacked = [False] * len(paths)
+    for members in subtrees.values():
+        firsts = {shapes[i][:1] for i in members}
+        if len(firsts) == 1 and firsts != {()} and max(len(shapes[i]) for i in members) > 2:
+            for i in members:
+                stacked[i] = True
+    return stacked

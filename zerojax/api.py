@@ -20,9 +20,9 @@ from zerojax.devices.mesh import (
     automatic,
     axis_size,
     batch_devices,
-    batch_sizes,
     check_groups,
     in_groups,
+    micro_batch_devices,
     zero_axis,
 )
 from zerojax.devices.mesh import mesh as all_devices
@@ -77,7 +77,7 @@ class Zero(Summarized):
         self.mesh: Mesh = automatic(mesh)
         axis = zero_axis(self.mesh)
         check_groups(self.mesh, config.mics_shard_size, config.words("mics_shard_size"))
-        batch_sizes(config, self.mesh)  # raises if the sizes are inconsistent
+        config.batch(micro_batch_devices(self.mesh))  # raises if the sizes are inconsistent
         config.check_partition(axis_size(self.mesh, axis))
         if config.partition_activations and self.mesh.size > batch_devices(self.mesh):
             raise ConfigError(
@@ -442,5 +442,5 @@ def zero(
         require_joined()
     result = Zero(resolved, devices, specs, donate, check_memory, params)
     if resolved.dump_state and log.is_first():
-        lines.say(f"config:\n{resolved_text(resolved, batch_devices(result.mesh))}")
+        lines.say(f"config:\n{resolved_text(resolved, micro_batch_devices(result.mesh))}")
     return result

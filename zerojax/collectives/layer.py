@@ -14,7 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from zerojax.collectives.ahead import LEAST
-from zerojax.devices.mesh import batch_sizes
+from zerojax.devices.mesh import micro_batch_devices
 from zerojax.plan.state_sharding import Leaf, Plan
 
 ROWS = 2**20
@@ -32,7 +32,7 @@ def layer_bytes(plan: Plan, *, backward: bool = True) -> int:
     config = plan.config
     if config.overlap_comm is False:
         return 0
-    accumulates = batch_sizes(config, plan.mesh).accumulation > 1
+    accumulates = config.batch(micro_batch_devices(plan.mesh)).accumulation > 1
     defers = backward and not (config.stage == 1 and accumulates)  # there each device sums locally
     if config.stage < 3 and not defers:
         return 0

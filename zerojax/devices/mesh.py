@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from zerojax.config import BatchSizes, ConfigError, ZeroConfig
+from zerojax.config import ConfigError
 from zerojax.xla.types import PyTree
 
 AXIS = "data"
@@ -357,10 +357,9 @@ def stage_size(given: Mesh | AbstractMesh) -> int:
     return cast(int, given.shape.get(STAGE, 1))
 
 
-def batch_sizes(config: ZeroConfig, given: Mesh | AbstractMesh) -> BatchSizes:
-    """Returns the batch sizes of a config. The devices of all stages together run one micro-batch,
-    so that a step has train = micro * accumulation * devices / stages rows."""
-    return config.batch(batch_devices(given) // stage_size(given))
+def micro_batch_devices(given: Mesh | AbstractMesh) -> int:
+    """Returns the number of devices that share the rows of a micro-batch: those of one stage."""
+    return batch_devices(given) // stage_size(given)
 
 
 def same_devices(a: Mesh, b: Mesh) -> bool:

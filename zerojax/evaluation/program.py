@@ -16,6 +16,7 @@ from zerojax.accumulation.pairs import Sizes
 from zerojax.collectives import Inserter, kept
 from zerojax.collectives.host import Fetchable
 from zerojax.collectives.layer import layer_bytes
+from zerojax.devices.mesh import micro_batch_devices
 from zerojax.distributed import log
 from zerojax.evaluation.batch import Division, rows_of
 from zerojax.evaluation.objects import Subject
@@ -102,7 +103,7 @@ class EvaluationProgram:
             for leaf, dtype in zip(self._leaves, dtypes, strict=True)
         ]
         self._placer = BatchPlacer(plan.lowering_mesh)
-        self._micro = self._config.batch(self._placer.world).micro
+        self._micro = self._config.batch(micro_batch_devices(plan.mesh)).micro
         overlap = self._config.overlap_comm is not False
         self._inserter = Inserter(
             plan.lowering_mesh,

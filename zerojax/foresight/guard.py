@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import batch_devices
+from zerojax.devices.mesh import micro_batch_devices
 from zerojax.devices.rates import Rates, rates_of
 from zerojax.distributed import log
 from zerojax.foresight.choice import Choice, changes
@@ -50,7 +50,7 @@ class Guard:
         other: Callable[..., Other],
         free: Callable[[Mesh], int | None] = free_bytes,
     ) -> None:
-        self._config, self._mesh, self._world = config, mesh, batch_devices(mesh)
+        self._config, self._mesh, self._world = config, mesh, micro_batch_devices(mesh)
         self._other, self._free = other, free
 
     def check(

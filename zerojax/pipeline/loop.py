@@ -84,8 +84,8 @@ class LayerLoop(NamedTuple):
             check_vma=False,
         )(*values)
         return [
-            REDUCTIONS[kind.name].over(x, (0,)).astype(v.aval.dtype) if kind.reduced else x
-            for x, kind, v in zip(outs, self.results, self.equation.outvars, strict=True)
+            REDUCTIONS[kind.name].over(x, (0,)) if kind.reduced else x
+            for x, kind in zip(outs, self.results, strict=True)
         ]
 
 
@@ -145,7 +145,7 @@ class _Stage:
     def _tick(
         self, state: _State, t: jax.Array, place: jax.Array, values: Sequence[jax.Array]
     ) -> _State:
-        schedule, kinds, stages = self.schedule, self.loop.operands, self.schedule.stages
+        schedule, stages = self.schedule, self.schedule.stages
         entered = t - place  # how many micro-batches have entered before
         busy = (entered >= 0) & (entered < schedule.micro_batches)
         entered = jnp.clip(entered, 0, schedule.micro_batches - 1)
@@ -153,13 +153,12 @@ class _Stage:
         # In the direction of the pipeline, stage by stage.
         group, within = entered // schedule.slots, entered % schedule.slots
         micro_batch = (stages - 1 - group if self.reverse else group) * schedule.slots + within
-        streams = {i: lax.dynamic_index_in_dim(x, slot, keepdims=False) for i, x in state.streams.items()}
-        given = list(values)
+        streams = {i: _entry(x, slot) for i, x in state.streams.items()}
+        given = [
+            _entry(x, micro_batch) if self.loop.is_stored(i) else x for i, x in enumerate(values)
+        ]
         for i in self.moving:
             given[i] = jnp.where(first, streams.get(i, values[i]), state.arriving[i])
-        for i, kind in enumerate(kinds):
-            if self.loop.is_stored(i):
-                given[i] = lax.dynamic_index_in_dim(values[i], micro_batch, keepdims=False)
         outs = jaxprs.bind(self.layers, given)
         leaving = {i: given[i] for i in self.moving} | dict(zip(self.carry, outs, strict=False))
         streaming = {i: self._sent(x, -1) for i, x in streams.items()}
@@ -221,4 +220,9 @@ class _Stage:
         if i < self.n and not kind.rows:
             last = 0 if self.reverse else schedule.stages - 1
             value = lax.all_gather(value, STAGE)[last]  # only the last stage has it
-        return value[None] if kind.reduced else value
+        # Devices send the dtype of the gradients, as with one micro-batch.
+        return value.astype(self.layers.outvars[i].aval.dtype)[None] if kind.reduced else value
+
+
+def _entry(x: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, i, keepdims=False)

@@ -1,17 +1,18 @@
 """A traced step whose loops over layers run as pipelines.
 
-Everything else in the step stays as it is: embedding, head and loss are computed on the global batch,
-whose rows all devices share. A layer computes each row of the batch by itself, or sums over rows, so
+The rest of the step is unchanged: embedding, head and loss are computed on the global batch, whose
+rows all devices share. A layer computes each row of the batch separately, or sums over rows, so
 that its loop gives the same numbers micro-batch by micro-batch; the analysis of
-:mod:`zerojax.accumulation` shows that it does, or the step is refused.
+:mod:`zerojax.accumulation` proves this, or the step is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
@@ -24,14 +25,16 @@ from zerojax.accumulation.literals import with_global_sizes
 from zerojax.accumulation.pairs import EquationPair, Sizes, UnevenError, pairs, scaled
 from zerojax.accumulation.roles import Roles
 from zerojax.accumulation.run import Trace, accumulator, flat_micro
-from zerojax.graph.primitives import ELEMENTWISE, LABELS
+from zerojax.graph.def_use import Graph, Slice, graph_of
+from zerojax.graph.primitives import ELEMENTWISE, LABELS, RESHAPES
 from zerojax.pipeline import slots
 from zerojax.pipeline.loop import LayerLoop
 from zerojax.pipeline.schedule import Schedule
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree, Shaped
 
 _FOLLOWED = ELEMENTWISE | LABELS
+_BROADCASTS = _FOLLOWED | RESHAPES
 
 
 class Pipeline:
@@ -66,49 +69,54 @@ class Pipeline:
         split = jax.tree.map(lambda x: _split(x, parts), batch)
         ((k, rows),) = {x.shape[:2] for x in jax.tree.leaves(split) if x.shape}
         self._sizes = Sizes(k * rows, rows)
+        self._global_of: dict[Atom, Atom] = {}
+        self._same: dict[int, tuple[Atom, Slice]] = {}
         try:
             small = flat_micro(trace, self._flat, split, roles)
             self._loops = self._found(small, {self._flat.invars[i] for i in stacks})
         except UnevenError as e:
             raise ValueError(
-                f"{self._name} cannot run in pipeline stages: what it computes depends on the number "
-                f"of rows that it is given ({e}). {e.remedy or ''}".rstrip()
+                f"{self._name} cannot run in pipeline stages: what it computes depends on the "
+                f"number of rows that it is given ({e}). {e.remedy or ''}".rstrip()
             ) from e
 
     def _found(self, small: Flat, stacks: Collection[Atom]) -> dict[int, LayerLoop]:
         """Returns the loops over layers, by the position of their equations."""
         found: dict[int, LayerLoop] = {}
-        layers = {*stacks}
-        for i, pair in enumerate(pairs(self._flat, small, self._sizes)):
+        layers, whole = {*stacks}, self._flat
+        self._global_of = dict(
+            zip((*small.constvars, *small.invars), (*whole.constvars, *whole.invars), strict=True)
+        )
+        for i, pair in enumerate(pairs(whole, small, self._sizes)):
             eqn = pair.global_eqn
-            stacked = not layers.isdisjoint(jaxprs.variables(eqn.invars))
-            if not stacked:
+            self._global_of.update(zip(pair.micro_eqn.outvars, eqn.outvars, strict=True))
+            if layers.isdisjoint(jaxprs.variables(eqn.invars)):
                 continue
-            if eqn.primitive is prims.scan_p and (loop := self._loop(pair, layers)) is not None:
+            if eqn.primitive is prims.scan_p and (loop := self._loop(pair, small, layers)):
                 found[i] = loop
                 layers.update(eqn.outvars[jaxprs.scan_counts(eqn)[1] :])
             elif eqn.primitive.name in _FOLLOWED:
                 layers.update(eqn.outvars)
         if not found:
             raise ValueError(
-                f"{self._name} has no loop over layers that {self._schedule.stages} pipeline stages "
-                "could share: write the layers as flax.linen.scan, nnx.scan or jax.lax.scan over "
-                'parameters [layers, ...], or leave out the axis "stage".'
+                f"{self._name} has no loop over layers that {self._schedule.stages} pipeline "
+                "stages could share: write the layers as flax.linen.scan, nnx.scan or jax.lax.scan "
+                'over parameters [layers, ...], or leave out the axis "stage".'
             )
         return found
 
-    def _loop(self, pair: EquationPair, layers: Collection[Atom]) -> LayerLoop | None:
+    def _loop(self, pair: EquationPair, small: Flat, layers: Collection[Atom]) -> LayerLoop | None:
         """Returns a scan as a loop over layers; None if it does not loop over a stack of layers, or
         carries no rows."""
-        eqn, small = pair
+        eqn, micro_eqn = pair
         n_consts, n = jaxprs.scan_counts(eqn)
         entries = jaxprs.variables(eqn.invars[n_consts + n :])
         length = jaxprs.param(eqn, "length")
-        given = [_kind(w, m) for w, m in zip(eqn.invars, small.invars, strict=True)]
-        rows = any(kind.rows for kind in given[n_consts : n_consts + n])
-        if not rows or layers.isdisjoint(entries) or length % self._schedule.stages:
+        given = [_kind(w, m) for w, m in zip(eqn.invars, micro_eqn.invars, strict=True)]
+        has_rows = any(kind.rows for kind in given[n_consts : n_consts + n])
+        if not has_rows or layers.isdisjoint(entries) or length % self._schedule.stages:
             return None
-        one = (Flat([*e.invars], [e], [*e.outvars]) for e in _with_variables(pair))
+        one = (_alone(each) for each in pair)
         analysis = Analysis(*one, given, Choices(), hopeful=False, sizes=self._sizes)
         results = [analysis.kind(v).added for v in analysis.pairs[0].global_eqn.outvars]
         for kind in results:
@@ -116,11 +124,27 @@ class Pipeline:
         (micro,) = with_global_sizes(analysis)
         dtypes = [
             accumulator(v.aval.dtype, self._dtype if i >= n else None)
-            if kind.reduced and jax.numpy.issubdtype(v.aval.dtype, jax.numpy.inexact)
+            if kind.reduced and jnp.issubdtype(v.aval.dtype, jnp.inexact)
             else v.aval.dtype
             for i, (v, kind) in enumerate(zip(eqn.outvars, results, strict=True))
         ]
+        graph = graph_of(small)
+        for i, v in enumerate(micro_eqn.invars[:n_consts]):
+            if given[i].rows and (program := self._same_for_all(v, graph)) is not None:
+                self._same[id(eqn.invars[i])] = v, program
+                given[i] = FIXED
         return LayerLoop(micro, given, results, dtypes)
+
+    def _same_for_all(self, v: Atom, graph: Graph) -> Slice | None:
+        """Returns the program of a constant that has the same numbers for all rows, such as a mask
+        that jax has broadcast to them before the loop; None for other constants."""
+        program = graph.backward_slice([v], self._is_fixed)
+        known = all(eqn.primitive.name in _BROADCASTS for eqn in program.equations)
+        return program if known and all(map(self._is_fixed, program.ends)) else None
+
+    def _is_fixed(self, v: Atom) -> bool:
+        """Returns whether a variable of the micro-batch's trace has no rows."""
+        return not scaled(self._global_of[v].aval, v.aval)
 
     def _check(self, kind: RowKind, eqn: Equation) -> None:
         if kind.problem is not None:
@@ -132,9 +156,9 @@ class Pipeline:
         else:
             return
         raise ValueError(
-            f"{self._name} cannot run in pipeline stages: a layer {why}, so that micro-batches would "
-            "give other numbers than the global batch. Compute it before or after the loop over "
-            'layers, for each row, or leave out the axis "stage".'
+            f"{self._name} cannot run in pipeline stages: a layer {why}, so that micro-batches "
+            "would give other numbers than the global batch. Compute it before or after the loop "
+            'over layers, for each row, or leave out the axis "stage".'
         )
 
     def traced(self) -> tuple[Jaxpr, tuple[jax.Array, ...]]:
@@ -149,42 +173,53 @@ class Pipeline:
         return jaxpr, (*consts, *flat.consts)
 
     def _run(self, *values: jax.Array) -> list[Any]:
-        flat, schedule = self._flat, self._schedule
+        flat = self._flat
         env: dict[Atom, Any] = dict(zip((*flat.constvars, *flat.invars), values, strict=True))
         stored: dict[Atom, tuple[jax.Array, int]] = {}
 
         def read(v: Atom) -> Any:
-            if not isinstance(v, core.Literal) and v not in env:
-                env[v] = slots.from_slots(*stored[v], schedule)
-            return jaxprs.read(v, env)
+            if isinstance(v, core.Literal):
+                return v.val
+            if v not in env and v in stored:
+                env[v] = slots.from_slots(*stored[v], self._schedule)
+            return env[v]
+
+        def operand(loop: LayerLoop, i: int, v: Atom) -> jax.Array:
+            if not loop.is_stored(i):
+                same = None if loop.operands[i].rows else self._same.get(id(v))
+                return read(v) if same is None else self._one_for_all(*same, read)
+            if v in stored:
+                return stored[v][0]
+            return slots.to_slots(read(v), loop.operands[i].dim, self._schedule)
 
         for i, eqn in enumerate(flat.eqns):
             with jaxprs.traced_where(eqn):
                 if (loop := self._loops.get(i)) is None:
-                    env.update(
-                        zip(eqn.outvars, jaxprs.bind(eqn, [*map(read, eqn.invars)]), strict=True)
-                    )
+                    outs = jaxprs.bind(eqn, [*map(read, eqn.invars)])
+                    env.update(zip(eqn.outvars, outs, strict=True))
                     continue
-                operands = []
-                for j, v in enumerate(eqn.invars):
-                    if not loop.is_stored(j):
-                        operands.append(read(v))
-                    elif v in stored:
-                        operands.append(stored[v][0])
-                    else:
-                        operands.append(slots.to_slots(read(v), loop.operands[j].dim, schedule))
-                for j, (v, out) in enumerate(
-                    zip(eqn.outvars, loop.run(operands, schedule), strict=True)
-                ):
+                operands = [operand(loop, j, v) for j, v in enumerate(eqn.invars)]
+                outs = loop.run(operands, self._schedule)
+                for j, (v, out) in enumerate(zip(eqn.outvars, outs, strict=True)):
                     if loop.stores(j):
                         stored[v] = out, loop.results[j].dim
                     else:
                         env[v] = out
         return [*map(read, flat.outvars)]
 
+    def _one_for_all(self, v: Atom, program: Slice, read: Callable[[Atom], jax.Array]) -> jax.Array:
+        """Computes a constant that is the same for all rows, for the rows of one device."""
+        env = {end: read(self._global_of[end]) for end in program.ends}
+        for eqn in program.equations:
+            outs = jaxprs.bind(eqn, [jaxprs.read(x, env) for x in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return jaxprs.read(v, env)
 
-def _split(x: Any, parts: int) -> Any:
-    return jax.ShapeDtypeStruct((parts, x.shape[0] // parts, *x.shape[1:]), x.dtype) if x.shape else x
+
+def _split(x: Shaped, parts: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a leaf [rows, ...] of a batch, divided: [parts, rows / parts, ...]."""
+    shape = (parts, x.shape[0] // parts, *x.shape[1:]) if x.shape else ()
+    return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
 def _kind(w: Atom, m: Atom) -> RowKind:
@@ -196,8 +231,7 @@ def _kind(w: Atom, m: Atom) -> RowKind:
     return FIXED.but(zero=jaxprs.is_zero(w))
 
 
-def _with_variables(pair: EquationPair) -> list[Equation]:
-    """Returns both equations with variables in place of literals, each used once."""
-    return [
-        eqn.replace(invars=[jaxprs.new_variable(v.aval) for v in eqn.invars]) for eqn in pair
-    ]
+def _alone(eqn: Equation) -> Flat:
+    """Returns a program of one equation, with variables in place of its literals."""
+    given: list[Atom] = [jaxprs.new_variable(v.aval) for v in eqn.invars]
+    return Flat(given, [eqn.replace(invars=given)], [*eqn.outvars])

@@ -1,8 +1,8 @@
 """Values of all micro-batches: as rows of the batch, and as slots of a pipeline.
 
 The rows of a batch are sharded over all axes of the batch, "stage" included. A device's rows are
-those of its stage's M / S micro-batches, one after another. Slots have the micro-batches as the first
-dimension, and a micro-batch's rows are sharded over the other axes.
+those of its stage's M / S micro-batches, one after another. Slots have the micro-batches as the
+first dimension, and a micro-batch's rows are sharded over the other axes.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def from_slots(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
     """The inverse of :func:`to_slots`."""
     others = [schedule.mesh.shape[axis] for axis in schedule.row_axes]
     n, at = len(schedule.axes), schedule.axes.index(STAGE)
-    x = x[:-1].reshape(schedule.stages, schedule.slots, *x.shape[1 : 1 + dim], *others, -1, *x.shape[2 + dim :])
+    x = x[:-1].reshape(
+        schedule.stages, schedule.slots, *x.shape[1 : 1 + dim], *others, -1, *x.shape[2 + dim :]
+    )
     x = jnp.moveaxis(x, (0, 1), (dim + at, dim + n))
     return x.reshape(*x.shape[:dim], math.prod(x.shape[dim : dim + n + 2]), *x.shape[dim + n + 2 :])

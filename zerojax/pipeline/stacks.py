@@ -36,7 +36,7 @@ def with_stages(params: PyTree, specs: Sequence[Spec], stages: int) -> list[Spec
         n = max(uneven)
         fits = [k for k in range(1, n + 1) if n % k == 0]
         raise ValueError(
-            f'{stages} pipeline stages do not divide the {n} layers of the model: make the axis '
+            f"{stages} pipeline stages do not divide the {n} layers of the model: make the axis "
             f'"stage" one of {fits}, or the layers a multiple of {stages}.'
         )
     return [

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import axis_size, batch_sizes
+from zerojax.devices.mesh import axis_size, micro_batch_devices
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
@@ -81,7 +81,7 @@ class Live:
         be gathered once a micro-batch, and saves less.
         """
         devices = axis_size(self._mesh, self._axis)
-        micro_batches = batch_sizes(self._config, self._mesh).accumulation
+        micro_batches = self._config.batch(micro_batch_devices(self._mesh)).accumulation
         return (2 * micro_batches - 1) * self.bytes * (devices - 1) // devices
 
     @property

@@ -11,7 +11,7 @@ import optax
 from zerojax.accumulation.exchange import Exchange
 from zerojax.collectives import Inserter
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import batch_sizes
+from zerojax.devices.mesh import micro_batch_devices
 from zerojax.monitor.after_step import Signals
 from zerojax.offload.activations import smallest_away
 from zerojax.optim.wrap import ZeroOptState, ZeroTransformation
@@ -102,7 +102,7 @@ class StepSetting:
         self.exchange = states.exchange
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
         self.divide = ArgumentReader(plan)
-        sizes, rows_at = batch_sizes(config, mesh), function.form.batch_axis
+        sizes, rows_at = config.batch(micro_batch_devices(mesh)), function.form.batch_axis
         _check_batch_axis(self.exchange, sizes.accumulation, rows_at)
         self.schedule = Schedule.of(mesh, sizes.accumulation)
         if self.schedule is not None:  # the micro-batches of one program

@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 from zerojax.api import Zero, zero
 from zerojax.checkpoint import PREEMPTED
 from zerojax.checkpoint.processes import LONGEST, call_on_first
-from zerojax.devices.mesh import batch_devices
 from zerojax.devices.mesh import mesh as all_devices
+from zerojax.devices.mesh import micro_batch_devices
 from zerojax.models.losses import model_loss, smoothed
 from zerojax.trainer import data
 from zerojax.trainer.arguments import TrainingArguments
@@ -159,7 +159,7 @@ class Trainer(ScriptMethods):
         self._model = model_of(model, final_loss, args.seed, args.gradient_checkpointing)
         devices = all_devices() if mesh is None else mesh
         _check_cpus(args, devices.devices.flat[0].platform)
-        world = batch_devices(devices)
+        world = micro_batch_devices(devices)
         self._limits = Limits(model, loss, self._model.traced, world, args.label_names)
         self.epochs = data.Epochs.of(train_dataset, args, world)
         if eval_dataset is not None:

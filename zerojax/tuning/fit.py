@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from zerojax.config import ConfigError, load
 from zerojax.config.auto import stand_in
 from zerojax.config.load import as_json
-from zerojax.devices.mesh import are_present, batch_devices
+from zerojax.devices.mesh import are_present, micro_batch_devices
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice
@@ -130,7 +130,7 @@ def fit(
             f"xla: its options are for GPUs, and the devices are {rates.kind}: leave it out"
         )
     deadline = time.monotonic() + seconds
-    world = batch_devices(mesh)
+    world = micro_batch_devices(mesh)
     remats = (False, True) if takes(function, "remat") else (None,)
     space, fixed = left_open(raw, train_batch_size, world, remats)
     if takes_policy(function):

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.reductions import REDUCTIONS
 from zerojax.devices.mesh import STAGE
-from zerojax.pipeline import slots
 from zerojax.pipeline.schedule import Schedule
+from zerojax.pipeline.slots import Streams, slots_spec
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
 
@@ -58,35 +58,41 @@ class LayerLoop(NamedTuple):
           The results on the global batch, those that are stored in slots.
         """
         n_consts, n = jaxprs.scan_counts(self.equation)
-        rows, everywhere = schedule.row_axes, PartitionSpec()
+        streams = Streams(schedule, jaxprs.param(self.equation, "reverse"))
 
         def operand_spec(i: int, kind: RowKind) -> PartitionSpec:
             if self.is_stored(i):
-                return slots.slots_spec(schedule, kind.dim)
+                return slots_spec(schedule, kind.dim + 1, 1)
             if i >= n_consts + n:
                 return PartitionSpec(STAGE)
-            return slots.rows_spec(schedule, kind.dim) if kind.rows else everywhere
+            return streams.spec(kind.dim) if kind.rows else PartitionSpec()
 
         def result_spec(i: int, kind: RowKind) -> PartitionSpec:
             if self.stores(i):
-                return slots.slots_spec(schedule, kind.dim)
+                return slots_spec(schedule, kind.dim + 1, 1)
             if kind.rows:
-                return slots.rows_spec(schedule, kind.dim)
-            stage = (STAGE,) if i >= n else ()
-            return PartitionSpec(rows, *stage) if kind.reduced else PartitionSpec(*stage)
+                return streams.spec(kind.dim)
+            sums = [schedule.row_axes] if kind.reduced else []
+            return PartitionSpec(*sums, *([STAGE] if i >= n else []))
 
+        given = [
+            streams.entering(x, kind.dim) if kind.rows and not self.is_stored(i) else x
+            for i, (x, kind) in enumerate(zip(values, self.operands, strict=True))
+        ]
         outs = jax.shard_map(
-            _Stage(self, schedule),
+            _Stage(self, streams, schedule),
             mesh=schedule.mesh,
             in_specs=tuple(map(operand_spec, range(len(values)), self.operands)),
             out_specs=[*map(result_spec, range(len(self.results)), self.results)],
             axis_names={*schedule.axes},
             check_vma=False,
-        )(*values)
-        return [
-            REDUCTIONS[kind.name].over(x, (0,)) if kind.reduced else x
-            for x, kind in zip(outs, self.results, strict=True)
-        ]
+        )(*given)
+        for i, kind in enumerate(self.results):
+            if kind.reduced:
+                outs[i] = REDUCTIONS[kind.name].over(outs[i], (0,))
+            elif kind.rows and not self.stores(i):
+                outs[i] = streams.leaving(outs[i], kind.dim)
+        return outs
 
 
 class _State(NamedTuple):
@@ -110,8 +116,8 @@ class _Stage:
       moving: Positions of the operands that go from stage to stage.
     """
 
-    def __init__(self, loop: LayerLoop, schedule: Schedule) -> None:
-        self.loop, self.schedule = loop, schedule
+    def __init__(self, loop: LayerLoop, streams: Streams, schedule: Schedule) -> None:
+        self.loop, self.streams, self.schedule = loop, streams, schedule
         self.n_consts, self.n = jaxprs.scan_counts(loop.equation)
         length = jaxprs.param(loop.equation, "length") // schedule.stages
         params = loop.equation.params | {"length": length}
@@ -126,9 +132,7 @@ class _Stage:
         stage = lax.axis_index(STAGE)
         place = schedule.stages - 1 - stage if self.reverse else stage  # from the entrance
         streams = {
-            i: slots.own_slots(values[i], kinds[i].dim, schedule.slots)
-            for i in self.moving
-            if kinds[i].rows
+            i: self.streams.open(values[i], kinds[i].dim) for i in self.moving if kinds[i].rows
         }
         arriving = {
             i: jnp.zeros_like(streams[i][0]) if i in streams else jnp.zeros_like(values[i])
@@ -150,9 +154,7 @@ class _Stage:
         busy = (entered >= 0) & (entered < schedule.micro_batches)
         entered = jnp.clip(entered, 0, schedule.micro_batches - 1)
         slot, first, last = t % schedule.slots, place == 0, place == stages - 1
-        # In the direction of the pipeline, stage by stage.
-        group, within = entered // schedule.slots, entered % schedule.slots
-        micro_batch = (stages - 1 - group if self.reverse else group) * schedule.slots + within
+        micro_batch = self.streams.micro_batch(entered)
         streams = {i: _entry(x, slot) for i, x in state.streams.items()}
         given = [
             _entry(x, micro_batch) if self.loop.is_stored(i) else x for i, x in enumerate(values)
@@ -213,9 +215,7 @@ class _Stage:
     def _result(self, i: int, state: _State) -> jax.Array:
         kind, schedule = self.loop.results[i], self.schedule
         if i < self.n and kind.rows:
-            # The output of slot k was written S - 1 ticks after its input was read.
-            stream = jnp.roll(state.streams[self.carry[i]], 1 - schedule.stages, 0)
-            return slots.own_rows(stream, kind.dim)
+            return self.streams.close(state.streams[self.carry[i]], kind.dim)
         value = state.results[i]
         if i < self.n and not kind.rows:
             last = 0 if self.reverse else schedule.stages - 1

@@ -181,7 +181,8 @@ class Pipeline:
             if isinstance(v, core.Literal):
                 return v.val
             if v not in env and v in stored:
-                env[v] = slots.from_slots(*stored[v], self._schedule)
+                x, dim = stored[v]
+                env[v] = slots.from_slots(x[:-1], dim, self._schedule)
             return env[v]
 
         def operand(loop: LayerLoop, i: int, v: Atom) -> jax.Array:

@@ -18,7 +18,7 @@ class Schedule(NamedTuple):
 
     Attributes:
       mesh: The devices.
-      micro_batches: Micro-batches a step, M; a multiple of the stages.
+      micro_batches: Micro-batches a step, M.
     """
 
     mesh: Mesh | AbstractMesh
@@ -26,22 +26,8 @@ class Schedule(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh, micro_batches: int) -> Schedule | None:
-        """Returns the schedule on a mesh; None if the mesh has no pipeline stages.
-
-        Raises:
-          ValueError: The stages do not divide the micro-batches.
-        """
-        stages = stage_size(mesh)
-        if stages == 1:
-            return None
-        if micro_batches % stages:
-            least, more = cls(mesh, stages), cls(mesh, 4 * stages)
-            raise ValueError(
-                f"gradient_accumulation_steps = {micro_batches} with {stages} pipeline stages: the "
-                f"micro-batches must be a multiple of {stages}. With {stages} every stage idles "
-                f"{least.bubble:.0%} of the time, with {4 * stages} {more.bubble:.0%}."
-            )
-        return cls(mesh, micro_batches)
+        """Returns the schedule on a mesh; None if the mesh has no pipeline stages."""
+        return cls(mesh, micro_batches) if stage_size(mesh) > 1 else None
 
     @property
     def stages(self) -> int:
@@ -50,8 +36,13 @@ class Schedule(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Micro-batches whose inputs and outputs one stage holds, M / S."""
-        return self.micro_batches // self.stages
+        """Micro-batches whose inputs and outputs one stage holds: M / S, rounded up."""
+        return -(-self.micro_batches // self.stages)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every stage holds equally many micro-batches."""
+        return self.micro_batches % self.stages == 0
 
     @property
     def ticks(self) -> int:

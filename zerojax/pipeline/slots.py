@@ -1,8 +1,11 @@
 """Values of all micro-batches: as rows of the batch, and as slots of a pipeline.
 
-The rows of a batch are sharded over all axes of the batch, "stage" included. A device's rows are
-those of its stage's M / S micro-batches, one after another. Slots have the micro-batches as the
-first dimension, and a micro-batch's rows are sharded over the other axes.
+The rows of a batch are sharded over all axes of the batch, "stage" included. Slots have the
+micro-batches as the first dimension, and a micro-batch's rows are sharded over the other axes.
+
+If the stages divide the micro-batches, a device's rows are those of its stage's M / S micro-batches,
+one after another, so that slots and rows differ on the device only. Otherwise the rows of a
+micro-batch follow each other in the batch.
 """
 
 from __future__ import annotations
@@ -11,22 +14,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.devices.mesh import STAGE
 from zerojax.pipeline.schedule import Schedule
-
-
-def own_slots(x: jax.Array, dim: int, slots: int) -> jax.Array:
-    """Splits one device's rows, along ``dim``, into its micro-batches: [slots, ...]."""
-    shape = (*x.shape[:dim], slots, x.shape[dim] // slots, *x.shape[dim + 1 :])
-    return jnp.moveaxis(x.reshape(shape), dim, 0)
-
-
-def own_rows(x: jax.Array, dim: int) -> jax.Array:
-    """Joins the micro-batches [slots, ...] of one device to rows along ``dim``."""
-    x = jnp.moveaxis(x, 0, dim)
-    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
 
 def rows_spec(schedule: Schedule, dim: int) -> PartitionSpec:
@@ -34,29 +27,115 @@ def rows_spec(schedule: Schedule, dim: int) -> PartitionSpec:
     return PartitionSpec(*[None] * dim, schedule.axes)
 
 
-def slots_spec(schedule: Schedule, dim: int) -> PartitionSpec:
-    """Returns the spec of a stack of layers in slots [M + 1, layers, ...]; ``dim`` is the dimension
-    of rows in the stack [layers, ...] itself."""
-    return PartitionSpec(None, STAGE, *[None] * (dim - 1), schedule.row_axes or None)
+def slots_spec(schedule: Schedule, dim: int, stage_at: int) -> PartitionSpec:
+    """Returns the spec of slots whose dimension ``dim`` has rows; "stage" shards the dimension
+    ``stage_at``: the micro-batches (0), or the layers of a stack (1)."""
+    entries = [None] * dim
+    entries[stage_at] = STAGE  # type: ignore[call-overload]
+    return PartitionSpec(*entries, schedule.row_axes or None)
 
 
 def to_slots(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
-    """Turns a stack of layers with rows of the batch along ``dim`` [layers, ...] into slots
-    [M + 1, layers, ...]. The last slot is for the idle ticks."""
+    """Turns an array with rows of the batch along ``dim`` into slots [M, ...]."""
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
     sizes = [schedule.mesh.shape[axis] for axis in schedule.axes]
+    if not schedule.is_even:
+        x = x.reshape(*before, schedule.micro_batches, -1, *after)
+        return jnp.moveaxis(x, dim, 0)
     n, at = len(sizes), schedule.axes.index(STAGE)
-    x = x.reshape(*x.shape[:dim], *sizes, schedule.slots, -1, *x.shape[dim + 1 :])
-    x = jnp.moveaxis(x, (dim + at, dim + n), (0, 1))  # [stages, slots, ..., *others, rows, ...]
-    x = x.reshape(schedule.micro_batches, *x.shape[2 : 2 + dim], -1, *x.shape[2 + dim + n :])
-    return jnp.concatenate([x, jnp.zeros_like(x[:1])])
+    x = x.reshape(*before, *sizes, schedule.slots, -1, *after)
+    x = jnp.moveaxis(x, (dim + at, dim + n), (0, 1))
+    return x.reshape(schedule.micro_batches, *before, -1, *after)
 
 
 def from_slots(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
-    """The inverse of :func:`to_slots`."""
+    """Turns slots [M, ...] into an array with rows of the batch along ``dim``."""
+    before, after = x.shape[1 : 1 + dim], x.shape[2 + dim :]
+    if not schedule.is_even:
+        x = jnp.moveaxis(x, 0, dim)
+        return x.reshape(*before, -1, *after)
     others = [schedule.mesh.shape[axis] for axis in schedule.row_axes]
     n, at = len(schedule.axes), schedule.axes.index(STAGE)
-    x = x[:-1].reshape(
-        schedule.stages, schedule.slots, *x.shape[1 : 1 + dim], *others, -1, *x.shape[2 + dim :]
-    )
+    x = x.reshape(schedule.stages, schedule.slots, *before, *others, -1, *after)
     x = jnp.moveaxis(x, (0, 1), (dim + at, dim + n))
-    return x.reshape(*x.shape[:dim], math.prod(x.shape[dim : dim + n + 2]), *x.shape[dim + n + 2 :])
+    return x.reshape(*before, math.prod(x.shape[dim : dim + n + 2]), *after)
+
+
+class Streams:
+    """The inputs and outputs of a pipeline's micro-batches: [stages * slots, ...] over all stages.
+
+    At tick t the first stage reads its slot t mod K, and the last stage writes there. The content of
+    this slot then moves on to the next stage towards the entrance.
+
+    Args:
+      schedule: The schedule.
+      reverse: Whether the last stage is the entrance.
+    """
+
+    def __init__(self, schedule: Schedule, reverse: bool) -> None:
+        self._schedule, self._reverse = schedule, reverse
+
+    def spec(self, dim: int) -> PartitionSpec:
+        """Returns the spec of an operand or result with rows along ``dim``."""
+        if self._schedule.is_even:
+            return rows_spec(self._schedule, dim)
+        return slots_spec(self._schedule, dim + 1, 0)
+
+    def entering(self, x: jax.Array, dim: int) -> jax.Array:
+        """Prepares rows of the batch for the pipeline."""
+        schedule = self._schedule
+        if schedule.is_even:
+            return x
+        x = to_slots(x, dim, schedule)
+        places = [self._place(m // schedule.slots, m) for m in range(schedule.micro_batches)]
+        everywhere = jnp.zeros((schedule.stages * schedule.slots, *x.shape[1:]), x.dtype)
+        return everywhere.at[np.array(places)].set(x)
+
+    def leaving(self, x: jax.Array, dim: int) -> jax.Array:
+        """Returns the rows of the batch after the pipeline."""
+        schedule, m = self._schedule, self._schedule.micro_batches
+        if schedule.is_even:
+            return x
+        last = schedule.stages - 1
+        places = [self._place(last - (m - 1 - i) // schedule.slots, i + last) for i in range(m)]
+        return from_slots(x[np.array(places)], dim, schedule)
+
+    def _place(self, from_entrance: int, slot: int) -> int:
+        n, k = self._schedule.stages, self._schedule.slots
+        stage = n - 1 - from_entrance if self._reverse else from_entrance
+        return stage * k + slot % k
+
+    def open(self, x: jax.Array, dim: int) -> jax.Array:
+        """Returns one device's slots [K, ...] of what :meth:`entering` returned."""
+        if not self._schedule.is_even:
+            return x
+        k = self._schedule.slots
+        shape = (*x.shape[:dim], k, x.shape[dim] // k, *x.shape[dim + 1 :])
+        return jnp.moveaxis(x.reshape(shape), dim, 0)
+
+    def close(self, x: jax.Array, dim: int) -> jax.Array:
+        """Returns one device's part of what :meth:`leaving` takes, from its slots [K, ...]."""
+        if not self._schedule.is_even:
+            return x
+        # The output of slot k was written S - 1 ticks after the input was read.
+        x = jnp.moveaxis(jnp.roll(x, 1 - self._schedule.stages, 0), 0, dim)
+        return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+
+    def micro_batch(self, entered: jax.Array) -> jax.Array:
+        """Returns the number of the micro-batch that is the ``entered``-th to enter."""
+        n, k = self._schedule.stages, self._schedule.slots
+        if not self._reverse or not self._schedule.is_even:
+            return entered
+        return (n - 1 - entered // k) * k + entered % k
+
+    def first_row(self, micro_batch: jax.Array, rows: int) -> jax.Array:
+        """Returns where the rows of one device in a micro-batch begin in the batch."""
+        schedule = self._schedule
+        stage, slot = micro_batch // schedule.slots, micro_batch % schedule.slots
+        at = jnp.zeros((), micro_batch.dtype)
+        if not schedule.is_even:
+            at, slot = micro_batch, jnp.zeros((), micro_batch.dtype)
+        for axis in schedule.axes if schedule.is_even else schedule.row_axes:
+            index = stage if axis == STAGE else lax.axis_index(axis)
+            at = at * schedule.mesh.shape[axis] + index
+        return (at * (schedule.slots if schedule.is_even else 1) + slot) * rows

@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.reductions import REDUCTIONS
 from zerojax.devices.mesh import STAGE
+from zerojax.pipeline import draws
 from zerojax.pipeline.schedule import Schedule
 from zerojax.pipeline.slots import Streams, slots_spec
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Equation
+from zerojax.xla.types import AnyJaxpr, Equation
 
 
 class LayerLoop(NamedTuple):
@@ -33,12 +34,17 @@ class LayerLoop(NamedTuple):
         :mod:`zerojax.accumulation.literals`.
       operands, results: The kinds of its operands and results.
       dtypes: The dtype in which each result that is a sum is added up.
+      drawing: If the layers draw random numbers in the shape of the batch, the body of the scan on
+        the global batch; else None.
+      rows: One device's rows of one micro-batch.
     """
 
     equation: Equation
     operands: Sequence[RowKind]
     results: Sequence[RowKind]
     dtypes: Sequence[Any]
+    drawing: AnyJaxpr | None
+    rows: int
 
     def is_stored(self, operand: int) -> bool:
         """Returns whether an operand is a stack of layers with rows, which is read from slots."""
@@ -161,7 +167,7 @@ class _Stage:
         ]
         for i in self.moving:
             given[i] = jnp.where(first, streams.get(i, values[i]), state.arriving[i])
-        outs = jaxprs.bind(self.layers, given)
+        outs = self._run_layers(given, micro_batch)
         leaving = {i: given[i] for i in self.moving} | dict(zip(self.carry, outs, strict=False))
         streaming = {i: self._sent(x, -1) for i, x in streams.items()}
         for i in self.carry:
@@ -179,6 +185,24 @@ class _Stage:
                 for i, old in state.results.items()
             },
         )
+
+    def _run_layers(
+        self, given: Sequence[jax.Array], micro_batch: jax.Array
+    ) -> Sequence[jax.Array]:
+        """Runs the stage's layers on one micro-batch."""
+        if self.loop.drawing is None:
+            return jaxprs.bind(self.layers, given)
+        first, body = self.carry.start, jaxprs.param(self.layers, "jaxpr")
+        first_row = self.streams.first_row(micro_batch, self.loop.rows)
+
+        def layer(carry: list[jax.Array], entries: list[jax.Array]) -> tuple[Any, Any]:
+            args = [*given[:first], *carry, *entries]
+            outs = draws.evaluate(self.loop.drawing, body, args, first_row, self.loop.rows)
+            return outs[: self.n], outs[self.n :]
+
+        carry, entries = list(given[first : self.carry.stop]), list(given[self.carry.stop :])
+        carry, stacked = lax.scan(layer, carry, entries, reverse=self.reverse)
+        return [*carry, *stacked]
 
     def _sent(self, x: jax.Array, by: int) -> jax.Array:
         """Sends an array ``by`` stages on in the direction of the pipeline."""

@@ -8,7 +8,7 @@ that its loop gives the same numbers micro-batch by micro-batch; the analysis of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,8 @@ class Pipeline:
       trace: Traces the step on other batches.
       batch: The global batch, leaves [rows, ...].
       roles: The roles of the step's arguments.
-      stacks: Positions of the arguments that are stacks of layers, sharded over "stage".
+      params: For each parameter, whether its first dimension is sharded over "stage". The
+        parameters are the first arguments of the step.
       schedule: The devices and micro-batches.
       dtype: Dtype in which gradients are summed; None for their own, float32 at least.
 
@@ -59,11 +60,12 @@ class Pipeline:
         trace: Trace,
         batch: PyTree,
         roles: Roles,
-        stacks: Collection[int],
+        params: Sequence[bool],
         schedule: Schedule,
         dtype: jax.typing.DTypeLike | None,
     ) -> None:
-        self._name, self._schedule, self._dtype = roles.name, schedule, dtype
+        self._name, self._paths = roles.name, roles.paths
+        self._schedule, self._dtype = schedule, dtype
         self._flat = flatten(closed, roles.learned, roles.batch)
         parts = schedule.micro_batches * schedule.row_devices
         split = jax.tree.map(lambda x: _split(x, parts), batch)
@@ -73,30 +75,32 @@ class Pipeline:
         self._same: dict[int, tuple[Atom, Slice]] = {}
         try:
             small = flat_micro(trace, self._flat, split, roles)
-            self._loops = self._found(small, {self._flat.invars[i] for i in stacks})
+            self._loops = self._found(small, params)
         except UnevenError as e:
             raise ValueError(
                 f"{self._name} cannot run in pipeline stages: what it computes depends on the "
                 f"number of rows that it is given ({e}). {e.remedy or ''}".rstrip()
             ) from e
 
-    def _found(self, small: Flat, stacks: Collection[Atom]) -> dict[int, LayerLoop]:
+    def _found(self, small: Flat, params: Sequence[bool]) -> dict[int, LayerLoop]:
         """Returns the loops over layers, by the position of their equations."""
         found: dict[int, LayerLoop] = {}
-        layers, whole = {*stacks}, self._flat
+        whole = self._flat
+        # The parameter that holds a variable's layers; None for residuals of other loops.
+        layers: dict[Atom, int | None] = {v: i for i, v in enumerate(whole.invars[: len(params)])}
         self._global_of = dict(
             zip((*small.constvars, *small.invars), (*whole.constvars, *whole.invars), strict=True)
         )
         for i, pair in enumerate(pairs(whole, small, self._sizes)):
             eqn = pair.global_eqn
             self._global_of.update(zip(pair.micro_eqn.outvars, eqn.outvars, strict=True))
-            if layers.isdisjoint(jaxprs.variables(eqn.invars)):
-                continue
-            if eqn.primitive is prims.scan_p and (loop := self._loop(pair, small, layers)):
-                found[i] = loop
-                layers.update(eqn.outvars[jaxprs.scan_counts(eqn)[1] :])
-            elif eqn.primitive.name in _FOLLOWED:
-                layers.update(eqn.outvars)
+            sources = [v for v in jaxprs.variables(eqn.invars) if v in layers]
+            if sources and eqn.primitive.name in _FOLLOWED:
+                layers.update(dict.fromkeys(eqn.outvars, layers[sources[0]]))
+            elif entries := _layers_of(pair, sources):
+                self._check_layers(eqn, [layers[v] for v in entries], params)
+                found[i] = self._loop(pair, small)
+                layers.update(dict.fromkeys(eqn.outvars[jaxprs.scan_counts(eqn)[1] :]))
         if not found:
             raise ValueError(
                 f"{self._name} has no loop over layers that {self._schedule.stages} pipeline "
@@ -105,17 +109,32 @@ class Pipeline:
             )
         return found
 
-    def _loop(self, pair: EquationPair, small: Flat, layers: Collection[Atom]) -> LayerLoop | None:
-        """Returns a scan as a loop over layers; None if it does not loop over a stack of layers, or
-        carries no rows."""
+    def _check_layers(
+        self, eqn: Equation, sources: Sequence[int | None], params: Sequence[bool]
+    ) -> None:
+        """Refuses a loop whose layers the stages do not divide, or do not store."""
+        n, stages = jaxprs.param(eqn, "length"), self._schedule.stages
+        if n % stages:
+            fits = [k for k in range(1, n + 1) if n % k == 0]
+            raise ValueError(
+                f"{self._name}: {stages} pipeline stages do not divide the {n} layers of the loop "
+                f'at {where(eqn)}: make the axis "stage" one of {fits}, or the layers a multiple '
+                f"of {stages}."
+            )
+        missing = [i for i in sources if i is not None and not params[i]]
+        if missing:
+            raise ValueError(
+                f"{self._name}: the loop over layers at {where(eqn)} reads "
+                f"{self._paths[missing[0]]}, whose layers are not sharded over the pipeline "
+                'stages. Pass zerojax.zero(..., specs=...) with PartitionSpec("stage") for the '
+                "stacks of layers, and PartitionSpec() for all others."
+            )
+
+    def _loop(self, pair: EquationPair, small: Flat) -> LayerLoop:
+        """Returns a scan over layers for one device's rows of one micro-batch."""
         eqn, micro_eqn = pair
         n_consts, n = jaxprs.scan_counts(eqn)
-        entries = jaxprs.variables(eqn.invars[n_consts + n :])
-        length = jaxprs.param(eqn, "length")
         given = [_kind(w, m) for w, m in zip(eqn.invars, micro_eqn.invars, strict=True)]
-        has_rows = any(kind.rows for kind in given[n_consts : n_consts + n])
-        if not has_rows or layers.isdisjoint(entries) or length % self._schedule.stages:
-            return None
         one = (_alone(each) for each in pair)
         analysis = Analysis(*one, given, Choices(), hopeful=False, sizes=self._sizes)
         results = [analysis.kind(v).added for v in analysis.pairs[0].global_eqn.outvars]
@@ -133,7 +152,8 @@ class Pipeline:
             if given[i].rows and (program := self._same_for_all(v, graph)) is not None:
                 self._same[id(eqn.invars[i])] = v, program
                 given[i] = FIXED
-        return LayerLoop(micro, given, results, dtypes)
+        drawing = jaxprs.param(eqn, "jaxpr") if analysis.drawn else None
+        return LayerLoop(micro, given, results, dtypes, drawing, self._sizes.micro_rows)
 
     def _same_for_all(self, v: Atom, graph: Graph) -> Slice | None:
         """Returns the program of a constant that has the same numbers for all rows, such as a mask
@@ -221,6 +241,19 @@ def _split(x: Shaped, parts: int) -> jax.ShapeDtypeStruct:
     """Returns the shape of a leaf [rows, ...] of a batch, divided: [parts, rows / parts, ...]."""
     shape = (parts, x.shape[0] // parts, *x.shape[1:]) if x.shape else ()
     return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def _layers_of(pair: EquationPair, sources: Sequence[Atom]) -> list[Atom]:
+    """Returns the stacks of layers, among ``sources``, over which a scan loops that carries rows;
+    none for other equations."""
+    eqn, micro_eqn = pair
+    if eqn.primitive is not prims.scan_p:
+        return []
+    n_consts, n = jaxprs.scan_counts(eqn)
+    carry = slice(n_consts, n_consts + n)
+    both = zip(eqn.invars[carry], micro_eqn.invars[carry], strict=True)
+    grows = any(scaled(w.aval, m.aval) for w, m in both)
+    return [v for v in sources if grows and any(v is x for x in eqn.invars[carry.stop :])]
 
 
 def _kind(w: Atom, m: Atom) -> RowKind:

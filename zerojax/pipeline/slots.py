@@ -3,9 +3,9 @@
 The rows of a batch are sharded over all axes of the batch, "stage" included. Slots have the
 micro-batches as the first dimension, and a micro-batch's rows are sharded over the other axes.
 
-If the stages divide the micro-batches, a device's rows are those of its stage's M / S micro-batches,
-one after another, so that slots and rows differ on the device only. Otherwise the rows of a
-micro-batch follow each other in the batch.
+If the stages divide the micro-batches, a device's rows are those of its stage's M / S
+micro-batches, one after another, so that slots and rows differ on the device only. Otherwise the
+rows of a micro-batch follow each other in the batch.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def from_slots(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
 class Streams:
     """The inputs and outputs of a pipeline's micro-batches: [stages * slots, ...] over all stages.
 
-    At tick t the first stage reads its slot t mod K, and the last stage writes there. The content of
-    this slot then moves on to the next stage towards the entrance.
+    At tick t the first stage reads its slot t mod K, and the last stage writes there. The slot's
+    content then moves on to the next stage towards the entrance.
 
     Args:
       schedule: The schedule.

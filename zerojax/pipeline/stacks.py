@@ -23,25 +23,14 @@ def with_stages(params: PyTree, specs: Sequence[Spec], stages: int) -> list[Spec
       specs: The user's spec of each array, one entry a dimension. Specs that name "stage" say
         themselves which arrays are stacks.
       stages: Devices along "stage".
-
-    Raises:
-      ValueError: The stages do not divide a stack of layers.
     """
     if any(STAGE in (e if isinstance(e, tuple) else (e,)) for spec in specs for e in spec):
         return [*specs]
     leaves = jax.tree_util.tree_leaves_with_path(params)
     stacked = _stacked([path for path, _ in leaves], [tuple(x.shape) for _, x in leaves])
-    counts = {x.shape[0] for (_, x), is_stack in zip(leaves, stacked, strict=True) if is_stack}
-    if uneven := sorted(n for n in counts if n % stages):
-        n = max(uneven)
-        fits = [k for k in range(1, n + 1) if n % k == 0]
-        raise ValueError(
-            f"{stages} pipeline stages do not divide the {n} layers of the model: make the axis "
-            f'"stage" one of {fits}, or the layers a multiple of {stages}.'
-        )
     return [
-        ((STAGE, *spec[1:]) if is_stack and spec[0] is None else spec)
-        for spec, is_stack in zip(specs, stacked, strict=True)
+        ((STAGE, *spec[1:]) if is_stack and spec[0] is None and x.shape[0] % stages == 0 else spec)
+        for spec, is_stack, (_, x) in zip(specs, stacked, leaves, strict=True)
     ]
 
 

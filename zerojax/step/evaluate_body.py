@@ -227,14 +227,12 @@ def _pipelined(
         closed, shapes = trace(batch)
         return without_unused_gradients(closed), shapes
 
-    stacks = [
-        i
-        for i, leaf in enumerate(setting.plan.compute)
-        if leaf.spec and STAGE in layout.axes(leaf.spec[0])
+    stages = [
+        bool(leaf.spec) and STAGE in layout.axes(leaf.spec[0]) for leaf in setting.plan.compute
     ]
     roles = roles_of(setting.body.name, start, batch, shapes)
     dtype = DTYPES[setting.config.grad_accum_dtype]
-    pipeline = Pipeline(closed, trace_used, batch, roles, stacks, schedule, dtype)
+    pipeline = Pipeline(closed, trace_used, batch, roles, stages, schedule, dtype)
     return WithShards(*pipeline.traced())
 
 

@@ -1,0 +1,133 @@
+"""Steps in pipeline stages against plain jit on one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from equal import TOLERANCE, assert_near, host
+from flax import nnx
+from pipeline import models
+
+import zerojax
+
+STEPS = 3
+
+
+def zero_on(
+    stages: int, data: int, micro_batches: int, stage: int = 1, **keywords: Any
+) -> zerojax.Zero:
+    mesh = zerojax.mesh(stages * data, axes={"stage": stages, "data": data})
+    keywords = {"gradient_clipping": 0.0, "stage3_param_persistence_threshold": 0} | keywords
+    return zerojax.zero(
+        stage=stage, gradient_accumulation_steps=micro_batches, mesh=mesh, **keywords
+    )
+
+
+def batches(rows: int, steps: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    shape = rows, models.TOKENS
+    return [rng.integers(1, models.VOCABULARY, shape).astype(np.int32) for _ in range(steps)]
+
+
+def check(
+    zero: zerojax.Zero,
+    create: Callable[[], Any],
+    step: Callable[..., Any] = models.train_step,
+    *,
+    rows: int = 16,
+    steps: int = STEPS,
+    dtype: str = "float64",
+) -> None:
+    """Fails where losses or parameters differ from plain jit."""
+    with jax.enable_x64(dtype == "float64"):
+
+        def cast(x: Any) -> Any:
+            return x.astype(dtype) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+
+        def start() -> Any:
+            return jax.tree.map(cast, create())
+
+        runs = []
+        for run, state in ((zero(step), zero.init(start)), (jax.jit(step), start())):
+            losses = []
+            for tokens in batches(rows, steps):
+                state, loss = run(state, tokens)
+                losses.append(loss)
+            runs.append(host((losses, state.params)))
+        assert_near(*runs, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("stages", "data", "micro_batches", "stage"),
+    [
+        (4, 2, 8, 1),
+        (2, 4, 2, 2),
+        pytest.param(2, 1, 4, 0, marks=pytest.mark.slow),
+        pytest.param(4, 1, 4, 3, marks=pytest.mark.slow),
+        pytest.param(2, 2, 4, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_numbers_are_those_of_plain_jit(
+    stages: int, data: int, micro_batches: int, stage: int
+) -> None:
+    check(zero_on(stages, data, micro_batches, stage), lambda: models.stack(remat=True))
+
+
+@pytest.mark.parametrize("micro_batches", [2, 6])
+def test_stages_need_not_divide_the_micro_batches(micro_batches: int) -> None:
+    check(zero_on(4, 2, micro_batches), models.stack, rows=8 * micro_batches)
+
+
+@pytest.mark.parametrize("kind", ["dropout", "experts"])
+def test_layers_with_dropout_and_with_further_losses(kind: str) -> None:
+    check(zero_on(2, 2, 4), lambda: models.stack(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "gpt", "t5"])
+def test_models_of_zerojax(model: str) -> None:
+    create = getattr(models, f"{model}_state")
+    step = models.t5_step if model == "t5" else models.train_step
+    check(zero_on(2, 2, 4), create, step, steps=10, dtype="float32")
+
+
+@pytest.mark.slow
+def test_nnx() -> None:
+    losses = []
+    for run in (zero_on(2, 2, 4), nnx.jit):
+        model = models.NNXStack(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+        step = run(models.nnx_step)
+        losses.append([float(step(model, optimizer, tokens)) for tokens in batches(16, 10)])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_rows_that_a_layer_combines_are_refused() -> None:
+    zero = zero_on(2, 2, 4)
+    state = zero.init(lambda: models.stack("balanced"))
+    with pytest.raises(ValueError, match="train_step cannot run in pipeline stages: a layer"):
+        zero(models.train_step)(state, batches(16, 1)[0])
+
+
+def test_stages_must_divide_the_layers() -> None:
+    zero = zero_on(4, 2, 4)
+    state = zero.init(lambda: models.stack(layers=6))
+    with pytest.raises(ValueError, match=r"do not divide the 6 layers .* one of \[1, 2, 3, 6\]"):
+        zero(models.train_step)(state, batches(16, 1)[0])
+
+
+def test_a_model_without_a_loop_is_refused() -> None:
+    def train_step(state: Any, tokens: jax.Array) -> Any:
+        grads = jax.grad(lambda p: ((p["w"] @ p["w"]) ** 2).sum() * tokens.sum())(state.params)
+        return state.apply_gradients(grads=grads)
+
+    zero = zero_on(2, 2, 4)
+    state = models.state_of(models.Stack(), jnp.zeros((1, models.TOKENS), jnp.int32))
+    state = state.replace(params={"w": jnp.ones((8, 8))})
+    state = state.replace(opt_state=state.tx.init(state.params))
+    with pytest.raises(ValueError, match=r"no loop over layers .* flax.linen.scan"):
+        zero(train_step)(state, batches(16, 1)[0])

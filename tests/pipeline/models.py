@@ -11,6 +11,9 @@ from flax.training.train_state import TrainState
 
 from zerojax.models import gpt, llama, t5
 
+SGD = optax.sgd(0.1, momentum=0.9)
+"""Adam would divide gradients that are zero but for rounding, as those of keys' biases, by
+themselves."""
 LAYERS, VOCABULARY, TOKENS = 8, 32, 8
 
 
@@ -33,10 +36,10 @@ class Layer(nn.Module):
             h = nn.BatchNorm(use_running_average=False)(h)
         if self.kind in ("experts", "balanced"):
             weights = nn.softmax(nn.Dense(4)(h))
-            w = self.param("experts", nn.initializers.lecun_normal(), (4, d, d))
+            w = self.param("experts", nn.initializers.lecun_normal(), (4, d, d), x.dtype)
             y = jnp.einsum("btd,edf,bte->btf", h, w, weights)
             over = (0, 1) if self.kind == "balanced" else 1
-            fractions = weights.mean(over) * (weights > 0.3).mean(over)
+            fractions = weights.mean(over) * (weights > 0.3).astype(x.dtype).mean(over)
             loss += fractions.sum(-1).mean()
         else:
             y = nn.Dense(d)(nn.gelu(nn.Dense(2 * d)(h)))
@@ -61,6 +64,7 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         table = nn.Embed(VOCABULARY, 16)
+        x = table(tokens)
         layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
         stack = nn.scan(
             layer,
@@ -68,7 +72,7 @@ class Stack(nn.Module):
             split_rngs={"params": True, "dropout": True},
             length=self.layers,
         )
-        (x, loss), _ = stack(self.kind, name="layers")((table(tokens), jnp.zeros(())), None)
+        (x, loss), _ = stack(self.kind, name="layers")((x, jnp.zeros((), x.dtype)), None)
         return table.attend(nn.LayerNorm()(x)), loss
 
 
@@ -107,14 +111,14 @@ def llama_state() -> TrainState:
         vocab_size=VOCABULARY, block_size=TOKENS, n_layer=4, n_head=4, n_kv_head=2, n_embd=16, n_inner=32, scan=True,
         remat=True,
     )  # fmt: skip
-    return state_of(llama.Llama(config), jnp.zeros((1, TOKENS), jnp.int32))
+    return state_of(llama.Llama(config), jnp.zeros((1, TOKENS), jnp.int32), tx=SGD)
 
 
 def gpt_state() -> TrainState:
     config = gpt.GPTConfig(
         vocab_size=VOCABULARY, block_size=TOKENS, n_layer=4, n_head=2, n_embd=16, scan=True
     )
-    return state_of(gpt.GPT(config), jnp.zeros((1, TOKENS), jnp.int32))
+    return state_of(gpt.GPT(config), jnp.zeros((1, TOKENS), jnp.int32), tx=SGD)
 
 
 def t5_state() -> TrainState:
@@ -124,7 +128,7 @@ def t5_state() -> TrainState:
         num_heads=2, dropout_rate=0.0, scan=True,
     )  # fmt: skip
     tokens = jnp.zeros((1, TOKENS), jnp.int32)
-    return state_of(t5.T5(config), tokens, tokens)
+    return state_of(t5.T5(config), tokens, tokens, tx=SGD)
 
 
 def t5_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:

@@ -134,7 +134,8 @@ class Pipeline:
         """Returns a scan over layers for one device's rows of one micro-batch."""
         eqn, micro_eqn = pair
         n_consts, n = jaxprs.scan_counts(eqn)
-        given = [_kind(w, m) for w, m in zip(eqn.invars, micro_eqn.invars, strict=True)]
+        both = zip(eqn.invars, micro_eqn.invars, strict=True)
+        given = [self._kind(w, m) for w, m in both]
         one = (_alone(each) for each in pair)
         analysis = Analysis(*one, given, Choices(), hopeful=False, sizes=self._sizes)
         results = [analysis.kind(v).added for v in analysis.pairs[0].global_eqn.outvars]
@@ -154,6 +155,14 @@ class Pipeline:
                 given[i] = FIXED
         drawing = jaxprs.param(eqn, "jaxpr") if analysis.drawn else None
         return LayerLoop(micro, given, results, dtypes, drawing, self._sizes.micro_rows)
+
+    def _kind(self, w: Atom, m: Atom) -> RowKind:
+        """Returns the kind of an operand by its shapes: every position along the dimension that
+        grows holds rows, whatever they were computed from."""
+        dims = scaled(w.aval, m.aval)
+        if dims:
+            return RowKind("rows", dim=dims[0], outer=1)
+        return FIXED.but(zero=graph_of(self._flat).is_zeros(w))
 
     def _same_for_all(self, v: Atom, graph: Graph) -> Slice | None:
         """Returns the program of a constant that has the same numbers for all rows, such as a mask
@@ -254,15 +263,6 @@ def _layers_of(pair: EquationPair, sources: Sequence[Atom]) -> list[Atom]:
     both = zip(eqn.invars[carry], micro_eqn.invars[carry], strict=True)
     grows = any(scaled(w.aval, m.aval) for w, m in both)
     return [v for v in sources if grows and any(v is x for x in eqn.invars[carry.stop :])]
-
-
-def _kind(w: Atom, m: Atom) -> RowKind:
-    """Returns the kind of an operand by its shapes: every position along the dimension that grows
-    holds rows, whatever they were computed from."""
-    dims = scaled(w.aval, m.aval)
-    if dims:
-        return RowKind("rows", dim=dims[0], outer=1)
-    return FIXED.but(zero=jaxprs.is_zero(w))
 
 
 def _alone(eqn: Equation) -> Flat:

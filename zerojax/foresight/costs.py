@@ -31,7 +31,7 @@ from zerojax.foresight.attribution import (
     arguments,
     attribute,
 )
-from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic, sum_traffic
+from zerojax.foresight.forecast import CompiledProgram, Forecast, ProgramCost, Traffic, sum_traffic
 from zerojax.hlo.assignment import compile_with_buffers
 from zerojax.hlo.links import sent_by
 from zerojax.hlo.program import HloProgram, parse
@@ -55,40 +55,21 @@ _T = TypeVar("_T")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """Measurements of one compiled program, per device, in bytes and seconds.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement(CompiledProgram):
+    """Measurements of one compiled program.
 
     Attributes:
-      memory: Device memory by kind: arguments and temporaries.
-      arguments: Arguments on the device.
       result: Results on the device, except results that reuse an argument's buffer.
       between: Arguments of an update that stay on the device between programs.
       host_result: Results in host memory.
       host_temporary: Host memory besides arguments and results.
-      seconds, forward, traffic, again, bytes_again, seconds_again, compile_seconds: As in
-        :class:`ProgramCost`.
-      compiled: False if XLA refused the program for its memory; ``memory`` is then the least that
-        the program needs.
-      recomputing, rematerializes: As in :class:`ProgramCost`.
     """
 
-    memory: dict[str, int]
-    arguments: int = 0
     result: int = 0
     between: int = 0
     host_result: int = 0
     host_temporary: int = 0
-    seconds: float = 0.0
-    forward: float = 0.0
-    traffic: tuple[Traffic, ...] = ()
-    again: int = 0
-    bytes_again: int = 0
-    seconds_again: float = 0.0
-    compile_seconds: float = 0.0
-    compiled: bool = True
-    recomputing: bool = False
-    rematerializes: bool = True
 
 
 def measure(
@@ -144,7 +125,7 @@ def _compiled(
         if (wanted := wanted_bytes(str(error))) is None:
             raise
         seconds = time.perf_counter() - begun
-        return Measurement({OTHER: wanted}, compile_seconds=seconds, compiled=False), None
+        return Measurement(memory={OTHER: wanted}, compile_seconds=seconds, compiled=False), None
     memory: Any = compiled[0].memory_analysis()
     return Measurement(
         memory={},
@@ -271,25 +252,10 @@ def forecast(
                 gradient_bytes := min(max(on_device - measurement.between, 0), first.result)
             )
             kinds[PARAMETERS] += max(on_device - measurement.between, 0) - gradient_bytes
-        costs.append(
-            ProgramCost(
-                name=name,
-                memory={kind: kinds[kind] for kind in KINDS if kinds[kind]},
-                host=measurement.host_temporary,
-                seconds=measurement.seconds,
-                forward=measurement.forward,
-                traffic=measurement.traffic,
-                arguments=measurement.arguments,
-                again=measurement.again,
-                bytes_again=measurement.bytes_again,
-                seconds_again=measurement.seconds_again,
-                times=times,
-                compile_seconds=measurement.compile_seconds,
-                compiled=measurement.compiled,
-                recomputing=measurement.recomputing,
-                rematerializes=measurement.rematerializes,
-            )
-        )
+        shared = {x.name: getattr(measurement, x.name) for x in dataclasses.fields(CompiledProgram)}
+        shared["memory"] = {kind: kinds[kind] for kind in KINDS if kinds[kind]}
+        host = measurement.host_temporary
+        costs.append(ProgramCost(name=name, host=host, times=times, **shared))
         if is_partial := not measurement.compiled or (name != STEP and enough(costs[-1])):
             break
     host = max(each.host for each in costs)

@@ -16,14 +16,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
+from zerojax.collectives.matrices.find import computes_with_matrices
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.reach import EQUATION_DEPENDS
+from zerojax.graph.search import contains
 from zerojax.trace.ravelled import without_ravels
 from zerojax.xla import hijax, jaxprs
 from zerojax.xla.types import Atom, Equation, Shaped
+
+_MOST_COMPARED = 2**10  # elements of a constant; clusters with a larger one count as different
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,14 @@ class Cluster:
       outputs: Positions among the update's results.
       elementwise: Whether any rows can be updated separately; if so, all arrays have one shape.
       key: Equal for clusters that run the same program on the same shapes.
+      matrices: Whether matrices are multiplied or factorized.
     """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     elementwise: bool
     key: str
+    matrices: bool = False
 
 
 class Prelude(NamedTuple):
@@ -140,10 +147,16 @@ class SeparatedUpdate:
         values = [self._jaxpr.invars[i].aval for i in ins]
         numbers = [v.aval for v in self.scalars]
         traced = jax.make_jaxpr(lambda s, *a: self.run(outs, ins, a, s))(numbers, *values)
-        # The text of a jaxpr lacks the values of its constants; with arrays the key must be unique.
-        used = {v for e in eqns for v in jaxprs.variables(e.invars)} & constants
-        unique_suffix = f" for {outs}" if any(v.aval.ndim for v in used) else ""
-        return Cluster(ins, outs, elementwise, str(traced) + unique_suffix)
+        # The text of a jaxpr lacks the values of its constants.
+        used = {v for e in eqns for v in jaxprs.variables(e.invars)}
+        pairs = zip(self._jaxpr.constvars, self._consts, strict=True)
+        values_used = [x for v, x in pairs if v in used and v.aval.ndim]
+        if any(np.size(x) > _MOST_COMPARED for x in values_used):
+            suffix = f" for {outs}"
+        else:
+            suffix = "".join(np.asarray(x).tobytes().hex() for x in values_used)
+        matrices = any(contains(e, computes_with_matrices) for e in eqns)
+        return Cluster(ins, outs, elementwise, str(traced) + suffix, matrices)
 
     def prelude(self, arguments: Sequence[object]) -> Prelude:
         """Runs the prelude.

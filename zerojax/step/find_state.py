@@ -135,8 +135,10 @@ def computed(x: Any) -> object:
     """Returns the input of a trace: for an array in host memory, or of a mesh with other explicit
     axes than the context's, only its shape and dtype."""
     sharding, context = getattr(x, "sharding", None), jax.sharding.get_abstract_mesh()
-    is_typed = isinstance(sharding, NamedSharding) and not context.empty
-    other = is_typed and explicit_axes(sharding.mesh) != explicit_axes(context)
+    if isinstance(sharding, NamedSharding) and not context.empty:
+        other = explicit_axes(sharding.mesh) != explicit_axes(context)
+    else:
+        other = False
     return jaxprs.like(x) if other or getattr(sharding, "memory_kind", None) == PINNED else x
 
 

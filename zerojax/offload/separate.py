@@ -26,7 +26,7 @@ from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.graph.search import contains
 from zerojax.trace.ravelled import without_ravels
 from zerojax.xla import hijax, jaxprs
-from zerojax.xla.types import Atom, Equation, Shaped
+from zerojax.xla.types import Atom, Equation, Jaxpr, Shaped
 
 _MOST_COMPARED = 2**10  # elements of a constant; clusters with a larger one count as different
 
@@ -98,6 +98,7 @@ class SeparatedUpdate:
         self._jaxpr, self._consts = jaxprs.open_jaxpr(closed)
         self._graph = graph_of(self._jaxpr)
         self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}
+        self._first = _first_of_equal_scalars(self._jaxpr)
         found = EQUATION_DEPENDS.forward(self._jaxpr, [*own]).of
         self._heavy = {v for v, heavy in found.items() if heavy}
         outvars = self._jaxpr.outvars
@@ -129,8 +130,8 @@ class SeparatedUpdate:
     def _connected(self, i: int) -> _Connected:
         """Returns the arguments, equations and scalars from which a result is computed."""
         eqns, ends = self._graph.backward_slice([self._jaxpr.outvars[i]], self._is_scalar)
-        scalars = {x: None for x in ends if self._is_scalar(x)}
-        inputs = {self._at[x] for x in ends if x in self._at and x not in scalars}
+        scalars = {self._first.get(x, x): None for x in ends if self._is_scalar(x)}
+        inputs = {self._at[x] for x in ends if x in self._at and not self._is_scalar(x)}
         return _Connected(inputs, {i}, [*eqns], scalars)
 
     def _cluster(self, connected: _Connected) -> Cluster:
@@ -186,6 +187,7 @@ class SeparatedUpdate:
           shape: Shape of the rows; None for a complete cluster.
         """
         env = dict(zip(self.scalars, scalars, strict=True))
+        env |= {v: env[first] for v, first in self._first.items() if first in env}
         env |= {self._jaxpr.invars[i]: x for i, x in zip(inputs, values, strict=True)}
         return self._evaluate([self._jaxpr.outvars[i] for i in outputs], env, shape)
 
@@ -213,3 +215,22 @@ def _by_element(eqn: Equation, shape: tuple[int, ...], constants: set[Atom]) -> 
     if eqn.primitive.name == "broadcast_in_dim":
         return shapes == {(), shape} and eqn.outvars[0].aval.shape == shape
     return eqn.primitive.name in ELEMENTWISE and shapes <= {(), shape}
+
+
+def _first_of_equal_scalars(jaxpr: Jaxpr) -> dict[Atom, Atom]:
+    """Returns, for each scalar that repeats the computation of an earlier one, the earlier one: an
+    optimizer may compute a bias correction for each leaf."""
+    first: dict[Atom, Atom] = {}
+    seen: dict[object, Atom] = {}
+    for eqn in jaxpr.eqns:
+        out = eqn.outvars[0]
+        if eqn.primitive.name not in ELEMENTWISE or out.aval.ndim:
+            continue
+        operands = (
+            (str(v.val), str(v.aval)) if isinstance(v, core.Literal) else first.get(v, v)
+            for v in eqn.invars
+        )
+        key = eqn.primitive, str(eqn.params), *operands
+        if (earlier := seen.setdefault(key, out)) is not out:
+            first[out] = earlier
+    return first

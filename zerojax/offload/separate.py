@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from zerojax.trace.ravelled import without_ravels
 from zerojax.xla import hijax, jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr, Shaped
 
-_MOST_COMPARED = 2**10  # elements of a constant; clusters with a larger one count as different
+_MOST_COMPARED = 2**10  # elements of a constant
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,11 @@ class SeparatedUpdate:
         # The text of a jaxpr lacks the values of its constants.
         used = {v for e in eqns for v in jaxprs.variables(e.invars)}
         pairs = zip(self._jaxpr.constvars, self._consts, strict=True)
-        values_used = [x for v, x in pairs if v in used and v.aval.ndim]
-        if any(np.size(x) > _MOST_COMPARED for x in values_used):
-            suffix = f" for {outs}"
+        arrays_used = [x for v, x in pairs if v in used and v.aval.ndim]
+        if all(map(_is_compared, arrays_used)):
+            suffix = "".join(np.asarray(x).tobytes().hex() for x in arrays_used)
         else:
-            suffix = "".join(np.asarray(x).tobytes().hex() for x in values_used)
+            suffix = f" for {outs}"
         matrices = any(contains(e, computes_with_matrices) for e in eqns)
         return Cluster(ins, outs, elementwise, str(traced) + suffix, matrices)
 
@@ -205,6 +205,14 @@ class SeparatedUpdate:
                 outs = [*jaxprs.bind(eqn, values)]
             env.update(zip(eqn.outvars, outs, strict=True))
         return [jaxprs.read(v, env) for v in targets]
+
+
+def _is_compared(x: Any) -> bool:
+    """Returns whether a constant's values are in a cluster's key; otherwise the key is unique."""
+    is_here = isinstance(x, np.ndarray) or (
+        not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    )
+    return is_here and x.size <= _MOST_COMPARED and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _by_element(eqn: Equation, shape: tuple[int, ...], constants: set[Atom]) -> bool:

@@ -50,6 +50,8 @@ class ArgumentReader:
     ) -> tuple[list[ArrayLike], Static]:
         """Returns the arrays of further arguments, and the arguments without them, with specs."""
         arrays, static = divide(args, kwargs)
+        if not arrays:
+            return arrays, static
         specs: list[Spec | None] = []
         for argument in (*args, *(x for _, x in sorted(kwargs.items()))):
             specs += self._specs(argument)

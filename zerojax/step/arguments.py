@@ -135,12 +135,11 @@ class Arguments:
 
     def _roles(self, given: dict[Slot, PyTree], last: LastSlots) -> Roles:
         """Returns the roles of the arguments of a call, found once for calls of equal kinds."""
-        if not self._returns_state:
-            return self._assigned(given)
         skipped = self._static.union(last.slots)  # a program determines the state that it left
-        leaves, tree = jax.tree_util.tree_flatten(
-            [x for slot, x in given.items() if slot not in skipped]
-        )
+        others = [x for slot, x in given.items() if slot not in skipped]
+        if not self._returns_state or (not last.slots and any(map(is_nnx, others))):
+            return self._assigned(given)
+        leaves, tree = jax.tree_util.tree_flatten(others)
         key = (*given, last, tree, *map(_kind, leaves))
         try:
             found = self._found.get(key)
@@ -319,6 +318,8 @@ def _kind(x: Any) -> Hashable:
     """Returns the type of a leaf with its shape, dtype and sharding, or with its value if the leaf
     is neither an array nor a number."""
     kind, shape = type(x), getattr(x, "shape", None)
+    if isinstance(x, jax.core.Tracer):  # has no sharding
+        return kind, shape
     if shape is not None:
         return kind, shape, getattr(x, "dtype", None), getattr(x, "sharding", None)
     return kind, None if kind in (int, float, complex) else x

@@ -3,9 +3,11 @@ nothing to check or move: the host compares objects by identity."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -39,7 +41,7 @@ class ReturnedState:
       objects: The state.
       flat: The arrays of the state.
       places: For each array, its position among the leaves of the objects and ``own``.
-      own: The arrays that zerojax keeps itself.
+      own: The arrays that zerojax keeps itself; none for a ``TrainState``.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class ReturnedState:
         in_order = sorted(range(len(places)), key=places.__getitem__)
         self._in_objects = _picker(in_order[: len(leaves)])
         self._in_own = _picker(in_order[len(leaves) :])
-        self.references = _references(flat.leaves)
+        self._remember(objects, flat.leaves)
 
     def find(self, objects: tuple[PyTree, ...]) -> tuple[FlatParts, Continue] | None:
         leaves, structure = jax.tree_util.tree_flatten(objects)
@@ -73,20 +75,30 @@ class ReturnedState:
             if not all(map(operator.is_, arrays[count:], constants)):
                 return None
             arrays = arrays[:count]
-        if not _refer_to(self.references, arrays):
+        if not all(map(operator.is_, self._arrays(), arrays)):
             return None
         return FlatParts(arrays, self._tree), self._after
 
     def _after(self, flat: FlatParts) -> tuple[PyTree, ...] | None:
         if flat.tree != self._tree:
             return None
-        self.references = _references(flat.leaves)
         leaves = [*flat.leaves, *self._constants]
         self._own = self._in_own(leaves)
         objects: tuple[PyTree, ...] = jax.tree_util.tree_unflatten(
             self._structure, self._in_objects(leaves)
         )
+        self._remember(objects, flat.leaves)
         return objects
+
+    def _remember(self, objects: tuple[PyTree, ...], arrays: Sequence[Any]) -> None:
+        """Keeps arrays for as long as the one object of the state lives; a weak reference to each
+        where no object has all of them."""
+        self._arrays: Callable[[], Iterable[Any]]
+        if not self._own:
+            self.references, self._arrays = [], _held(objects[0], arrays)
+            return
+        self.references = _references(arrays)
+        self._arrays = functools.partial(map, operator.call, self.references)
 
 
 def returned_state(
@@ -173,6 +185,13 @@ def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]
     if len(positions) > 1:
         return operator.itemgetter(*positions)
     return lambda values: [values[i] for i in positions]
+
+
+def _held(holder: object, arrays: Sequence[Any]) -> Callable[[], Iterable[Any]]:
+    """Returns a function that returns arrays, or Nones once their holder is gone."""
+    kept = [arrays]
+    reference = weakref.ref(holder, lambda _: kept.clear())
+    return lambda: kept[0] if kept and reference else itertools.repeat(None)
 
 
 def _references(arrays: Sequence[Any]) -> list[weakref.ref[Any]]:

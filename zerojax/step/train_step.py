@@ -376,9 +376,11 @@ def _check_not_deleted(arrays: Iterable[PyTree]) -> None:
 def _copy_state_arrays(flat: FlatParts, given: PyTree) -> PyTree:
     """Copies the further arguments that are arrays of the state, because the step takes over the
     state's memory."""
-    given_ids = {id(x) for x in jax.tree.leaves(given) if isinstance(x, jax.Array)}
-    shared = given_ids.intersection(map(id, flat.leaves)) if given_ids else given_ids
-    return jax.tree.map(lambda x: x.copy() if id(x) in shared else x, given) if shared else given
+    given_ids = {*map(id, jax.tree.leaves(given))}
+    if given_ids.isdisjoint(map(id, flat.leaves)):
+        return given
+    shared = given_ids.intersection(map(id, flat.leaves))
+    return jax.tree.map(lambda x: x.copy() if id(x) in shared else x, given)
 
 
 def _check_concrete(name: str, tree: PyTree) -> None:

@@ -25,7 +25,7 @@ class LastState(Protocol):
     """The state that the last step left. Neither its objects nor its arrays are kept alive.
 
     Attributes:
-      references: Weak references to the arrays.
+      references: Weak references to the arrays; empty for a ``TrainState``.
     """
 
     references: list[weakref.ref[Any]]
@@ -91,8 +91,8 @@ class ReturnedState:
         return objects
 
     def _remember(self, objects: tuple[PyTree, ...], arrays: Sequence[Any]) -> None:
-        """Keeps arrays for as long as the one object of the state lives; a weak reference to each
-        where no object has all of them."""
+        """Keeps the arrays of a ``TrainState`` for as long as that object lives, and weak
+        references to the arrays of other states: tuples and dicts cannot be referred to weakly."""
         self._arrays: Callable[[], Iterable[Any]]
         if not self._own:
             self.references, self._arrays = [], _held(objects[0], arrays)

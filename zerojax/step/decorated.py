@@ -99,7 +99,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
 
     @functools.cached_property
     def _is_alone(self) -> bool:
-        """Whether no other process runs the step."""
+        """True if no other process runs the step."""
         return not self._lockstep and jax.process_count() == 1
 
     def _agree(self, call: Call) -> None:

@@ -98,7 +98,7 @@ class ResidentStep:
             rest=unless_skipped(done, new_parts.rest, parts.rest),
         )
         return StepResult(
-            FlatParts.of(plan.at_rest(new_parts)),
+            FlatParts.of(plan.at_rest(new_parts)).like(flat),
             plan.results(out),
             setting.signals(new_parts.opt_state, beside(out)),
         )
@@ -107,7 +107,7 @@ class ResidentStep:
         plan = self.setting.plan
         further = self.setting.divide(args, kwargs)
         result: StepResult = self._jitted(plan.stored(flat), batch, *further)
-        return result._replace(flat=plan.shown(result.flat))
+        return result if plan.plain else result._replace(flat=plan.shown(result.flat))
 
     def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:
         """Traces the one program."""

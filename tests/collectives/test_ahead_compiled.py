@@ -168,5 +168,8 @@ def test_an_unrolled_model_waits_only_at_its_ends() -> None:
     layer's. One collective at a time would leave a quarter without."""
     found = spans(compiled("h100", None, scan=False).as_text())
     beside = sum(span.bytes for span in found if span.products)
-    print([(s.kind, s.bytes, s.products) for s in found if not s.products], beside / sum(span.bytes for span in found))
+    print(
+        [(s.kind, s.bytes, s.products) for s in found if not s.products],
+        beside / sum(span.bytes for span in found),
+    )
     assert beside / sum(span.bytes for span in found) > 1 - 1 / (3 * LAYERS)

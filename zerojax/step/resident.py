@@ -103,7 +103,7 @@ class ResidentStep:
     def __call__(self, flat: FlatParts, batch: PyTree, args: PyTree, kwargs: PyTree) -> StepResult:
         plan = self.setting.plan
         further = self.setting.divide(args, kwargs)
-        result = self._jitted(plan.stored(flat), batch, *further)
+        result: StepResult = self._jitted(plan.stored(flat), batch, *further)
         return result._replace(flat=plan.shown(result.flat))
 
     def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,11 +48,8 @@ TOGETHER = 4
 Options = dict[str, int | bool | str]
 """Option values by XLA's names."""
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-class JitOnceDecided(Generic[P, R]):
+class JitOnceDecided:
     """A function under ``jax.jit`` whose compiler options depend on its first trace.
 
     Args:
@@ -62,34 +59,29 @@ class JitOnceDecided(Generic[P, R]):
     """
 
     def __init__(
-        self, function: Callable[P, R], choose: Callable[[], Options | None], **how: Any
+        self, function: Callable[..., Any], choose: Callable[[], Options | None], **how: Any
     ) -> None:
         self._function, self._choose, self._how = function, choose, how
         self._jitted: Any = None
-        self._options: Options | None = None
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: Any) -> Any:
         """Runs the function."""
         if self._jitted is None:
-            self._decide(*args, **kwargs)
-        result: R = self._jitted(*args, **kwargs)
-        return result
+            self.trace(*args)
+        return self._jitted(*args)
 
     def trace(self, *args: Any) -> jax.stages.Traced:
         """Traces the function for abstract or concrete arguments."""
         if self._jitted is None:
-            self._decide(*args)
+            # JAX keeps this trace for every jit of the same function, whatever its options.
+            jax.jit(self._function, **self._how).trace(*args)
+            self._jit(self._choose())
         traced: jax.stages.Traced = self._jitted.trace(*args)
         return traced
 
     def recompute(self) -> None:
         """Lets XLA compute values again from now on, in a function that has been traced."""
         self._jit(with_rematerialization(self._options) or self._options)
-
-    def _decide(self, *args: Any, **kwargs: Any) -> None:
-        # JAX keeps this trace for every jit of the same function, whatever its compiler options.
-        jax.jit(self._function, **self._how).trace(*args, **kwargs)
-        self._jit(self._choose())
 
     def _jit(self, options: Options | None) -> None:
         self._options = options

@@ -160,3 +160,12 @@ def test_a_loop_that_gathers_ahead_or_reduces_later_has_its_options() -> None:
     assert not has_loop(scan=False)
     assert has_loop(live=10**9, scan=True)  # its gradients
     assert not has_loop(overlap=False, scan=True)
+
+
+def test_an_unrolled_model_waits_for_the_first_gathers_of_a_pass_only() -> None:
+    """Matrices so large that XLA combines no two of them; of 4 layers, each gathered twice."""
+    options: Any = {"scan": False, "n_layer": 4, "n_embd": 4 * WIDTH, "n_head": 2 * HEADS}
+    found = spans(lowered(zero_of("h100"), **options).compile().as_text())
+    gathers = [span for span in found if span.kind == "all-gather"]
+    beside = sum(span.bytes for span in gathers if span.products)
+    assert beside / sum(span.bytes for span in gathers) > 0.95

@@ -17,6 +17,7 @@ from zerojax.api import Zero
 from zerojax.models import gpt, llama
 from zerojax.models.assumed_attention import NAME
 from zerojax.models.attention import planned_attention
+from zerojax.models.blocks import grouped_attention
 from zerojax.trace.gradients import value_and_grad
 from zerojax.tuning.workload import Workload
 
@@ -62,7 +63,7 @@ def fused_llama(
 
     def build(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
         config = llama.LlamaConfig(**{**sizes, "block_size": seq}, scan=True, remat=remat)
-        fused = planned_attention(zero, attention) or llama.grouped_attention
+        fused = planned_attention(zero, attention) or grouped_attention
         model = llama.Llama(config, fused, kept, zero.sequence)
         shape = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
         batch = {"tokens": shape, "targets": shape}

@@ -19,7 +19,7 @@ from zerojax.devices.rates import Rates
 from zerojax.foresight import costs
 from zerojax.foresight.devices import parse_devices
 from zerojax.hlo.links import sent_by
-from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
+from zerojax.hlo.program import HloProgram, Instruction, parse
 from zerojax.hlo.timeline import program_time
 from zerojax.hlo.traffic import KINDS, Collective, collectives
 from zerojax.hlo.transfers import host_copies
@@ -151,18 +151,11 @@ def compiled(
 
 def touched(program: HloProgram) -> int:
     """Bytes that the kernels of a program read and write, without matrix products."""
-    return _touched(program, program.entry)
-
-
-def _touched(program: HloProgram, computation: Computation) -> int:
     total = 0
-    for each in computation.instructions:
-        if each.opcode in ("while", "call", "conditional"):
-            times = program.trips(each) or 1 if each.opcode == "while" else 1
-            total += times * sum(_touched(program, body) for body in program.callees(each))
-        elif each.opcode not in FREE and not _is_transfer(each):
+    for computation, each, times, _ in program.walk():
+        if each.opcode not in FREE and not _is_transfer(each):
             work = work_of(program, computation, each)
-            total += 0 if work.flops else work.bytes
+            total += 0 if work.flops else times * work.bytes
     return total
 
 

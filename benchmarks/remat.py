@@ -40,8 +40,9 @@ NOTE = (
     "scan, cuDNN's attention assumed. Compiled by XLA:GPU for absent devices. XLA repeats: "
     "instructions, bytes and time of the values that XLA computes again by itself in a step, where "
     "its own estimate of a program exceeds the limit, which the peak then need not; the forecast "
-    "has that time. Saved: time, beside blocks that keep only their input, for the memory that is "
-    f"kept. `python -m zerojax fit --model llama3-8b --devices h100:{DEVICES} --batch {DEVICES} "
+    "has that time. Programs with loops that gather a layer ahead leave that pass of XLA out. "
+    "Saved: time, beside blocks that keep only their input, for the memory that is kept. "
+    f"`python -m zerojax fit --model llama3-8b --devices h100:{DEVICES} --batch {DEVICES} "
     f"--seq {SEQ} --attention cudnn --config C` tries and proposes those of one row."
 )
 HEADINGS = [
@@ -71,8 +72,9 @@ def table(rows: int, found: Sequence[Trial]) -> Table:
     least = next(each.forecast for each in found if each.choice.remat is True)
     proposed = ranked(each for each in found if each.forecast.fits)[0]
     lines = [HEADINGS, *(_line(each, least, each is proposed) for each in found)]
-    limit = giga(least.recomputes_above or 0)
-    title = f"{rows} of {SEQ} tokens a device; XLA's limit is {limit} GB"
+    limit = least.recomputes_above
+    title = f"{rows} of {SEQ} tokens a device; XLA "
+    title += f"repeats above {giga(limit)} GB" if limit else "repeats nothing"
     return Table(lines, title=title)
 
 

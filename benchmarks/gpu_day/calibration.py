@@ -19,7 +19,7 @@ from benchmarks.gpu_day.measurement import attempts
 from benchmarks.kernel_times import median_seconds
 from pallas_kernels import attention as fused_attention
 from zerojax.devices.rates import Rates, kind_of, rates
-from zerojax.hlo.program import Computation, HloProgram, parse
+from zerojax.hlo.program import HloProgram, parse
 from zerojax.hlo.work import FREE, work_of
 from zerojax.xla.compiler import COMMAND_BUFFERS
 
@@ -154,22 +154,14 @@ def modelled(program: HloProgram, speeds: Rates) -> dict[str, list[Any]]:
     """By instruction: seconds of all its runs, number of runs, FLOPs, bytes, first result,
     origin."""
     found: dict[str, list[Any]] = {}
-
-    def walk(computation: Computation, times: int) -> None:
-        for each in computation.instructions:
-            if nested := [*program.nested(each)]:
-                trips = (program.trips(each) or 1) if each.opcode == "while" else 1
-                for inner in nested:
-                    walk(inner, times * trips)
-            elif each.opcode not in FREE and not each.opcode.endswith(("-done", "-update")):
-                work = work_of(program, computation, each)
-                seconds = times * speeds.compute_seconds(work.flops, work.bytes, work.attention)
-                results = " ".join(str(shape) for shape in each.shapes[:2])
-                flops = sum(work.flops.values()) + sum(work.attention.values())
-                origin = each.op_name[-80:]
-                found[each.name] = [seconds, times, flops, work.bytes, results, origin]
-
-    walk(program.entry, 1)
+    for computation, each, times, _ in program.walk():
+        if each.opcode in FREE or each.opcode.endswith(("-done", "-update")):
+            continue
+        work = work_of(program, computation, each)
+        results = " ".join(str(shape) for shape in each.shapes[:2])
+        flops = sum(work.flops.values()) + sum(work.attention.values())
+        seconds, origin = times * work.seconds(speeds), each.op_name[-80:]
+        found[each.name] = [seconds, times, flops, work.bytes, results, origin]
     return found
 
 

@@ -10,11 +10,13 @@ from zerojax.foresight.trials import Trial
 GB = 10**9
 
 
-def trial(remat: Remat, peak: int, seconds: float, again: int = 0) -> Trial:
+def trial(
+    remat: Remat, peak: int, seconds: float, again: int = 0, limit: int | None = 65 * GB
+) -> Trial:
     forecast: Any = SimpleNamespace(
         peak=SimpleNamespace(bytes=peak * GB, again=again), fits=peak < 80, host_bytes=0,
         seconds=seconds, tokens_per_second=1 / seconds, mfu=0.5, recomputes=again > 0,
-        recomputes_above=65 * GB, bytes_again=again * GB, seconds_again=again / 100,
+        recomputes_above=limit, bytes_again=again * GB, seconds_again=again / 100,
     )  # fmt: skip
     return Trial(Choice(stage=3, micro=1, remat=remat), forecast)
 
@@ -25,7 +27,9 @@ def test_the_proposed_is_the_fastest_in_which_xla_repeats_nothing() -> None:
         trial("names:a", 30, 1.01),
     ]  # fmt: skip
     made = table(2, found)
-    assert made.title == "2 of 8192 tokens a device; XLA's limit is 65.0 GB"
+    assert made.title == "2 of 8192 tokens a device; XLA repeats above 65.0 GB"
+    without_limit = table(1, [trial(True, 20, 2.0, limit=None)])
+    assert without_limit.title == "1 of 8192 tokens a device; XLA repeats nothing"
     headings, *lines = made.rows
     assert headings == HEADINGS
     assert [line[0] for line in lines] == [

@@ -11,10 +11,11 @@ import pytest
 
 import zerojax
 from benchmarks.measure import create_state_of, train_step_of
-from zerojax.collectives.layer import layer_bytes
 from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
 from zerojax.hlo.traffic import collectives
 from zerojax.models.gpt import GPT, GPTConfig
+from zerojax.xla import compat
+from zerojax.xla.compiler import REMATERIALIZATION
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,14 +61,17 @@ def zero_of(device: str, **keywords: Any) -> zerojax.Zero:
     return zerojax.zero(stage=3, bf16=True, mesh=mesh, **keywords)
 
 
-@functools.cache
-def compiled(device: str, overlap: bool | None, /) -> Any:
+def lowered(zero: zerojax.Zero, **options: Any) -> jax.stages.Lowered:
     sizes: Any = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "block_size": TOKENS}
-    model = GPT(GPTConfig(**sizes, vocab_size=1024, scan=True, remat=True))
-    zero = zero_of(device, overlap_comm=overlap)
+    model = GPT(GPTConfig(**sizes | options, vocab_size=1024, remat=True))
     state = zero.abstract_state(create_state_of(model), jax.random.key(0))
     batch = {"tokens": jax.ShapeDtypeStruct((8 * ROWS, TOKENS + 1), jnp.int32)}
-    return zero(train_step_of(model)).lower(state, batch).compile()
+    return zero(train_step_of(model)).lower(state, batch)
+
+
+@functools.cache
+def compiled(device: str, overlap: bool | None, /) -> Any:
+    return lowered(zero_of(device, overlap_comm=overlap), scan=True).compile()
 
 
 def spans(text: str) -> list[Span]:
@@ -146,16 +150,22 @@ def test_it_costs_layers_of_memory_and_no_traffic() -> None:
     assert sent[0] == pytest.approx(sent[1], rel=0.01)
 
 
-def test_the_layer_is_known_before_the_step_is_traced() -> None:
+def test_a_loop_that_gathers_ahead_or_reduces_later_has_its_options() -> None:
+    def has_loop(live: int = 0, overlap: bool | None = None, **options: Any) -> bool:
+        zero = zero_of("h100", stage3_max_live_parameters=live, overlap_comm=overlap)
+        chosen = compat.compiler_options(lowered(zero, **options))
+        return REMATERIALIZATION in str(chosen.get("xla_disable_hlo_passes"))
 
-    def bytes_of(live: int = 0, backward: bool = True, **options: Any) -> int:
-        zero = zero_of("h100", stage3_max_live_parameters=live)
-        sizes: Any = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "block_size": TOKENS}
-        model = GPT(GPTConfig(**sizes, vocab_size=1024, **options))
-        plan = zero.plan(zero.abstract_state(create_state_of(model), jax.random.key(0)))
-        return layer_bytes(plan, backward=backward)
+    assert has_loop(scan=True)
+    assert not has_loop(scan=False)
+    assert has_loop(live=10**9, scan=True)  # its gradients
+    assert not has_loop(overlap=False, scan=True)
 
-    assert bytes_of(scan=True) == pytest.approx(LAYER, rel=0.01)
-    assert bytes_of() == 0
-    assert bytes_of(live=10**9, scan=True) == bytes_of(scan=True)  # its gradients
-    assert bytes_of(live=10**9, scan=True, backward=False) == 0
+
+def test_an_unrolled_model_waits_for_the_first_gathers_of_a_pass_only() -> None:
+    """Matrices so large that XLA combines no two of them; of 4 layers, each gathered twice."""
+    options: Any = {"scan": False, "n_layer": 4, "n_embd": 4 * WIDTH, "n_head": 2 * HEADS}
+    found = spans(lowered(zero_of("h100"), **options).compile().as_text())
+    gathers = [span for span in found if span.kind == "all-gather"]
+    beside = sum(span.bytes for span in gathers if span.products)
+    assert beside / sum(span.bytes for span in gathers) > 0.95

@@ -199,20 +199,53 @@ def test_the_numbers_of_plain_jit(name: str, setting: Any) -> None:
         ("muon", False, {"stage": 2}),
         ("multi_steps", True, {"stage": 3}),
         ("shampoo", True, {"stage": 3, "k": 2}),
+        ("muon", False, {"stage": 3, "explicit": True}),
     ],
 )
 def test_a_step_of_parameters_and_optimizer_state(name: str, wrapped: bool, setting: Any) -> None:
+    explicit = jax.make_mesh((8,), ("data",)) if setting.pop("explicit", False) else None
     with jax.enable_x64(True):
         zero, tx = zero_for(**setting), OPTIMIZERS[name]()
         own = zero.wrap(tx) if wrapped else tx
         step, plain = zero(pair_step(own)), jax.jit(pair_step(tx))
         state, alone = ((parameters(), t.init(parameters())) for t in (own, tx))
-        if setting.get("k", 1) == 1:
-            assert len(exchanges(step.collectives(state, BATCH))) >= 4
+        with contextlib.nullcontext() if explicit is None else jax.set_mesh(explicit):
+            if setting.get("k", 1) == 1:
+                assert len(exchanges(step.collectives(state, BATCH))) >= 4
+            for _ in range(2):
+                state, _ = step(state, BATCH)
+        for _ in range(2):
+            alone, _ = plain(alone, BATCH)
+        for x, y in zip(jax.tree.leaves(alone[0]), jax.tree.leaves(state[0]), strict=True):
+            np.testing.assert_allclose(y, x, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [
+        ("muon", {"offload_optimizer": "cpu"}),
+        ("by_hand", {"offload_optimizer": "cpu", "offload_param": "cpu"}),
+        pytest.param("shampoo", {"offload_optimizer": "cpu"}, marks=pytest.mark.slow),
+        pytest.param("multi_steps", {"offload_optimizer": "cpu"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_state_in_host_memory(name: str, offload: Any) -> None:
+    """In float64; each device updates some of the matrices, equal ones in one program."""
+    with jax.enable_x64(True):
+
+        def create() -> TrainState:
+            return TrainState.create(apply_fn=None, params=parameters(), tx=OPTIMIZERS[name]())
+
+        zero = zero_for(gradient_clipping=0.0, **offload)
+        step, plain, state, alone = zero(train_step), jax.jit(train_step), create(), create()
+        _, *updates = (each.lowered.as_text() for each in step.programs(state, BATCH))
+        with_matrices = [text for text in updates if "dot_general" in text]
+        assert with_matrices
+        assert all("all_to_all" in text for text in with_matrices)
         for _ in range(2):
             state, _ = step(state, BATCH)
             alone, _ = plain(alone, BATCH)
-        for x, y in zip(jax.tree.leaves(alone[0]), jax.tree.leaves(state[0]), strict=True):
+        for x, y in zip(jax.tree.leaves(alone.params), jax.tree.leaves(state.params), strict=True):
             np.testing.assert_allclose(y, x, rtol=1e-9, atol=1e-9)
 
 

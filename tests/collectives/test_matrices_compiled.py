@@ -120,3 +120,38 @@ def test_muon_sends_what_adamw_sends_and_its_momentum_there_and_back(
     assert muon.sent == adam.sent
     assert muon.exchanges == 4  # two shapes, each there and back
     assert muon.peak < 1.15 * adam.peak
+
+
+def test_the_update_of_a_state_in_host_memory_sends_the_momentum_there_and_back() -> None:
+    """In bf16; the matrices of the layers, each a parameter, pass through the device together."""
+    zero = zerojax.zero(
+        stage=3,
+        bf16=True,
+        mesh=zerojax.topology("h100", DEVICES),
+        offload_optimizer="cpu",
+        optimizer={"type": "Muon", "params": {"lr": 1e-3}},
+        stage3_param_persistence_threshold=0,
+    )
+
+    def create() -> TrainState:
+        layers = [{name: x[i] for name, x in parameters().items()} for i in range(LAYERS)]
+        return TrainState.create(apply_fn=None, params=layers, tx=zero.optimizer())
+
+    @zero
+    def train_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
+        def of(layers: Any) -> jax.Array:
+            return loss_of(jax.tree.map(lambda *x: jnp.stack(x), *layers), x)
+
+        loss, grads = jax.value_and_grad(of)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    batch = jax.ShapeDtypeStruct((DEVICES * 8, WIDTH), jnp.float32)
+    _, *updates = train_step.programs(zero.abstract_state(create), batch)
+    sent = collections.Counter[str]()
+    for program in updates:
+        for each in collectives(program.lowered.compile().as_text()):
+            if each.group_size > 1:
+                sent[each.kind] += program.times * each.moved_bytes
+    own_shares = 2 * sum(x.size for x in parameters().values()) // DEVICES
+    assert len(updates) == 2  # two shapes
+    assert sent == {"all-to-all": 2 * own_shares * (DEVICES - 1) // DEVICES}

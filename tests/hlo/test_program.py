@@ -74,11 +74,12 @@ def test_a_real_program_of_this_machine() -> None:
         return jax.lax.scan(lambda c, _: (jnp.sin(c) @ c, None), x, length=300)[0]
 
     program = parse(jax.jit(loop).lower(jnp.ones((4, 4))).compile().as_text())
-    whiles = [
-        instruction
-        for computation in program.computations.values()
-        for instruction in computation.instructions
-        if instruction.opcode == "while"
-    ]
-    assert [each.trip_count for each in whiles] == [300]
-    assert [body.name for body in program.callees(whiles[0])]
+    runs = [*program.walk()]
+    (loop_run,) = (run for run in runs if run.instruction.opcode == "while")
+    assert loop_run.instruction.trip_count == 300
+    (body,) = program.callees(loop_run.instruction)
+    inside = [run for run in runs if run.computation == body]
+    assert [run.instruction for run in inside] == [*body.instructions]
+    assert {(run.times, run.exact) for run in inside} == {(300, True)}
+    at = runs.index(loop_run) + 1
+    assert runs[at : at + len(inside)] == inside

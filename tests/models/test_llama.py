@@ -15,8 +15,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.models.blocks import causal_attention, stack_blocks
-from zerojax.models.llama import SIZES, Llama, LlamaConfig, grouped_attention
+from zerojax.models.blocks import causal_attention, grouped_attention, stack_blocks
+from zerojax.models.llama import SIZES, Llama, LlamaConfig
 from zerojax.models.loss import loss_fn
 from zerojax.models.rope import RopeConfig, rotary_tables, rotate
 

@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax.checkpoint import Checkpointer
 from zerojax.models import gpt_nnx
+from zerojax.models.blocks import grouped_attention
 from zerojax.models.deberta import SIZES, DebertaClassifier, DebertaConfig
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.kernels import Kernels
-from zerojax.models.llama import Llama, LlamaConfig, grouped_attention
+from zerojax.models.llama import Llama, LlamaConfig
 from zerojax.models.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

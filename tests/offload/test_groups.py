@@ -141,3 +141,17 @@ def test_no_sub_group_is_larger_than_the_largest() -> None:
 
 def test_nothing() -> None:
     assert made([], 100) == []
+
+
+def test_equal_matrices_are_updated_together() -> None:
+    """As many as give each device one; other clusters that pass unsplit alone."""
+    arrays = [placed(64, 8, spec=P("data"))] * 12 + [placed(16, 8, spec=P("data"))]
+    clusters = [
+        Cluster((i,), (i,), False, f"{x.shape}", matrices=i != 11) for i, x in enumerate(arrays)
+    ]
+    for largest, most in ((100, 8), (2 * 64 * 8 * 2, 16)):
+        found = groups(clusters, arrays, MESH, largest)
+        sizes = sorted(len(g) for g in found)
+        assert sum(sizes) == len(arrays)
+        assert all(g[0].cluster.inputs[0] != 11 or len(g) == 1 for g in found)
+        assert sizes[-1] == min(most, 11)

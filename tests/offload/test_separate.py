@@ -205,3 +205,17 @@ def test_constants_tell_clusters_apart() -> None:
     leaf = jax.ShapeDtypeStruct((2,), jnp.float32)
     found = SeparatedUpdate(update, [leaf] * 4, [False, False, True, True])
     assert len({cluster.key for cluster in found.clusters}) == 2
+
+
+def test_equal_scalars_of_leaves_are_one() -> None:
+    """The cast of a bias correction for each leaf: else no leaf's program would equal another's."""
+
+    def update(count: Any, *leaves: Any) -> list[Any]:
+        return [x @ x.mT @ x / (1 - 0.9**count).astype(x.dtype) for x in leaves]
+
+    shapes = [jax.ShapeDtypeStruct((), "float32"), *[jax.ShapeDtypeStruct((4, 4), "bfloat16")] * 3]
+    separated = SeparatedUpdate(update, shapes, [False, True, True, True])
+    assert len(separated.scalars) == 1
+    assert len(separated.clusters) == 3
+    assert len({cluster.key for cluster in separated.clusters}) == 1
+    assert all(cluster.matrices for cluster in separated.clusters)

@@ -107,10 +107,10 @@ def stack(kind: str = "", **fields: Any) -> TrainState:
 
 
 def llama_state() -> TrainState:
+    sizes = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, n_inner=32)
     config = llama.LlamaConfig(
-        vocab_size=VOCABULARY, block_size=TOKENS, n_layer=4, n_head=4, n_kv_head=2, n_embd=16, n_inner=32, scan=True,
-        remat=True,
-    )  # fmt: skip
+        vocab_size=VOCABULARY, block_size=TOKENS, scan=True, remat=True, **sizes
+    )
     return state_of(llama.Llama(config), jnp.zeros((1, TOKENS), jnp.int32), tx=SGD)
 
 

@@ -1,5 +1,5 @@
-"""NNX objects that are changed between two steps: the next step goes on from what they are then,
-as where the function is called plainly."""
+"""States and arguments that are changed between two steps: the next step goes on from what they are
+then, as where the function is called plainly."""
 
 import gc
 import operator
@@ -13,6 +13,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax.step.last import updated_objects
@@ -156,3 +158,47 @@ def test_objects_are_not_kept_alive() -> None:
     gc.collect()
     assert model() is None
     assert kernel() is None
+
+
+def train_state() -> TrainState:
+    return TrainState.create(apply_fn=None, params={"w": jnp.ones(4)}, tx=optax.sgd(0.1))
+
+
+def train_step(state: TrainState, x: Any) -> Any:
+    loss, grads = jax.value_and_grad(lambda params: jnp.mean((x @ params["w"] - 1) ** 2))(
+        state.params
+    )
+    return state.apply_gradients(grads=grads), loss
+
+
+def test_a_returned_state_is_not_kept_alive() -> None:
+    decorated = zerojax.zero(stage=1)(train_step)
+    state, _ = decorated(train_state(), X)
+    state, _ = decorated(state, X)
+    params, w = state.params, weakref.ref(state.params["w"])
+    del state
+    params["w"] = None
+    gc.collect()
+    assert w() is None
+
+
+def test_other_arguments_after_calls_of_one_kind() -> None:
+    zero = zerojax.zero(stage=1)
+    decorated, state, plain = zero(train_step), zero.init(train_state), train_state()
+    placed = jax.device_put(X, NamedSharding(zero.mesh, PartitionSpec("data")))
+    for batch in (placed, placed, X, np.concatenate([X, X]), placed, jnp.asarray(X)):
+        state, loss = decorated(state, batch)
+        plain, expected = train_step(plain, np.asarray(batch))
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="divisible"):
+        decorated(state, X[:3])
+    with pytest.raises(TypeError, match="numbers"):
+        decorated(state, X.astype(object))
+    state.params["w"] = jnp.zeros(4)  # the same state, with another array
+    plain = plain.replace(params={"w": jnp.zeros(4)})
+    for _ in range(2):
+        state, loss = decorated(state, placed)
+        plain, expected = train_step(plain, X)
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    with pytest.raises(TypeError, match=r"inside jax\.jit"):
+        jax.jit(lambda x: decorated(state, x))(X)

@@ -1,5 +1,6 @@
 """What a DeepSpeed JSON becomes beside the arguments."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,36 @@ def test_a_contradiction_names_both(json: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load(resolved(args, world=2, steps=10))
     assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "differing"),
+    [
+        ("Lion", {}, []),
+        ("Lion", {"optim": "adamw_torch_fused"}, []),  # the default of transformers
+        ("lion", {"optim": "lion_32bit"}, []),
+        ("Adam", {"optim": "adamw_apex_fused"}, []),
+        ("AdamW", {"optim": "adafactor"}, ['optim = "adafactor"']),
+        ("Lion", {"optim": "adamw_apex_fused"}, ['optim = "adamw_apex_fused"']),
+        ("SGD", {"optim": "sgd", "optim_args": "momentum=0.9"}, ['optim_args = "momentum=0.9"']),
+        ("Lion", {"optim": "sgd", "optim_args": "momentum=0.9"},
+         ['optim = "sgd"', 'optim_args = "momentum=0.9"']),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_the_json_would_replace(
+    kind: str, arguments: dict[str, Any], differing: list[str]
+) -> None:
+    args = TrainingArguments("out", deepspeed={"optimizer": {"type": kind}}, **arguments)
+    try:
+        resolved(args, world=2, steps=10)
+        problems: Sequence[str] = ()
+    except ConfigError as error:
+        problems = error.problems
+    assert [*problems] == [
+        f'optimizer.type = "{kind}", but TrainingArguments say {each}; leave {each.split()[0]} out '
+        "for the optimizer of the JSON, or leave its section `optimizer` out"
+        for each in differing
+    ]
 
 
 def test_without_a_json() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from zerojax.tuning.search import search
 from zerojax.tuning.space import Space
 from zerojax.tuning.study import Study
 
-pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("kept", "require_gpu_compiler")]
 LAYERS, WIDTH, SEQ, ROWS = 3, 256, 512, 64
 NARROW = 2 * LAYERS * ROWS * SEQ * WIDTH
 """Bytes on a device, in bf16, of the results that blocks call "narrow"; "wide" are four times as
@@ -51,14 +50,6 @@ class Model(nn.Module):
 
 def small(remat: bool = True, remat_policy: str | None = None) -> Model:
     return Model(remat, remat_policy)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A program of several tests is compiled once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("measured")))
-        yield
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -34,7 +33,7 @@ from zerojax.tuning.search import search
 from zerojax.tuning.space import Space, left_open
 from zerojax.tuning.study import Study
 
-pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("kept", "require_gpu_compiler")]
 DIM, VOCABULARY, SEQ, LAYERS = 256, 2048, 64, 2
 PARAMETERS_HELD = DIM * VOCABULARY + LAYERS * DIM * DIM * 8
 
@@ -63,14 +62,6 @@ def model(remat: bool = False) -> Model:
 
 
 CONFIG = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A program of several tests is compiled once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("measured")))
-        yield
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What XLA's options prevent."""
+"""What XLA's options prevent, and when they are chosen."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax.hlo.traffic import collectives
-from zerojax.xla import compiler
+from zerojax.xla import compat, compiler
 
 
 @pytest.mark.gpu_compile
@@ -22,3 +22,23 @@ def test_a_sum_over_many_gpus_compiles(devices: int) -> None:
     lowered = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec())).lower(x)
     text = lowered.compile(compiler_options=compiler.options(mesh)).as_text()
     assert [each.kind for each in collectives(text)] == ["all-reduce"]
+
+
+def test_options_that_wait_for_the_trace_cost_no_second_trace() -> None:
+    traces: list[int] = []
+
+    def double(x: jax.Array) -> jax.Array:
+        traces.append(1)
+        return 2 * x
+
+    def choose() -> compiler.Options:
+        assert traces  # the options may depend on what the trace has decided
+        return {"xla_cpu_enable_fast_math": False}
+
+    jitted = compiler.JitOnceDecided(double, choose)
+    traced = jitted.trace(jax.ShapeDtypeStruct((3,), jnp.float32))
+    assert compat.compiler_options(traced.lower()) == choose()
+    assert jitted(jnp.ones(3)).tolist() == [2, 2, 2]
+    jitted.recompute()
+    assert jitted(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert len(traces) == 1

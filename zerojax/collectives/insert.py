@@ -99,7 +99,7 @@ class Inserter(Scans):
         sent: Sent = UNQUANTIZED,
     ) -> None:
         super().__init__(mesh, axis, keep=keep, sent=sent)
-        self.share, self.overlap = share or keep, overlap
+        self.share, self.overlap, self.layers = share or keep, overlap, []
         self.devices = batch_devices(mesh)
         shares = self.devices * sequence_size(mesh)
         self.smallest = None if away is None else away * shares
@@ -350,7 +350,8 @@ class Inserter(Scans):
         held = lax.optimization_barrier([plain(v) for v in inputs])
         early = [i for i, v in enumerate(inputs) if self.overlap and self._is_gathered(v)]
         others = [x for i, x in enumerate(held) if i not in early]
-        earlier, scope.cotangent = scope.cotangent, others[-1] if others else None
+        earlier = scope.token if scope.cotangent is None else scope.cotangent
+        scope.cotangent = others[-1] if others else None
         if earlier is not None and early:
             _, *delayed = lax.optimization_barrier([earlier, *(plain(inputs[i]) for i in early)])
             for i, x in zip(early, delayed, strict=True):

@@ -39,6 +39,8 @@ class LoopDecisions:
       filled: By position of a stack, its sharded dimension, for those that the loop gathers and
         stacks for later loops.
       behind: By position of a stack of gradients, the sum that is reduced one iteration later.
+      layer: Bytes of the parameters gathered ahead, or of the gradients reduced one iteration
+        later, whichever are more.
       of_layer: Whether an iteration is one layer, whose gradients are stacked.
       want: For each result of an iteration the spec of its shard if it is a gradient; None for
         others.
@@ -52,6 +54,7 @@ class LoopDecisions:
     ahead: Mapping[int, jnp.dtype]
     filled: Mapping[int, int]
     behind: Mapping[int, RowSum]
+    layer: int
     of_layer: bool
     want: Sequence[Spec | None]
 
@@ -95,19 +98,28 @@ def decide(
     gathered = {i for i, x in enumerate(xs) if isinstance(x, Shard) and x.spec[0]}
     read = [None if i in gathered else narrowest(x) for i, x in enumerate(xs)]
     has_stacks = any(want[n:]) or bool(sums.stacks)
+    prefetched = ahead.decide(eqn, read, gatherer, gathers=prefetch)
+    rows = scope.batch_rows if scope.behind else None
+    deferred = behind.decide(eqn, want[n:], gatherer, rows)
+    stacks = [v.aval for v in eqn.outvars[n:]]
+    stacked_bytes = (
+        sum(eqn.invars[a + n + i].aval.size * d.itemsize for i, d in prefetched.items()),
+        sum(stacks[i].size * stacks[i].dtype.itemsize for i in deferred),
+    )
     return LoopDecisions(
         sums=sums,
         carried=carried,
         updated=updated,
         held=set() if over_micro_batches else held.decide(jaxpr, consts, gatherer.mesh),
         gathered=gathered,
-        ahead=ahead.decide(eqn, read, gatherer, gathers=prefetch),
+        ahead=prefetched,
         filled={
             i: layout.dimensions(x.spec, gatherer.axis)[0]
             for i, x in enumerate(xs)
             if i not in gathered and isinstance(x, Shard) and x.gathering.by_loop
         },
-        behind=behind.decide(eqn, want[n:], gatherer, scope.batch_rows if scope.behind else None),
+        behind=deferred,
+        layer=max(stacked_bytes) // jaxprs.param(eqn, "length"),
         of_layer=has_stacks and not any(want[i] for i in range(n) if i not in sums.stacks),
         want=[*(updated.get(i, want[i]) for i in carried), *want[n:], *(None for _ in sums.roots)],
     )

@@ -30,12 +30,14 @@ class Scans(Gatherer):
     Attributes:
       overlap: Whether loops gather one iteration ahead, and reduce one iteration later.
       share: Whether one gather of a parameter serves all its uses in the body.
+      layers: The bytes of :class:`LoopDecisions` of each loop that has run, for XLA's options.
       left: True once a loop has sent residuals to host memory, or if none are to be sent; set too
         when the warning that none can be sent has been logged.
     """
 
     overlap: bool
     share: bool
+    layers: list[int]
     left: bool
 
     def run(
@@ -76,6 +78,7 @@ class Scans(Gatherer):
         decided = loop_decisions.decide(
             eqn, values, want, self, scope, updated=updated, prefetch=prefetch
         )
+        self.layers.append(decided.layer)
         sums, kept = decided.sums, decided.carried
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
         consts = self.held(decided.held, consts, scope, values)

@@ -235,11 +235,18 @@ def explicit_around(given: Mesh) -> tuple[str, ...]:
     return explicit
 
 
+def automatic_context(given: Mesh) -> contextlib.AbstractContextManager[tuple[str, ...]]:
+    """Returns a context with the axes of :func:`explicit_around`. In the context these axes are
+    automatic, and ``jax.jit`` compiles: under ``jax.disable_jit`` no array would get its sharding.
+    """
+    explicit, config = explicit_around(given), cast(Any, jax.config)
+    if not explicit and not config.jax_disable_jit:
+        return contextlib.nullcontext(())
+    return _automatic_context(given, explicit)
+
+
 @contextlib.contextmanager
-def automatic_context(given: Mesh) -> Iterator[tuple[str, ...]]:
-    """Yields the axes of :func:`explicit_around`. In this context these axes are automatic, and
-    ``jax.jit`` compiles: under ``jax.disable_jit`` no array would get its sharding."""
-    explicit = explicit_around(given)
+def _automatic_context(given: Mesh, explicit: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     config: Any = jax.config
     compiled = jax.disable_jit(False) if config.jax_disable_jit else contextlib.nullcontext()
     with compiled, jax.set_mesh(given) if explicit else contextlib.nullcontext():

@@ -15,7 +15,6 @@ from jax.typing import ArrayLike
 from zerojax.accumulation.pairs import Sizes
 from zerojax.collectives import Inserter, kept
 from zerojax.collectives.host import Fetchable
-from zerojax.collectives.layer import layer_bytes
 from zerojax.devices.mesh import micro_batch_devices
 from zerojax.distributed import log
 from zerojax.evaluation.batch import Division, rows_of
@@ -37,7 +36,7 @@ from zerojax.trace.explicit import Explicit, make_jaxpr
 from zerojax.trace.ravelled import without_ravels
 from zerojax.train_state.state_parts import OpenedState
 from zerojax.xla import compat, hijax, jaxprs
-from zerojax.xla.compiler import options, streaming
+from zerojax.xla.compiler import JitOnceDecided, options, streaming
 from zerojax.xla.lowered import BATCH, EVALUATION, LoweredProgram, with_argument_names
 from zerojax.xla.types import AnyJaxpr, PyTree
 
@@ -118,14 +117,16 @@ class EvaluationProgram:
         self._state_placer = states.state_placer(plan)
         self._copies = states.placer.copies(plan) if offloads(self._config) else None
         self._known: dict[Hashable, Execution] = {}
-        self._jitted = jax.jit(
+        self._jitted = JitOnceDecided(
             with_argument_names(self._run, "state", BATCH, "arrays", "static", "execution"),
-            static_argnums=(3, 4),
-            compiler_options=(
+            lambda: (
                 streaming(plan.mesh)
                 if reaches_host(self._config)
-                else options(plan.mesh, layer=layer_bytes(plan, backward=False), overlap=overlap)
+                else options(
+                    plan.mesh, layer=max(self._inserter.layers, default=0), overlap=overlap
+                )
             ),
+            static_argnums=(3, 4),
         )
 
     def __call__(

@@ -31,7 +31,7 @@ from zerojax.foresight.attribution import (
     arguments,
     attribute,
 )
-from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic, sum_traffic
+from zerojax.foresight.forecast import CompiledProgram, Forecast, ProgramCost, Traffic, sum_traffic
 from zerojax.hlo.assignment import compile_with_buffers
 from zerojax.hlo.links import sent_by
 from zerojax.hlo.program import HloProgram, parse
@@ -42,12 +42,7 @@ from zerojax.hlo.transfers import HostCopy, host_copies, in_host
 from zerojax.plan.places import DEVICE, DISK, HOST
 from zerojax.plan.state_sharding import Plan
 from zerojax.xla import compat
-from zerojax.xla.compiler import (
-    COMMAND_BUFFERS,
-    DISABLED_PASSES,
-    rematerializes,
-    with_rematerialization,
-)
+from zerojax.xla.compiler import COMMAND_BUFFERS, DISABLED_PASSES, with_rematerialization
 from zerojax.xla.lowered import GRADIENTS as FIRST
 from zerojax.xla.lowered import READ, STEP, WRITTEN, LoweredProgram
 
@@ -60,40 +55,21 @@ _T = TypeVar("_T")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """Measurements of one compiled program, per device, in bytes and seconds.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement(CompiledProgram):
+    """Measurements of one compiled program.
 
     Attributes:
-      memory: Device memory by kind: arguments and temporaries.
-      arguments: Arguments on the device.
       result: Results on the device, except results that reuse an argument's buffer.
       between: Arguments of an update that stay on the device between programs.
       host_result: Results in host memory.
       host_temporary: Host memory besides arguments and results.
-      seconds, forward, traffic, again, bytes_again, seconds_again, compile_seconds: As in
-        :class:`ProgramCost`.
-      compiled: False if XLA refused the program for its memory; ``memory`` is then the least that
-        the program needs.
-      recomputing, rematerializes: As in :class:`ProgramCost`.
     """
 
-    memory: dict[str, int]
-    arguments: int = 0
     result: int = 0
     between: int = 0
     host_result: int = 0
     host_temporary: int = 0
-    seconds: float = 0.0
-    forward: float = 0.0
-    traffic: tuple[Traffic, ...] = ()
-    again: int = 0
-    bytes_again: int = 0
-    seconds_again: float = 0.0
-    compile_seconds: float = 0.0
-    compiled: bool = True
-    recomputing: bool = False
-    rematerializes: bool = True
 
 
 def measure(
@@ -107,28 +83,23 @@ def measure(
       rates: The speeds of the devices.
       nodes: The node of each device, from :func:`zerojax.devices.network.nodes_of`.
     """
-    begun = time.perf_counter()
-    try:
-        (executable, held), recomputing = _compiled(lowered, compile_with_buffers, rates.room)
-    except jax.errors.JaxRuntimeError as error:
-        return _refused(error, begun)
-    seconds = time.perf_counter() - begun
+    measured, compiled = _compiled(lowered, compile_with_buffers, rates.room)
+    if compiled is None:
+        return measured
+    executable, held = compiled
     text = executable.as_text() or ""
     program, sent, copied = parse(text), collectives(text), host_copies(text)
     memory: Any = executable.memory_analysis()
-    kinds = attribute(text, held, memory.temp_size_in_bytes, known)
     graphs = records_graphs(lowered)
     spent = program_time(program, sent, copied, rates, nodes, records_graphs=graphs)
-    traffic = tuple(_traffic(sent, copied, spent, nodes))
-    measured = _measured(memory, kinds, lying_between(program, in_host(text)), seconds)
     return dataclasses.replace(
         measured,
+        memory=attribute(text, held, memory.temp_size_in_bytes, known),
+        between=lying_between(program, in_host(text)),
         seconds=spent.seconds,
         forward=spent.forward,
-        traffic=traffic,
+        traffic=tuple(_traffic(sent, copied, spent, nodes)),
         again=computed_again(program),
-        recomputing=recomputing,
-        rematerializes=recomputing or rematerializes(compat.compiler_options(lowered)),
         bytes_again=spent.bytes_again,
         seconds_again=spent.again,
     )
@@ -138,15 +109,34 @@ def _compiled(
     lowered: jax.stages.Lowered,
     compile_program: Callable[..., tuple[jax.stages.Compiled, _T]],
     room: int,
-) -> tuple[tuple[jax.stages.Compiled, _T], bool]:
+) -> tuple[Measurement, tuple[jax.stages.Compiled, _T] | None]:
     """Compiles a program; also with XLA's rematerialization if its options leave that out and it
-    does not fit. Returns the result, and whether that is what fits."""
-    first = compile_program(lowered)
-    options = with_rematerialization(compat.compiler_options(lowered))
-    if options is None or _needed(first[0]) <= room:
-        return first, False
-    again = compile_program(lowered, {DISABLED_PASSES: str(options[DISABLED_PASSES])})
-    return (again, True) if _needed(again[0]) <= room else (first, False)
+    does not fit. Returns what is known before its text is read, and the result that fits; None if
+    XLA refused the program for its memory."""
+    begun, recomputing = time.perf_counter(), False
+    try:
+        compiled = compile_program(lowered)
+        options = with_rematerialization(compat.compiler_options(lowered))
+        if options is not None and _needed(compiled[0]) > room:
+            again = compile_program(lowered, {DISABLED_PASSES: str(options[DISABLED_PASSES])})
+            if recomputing := _needed(again[0]) <= room:
+                compiled = again
+    except jax.errors.JaxRuntimeError as error:
+        if (wanted := wanted_bytes(str(error))) is None:
+            raise
+        seconds = time.perf_counter() - begun
+        return Measurement(memory={OTHER: wanted}, compile_seconds=seconds, compiled=False), None
+    memory: Any = compiled[0].memory_analysis()
+    return Measurement(
+        memory={},
+        arguments=memory.argument_size_in_bytes,
+        result=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
+        host_result=memory.host_output_size_in_bytes,
+        host_temporary=memory.host_temp_size_in_bytes,
+        compile_seconds=time.perf_counter() - begun,
+        recomputing=recomputing,
+        rematerializes=recomputing or options is None,
+    ), compiled
 
 
 def _needed(executable: jax.stages.Compiled) -> int:
@@ -176,38 +166,23 @@ def measure_memory(
       several: Whether to read arguments by kind from the program's text, which a step of several
         programs needs; otherwise all memory is "other".
     """
-    begun = time.perf_counter()
 
     def compile_program(
         lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
     ) -> tuple[jax.stages.Compiled, None]:
         return lowered.compile(compiler_options=options), None
 
-    try:
-        (executable, _), recomputing = _compiled(lowered, compile_program, rates.room)
-    except jax.errors.JaxRuntimeError as error:
-        return _refused(error, begun)
-    seconds = time.perf_counter() - begun
+    measured, compiled = _compiled(lowered, compile_program, rates.room)
+    if compiled is None:
+        return measured
+    executable, _ = compiled
     memory: Any = executable.memory_analysis()
     kinds, between = collections.Counter({OTHER: memory.argument_size_in_bytes}), 0
     if several:
         program, hosted = parse(text := executable.as_text() or ""), in_host(text)
         kinds, between = arguments(program, hosted), lying_between(program, hosted)
     kinds[OTHER] += memory.temp_size_in_bytes
-    measured = _measured(memory, dict(kinds), between, seconds)
-    return dataclasses.replace(
-        measured,
-        recomputing=recomputing,
-        rematerializes=recomputing or rematerializes(compat.compiler_options(lowered)),
-    )
-
-
-def _refused(error: jax.errors.JaxRuntimeError, begun: float) -> Measurement:
-    """Returns the measurement of a program that XLA refused for its memory; raises other errors."""
-    if (wanted := wanted_bytes(str(error))) is None:
-        raise error
-    seconds = time.perf_counter() - begun
-    return Measurement(memory={OTHER: wanted}, compile_seconds=seconds, compiled=False)
+    return dataclasses.replace(measured, memory=dict(kinds), between=between)
 
 
 def wanted_bytes(message: str) -> int | None:
@@ -227,21 +202,6 @@ def wanted_bytes(message: str) -> int | None:
         return None
     wanted = _WANTED.search(message)
     return round(float(wanted[1]) * _UNITS[wanted[2]]) if wanted else 0
-
-
-def _measured(
-    memory: Any, kinds: dict[str, int], between: int, compile_seconds: float
-) -> Measurement:
-    """Returns a measurement of only memory; ``memory`` is XLA's ``memory_analysis``."""
-    return Measurement(
-        memory=kinds,
-        arguments=memory.argument_size_in_bytes,
-        result=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
-        between=between,
-        host_result=memory.host_output_size_in_bytes,
-        host_temporary=memory.host_temp_size_in_bytes,
-        compile_seconds=compile_seconds,
-    )
 
 
 Measure = Callable[[jax.stages.Lowered, ParameterShapes, Rates, tuple[int, ...]], Measurement]
@@ -292,25 +252,10 @@ def forecast(
                 gradient_bytes := min(max(on_device - measurement.between, 0), first.result)
             )
             kinds[PARAMETERS] += max(on_device - measurement.between, 0) - gradient_bytes
-        costs.append(
-            ProgramCost(
-                name=name,
-                memory={kind: kinds[kind] for kind in KINDS if kinds[kind]},
-                host=measurement.host_temporary,
-                seconds=measurement.seconds,
-                forward=measurement.forward,
-                traffic=measurement.traffic,
-                arguments=measurement.arguments,
-                again=measurement.again,
-                bytes_again=measurement.bytes_again,
-                seconds_again=measurement.seconds_again,
-                times=times,
-                compile_seconds=measurement.compile_seconds,
-                compiled=measurement.compiled,
-                recomputing=measurement.recomputing,
-                rematerializes=measurement.rematerializes,
-            )
-        )
+        shared = {x.name: getattr(measurement, x.name) for x in dataclasses.fields(CompiledProgram)}
+        shared["memory"] = {kind: kinds[kind] for kind in KINDS if kinds[kind]}
+        host = measurement.host_temporary
+        costs.append(ProgramCost(name=name, host=host, times=times, **shared))
         if is_partial := not measurement.compiled or (name != STEP and enough(costs[-1])):
             break
     host = max(each.host for each in costs)

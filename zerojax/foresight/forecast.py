@@ -58,15 +58,13 @@ class Traffic:
         return max(0.0, 1 - self.waited / self.seconds) if self.seconds else 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class ProgramCost:
-    """The cost of one compiled program on each device, in bytes and seconds.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledProgram:
+    """Figures of one run of a compiled program on each device, in bytes and seconds.
 
     Attributes:
-      name: The program's name in ``train_step.programs``.
       memory: Device memory by kind, see :mod:`zerojax.foresight.attribution`.
-      host: Host memory beyond what is stored there between programs.
-      seconds: Predicted time of one run.
+      seconds: Predicted time.
       forward: Floating-point operations of the forward pass's matrix products, without their
         repetition in the backward pass.
       traffic: Collectives, then copies.
@@ -74,9 +72,7 @@ class ProgramCost:
       arguments: Bytes of the program's arguments on the device.
       again: The number of instructions with which XLA computes a value again to save memory, see
         :mod:`zerojax.hlo.rematerialised`.
-      bytes_again, seconds_again: Bytes of these values in a run, and the part of ``seconds`` that
-        they take.
-      times: Runs in a step.
+      bytes_again, seconds_again: Bytes of these values, and the part of ``seconds`` that they take.
       compiled: False if XLA refused the program for its memory; ``memory`` is then the least that
         the program needs.
       recomputing: Whether the program fits only with XLA's rematerialization, which its options
@@ -84,21 +80,33 @@ class ProgramCost:
       rematerializes: Whether XLA's rematerialization is part of the program's compile.
     """
 
-    name: str
     memory: Mapping[str, int]
-    host: int
-    seconds: float
-    forward: float
-    traffic: tuple[Traffic, ...]
-    compile_seconds: float
+    seconds: float = 0.0
+    forward: float = 0.0
+    traffic: tuple[Traffic, ...] = ()
+    compile_seconds: float = 0.0
     arguments: int = 0
     again: int = 0
     bytes_again: int = 0
     seconds_again: float = 0.0
-    times: int = 1
     compiled: bool = True
     recomputing: bool = False
     rematerializes: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramCost(CompiledProgram):
+    """The cost of one program of a step.
+
+    Attributes:
+      name: The program's name in ``train_step.programs``.
+      host: Host memory beyond what is stored there between programs.
+      times: Runs in a step.
+    """
+
+    name: str
+    host: int
+    times: int = 1
 
     @property
     def bytes(self) -> int:

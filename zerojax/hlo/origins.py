@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from zerojax.devices.rates import Rates
-from zerojax.hlo.program import Computation, HloProgram
+from zerojax.hlo.program import HloProgram
 from zerojax.hlo.traffic import KINDS
 from zerojax.hlo.work import FREE, is_forward, products, work_of
 
@@ -49,21 +49,7 @@ def by_origin(program: HloProgram, rates: Rates | None) -> dict[str, OriginWork]
       rates: The speeds of the devices; None omits the seconds.
     """
     work: dict[str, OriginWork] = {}
-    _add(program, program.entry, 1, rates, work)
-    return work
-
-
-def _add(
-    program: HloProgram,
-    computation: Computation,
-    times: int,
-    rates: Rates | None,
-    work: dict[str, OriginWork],
-) -> None:
-    for each in computation.instructions:
-        runs = times * (program.trips(each) or 1) if each.opcode == "while" else times
-        for callee in program.nested(each):
-            _add(program, callee, runs, rates, work)
+    for computation, each, times, _ in program.walk():
         if each.opcode in FREE or each.operation in KINDS or each.opcode.endswith(_BESIDE):
             continue
         by_flops = sorted(products(program, computation, each), key=lambda product: product.flops)
@@ -72,11 +58,7 @@ def _add(
             origin_work = OriginWork(product.flops, forward)
             work.setdefault(product.op_name, OriginWork()).add(origin_work, times)
         if rates is not None:
-            instruction_work = work_of(program, computation, each)
-            origin_work = OriginWork(
-                seconds=rates.compute_seconds(
-                    instruction_work.flops, instruction_work.bytes, instruction_work.attention
-                )
-            )
+            origin_work = OriginWork(seconds=work_of(program, computation, each).seconds(rates))
             origin = by_flops[-1].op_name if by_flops else each.op_name
             work.setdefault(origin, OriginWork()).add(origin_work, times)
+    return work

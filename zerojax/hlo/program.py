@@ -11,6 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -132,6 +133,22 @@ class Computation:
         return next((each for each in self.instructions if each.is_root), self.instructions[-1])
 
 
+class Run(NamedTuple):
+    """An instruction that a program runs.
+
+    Attributes:
+      computation: The computation that contains the instruction.
+      instruction: The instruction.
+      times: The product of the enclosing loops' trip counts; an unknown one counts once.
+      exact: Whether these trip counts are known.
+    """
+
+    computation: Computation
+    instruction: Instruction
+    times: int
+    exact: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class HloProgram:
     """All computations by name, and the number of devices the program runs on."""
@@ -143,6 +160,26 @@ class HloProgram:
     @property
     def entry(self) -> Computation:
         return self.computations[self.entry_name]
+
+    def walk(self, *, fused: bool = False) -> Iterator[Run]:
+        """Yields the instructions that run, in scheduled order.
+
+        Those of loops, calls and conditionals (every branch) follow the instruction that runs them;
+        a computation called from two places comes twice.
+
+        Args:
+          fused: Whether to include the instructions of fusions and asynchronous computations.
+        """
+        inside = self.callees if fused else self.nested
+
+        def run(computation: Computation, times: int, exact: bool) -> Iterator[Run]:
+            for each in computation.instructions:
+                yield Run(computation, each, times, exact)
+                trips = self.trips(each) if each.opcode == "while" else 1
+                for callee in inside(each):
+                    yield from run(callee, times * (trips or 1), exact and trips is not None)
+
+        return run(self.entry, 1, True)
 
     def trips(self, loop: Instruction) -> int | None:
         """Returns the trip count of a ``while``, from XLA's note or its condition, else None.

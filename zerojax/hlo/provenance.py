@@ -1,7 +1,7 @@
 """Recognition of values that are arguments of a compiled program, only moved or converted."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from zerojax.hlo.program import Computation, HloProgram, Instruction
@@ -28,16 +28,14 @@ Callers = Mapping[str, Caller]
 def schedules(program: HloProgram) -> tuple[Callers, list[Computation]]:
     """Returns the caller of each loop's body, and the computations that run, the entry first."""
     callers: dict[str, Caller] = {}
-
-    def run(computation: Computation) -> Iterator[Computation]:
-        yield computation
-        for instruction in computation.instructions:
-            for callee in program.nested(instruction):
-                if instruction.opcode == "while":
-                    callers[callee.name] = Caller(computation, instruction)
-                yield from run(callee)
-
-    return callers, list(run(program.entry))
+    computations: list[Computation] = []
+    for computation, instruction, *_ in program.walk():
+        if instruction is computation.instructions[0]:
+            computations.append(computation)
+        if instruction.opcode == "while":
+            for body in program.callees(instruction):
+                callers[body.name] = Caller(computation, instruction)
+    return callers, computations
 
 
 def is_argument(

@@ -157,7 +157,7 @@ def _compute(
     spent: ProgramTime,
 ) -> None:
     work = work_of(program, computation, each)
-    seconds = rates.compute_seconds(work.flops, work.bytes, work.attention)
+    seconds = work.seconds(rates)
     spent.seconds += seconds
     if not is_again(each):
         spent.forward += work.forward

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from zerojax.hlo.groups import Groups, replica_groups
-from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape, parse
+from zerojax.hlo.program import HloProgram, Instruction, Shape, parse
 
 # Bytes that a device sends for each byte of payload, in a ring of n devices.
 _RING = {
@@ -103,13 +103,11 @@ def collectives(text: str) -> tuple[Collective, ...]:
       ValueError: The text is not a compiled program's.
     """
     program = parse(text)
-    return tuple(_walk(program, program.entry, times=1, exact=True))
+    return tuple(_collectives(program))
 
 
-def _walk(
-    program: HloProgram, computation: Computation, *, times: int, exact: bool
-) -> Iterator[Collective]:
-    for each in computation.instructions:
+def _collectives(program: HloProgram) -> Iterator[Collective]:
+    for computation, each, times, exact in program.walk(fused=True):
         kind = each.opcode.removesuffix("-done")
         if kind in _RING:
             started = computation[each.operands[0]] if each.opcode.endswith("-done") else each
@@ -123,14 +121,6 @@ def _walk(
                 name=started.name,
                 computation=computation.name,
                 op_name=started.op_name or each.op_name,
-            )
-        if each.operation in _RING:
-            continue
-        is_loop = each.opcode == "while"
-        trips = program.trips(each) if is_loop else 1
-        for callee in program.callees(each):
-            yield from _walk(
-                program, callee, times=times * (trips or 1), exact=exact and trips is not None
             )
 
 

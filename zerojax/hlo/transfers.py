@@ -37,13 +37,12 @@ class HostCopy:
 
 
 def host_copies(text: str) -> tuple[HostCopy, ...]:
-    """Returns the copies between device and host memory in a compiled program's text.
+    """Returns the copies between device and host memory in a program's text, in scheduled order.
 
     Raises:
       ValueError: The text is not a compiled program's.
     """
-    program = parse(text)
-    return tuple(_walk(program, program.entry, in_host(text), 1))
+    return tuple(_copies(parse(text), in_host(text)))
 
 
 def in_host(text: str) -> frozenset[str]:
@@ -52,10 +51,8 @@ def in_host(text: str) -> frozenset[str]:
     return frozenset(match[1] for match in matches if match and _HOST in match[2])
 
 
-def _walk(
-    program: HloProgram, computation: Computation, host: frozenset[str], times: int
-) -> Iterator[HostCopy]:
-    for each in computation.instructions:
+def _copies(program: HloProgram, host: frozenset[str]) -> Iterator[HostCopy]:
+    for computation, each, times, _ in program.walk():
         if each.operation not in _MOVES or each.opcode.endswith(("-done", "-update")):
             continue
         end = _end(computation, each)
@@ -68,10 +65,6 @@ def _walk(
                 bytes=_moved(computation, each, end, host),
                 times=times,
             )
-    for each in computation.instructions:
-        trips = (program.trips(each) or 1) if each.opcode == "while" else 1
-        for callee in program.nested(each):
-            yield from _walk(program, callee, host, times * trips)
 
 
 def _end(computation: Computation, start: Instruction) -> Instruction:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from zerojax.devices.rates import FusedAttention
+from zerojax.devices.rates import FusedAttention, Rates
 from zerojax.hlo.program import Computation, HloProgram, Instruction, Shape
 
 # Opcodes without a kernel: names for values, synchronisation, and calls of other computations.
@@ -55,6 +55,10 @@ class Work:
     attention: Mapping[FusedAttention, int]
     forward: int
     bytes: int
+
+    def seconds(self, rates: Rates) -> float:
+        """Returns the time of one run on a device, by the roofline model."""
+        return rates.compute_seconds(self.flops, self.bytes, self.attention)
 
 
 class Product(NamedTuple):

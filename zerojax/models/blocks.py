@@ -84,6 +84,29 @@ def causal_attention(
     return jnp.where(sees_a_key, attend(scores, v, visible, dropout), 0)
 
 
+def grouped_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    is_windowed: jax.Array | bool = True,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Computes causal attention of q [B, T, H, d] to k and v [B, T, G, d].
+
+    Head h attends to key and value head h // (H / G). Keys and values are not repeated: the heads
+    of a group are an extra dimension of q only. The mask and the options are those of
+    `causal_attention`.
+    """
+    grouped = q.reshape(*k.shape[:3], -1, q.shape[-1])
+    attend_group = functools.partial(
+        causal_attention, mask=mask, window=window, is_windowed=is_windowed, softcap=softcap
+    )
+    return jax.vmap(attend_group, (3, None, None), 3)(grouped, k, v).reshape(q.shape)
+
+
 def with_mask(attention: Attention, mask: jax.Array | None) -> Attention:
     """Returns an attention that leaves out the keys where `mask` [B, S] is False, if there is one.
 

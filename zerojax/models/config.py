@@ -91,5 +91,10 @@ class ModelConfig:
         )
 
 
+def remat_option(remat: bool, policy: str | None) -> bool | str:
+    """Returns the option `remat` of a config for a block that also saves what `policy` names."""
+    return remat and (policy or True)
+
+
 Sizes = dict[str, Fields]
 """Sizes of published and small models by name, as the keyword arguments of a config."""

@@ -32,8 +32,8 @@ from jax.typing import DTypeLike
 from zerojax.models.blocks import (
     INIT_STD,
     Attention,
-    causal_attention,
     check_length,
+    grouped_attention,
     last_tokens,
     padding_mask,
     parameters,
@@ -167,29 +167,6 @@ SIZES: Sizes = {
 }
 
 
-def grouped_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array | None = None,
-    *,
-    window: int | None = None,
-    is_windowed: jax.Array | bool = True,
-    softcap: float | None = None,
-) -> jax.Array:
-    """Computes causal attention of q [B, T, H, d] to k and v [B, T, G, d].
-
-    Head h attends to key and value head h // (H / G). Keys and values are not repeated: the heads
-    of a group are an extra dimension of q only. The mask and the options are those of
-    `causal_attention`.
-    """
-    grouped = q.reshape(*k.shape[:3], -1, q.shape[-1])
-    attend = partial(
-        causal_attention, mask=mask, window=window, is_windowed=is_windowed, softcap=softcap
-    )
-    return jax.vmap(attend, (3, None, None), 3)(grouped, k, v).reshape(q.shape)
-
-
 class SelfAttention(nn.Module):
     """[B, T, D] -> [B, T, D], each position attending to itself and earlier ones."""
 
@@ -316,7 +293,7 @@ class Llama(nn.Module):
         c = self.config
         if self.attention is not grouped_attention and (c.attn_logit_softcapping or c.layer_types):
             raise ValueError(
-                "attention: only zerojax.models.llama.grouped_attention caps scores "
+                "attention: only zerojax.models.blocks.grouped_attention caps scores "
                 "(attn_logit_softcapping) or has a window in some layers only (layer_types)"
             )
         if self.tensor and c.num_local_experts:

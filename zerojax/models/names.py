@@ -13,18 +13,23 @@ model. A longer `seq` enlarges GPT-2's table of positions; Llama has no such tab
 True
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from zerojax.api import Zero
 from zerojax.models import gpt, llama
 from zerojax.models.attention import planned_attention
-from zerojax.models.blocks import Attention
-from zerojax.models.config import Fields
+from zerojax.models.config import ModelConfig, Sizes, remat_option
 from zerojax.models.tensor_parallel import TensorParallel
-from zerojax.step.sequence import SequenceAxis
+
+_Model = TypeVar("_Model")
 
 
-def _gpt(
+def _decoder(
+    model: Callable[..., _Model],
+    config: type[ModelConfig],
+    sizes: Sizes,
     name: str,
     seq: int = 0,
     remat: bool = True,
@@ -32,42 +37,20 @@ def _gpt(
     zero: Zero | None = None,
     attention: str = "auto",
     remat_policy: str | None = None,
-) -> gpt.GPT:
-    sizes, kept = _with_block_size(gpt.SIZES[name], seq), remat and (remat_policy or True)
-    config = gpt.GPTConfig(**sizes, remat=kept, scan=scan)
-    fused, sequence, tensor = _on_devices(zero, attention)
-    return gpt.GPT(config, attention=fused, sequence=sequence, tensor=tensor)
-
-
-def _llama(
-    name: str,
-    seq: int = 0,
-    remat: bool = True,
-    scan: bool = True,
-    zero: Zero | None = None,
-    attention: str = "auto",
-    remat_policy: str | None = None,
-) -> llama.Llama:
-    sizes, kept = _with_block_size(llama.SIZES[name], seq), remat and (remat_policy or True)
-    config = llama.LlamaConfig(**sizes, remat=kept, scan=scan)
-    fused, sequence, tensor = _on_devices(zero, attention)
-    fused = fused or llama.grouped_attention
-    return llama.Llama(config, fused, sequence=sequence, tensor=tensor)
-
-
-def _on_devices(
-    zero: Zero | None, attention: str
-) -> tuple[Attention | None, SequenceAxis | None, TensorParallel | None]:
-    """Returns the attention, and the mesh axes "seq" and "model"."""
+) -> _Model:
+    size = sizes[name] | {"block_size": max(seq, sizes[name]["block_size"])}
     tensor = TensorParallel.of(zero.mesh) if zero else None
     fused = planned_attention(zero, attention, tensor.sharded_heads if tensor else None)
-    return fused, zero.sequence if zero else None, tensor
+    return model(
+        config(**size, remat=remat_option(remat, remat_policy), scan=scan),
+        sequence=zero.sequence if zero else None,
+        tensor=tensor,
+        **{"attention": fused} if fused else {},
+    )
 
 
-def _with_block_size(size: Fields, seq: int) -> Fields:
-    return size | {"block_size": max(seq, size["block_size"])}
-
-
+_gpt = partial(_decoder, gpt.GPT, gpt.GPTConfig, gpt.SIZES)
+_llama = partial(_decoder, llama.Llama, llama.LlamaConfig, llama.SIZES)
 mini: partial[gpt.GPT] = partial(
     _gpt, "mini"
 )  # 1.3 million parameters, byte-level: the model of examples/run_clm

@@ -31,6 +31,9 @@ class AfterStep:
       config: The config, which selects the logs and whether an overflow at the smallest scale
         raises.
 
+    Attributes:
+      logs: Whether the config asks for any log.
+
     Raises:
       ImportError: The package of a monitor is not installed.
     """
@@ -43,6 +46,7 @@ class AfterStep:
         self._config = config
         self._raises = config.fp16 and not config.loss_scale and config.raise_error_at_min_scale
         self._reporter = Reporter(config)
+        self.logs = self._reporter.active
         # Telemetry counts skipped steps; the warning is for non-finite steps that are not skipped.
         self._finite = None if config.skips_overflow else FiniteWatch()
         self._flags: deque[jax.Array] = deque()
@@ -57,7 +61,7 @@ class AfterStep:
           opt_state: The optimizer's state after the step.
           out: The step's results besides the state.
         """
-        signals: Signals = report(opt_state) if self._reporter.active else {}
+        signals: Signals = report(opt_state) if self.logs else {}
         if self._finite is not None:
             signals["finite"] = Finiteness.of(opt_state.steps, opt_state.grad_norm, out)
         if self._raises and opt_state.loss_scale is not None:
@@ -71,9 +75,8 @@ class AfterStep:
           OSError: The logs cannot be written to the config's folders.
           LossScaleError: The step before the last overflowed with the scale at its minimum.
         """
-        self._reporter.open()
-        if self._finite is not None:
-            self._finite.look()
+        if self.logs:
+            self._reporter.open()
         while len(self._flags) >= self._BEHIND:
             if self._flags.popleft():
                 self._flags.clear()
@@ -84,7 +87,8 @@ class AfterStep:
                     "the learning rate or min_loss_scale, or train in bf16; "
                     "raise_error_at_min_scale = false skips such steps without an error."
                 )
-        self._since, self._times = time.perf_counter(), {}
+        if self._config.wall_clock_breakdown:
+            self._since, self._times = time.perf_counter(), {}
 
     def phase(self, name: str, value: _T) -> _T:
         """Ends a phase and returns its result; waits for it under ``wall_clock_breakdown``."""
@@ -94,18 +98,21 @@ class AfterStep:
             self._times[name], self._since = now - self._since, now
         return value
 
-    def note(self, signals: Signals, out: PyTree, rows: int) -> None:
-        """Records a step's numbers, after the step.
+    def note(self, signals: Signals) -> None:
+        """Checks a step's numbers, the result of :meth:`signals`, after the step."""
+        if self._finite is not None:
+            self._finite.push(signals["finite"])
+        if "exhausted" in signals:
+            self._flags.append(signals["exhausted"])
+
+    def record(self, signals: Signals, out: PyTree, rows: int) -> None:
+        """Records a step's numbers, if there are ``logs``.
 
         Args:
           signals: The result of :meth:`signals`.
           out: The step's results besides the state.
           rows: The rows of the global batch.
         """
-        if self._finite is not None:
-            self._finite.push(signals["finite"])
-        if "exhausted" in signals:
-            self._flags.append(signals["exhausted"])
         self._reporter.record(signals, out, rows, self._times or None)
 
     def write(self, figures: Mapping[str, float], samples: int) -> None:

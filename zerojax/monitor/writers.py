@@ -197,7 +197,9 @@ class WandbRun:
     wandb's step is the number of global samples, as in DeepSpeed.
     """
 
-    _begun: ClassVar[Any] = None  # the last run that was not the user's
+    # The last run that was not the user's. The run itself cannot tell: wandb's takes no attributes,
+    # and its config comes back in a run that the user resumes.
+    _begun: ClassVar[Any] = None
 
     def __init__(self, config: WandbConfig) -> None:
         import wandb

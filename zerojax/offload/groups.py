@@ -65,7 +65,7 @@ their docstrings call a group a sub-group."""
 
 
 def is_sent_unsplit(group: Group) -> bool:
-    """Returns whether the group is one cluster that passes through the device unsplit."""
+    """Returns whether the group's clusters pass through the device unsplit."""
     return any(part.rows is None for part in group)
 
 
@@ -75,7 +75,9 @@ def groups(
     """Packs clusters into sub-groups, similar ones next to each other.
 
     A sub-group passes through the device in two halves. Three halves are on the device at a time:
-    one is coming in, one is being updated, one is going out. Each returned group is such a half.
+    one is coming in, one is being updated, one is going out. Each returned group is such a half. A
+    cluster that passes unsplit is a group of its own; equal ones that compute with matrices are a
+    group together, at least as many as give each device a matrix.
 
     Args:
       clusters: The clusters of the update.
@@ -86,18 +88,36 @@ def groups(
     half = _half(largest)
     packed: list[Group] = []
     current: list[GroupRows] = []
-    room = half
+    room = 0
     for part in _split(clusters, placements, mesh, half):
-        size = half
+        arrays = [placements[i] for i in part.cluster.inputs]
         if part.rows is not None:
-            size = part.rows * placements[part.cluster.inputs[0]].row_size(mesh)
+            size = part.rows * arrays[0].row_size(mesh)
+        else:
+            size = max((math.prod(x.local(mesh)) for x in arrays), default=0)
         is_repeated = any(part.cluster is other.cluster for other in current)
-        if current and (part.rows is None or is_repeated or size > room):
+        if is_repeated or size > room or any(_kind(part) != _kind(other) for other in current[:1]):
             packed.append(tuple(current))
-            current, room = [], half
+            current, room = [], _room(part, arrays, half)
         current.append(part)
         room -= size
-    return [*packed, tuple(current)] if current else packed
+    return [*filter(None, packed), tuple(current)] if current else packed
+
+
+def _kind(part: GroupRows) -> object:
+    """Returns a value that is equal for parts that may be in one group."""
+    if part.rows is not None:
+        return None
+    return part.cluster.key if part.cluster.matrices else id(part.cluster)
+
+
+def _room(part: GroupRows, arrays: Sequence[ArrayPlacement], half: int) -> int:
+    """Returns the most elements of a group that begins with a part, on each device. Matrices fill a
+    multiple of one matrix, so that the devices compute with equally many."""
+    if part.rows is not None or not part.cluster.matrices:
+        return half
+    matrix = max(math.prod(x.shape[-2:]) for x in arrays)
+    return max(1, half // matrix) * matrix
 
 
 def _split(

@@ -12,18 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
+from zerojax.collectives.matrices.find import computes_with_matrices
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.reach import EQUATION_DEPENDS
+from zerojax.graph.search import contains
 from zerojax.trace.ravelled import without_ravels
 from zerojax.xla import hijax, jaxprs
-from zerojax.xla.types import Atom, Equation, Shaped
+from zerojax.xla.types import Atom, Equation, Jaxpr, Shaped
+
+_MOST_COMPARED = 2**10  # elements of a constant
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,14 @@ class Cluster:
       outputs: Positions among the update's results.
       elementwise: Whether any rows can be updated separately; if so, all arrays have one shape.
       key: Equal for clusters that run the same program on the same shapes.
+      matrices: Whether matrices are multiplied or factorized.
     """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     elementwise: bool
     key: str
+    matrices: bool = False
 
 
 class Prelude(NamedTuple):
@@ -91,6 +98,7 @@ class SeparatedUpdate:
         self._jaxpr, self._consts = jaxprs.open_jaxpr(closed)
         self._graph = graph_of(self._jaxpr)
         self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}
+        self._first = _first_of_equal_scalars(self._jaxpr)
         found = EQUATION_DEPENDS.forward(self._jaxpr, [*own]).of
         self._heavy = {v for v, heavy in found.items() if heavy}
         outvars = self._jaxpr.outvars
@@ -122,8 +130,8 @@ class SeparatedUpdate:
     def _connected(self, i: int) -> _Connected:
         """Returns the arguments, equations and scalars from which a result is computed."""
         eqns, ends = self._graph.backward_slice([self._jaxpr.outvars[i]], self._is_scalar)
-        scalars = {x: None for x in ends if self._is_scalar(x)}
-        inputs = {self._at[x] for x in ends if x in self._at and x not in scalars}
+        scalars = {self._first.get(x, x): None for x in ends if self._is_scalar(x)}
+        inputs = {self._at[x] for x in ends if x in self._at and not self._is_scalar(x)}
         return _Connected(inputs, {i}, [*eqns], scalars)
 
     def _cluster(self, connected: _Connected) -> Cluster:
@@ -140,10 +148,16 @@ class SeparatedUpdate:
         values = [self._jaxpr.invars[i].aval for i in ins]
         numbers = [v.aval for v in self.scalars]
         traced = jax.make_jaxpr(lambda s, *a: self.run(outs, ins, a, s))(numbers, *values)
-        # The text of a jaxpr lacks the values of its constants; with arrays the key must be unique.
-        used = {v for e in eqns for v in jaxprs.variables(e.invars)} & constants
-        unique_suffix = f" for {outs}" if any(v.aval.ndim for v in used) else ""
-        return Cluster(ins, outs, elementwise, str(traced) + unique_suffix)
+        # The text of a jaxpr lacks the values of its constants.
+        used = {v for e in eqns for v in jaxprs.variables(e.invars)}
+        pairs = zip(self._jaxpr.constvars, self._consts, strict=True)
+        arrays_used = [x for v, x in pairs if v in used and v.aval.ndim]
+        if all(map(_is_compared, arrays_used)):
+            suffix = "".join(np.asarray(x).tobytes().hex() for x in arrays_used)
+        else:
+            suffix = f" for {outs}"
+        matrices = any(contains(e, computes_with_matrices) for e in eqns)
+        return Cluster(ins, outs, elementwise, str(traced) + suffix, matrices)
 
     def prelude(self, arguments: Sequence[object]) -> Prelude:
         """Runs the prelude.
@@ -173,6 +187,7 @@ class SeparatedUpdate:
           shape: Shape of the rows; None for a complete cluster.
         """
         env = dict(zip(self.scalars, scalars, strict=True))
+        env |= {v: env[first] for v, first in self._first.items() if first in env}
         env |= {self._jaxpr.invars[i]: x for i, x in zip(inputs, values, strict=True)}
         return self._evaluate([self._jaxpr.outvars[i] for i in outputs], env, shape)
 
@@ -192,6 +207,14 @@ class SeparatedUpdate:
         return [jaxprs.read(v, env) for v in targets]
 
 
+def _is_compared(x: Any) -> bool:
+    """Returns whether a constant's values are in a cluster's key; otherwise the key is unique."""
+    is_here = isinstance(x, np.ndarray) or (
+        not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    )
+    return is_here and x.size <= _MOST_COMPARED and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
 def _by_element(eqn: Equation, shape: tuple[int, ...], constants: set[Atom]) -> bool:
     """Returns whether rows of the result need only the same rows of the operands."""
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
@@ -200,3 +223,22 @@ def _by_element(eqn: Equation, shape: tuple[int, ...], constants: set[Atom]) -> 
     if eqn.primitive.name == "broadcast_in_dim":
         return shapes == {(), shape} and eqn.outvars[0].aval.shape == shape
     return eqn.primitive.name in ELEMENTWISE and shapes <= {(), shape}
+
+
+def _first_of_equal_scalars(jaxpr: Jaxpr) -> dict[Atom, Atom]:
+    """Returns, for each scalar that repeats the computation of an earlier one, the earlier one: an
+    optimizer may compute a bias correction for each leaf."""
+    first: dict[Atom, Atom] = {}
+    seen: dict[object, Atom] = {}
+    for eqn in jaxpr.eqns:
+        out = eqn.outvars[0]
+        if eqn.primitive.name not in ELEMENTWISE or out.aval.ndim:
+            continue
+        operands = (
+            (str(v.val), str(v.aval)) if isinstance(v, core.Literal) else first.get(v, v)
+            for v in eqn.invars
+        )
+        key = eqn.primitive, str(eqn.params), *operands
+        if (earlier := seen.setdefault(key, out)) is not out:
+            first[out] = earlier
+    return first

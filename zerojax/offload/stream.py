@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.host import fetch_to_device, send_to_host
+from zerojax.collectives.matrices import MatrixUpdate
 from zerojax.collectives.order import impossible
 from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, is_sent_unsplit
 from zerojax.offload.separate import SeparatedUpdate
@@ -64,7 +66,7 @@ class GroupPrograms:
       separated: The update.
       placements: The placement of each array: the arguments of the update, then further results.
       target: For each result of the update, the index of the array that it replaces.
-      mesh: The devices to lower for.
+      gatherer: Has the devices to lower for.
       options: Compiler options.
       on_host: Whether to compute the update on the host.
     """
@@ -74,16 +76,16 @@ class GroupPrograms:
         separated: SeparatedUpdate,
         placements: Sequence[ArrayPlacement],
         target: Sequence[int],
-        mesh: Mesh,
+        gatherer: Gatherer,
         options: Options | None = None,
         on_host: bool = False,
     ) -> None:
         self._options = options
         self._separated, self._target = separated, target
+        self._gatherer, self._mesh, self._on_host = gatherer, gatherer.mesh, on_host
         self._placements = [
-            x._replace(spec=PartitionSpec(*layout.separate(x.spec, mesh))) for x in placements
+            x._replace(spec=PartitionSpec(*layout.separate(x.spec, self._mesh))) for x in placements
         ]
-        self._mesh, self._on_host = mesh, on_host
         self._programs: dict[object, Callable[..., GroupResults]] = {}
 
     def numbers(self, group: Group, coming: Group) -> GroupArrays:
@@ -142,7 +144,7 @@ class GroupPrograms:
         if key not in self._programs:
             is_unsplit = is_sent_unsplit(group)
             self._programs[key] = (
-                self._unsplit(group[0]) if is_unsplit else self._advance(group, coming)
+                self._unsplit(group) if is_unsplit else self._advance(group, coming)
             )
         return self._programs[key]
 
@@ -257,17 +259,27 @@ class GroupPrograms:
             return run(values, scalars)
         return computed_on_host(run)(values, [send_to_host(s) for s in scalars])
 
-    def _unsplit(self, p: GroupRows) -> Callable[..., GroupResults]:
-        """Builds the program that updates a complete cluster, and brings no other group in."""
-        numbers, c = self.numbers((p,), ()), p.cluster
-        targets = self.targets(p)
+    def _unsplit(self, group: Group) -> Callable[..., GroupResults]:
+        """Builds the program that updates complete clusters, and brings no other group in."""
+        numbers = self.numbers(group, ())
+        inputs = [i for p in group for i in p.cluster.inputs]
+        outputs = [i for p in group for i in p.cluster.outputs]
+        targets = [self._target[o] for o in outputs]
+        shapes = [self._placements[i].shape for i in inputs]
+        specs = [
+            layout.full(self._placements[i].spec, len(s))
+            for i, s in zip(inputs, shapes, strict=True)
+        ]
+        scalar = [()] * len(self._separated.scalars)
+        distribute = MatrixUpdate(self._gatherer, [*scalar, *shapes], [*scalar, *specs])
 
         def run(*given: Any) -> GroupResults:
             written, read, loaded, _, _, scalars = given
             present = (*numbers.written, *numbers.read, *numbers.loaded)
             arrays = dict(zip(present, (*written, *read, *loaded), strict=True))
-            values = [self._unpadded(i, fetch_to_device(arrays[i])) for i in c.inputs]
-            results = self._separated.run(c.outputs, c.inputs, values, scalars)
+            values = [self._unpadded(i, fetch_to_device(arrays[i])) for i in inputs]
+            update = lambda s, *v: self._separated.run(outputs, inputs, v, s)  # noqa: E731
+            results = distribute(jax.make_jaxpr(update)(scalars, *values), [*scalars, *values])
             updated = {i: self._padded(i, x) for i, x in zip(targets, results, strict=True)}
             return GroupResults(
                 [updated[i] for i in numbers.written], [], [updated[i] for i in numbers.going]

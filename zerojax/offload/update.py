@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.collectives.gathering import Gatherer
 from zerojax.offload.disk.array import DiskLeaf
 from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, groups, is_sent_unsplit
 from zerojax.offload.separate import SeparatedUpdate
@@ -98,8 +99,9 @@ class Update:
         mesh, largest = plan.lowering_mesh, plan.config.sub_group_size
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placements[: len(own)]]
         self.separated = SeparatedUpdate(function, shapes, own)
+        gatherer = Gatherer(mesh, plan.axis, keep=False)
         self.programs = GroupPrograms(
-            self.separated, placements, target, mesh, streaming(plan.mesh), on_host
+            self.separated, placements, target, gatherer, streaming(plan.mesh), on_host
         )
         self.turns = [*self._turns(groups(self.separated.clusters, placements, mesh, largest))]
 

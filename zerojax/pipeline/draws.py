@@ -50,8 +50,8 @@ def evaluate(
         if not contains(eqn, _is_draw):
             outs: Sequence[Any] = jaxprs.bind_in_context(eqn, values)
         elif eqn.primitive in jaxprs.CALLS:
-            bodies = map(jaxprs.called_jaxpr, pair)
-            outs = evaluate(*bodies, values, first_row, rows)
+            inside = jaxprs.called_jaxpr(pair.global_eqn), jaxprs.called_jaxpr(eqn)
+            outs = evaluate(*inside, values, first_row, rows)
         elif dims := scaled(pair.global_eqn.outvars[0].aval, eqn.outvars[0].aval):
             outs = [_drawn(pair, values, dims[0], first_row, rows)]
         else:
@@ -74,7 +74,8 @@ def _drawn(
         return jaxprs.bind_in_context(eqn, values)[0]  # every row has a key
     (key,) = values
     known = eqn.primitive.name == "random_bits" and str(jax.random.key_impl(key)) == _GENERATOR
-    _check(eqn, known and jax.config.jax_threefry_partitionable)
+    config: Any = jax.config
+    _check(eqn, known and config.jax_threefry_partitionable)
     shape, each = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.shape[dim] // rows
     # The position of an element is (outer * size + row) * inner + rest, in 64 bits.
     inner = math.prod(shape[dim + 1 :])

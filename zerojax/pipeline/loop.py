@@ -190,14 +190,15 @@ class _Stage:
         self, given: Sequence[jax.Array], micro_batch: jax.Array
     ) -> Sequence[jax.Array]:
         """Runs the stage's layers on one micro-batch."""
-        if self.loop.drawing is None:
+        whole = self.loop.drawing
+        if whole is None:
             return jaxprs.bind(self.layers, given)
         first, body = self.carry.start, jaxprs.param(self.layers, "jaxpr")
         first_row = self.streams.first_row(micro_batch, self.loop.rows)
 
         def layer(carry: list[jax.Array], entries: list[jax.Array]) -> tuple[Any, Any]:
             args = [*given[:first], *carry, *entries]
-            outs = draws.evaluate(self.loop.drawing, body, args, first_row, self.loop.rows)
+            outs = draws.evaluate(whole, body, args, first_row, self.loop.rows)
             return outs[: self.n], outs[self.n :]
 
         carry, entries = list(given[first : self.carry.stop]), list(given[self.carry.stop :])

@@ -136,8 +136,9 @@ class Pipeline:
         n_consts, n = jaxprs.scan_counts(eqn)
         both = zip(eqn.invars, micro_eqn.invars, strict=True)
         given = [self._kind(w, m) for w, m in both]
-        one = (_alone(each) for each in pair)
-        analysis = Analysis(*one, given, Choices(), hopeful=False, sizes=self._sizes)
+        analysis = Analysis(
+            _alone(eqn), _alone(micro_eqn), given, Choices(), hopeful=False, sizes=self._sizes
+        )
         results = [analysis.kind(v).added for v in analysis.pairs[0].global_eqn.outvars]
         for kind in results:
             self._check(kind, eqn)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -15,17 +17,21 @@ class OwnedArrays:
     """Weak references to arrays of states that have no other mark of zerojax."""
 
     def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[jax.Array]] = {}
+        self._references: list[weakref.ref[Any]] = []
         self._limit = _FEWEST
 
     def add(self, tree: PyTree) -> None:
         """Records the arrays of a state that zerojax returns to a caller."""
         arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-        self._references.update(zip(map(id, arrays), map(weakref.ref, arrays), strict=True))
-        if len(self._references) > self._limit:
-            alive = {key: ref for key, ref in self._references.items() if ref() is not None}
-            self._references, self._limit = alive, _FEWEST + 2 * len(alive)
+        self.extend([*map(weakref.ref, arrays)])
 
-    def __contains__(self, x: object) -> bool:
-        reference = self._references.get(id(x))
-        return reference is not None and reference() is x
+    def extend(self, references: Sequence[weakref.ref[Any]]) -> None:
+        """Records arrays by weak references to them."""
+        self._references += references
+        if len(self._references) > self._limit:
+            self._references = [ref for ref in self._references if ref() is not None]
+            self._limit = _FEWEST + 2 * len(self._references)
+
+    def ids(self) -> set[int]:
+        """Returns the ``id`` of each array."""
+        return {id(x) for ref in self._references if (x := ref()) is not None}

@@ -60,11 +60,8 @@ class StatePlacer:
         if lockstep(self._mesh):
             require_same_values("the state", by_path(parts))
         if opened.any_pytree:
-            kept = {
-                id(x)
-                for x, in_place in zip(leaves, are_placed, strict=True)
-                if in_place and x in self._owned
-            }
+            placed = {id(x) for x, is_in in zip(leaves, are_placed, strict=True) if is_in}
+            kept = placed & self._owned.ids()
         else:
             kept = {id(x) for x in leaves} if all(are_placed) else set()
         arrays = [self._kept_or_copied(kept, *each) for each in targets]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.step.call import Call, Constant, Form, RearrangedFunction, is_key
+from zerojax.step.call import Call, Constant, Form, RearrangedFunction, Roles, is_key
 from zerojax.step.find_state import find_state, may_be_batch
 from zerojax.step.jitted import Slot, name_of, open_jit, without_self
 from zerojax.train_state.linen import is_train_state
@@ -91,7 +91,7 @@ class Arguments:
         self._batch = self._positions("batch_argnums", batch_argnums)
         self._state = self._positions("state_argnums", state_argnums)
         self._returns_state, self.batch_axis = returns_state, _dimension(batch_axis)
-        self._found: dict[Hashable, list[Slot]] = {}
+        self._found: dict[Hashable, Roles] = {}
         self._several = isinstance(batch_argnums, Sequence)
         for position in self._batch:
             if position in self._static:
@@ -117,9 +117,44 @@ class Arguments:
           ValueError: The function's own jit donates an argument other than the state.
         """
         given: dict[Slot, PyTree] = dict(enumerate(args))
-        given.update(self._in_order(kwargs))
+        given.update(kwargs)
+        roles = self._roles(given, last or LastSlots())
+        form = roles.form
+        further = [
+            (slot, self._constant(slot, given[slot]) if slot in self._static else given[slot])
+            for slot in roles.further
+        ]
+        batch = tuple([given[slot] for slot in form.batch])
+        return Call(
+            tuple([given[slot] for slot in form.objects]),
+            batch if form.several else batch[0],
+            tuple([x for slot, x in further if isinstance(slot, int)]),
+            {slot: x for slot, x in further if isinstance(slot, str)},
+            roles,
+        )
+
+    def _roles(self, given: dict[Slot, PyTree], last: LastSlots) -> Roles:
+        """Returns the roles of the arguments of a call, found once for calls of equal kinds."""
+        skipped = self._static.union(last.slots)  # a program determines the state that it left
+        others = [x for slot, x in given.items() if slot not in skipped]
+        if not self._returns_state or (not last.slots and any(map(is_nnx, others))):
+            return self._assigned(given)
+        leaves, tree = jax.tree_util.tree_flatten(others)
+        key = (*given, last, tree, *map(_kind, leaves))
+        try:
+            found = self._found.get(key)
+        except TypeError:  # an argument is not hashable
+            return self._assigned(given)
+        if found is None:
+            found = self._found[key] = self._assigned(given)
+        return found
+
+    def _assigned(self, given: dict[Slot, PyTree]) -> Roles:
+        """Assigns roles to the arguments of a call."""
+        given = self._in_order(given)
+        positions = sum(isinstance(slot, int) for slot in given)
         free = [slot for slot in given if slot not in self._static]
-        objects = self._objects(given, free, last)
+        objects = self._objects(given, free)
         left = [slot for slot in free if slot not in objects]
         batch = self._slots_of_batch(given, [x for x in left if not self._is_copy(x, given)])
         if not objects or not batch:
@@ -141,19 +176,8 @@ class Arguments:
                 f"the jit of {self.name} donates {self._text(wrong)}, which zerojax would not do: "
                 "leave it out of donate_argnums and donate_argnames. The state is donated anyway."
             )
-        taken = {*objects, *batch}
-        further = {
-            slot: self._constant(slot, x) if slot in self._static else x
-            for slot, x in given.items()
-            if slot not in taken
-        }
-        return Call(
-            tuple(given[slot] for slot in objects),
-            tuple(given[slot] for slot in batch) if self._several else given[batch[0]],
-            tuple(x for slot, x in further.items() if isinstance(slot, int)),
-            {slot: x for slot, x in further.items() if isinstance(slot, str)},
-            Form(tuple(objects), tuple(batch), self._several, len(args), self.batch_axis),
-        )
+        form = Form(tuple(objects), tuple(batch), self._several, positions, self.batch_axis)
+        return Roles(form, tuple(slot for slot in given if slot not in {*objects, *batch}))
 
     def bound(self, instance: object) -> Arguments:
         """Returns the arguments of the function as a bound method of ``instance``."""
@@ -172,9 +196,7 @@ class Arguments:
         """Returns the function, called in the order of :class:`Call`."""
         return RearrangedFunction(self.function, self.name, form)
 
-    def _objects(
-        self, given: dict[Slot, PyTree], free: list[Slot], last: LastSlots | None
-    ) -> list[Slot]:
+    def _objects(self, given: dict[Slot, PyTree], free: list[Slot]) -> list[Slot]:
         """Returns the arguments that are the state."""
         if objects := [slot for slot in free if is_nnx(given[slot])]:
             return objects
@@ -189,7 +211,8 @@ class Arguments:
         states = [slot for slot in free if is_train_state(given[slot])]
         if len(states) == 1 or not self._returns_state:
             return states[:1] or free[:1]
-        return self._find(given, free, last or LastSlots())
+        batch = self._named(self._batch, given)
+        return find_state(self.function, self.name, given, free, batch, self._text)
 
     def _is_copy(self, slot: Slot, given: Mapping[Slot, PyTree]) -> bool:
         """Returns whether an argument has the tree, shapes and dtypes of an argument named as the
@@ -198,16 +221,6 @@ class Arguments:
         if not self._state or jax.tree_util.all_leaves([x]):
             return False
         return form_of(x) in [form_of(given[other]) for other in self._named(self._state, given)]
-
-    def _find(self, given: dict[Slot, PyTree], free: list[Slot], last: LastSlots) -> list[Slot]:
-        """Returns the arguments whose form is among the results of the function."""
-        batch = self._named(self._batch, given)
-        # A program determines the form of the state that it left.
-        tree, shapes = form_of([given[slot] for slot in free if slot not in last.slots])
-        key = tuple(free), last, tree, tuple(shapes)
-        if key not in self._found:
-            self._found[key] = find_state(self.function, self.name, given, free, batch, self._text)
-        return [*self._found[key]]
 
     def _slots_of_batch(self, given: dict[Slot, PyTree], left: list[Slot]) -> list[Slot]:
         if not self._batch and len(left) < 2:
@@ -240,10 +253,11 @@ class Arguments:
             ) from None
         return Constant(value)
 
-    def _in_order(self, kwargs: dict[str, PyTree]) -> dict[str, PyTree]:
+    def _in_order(self, given: dict[Slot, PyTree]) -> dict[Slot, PyTree]:
         """Sorts keywords in the order of the function's parameters, unknown ones last."""
-        known = [p.name for p in self._parameters if p.name in kwargs]
-        return {name: kwargs[name] for name in known} | kwargs
+        known: list[Slot] = [slot for slot in given if isinstance(slot, int)]
+        known += [p.name for p in self._parameters if p.name in given]
+        return {slot: given[slot] for slot in known} | given
 
     def _positional(self) -> list[str]:
         kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -298,6 +312,17 @@ class Arguments:
             f"{slot} ({names[slot]})" if isinstance(slot, int) and slot < len(names) else f"{slot}"
             for slot in slots
         )
+
+
+def _kind(x: Any) -> Hashable:
+    """Returns the type of a leaf with its shape, dtype and sharding, or with its value if the leaf
+    is neither an array nor a number."""
+    kind, shape = type(x), getattr(x, "shape", None)
+    if isinstance(x, jax.core.Tracer):  # has no sharding
+        return kind, shape
+    if shape is not None:
+        return kind, shape, getattr(x, "dtype", None), getattr(x, "sharding", None)
+    return kind, None if kind in (int, float, complex) else x
 
 
 def _dimension(axis: Any) -> int:

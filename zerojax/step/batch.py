@@ -41,11 +41,6 @@ class BatchLayout(BatchPlacer):
         super().__init__(mesh, sizes.accumulation, axis)
         self.sizes = sizes
 
-    def place(self, batch: PyTree) -> PyTree:
-        """Checks a batch of arrays and puts it on the devices."""
-        self.check(batch)
-        return super().place(batch)
-
     def abstract(self, batch: PyTree) -> PyTree:
         """Checks a batch and returns its shapes, dtypes and shardings on the devices."""
         self.check(batch)

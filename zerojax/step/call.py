@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -58,6 +59,23 @@ class Form(NamedTuple):
     batch_axis: int
 
 
+@dataclass(eq=False, slots=True)
+class Roles:
+    """The roles of the arguments of calls with equal types, trees, shapes, dtypes and shardings.
+
+    Attributes:
+      form: The positions of the arguments.
+      further: The slots of all arguments beside the state and the batch, in order.
+      checked: Whether a step has checked the batch and the further arguments of such a call.
+      placed: Whether the batch of such a call is on the devices as a step needs it.
+    """
+
+    form: Form
+    further: tuple[Slot, ...]
+    checked: bool = False
+    placed: bool = False
+
+
 class Call(NamedTuple):
     """The arguments of one call, sorted.
 
@@ -65,14 +83,19 @@ class Call(NamedTuple):
       objects: The state: one ``TrainState``, or all NNX objects in the order of the call.
       batch: One argument, or a tuple of the arguments that ``batch_argnums`` names.
       args, kwargs: All other arguments, in order, each static argument in a :class:`Constant`.
-      form: The positions of the arguments.
+      roles: The roles of the arguments.
     """
 
     objects: tuple[PyTree, ...]
     batch: PyTree
     args: tuple[PyTree, ...]
     kwargs: dict[str, PyTree]
-    form: Form
+    roles: Roles
+
+    @property
+    def form(self) -> Form:
+        """The positions of the arguments."""
+        return self.roles.form
 
 
 class RearrangedFunction:
@@ -169,11 +192,11 @@ def divide(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[list[Ar
     Raises:
       TypeError: A value of the rest is not hashable.
     """
-    leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    are_arrays = tuple(is_array(x) for _, x in leaves)
+    leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+    are_arrays = tuple(map(is_array, leaves))
     arrays: list[ArrayLike] = []
     values: list[object] = []
-    for (path, x), array in zip(leaves, are_arrays, strict=True):
+    for i, (x, array) in enumerate(zip(leaves, are_arrays, strict=True)):
         if array:
             arrays.append(x)
             values.append(None)
@@ -181,7 +204,8 @@ def divide(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[list[Ar
         try:
             hash(x)
         except TypeError:
-            where = jax.tree_util.keystr(path[1:])
+            paths = jax.tree_util.tree_leaves_with_path((args, kwargs))
+            where = jax.tree_util.keystr(paths[i][0][1:])
             raise TypeError(
                 f"the further argument {where} is a {type(x).__name__}: no array, and not "
                 "hashable, so that it cannot be part of the compiled step. Make it hashable (a "

@@ -97,8 +97,15 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
     def _lockstep(self) -> Lockstep | None:
         return lockstep(self._states.mesh)
 
+    @functools.cached_property
+    def _is_alone(self) -> bool:
+        """True if no other process runs the step."""
+        return not self._lockstep and jax.process_count() == 1
+
     def _agree(self, call: Call) -> None:
         """Compares the call, and the batch's number of rows, with those of the other processes."""
+        if self._is_alone:
+            return
         if self._lockstep:
             numbers = [repr(x) for x in _shared_values(call).values() if isinstance(x, _NUMBERS)]
             self._lockstep.note(f"{self._arguments.name}({', '.join(['...', *numbers])})")

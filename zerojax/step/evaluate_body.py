@@ -220,7 +220,7 @@ def _pipelined(
     start: Parts,
     batch: PyTree,
     shapes: tuple[Parts, PyTree],
-) -> AnyJaxpr:
+) -> WithShards:
     """Replaces the step's loops over layers by pipelines."""
 
     def trace_used(batch: PyTree) -> tuple[AnyJaxpr, PyTree]:

@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
+from zerojax.devices.mesh import explicit_axes
 from zerojax.placement.replicated import check_one_copy
 from zerojax.plan.extra_state import is_optimizer_state
 from zerojax.plan.places import PINNED
@@ -130,9 +132,14 @@ def _shapes_of_results(
 
 
 def computed(x: Any) -> object:
-    """Returns the input of a trace: for an array in host memory only its shape and dtype."""
-    kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
-    return jaxprs.like(x) if kind == PINNED else x
+    """Returns the input of a trace: for an array in host memory, or of a mesh with other explicit
+    axes than the context's, only its shape and dtype."""
+    sharding, context = getattr(x, "sharding", None), jax.sharding.get_abstract_mesh()
+    if isinstance(sharding, NamedSharding) and not context.empty:
+        other = explicit_axes(sharding.mesh) != explicit_axes(context)
+    else:
+        other = False
+    return jaxprs.like(x) if other or getattr(sharding, "memory_kind", None) == PINNED else x
 
 
 def _may_be_state(x: PyTree) -> bool:

@@ -37,7 +37,7 @@ class ArgumentReader:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self._plan, self._nothing = plan, divide((), {})
         self._form: PyTreeDef = jax.tree.structure(plan.params, is_leaf=_is_spec)
         leaves = plan.leaves["params"]
         self._own_shapes = [leaf.shape for leaf in leaves]
@@ -49,6 +49,8 @@ class ArgumentReader:
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[list[ArrayLike], Static]:
         """Returns the arrays of further arguments, and the arguments without them, with specs."""
+        if not args and not kwargs:
+            return self._nothing
         arrays, static = divide(args, kwargs)
         specs: list[Spec | None] = []
         for argument in (*args, *(x for _, x in sorted(kwargs.items()))):

@@ -3,9 +3,11 @@ nothing to check or move: the host compares objects by identity."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -20,7 +22,13 @@ them; None if the arrays are not in the form of those before."""
 
 
 class LastState(Protocol):
-    """The state that the last step left. Neither its objects nor its arrays are kept alive."""
+    """The state that the last step left. Neither its objects nor its arrays are kept alive.
+
+    Attributes:
+      references: Weak references to the arrays; empty for a ``TrainState``.
+    """
+
+    references: list[weakref.ref[Any]]
 
     def find(self, objects: tuple[PyTree, ...]) -> tuple[FlatParts, Continue] | None:
         """Returns the arrays of the objects of a call; None if the last step did not leave them."""
@@ -33,7 +41,7 @@ class ReturnedState:
       objects: The state.
       flat: The arrays of the state.
       places: For each array, its position among the leaves of the objects and ``own``.
-      own: The arrays that zerojax keeps itself.
+      own: The arrays that zerojax keeps itself; none for a ``TrainState``.
     """
 
     def __init__(
@@ -45,34 +53,52 @@ class ReturnedState:
     ) -> None:
         self._structure: Any
         leaves, self._structure = jax.tree.flatten(objects)
-        self._count, self._tree, self._places, self._own = len(leaves), flat.tree, places, own
+        self._tree, self._own = flat.tree, own
         # Leaves that are part of the program, such as the functions of a module.
-        self._constants = {i: leaves[i] for i in {*range(len(leaves))}.difference(places)}
-        self._references = _references(flat.leaves)
+        constants = sorted({*range(len(leaves))}.difference(places))
+        self._constants = [leaves[i] for i in constants]
+        places = [*places, *constants]
+        self._in_flat = _picker(places)
+        in_order = sorted(range(len(places)), key=places.__getitem__)
+        self._in_objects = _picker(in_order[: len(leaves)])
+        self._in_own = _picker(in_order[len(leaves) :])
+        self._remember(objects, flat.leaves)
 
     def find(self, objects: tuple[PyTree, ...]) -> tuple[FlatParts, Continue] | None:
-        leaves, structure = jax.tree.flatten(objects)
+        leaves, structure = jax.tree_util.tree_flatten(objects)
         if self._structure != structure:
             return None
-        if any(leaves[i] is not x for i, x in self._constants.items()):
-            return None
         leaves += self._own
-        arrays = [leaves[i] for i in self._places]
-        if not _refer_to(self._references, arrays):
+        arrays = self._in_flat(leaves)
+        if constants := self._constants:
+            count = len(arrays) - len(constants)
+            if not all(map(operator.is_, arrays[count:], constants)):
+                return None
+            arrays = arrays[:count]
+        if not all(map(operator.is_, self._arrays(), arrays)):
             return None
         return FlatParts(arrays, self._tree), self._after
 
     def _after(self, flat: FlatParts) -> tuple[PyTree, ...] | None:
         if flat.tree != self._tree:
             return None
-        leaves: list[Any] = [None] * (self._count + len(self._own))
-        for i, x in zip(self._places, flat.leaves, strict=True):
-            leaves[i] = x
-        for i, x in self._constants.items():
-            leaves[i] = x
-        self._references, self._own = _references(flat.leaves), leaves[self._count :]
-        objects: tuple[PyTree, ...] = jax.tree.unflatten(self._structure, leaves[: self._count])
+        leaves = [*flat.leaves, *self._constants]
+        self._own = self._in_own(leaves)
+        objects: tuple[PyTree, ...] = jax.tree_util.tree_unflatten(
+            self._structure, self._in_objects(leaves)
+        )
+        self._remember(objects, flat.leaves)
         return objects
+
+    def _remember(self, objects: tuple[PyTree, ...], arrays: Sequence[Any]) -> None:
+        """Keeps the arrays of a ``TrainState`` for as long as that object lives, and weak
+        references to the arrays of other states: tuples and dicts cannot be referred to weakly."""
+        self._arrays: Callable[[], Iterable[Any]]
+        if not self._own:
+            self.references, self._arrays = [], _held(objects[0], arrays)
+            return
+        self.references = _references(arrays)
+        self._arrays = functools.partial(map, operator.call, self.references)
 
 
 def returned_state(
@@ -112,7 +138,7 @@ class UpdatedObjects:
 
     def __init__(self, graph: Graph, flat: FlatParts, places: Sequence[int]) -> None:
         self._graph, self._tree, self._places = graph, flat.tree, places
-        self._references = _references(flat.leaves)
+        self.references = _references(flat.leaves)
 
     def find(self, objects: tuple[PyTree, ...]) -> tuple[FlatParts, Continue] | None:
         found = self._graph.variables(objects)
@@ -120,14 +146,14 @@ class UpdatedObjects:
             return None
         variables = [found[i] for i in self._places]
         arrays = [x.get_raw_value() for x in variables]
-        if not _refer_to(self._references, arrays):
+        if not _refer_to(self.references, arrays):
             return None
 
         def after(flat: FlatParts) -> tuple[PyTree, ...] | None:
             if flat.tree != self._tree:
                 return None
             set_raw_values(variables, flat.leaves)
-            self._references = _references(flat.leaves)
+            self.references = _references(flat.leaves)
             return objects
 
         return FlatParts(arrays, self._tree), after
@@ -152,6 +178,20 @@ def updated_objects(objects: tuple[PyTree, ...], flat: FlatParts) -> UpdatedObje
     if not are_one_to_one or places.keys() != {id(x) for x in flat.leaves}:
         return None
     return UpdatedObjects(graph, flat, [places[id(x)] for x in flat.leaves])
+
+
+def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Returns a function that picks the elements at these positions."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda values: [values[i] for i in positions]
+
+
+def _held(holder: object, arrays: Sequence[Any]) -> Callable[[], Iterable[Any]]:
+    """Returns a function that returns arrays, or Nones once their holder is gone."""
+    kept = [arrays]
+    reference = weakref.ref(holder, lambda _: kept.clear())
+    return lambda: kept[0] if kept and reference else itertools.repeat(None)
 
 
 def _references(arrays: Sequence[Any]) -> list[weakref.ref[Any]]:

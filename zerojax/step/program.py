@@ -121,11 +121,14 @@ class StepSetting:
             sent=sent_formats(config),
         )
 
-    def zero_state(self, flat: FlatParts) -> ZeroOptState:
+    def numbers(self, flat: FlatParts) -> Sequence[Any]:
+        """Returns the arrays of :meth:`zero_state`."""
+        return flat.leaves[self._slice_of_numbers]
+
+    def zero_state(self, numbers: Sequence[Any]) -> ZeroOptState:
         """Returns the optimizer's state without optax's state and the errors."""
-        leaves = flat.leaves[self._slice_of_numbers]
-        numbers: ZeroOptState = jax.tree.unflatten(self._numbers, leaves)
-        return numbers
+        zero_state: ZeroOptState = jax.tree.unflatten(self._numbers, numbers)
+        return zero_state
 
     def serves(self, form: Form, explicit: Explicit | None) -> bool:
         """Returns whether the program serves calls of this form under these axes."""

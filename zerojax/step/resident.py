@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
-from zerojax.collectives.layer import layer_bytes
 from zerojax.collectives.matrices import MatrixUpdate
 from zerojax.devices.mesh import axis_size
 from zerojax.placement.states import abstract
@@ -23,7 +21,7 @@ from zerojax.step.view import View, advancing, cast, constrainer, params_after, 
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import FlatParts, Parts
 from zerojax.xla import compat
-from zerojax.xla.compiler import options, with_rematerialization
+from zerojax.xla.compiler import JitOnceDecided, Options, options
 from zerojax.xla.garbage import seldom_collected
 from zerojax.xla.lowered import BATCH, STATE, STEP, LoweredProgram, with_argument_names
 from zerojax.xla.types import PyTree
@@ -48,29 +46,28 @@ class ResidentStep:
         matrices = MatrixUpdate.of(setting.inserter, plan, jax.tree.leaves(inner))
         advance = advancing(setting.tx, update, matrices)
         self._tx = updating(setting.tx.init, advance, to_shards(plan))
-        self._options = options(
-            plan.mesh,
-            plan.config.xla_options,
-            shards=axis_size(plan.mesh, plan.axis),
-            layer=layer_bytes(plan),
-            overlap=plan.config.overlap_comm is not False,
-        )
-        self._jitted = self._jit()
-
-    def _jit(self) -> Any:
-        setting, shardings = self.setting, self.setting.plan.shardings()
-        return jax.jit(
+        self._jitted = JitOnceDecided(
             with_argument_names(self._step, STATE, BATCH, "arrays", "further"),
+            self._options,
             static_argnums=3,
             donate_argnums=(0,) if setting.donate else (),
             out_shardings=StepResult(FlatParts.of(shardings), None, None),  # type: ignore[arg-type]
-            compiler_options=self._options,
+        )
+
+    def _options(self) -> Options | None:
+        """Returns XLA's options for the traced program."""
+        plan = self.setting.plan
+        return options(
+            plan.mesh,
+            plan.config.xla_options,
+            shards=axis_size(plan.mesh, plan.axis),
+            layer=max(self.setting.inserter.layers, default=0),
+            overlap=plan.config.overlap_comm is not False,
         )
 
     def recompute(self) -> None:
         """See :meth:`StepProgram.recompute`."""
-        self._options = with_rematerialization(self._options) or self._options
-        self._jitted = self._jit()
+        self._jitted.recompute()
 
     @seldom_collected()
     def _step(
@@ -98,7 +95,7 @@ class ResidentStep:
             rest=unless_skipped(done, new_parts.rest, parts.rest),
         )
         return StepResult(
-            FlatParts.of(plan.at_rest(new_parts)),
+            FlatParts.of(plan.at_rest(new_parts)).like(flat),
             plan.results(out),
             setting.signals(new_parts.opt_state, beside(out)),
         )
@@ -107,7 +104,7 @@ class ResidentStep:
         plan = self.setting.plan
         further = self.setting.divide(args, kwargs)
         result: StepResult = self._jitted(plan.stored(flat), batch, *further)
-        return result._replace(flat=plan.shown(result.flat))
+        return result if plan.plain else result._replace(flat=plan.shown(result.flat))
 
     def traced(self, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree) -> TracedProgram:
         """Traces the one program."""

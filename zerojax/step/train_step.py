@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Self
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax.sharding import Mesh
@@ -32,7 +33,6 @@ from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.decorated import Decorated, P, R
 from zerojax.step.emitted import collectives_of
 from zerojax.step.find_optimizer import find_optimizer
-from zerojax.step.jitted import Slot
 from zerojax.step.last import Continue, LastState, returned_state, updated_objects
 from zerojax.step.offloaded import OffloadedStep
 from zerojax.step.program import StepProgram, StepSetting
@@ -54,11 +54,6 @@ class _Start(NamedTuple):
     flat: FlatParts
     after: Continue | None = None
 
-    @property
-    def slots(self) -> LastSlots:
-        """The slots of the state that the last step left."""
-        return LastSlots(self.program.setting.function.form.objects, self.program)
-
 
 class Step(Decorated[P, R]):
     """A decorated step, created by ``@zero`` and called like the function that it decorates.
@@ -72,9 +67,6 @@ class Step(Decorated[P, R]):
       guard: Checks that a step fits the devices' memory, before its first run; None skips the
         check.
 
-    Attributes:
-      zero_state: zerojax's counters and telemetry after the last step, without the optimizer's
-        state, for :func:`zerojax.telemetry`; None before the first step.
     """
 
     def __init__(
@@ -85,15 +77,22 @@ class Step(Decorated[P, R]):
         self._after_step = AfterStep(states.config)
         has_reports = StepReports.asked(states.config)
         self._reports = StepReports(states.config, states.mesh) if has_reports else None
-        self._last: tuple[LastState, StepProgram] | None = None
-        self.zero_state: ZeroOptState | None = None
+        self._last: tuple[LastState, StepProgram, LastSlots] | None = None
+        self._numbers: tuple[StepSetting, Sequence[Any]] | None = None
+
+    @property
+    def zero_state(self) -> ZeroOptState | None:
+        """zerojax's counters and telemetry after the last step, without the optimizer's state, for
+        :func:`zerojax.telemetry`; None before the first step."""
+        return None if self._numbers is None else self._numbers[0].zero_state(self._numbers[1])
 
     @compat.with_short_traceback
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        found = self._find_last(args, kwargs)
-        call = self._arguments.sort(args, kwargs, None if found is None else found.slots)
+        found, slots = self._find_last(args, kwargs)
+        call = self._arguments.sort(args, kwargs, slots)
         watchdog = self._watchdog
-        _check_concrete(self._arguments.name, call.batch)
+        if not call.roles.checked:
+            _check_concrete(self._arguments.name, call.batch)
         self._agree(call)
         mesh = self._states.mesh
         types = jax.sharding.get_abstract_mesh().axis_types
@@ -108,36 +107,46 @@ class Step(Decorated[P, R]):
             out = relabel_arrays(out, Mesh(mesh.devices, mesh.axis_names, axis_types=types))
         return put_back(out, objects)  # type: ignore[no-any-return]
 
-    def _find_last(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> _Start | None:
+    def _find_last(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[_Start, LastSlots] | tuple[None, None]:
         """Returns the start of a call that continues from the state that the last step left, which
-        needs no further checks; None for another call."""
+        needs no further checks, and the slots of that state; None for another call."""
         if self._last is None:
-            return None
-        last, program = self._last
-        given: dict[Slot, PyTree] = dict(enumerate(args))
-        given.update(kwargs)
-        slots = program.setting.function.form.objects
-        if not all(slot in given for slot in slots):
-            return None
-        found = last.find(tuple(given[slot] for slot in slots))
-        return None if found is None else _Start(program, *found)
+            return None, None
+        last, program, slots = self._last
+        try:
+            objects = [args[s] if isinstance(s, int) else kwargs[s] for s in slots.slots]
+        except (IndexError, KeyError):
+            return None, None
+        found = last.find(tuple(objects))
+        return (None, None) if found is None else (_Start(program, *found), slots)
 
     def _run(
         self, call: Call, explicit: Explicit | None, found: _Start | None
     ) -> tuple[tuple[PyTree, ...], PyTree]:
         """Returns the state's objects after the step, and the results without these objects."""
-        cached = from_cached_partial()
         if found is None or not found.program.setting.serves(call.form, explicit):
-            found = self._begin(call, explicit, cached)
+            found = self._begin(call, explicit)
+        elif found.program.setting.write_back is not None:
+            from_cached_partial()
         program, flat, after = found
-        layout, after_step = program.setting.layout, self._after_step
+        roles, plain = call.roles, self._is_alone and explicit is None
+        is_checked = plain and roles.checked
+        setting, layout, after_step = program.setting, program.setting.layout, self._after_step
+        if not is_checked:
+            layout.check(call.batch)
         _check_not_deleted((flat.leaves[0], flat.leaves[-1]))
         after_step.check()
-        batch = after_step.phase("batch", layout.place(call.batch))
+        is_placed = is_checked and roles.placed
+        batch = after_step.phase("batch", call.batch if is_placed else layout.place(call.batch))
+        if plain and not is_checked:
+            roles.placed = all(map(operator.is_, *map(jax.tree.leaves, (batch, call.batch))))
         if self._donate:
             batch, args, kwargs = _copy_state_arrays(flat, (batch, call.args, call.kwargs))
             call = call._replace(args=args, kwargs=kwargs)
-        layout.check_more(call.args, call.kwargs, call.batch)
+        if not is_checked:
+            layout.check_more(call.args, call.kwargs, call.batch)
         self._compare(
             program,
             call,
@@ -158,19 +167,28 @@ class Step(Decorated[P, R]):
         if self._reports:
             self._reports.end(result)
         _check_concrete(self._arguments.name, result.flat.leaves[0])
-        self.zero_state = program.setting.zero_state(result.flat)
+        self._numbers = setting, setting.numbers(result.flat)
         objects = None if after is None else after(result.flat)
         if objects is None:
             objects, last = self._closed(call, program, result.flat)
-            self._last = None if last is None else (last, program)
-        if program.setting.any_pytree:
-            self._states.owned.add(result.flat.leaves)
-        program.setting.function.bring_up_to_date(call)
-        after_step.note(result.signals, beside(result.out), layout.rows(call.batch))
+            slots = LastSlots(call.form.objects, program)
+            self._last = None if last is None else (last, program, slots)
+        if setting.any_pytree:
+            owned = self._states.owned
+            if self._last is None:
+                owned.add(result.flat.leaves)
+            else:
+                owned.extend(self._last[0].references)
+        setting.function.bring_up_to_date(call)
+        after_step.note(result.signals)
+        if after_step.logs:
+            after_step.record(result.signals, beside(result.out), layout.rows(call.batch))
+        roles.checked = plain
         return objects, result.out
 
-    def _begin(self, call: Call, explicit: Explicit | None, cached: bool) -> _Start:
+    def _begin(self, call: Call, explicit: Explicit | None) -> _Start:
         """Opens, checks and places the state of a call, and returns the start of the call."""
+        cached = from_cached_partial()
         _check_concrete(self._arguments.name, call.objects)
         opened = self._states.open(call.objects)
         if opened.write_back is not None and cached and opened.plain:
@@ -358,9 +376,11 @@ def _check_not_deleted(arrays: Iterable[PyTree]) -> None:
 def _copy_state_arrays(flat: FlatParts, given: PyTree) -> PyTree:
     """Copies the further arguments that are arrays of the state, because the step takes over the
     state's memory."""
-    given_ids = {id(x) for x in jax.tree.leaves(given) if isinstance(x, jax.Array)}
-    shared = given_ids.intersection(map(id, flat.leaves)) if given_ids else given_ids
-    return jax.tree.map(lambda x: x.copy() if id(x) in shared else x, given) if shared else given
+    given_ids = {*map(id, jax.tree.leaves(given))}
+    if given_ids.isdisjoint(map(id, flat.leaves)):
+        return given
+    shared = given_ids.intersection(map(id, flat.leaves))
+    return jax.tree.map(lambda x: x.copy() if id(x) in shared else x, given)
 
 
 def _check_concrete(name: str, tree: PyTree) -> None:

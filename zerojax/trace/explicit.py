@@ -167,7 +167,7 @@ def _automatic(closed: AnyJaxpr, mesh: Mesh) -> core.ClosedJaxpr:
     ]
 
     def run(eqn: Equation, values: list[jax.typing.ArrayLike]) -> Sequence[jax.typing.ArrayLike]:
-        with jaxprs.context(eqn), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with jaxprs.traced_where(eqn), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return _equation(eqn, [*map(_constant, values)], mesh)
 
     def function(*args: jax.Array) -> list[jax.typing.ArrayLike]:
@@ -195,8 +195,7 @@ def _equation(
     if eqn.primitive is prims.sharding_constraint_p and requested is not None:
         return [_placed(values[0], requested, mesh)]
     if eqn.primitive.name == "shard_map" and not explicit_axes(jaxprs.param(eqn, "mesh")):
-        with jaxprs.traced_where(eqn):  # of the optimizer, see zerojax.collectives.matrices
-            return jaxprs.bind(eqn, values)
+        return jaxprs.bind(eqn, values)  # of the optimizer, see zerojax.collectives.matrices
     if eqn.primitive.name == "shard_map":
         raise NotImplementedError(
             "jax.shard_map in a step under jax.set_mesh with explicit axes: make the mesh with "

@@ -59,6 +59,12 @@ def take_out(
 
 def put_back(results: PyTree, objects: Sequence[PyTree]) -> PyTree:
     """Replaces each :class:`ObjectPlaceholder` in the results by its object."""
+    if isinstance(results, ObjectPlaceholder):
+        return objects[results.position]
+    if type(results) is tuple:
+        return tuple([put_back(x, objects) for x in results])
+    if isinstance(results, jax.Array):
+        return results
     return jax.tree.map(
         lambda x: objects[x.position] if isinstance(x, ObjectPlaceholder) else x,
         results,

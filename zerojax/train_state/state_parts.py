@@ -34,41 +34,66 @@ class Parts(NamedTuple):
     rest: dict[str, PyTree]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class PartsTree:
+    """``jax.tree.structure`` of :class:`Parts`. A call compares it with the one of the last call,
+    which is the same object.
+
+    Attributes:
+      structure: The structure.
+    """
+
+    structure: jax.tree_util.PyTreeDef
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, PartsTree) and bool(self.structure == other.structure)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.structure)
+
+
 @jax.tree_util.register_pytree_with_keys_class
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class FlatParts:
     """The arrays of a training state as a list, which JAX passes to a program and returns from it
     faster than a tree.
 
     Attributes:
       leaves: The leaves of the :class:`Parts`, in their order.
-      tree: ``jax.tree.structure`` of the :class:`Parts`.
+      tree: The structure of the :class:`Parts`.
     """
 
     leaves: Sequence[Any]
-    tree: jax.tree_util.PyTreeDef
+    tree: PartsTree
 
     @classmethod
     def of(cls, parts: Parts) -> FlatParts:
         """Flattens the parts of a state."""
-        return cls(*jax.tree.flatten(parts))
+        leaves, structure = jax.tree.flatten(parts)
+        return cls(leaves, PartsTree(structure))
+
+    def like(self, other: FlatParts) -> FlatParts:
+        """Returns these arrays with the ``tree`` of another state, if the trees are equal."""
+        return FlatParts(self.leaves, other.tree if self.tree == other.tree else self.tree)
 
     def parts(self) -> Parts:
         """Rebuilds the parts."""
-        parts: Parts = jax.tree.unflatten(self.tree, self.leaves)
+        parts: Parts = jax.tree.unflatten(self.tree.structure, self.leaves)
         return parts
 
-    def tree_flatten(self) -> tuple[Sequence[Any], jax.tree_util.PyTreeDef]:
+    def tree_flatten(self) -> tuple[Sequence[Any], PartsTree]:
         return self.leaves, self.tree
 
     def tree_flatten_with_keys(
         self,
-    ) -> tuple[list[tuple[_Path, Any]], jax.tree_util.PyTreeDef]:
+    ) -> tuple[list[tuple[_Path, Any]], PartsTree]:
         pairs = jax.tree_util.tree_leaves_with_path(self.parts())
         return [(_Path(jax.tree_util.keystr(path)), x) for path, x in pairs], self.tree
 
     @classmethod
-    def tree_unflatten(cls, tree: jax.tree_util.PyTreeDef, leaves: Sequence[Any]) -> FlatParts:
+    def tree_unflatten(cls, tree: PartsTree, leaves: Sequence[Any]) -> FlatParts:
         return cls(leaves, tree)
 
 

@@ -13,6 +13,9 @@ from zerojax.config.keys.named_types import NAMED_TYPES
 from zerojax.config.keys.row import ZERO
 from zerojax.config.load import as_json
 from zerojax.trainer.arguments import TrainingArguments
+from zerojax.trainer.optimizer_names import OPTIMIZERS
+
+_ADAMW = ("adamw", "adam", "fusedadam", "cpuadam")  # types of one formula by default
 
 
 class Entry(NamedTuple):
@@ -77,6 +80,7 @@ def resolved(
                 f"{_described(args, entry)}"
                 f'{" (the default)" * is_default}; write "auto" in the JSON, or give both one value'
             )
+    problems += _other_optimizer(args, _get(raw, "optimizer.type"))
     for section, monitor in _monitors(args).items():
         raw.setdefault(section, monitor)
     if problems:
@@ -125,6 +129,20 @@ def _entries(
         section, _, name = entry.path.split(".")
         if name in _params_of(section, _get(raw, f"{section}.type")):
             yield entry
+
+
+def _other_optimizer(args: TrainingArguments, kind: object) -> Iterator[str]:
+    """Yields a problem for each argument that the optimizer of the JSON would replace."""
+    if not isinstance(kind, str):
+        return
+    form = OPTIMIZERS[args.optim].form
+    is_same = kind.lower() in (_ADAMW if form == "AdamW" else (str(form).lower(),))
+    for name in args.changed(("optim_args",) if is_same else ("optim", "optim_args")):
+        yield (
+            f"optimizer.type = {as_text(kind)}, but TrainingArguments say {name} = "
+            f"{as_text(getattr(args, name))}; leave {name} out for the optimizer of the JSON, or "
+            "leave its section `optimizer` out"
+        )
 
 
 def _steps_from(args: TrainingArguments) -> tuple[str, ...]:

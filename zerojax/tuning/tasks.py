@@ -22,6 +22,7 @@ from flax.training.train_state import TrainState
 
 from zerojax.api import Zero
 from zerojax.models import bart, deberta
+from zerojax.models.config import remat_option
 from zerojax.trace.gradients import value_and_grad, weighted_mean
 from zerojax.tuning.workload import LEARNING_RATE, Workload
 from zerojax.xla.types import PyTree
@@ -37,7 +38,7 @@ def classification(
     remat_policy: str | None = None,
 ) -> Workload:
     """Returns the training of a DeBERTa that classifies texts, or pairs, of `seq` tokens."""
-    kept = remat and (remat_policy or True)
+    kept = remat_option(remat, remat_policy)
     config = deberta.DebertaConfig(**deberta.SIZES[size], remat=kept, scan=scan)
     model = deberta.DebertaClassifier(config)
 
@@ -68,7 +69,7 @@ def seq2seq(
     sizes = bart.SIZES[size]
     longest = max(seq, sizes["max_position_embeddings"])
     sizes = sizes | {"max_position_embeddings": longest}
-    config = bart.BartConfig(**sizes, remat=remat and (remat_policy or True), scan=scan)
+    config = bart.BartConfig(**sizes, remat=remat_option(remat, remat_policy), scan=scan)
     model, target = bart.Bart(config), max(1, seq // 2)
 
     def loss(params: PyTree, batch: PyTree, rngs: PyTree) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -39,11 +39,53 @@ GPUS = ("gpu", "cuda")
 # Bytes of a gathered or reduced result up to which XLA combines collectives by default.
 COMBINED = 30 * 2**20
 
+# Bytes of a layer from which on XLA's options for loops over layers are worth their compile time.
+LEAST_LAYER = 2**20
+
 # Concurrent collectives, all of which XLA's scheduler assumes to take equally long.
 TOGETHER = 4
 
 Options = dict[str, int | bool | str]
 """Option values by XLA's names."""
+
+
+class JitOnceDecided:
+    """A function under ``jax.jit`` whose compiler options depend on its first trace.
+
+    Args:
+      function: The function.
+      choose: Returns the options once the function is traced.
+      **how: Other arguments of ``jax.jit``.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], choose: Callable[[], Options | None], **how: Any
+    ) -> None:
+        self._function, self._choose, self._how = function, choose, how
+        self._jitted: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the function."""
+        if self._jitted is None:
+            self.trace(*args)
+        return self._jitted(*args)
+
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """Traces the function for abstract or concrete arguments."""
+        if self._jitted is None:
+            # JAX keeps this trace for every jit of the same function, whatever its options.
+            jax.jit(self._function, **self._how).trace(*args)
+            self._jit(self._choose())
+        traced: jax.stages.Traced = self._jitted.trace(*args)
+        return traced
+
+    def recompute(self) -> None:
+        """Lets XLA compute values again from now on, in a function that has been traced."""
+        self._jit(with_rematerialization(self._options) or self._options)
+
+    def _jit(self, options: Options | None) -> None:
+        self._options = options
+        self._jitted = jax.jit(self._function, compiler_options=options, **self._how)
 
 
 def options(
@@ -60,14 +102,14 @@ def options(
       mesh: The devices.
       chosen: Options for GPUs that override the options of this module.
       shards: Number of shards of a gradient; by default one for each device.
-      layer: Bytes of the layer that a loop prefetches, or whose reduction it defers; 0 if none.
+      layer: Bytes of the largest layer that a loop prefetches, or whose reduction it defers; 0 if
+        none.
       overlap: Whether collectives should overlap with computation.
 
     Raises:
       ConfigError: This version of XLA lacks a chosen option.
     """
-    device = mesh.devices.flat[0]
-    platform = device.platform
+    platform = mesh.devices.flat[0].platform
     if platform == "cpu":
         # One collective at a time: if a device waits in two, another may find no free thread, and
         # XLA ends the process after 40 seconds.
@@ -89,10 +131,9 @@ def options(
     if overlap:
         # Otherwise, before Hopper, XLA waits for each collective where it starts.
         defaults["xla_gpu_enable_latency_hiding_scheduler"] = True
-    if overlap and (layer or _before_hopper(device)):
         # Otherwise a collective starts when the previous one has ended, and XLA waits for it.
         defaults["xla_gpu_experimental_parallel_collective_overlap_limit"] = TOGETHER
-    if layer:
+    if layer >= LEAST_LAYER:
         # Otherwise each iteration copies the layer that it produces over the one that it received.
         defaults["xla_gpu_enable_while_loop_unrolling"] = "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
         # XLA's estimate counts the stacks of such a loop twice, and XLA would compute values again
@@ -128,11 +169,6 @@ def knows(name: str, value: int | bool | str) -> bool:
     except jax.errors.JaxRuntimeError:
         return False
     return True
-
-
-def _before_hopper(device: jax.Device) -> bool:
-    """Returns whether a GPU has compute capability 7 or 8, for which XLA schedules differently."""
-    return str(getattr(device, "compute_capability", None)).startswith(("7.", "8."))
 
 
 def streaming(mesh: Mesh, chosen: Options | None = None) -> Options | None:

@@ -41,7 +41,7 @@ class Schedule(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether every stage holds equally many micro-batches."""
+        """True if every stage holds equally many micro-batches."""
         return self.micro_batches % self.stages == 0
 
     @property

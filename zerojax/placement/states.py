@@ -31,7 +31,6 @@ from zerojax.optim.wrap import (
     full_precision,
     wrap,
 )
-from zerojax.pipeline.stacks import with_stages
 from zerojax.placement.checks import (
     check_arguments,
     check_keys_of_specs,
@@ -46,6 +45,7 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.places import check_memories, offloads
 from zerojax.plan.planning import make_plan
+from zerojax.plan.stacks import with_stages
 from zerojax.plan.state_sharding import Plan
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import is_train_state, open_state

@@ -8,5 +8,6 @@ The shapes of a state's parts, the user's specs, a mesh and a config come in; a 
 - ``state_sharding``: ``Plan``. ``leaf``: one array of the plan. ``table``: the plan as text.
 - ``places``: device, host memory or disk. ``live``: the parameters that stay gathered at stage 3.
   ``quantized``: the arrays that are sent in low-bit blocks.
+- ``stacks``: the stacks of layers that pipeline stages share.
 - ``stored``: arrays that are padded, or sharded over parts of an axis, as the user sees them.
 """

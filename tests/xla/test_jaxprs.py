@@ -84,7 +84,11 @@ def resharded(x: jax.Array) -> jax.Array:
 PARAMETERS: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
     "jit": (jax.jit(double), "jaxpr name in_shardings"),
     "remat2": (jax.checkpoint(double), "jaxpr differentiated prevent_cse"),
-    "shard_map": (mapped, "mesh"),
+    "shard_map": (mapped, "mesh jaxpr in_specs out_specs newly_manual_axes"),
+    "random_bits": (
+        lambda x: x * jax.random.uniform(jax.random.key(0), x.shape),
+        "bit_width shape",
+    ),
     "custom_vjp_call": (with_vjp, "call_jaxpr"),
     "custom_jvp_call": (with_jvp, "call_jaxpr"),
     "scan": (looped, "jaxpr length reverse unroll"),

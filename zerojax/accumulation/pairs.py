@@ -24,15 +24,20 @@ class Sizes(NamedTuple):
       global_rows, micro_rows: The numbers of rows.
       neighbours: Whether a micro-batch has rows that are neighbours in the batch, so that groups
         of neighbours stay together.
+      devices: The devices among which the rows of every traced batch must divide.
     """
 
     global_rows: int
     micro_rows: int
     neighbours: bool = True
+    devices: int = 1
 
     @property
     def traced(self) -> int:
         """Rows to trace a micro-batch with, see :mod:`zerojax.accumulation.resize`."""
+        if self.devices > 1:
+            rows = self.micro_rows * self.devices
+            return rows if rows != self.global_rows else 2 * rows
         return self.micro_rows if self.micro_rows > 1 else 2 if self.global_rows != 2 else 3
 
     def fit(self, global_size: int, micro_size: int) -> bool:

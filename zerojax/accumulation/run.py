@@ -51,7 +51,9 @@ def accumulator(
     return jnp.promote_types(param, jnp.float32) if dtype is None else dtype
 
 
-def flat_micro(trace: Trace, global_flat: Flat, batch: PyTree, roles: Roles) -> Flat:
+def flat_micro(
+    trace: Trace, global_flat: Flat, batch: PyTree, roles: Roles, devices: int = 1
+) -> Flat:
     """Returns the step on a micro-batch.
 
     Args:
@@ -59,12 +61,13 @@ def flat_micro(trace: Trace, global_flat: Flat, batch: PyTree, roles: Roles) -> 
       global_flat: The step on the global batch.
       batch: Leaves [k, rows, ...].
       roles: The roles of the step's arguments.
+      devices: See :class:`zerojax.accumulation.pairs.Sizes`.
 
     Raises:
       UnevenError: The two programs differ in more than shapes.
     """
     ((k, rows),) = {x.shape[:2] for x in jax.tree.leaves(batch) if x.shape}
-    sizes = Sizes(k * rows, rows)
+    sizes = Sizes(k * rows, rows, devices=devices)
     try:
         closed = trace(one_of(batch, sizes.traced))[0]
     except Exception as e:  # the same step has been traced on the global batch

@@ -3,5 +3,5 @@
 - ``program``: the step with its loops over layers replaced, to be read first.
 - ``schedule``, ``slots``, ``loop``: which stage runs which micro-batch at which tick, the arrays of
   all micro-batches, and the program of a stage.
-- ``draws``: random numbers in the shape of the batch.
+- ``layer``: the program of a layer on one device.
 """

@@ -17,13 +17,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.accumulation.kinds import RowKind
+from zerojax.accumulation.pairs import EquationPair
 from zerojax.accumulation.reductions import REDUCTIONS
 from zerojax.devices.mesh import STAGE
-from zerojax.pipeline import draws
+from zerojax.pipeline import layer
 from zerojax.pipeline.schedule import Schedule
 from zerojax.pipeline.slots import Streams, slots_spec
 from zerojax.xla import jaxprs
-from zerojax.xla.types import AnyJaxpr, Equation
+from zerojax.xla.types import Equation
 
 
 class LayerLoop(NamedTuple):
@@ -34,8 +35,7 @@ class LayerLoop(NamedTuple):
         :mod:`zerojax.accumulation.literals`.
       operands, results: The kinds of its operands and results.
       dtypes: The dtype in which each result that is a sum is added up.
-      drawing: If the layers draw random numbers in the shape of the batch, the body of the scan on
-        the global batch; else None.
+      global_equation: The scan on the global batch.
       rows: One device's rows of one micro-batch.
     """
 
@@ -43,7 +43,7 @@ class LayerLoop(NamedTuple):
     operands: Sequence[RowKind]
     results: Sequence[RowKind]
     dtypes: Sequence[Any]
-    drawing: AnyJaxpr | None
+    global_equation: Equation
     rows: int
 
     def is_stored(self, operand: int) -> bool:
@@ -190,20 +190,9 @@ class _Stage:
         self, given: Sequence[jax.Array], micro_batch: jax.Array
     ) -> Sequence[jax.Array]:
         """Runs the stage's layers on one micro-batch."""
-        whole = self.loop.drawing
-        if whole is None:
-            return jaxprs.bind(self.layers, given)
-        first, body = self.carry.start, jaxprs.param(self.layers, "jaxpr")
-        first_row = self.streams.first_row(micro_batch, self.loop.rows)
-
-        def layer(carry: list[jax.Array], entries: list[jax.Array]) -> tuple[Any, Any]:
-            args = [*given[:first], *carry, *entries]
-            outs = draws.evaluate(whole, body, args, first_row, self.loop.rows)
-            return outs[: self.n], outs[self.n :]
-
-        carry, entries = list(given[first : self.carry.stop]), list(given[self.carry.stop :])
-        carry, stacked = lax.scan(layer, carry, entries, reverse=self.reverse)
-        return [*carry, *stacked]
+        number = self.loop.rows
+        rows = layer.Rows(self.streams.first_row(micro_batch, number), number, self.schedule.axes)
+        return layer.run(EquationPair(self.loop.global_equation, self.layers), given, rows)
 
     def _sent(self, x: jax.Array, by: int) -> jax.Array:
         """Sends an array ``by`` stages on in the direction of the pipeline."""

@@ -74,7 +74,8 @@ class Pipeline:
         self._global_of: dict[Atom, Atom] = {}
         self._same: dict[int, tuple[Atom, Slice]] = {}
         try:
-            small = flat_micro(trace, self._flat, split, roles)
+            devices = schedule.stages * schedule.row_devices
+            small = flat_micro(trace, self._flat, split, roles, devices)
             self._loops = self._found(small, params)
         except UnevenError as e:
             raise ValueError(
@@ -154,8 +155,7 @@ class Pipeline:
             if given[i].rows and (program := self._same_for_all(v, graph)) is not None:
                 self._same[id(eqn.invars[i])] = v, program
                 given[i] = FIXED
-        drawing = jaxprs.param(eqn, "jaxpr") if analysis.drawn else None
-        return LayerLoop(micro, given, results, dtypes, drawing, self._sizes.micro_rows)
+        return LayerLoop(micro, given, results, dtypes, eqn, self._sizes.micro_rows)
 
     def _kind(self, w: Atom, m: Atom) -> RowKind:
         """Returns the kind of an operand by its shapes: every position along the dimension that

@@ -28,9 +28,6 @@ from zerojax.train_state.state_parts import Parts
 from zerojax.xla import hijax, jaxprs
 from zerojax.xla.types import AnyJaxpr, Equation, PyTree
 
-# The parameters of an equation that request the sharding of its result.
-_ASKING = ("dst_sharding", "out_sharding", "sharding")
-
 
 def make_jaxpr(
     function: Callable[..., PyTree],
@@ -186,7 +183,7 @@ def _equation(
     eqn: Equation, values: list[jax.typing.ArrayLike], mesh: Mesh
 ) -> Sequence[jax.typing.ArrayLike]:
     """Runs an equation without explicit axes; a sharding that it requests becomes a constraint."""
-    requests = (jaxprs.param(eqn, name, None) for name in _ASKING)
+    requests = (jaxprs.param(eqn, name, None) for name in jaxprs.SHARDINGS)
     requested = next((sharding for sharding in requests if sharding is not None), None)
     if not isinstance(requested, NamedSharding) or not explicit_axes(requested.mesh):
         requested = None
@@ -203,7 +200,9 @@ def _equation(
         )
     params = {name: _parameter(x, mesh) for name, x in eqn.params.items()}
     if eqn.primitive is not prims.sharding_constraint_p:
-        params |= {name: None for name in _ASKING if name in params and requested is not None}
+        params |= {
+            name: None for name in jaxprs.SHARDINGS if name in params and requested is not None
+        }
     outs = jaxprs.bind(eqn, values, params)
     if eqn.primitive is prims.dot_general_p and requested is not None:
         return [_placed(outs[0], requested, mesh)]

@@ -32,6 +32,9 @@ CALLS: dict[core.Primitive, str] = {
 }
 """Equations that run a jaxpr once on their own operands, and the parameter that holds it."""
 
+SHARDINGS = ("dst_sharding", "out_sharding", "sharding")
+"""Parameters of an equation that request the sharding of its result."""
+
 _JAXPRS = (core.ClosedJaxpr, core.Jaxpr)
 _JAX, _PYTHON = str(Path(jax.__file__).parent), sysconfig.get_path("stdlib")
 _REQUIRED = object()
@@ -235,6 +238,13 @@ def bind(
         *values, **primitive.get_bind_params(eqn.params if params is None else params)
     )
     return out if primitive.multiple_results else [out]
+
+
+def bind_anywhere(eqn: Equation, values: Sequence[object]) -> Sequence[Any]:
+    """Runs an equation under another mesh than it was traced for, which its literals and the
+    sharding of its result may name."""
+    params = {name: None if name in SHARDINGS else x for name, x in eqn.params.items()}
+    return bind(eqn, [x if isinstance(x, jax.Array) else np.asarray(x) for x in values], params)
 
 
 def context(eqn: Equation) -> contextlib.AbstractContextManager[object]:

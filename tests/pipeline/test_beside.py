@@ -1,0 +1,103 @@
+"""Pipeline stages beside kernels, tensor parallelism, fp16, checkpoints and evaluations."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pipeline import models
+from pipeline.test_program import batches, zero_on
+
+import zerojax
+from zerojax.checkpoint import Checkpointer
+from zerojax.models.llama import Llama, LlamaConfig
+from zerojax.models.tensor_parallel import TensorParallel
+
+
+def losses(step: Any, state: Any, rows: int = 16, steps: int = 3) -> tuple[list[float], Any]:
+    found = []
+    for tokens in batches(rows, steps):
+        state, loss = step(state, tokens)
+        found.append(float(loss))
+    return found, state
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_a_kernel_runs_on_the_rows_of_a_micro_batch(micro_batches: int) -> None:
+    zero = zero_on(2, 2, micro_batches)
+
+    def create(per_device: Any) -> Any:
+        model = models.KernelStack(per_device)
+        plain = models.state_of(models.KernelStack(), jnp.zeros((1, models.TOKENS), jnp.int32))
+        return plain.replace(apply_fn=model.apply)
+
+    got, _ = losses(zero(models.train_step), zero.init(lambda: create(zero.per_device)))
+    want, _ = losses(jax.jit(models.train_step), create(None))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_tensor_parallelism() -> None:
+    mesh = zerojax.mesh(axes={"stage": 2, "data": 2, "model": 2})
+    tensor = TensorParallel(mesh)
+    zero = zerojax.zero(
+        stage=1, gradient_accumulation_steps=4, gradient_clipping=0.0, mesh=mesh,
+        specs=tensor.specs,
+    )  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=32, block_size=8, n_layer=4, n_head=4, n_kv_head=2, n_embd=16, n_inner=32,
+        scan=True, remat=True,
+    )  # fmt: skip
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    plain = models.state_of(Llama(config), tokens, tx=models.SGD)
+    cut = plain.replace(apply_fn=Llama(config, tensor=tensor).apply)
+    got, _ = losses(zero(models.train_step), zero.init(lambda: cut))
+    want, _ = losses(jax.jit(models.train_step), plain)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_fp16_skips_as_without_stages() -> None:
+    found = []
+    for zero in (
+        zero_on(2, 2, 4, fp16={"enabled": True, "initial_scale_power": 30}),
+        zerojax.zero(
+            stage=1, gradient_clipping=0.0, mesh=zerojax.mesh(4),
+            fp16={"enabled": True, "initial_scale_power": 30},
+        ),
+    ):  # fmt: skip
+        _, state = losses(zero(models.train_step), zero.init(models.stack), steps=8)
+        found.append((int(zerojax.skipped_steps(state)), jax.device_get(state.params)))
+    (skipped, params), (other, others) = found
+    assert skipped == other > 0
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-3)
+
+
+def test_a_checkpoint_goes_to_other_stages(tmp_path: Path) -> None:
+    zero = zero_on(4, 2, 4)
+    step, state = zero(models.train_step), zero.init(models.stack)
+    state, _ = step(state, batches(16, 1)[0])
+    with Checkpointer(tmp_path, zero) as checkpoints:
+        checkpoints.save(1, state)
+    for other in (zero_on(2, 2, 4, stage=3), zerojax.zero(stage=2)):
+        with Checkpointer(tmp_path, other) as checkpoints:
+            restored = checkpoints.restore(other.abstract_state(models.stack))
+        trees = (jax.tree.leaves((s.params, s.opt_state)) for s in (state, restored))
+        for x, y in zip(*trees, strict=True):
+            np.testing.assert_array_equal(jax.device_get(x), jax.device_get(y))
+
+
+def test_an_evaluation_has_the_numbers_of_plain_jit() -> None:
+    zero = zero_on(4, 2, 4)
+    state = zero.init(models.stack)
+
+    def evaluate(state: Any, tokens: jax.Array) -> jax.Array:
+        logits, _ = state.apply_fn({"params": state.params}, tokens)
+        return models.cross_entropy(logits, tokens)
+
+    tokens = batches(16, 1)[0]
+    got = zero.evaluate(evaluate)(state, tokens)
+    np.testing.assert_allclose(got, jax.jit(evaluate)(models.stack(), tokens), rtol=1e-6)

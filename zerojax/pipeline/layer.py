@@ -1,0 +1,206 @@
+"""The program of a layer on one device, for that device's rows of a micro-batch.
+
+Three kinds of equations need the place of these rows, or of the device:
+
+- Random numbers in the shape of the batch (dropout) are those that these rows have on the global
+  batch. jax's default generator computes each number from the key and the number's position in the
+  array, so that no other row is drawn.
+- A ``shard_map`` over the axes of the batch (a kernel) is left out: its function runs as it is.
+- Sharding constraints keep the axes that the device's program does not divide, such as "model".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import primitives as prims
+from jax.extend.random import threefry2x32_p
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax.accumulation.lines import where
+from zerojax.accumulation.pairs import EquationPair, scaled
+from zerojax.graph.primitives import DRAWS
+from zerojax.graph.search import contains
+from zerojax.plan import layout
+from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Equation
+
+_GENERATOR = "threefry2x32"
+
+
+class Rows(NamedTuple):
+    """The rows of the batch on which a layer runs.
+
+    Attributes:
+      first: The first of these rows in the batch, int [].
+      number: Their number.
+      axes: The axes of the mesh over which the batch is sharded.
+    """
+
+    first: jax.Array
+    number: int
+    axes: Collection[str]
+
+
+def run(pair: EquationPair, values: Sequence[Any], rows: Rows) -> Sequence[Any]:
+    """Runs a loop over layers on some rows of the batch.
+
+    Args:
+      pair: The loop on the global batch, and on these rows.
+      values: Its operands.
+      rows: The rows.
+
+    Raises:
+      ValueError: Random numbers are drawn by another generator, or a ``shard_map`` divides arrays
+        over axes of the user's.
+    """
+    if not contains(pair.micro_eqn, _is_special):
+        return jaxprs.bind(pair.micro_eqn, values)
+    return _run(pair, values, rows)
+
+
+def _evaluate(whole: AnyJaxpr, part: AnyJaxpr, args: Sequence[Any], rows: Rows) -> list[Any]:
+    """Runs a program on some rows of the batch, equation by equation the one on the global batch.
+    Programs inside it are opened: their variables may name the mesh outside of the pipeline."""
+    jaxpr, consts = jaxprs.open_jaxpr(part)
+    env: dict[Atom, Any] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+    )
+    for pair in map(EquationPair, jaxprs.open_jaxpr(whole)[0].eqns, jaxpr.eqns):
+        values = [jaxprs.read(v, env) for v in pair.micro_eqn.invars]
+        env.update(zip(pair.micro_eqn.outvars, _run(pair, values, rows), strict=True))
+    return [jaxprs.read(v, env) for v in jaxpr.outvars]
+
+
+def _run(pair: EquationPair, values: Sequence[Any], rows: Rows) -> Sequence[Any]:
+    whole, eqn = pair
+    if eqn.primitive in jaxprs.CALLS:
+        bodies = jaxprs.called_jaxpr(whole), jaxprs.called_jaxpr(eqn)
+        return _evaluate(*bodies, values, rows)
+    if eqn.primitive in _LOOPS:
+        return _LOOPS[eqn.primitive](pair, values, rows)
+    if eqn.primitive is prims.sharding_constraint_p:
+        return [_constrained(eqn, values[0], rows.axes)]
+    if eqn.primitive.name == "shard_map":
+        if set(jaxprs.param(eqn, "newly_manual_axes")) <= {*rows.axes}:
+            body = jaxprs.param(eqn, "jaxpr")
+            return jaxprs.evaluate(body, values, run=jaxprs.bind_anywhere)
+        raise ValueError(
+            f"a layer divides arrays over axes of its own in shard_map ({where(eqn)}), which "
+            "pipeline stages do not support: leave out `sharded` of zero.per_device."
+        )
+    if eqn.primitive.name in DRAWS and (dims := scaled(*(e.outvars[0].aval for e in pair))):
+        return [_drawn(pair, values, dims[0], rows)]
+    return jaxprs.bind_anywhere(eqn, values)
+
+
+def _scan(pair: EquationPair, values: Sequence[Any], rows: Rows) -> list[Any]:
+    eqn = pair.micro_eqn
+    a, n = jaxprs.scan_counts(eqn)
+    whole, part = (jaxprs.param(each, "jaxpr") for each in pair)
+
+    def body(carry: list[Any], entries: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = _evaluate(whole, part, [*values[:a], *carry, *entries], rows)
+        return outs[:n], outs[n:]
+
+    length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
+    start, entries = list(values[a : a + n]), list(values[a + n :])
+    carry, stacked = lax.scan(body, start, entries, length=length, reverse=reverse)
+    return [*carry, *stacked]
+
+
+def _while(pair: EquationPair, values: Sequence[Any], rows: Rows) -> list[Any]:
+    whole, part = map(jaxprs.while_parts, pair)
+    a = part.cond_consts
+    b = a + part.body_consts
+
+    def goes_on(carry: list[Any]) -> Any:
+        return _evaluate(whole.cond, part.cond, [*values[:a], *carry], rows)[0]
+
+    def body(carry: list[Any]) -> list[Any]:
+        return _evaluate(whole.body, part.body, [*values[a:b], *carry], rows)
+
+    return lax.while_loop(goes_on, body, list(values[b:]))
+
+
+def _cond(pair: EquationPair, values: Sequence[Any], rows: Rows) -> list[Any]:
+    def branch(whole: AnyJaxpr, part: AnyJaxpr) -> Callable[..., list[Any]]:
+        return lambda *operands: _evaluate(whole, part, operands, rows)
+
+    branches = map(branch, *(jaxprs.param(each, "branches") for each in pair))
+    index, *operands = values
+    outs: list[Any] = lax.switch(index, [*branches], *operands)
+    return outs
+
+
+_LOOPS = {prims.scan_p: _scan, prims.while_p: _while, prims.cond_p: _cond}
+
+
+def _is_special(eqn: Equation) -> bool:
+    name = eqn.primitive.name
+    return name in DRAWS or name in ("shard_map", "sharding_constraint")
+
+
+def _constrained(eqn: Equation, value: Any, axes: Collection[str]) -> Any:
+    """Constrains a value to the axes that its spec has beside those of the batch."""
+    sharding, free = jaxprs.param(eqn, "sharding"), PartitionSpec.UNCONSTRAINED
+    if not isinstance(sharding, NamedSharding):
+        return value
+    entries: list[Any] = []
+    for entry in layout.full(sharding.spec, value.ndim):
+        kept = () if entry is free else tuple(a for a in layout.axes(entry) if a not in axes)
+        entries.append(kept or (free if entry is free or entry else None))
+    named = any(isinstance(entry, tuple) for entry in entries)
+    return lax.with_sharding_constraint(value, PartitionSpec(*entries)) if named else value
+
+
+def _drawn(pair: EquationPair, values: Sequence[jax.Array], dim: int, rows: Rows) -> jax.Array:
+    """Draws the random bits of some rows; ``dim`` is the dimension that holds the rows."""
+    eqn, whole = pair.micro_eqn, pair.global_eqn.outvars[0].aval
+    if len(jaxprs.param(eqn, "shape", ())) < eqn.outvars[0].aval.ndim:
+        return jaxprs.bind_anywhere(eqn, values)[0]  # every row has a key
+    (key,) = values
+    known = eqn.primitive.name == "random_bits" and str(jax.random.key_impl(key)) == _GENERATOR
+    config: Any = jax.config
+    _check(eqn, known and config.jax_threefry_partitionable)
+    shape, each = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.shape[dim] // rows.number
+    # The position of an element is (outer * size + row) * inner + rest, in 64 bits.
+    inner = math.prod(shape[dim + 1 :])
+    outer, row, rest = (
+        jnp.arange(n, dtype=jnp.uint32) for n in (math.prod(shape[:dim]), shape[dim], inner)
+    )
+    row += rows.first.astype(jnp.uint32) * np.uint32(each)
+    high, low = _product(outer[:, None] * np.uint32(whole.shape[dim]) + row, inner)
+    position = low[..., None] + rest
+    high = high[..., None] + (position < rest).astype(jnp.uint32)
+    one, two = jax.random.key_data(key)
+    counts = [x.reshape(shape) for x in (high, position)]
+    bits = threefry2x32_p.bind(one, two, *counts)
+    width, dtype = jaxprs.param(eqn, "bit_width"), eqn.outvars[0].aval.dtype
+    if width == 64:
+        return bits[0].astype(dtype) << np.uint64(32) | bits[1].astype(dtype)
+    return (bits[0] ^ bits[1]).astype(dtype)
+
+
+def _product(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the high and the low 32 bits of the products of 32-bit numbers."""
+    half, mask = np.uint32(16), np.uint32(0xFFFF)
+    a1, a0, b1, b0 = a >> half, a & mask, np.uint32(b >> 16), np.uint32(b & 0xFFFF)
+    middle = a1 * b0 + (a0 * b0 >> half)
+    other = a0 * b1 + (middle & mask)
+    return a1 * b1 + (middle >> half) + (other >> half), a * np.uint32(b)
+
+
+def _check(eqn: Equation, fits: bool) -> None:
+    if not fits:
+        raise ValueError(
+            f"a layer draws random numbers ({where(eqn)}) that pipeline stages cannot draw row by "
+            "row: use jax's default generator (jax_default_prng_impl = threefry2x32, "
+            "jax_threefry_partitionable = True)."
+        )

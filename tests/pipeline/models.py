@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
+import zerojax
 from zerojax.models import gpt, llama, t5
 
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -98,7 +99,7 @@ def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Ar
         logits, more = out if isinstance(out, tuple) else (out, 0.0)
         return cross_entropy(logits, tokens) + 0.1 * more
 
-    value, grads = jax.value_and_grad(loss)(state.params)
+    value, grads = zerojax.value_and_grad(loss)(state.params)
     return state.apply_gradients(grads=grads), value
 
 
@@ -135,7 +136,7 @@ def t5_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array
     def loss(params: Any) -> jax.Array:
         return cross_entropy(state.apply_fn({"params": params}, tokens, tokens), tokens)
 
-    value, grads = jax.value_and_grad(loss)(state.params)
+    value, grads = zerojax.value_and_grad(loss)(state.params)
     return state.apply_gradients(grads=grads), value
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.accumulation.exchange import Exchange
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import AXIS, REPLICA, automatic_context, relabel_arrays, stage_size
+from zerojax.devices.mesh import AXIS, REPLICA, STAGE, automatic_context, relabel_arrays, stage_size
 from zerojax.distributed import log
 from zerojax.distributed.equality import require_same_program, require_same_values
 from zerojax.distributed.join import require_same
@@ -310,7 +310,8 @@ class States:
             for spec, x in zip(given, jax.tree.leaves(params), strict=True)
         ]
         stages = stage_size(self.mesh)
-        return tuple(own if stages == 1 else with_stages(params, own, stages))
+        named = any(STAGE in layout.axes(e) for spec in given for e in spec or ())
+        return tuple(own if stages == 1 or named else with_stages(params, own, stages))
 
     def _spec_of(self, x: object) -> PartitionSpec | None:
         """Returns the spec of an array on this mesh, without ZeRO's axis; None for other arrays."""

@@ -20,12 +20,9 @@ def with_stages(params: PyTree, specs: Sequence[Spec], stages: int) -> list[Spec
 
     Args:
       params: The parameters.
-      specs: The user's spec of each array, one entry a dimension. Specs that name "stage" say
-        themselves which arrays are stacks.
+      specs: The user's spec of each array, one entry a dimension.
       stages: Devices along "stage".
     """
-    if any(STAGE in (e if isinstance(e, tuple) else (e,)) for spec in specs for e in spec):
-        return [*specs]
     leaves = jax.tree_util.tree_leaves_with_path(params)
     stacked = _stacked([path for path, _ in leaves], [tuple(x.shape) for _, x in leaves])
     return [

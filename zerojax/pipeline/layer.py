@@ -48,21 +48,22 @@ class Rows(NamedTuple):
     axes: Collection[str]
 
 
-def run(pair: EquationPair, values: Sequence[Any], rows: Rows) -> Sequence[Any]:
-    """Runs a loop over layers on some rows of the batch.
+def run(loop: EquationPair, args: Sequence[Any], rows: Rows) -> list[Any]:
+    """Runs one iteration of a loop over layers on some rows of the batch.
 
     Args:
-      pair: The loop on the global batch, and on these rows.
-      values: Its operands.
+      loop: The loop on the global batch, and on these rows.
+      args: The arguments of its body.
       rows: The rows.
 
     Raises:
       ValueError: Random numbers are drawn by another generator, or a ``shard_map`` divides arrays
         over axes of the user's.
     """
-    if not contains(pair.micro_eqn, _is_special):
-        return jaxprs.bind(pair.micro_eqn, values)
-    return _run(pair, values, rows)
+    whole, part = (jaxprs.param(eqn, "jaxpr") for eqn in loop)
+    if contains(loop.micro_eqn, _is_special):
+        return _evaluate(whole, part, args, rows)
+    return jaxprs.evaluate(part, args, jaxprs.bind_anywhere, lambda eqn: False)
 
 
 def _evaluate(whole: AnyJaxpr, part: AnyJaxpr, args: Sequence[Any], rows: Rows) -> list[Any]:

@@ -8,7 +8,7 @@ Sums over rows, such as gradients of the layers' weights, stay on their devices 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -125,9 +125,7 @@ class _Stage:
     def __init__(self, loop: LayerLoop, streams: Streams, schedule: Schedule) -> None:
         self.loop, self.streams, self.schedule = loop, streams, schedule
         self.n_consts, self.n = jaxprs.scan_counts(loop.equation)
-        length = jaxprs.param(loop.equation, "length") // schedule.stages
-        params = loop.equation.params | {"length": length}
-        self.layers = loop.equation.replace(params=params)
+        self.length: int = jaxprs.param(loop.equation, "length") // schedule.stages
         self.reverse: bool = jaxprs.param(loop.equation, "reverse")
         self.carry = range(self.n_consts, self.n_consts + self.n)
         consts = [i for i in range(self.n_consts) if loop.operands[i].rows]
@@ -167,7 +165,9 @@ class _Stage:
         ]
         for i in self.moving:
             given[i] = jnp.where(first, streams.get(i, values[i]), state.arriving[i])
-        outs = self._run_layers(given, micro_batch)
+        number = self.loop.rows
+        rows = layer.Rows(self.streams.first_row(micro_batch, number), number, schedule.axes)
+        outs = self._run_layers(given, state.results, rows, busy)
         leaving = {i: given[i] for i in self.moving} | dict(zip(self.carry, outs, strict=False))
         streaming = {i: self._sent(x, -1) for i, x in streams.items()}
         for i in self.carry:
@@ -180,19 +180,48 @@ class _Stage:
                 i: lax.dynamic_update_index_in_dim(state.streams[i], x, slot, 0)
                 for i, x in streaming.items()
             },
-            {
-                i: self._next(i, old, outs[i], busy & (last if i < self.n else True), at)
-                for i, old in state.results.items()
-            },
+            {i: self._next(i, old, outs[i], busy & last, at) for i, old in state.results.items()},
         )
 
     def _run_layers(
-        self, given: Sequence[jax.Array], micro_batch: jax.Array
-    ) -> Sequence[jax.Array]:
-        """Runs the stage's layers on one micro-batch."""
-        number = self.loop.rows
-        rows = layer.Rows(self.streams.first_row(micro_batch, number), number, self.schedule.axes)
-        return layer.run(EquationPair(self.loop.global_equation, self.layers), given, rows)
+        self,
+        given: Sequence[jax.Array],
+        results: Mapping[int, jax.Array],
+        rows: layer.Rows,
+        busy: jax.Array,
+    ) -> list[jax.Array]:
+        """Runs the stage's layers on one micro-batch. Sums are added to those of ``results`` layer
+        by layer, so that no stack of one micro-batch's gradients exists."""
+        first, n, loop = self.carry.start, self.n, self.loop
+        summed = [i for i in range(n, len(loop.results)) if loop.results[i].reduced]
+        entries = [*given[self.carry.stop :]]
+        pair = EquationPair(loop.global_equation, loop.equation)
+
+        def run(state: Any, entry: Any) -> Any:
+            (carry, totals), (i, entries) = state, entry
+            outs = layer.run(pair, [*given[:first], *carry, *entries], rows)
+            totals = [
+                lax.dynamic_update_index_in_dim(
+                    total, self._added(k, _entry(total, i), outs[k], busy), i, 0
+                )
+                for k, total in zip(summed, totals, strict=True)
+            ]
+            stacked = [x for k, x in enumerate(outs) if k >= n and k not in summed]
+            return (outs[:n], totals), stacked
+
+        start = [*given[first : self.carry.stop]], [results[i] for i in summed]
+        numbers = jnp.arange(self.length)
+        (carry, totals), stacked = lax.scan(run, start, (numbers, entries), reverse=self.reverse)
+        sums, others = iter(totals), iter(stacked)
+        return [
+            *carry,
+            *(next(sums if i in summed else others) for i in range(n, len(loop.results))),
+        ]
+
+    def _added(self, i: int, total: jax.Array, value: jax.Array, counts: jax.Array) -> jax.Array:
+        """Adds a value to a result that is a sum, if the value counts."""
+        both = REDUCTIONS[self.loop.results[i].name].of_two
+        return jnp.where(counts, both(total, value.astype(total.dtype)), total)
 
     def _sent(self, x: jax.Array, by: int) -> jax.Array:
         """Sends an array ``by`` stages on in the direction of the pipeline."""
@@ -202,10 +231,12 @@ class _Stage:
     def _empty(self) -> dict[int, jax.Array]:
         """Returns the results before the first tick, except those that come back in the streams."""
         empty, schedule = {}, self.schedule
-        for i, (v, kind) in enumerate(zip(self.layers.outvars, self.loop.results, strict=True)):
+        for i, (v, kind) in enumerate(
+            zip(self.loop.equation.outvars, self.loop.results, strict=True)
+        ):
             shape, dtype = v.aval.shape, v.aval.dtype
             if i >= self.n:
-                shape = (shape[0] // schedule.stages, *shape[1:])
+                shape = (self.length, *shape[1:])
             if self.loop.stores(i):
                 empty[i] = jnp.zeros((schedule.micro_batches + 1, *shape), dtype)
             elif kind.reduced:
@@ -216,15 +247,16 @@ class _Stage:
         return empty
 
     def _next(
-        self, i: int, old: jax.Array, new: jax.Array, counts: jax.Array, at: jax.Array
+        self, i: int, old: jax.Array, new: jax.Array, last: jax.Array, at: jax.Array
     ) -> jax.Array:
-        """Returns a result after a tick; ``counts`` is whether the tick's value counts."""
+        """Returns a result after a tick; ``last`` is whether a micro-batch leaves the pipeline."""
         if self.loop.stores(i):
             return lax.dynamic_update_index_in_dim(old, new, at, 0)
-        kind = self.loop.results[i]
-        if kind.reduced:
-            return jnp.where(counts, REDUCTIONS[kind.name].of_two(old, new.astype(old.dtype)), old)
-        return jnp.where(counts, new, old)
+        if i >= self.n:
+            return new
+        if self.loop.results[i].reduced:
+            return self._added(i, old, new, last)
+        return jnp.where(last, new, old)
 
     def _result(self, i: int, state: _State) -> jax.Array:
         kind, schedule = self.loop.results[i], self.schedule
@@ -235,7 +267,9 @@ class _Stage:
             last = 0 if self.reverse else schedule.stages - 1
             value = lax.all_gather(value, STAGE)[last]  # only the last stage has it
         # Devices send the dtype of the gradients, as with one micro-batch.
-        return value.astype(self.layers.outvars[i].aval.dtype)[None] if kind.reduced else value
+        return (
+            value.astype(self.loop.equation.outvars[i].aval.dtype)[None] if kind.reduced else value
+        )
 
 
 def _entry(x: jax.Array, i: jax.Array) -> jax.Array:

@@ -2,7 +2,8 @@
 
 The shard axis ("data", or the only axis) shards rows and ZeRO's state; "replica" separates groups
 that each have a copy of the state; "seq" shards tokens, and the state together with the shard
-axis. Other axes shard the model by the user's own specs.
+axis; "stage" shards the layers of a loop, which runs as a pipeline, and rows outside of it. Other
+axes shard the model by the user's own specs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from zerojax.config import ConfigError
+from zerojax.config import ConfigError, ZeroConfig
+from zerojax.config.batch import devices_of_stage
 from zerojax.xla.types import PyTree
 
 AXIS = "data"
@@ -156,6 +158,54 @@ def axis_sizes(
     return sizes
 
 
+def arranged(given: Mesh, config: ZeroConfig) -> Mesh:
+    """Divides the shard axis of ``given`` into the pipeline stages and replica groups of a config.
+
+    Raises:
+      ConfigError: The stages or groups do not divide the devices.
+    """
+    given = in_stages(given, config.pipeline_stages, config.words("pipeline_stages"))
+    return in_groups(given, config.mics_shard_size, config.words("mics_shard_size"))
+
+
+def in_stages(given: Mesh, stages: int | None, words: str = "") -> Mesh:
+    """Divides the shard axis of ``given`` into pipeline stages, outermost, of neighbours, if the
+    mesh has no such axis yet; None and 1 leave the mesh unchanged.
+
+    Args:
+      stages: ``pipeline.stages`` of the config.
+      words: the config's key and value, for a message.
+
+    Raises:
+      ConfigError: the stages do not divide the devices.
+    """
+    if stages is None or stages == 1 or STAGE in given.axis_names:
+        return given
+    at = given.axis_names.index(shard_axis(given))
+    shape = list(given.devices.shape)
+    size = devices_of_stage(shape[at], stages, words)
+    devices = given.devices.reshape(*shape[:at], stages, size, *shape[at + 1 :])
+    names = (*given.axis_names[:at], AXIS, *given.axis_names[at + 1 :])
+    return automatic(Mesh(np.moveaxis(devices, at, 0), (STAGE, *names)))
+
+
+def check_stages(given: Mesh, stages: int | None, words: str = "") -> None:
+    """Refuses a mesh with another number of pipeline stages; arguments as for :func:`in_stages`.
+
+    Raises:
+      ConfigError: with both numbers.
+    """
+    if stages is None or stages == (found := stage_size(given)):
+        return
+    axis, sizes = shard_axis(given), dict(given.shape)
+    data = devices_of_stage(found * sizes[axis], stages, words)
+    raise ConfigError(
+        f"{words or f'pipeline.stages = {stages}'}, but the mesh given, {sizes}, has "
+        f"{found if found > 1 else 'no'} pipeline stages: leave out one of them, or make the mesh "
+        f"with zerojax.mesh(axes={ {STAGE: stages} | sizes | {STAGE: stages, axis: data} })"
+    )
+
+
 def in_groups(given: Mesh, size: int, words: str = "") -> Mesh:
     """Divides the shard axis of ``given`` into replica groups of ``size`` neighbours, if the mesh
     has no replica groups yet; -1 and 0 leave the mesh unchanged.
@@ -276,18 +326,19 @@ def relabel_arrays(tree: PyTree, given: Mesh) -> PyTree:
 
 def shard_axis(given: Mesh | AbstractMesh) -> str:
     """Returns the axis over which ZeRO shards: "data", or the only axis of the mesh, unless that is
-    "replica" or "seq".
+    "replica", "seq" or "stage".
 
     Raises:
       ValueError: no axis has that name, or one of several seems to be a replica axis by another
         name.
     """
     names = given.axis_names
-    if names == (SEQUENCE,):
-        n = given.shape[SEQUENCE]
+    if names in ((SEQUENCE,), (STAGE,)):
+        shards = "tokens" if names == (SEQUENCE,) else "layers"
+        axes = {AXIS: 1} | dict(given.shape)
         raise ValueError(
-            f"the mesh has the axis {SEQUENCE!r} only, which shards tokens, and none is called "
-            f"{AXIS!r}, which shards rows: write axes={{{AXIS!r}: 1, {SEQUENCE!r}: {n}}}"
+            f"the mesh has the axis {names[0]!r} only, which shards {shards}, and none is called "
+            f"{AXIS!r}, which shards rows: write axes={axes}"
         )
     if len(names) == 1 and names[0] != REPLICA:
         return cast(str, names[0])

@@ -6,7 +6,14 @@ import pytest
 from jax.sharding import Mesh
 
 import zerojax
-from zerojax.devices.mesh import batch_axes, batch_devices, in_groups, laid_out, shard_axis
+from zerojax.devices.mesh import (
+    batch_axes,
+    batch_devices,
+    in_groups,
+    in_stages,
+    laid_out,
+    shard_axis,
+)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +55,21 @@ def test_groups_beside_another_axis() -> None:
     mesh = in_groups(zerojax.mesh(axes={"model": 2, "data": 4}), 2)
     assert dict(mesh.shape) == {"model": 2, "replica": 2, "data": 2}
     assert [d.id for d in mesh.devices[0, 1]] == [2, 3]
+
+
+def test_stages_are_outermost() -> None:
+    given = zerojax.mesh(axes={"model": 2, "data": 4})
+    mesh = in_stages(given, 2)
+    assert dict(mesh.shape) == {"stage": 2, "model": 2, "data": 2}
+    assert [d.id for d in mesh.devices[1, 0]] == [2, 3]
+    assert in_stages(given, None) is in_stages(given, 1) is given
+    assert in_stages(mesh, 4) is mesh
+
+
+def test_stages_of_a_config() -> None:
+    assert dict(zerojax.zero({"pipeline": {"stages": 4}}).mesh.shape) == {"stage": 4, "data": 2}
+    zero = zerojax.zero(stage=3, pipeline_stages=2, mics_shard_size=2)
+    assert dict(zero.mesh.shape) == {"stage": 2, "replica": 2, "data": 2}
 
 
 def test_a_group_on_each_host() -> None:

@@ -95,12 +95,12 @@ def check_stages(sizes: BatchSizes, world: int, stages: int) -> None:
         )
 
 
-def devices_of_stage(devices: int, stages: int | None, words: str = "") -> int:
+def devices_of_stage(devices: int, stages: int, words: str = "") -> int:
     """Returns the number of devices of each pipeline stage.
 
     Args:
       devices: The number of all devices.
-      stages: `pipeline.stages`; None for no pipeline.
+      stages: `pipeline.stages`.
       words: The config's key and value, for a message.
 
     Raises:
@@ -109,13 +109,13 @@ def devices_of_stage(devices: int, stages: int | None, words: str = "") -> int:
     >>> devices_of_stage(8, 4)
     2
     """
-    if devices % (stages or 1):
+    if devices % stages:
         fits = [n for n in range(1, devices + 1) if devices % n == 0]
         raise ConfigError(
             f"{words or f'pipeline.stages = {stages}'} does not divide the {devices} data-parallel "
             f"devices: take one of {fits}"
         )
-    return devices // (stages or 1)
+    return devices // stages
 
 
 def stages_of(raw: Mapping[str, Any]) -> int | None:

@@ -16,13 +16,11 @@ from zerojax.config import ConfigError, ZeroConfig, load
 from zerojax.config.keywords import Keywords
 from zerojax.config.resolved import changed_fields
 from zerojax.config.resolved import resolved as resolved_text
+from zerojax.devices.arranged import arranged, check_groups, check_stages
 from zerojax.devices.mesh import (
-    arranged,
     automatic,
     axis_size,
     batch_devices,
-    check_groups,
-    check_stages,
     micro_batch_devices,
     stage_size,
     zero_axis,

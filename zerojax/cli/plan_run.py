@@ -18,7 +18,8 @@ from zerojax.cli.planning import compile_only, with_attention
 from zerojax.cli.problem import explain_error
 from zerojax.cli.terminal import spinner
 from zerojax.config import ZeroConfig
-from zerojax.devices.mesh import arranged, laid_out
+from zerojax.devices.arranged import arranged
+from zerojax.devices.mesh import laid_out
 from zerojax.foresight.choice import LIVE
 from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.gathered import weighed

@@ -22,8 +22,9 @@ from jax.sharding import Mesh
 from zerojax.api import Zero, zero
 from zerojax.checkpoint import PREEMPTED
 from zerojax.checkpoint.processes import LONGEST, call_on_first
-from zerojax.devices.mesh import in_stages, micro_batch_devices
+from zerojax.devices.arranged import in_stages
 from zerojax.devices.mesh import mesh as all_devices
+from zerojax.devices.mesh import micro_batch_devices
 from zerojax.models.losses import model_loss, smoothed
 from zerojax.trainer import data
 from zerojax.trainer.arguments import TrainingArguments

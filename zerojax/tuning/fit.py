@@ -16,7 +16,8 @@ from zerojax.config import ConfigError, load
 from zerojax.config.auto import stand_in
 from zerojax.config.batch import stages_of
 from zerojax.config.load import as_json
-from zerojax.devices.mesh import are_present, in_stages, micro_batch_devices
+from zerojax.devices.arranged import in_stages
+from zerojax.devices.mesh import are_present, micro_batch_devices
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from zerojax.api import Zero, zero
 from zerojax.config import OffloadParam, ZeroConfig
 from zerojax.config.frozen import quiet
-from zerojax.devices.mesh import SEQUENCE, arranged, batch_axes, micro_batch_devices
+from zerojax.devices.arranged import arranged
+from zerojax.devices.mesh import SEQUENCE, batch_axes, micro_batch_devices
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice, Remat, requested_rows
 from zerojax.foresight.costs import Measure, measure

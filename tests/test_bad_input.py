@@ -437,6 +437,20 @@ class TestZero:
         with pytest.raises(zerojax.ConfigError, match=says):
             zerojax.zero({"zero_optimization": {"stage": 3, "mics_shard_size": size}}, mesh=mesh)
 
+    @pytest.mark.parametrize(
+        ("stages", "axes", "says"),
+        [
+            (3, None, r"stages = 3 does not divide the 8 data-parallel .* one of \[1, 2, 4, 8\]"),
+            (4, {"data": 8}, r"has no pipeline stages: .*axes=\{'stage': 4, 'data': 2\}"),
+            (1, {"stage": 2, "data": 4}, "pipeline.stages = 1, but .* has 2 pipeline stages"),
+            (None, {"stage": 8}, r"'stage' only, .*'data', which shards rows: write axes="),
+        ],
+    )
+    def test_other_pipeline_stages(self, stages: int | None, axes: Any, says: str) -> None:
+        mesh = None if axes is None else zerojax.mesh(axes=axes)
+        with pytest.raises(ValueError, match=says):
+            zerojax.zero({"pipeline": {"stages": stages}}, mesh=mesh)
+
     def test_an_unknown_topology(self) -> None:
         with pytest.raises(ValueError, match=r"unknown device kind 'h1000'.*Did you mean 'h100'"):
             zerojax.topology("h1000")

@@ -16,13 +16,13 @@ from zerojax.config import ConfigError, ZeroConfig, load
 from zerojax.config.keywords import Keywords
 from zerojax.config.resolved import changed_fields
 from zerojax.config.resolved import resolved as resolved_text
+from zerojax.devices.arranged import arranged, check_groups, check_stages
 from zerojax.devices.mesh import (
     automatic,
     axis_size,
     batch_devices,
-    check_groups,
-    in_groups,
     micro_batch_devices,
+    stage_size,
     zero_axis,
 )
 from zerojax.devices.mesh import mesh as all_devices
@@ -77,7 +77,9 @@ class Zero(Summarized):
         self.mesh: Mesh = automatic(mesh)
         axis = zero_axis(self.mesh)
         check_groups(self.mesh, config.mics_shard_size, config.words("mics_shard_size"))
-        config.batch(micro_batch_devices(self.mesh))  # raises if the sizes are inconsistent
+        check_stages(self.mesh, config.pipeline_stages, config.words("pipeline_stages"))
+        # Raises if the sizes are inconsistent.
+        config.batch(micro_batch_devices(self.mesh), stage_size(self.mesh))
         config.check_partition(axis_size(self.mesh, axis))
         if config.partition_activations and self.mesh.size > batch_devices(self.mesh):
             raise ConfigError(
@@ -369,9 +371,10 @@ def zero(
       config: A DeepSpeed JSON (or HJSON) or the YAML of ``accelerate config``, as a path or a dict,
         with DeepSpeed's defaults; or a :class:`ZeroConfig`.
       mesh: The devices; by default all devices on one "data" axis, in replica groups if the config
-        has ``mics_shard_size``. ZeRO shards over "data", or over "data" and "seq" together if the
-        mesh has the axis "seq", which shards rows along their tokens. The batch is also sharded
-        over "replica"; other axes are the user's.
+        has ``mics_shard_size``, and in pipeline stages, on an outermost axis "stage", if it has
+        ``pipeline.stages``. ZeRO shards over "data", or over "data" and "seq" together if the mesh
+        has the axis "seq", which shards rows along their tokens. The batch is also sharded over
+        "replica" and "stage"; other axes are the user's.
       specs: The user's ``PartitionSpec`` for parameters, as a tree or a prefix of a tree, or a
         function from the parameters to either, if the model does not carry specs itself (flax
         partitioning metadata, logical or not), or to replace the model's specs:
@@ -434,10 +437,7 @@ def zero(
             "`python -m zerojax fit --config CONFIG --model NAME --devices KIND:N --out FILE`, "
             "which searches within this section; train with FILE, or set enabled to false"
         )
-    devices = mesh
-    if devices is None:
-        groups, words = resolved.mics_shard_size, resolved.words("mics_shard_size")
-        devices = in_groups(all_devices(), groups, words)
+    devices = arranged(all_devices(), resolved) if mesh is None else mesh
     if devices.devices.flat[0].addressable_memories():  # a topology has no other process
         require_joined()
     result = Zero(resolved, devices, specs, donate, check_memory, params)

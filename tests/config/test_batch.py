@@ -63,6 +63,17 @@ def test_the_error_names_settings_that_would_do():
         config(3).batch(8)
 
 
+def test_sizes_in_pipeline_stages():
+    """On 8 devices in 4 stages, all of which share the rows."""
+    assert config(64, None, 8).batch(2, stages=4) == (64, 4, 8)
+    with pytest.raises(ConfigError, match=r"devices of each of 4 .*: train_batch_size 16 or 32$"):
+        config(20, None, 8).batch(2, stages=4)
+    with pytest.raises(ConfigError, match=r"these would do: train_batch_size 8, or 12 devices$"):
+        config(12, 1, 4).batch(2, stages=4)
+    with pytest.raises(ConfigError, match=r"8 devices of 4 .* do not divide .* a multiple of 4"):
+        config(None, 1, 2).batch(2, stages=4)
+
+
 @pytest.mark.parametrize("world", [0, -1, True, 1.0])
 def test_a_world_is_a_number_of_devices(world):
     with pytest.raises(ConfigError, match="world"):

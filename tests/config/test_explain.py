@@ -126,6 +126,15 @@ def test_the_batch_is_solved_for_the_devices():
     assert "train_batch_size" not in rows_of({}, devices=8)[0]
 
 
+def test_the_batch_is_solved_for_the_devices_of_a_stage():
+    config = {"train_batch_size": 64, "gradient_accumulation_steps": 8, "pipeline": {"stages": 4}}
+    rows, problems = rows_of(config, devices=8)
+    assert (rows["train_micro_batch_size_per_gpu"].resolved, problems) == (4, ())
+    rows, (problem,) = rows_of(config, devices=6)
+    assert problem.startswith("pipeline.stages = 4 does not divide the 6 data-parallel devices")
+    assert rows["pipeline.stages"].became == "wrong"
+
+
 def test_stand_ins_and_old_forms():
     auto = {"scheduler.params.total_num_steps": 300}
     rows, problems = rows_of(guides.ACCELERATE_ZERO_3, auto=auto)

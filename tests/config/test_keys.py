@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerojax.config import load
+from zerojax.config import ConfigError, load
 from zerojax.config.keys import ALIASES, KEYS, renamed, sections
 from zerojax.config.keys.named_types import NAMED_TYPES
 from zerojax.config.named import known_types
@@ -11,7 +11,7 @@ TOP = """
 train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
 steps_per_print wall_clock_breakdown memory_breakdown dump_state prescale_gradients
 gradient_predivide_factor communication_data_type data_types.grad_accum_dtype
-sequence_parallel_size pipeline compression_training
+sequence_parallel_size compression_training
 optimizer.type optimizer.params scheduler.type scheduler.params
 """
 INSIDE = {
@@ -34,6 +34,8 @@ INSIDE = {
         pipeline_read pipeline_write fast_init ratio compute_on""",
     "activation_checkpointing": """partition_activations contiguous_memory_optimization
         cpu_checkpointing number_checkpoints profile""",
+    "pipeline": """stages partition seed_layers activation_checkpoint_interval pipe_partitioned
+        grad_partitioned""",
     "tensorboard": "enabled output_path job_name",
     "wandb": "enabled output_path job_name",
     "csv_monitor": "enabled output_path job_name",
@@ -72,6 +74,11 @@ DEFAULTS = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
     "zero_optimization.zero_hpz_partition_size": 1,
     "zero_optimization.mics_shard_size": -1,
+    "pipeline.partition": "best",
+    "pipeline.seed_layers": False,
+    "pipeline.activation_checkpoint_interval": 0,
+    "pipeline.pipe_partitioned": True,
+    "pipeline.grad_partitioned": True,
     "zero_optimization.offload_param.device": "none",
     "zero_optimization.offload_param.buffer_count": 5,
     "zero_optimization.offload_param.buffer_size": 1e8,
@@ -113,6 +120,25 @@ def test_no_memory_that_was_not_asked_for():
 def test_every_type_is_known(section, names):
     assert NAMED_TYPES[section].keys() >= set(names.split())
     assert set(known_types(section).split(", ")) >= set(names.split())
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"stages": 0}, "stages: expected an integer of at least 1 or null, got 0"),
+        ({"partition": "type:Block"}, 'partition: expected .*equal layers, got "type:Block"'),
+        ({"activation_checkpoint_interval": 1}, "interval = 1 is not supported: remat.*nn.remat"),
+        ({"depth": 4}, "depth: unknown key; .*known here: stages, partition"),
+    ],
+)
+def test_a_pipeline_that_is_refused(section, says):
+    with pytest.raises(ConfigError, match=says):
+        load({"pipeline": section})
+
+
+@pytest.mark.parametrize("stages", ["auto", None])
+def test_the_mesh_may_decide_the_stages(stages):
+    assert load({"pipeline": {"stages": stages}}).pipeline_stages is None
 
 
 def test_old_names_lead_to_rows():

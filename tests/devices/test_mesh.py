@@ -6,7 +6,8 @@ import pytest
 from jax.sharding import Mesh
 
 import zerojax
-from zerojax.devices.mesh import batch_axes, batch_devices, in_groups, laid_out, shard_axis
+from zerojax.devices.arranged import in_groups
+from zerojax.devices.mesh import batch_axes, batch_devices, laid_out, shard_axis
 
 
 @pytest.mark.parametrize(
@@ -35,19 +36,6 @@ def test_a_single_axis_has_any_name(name: str) -> None:
     assert shard_axis(mesh) == name
     assert zerojax.zero(stage=3, mesh=mesh).mesh.axis_names == (name,)
     assert dict(in_groups(mesh, 4).shape) == {"replica": 2, "data": 4}
-
-
-def test_a_group_is_of_neighbours() -> None:
-    plain, grouped = zerojax.mesh(), zerojax.mesh(replicas=2)
-    assert np.array_equal(grouped.devices.reshape(-1), plain.devices)
-    assert in_groups(plain, 4) == grouped
-    assert in_groups(grouped, 4) is grouped
-
-
-def test_groups_beside_another_axis() -> None:
-    mesh = in_groups(zerojax.mesh(axes={"model": 2, "data": 4}), 2)
-    assert dict(mesh.shape) == {"model": 2, "replica": 2, "data": 2}
-    assert [d.id for d in mesh.devices[0, 1]] == [2, 3]
 
 
 def test_a_group_on_each_host() -> None:

@@ -78,8 +78,12 @@ def test_numbers_are_those_of_plain_jit(
 
 
 @pytest.mark.parametrize("micro_batches", [2, 6])
-def test_stages_need_not_divide_the_micro_batches(micro_batches: int) -> None:
+def test_stages_need_not_divide_the_micro_batches(
+    micro_batches: int, caplog: pytest.LogCaptureFixture
+) -> None:
     check(zero_on(4, 2, micro_batches), models.stack, rows=8 * micro_batches)
+    warnings = [x.getMessage() for x in caplog.records if "idles" in x.getMessage()]
+    assert len(warnings) == (micro_batches == 2)  # the stages idle for 60% or 33%
 
 
 @pytest.mark.parametrize("kind", ["dropout", "experts"])

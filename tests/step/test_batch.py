@@ -86,12 +86,39 @@ def test_rows_are_sharded() -> None:
             "batch_axis=1 with gradient_accumulation_steps = 2.*set it to 1.*moveaxis",
         ),
         (BATCH, {"optimizer": {"type": "OneBitAdam", "params": {}}}, "batch_axis=1 with optimizer"),
+        (
+            BATCH, {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2},
+            "batch_axis=1 with the mesh axis \"stage\": micro-batches are cut",
+        ),
     ],
 )  # fmt: skip
 def test_errors(batch: Any, config: Any, says: str) -> None:
     zero = zerojax.zero({"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0, **config})
     with pytest.raises(ValueError, match=says):
         zero(several_in_train_state, batch_axis=1).lower(train_state(0), batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps", "says"),
+    [
+        (
+            np.ones((20, WIDTH)), 8,
+            r"dimension 20 is not divisible by 16 \(8 devices in 4 pipeline stages, 8 micro-batches"
+            r"\): use 16 or 32 rows",
+        ),
+        (np.ones((4, WIDTH)), 2, r"4 is not divisible by 8 \(8 devices in 4 .*: use 8 rows"),
+        ({"x": np.ones((16, 2)), "y": np.ones((8, 2))}, 1, 'disagree .* without the axis "stage"'),
+        (np.ones((16, WIDTH)), 4, None),
+    ],
+)  # fmt: skip
+def test_rows_in_pipeline_stages(batch: Any, steps: int, says: str | None) -> None:
+    zero = zerojax.zero(stage=1, pipeline_stages=4, gradient_accumulation_steps=steps)
+    layout = BatchLayout(zero.mesh, zero.config.batch(2))
+    if says is None:  # one batch, whose rows all devices share
+        assert layout.abstract(batch).sharding.spec == PartitionSpec(("stage", "data"))
+        return
+    with pytest.raises(ValueError, match=says):
+        layout.check(batch)
 
 
 @pytest.mark.parametrize("config", [{}, {"train_batch_size": ROWS}])

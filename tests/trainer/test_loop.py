@@ -417,6 +417,16 @@ def test_metrics_of_a_part_do_not_decide(tmp_path: Path) -> None:
     trainer.evaluate(trainer.eval_dataset, "eval_other")
 
 
+def test_pipeline_stages_of_the_json(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=4,
+        deepspeed={"pipeline": {"stages": 4}, "train_batch_size": "auto"},
+    )  # fmt: skip
+    trainer = classifier(args)
+    assert dict(trainer.zero.mesh.shape) == {"stage": 4, "data": 2}
+    assert trainer.zero.config.train_batch_size == trainer.epochs.batch == 16
+
+
 def test_bad_input_is_named_in_train(tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=1, eval_strategy="no")
     with pytest.raises(TypeError, match=r"Classifier is a class: pass a module, Classifier\(\)"):

@@ -18,6 +18,7 @@ from zerojax.cli.planning import compile_only, with_attention
 from zerojax.cli.problem import explain_error
 from zerojax.cli.terminal import spinner
 from zerojax.config import ZeroConfig
+from zerojax.devices.arranged import arranged
 from zerojax.devices.mesh import laid_out
 from zerojax.foresight.choice import LIVE
 from zerojax.foresight.devices import parse_devices
@@ -96,7 +97,7 @@ def run(
                 raise
             wrong_input(message)
     implementation = (
-        choose_attention(Zero(zero_config, mesh), attention or "auto")
+        choose_attention(Zero(zero_config, arranged(mesh, zero_config)), attention or "auto")
         if takes(function, "attention")
         else None
     )

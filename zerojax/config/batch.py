@@ -1,6 +1,11 @@
-"""The relation of the batch sizes: train = micro * accumulation * world."""
+"""The relation of the batch sizes: train = micro * accumulation * world.
 
-from typing import NamedTuple
+Under pipeline stages, world is the number of devices of one stage.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from zerojax.config.errors import ConfigError
 
@@ -27,7 +32,13 @@ BATCH_SIZES = (
 """The JSON keys of the fields of `BatchSizes`, in the same order."""
 
 
-def solve(train: int | None, micro: int | None, accumulation: int | None, world: int) -> BatchSizes:
+def solve(
+    train: int | None,
+    micro: int | None,
+    accumulation: int | None,
+    world: int,
+    stages: int = 1,
+) -> BatchSizes:
     """Computes the missing sizes such that train = micro * accumulation * world.
 
     If only `train` or only `micro` is given, the accumulation is 1. If neither is given, both stay
@@ -37,7 +48,8 @@ def solve(train: int | None, micro: int | None, accumulation: int | None, world:
       train: `train_batch_size`.
       micro: `train_micro_batch_size_per_gpu`.
       accumulation: `gradient_accumulation_steps`.
-      world: The number of data-parallel devices.
+      world: The number of data-parallel devices, of one pipeline stage.
+      stages: Pipeline stages, for a message.
 
     Raises:
       ConfigError: No integers satisfy the equation; the message suggests sizes that do.
@@ -64,28 +76,77 @@ def solve(train: int | None, micro: int | None, accumulation: int | None, world:
         remainder = train - micro * accumulation * world
         sizes = BatchSizes(train, micro, accumulation)
     if remainder or not sizes.micro or not sizes.accumulation:
-        raise ConfigError(_mismatch(train, micro, accumulation, world))
+        raise ConfigError(_mismatch(train, micro, accumulation, world, stages))
     return sizes
 
 
-def _mismatch(train: int, micro: int | None, accumulation: int | None, world: int) -> str:
-    unit = (micro or 1) * (accumulation or 1) * world
+def check_stages(sizes: BatchSizes, world: int, stages: int) -> None:
+    """Checks that the devices of all pipeline stages can share the rows of a batch equally.
+
+    Raises:
+      ConfigError: They cannot.
+    """
+    if sizes.train is not None and sizes.train % (world * stages):
+        raise ConfigError(
+            f"the {world * stages} devices of {stages} pipeline stages share the rows of a batch, "
+            f"but do not divide train_batch_size {sizes.train} ({sizes.micro} in each of "
+            f"{sizes.accumulation} micro-batches on each of {world} devices of a stage): make "
+            f"gradient_accumulation_steps a multiple of {stages}"
+        )
+
+
+def devices_of_stage(devices: int, stages: int, words: str = "") -> int:
+    """Returns the number of devices of each pipeline stage.
+
+    Args:
+      devices: The number of all devices.
+      stages: `pipeline.stages`.
+      words: The config's key and value, for a message.
+
+    Raises:
+      ConfigError: The stages do not divide the devices.
+
+    >>> devices_of_stage(8, 4)
+    2
+    """
+    if devices % stages:
+        fits = [n for n in range(1, devices + 1) if devices % n == 0]
+        raise ConfigError(
+            f"{words or f'pipeline.stages = {stages}'} does not divide the {devices} data-parallel "
+            f"devices: take one of {fits}"
+        )
+    return devices // stages
+
+
+def stages_of(raw: Mapping[str, Any]) -> int | None:
+    """Returns `pipeline.stages` of a config that is not checked yet; None without a number."""
+    section = raw.get("pipeline")
+    stages = section.get("stages") if isinstance(section, Mapping) else None
+    return stages if type(stages) is int and stages > 0 else None
+
+
+def _mismatch(
+    train: int, micro: int | None, accumulation: int | None, world: int, stages: int
+) -> str:
+    each = (micro or 1) * (accumulation or 1)
+    unit = math.lcm(each, stages) * world
     below, above = train // unit * unit, (train // unit + 1) * unit
     if micro and accumulation:
-        below = above = unit
+        below = above = each * world
     joined = " or ".join(str(size) for size in sorted({below, above}) if size)
     suggestions = [f"train_batch_size {joined}"]
     if micro and accumulation:
-        if train % (micro * world) == 0:
+        if train % (math.lcm(micro, stages) * world) == 0:
             suggestions.append(f"gradient_accumulation_steps {train // (micro * world)}")
-        if train % (accumulation * world) == 0:
+        if train % (math.lcm(accumulation, stages) * world) == 0:
             suggestions.append(f"train_micro_batch_size_per_gpu {train // (accumulation * world)}")
-        if train % (micro * accumulation) == 0:
-            suggestions.append(f"{train // (micro * accumulation)} devices")
+        if train % each == 0 and each % stages == 0:
+            suggestions.append(f"{train // each * stages} devices")
     return (
         "the batch sizes do not multiply out: train_batch_size "
         f"{train} = train_micro_batch_size_per_gpu {_given(micro)} * gradient_accumulation_steps "
-        f"{_given(accumulation)} * {world} device{'s' if world > 1 else ''} does not hold for "
+        f"{_given(accumulation)} * {world} device{'s' if world > 1 else ''}"
+        f"{f' of each of {stages} pipeline stages' if stages > 1 else ''} does not hold for "
         f"integers; these would do: {', or '.join(suggestions)}"
     )
 

@@ -6,7 +6,13 @@ from typing import Literal, NamedTuple
 
 from zerojax.config.accelerate import KEYS as YAML_KEYS
 from zerojax.config.accelerate import SECTIONS
-from zerojax.config.batch import BATCH_SIZES, BatchSizes, solve
+from zerojax.config.batch import (
+    BATCH_SIZES,
+    BatchSizes,
+    check_stages,
+    devices_of_stage,
+    solve,
+)
 from zerojax.config.errors import ConfigError, quote_name
 from zerojax.config.keys import KEYS, NULLABLE, renamed, sections
 from zerojax.config.keys.named_types import NAMED_TYPES
@@ -69,7 +75,8 @@ def explain(
     Args:
       config: The path of a JSON, HJSON or YAML file, or a mapping of the same form.
       auto: Values in place of "auto", as for `load`.
-      devices: The number of data-parallel devices for which to compute the batch sizes.
+      devices: The number of data-parallel devices, of all pipeline stages, for which to compute the
+        batch sizes.
       every: Whether to add a row for each known key that the config omits.
 
     Raises:
@@ -88,16 +95,17 @@ def explain(
     problems = list(reading.problems)
     sizes = None
     if devices is not None:
+        key, stages = "", reading.fields["pipeline_stages"] or 1
         try:
+            world = devices_of_stage(devices, stages)
             train, micro, accumulation = (reading.fields[name] for name in TRIANGLE)
-            elasticity = reading.fields.get("elasticity")
-            sizes = (
-                elasticity.sizes(devices)
-                if elasticity
-                else solve(train, micro, accumulation, devices)
-            )
+            if elasticity := reading.fields.get("elasticity"):
+                sizes = elasticity.sizes(world)
+            else:
+                key = "train_batch_size: "
+                sizes = solve(train, micro, accumulation, world, stages)
+            check_stages(sizes, world, stages)
         except ConfigError as error:
-            key = "" if elasticity else "train_batch_size: "
             problems += [f"{key}{problem}" for problem in error.problems]
     table = _Table(reading, problems, sizes, devices)
     yaml = reading.yaml

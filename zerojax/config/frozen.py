@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from zerojax.config.batch import BatchSizes, solve
+from zerojax.config.batch import BatchSizes, check_stages, solve
 from zerojax.config.elasticity import Elasticity
 from zerojax.config.errors import ConfigError, as_text, closest, hint, problems_of, quote_name
 from zerojax.config.keys import BY_FIELD, KEYS
@@ -69,6 +69,8 @@ class ZeroConfig:
       overlap_comm: False leaves the schedule of collectives to XLA and disables prefetching.
       mics_shard_size: Devices of a shard group. The state is sharded within a group, and each group
         has a copy; -1 (or 0) for one group of all devices.
+      pipeline_stages: Devices along the mesh's axis "stage", over which loops over layers run as
+        pipelines; None if the mesh decides.
       zero_hpz_partition_size: The number of devices, usually those of a host, that together keep a
         secondary shard of the parameters during a step at stage 3; 1 for none.
       zero_quantized_weights: Whether parameters are gathered in low-bit blocks (qwZ).
@@ -138,6 +140,7 @@ class ZeroConfig:
     stage3_gather_16bit_weights_on_model_save: bool = False
     overlap_comm: bool | None = None
     mics_shard_size: int = -1
+    pipeline_stages: int | None = None
     zero_hpz_partition_size: int = 1
     zero_quantized_weights: bool = False
     zero_quantized_nontrainable_weights: bool = False
@@ -259,19 +262,27 @@ class ZeroConfig:
         given = {key.field: getattr(self, key.field) for key in XLA if key.field}
         return {name: value for name, value in given.items() if value is not None}
 
-    def batch(self, world: int) -> BatchSizes:
+    def batch(self, world: int, stages: int = 1) -> BatchSizes:
         """Returns the batch sizes on `world` data-parallel devices.
 
         `elasticity` computes them if given, else `zerojax.config.batch.solve`.
+
+        Args:
+          world: The data-parallel devices of each pipeline stage.
+          stages: Pipeline stages, for the check that the sizes suit them.
         """
         if self.elasticity is not None:
-            return self.elasticity.sizes(world)
-        return solve(
-            self.train_batch_size,
-            self.train_micro_batch_size_per_gpu,
-            self.gradient_accumulation_steps,
-            world,
-        )
+            sizes = self.elasticity.sizes(world)
+        else:
+            sizes = solve(
+                self.train_batch_size,
+                self.train_micro_batch_size_per_gpu,
+                self.gradient_accumulation_steps,
+                world,
+                stages,
+            )
+        check_stages(sizes, world, stages)
+        return sizes
 
     def words(self, field: str) -> str:
         """Returns "key = value" for a field that one key sets, as in the file that set the field.

@@ -40,6 +40,7 @@ class Keywords(TypedDict, total=False):
     stage3_gather_16bit_weights_on_model_save: bool
     overlap_comm: bool | None
     mics_shard_size: int
+    pipeline_stages: int | None
     zero_hpz_partition_size: int
     zero_quantized_weights: bool
     zero_quantized_nontrainable_weights: bool

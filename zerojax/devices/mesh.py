@@ -2,7 +2,8 @@
 
 The shard axis ("data", or the only axis) shards rows and ZeRO's state; "replica" separates groups
 that each have a copy of the state; "seq" shards tokens, and the state together with the shard
-axis. Other axes shard the model by the user's own specs.
+axis; "stage" shards the layers of a loop, which runs as a pipeline, and rows outside of it. Other
+axes shard the model by the user's own specs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from zerojax.config import ConfigError
 from zerojax.xla.types import PyTree
 
 AXIS = "data"
@@ -26,9 +26,6 @@ SEQUENCE = "seq"
 STAGE = "stage"
 
 _SEPARATOR = "+"
-
-
-_MICS = "zero_optimization.mics_shard_size"
 
 _LIKE_REPLICA = re.compile(r"replica|^dcn|^(dp|ddp|hsdp|mics)$", re.IGNORECASE)
 """Names that other libraries give the axis between replica groups."""
@@ -156,52 +153,6 @@ def axis_sizes(
     return sizes
 
 
-def in_groups(given: Mesh, size: int, words: str = "") -> Mesh:
-    """Divides the shard axis of ``given`` into replica groups of ``size`` neighbours, if the mesh
-    has no replica groups yet; -1 and 0 leave the mesh unchanged.
-
-    Args:
-      size: ``mics_shard_size`` of the config.
-      words: the config's key and value, for a message.
-
-    Raises:
-      ConfigError: the groups do not divide the devices.
-    """
-    if size < 1 or REPLICA in given.axis_names:
-        return given
-    axis, shared = shard_axis(given), sequence_size(given)
-    at, devices = given.axis_names.index(axis), given.shape[axis]
-    if devices * shared % size or size % shared:
-        fits = [n * shared for n in range(1, devices + 1) if devices % n == 0]
-        raise ConfigError(
-            f"{words or f'{_MICS} = {size}'} does not divide the {devices * shared} devices of the "
-            f"{zero_axis(given)!r} axis into equal groups: take one of {fits}"
-        )
-    size //= shared
-    shape, names = given.devices.shape, given.axis_names
-    return automatic(
-        Mesh(
-            given.devices.reshape(*shape[:at], devices // size, size, *shape[at + 1 :]),
-            (*names[:at], REPLICA, AXIS, *names[at + 1 :]),
-        )
-    )
-
-
-def check_groups(given: Mesh, size: int, words: str = "") -> None:
-    """Refuses a mesh whose shard groups do not have ``size``; arguments as for :func:`in_groups`.
-
-    Raises:
-      ConfigError: with both sizes.
-    """
-    devices = axis_size(given, zero_axis(given))
-    if 0 < size != devices:
-        raise ConfigError(
-            f"{words or f'{_MICS} = {size}'}, but the mesh given, {dict(given.shape)}, has shard "
-            f"groups of {devices} (its {zero_axis(given)!r} axis): leave out one of them, or make "
-            f"the mesh with zerojax.mesh(replicas={max(1, batch_devices(given) // size)})"
-        )
-
-
 def automatic(given: Mesh) -> Mesh:
     """Returns ``given`` with automatic axes only, whatever its axis types are.
 
@@ -276,18 +227,19 @@ def relabel_arrays(tree: PyTree, given: Mesh) -> PyTree:
 
 def shard_axis(given: Mesh | AbstractMesh) -> str:
     """Returns the axis over which ZeRO shards: "data", or the only axis of the mesh, unless that is
-    "replica" or "seq".
+    "replica", "seq" or "stage".
 
     Raises:
       ValueError: no axis has that name, or one of several seems to be a replica axis by another
         name.
     """
     names = given.axis_names
-    if names == (SEQUENCE,):
-        n = given.shape[SEQUENCE]
+    if names in ((SEQUENCE,), (STAGE,)):
+        shards = "tokens" if names == (SEQUENCE,) else "layers"
+        axes = {AXIS: 1} | dict(given.shape)
         raise ValueError(
-            f"the mesh has the axis {SEQUENCE!r} only, which shards tokens, and none is called "
-            f"{AXIS!r}, which shards rows: write axes={{{AXIS!r}: 1, {SEQUENCE!r}: {n}}}"
+            f"the mesh has the axis {names[0]!r} only, which shards {shards}, and none is called "
+            f"{AXIS!r}, which shards rows: write axes={axes}"
         )
     if len(names) == 1 and names[0] != REPLICA:
         return cast(str, names[0])

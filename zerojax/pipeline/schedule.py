@@ -55,6 +55,19 @@ class Schedule(NamedTuple):
         return (self.stages - 1) / self.ticks
 
     @property
+    def advice(self) -> str:
+        """A warning of stages that idle for more than a third of the ticks; "" for no warning."""
+        if 3 * (self.stages - 1) <= self.ticks:
+            return ""
+        more = self._replace(micro_batches=self.stages * -(-4 * (self.stages - 1) // self.stages))
+        return (
+            f"with {self.stages} pipeline stages and gradient_accumulation_steps = "
+            f"{self.micro_batches} every stage idles for {self.bubble:.0%} of the loops over "
+            f"layers: gradient_accumulation_steps = {more.micro_batches} lowers that to "
+            f"{more.bubble:.0%}"
+        )
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """The axes that shard the rows of a batch, "stage" included, in the mesh's order."""
         return batch_axes(self.mesh)

@@ -287,10 +287,14 @@ class States:
         if lost > max(LITTLE * n_bytes, SMALL) and not self._warned:
             self._warned = True
             log.warning("%s.", plan.lost)
-        if (message := plan.replicated_state) and message not in self._logged:
+        self.warn_once(plan.replicated_state)
+        return plan
+
+    def warn_once(self, message: str) -> None:
+        """Logs a warning unless it is empty or logged before."""
+        if message and message not in self._logged:
             self._logged.add(message)
             log.warning("%s.", message)
-        return plan
 
     def _own_specs(self, opened: OpenedState) -> tuple[Spec, ...]:
         params = opened.parts.params

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zerojax.config import BatchSizes
+from zerojax.devices.mesh import stage_size
 from zerojax.devices.rows import dimension
 from zerojax.step.batch_placer import BatchPlacer
 from zerojax.step.call import is_array, is_key
@@ -27,6 +29,7 @@ class BatchLayout(BatchPlacer):
     """The placement of a step's batch, which fits the devices and the config.
 
     Without accumulation, leaves may differ in their numbers of rows (nodes and edges of graphs).
+    Pipeline stages split the batch themselves, so that it is placed as one.
 
     Args:
       mesh: The devices.
@@ -38,7 +41,8 @@ class BatchLayout(BatchPlacer):
     """
 
     def __init__(self, mesh: Mesh, sizes: BatchSizes, axis: int = 0) -> None:
-        super().__init__(mesh, sizes.accumulation, axis)
+        self._stages = stage_size(mesh)
+        super().__init__(mesh, sizes.accumulation if self._stages == 1 else 1, axis)
         self.sizes = sizes
 
     def abstract(self, batch: PyTree) -> PyTree:
@@ -50,13 +54,14 @@ class BatchLayout(BatchPlacer):
         """Raises ValueError if the batch does not fit the devices or the config."""
         self._check_dimensions(batch)
         self.check_tokens(batch)
-        own, k, blocks = self.leaves.own_rows(batch), self.accumulation, self.leaves.blocks
+        own, k, blocks = self.leaves.own_rows(batch), self.sizes.accumulation, self.leaves.blocks
         rows = {self.leaves.shape(x)[self.axis] for x in jax.tree.leaves(batch) if np.ndim(x)}
-        if not rows or (len(rows) > 1 and k > 1):
+        if not rows or (len(rows) > 1 and max(k, self._stages) > 1):
             self._explain(batch)
         if 0 in rows and len(rows) == 1:
             raise ValueError(f"the batch is empty: its {dimension(self.axis)} is 0.")
-        n, each, train = max(rows), k * self.world, self.sizes.train
+        n, train, stages = max(rows), self.sizes.train, self._stages
+        each = math.lcm(k, stages) * (self.world // stages)
         of = "" if own is None else f" ({own} in each of {blocks} processes)"
         if train is not None and train not in rows and len(rows) == 1:
             if own == train:
@@ -72,7 +77,8 @@ class BatchLayout(BatchPlacer):
                 + self._stacked(batch, train, exact=True)
             )
         if n % each and len(rows) == 1:
-            by = f"{self.world} devices" + (f" x {k} micro-batches" if k > 1 else "")
+            by = f"{self.world} devices" + (f" in {stages} pipeline stages" if stages > 1 else "")
+            by += f"{' x' if stages == 1 else ','} {k} micro-batches" if k > 1 else ""
             m = n - n % each
             fits = " or ".join(str(x // (blocks if of else 1)) for x in (m, m + each) if x)
             if is_key(batch):
@@ -108,9 +114,9 @@ class BatchLayout(BatchPlacer):
         if self.axis or len({shape[:2] for shape in shapes}) > 1:
             return ""
         n = shapes[0][1] if len(shapes[0]) > 1 else 0
-        if self.accumulation > 1:
+        if (k := self.sizes.accumulation) > 1:
             first = shapes[0][0]
-            stacked = n and first in (self.accumulation, self.world)
+            stacked = n and first in (k, self.world)
             return (
                 f" Where {first} is the number of micro-batches or devices, and dimension 1 ({n}) "
                 "has the rows, pass [rows, ...], x.reshape(-1, *x.shape[2:])."
@@ -132,7 +138,7 @@ class BatchLayout(BatchPlacer):
         Raises:
           ValueError: An argument has as many rows as the batch.
         """
-        if self.accumulation == 1:
+        if self.sizes.accumulation == 1:
             return
         rows = {self.rows(batch), self.leaves.own_rows(batch)}
         for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs)):
@@ -140,7 +146,7 @@ class BatchLayout(BatchPlacer):
                 raise ValueError(
                     f"the further argument {jax.tree_util.keystr(path[1:])} has the shape "
                     f"{np.shape(x)}, with the {n} rows of the batch, which is cut into "
-                    f"{self.accumulation} micro-batches: make it part of the batch, as "
+                    f"{self.sizes.accumulation} micro-batches: make it part of the batch, as "
                     "zero(step, batch_argnums=(1, 2)) does for (state, x, y). If every micro-batch "
                     "needs all of it, pass it with a first dimension of 1 (x[None])."
                 )
@@ -171,12 +177,13 @@ class BatchLayout(BatchPlacer):
                 )
             )
         listing = _some([f"{name!r}: {shape}" for name, shape in shapes.items() if shape])
+        without = "" if self._stages == 1 else ', without the axis "stage"'
         raise ValueError(
             f"the batch's leaves disagree on the leading dimension: {{{listing}}}. To be cut into "
-            f"{self.accumulation} micro-batches every array of a batch has one row an "
+            f"{self.sizes.accumulation} micro-batches every array of a batch has one row an "
             "example: pass what has none as a further argument of the step, or set "
-            "gradient_accumulation_steps to 1 (graphs, whose nodes and edges have dimensions of "
-            "their own)."
+            f"gradient_accumulation_steps to 1{without} (graphs, whose nodes and edges have "
+            "dimensions of their own)."
         )
 
 

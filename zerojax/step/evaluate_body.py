@@ -104,6 +104,7 @@ def evaluate_body(
     closed = without_unused_gradients(closed)
     if setting.schedule is not None:
         closed = _pipelined(setting, setting.schedule, trace, closed, start, batch, shapes)
+        setting.states.warn_once(setting.schedule.advice)
 
     # Decide how the parameters that stay gathered are gathered.
     by_micro_batch = k > 1 or feedback is not None

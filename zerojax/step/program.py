@@ -103,10 +103,8 @@ class StepSetting:
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
         self.divide = ArgumentReader(plan)
         sizes, rows_at = config.batch(micro_batch_devices(mesh)), function.form.batch_axis
-        _check_batch_axis(self.exchange, sizes.accumulation, rows_at)
         self.schedule = Schedule.of(mesh, sizes.accumulation)
-        if self.schedule is not None:  # the micro-batches of one program
-            sizes = sizes._replace(accumulation=1)
+        _check_batch_axis(self.exchange, sizes.accumulation, self.schedule, rows_at)
         self.layout = BatchLayout(mesh, sizes, rows_at)
         clips = bool(config.gradient_clipping)
         needs_tx = [*states.keys_of_parameters(), *["gradient_clipping"] * clips]
@@ -184,12 +182,16 @@ class StepProgram(Protocol):
         """Lets XLA compute values again from now on, because the step does not fit otherwise."""
 
 
-def _check_batch_axis(exchange: Exchange | None, accumulation: int, batch_axis: int) -> None:
+def _check_batch_axis(
+    exchange: Exchange | None, accumulation: int, schedule: Schedule | None, batch_axis: int
+) -> None:
     """Refuses rows in a later dimension if the step runs micro-batch by micro-batch."""
     key = "" if exchange is None else exchange.key
     key = "gradient_accumulation_steps" if accumulation > 1 else key
+    key = 'the mesh axis "stage"' if schedule is not None else key
     if batch_axis and key:
-        value, remedy = (f" = {accumulation}", "set it to 1") if accumulation > 1 else ("", "")
+        counts = accumulation > 1 and schedule is None
+        value, remedy = (f" = {accumulation}", "set it to 1") if counts else ("", "")
         raise ValueError(
             f"batch_axis={batch_axis} with {key}{value}: micro-batches are cut along the leading "
             f"dimension. To update once for each entry of that dimension, "

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from zerojax.api import Zero, zero
 from zerojax.checkpoint import PREEMPTED
 from zerojax.checkpoint.processes import LONGEST, call_on_first
+from zerojax.devices.arranged import in_stages
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.mesh import micro_batch_devices
 from zerojax.models.losses import model_loss, smoothed
@@ -51,7 +52,7 @@ from zerojax.trainer.partial import Partial
 from zerojax.trainer.predictions import PredictionOutput
 from zerojax.trainer.progress import MeanLoss, TrainingProgress
 from zerojax.trainer.reports import Reports
-from zerojax.trainer.resolved import resolved
+from zerojax.trainer.resolved import resolved, stages_in
 from zerojax.trainer.run_folder import RunFolder, preemption_notice, temporary_checkpoint
 from zerojax.trainer.saved_model import write_model
 from zerojax.trainer.script_methods import ScriptMethods
@@ -157,7 +158,7 @@ class Trainer(ScriptMethods):
         self._collator = data_collator or padded_by(self.processing_class)
         final_loss = smoothed(loss, args.label_smoothing_factor)
         self._model = model_of(model, final_loss, args.seed, args.gradient_checkpointing)
-        devices = all_devices() if mesh is None else mesh
+        devices = in_stages(all_devices(), stages_in(args)) if mesh is None else mesh
         _check_cpus(args, devices.devices.flat[0].platform)
         world = micro_batch_devices(devices)
         self._limits = Limits(model, loss, self._model.traced, world, args.label_names)

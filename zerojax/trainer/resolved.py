@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from zerojax.config.batch import stages_of
 from zerojax.config.errors import ConfigError, as_text
 from zerojax.config.json_file import source_of
 from zerojax.config.keys import KEYS, rename
@@ -86,6 +87,11 @@ def resolved(
     if problems:
         raise ConfigError(problems, source or "deepspeed")
     return raw
+
+
+def stages_in(args: TrainingArguments) -> int | None:
+    """Returns ``pipeline.stages`` of the JSON; None without it."""
+    return None if args.deepspeed is None else stages_of(as_json(args.deepspeed)[0])
 
 
 def _described(args: TrainingArguments, entry: Entry) -> str:

@@ -14,7 +14,9 @@ from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, load
 from zerojax.config.auto import stand_in
+from zerojax.config.batch import stages_of
 from zerojax.config.load import as_json
+from zerojax.devices.arranged import in_stages
 from zerojax.devices.mesh import are_present, micro_batch_devices
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.rates import Rates
@@ -123,7 +125,7 @@ def fit(
     if problems := read_problems + stand_in(raw, auto or {}).problems:
         raise ConfigError(problems)
     function = find(model) if isinstance(model, str) else model
-    mesh = all_devices() if mesh is None else mesh
+    mesh = in_stages(all_devices() if mesh is None else mesh, stages_of(raw))
     rates = (rates_here(mesh) if rates is None else rates).over(network)
     if xla and mesh.devices.flat[0].platform not in GPUS:
         raise ValueError(

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from zerojax.api import Zero, zero
 from zerojax.config import OffloadParam, ZeroConfig
 from zerojax.config.frozen import quiet
-from zerojax.devices.mesh import SEQUENCE, batch_axes, in_groups, micro_batch_devices
+from zerojax.devices.arranged import arranged
+from zerojax.devices.mesh import SEQUENCE, batch_axes, micro_batch_devices
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice, Remat, requested_rows
 from zerojax.foresight.costs import Measure, measure
@@ -74,8 +75,8 @@ class Study(Trials):
         measured: Measure = measure,
     ) -> None:
         self._function, self._config, self._seq = function, quiet(config), seq
-        group_size, words = config.mics_shard_size, config.words("mics_shard_size")
-        self._mesh, self.world = in_groups(mesh, group_size, words), micro_batch_devices(mesh)
+        self._mesh = arranged(mesh, config)
+        self.world = micro_batch_devices(self._mesh)
         has_remat = takes(function, "remat")
         sizes = config.batch(self.world)
         rows = (

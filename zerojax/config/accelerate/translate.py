@@ -77,8 +77,8 @@ def _kind(into: Translation, file: Mapping[str, object]) -> str:
     elif kind == "MEGATRON_LM":
         into.refuse(
             "distributed_type",
-            "no pipeline, and tensor parallelism by your own PartitionSpecs; its distributed "
-            "optimizer is DEEPSPEED with zero_stage 1",
+            "pipelines are pipeline.stages of a DeepSpeed JSON, tensor parallelism your own "
+            "PartitionSpecs, its distributed optimizer DEEPSPEED with zero_stage 1",
         )
     elif kind:
         into.problems.append(

@@ -1,6 +1,7 @@
 """Keys of logs and metrics, and of features that zerojax leaves to others or does not support."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from zerojax.config.errors import as_text
 from zerojax.config.keys.row import (
@@ -28,6 +29,10 @@ from zerojax.config.keys.row import (
 )
 
 _EMPTY: tuple[ValueKind, object] = (OBJECT, {})
+_PARTITION = ValueKind(
+    '"uniform", "parameters" or "best", which all mean equal groups of the loop\'s equal layers',
+    Literal["uniform", "parameters", "best"],
+)
 _AXIS = 'give zero() a mesh with a "model" axis and the parameters a PartitionSpec on it'
 _EXPERTS = "experts are sharded by the model's own specs"
 _REMAT = "activation_checkpointing"
@@ -145,7 +150,37 @@ OTHERS: tuple[Key, ...] = (
         'give the mesh an axis "seq": zerojax.mesh(axes={"data": ..., "seq": ...})',
         sequence_parallel_size=(NON_NEGATIVE, 1),
     ),
-    *off_only("", "pipeline parallelism is not supported", pipeline=_EMPTY),
+    honoured(
+        "pipeline.stages",
+        optional(POSITIVE),
+        None,
+        'the devices get an outermost axis "stage" of this size, and loops over layers run as '
+        "pipelines over it; null or no key: the mesh decides",
+        field="pipeline_stages",
+        auto='the mesh decides: its axis "stage", if it has one',
+    ),
+    *no_effect(
+        "pipeline",
+        "the layers of a loop are equal, and every stage has equally many",
+        partition=(_PARTITION, "best"),
+    ),
+    *no_effect(
+        "pipeline",
+        "the model's own keys initialize a layer, alike on any number of stages",
+        seed_layers=FLAG_OFF,
+    ),
+    *off_only(
+        "pipeline",
+        "rematerialise the layer of the loop (nn.remat, jax.checkpoint, remat=True in models of "
+        "zerojax)",
+        activation_checkpoint_interval=(NON_NEGATIVE, 0),
+    ),
+    *left_to_xla(
+        "pipeline",
+        "the compiler decides how axes of the model shard what a stage sends",
+        pipe_partitioned=(FLAG, True),
+        grad_partitioned=(FLAG, True),
+    ),
     *off_section("expert_parallel", _EXPERTS),
     *off_only("", _EXPERTS, use_data_before_expert_parallelism=FLAG_OFF),
     # Gradients.

@@ -15,7 +15,7 @@ from zerojax.models import gpt, llama, t5
 SGD = optax.sgd(0.1, momentum=0.9)
 """Adam would divide gradients that are zero but for rounding, as those of keys' biases, by
 themselves."""
-LAYERS, VOCABULARY, TOKENS = 8, 32, 8
+LAYERS, VOCABULARY, TOKENS = 4, 32, 8
 
 
 class Layer(nn.Module):

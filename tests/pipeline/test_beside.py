@@ -15,6 +15,8 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.models.llama import Llama, LlamaConfig
 from zerojax.models.tensor_parallel import TensorParallel
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 def losses(step: Any, state: Any, rows: int = 16, steps: int = 3) -> tuple[list[float], Any]:
     found = []
@@ -24,6 +26,7 @@ def losses(step: Any, state: Any, rows: int = 16, steps: int = 3) -> tuple[list[
     return found, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [2, 4])
 def test_a_kernel_runs_on_the_rows_of_a_micro_batch(micro_batches: int) -> None:
     zero = zero_on(2, 2, micro_batches)

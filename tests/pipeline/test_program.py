@@ -16,6 +16,8 @@ import zerojax
 
 STEPS = 3
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 def zero_on(
     stages: int, data: int, micro_batches: int, stage: int = 1, **keywords: Any
@@ -65,7 +67,7 @@ def check(
     ("stages", "data", "micro_batches", "stage"),
     [
         (4, 2, 8, 1),
-        (2, 4, 2, 2),
+        pytest.param(2, 4, 2, 2, marks=pytest.mark.slow),
         pytest.param(2, 1, 4, 0, marks=pytest.mark.slow),
         pytest.param(4, 1, 4, 3, marks=pytest.mark.slow),
         pytest.param(2, 2, 4, 3, marks=pytest.mark.slow),
@@ -77,6 +79,7 @@ def test_numbers_are_those_of_plain_jit(
     check(zero_on(stages, data, micro_batches, stage), lambda: models.stack(remat=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [2, 6])
 def test_stages_need_not_divide_the_micro_batches(
     micro_batches: int, caplog: pytest.LogCaptureFixture
@@ -86,7 +89,7 @@ def test_stages_need_not_divide_the_micro_batches(
     assert len(warnings) == (micro_batches == 2)  # the stages idle for 60% or 33%
 
 
-@pytest.mark.parametrize("kind", ["dropout", "experts"])
+@pytest.mark.parametrize("kind", ["dropout", pytest.param("experts", marks=pytest.mark.slow)])
 def test_layers_with_dropout_and_with_further_losses(kind: str) -> None:
     check(zero_on(2, 2, 4), lambda: models.stack(kind))
 
@@ -135,3 +138,9 @@ def test_a_model_without_a_loop_is_refused() -> None:
     state = state.replace(opt_state=state.tx.init(state.params))
     with pytest.raises(ValueError, match=r"no loop over layers .* flax.linen.scan"):
         zero(train_step)(state, batches(16, 1)[0])
+
+
+def test_offload_is_refused() -> None:
+    zero = zero_on(2, 2, 4, offload_optimizer={"device": "cpu"})
+    with pytest.raises(ValueError, match="offload_optimizer .* pipeline stages is not supported"):
+        zero(models.train_step)(zero.init(models.stack), batches(16, 1)[0])

@@ -104,6 +104,8 @@ class StepSetting:
         self.divide = ArgumentReader(plan)
         sizes, rows_at = config.batch(micro_batch_devices(mesh)), function.form.batch_axis
         self.schedule = Schedule.of(mesh, sizes.accumulation)
+        if self.schedule is not None:
+            _check_beside_stages(config, self.exchange)
         _check_batch_axis(self.exchange, sizes.accumulation, self.schedule, rows_at)
         self.layout = BatchLayout(mesh, sizes, rows_at)
         clips = bool(config.gradient_clipping)
@@ -197,6 +199,17 @@ def _check_batch_axis(
             f"dimension. To update once for each entry of that dimension, "
             f"{remedy or f'take {key} out'}; where the step updates once, let it take the rows "
             f"first: pass jnp.moveaxis(x, {batch_axis}, 0), and move them back in the step."
+        )
+
+
+def _check_beside_stages(config: ZeroConfig, exchange: Exchange | None) -> None:
+    """Refuses keys that pipeline stages do not support."""
+    keys = ["offload_optimizer or offload_param"] if offloads(config) else []
+    keys += [] if exchange is None else [exchange.key]
+    if keys:
+        raise ValueError(
+            f"{keys[0]} with pipeline stages is not supported: take {keys[0]} out, or the mesh's "
+            'axis "stage" and the section pipeline.'
         )
 
 

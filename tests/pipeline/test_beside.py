@@ -83,6 +83,7 @@ def test_fp16_skips_as_without_stages() -> None:
         np.testing.assert_allclose(x, y, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_to_other_stages(tmp_path: Path) -> None:
     zero = zero_on(4, 2, 4)
     step, state = zero(models.train_step), zero.init(models.stack)

@@ -16,8 +16,6 @@ import zerojax
 
 STEPS = 3
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def zero_on(
     stages: int, data: int, micro_batches: int, stage: int = 1, **keywords: Any
@@ -89,7 +87,8 @@ def test_stages_need_not_divide_the_micro_batches(
     assert len(warnings) == (micro_batches == 2)  # the stages idle for 60% or 33%
 
 
-@pytest.mark.parametrize("kind", ["dropout", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dropout", "experts"])
 def test_layers_with_dropout_and_with_further_losses(kind: str) -> None:
     check(zero_on(2, 2, 4), lambda: models.stack(kind))
 

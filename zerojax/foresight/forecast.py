@@ -9,7 +9,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from zerojax.devices.mesh import batch_devices
+from zerojax.devices.mesh import micro_batch_devices
 from zerojax.devices.rates import Rates
 from zerojax.devices.topology import device_kinds, gpus_per_host, lookup
 from zerojax.hlo.rematerialised import begins_above
@@ -145,8 +145,8 @@ class Forecast:
 
     @property
     def row_devices(self) -> int:
-        """The number of devices over which the rows of a batch are split."""
-        return batch_devices(self.plan.mesh)
+        """The number of devices over which the rows of a micro-batch are split."""
+        return micro_batch_devices(self.plan.mesh)
 
     @property
     def peak(self) -> ProgramCost:

@@ -35,7 +35,8 @@ def kept(*elements: int) -> Any:
 
 
 def forecast(*programs: ProgramCost, kind: str = "h100", **other: Any) -> Forecast:
-    mesh = SimpleNamespace(devices=np.zeros(8), shape={"data": 8}, axis_names=("data",))
+    axes = other.pop("axes", {"data": 8})
+    mesh = SimpleNamespace(devices=np.zeros(8), shape=axes, axis_names=tuple(axes))
     plan: Any = SimpleNamespace(mesh=mesh, live=other.pop("live", kept()))
     made = dict(
         plan=plan, rates=rates(kind), parameters=6_738_415_616, tokens=65536,

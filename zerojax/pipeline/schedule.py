@@ -23,6 +23,7 @@ class Schedule(NamedTuple):
 
     mesh: Mesh | AbstractMesh
     micro_batches: int
+    NAME = "GPipe"
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh, micro_batches: int) -> Schedule | None:

@@ -33,7 +33,7 @@ JSON = {
     "attention": "The implementation; null for a model that has its own.",
     "choice": (
         "The settings of the config that decide memory: stage, micro, accumulation, remat, "
-        "offload, live, xla."
+        "offload, live, xla; pipeline is for `fit`."
     ),
     "pipeline": (
         "schedule, stages, micro_batches, ticks, bubble and boundary, the bytes that a device sends "

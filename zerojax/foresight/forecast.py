@@ -199,6 +199,12 @@ class Forecast:
         return max(sum(each.times * each.seconds for each in self.programs), disk_seconds)
 
     @property
+    def network_share(self) -> float:
+        """The share of a step that waits for transfers between nodes."""
+        waited = sum(each.waited for each in self.traffic if each.between_nodes)
+        return waited / self.seconds
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens per second, over all devices."""
         return self.tokens / self.seconds

@@ -37,8 +37,9 @@ class Fitted:
 
     Attributes:
       config: A DeepSpeed JSON for :func:`zerojax.zero`.
-      choice: The settings of ``config``, and ``remat``, an option of the model that no config has:
-        a bool, or a name for ``remat_policy``.
+      choice: The settings of ``config``, and two that no config has: ``remat``, an option of the
+        model, a bool or a name for ``remat_policy``; and ``pipeline``, if above 1 the size of the
+        mesh's outermost axis "stage".
       ranking: Every choice that was compiled and fits, by descending tokens per second (by
         ascending step time if ``autotuning.metric`` is "latency"). With ``xla``, the first entries
         are the fastest choice under several XLA options.
@@ -75,7 +76,8 @@ def fit(
 
     The stage, the batch sizes, the offload sections and ``stage3_max_live_parameters`` are open if
     the config has "auto" or nothing for them, and ``remat`` and ``remat_policy`` are open if
-    ``model`` takes them. The search compiles each choice for the devices and runs none (except with
+    ``model`` takes them. If several hosts share the axis "data", and the fastest choice waits for
+    their network, pipeline stages of hosts are tried as well. The search compiles each choice for the devices and runs none (except with
     ``xla``). ``~/.cache/zerojax`` caches the measurements of compiled programs.
 
     DeepSpeed's section ``autotuning``, if enabled, bounds the search: the rows of an update and of
@@ -146,6 +148,8 @@ def fit(
         note=_tell if note is None else note,
         measured=cache,
     )
+    if space.bounds is None:
+        space = dataclasses.replace(space, pipelines=study.pipelines)
     searched = search(study, space, compiles, seconds, done)
     ranking = tuple(searched.ranking)
     if not ranking and study.failed is not None:

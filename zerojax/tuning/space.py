@@ -30,6 +30,10 @@ LARGEST = 1024  # rows of a device in a micro-batch
 POLICIES = ("dots_no_batch", "dots", "offload_dots_no_batch")
 """Names for ``zerojax.remat_policy`` to try for a model that takes one."""
 
+FILLED = 4
+"""Micro-batches for each pipeline stage from which the stages idle for a fifth of the ticks at
+most (Huang et al., 2019, arXiv:1811.06965)."""
+
 LOCO = "zeropp_loco_param"
 _ZERO = ("stage", *SECTIONS, LIVE, "stage3_max_reuse_distance")
 
@@ -48,6 +52,7 @@ class Space:
       live: Elements of parameters that stay gathered over an update; None if open.
       bounds: The bounds of the search, from the config's section ``autotuning``; None if absent.
       world: The number of devices that share the rows, for the bounds on the rows of an update.
+      pipelines: Numbers of pipeline stages to try where the fastest choice waits for the network.
     """
 
     stages: Sequence[int] = (0, 1, 2, 3)
@@ -60,6 +65,7 @@ class Space:
     live: int | None = None
     bounds: AutotuningConfig | None = None
     world: int = 1
+    pipelines: Sequence[int] = ()
 
     def sizes(self) -> list[int]:
         """Returns the allowed micro-batches in ascending order; powers of two if all is open.
@@ -100,6 +106,17 @@ class Space:
         """Returns a mode with a micro-batch, and the accumulation that follows from it."""
         accumulation = self.accumulation or (1 if self.rows is None else self.rows // micro)
         return dataclasses.replace(mode, micro=micro, accumulation=accumulation)
+
+    def in_stages(self, choice: Choice, stages: int) -> Choice:
+        """Returns a choice in pipeline stages, without offload: of the same rows if the config
+        leaves the micro-batches open, in the fewest that fill the stages."""
+        rows, n = choice.micro * choice.accumulation * stages, self.accumulation
+        if n is None:
+            divisors = (n for n in range(1, rows + 1) if rows % n == 0)
+            counts = [n for n in divisors if self.micro in (None, rows // n)]
+            n = min((n for n in counts if n >= FILLED * stages), default=counts[-1])
+        sizes = {"micro": self.micro or rows // n, "accumulation": n}
+        return dataclasses.replace(choice, pipeline=stages, offload="none", **sizes)
 
     def modes(self) -> Iterator[Choice]:
         """Yields every possible combination of stage, remat and offload, the cheapest first."""

@@ -35,10 +35,7 @@ JSON = {
         "The settings of the config that decide memory: stage, micro, accumulation, remat, "
         "offload, live, xla; pipeline is for `fit`."
     ),
-    "pipeline": (
-        "schedule, stages, micro_batches, ticks, bubble and boundary, the bytes that a device sends "
-        "to the next stage at a time; null without stages."
-    ),
+    "pipeline": "schedule, stages, micro_batches, ticks, bubble, boundary; null without stages.",
     "fits": "Whether the step fits.",
     "memory": (
         "Of a device: kinds, peak, headroom, device, reserve, host and disk in bytes, "

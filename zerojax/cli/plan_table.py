@@ -80,7 +80,7 @@ def _title(planned: Planned) -> Iterator[str]:
     )
     if (schedule := planned.schedule) is not None:
         yield (
-            f"pipeline: {schedule.NAME}, {schedule.stages} stages, {schedule.micro_batches} "
+            f"pipeline: {schedule.name}, {schedule.stages} stages, {schedule.micro_batches} "
             f"micro-batches in {schedule.ticks} ticks, in {schedule.bubble:.0%} of which a stage "
             f"idles (the bubble); {size(planned.boundary)} at a boundary"
         )

@@ -80,9 +80,9 @@ class Planned:
 def to_json(planned: Planned) -> dict[str, Any]:
     """Returns every figure of the tables as JSON values, in bytes and seconds, of each device.
 
-    `pipeline` is null without stages, `step` if not every program was compiled, `tokens_per_second` in it if the batch has no
-    tokens, and `remedies` if none were searched for. `weighed` has the options that an "auto" was
-    chosen from, the fastest first.
+    `pipeline` is null without stages, `step` if not every program was compiled, `tokens_per_second`
+    in it if the batch has no tokens, and `remedies` if none were searched for. `weighed` has the
+    options that an "auto" was chosen from, the fastest first.
     """
     forecast, choice, live = planned.forecast, planned.choice, planned.forecast.plan.live
     shares = ("matrix_share", "memory_share", "link_share", "host_share")
@@ -175,7 +175,7 @@ def _pipeline(planned: Planned) -> dict[str, object] | None:
     if (schedule := planned.schedule) is None:
         return None
     return {
-        "schedule": schedule.NAME,
+        "schedule": schedule.name,
         "stages": schedule.stages,
         "micro_batches": schedule.micro_batches,
         "ticks": schedule.ticks,

@@ -137,9 +137,9 @@ class Trials:
         """Returns a lower bound of the device memory of a choice, in bytes, without a compile.
 
         The bound is the state at rest, plus the most activations of any compiled choice of the same
-        stage, offload and pipeline that has no more rows in a micro-batch and no less remat. Choices of other
-        stages do not count, since an unsharded gradient there may have been taken for an
-        activation by its shape.
+        stage, offload and pipeline that has no more rows in a micro-batch and no less remat.
+        Choices of other stages do not count, since an unsharded gradient there may have been taken
+        for an activation by its shape.
         """
         mode = choice.stage, choice.offload, choice.pipeline
         activations = (

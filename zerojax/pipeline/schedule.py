@@ -23,12 +23,16 @@ class Schedule(NamedTuple):
 
     mesh: Mesh | AbstractMesh
     micro_batches: int
-    NAME = "GPipe"
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh, micro_batches: int) -> Schedule | None:
         """Returns the schedule on a mesh; None if the mesh has no pipeline stages."""
         return cls(mesh, micro_batches) if stage_size(mesh) > 1 else None
+
+    @property
+    def name(self) -> str:
+        """The name of the schedule in the literature."""
+        return "GPipe"
 
     @property
     def stages(self) -> int:

@@ -276,7 +276,8 @@ class Plan(Summarized):
         groups = self.mesh.shape.get(REPLICA)
         title = f"ZeRO stage {config.stage} over {n} devices (axis {self.axis!r})"
         if groups and config.stage == 0:
-            title = f"ZeRO stage 0: a full state on each of {micro_batch_devices(self.mesh)} devices"
+            n = micro_batch_devices(self.mesh)
+            title = f"ZeRO stage 0: a full state on each of {n} devices"
         elif groups:
             title += f" in each of {groups} replica groups"
         others = {

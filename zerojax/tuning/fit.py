@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from zerojax.config import ConfigError, load
 from zerojax.config.auto import stand_in
 from zerojax.config.load import as_json
-from zerojax.devices.mesh import are_present, micro_batch_devices
+from zerojax.devices.mesh import are_present, micro_batch_devices, stage_size
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice
@@ -26,7 +26,7 @@ from zerojax.models.registry import find, takes, takes_policy
 from zerojax.tuning.cache import Cache
 from zerojax.tuning.options import search_options
 from zerojax.tuning.search import COMPILES, SECONDS, SearchResult, listed, search
-from zerojax.tuning.space import POLICIES, left_open
+from zerojax.tuning.space import FILLED, POLICIES, left_open
 from zerojax.tuning.study import Study
 from zerojax.xla.compiler import GPUS
 
@@ -76,9 +76,10 @@ def fit(
 
     The stage, the batch sizes, the offload sections and ``stage3_max_live_parameters`` are open if
     the config has "auto" or nothing for them, and ``remat`` and ``remat_policy`` are open if
-    ``model`` takes them. If several hosts share the axis "data", and the fastest choice waits for
-    their network, pipeline stages of hosts are tried as well. The search compiles each choice for the devices and runs none (except with
-    ``xla``). ``~/.cache/zerojax`` caches the measurements of compiled programs.
+    ``model`` takes them. If the mesh has only the axis "data", over several hosts, and the fastest
+    choice waits for the network, it is tried in pipeline stages of hosts as well. The search
+    compiles each choice for the devices and runs none (except with ``xla``). ``~/.cache/zerojax``
+    caches the measurements of compiled programs.
 
     DeepSpeed's section ``autotuning``, if enabled, bounds the search: the rows of an update and of
     a micro-batch, and the number of micro-batches compiled; its ``metric`` defines the fastest
@@ -148,7 +149,9 @@ def fit(
         note=_tell if note is None else note,
         measured=cache,
     )
-    if space.bounds is None:
+    if (stages := stage_size(mesh)) > 1:
+        space = dataclasses.replace(space, fewest=FILLED * stages)
+    elif space.bounds is None:
         space = dataclasses.replace(space, pipelines=study.pipelines)
     searched = search(study, space, compiles, seconds, done)
     ranking = tuple(searched.ranking)

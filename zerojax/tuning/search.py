@@ -54,7 +54,8 @@ def search(
     nothing fits with less, because its traffic over the host's link only costs time. The stage and
     the offload of the fastest choice are tried again with each policy of what blocks keep, and with
     the named values that are worth most (:mod:`zerojax.foresight.by_value`). If the fastest choice
-    waits for the network, it is tried again in pipeline stages of hosts. If the config leaves open which parameters stay gathered at stage 3, the fastest choices are tried again with as many
+    waits for the network, it is tried again in pipeline stages of hosts. If the config leaves open
+    which parameters stay gathered at stage 3, the fastest choices are tried again with as many
     gathered parameters as fit.
 
     Args:
@@ -233,7 +234,8 @@ def ranked(trials: Iterable[Trial], shortest: bool = False) -> list[Trial]:
     """
 
     def pace(x: Trial) -> float:
-        return x.seconds / (1 if shortest else x.choice.micro * x.choice.accumulation / x.choice.pipeline)
+        rows = x.choice.micro * x.choice.accumulation / x.choice.pipeline
+        return x.seconds / (1 if shortest else rows)
 
     order = sorted(trials, key=pace)
     steady = next((x for x in order if not x.forecast.recomputes), None)

@@ -48,6 +48,7 @@ class Space:
         fastest without them; empty if the model takes no ``remat_policy``.
       micro: Rows of a device in a micro-batch; None if open.
       accumulation: Micro-batches per update; None if open.
+      fewest: The fewest micro-batches per update to try, where they are open.
       rows: Rows of a device in an update, a multiple of the micro-batch; None if open.
       live: Elements of parameters that stay gathered over an update; None if open.
       bounds: The bounds of the search, from the config's section ``autotuning``; None if absent.
@@ -61,6 +62,7 @@ class Space:
     policies: Sequence[str] = ()
     micro: int | None = None
     accumulation: int | None = None
+    fewest: int = 1
     rows: int | None = None
     live: int | None = None
     bounds: AutotuningConfig | None = None
@@ -80,7 +82,8 @@ class Space:
         elif self.accumulation is not None:
             sizes = [self.rows // self.accumulation]
         else:
-            sizes = [n for n in range(1, self.rows + 1) if self.rows % n == 0]
+            most = self.rows // self.fewest
+            sizes = [n for n in range(1, most + 1) if self.rows % n == 0] or [1]
         within = [n for n in sizes if self._within(n)]
         if not within:
             raise ConfigError(
@@ -104,7 +107,9 @@ class Space:
 
     def choice(self, mode: Choice, micro: int) -> Choice:
         """Returns a mode with a micro-batch, and the accumulation that follows from it."""
-        accumulation = self.accumulation or (1 if self.rows is None else self.rows // micro)
+        accumulation = self.accumulation or (
+            self.fewest if self.rows is None else self.rows // micro
+        )
         return dataclasses.replace(mode, micro=micro, accumulation=accumulation)
 
     def in_stages(self, choice: Choice, stages: int) -> Choice:
@@ -115,8 +120,9 @@ class Space:
             divisors = (n for n in range(1, rows + 1) if rows % n == 0)
             counts = [n for n in divisors if self.micro in (None, rows // n)]
             n = min((n for n in counts if n >= FILLED * stages), default=counts[-1])
-        sizes = {"micro": self.micro or rows // n, "accumulation": n}
-        return dataclasses.replace(choice, pipeline=stages, offload="none", **sizes)
+        micro = self.micro or rows // n
+        staged = dataclasses.replace(choice, pipeline=stages, offload="none")
+        return dataclasses.replace(staged, micro=micro, accumulation=n)
 
     def modes(self) -> Iterator[Choice]:
         """Yields every possible combination of stage, remat and offload, the cheapest first."""

@@ -56,8 +56,7 @@ def test_traffic_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_pipeline_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    traffic = (Traffic("collective-permute", ("bf16",), 44, 44 * GB, 0, 0.5, 0.1),)
-    found = forecast(cost(traffic=traffic), axes={"stage": 4, "data": 2})
+    found = forecast(cost(boundary=GB), axes={"stage": 4, "data": 2})
     made = planned(found, choice=dataclasses.replace(GIVEN, accumulation=8))
     lines = printed(made, capsys)
     assert "batch 64 = 4 x 8 x 2 (micro-batch x accumulation x devices of a stage)" in lines[1]

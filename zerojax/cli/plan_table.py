@@ -82,7 +82,7 @@ def _title(planned: Planned) -> Iterator[str]:
         yield (
             f"pipeline: {schedule.name}, {schedule.stages} stages, {schedule.micro_batches} "
             f"micro-batches in {schedule.ticks} ticks, in {schedule.bubble:.0%} of which a stage "
-            f"idles (the bubble); {size(planned.boundary)} at a boundary"
+            f"idles (the bubble); {size(forecast.boundary)} at a boundary"
         )
 
 

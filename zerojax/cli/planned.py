@@ -55,12 +55,6 @@ class Planned:
         return Schedule.of(self.forecast.plan.mesh, self.choice.accumulation)
 
     @property
-    def boundary(self) -> int:
-        """Bytes that a device sends to the next stage at a time, the mean of a step."""
-        sent = [each for each in self.forecast.traffic if each.kind == "collective-permute"]
-        return sent[0].bytes // sent[0].times if sent else 0
-
-    @property
     def reserve(self) -> int:
         """Bytes of a device's memory that no step may use."""
         rates = self.forecast.rates
@@ -180,7 +174,7 @@ def _pipeline(planned: Planned) -> dict[str, object] | None:
         "micro_batches": schedule.micro_batches,
         "ticks": schedule.ticks,
         "bubble": schedule.bubble,
-        "boundary": planned.boundary,
+        "boundary": planned.forecast.boundary,
     }
 
 

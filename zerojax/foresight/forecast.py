@@ -68,6 +68,8 @@ class CompiledProgram:
       forward: Floating-point operations of the forward pass's matrix products, without their
         repetition in the backward pass.
       traffic: Collectives, then copies.
+      boundary: Bytes of the largest array that devices send to their neighbours by
+        ``lax.ppermute``, as pipeline stages do.
       compile_seconds: Time of the compile, on this machine.
       arguments: Bytes of the program's arguments on the device.
       again: The number of instructions with which XLA computes a value again to save memory, see
@@ -84,6 +86,7 @@ class CompiledProgram:
     seconds: float = 0.0
     forward: float = 0.0
     traffic: tuple[Traffic, ...] = ()
+    boundary: int = 0
     compile_seconds: float = 0.0
     arguments: int = 0
     again: int = 0
@@ -197,6 +200,11 @@ class Forecast:
         devices_per_host = min(self.devices, gpus_per_host(lookup(self.rates.kind)[1]))
         disk_seconds = 2 * self.disk_bytes * devices_per_host / self.rates.disk
         return max(sum(each.times * each.seconds for each in self.programs), disk_seconds)
+
+    @property
+    def boundary(self) -> int:
+        """Bytes of the largest array that devices send to their neighbours by ``lax.ppermute``."""
+        return max(each.boundary for each in self.programs)
 
     @property
     def network_share(self) -> float:

@@ -68,6 +68,7 @@ def test_pipeline_stages(capsys: pytest.CaptureFixture[str]) -> None:
         "schedule": "GPipe", "stages": 4, "micro_batches": 8, "ticks": 11, "bubble": 3 / 11,
         "boundary": GB,
     }  # fmt: skip
+    assert found.mfu == pytest.approx(forecast().mfu * 8 / 11)  # idle ticks compute for nothing
 
 
 def test_the_json_holds_every_figure() -> None:

@@ -9,10 +9,11 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from zerojax.devices.mesh import micro_batch_devices
+from zerojax.devices.mesh import micro_batch_devices, stage_size
 from zerojax.devices.rates import Rates
 from zerojax.devices.topology import device_kinds, gpus_per_host, lookup
 from zerojax.hlo.rematerialised import begins_above
+from zerojax.pipeline.schedule import Schedule
 from zerojax.plan.state_sharding import Plan
 
 RECOMPUTES = 1e-3
@@ -220,8 +221,13 @@ class Forecast:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization (PaLM, appendix B, arXiv:2204.02311): 3 times the FLOPs of the
-        forward pass's matrix products / (the step's time * the highest matrix rate)."""
+        forward pass's matrix products / (the step's time * the highest matrix rate). Under pipeline
+        stages without the share of idle ticks, whose results are unused; the products outside of
+        the pipeline's loops, as the head's, are scaled alike."""
         model_flops = 3 * sum(each.times * each.forward for each in self.programs)
+        if stage_size(mesh := self.plan.mesh) > 1:
+            sizes = self.plan.config.batch(self.row_devices)
+            model_flops *= 1 - Schedule(mesh, sizes.accumulation).bubble
         return model_flops / (self.seconds * max(self.rates.matrix.values()))
 
     @property

@@ -364,11 +364,6 @@ def stage_size(given: Mesh | AbstractMesh) -> int:
     return cast(int, given.shape.get(STAGE, 1))
 
 
-def stage_axes(devices: int, stages: int) -> dict[str, int]:
-    """Returns the axes, by size, of pipeline stages of neighbouring devices."""
-    return {STAGE: stages, AXIS: devices // stages}
-
-
 def micro_batch_devices(given: Mesh | AbstractMesh) -> int:
     """Returns the number of devices that share the rows of a micro-batch: those of one stage."""
     return batch_devices(given) // stage_size(given)

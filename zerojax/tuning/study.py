@@ -18,11 +18,11 @@ from zerojax.config.frozen import quiet
 from zerojax.devices.mesh import (
     AXIS,
     SEQUENCE,
+    STAGE,
     batch_axes,
     in_groups,
     laid_out,
     micro_batch_devices,
-    stage_axes,
 )
 from zerojax.devices.network import nodes_of
 from zerojax.devices.rates import Rates
@@ -119,7 +119,7 @@ class Study(Trials):
         """Returns the decorator and the workload of a choice; the decorator has its specs."""
         mesh = self._mesh
         if (n := choice.pipeline) > 1:
-            mesh = laid_out(mesh, stage_axes(mesh.size, n))
+            mesh = laid_out(mesh, {STAGE: n, AXIS: mesh.size // n})
         decorated = zero(config, mesh=mesh)
         work = self._workload(decorated, choice)
         if work.specs is not None:

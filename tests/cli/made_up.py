@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from zerojax.cli.planned import Planned
+from zerojax.config import ZeroConfig
 from zerojax.devices.rates import rates
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.forecast import Forecast, ProgramCost, Traffic
@@ -35,8 +36,10 @@ def kept(*elements: int) -> Any:
 
 
 def forecast(*programs: ProgramCost, kind: str = "h100", **other: Any) -> Forecast:
-    mesh = SimpleNamespace(devices=np.zeros(8), shape={"data": 8}, axis_names=("data",))
-    plan: Any = SimpleNamespace(mesh=mesh, live=other.pop("live", kept()))
+    axes = other.pop("axes", {"data": 8})
+    mesh = SimpleNamespace(devices=np.zeros(8), shape=axes, axis_names=tuple(axes))
+    config = ZeroConfig(gradient_accumulation_steps=8)
+    plan: Any = SimpleNamespace(mesh=mesh, live=other.pop("live", kept()), config=config)
     made = dict(
         plan=plan, rates=rates(kind), parameters=6_738_415_616, tokens=65536,
         programs=programs or (cost(),), host_bytes=0, disk_bytes=0,

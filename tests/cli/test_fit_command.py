@@ -11,14 +11,18 @@ from typing import Any
 
 import jax
 import pytest
+from cli.made_up import GB, GIVEN, cost, forecast
 from jax.experimental.compilation_cache import compilation_cache
 from typer.testing import CliRunner
 
 import zerojax
 from zerojax.__main__ import app
 from zerojax.cli.fit import JSON, fit
+from zerojax.cli.fit_run import _about_stages
 from zerojax.cli.options import Attention
 from zerojax.devices.rates import RESERVE, rates
+from zerojax.foresight.forecast import Traffic
+from zerojax.foresight.trials import Trial
 from zerojax.models.attention import ASKED
 from zerojax.tuning.search import COMPILES
 
@@ -102,6 +106,25 @@ def test_axes_of_the_mesh(run: Any) -> None:
     found = json.loads(made.stdout)
     assert found["config"]["train_micro_batch_size_per_gpu"] == 1
     assert found["ranking"][0]["peak"] > 0
+
+
+def test_whether_pipeline_stages_pay() -> None:
+    traffic = Traffic("all-gather", ("bf16",), 1, GB, GB, 1.0, 0.8)
+    plain = Trial(GIVEN, forecast(cost(traffic=(traffic,))))
+    staged = Trial(
+        dataclasses.replace(GIVEN, pipeline=2),
+        forecast(cost(seconds=1.6), axes={"stage": 2, "data": 4}),
+    )
+    assert [*_about_stages([plain])] == []
+    first, mesh = _about_stages([staged, plain])
+    assert first == (
+        "2 pipeline stages pay: 1.25 times the tokens/s of the fastest choice without, 40% of "
+        "whose step waits for the network between hosts."
+    )
+    assert mesh.endswith("mesh=zerojax.mesh(axes={'stage': 2, 'data': 4}).")
+    slower = dataclasses.replace(staged, measured=4.0)
+    (only,) = _about_stages([plain, slower])
+    assert only.startswith("2 pipeline stages do not pay: 0.50 times")
 
 
 def test_nothing_fits(run: Any) -> None:

@@ -55,8 +55,25 @@ def test_traffic_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.endswith(links) for line in lines)
 
 
+def test_pipeline_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    found = forecast(cost(boundary=GB), axes={"stage": 4, "data": 2})
+    made = planned(found, choice=dataclasses.replace(GIVEN, accumulation=8))
+    lines = printed(made, capsys)
+    assert "batch 64 = 4 x 8 x 2 (micro-batch x accumulation x devices of a stage)" in lines[1]
+    assert lines[2] == (
+        "pipeline: GPipe, 4 stages, 8 micro-batches in 11 ticks, in 27% of which a stage idles "
+        "(the bubble); 1 GB at a boundary"
+    )
+    assert to_json(made)["pipeline"] == {
+        "schedule": "GPipe", "stages": 4, "micro_batches": 8, "ticks": 11, "bubble": 3 / 11,
+        "boundary": GB,
+    }  # fmt: skip
+    assert found.mfu == pytest.approx(forecast().mfu * 8 / 11)  # idle ticks compute for nothing
+
+
 def test_the_json_holds_every_figure() -> None:
     told = json.loads(json.dumps(to_json(planned())))
+    assert told["pipeline"] is None
     assert {*told} == {*JSON}
     assert told["memory"]["kinds"] == {
         "parameters": 20 * GB,

@@ -5,6 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -75,6 +76,13 @@ class Stack(nn.Module):
         )
         (x, loss), _ = stack(self.kind, name="layers")((x, jnp.zeros((), x.dtype)), None)
         return table.attend(nn.LayerNorm()(x)), loss
+
+
+def batches(rows: int, steps: int) -> list[np.ndarray]:
+    """Returns the tokens of some steps, the same in each call."""
+    rng = np.random.default_rng(0)
+    shape = rows, TOKENS
+    return [rng.integers(1, VOCABULARY, shape).astype(np.int32) for _ in range(steps)]
 
 
 def state_of(model: nn.Module, *inputs: Any, tx: Any = None) -> TrainState:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pipeline import models
-from pipeline.test_program import batches, zero_on
+from pipeline.models import batches
+from pipeline.test_program import zero_on
 
 import zerojax
 from zerojax.checkpoint import Checkpointer

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from pipeline import models
-from pipeline.test_program import batches
+from pipeline.models import batches
 
 import zerojax
 from zerojax.checkpoint import Checkpointer

@@ -11,6 +11,7 @@ import pytest
 from equal import TOLERANCE, assert_near, host
 from flax import nnx
 from pipeline import models
+from pipeline.models import batches
 
 import zerojax
 
@@ -25,12 +26,6 @@ def zero_on(
     return zerojax.zero(
         stage=stage, gradient_accumulation_steps=micro_batches, mesh=mesh, **keywords
     )
-
-
-def batches(rows: int, steps: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    shape = rows, models.TOKENS
-    return [rng.integers(1, models.VOCABULARY, shape).astype(np.int32) for _ in range(steps)]
 
 
 def check(
@@ -141,5 +136,5 @@ def test_a_model_without_a_loop_is_refused() -> None:
 
 def test_offload_is_refused() -> None:
     zero = zero_on(2, 2, 4, offload_optimizer={"device": "cpu"})
-    with pytest.raises(ValueError, match="offload_optimizer .* pipeline stages is not supported"):
+    with pytest.raises(ValueError, match=r"offload_optimizer .* pipeline stages is not supported"):
         zero(models.train_step)(zero.init(models.stack), batches(16, 1)[0])

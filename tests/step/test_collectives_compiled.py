@@ -245,6 +245,9 @@ def model_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         sweep(2, {"replica": 2, "data": 4}, {"stage": 3}),
         (2, {"replica": 2, "data": 4}, {"stage": 2, "gradient_accumulation_steps": 4}),
         (2, None, {"stage": 3, "offload_optimizer": {"device": "cpu"}}),
+        (16, {"stage": 4, "data": 2}, {"stage": 1, "gradient_accumulation_steps": 8}),
+        sweep(16, {"stage": 2, "data": 4}, {"stage": 0, "gradient_accumulation_steps": 2}),
+        sweep(16, {"stage": 2, "data": 4}, {"stage": 3, "gradient_accumulation_steps": 4}),
     ],
 )
 def test_features(layers: int, axes: Any, config: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ class Model(nn.Module):
             scan = nn.scan(
                 Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
             )
-            x, _ = scan(name="layers")(x, None)
+            x, _ = scan(name="layers")(x, None)  # scan
         return nn.Dense(2 * WIDE, name="head")(x)  # head
 
 
@@ -132,6 +132,25 @@ def test_micro_batches(stage: int, times: int, where: str) -> None:
 def test_at_stage_3_each_micro_batch_gathers() -> None:
     rows = [row for row in table(stage=3, gradient_accumulation_steps=4).rows if row.array == HEAD]
     assert {row.times for row in rows} == {4}
+
+
+def test_pipeline_stages() -> None:
+    """Stages reduce the gradients of their own layers, and send rows to their neighbours."""
+    mesh = zerojax.mesh(axes={"stage": 2, "data": 4})
+    rows = table(4, stage=1, gradient_accumulation_steps=4, mesh=mesh).rows
+    reduced = [row for row in rows if row.where == "produced"]
+    layers, whole = 4 * 2 * WIDE * WIDE, 4 * 2 * WIDE * WIDE  # bytes of a stage, of the head
+    assert [(row.kind, row.bytes) for row in reduced if row.array == KERNEL] == [
+        ("reduce-scatter", layers * 3 // 4)
+    ]
+    assert [(row.kind, row.bytes) for row in reduced if row.array == HEAD] == [
+        ("reduce-scatter", whole * 3 // 4),
+        ("all-reduce", whole // 4),
+    ]
+    sent = [row for row in rows if row.kind == "collective-permute"]
+    assert {(row.where, row.line) for row in sent} == {("between stages", line_of("scan"))}
+    assert {(row.shape, row.bytes, row.times) for row in sent} == {((2, WIDE), 4 * 2 * WIDE, 5)}
+    assert len(sent) == 4  # inputs and outputs, forward and backward
 
 
 def test_small_arrays_are_one_row() -> None:

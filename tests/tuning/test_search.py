@@ -23,6 +23,7 @@ class MadeUp:
         self.rates, self.limit = SimpleNamespace(room=room), limit
         self.names = lambda choice: names
         self.asked: list[Choice] = []
+        self.network_share = 0.0
         self._fixed, self._row = fixed, row
 
     def hopeless(self, choice: Choice) -> bool:
@@ -45,6 +46,7 @@ class MadeUp:
             compile_seconds=1.0, recomputes=peak.bytes > self.limit,
             recomputes_above=self.limit,
             seconds=1.0 + choice.micro / 100 + 2 * (choice.remat is True),
+            network_share=self.network_share,
         )  # fmt: skip
 
 
@@ -150,3 +152,21 @@ def test_what_xla_computes_again_is_not_proposed_where_another_is_as_fast(
     found = ranked([trial("repeated", 1.0), trial("last", 9.0), trial("steady", slower)])
     assert found[0].choice.remat == first
     assert found[-1].choice.remat == "last"
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_pipeline_stages_are_tried_where_the_network_binds(share: float) -> None:
+    trials = MadeUp(24 * GB, lambda choice: (4 * GB,), lambda choice: (GB,))
+    trials.network_share = share
+    space = Space(stages=(1, 3), offloads=("none",), live=0, rows=8, pipelines=(2, 4))
+    found = [each.choice for each in search(trials, space).ranking if each.choice.pipeline > 1]
+    tried = {(each.pipeline, each.stage, each.micro, each.accumulation) for each in found}
+    want = {(n, stage, 2, 4 * n) for n in (2, 4) for stage in (1, 3)}
+    assert tried == (want if share > 0.1 else set())
+
+
+def test_the_pace_of_pipeline_stages_is_that_of_their_rows() -> None:
+    forecast: Any = SimpleNamespace(seconds=1.0, recomputes=False)
+    plain = Trial(Choice(stage=1, micro=8), forecast)
+    staged = Trial(Choice(stage=1, micro=1, accumulation=8, pipeline=2), forecast)
+    assert ranked([staged, plain]) == [plain, staged]

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from zerojax.config import load
-from zerojax.tuning.space import left_open
+from zerojax.foresight.choice import Choice
+from zerojax.tuning.space import Space, left_open
 
 LOCO = {"zero_quantized_gradients": True, "zeropp_loco_param": {}}
 ONE_BIT = {"gradient_clipping": 0, "optimizer": {"type": "onebitadam", "params": {}}}
@@ -27,3 +28,30 @@ def test_the_stages_and_offloads_that_may_be_tried(
     space, fixed = left_open(config, 64, 8, [None])
     assert (space.stages, len(space.offloads)) == (stages, offloads)
     load(space.furthest(fixed, 8))  # no contradiction
+
+
+@pytest.mark.parametrize(
+    ("given", "micro", "accumulation"),
+    [
+        ({}, 2, 8),
+        ({"rows": 8}, 2, 8),
+        ({"micro": 8}, 8, 2),
+        ({"accumulation": 1}, 16, 1),
+        ({"micro": 8, "accumulation": 1}, 8, 1),
+    ],
+)
+def test_pipeline_stages_have_the_same_rows(given: Any, micro: int, accumulation: int) -> None:
+    """Unless the config has both sizes: a stage's devices are fewer."""
+    before = Choice(stage=3, micro=8, offload="optimizer")
+    choice = Space(**given).in_stages(before, 2)
+    assert (choice.micro, choice.accumulation) == (micro, accumulation)
+    assert (choice.pipeline, choice.offload) == (2, "none")
+    assert choice.rows(16) == before.rows(16) // (2 if len(given) == 2 else 1)
+    config = choice.json({}, 16)
+    assert config["train_batch_size"] == micro * accumulation * 8
+
+
+def test_the_fewest_micro_batches() -> None:
+    assert Space(rows=16, fewest=8).sizes() == [1, 2]
+    assert Space(rows=4, fewest=8).sizes() == [1]
+    assert Space(fewest=8).choice(Choice(stage=0, micro=1), 4).accumulation == 8

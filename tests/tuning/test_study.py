@@ -118,6 +118,18 @@ def test_two_hosts_and_the_network_between_them() -> None:
     assert far.seconds > near.seconds
 
 
+def test_pipeline_stages_of_hosts() -> None:
+    mesh, rates = parse_devices("h100:32")
+    of = Study(model, load(CONFIG), mesh, rates, rows=32, seq=SEQ, remat=False)
+    assert (of.pipelines, study().pipelines) == ([2, 4], [])
+    choice = dataclasses.replace(of.given, pipeline=4, accumulation=4)
+    plan = of.plan(choice)
+    assert dict(plan.mesh.shape) == {"stage": 4, "data": 8}
+    with pytest.raises(ValueError, match="no loop over layers"):
+        of.forecast(choice)
+    assert of.tried(choice) is None
+
+
 @pytest.mark.slow
 def test_offload_shows_the_host() -> None:
     of = study()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -98,6 +98,8 @@ def run(
         typer.echo(f"{summary}. Fastest: {fitted.choice}" + (f", in {out}" if out else ""))
         if fitted.choice.remat:
             typer.echo(_model_option(fitted.choice.remat))
+        for sentence in _about_stages(fitted.ranking):
+            typer.echo(sentence)
         if takes(function, "remat") and not takes_policy(function):
             typer.echo(
                 f"Blocks that keep more than their input were not tried: {model!r} takes no "
@@ -112,6 +114,23 @@ def _model_option(remat: bool | str) -> str:
     if remat is True:
         return "remat is an option of the model, not of the JSON: turn it on there."
     return f"remat_policy is an option of the model, not of the JSON: set {remat!r} there."
+
+
+def _about_stages(ranking: Sequence[Trial]) -> Iterator[str]:
+    """Yields whether pipeline stages pay, if they were tried, and the mesh of those that do."""
+    first = {trial.choice.pipeline > 1: trial for trial in reversed(ranking)}
+    if len(first) < 2:
+        return
+    plain, staged = first[False], first[True]
+    ratio, pay = staged.tokens_per_second / plain.tokens_per_second, ranking[0] is staged
+    yield (
+        f"{staged.choice.pipeline} pipeline stages {'pay' if pay else 'do not pay'}: {ratio:.2f} "
+        f"times the tokens/s of the fastest choice without, {plain.forecast.network_share:.0%} of "
+        "whose step waits for the network between hosts."
+    )
+    if pay:
+        axes = dict(staged.forecast.plan.mesh.shape)
+        yield f"Stages are an axis of the mesh, not of the JSON: mesh=zerojax.mesh(axes={axes})."
 
 
 def _best(ranking: Sequence[Trial]) -> list[Trial]:
@@ -144,6 +163,8 @@ def _row(trial: Trial) -> dict[str, object]:
 def _show(trials: Sequence[Trial], title: str) -> None:
     settings = ["stage", "micro-batch", "accumulation", "remat", "offloaded", ">stay gathered"]
     has_xla = any(trial.choice.xla for trial in trials)
+    has_stages = any(trial.choice.pipeline > 1 for trial in trials)
+    settings += ["pipeline"] if has_stages else []
     settings += ["XLA"] if has_xla else []
     repeats = any(trial.forecast.bytes_again for trial in trials)
     table = terminal.table(
@@ -160,6 +181,7 @@ def _show(trials: Sequence[Trial], title: str) -> None:
             REMAT.get(choice.remat, str(choice.remat)),
             choice.offload,
             size(forecast.plan.live.bytes) if forecast.plan.live else "",
+            *([_stages(choice.pipeline)] if has_stages else ()),
             *(["\n".join(_short(name, x) for name, x in choice.xla)] if has_xla else ()),
             f"{trial.tokens_per_second:,.0f}",
             f"{forecast.mfu * forecast.seconds / trial.seconds:.1%}",
@@ -168,6 +190,10 @@ def _show(trials: Sequence[Trial], title: str) -> None:
             *([_repeated(forecast)] if repeats else ()),
         )
     terminal.console().print(table)
+
+
+def _stages(n: int) -> str:
+    return f"{n} stages" if n > 1 else ""
 
 
 def _repeated(forecast: Forecast) -> str:

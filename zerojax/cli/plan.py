@@ -33,8 +33,9 @@ JSON = {
     "attention": "The implementation; null for a model that has its own.",
     "choice": (
         "The settings of the config that decide memory: stage, micro, accumulation, remat, "
-        "offload, live, xla."
+        "offload, live, xla; pipeline is for `fit`."
     ),
+    "pipeline": "schedule, stages, micro_batches, ticks, bubble, boundary; null without stages.",
     "fits": "Whether the step fits.",
     "memory": (
         "Of a device: kinds, peak, headroom, device, reserve, host and disk in bytes, "

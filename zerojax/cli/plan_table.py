@@ -74,9 +74,16 @@ def _title(planned: Planned) -> Iterator[str]:
     offload = "" if choice.offload == "none" else f", {choice.offload} offloaded"
     yield (
         f"stage {choice.stage}{offload}{remat}, batch {planned.rows} = {choice.micro} x "
-        f"{choice.accumulation} x {forecast.row_devices} (micro-batch x accumulation x devices), "
+        f"{choice.accumulation} x {forecast.row_devices} (micro-batch x accumulation x devices"
+        f"{' of a stage' if planned.schedule else ''}), "
         f"{planned.seq} tokens in a row{ATTENTION[planned.attention]}"
     )
+    if (schedule := planned.schedule) is not None:
+        yield (
+            f"pipeline: {schedule.name}, {schedule.stages} stages, {schedule.micro_batches} "
+            f"micro-batches in {schedule.ticks} ticks, in {schedule.bubble:.0%} of which a stage "
+            f"idles (the bubble); {size(forecast.boundary)} at a boundary"
+        )
 
 
 def _axes(forecast: Forecast) -> str:

@@ -11,6 +11,7 @@ from zerojax.devices.topology import device_kinds
 from zerojax.foresight.choice import Choice, changes
 from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.trials import Trial
+from zerojax.pipeline.schedule import Schedule
 
 PREALLOCATED = 0.75
 """The share of a GPU's memory that JAX preallocates by default."""
@@ -49,6 +50,11 @@ class Planned:
         return self.choice.micro * self.choice.accumulation * self.forecast.row_devices
 
     @property
+    def schedule(self) -> Schedule | None:
+        """The order in which pipeline stages run micro-batches; None without stages."""
+        return Schedule.of(self.forecast.plan.mesh, self.choice.accumulation)
+
+    @property
     def reserve(self) -> int:
         """Bytes of a device's memory that no step may use."""
         rates = self.forecast.rates
@@ -68,9 +74,9 @@ class Planned:
 def to_json(planned: Planned) -> dict[str, Any]:
     """Returns every figure of the tables as JSON values, in bytes and seconds, of each device.
 
-    `step` is null if not every program was compiled, `tokens_per_second` in it if the batch has no
-    tokens, and `remedies` if none were searched for. `weighed` has the options that an "auto" was
-    chosen from, the fastest first.
+    `pipeline` is null without stages, `step` if not every program was compiled, `tokens_per_second`
+    in it if the batch has no tokens, and `remedies` if none were searched for. `weighed` has the
+    options that an "auto" was chosen from, the fastest first.
     """
     forecast, choice, live = planned.forecast, planned.choice, planned.forecast.plan.live
     shares = ("matrix_share", "memory_share", "link_share", "host_share")
@@ -84,6 +90,7 @@ def to_json(planned: Planned) -> dict[str, Any]:
         "seq": planned.seq,
         "attention": planned.attention,
         "choice": dataclasses.asdict(choice),
+        "pipeline": _pipeline(planned),
         "fits": forecast.fits,
         "memory": {
             **_memory(forecast),
@@ -156,6 +163,19 @@ def to_json(planned: Planned) -> dict[str, Any]:
 def _memory(forecast: Forecast) -> dict[str, object]:
     peak = forecast.peak
     return {"kinds": dict(peak.memory), "peak": peak.bytes, "headroom": forecast.headroom}
+
+
+def _pipeline(planned: Planned) -> dict[str, object] | None:
+    if (schedule := planned.schedule) is None:
+        return None
+    return {
+        "schedule": schedule.name,
+        "stages": schedule.stages,
+        "micro_batches": schedule.micro_batches,
+        "ticks": schedule.ticks,
+        "bubble": schedule.bubble,
+        "boundary": planned.forecast.boundary,
+    }
 
 
 def _step(forecast: Forecast) -> dict[str, float | None]:

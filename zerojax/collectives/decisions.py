@@ -17,11 +17,11 @@ from zerojax.plan.layout import SpecEntry
 from zerojax.xla.types import Equation
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
-EXCHANGE = "all-to-all"
+EXCHANGE, PERMUTE = "all-to-all", "collective-permute"
 
 ENTRY, BEFORE_LOOP, USE, LOOP = "entry", "before the loop", "use", "loop"
 PREFETCHED, DEFERRED, AFTER_LOOP = "loop, prefetched", "loop, deferred", "after the loop"
-PRODUCED, UPDATE = "produced", "update"
+PRODUCED, UPDATE, STAGES = "produced", "update", "between stages"
 """Places of collectives: docs/planning.md has a table of what each value of "where" means."""
 
 
@@ -30,7 +30,7 @@ class Decision:
     """One collective.
 
     Attributes:
-      kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all".
+      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "collective-permute".
       shape: The shape of the array that is sent: after an all-gather, before a reduce-scatter.
       dtype: The name of its dtype.
       payload: Bytes of that array that one group of devices sends together, padding included.

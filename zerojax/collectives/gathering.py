@@ -326,7 +326,8 @@ class Gatherer:
                     shard = layout.within(shard, dimension, name)
                     gradient = self.constrain(gradient, shard)
                 return gradient if parts else self.constrain(gradient, shard)
-        counts = self.ledger.over(layout.parts(name, self.mesh) for _, name in parts)
+        sizes = (layout.parts(name, self.mesh) for _, name in parts)
+        counts = self.ledger.over(sizes, spec)
         for (dimension, name), n in zip(parts, counts, strict=True):
             before, shard = shard, layout.within(shard, dimension, name)
             partly = name != parts[-1][1]

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.collectives import decisions
 from zerojax.collectives.decisions import Decision, group, payload, summed_over
-from zerojax.devices.mesh import zero_axis
+from zerojax.devices.mesh import STAGE, stage_size, zero_axis
 from zerojax.plan import layout
 from zerojax.plan.layout import SpecEntry
 from zerojax.xla.types import Equation, Shaped
@@ -109,7 +109,7 @@ class Ledger:
           x: An array of the sum's shape and dtype.
           before, after: The specs.
           over: The number of devices that hold a partial sum; None for all devices with different
-            rows or tokens.
+            rows or tokens, of one pipeline stage if "stage" shards the array.
           partly: Whether a later collective adds the partial sums of further devices.
         """
         if not self.asked:
@@ -117,7 +117,7 @@ class Ledger:
         if self._deferred:
             return self._note()
         n = group(after, before, self._mesh)
-        remaining = (self._over if over is None else over) // max(n, 1)
+        remaining = (self._summed(before) if over is None else over) // max(n, 1)
         sent = [(decisions.SCATTER, x, after, before, n)] if n > 1 else []
         if remaining > 1:
             sent.append((decisions.REDUCE, x, after, after, remaining))
@@ -141,11 +141,16 @@ class Ledger:
         self._complete.add(len(self._noted))
         return self._note()
 
-    def over(self, parts: Iterable[int]) -> list[int]:
-        """Returns the number of devices in each of several successive sums, the last of which is
-        over all remaining devices."""
+    def over(self, parts: Iterable[int], spec: Sequence[SpecEntry]) -> list[int]:
+        """Returns the number of devices in each of several successive sums of an array that is
+        sharded by ``spec``, the last of which is over all remaining devices."""
         sizes = list(parts)
-        return [*sizes[:-1], self._over // math.prod(sizes[:-1])]
+        return [*sizes[:-1], self._summed(spec) // math.prod(sizes[:-1])]
+
+    def _summed(self, spec: Sequence[SpecEntry]) -> int:
+        """Returns the number of devices that hold a partial sum of an array."""
+        n = stage_size(self._mesh) if layout.dimensions(spec, STAGE) else 1
+        return self._over // n
 
     def exchanges(
         self, x: Shaped, spec: Sequence[SpecEntry], devices: int

@@ -5,9 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Collection, Sequence
-
-from jax.sharding import Mesh
+from collections.abc import Collection, Iterator, Sequence
 
 from zerojax.hlo.assignment import HeldBuffer
 from zerojax.hlo.program import Computation, HloProgram, Instruction, parse
@@ -43,8 +41,8 @@ class ParameterShapes:
     """Shapes that distinguish one kind of temporary from another.
 
     Attributes:
-      params: Sorted dimensions of the parameters, unsharded and of a device's shard; also of one
-        layer, for parameters stacked by layer.
+      params: Sorted dimensions of the parameters, unsharded, of a device's shard, and of the shard
+        that ZeRO's axis leaves; also of one layer, for parameters stacked by layer.
       vocabulary: Rows of the largest embedding; 0 if no parameter's path contains "embed".
     """
 
@@ -55,7 +53,7 @@ class ParameterShapes:
     def of(cls, plan: Plan) -> ParameterShapes:
         """Returns the shapes of the parameters in a plan."""
         leaves = plan.leaves["params"]
-        shapes = [shape for leaf in leaves for shape in (leaf.shape, _shard(leaf, plan.mesh))]
+        shapes = [shape for leaf in leaves for shape in (leaf.shape, *_shards(leaf, plan))]
         layers = [shape[1:] for shape in shapes if len(shape) > 2]
         tables = [
             leaf.shape
@@ -148,11 +146,11 @@ def _reformed(computation: Computation, instruction: Instruction) -> bool:
     return len(sources) == 1 and sources[0].operation == "all-gather"
 
 
-def _shard(leaf: Leaf, mesh: Mesh) -> Dims:
-    full_spec = layout.full(leaf.spec, len(leaf.shape))
-    return tuple(
-        -(-n // layout.parts(axes, mesh)) for n, axes in zip(leaf.shape, full_spec, strict=True)
-    )
+def _shards(leaf: Leaf, plan: Plan) -> Iterator[Dims]:
+    """Yields the shape of a device's shard, and that after an all-gather over ZeRO's axis."""
+    spec = layout.full(leaf.spec, len(leaf.shape))
+    for each in (spec, layout.without(spec, plan.axis)):
+        yield layout.shard_shape(leaf.shape, each, plan.mesh)
 
 
 def _key(dims: Sequence[int]) -> Dims:

@@ -49,6 +49,7 @@ class Choice:
       live: The most elements of parameters that stay gathered over an update; 0 below stage 3 and
         for offloaded parameters.
       xla: Options of XLA, by the names of the config's fields, in addition to the config's.
+      pipeline: The pipeline stages into which a search divides the hosts; 1 for the given mesh.
     """
 
     stage: int
@@ -58,6 +59,7 @@ class Choice:
     offload: Offload = "none"
     live: int = 0
     xla: tuple[tuple[str, bool | int | str], ...] = ()
+    pipeline: int = 1
 
     def __post_init__(self) -> None:
         if not self.drops:
@@ -69,6 +71,7 @@ class Choice:
         words += ["remat" if self.remat is True else f"remat {self.remat}"] if self.remat else []
         words += [f"{self.offload} offloaded"] if self.offload != "none" else []
         words += [f"{self.live:,} elements gathered"] if self.live else []
+        words += [f"{self.pipeline} pipeline stages"] if self.pipeline > 1 else []
         words += [f"{name}={value}" for name, value in self.xla]
         return ", ".join(words)
 
@@ -149,10 +152,14 @@ class Choice:
             **({"xla": xla} if xla else {}),
         }
 
+    def rows(self, world: int) -> int:
+        """Returns the rows of an update on ``world`` devices, which stages divide."""
+        return self.micro * self.accumulation * world // self.pipeline
+
     def _batch(self, world: int) -> dict[str, Any]:
         """Returns the batch sizes, by the names that a JSON and a config share."""
-        rows = self.micro * self.accumulation * world
-        return dict(zip(BATCH_SIZES, (rows, self.micro, self.accumulation), strict=True))
+        sizes = self.rows(world), self.micro, self.accumulation
+        return dict(zip(BATCH_SIZES, sizes, strict=True))
 
 
 def _kept_less(remat: Remat) -> int:

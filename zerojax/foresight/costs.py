@@ -91,6 +91,9 @@ def measure(
     program, sent, copied = parse(text), collectives(text), host_copies(text)
     memory: Any = executable.memory_analysis()
     graphs = records_graphs(lowered)
+    permuted = (
+        shape for each in sent if each.op_name.endswith("/ppermute") for shape in each.shapes
+    )
     spent = program_time(program, sent, copied, rates, nodes, records_graphs=graphs)
     return dataclasses.replace(
         measured,
@@ -99,6 +102,7 @@ def measure(
         seconds=spent.seconds,
         forward=spent.forward,
         traffic=tuple(_traffic(sent, copied, spent, nodes)),
+        boundary=max((shape.bytes for shape in permuted), default=0),
         again=computed_again(program),
         bytes_again=spent.bytes_again,
         seconds_again=spent.again,

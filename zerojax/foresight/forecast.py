@@ -9,10 +9,11 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from zerojax.devices.mesh import micro_batch_devices
+from zerojax.devices.mesh import micro_batch_devices, stage_size
 from zerojax.devices.rates import Rates
 from zerojax.devices.topology import device_kinds, gpus_per_host, lookup
 from zerojax.hlo.rematerialised import begins_above
+from zerojax.pipeline.schedule import Schedule
 from zerojax.plan.state_sharding import Plan
 
 RECOMPUTES = 1e-3
@@ -68,6 +69,8 @@ class CompiledProgram:
       forward: Floating-point operations of the forward pass's matrix products, without their
         repetition in the backward pass.
       traffic: Collectives, then copies.
+      boundary: Bytes of the largest array that devices send to their neighbours by
+        ``lax.ppermute``, as pipeline stages do.
       compile_seconds: Time of the compile, on this machine.
       arguments: Bytes of the program's arguments on the device.
       again: The number of instructions with which XLA computes a value again to save memory, see
@@ -84,6 +87,7 @@ class CompiledProgram:
     seconds: float = 0.0
     forward: float = 0.0
     traffic: tuple[Traffic, ...] = ()
+    boundary: int = 0
     compile_seconds: float = 0.0
     arguments: int = 0
     again: int = 0
@@ -199,6 +203,17 @@ class Forecast:
         return max(sum(each.times * each.seconds for each in self.programs), disk_seconds)
 
     @property
+    def boundary(self) -> int:
+        """Bytes of the largest array that devices send to their neighbours by ``lax.ppermute``."""
+        return max(each.boundary for each in self.programs)
+
+    @property
+    def network_share(self) -> float:
+        """The share of a step that waits for transfers between nodes."""
+        waited = sum(each.waited for each in self.traffic if each.between_nodes)
+        return waited / self.seconds
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens per second, over all devices."""
         return self.tokens / self.seconds
@@ -206,8 +221,13 @@ class Forecast:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization (PaLM, appendix B, arXiv:2204.02311): 3 times the FLOPs of the
-        forward pass's matrix products / (the step's time * the highest matrix rate)."""
+        forward pass's matrix products / (the step's time * the highest matrix rate). Under pipeline
+        stages without the share of idle ticks, whose results are unused; the products outside of
+        the pipeline's loops, as the head's, are scaled alike."""
         model_flops = 3 * sum(each.times * each.forward for each in self.programs)
+        if stage_size(mesh := self.plan.mesh) > 1:
+            sizes = self.plan.config.batch(self.row_devices)
+            model_flops *= 1 - Schedule(mesh, sizes.accumulation).bubble
         return model_flops / (self.seconds * max(self.rates.matrix.values()))
 
     @property

@@ -137,14 +137,15 @@ class Trials:
         """Returns a lower bound of the device memory of a choice, in bytes, without a compile.
 
         The bound is the state at rest, plus the most activations of any compiled choice of the same
-        stage and offload that has no more rows in a micro-batch and no less remat. Choices of other
-        stages do not count, since an unsharded gradient there may have been taken for an
-        activation by its shape.
+        stage, offload and pipeline that has no more rows in a micro-batch and no less remat.
+        Choices of other stages do not count, since an unsharded gradient there may have been taken
+        for an activation by its shape.
         """
+        mode = choice.stage, choice.offload, choice.pipeline
         activations = (
             each.peak.memory.get(ACTIVATIONS, 0)
             for known, each in self._known.items()
-            if (known.stage, known.offload) == (choice.stage, choice.offload)
+            if (known.stage, known.offload, known.pipeline) == mode
             and known.micro <= choice.micro
             and known.keeps_no_more(choice)
         )

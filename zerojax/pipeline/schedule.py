@@ -30,6 +30,11 @@ class Schedule(NamedTuple):
         return cls(mesh, micro_batches) if stage_size(mesh) > 1 else None
 
     @property
+    def name(self) -> str:
+        """The name of the schedule in the literature."""
+        return "GPipe"
+
+    @property
     def stages(self) -> int:
         """The number of stages, S."""
         return int(self.mesh.shape[STAGE])

@@ -34,11 +34,14 @@ from jax.typing import DTypeLike
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import (
     REPLICA,
+    STAGE,
     are_present,
     axis_size,
     batch_axes,
     batch_devices,
     joined_axes,
+    micro_batch_devices,
+    stage_size,
 )
 from zerojax.plan import errors, layout, table
 from zerojax.plan.layout import Spec
@@ -273,12 +276,17 @@ class Plan(Summarized):
         groups = self.mesh.shape.get(REPLICA)
         title = f"ZeRO stage {config.stage} over {n} devices (axis {self.axis!r})"
         if groups and config.stage == 0:
-            title = f"ZeRO stage 0: a full state on each of {batch_devices(self.mesh)} devices"
+            n = micro_batch_devices(self.mesh)
+            title = f"ZeRO stage 0: a full state on each of {n} devices"
         elif groups:
             title += f" in each of {groups} replica groups"
         others = {
-            a: k for a, k in self.mesh.shape.items() if a not in (*joined_axes(self.axis), REPLICA)
+            a: k
+            for a, k in self.mesh.shape.items()
+            if a not in (*joined_axes(self.axis), REPLICA, STAGE)
         }
+        stages = stage_size(self.mesh)
+        title += f", {stages} pipeline stages" if stages > 1 else ""
         title += f", other axes {others}" if others else ""
         low = config.compute_dtype
         title += f", {low} compute with fp32 masters" if low else ""

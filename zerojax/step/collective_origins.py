@@ -33,10 +33,12 @@ class Origins:
 
     def row(self, op: Operation, decision: decisions.Decision) -> CollectiveRow:
         """Returns the table row of a decision that an operation implements."""
-        paths = self._destinations(op) if decision.of_gradient else self._origins(op)
-        place = self._line(op, decision)
-        if decision.where == decisions.UPDATE and not decision.shape:
-            paths, place = [], _line_of(op.eqn)
+        is_norm = decision.where == decisions.UPDATE and not decision.shape
+        if is_norm or decision.where == decisions.STAGES:
+            paths, place = list[str](), _line_of(op.eqn)
+        else:
+            paths = self._destinations(op) if decision.of_gradient else self._origins(op)
+            place = self._line(op, decision)
         return CollectiveRow(
             kind=decision.kind,
             arrays=tuple(paths),

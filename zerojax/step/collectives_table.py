@@ -13,7 +13,7 @@ class CollectiveRow:
     """One collective that zerojax requests.
 
     Attributes:
-      kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all".
+      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "collective-permute".
       arrays: The paths of the parameters that are sent, or whose gradients are sent; several for
         values that are computed from several parameters; none for other values.
       shape: Shape of the array that is sent: after a gather, or before a scatter.
@@ -24,7 +24,7 @@ class CollectiveRow:
         branch of a conditional counts.
       exact: False in a loop with an unknown number of iterations; such a loop counts once.
       where: "entry", "before the loop", "use", "loop", "loop, prefetched", "loop, deferred",
-        "after the loop", "produced" or "update".
+        "after the loop", "produced", "update" or "between stages".
       reason: The reason for the place.
       line: The line of the program that uses the array, or that its gradient comes from, as
         "model.py:7"; empty if unknown.

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from zerojax.collectives import decisions, wanted
 from zerojax.collectives.decisions import Decision
 from zerojax.collectives.ledger import Ledger
+from zerojax.devices.mesh import STAGE
 from zerojax.graph.operations import Operation, Program
 from zerojax.graph.primitives import LOOKUPS
 from zerojax.optim.norm import NORM
@@ -16,6 +17,7 @@ from zerojax.step.collective_origins import Origins
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.program import TracedProgram
 from zerojax.trace import marks
+from zerojax.xla import jaxprs
 
 _REDUCTIONS = decisions.SCATTER, decisions.REDUCE
 
@@ -82,8 +84,10 @@ class EmittedOperations:
     def collectives(self) -> Iterator[tuple[Operation, Decision]]:
         """Yields the operations for which XLA sends data, with their decisions, in order."""
         dropped, numbers = self._merged(), set[tuple[int, int]]()
-        for at, found in self._followed.items():
-            op = self._program.operations[at]
+        for at in self._alive:
+            op, found = self._program.operations[at], self._followed.get(at, ())
+            if op.name == "shard_map":
+                yield from _between_stages(op)
             if at in dropped or (found and found[0].kind in _REDUCTIONS and not self._partial(at)):
                 continue
             if op.name in LOOKUPS and found and op.operands[1] is not None:
@@ -172,6 +176,19 @@ class EmittedOperations:
                 case (("transpose" | "reshape" | "squeeze"), [term]):
                     reduced[op.results[0]] = term
         return merged
+
+
+def _between_stages(op: Operation) -> Iterator[tuple[Operation, Decision]]:
+    """Yields the arrays that a pipeline's stages send to their neighbours."""
+    program = Program(jaxprs.param(op.eqn, "jaxpr"))
+    for inner in (program.operations[at] for at in sorted(program.live())):
+        if inner.name == "ppermute" and STAGE in jaxprs.param(inner.eqn, "axis_name"):
+            (x,) = (v.aval for v in inner.eqn.outvars)
+            sent = x.size * x.dtype.itemsize
+            reason = "a micro-batch goes to the neighbour in each tick"
+            place = decisions.STAGES, reason
+            decision = Decision(decisions.PERMUTE, x.shape, x.dtype.name, sent, 2, *place)
+            yield op._replace(times=op.times * inner.times), decision
 
 
 def _all_reduced(found: Decisions) -> Decisions:

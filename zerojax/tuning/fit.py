@@ -17,7 +17,7 @@ from zerojax.config.auto import stand_in
 from zerojax.config.batch import stages_of
 from zerojax.config.load import as_json
 from zerojax.devices.arranged import in_stages
-from zerojax.devices.mesh import are_present, micro_batch_devices
+from zerojax.devices.mesh import are_present, micro_batch_devices, stage_size
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice
@@ -28,7 +28,7 @@ from zerojax.models.registry import find, takes, takes_policy
 from zerojax.tuning.cache import Cache
 from zerojax.tuning.options import search_options
 from zerojax.tuning.search import COMPILES, SECONDS, SearchResult, listed, search
-from zerojax.tuning.space import POLICIES, left_open
+from zerojax.tuning.space import FILLED, POLICIES, left_open
 from zerojax.tuning.study import Study
 from zerojax.xla.compiler import GPUS
 
@@ -39,8 +39,9 @@ class Fitted:
 
     Attributes:
       config: A DeepSpeed JSON for :func:`zerojax.zero`.
-      choice: The settings of ``config``, and ``remat``, an option of the model that no config has:
-        a bool, or a name for ``remat_policy``.
+      choice: The settings of ``config``, and two that no config has: ``remat``, an option of the
+        model, a bool or a name for ``remat_policy``; and ``pipeline``, if above 1 the size of the
+        mesh's outermost axis "stage".
       ranking: Every choice that was compiled and fits, by descending tokens per second (by
         ascending step time if ``autotuning.metric`` is "latency"). With ``xla``, the first entries
         are the fastest choice under several XLA options.
@@ -77,8 +78,10 @@ def fit(
 
     The stage, the batch sizes, the offload sections and ``stage3_max_live_parameters`` are open if
     the config has "auto" or nothing for them, and ``remat`` and ``remat_policy`` are open if
-    ``model`` takes them. The search compiles each choice for the devices and runs none (except with
-    ``xla``). ``~/.cache/zerojax`` caches the measurements of compiled programs.
+    ``model`` takes them. If the mesh has only the axis "data", over several hosts, and the fastest
+    choice waits for the network, it is tried in pipeline stages of hosts as well. The search
+    compiles each choice for the devices and runs none (except with ``xla``). ``~/.cache/zerojax``
+    caches the measurements of compiled programs.
 
     DeepSpeed's section ``autotuning``, if enabled, bounds the search: the rows of an update and of
     a micro-batch, and the number of micro-batches compiled; its ``metric`` defines the fastest
@@ -148,6 +151,10 @@ def fit(
         note=_tell if note is None else note,
         measured=cache,
     )
+    if (stages := stage_size(mesh)) > 1:
+        space = dataclasses.replace(space, fewest=FILLED * stages)
+    elif space.bounds is None:
+        space = dataclasses.replace(space, pipelines=study.pipelines)
     searched = search(study, space, compiles, seconds, done)
     ranking = tuple(searched.ranking)
     if not ranking and study.failed is not None:

@@ -18,6 +18,8 @@ from zerojax.tuning.space import Space
 COMPILES, SECONDS = 40, 1200.0
 AS_FAST = 0.02
 """The difference of two step times, as a share, below which neither counts as faster."""
+WAITS = 0.1
+"""The share of a step that waits for the network from which pipeline stages are tried."""
 REFINED = 2
 """Number of choices to try again with parameters that stay gathered."""
 
@@ -51,8 +53,9 @@ def search(
     highest stage with remat, fits at the smallest micro-batch. More offload is tried only if
     nothing fits with less, because its traffic over the host's link only costs time. The stage and
     the offload of the fastest choice are tried again with each policy of what blocks keep, and with
-    the named values that are worth most (:mod:`zerojax.foresight.by_value`). If the config leaves
-    open which parameters stay gathered at stage 3, the fastest choices are tried again with as many
+    the named values that are worth most (:mod:`zerojax.foresight.by_value`). If the fastest choice
+    waits for the network, it is tried again in pipeline stages of hosts. If the config leaves open
+    which parameters stay gathered at stage 3, the fastest choices are tried again with as many
     gathered parameters as fit.
 
     Args:
@@ -93,6 +96,8 @@ def search(
     unseen = []
     if space.policies and fitting:
         unseen = _keep_more(limits, space, fitting, at_most, shortest)
+    if space.pipelines and fitting:
+        unseen += _in_stages(limits, space, fitting, shortest)
     if space.live is None:
         fastest = [x.choice for x in ranked(fitting.values(), shortest) if x.choice.drops]
         for choice in fastest[:REFINED]:
@@ -166,6 +171,26 @@ def _keep_more(
     return []
 
 
+def _in_stages(
+    limits: _Limits, space: Space, fitting: dict[Choice, Trial], shortest: bool
+) -> list[Choice]:
+    """Tries the fastest choice in pipeline stages, also at ZeRO's stage 1, if it waits for the
+    network. Adds the trials that fit to ``fitting``; returns the modes skipped at the limits."""
+    fastest = ranked(fitting.values(), shortest)[0]
+    if fastest.forecast.network_share < WAITS:
+        return []
+    stages = dict.fromkeys([fastest.choice.stage, *(n for n in space.stages if n == 1)])
+    staged = (space.in_stages(fastest.choice, n) for n in space.pipelines)
+    modes = [dataclasses.replace(each, stage=stage) for each in staged for stage in stages]
+    for i, mode in enumerate(modes):
+        try:
+            if forecast := limits.fitting(mode):
+                fitting[mode] = Trial(mode, forecast)
+        except TimeoutError:
+            return modes[i:]
+    return []
+
+
 def _of_mode(
     limits: _Limits, space: Space, mode: Choice, sizes: Sequence[int], at_most: int
 ) -> Iterator[Trial]:
@@ -209,7 +234,8 @@ def ranked(trials: Iterable[Trial], shortest: bool = False) -> list[Trial]:
     """
 
     def pace(x: Trial) -> float:
-        return x.seconds / (1 if shortest else x.choice.micro * x.choice.accumulation)
+        rows = x.choice.micro * x.choice.accumulation / x.choice.pipeline
+        return x.seconds / (1 if shortest else rows)
 
     order = sorted(trials, key=pace)
     steady = next((x for x in order if not x.forecast.recomputes), None)

@@ -30,6 +30,10 @@ LARGEST = 1024  # rows of a device in a micro-batch
 POLICIES = ("dots_no_batch", "dots", "offload_dots_no_batch")
 """Names for ``zerojax.remat_policy`` to try for a model that takes one."""
 
+FILLED = 4
+"""Micro-batches for each pipeline stage from which the stages idle for a fifth of the ticks at
+most (Huang et al., 2019, arXiv:1811.06965)."""
+
 LOCO = "zeropp_loco_param"
 _ZERO = ("stage", *SECTIONS, LIVE, "stage3_max_reuse_distance")
 
@@ -44,10 +48,12 @@ class Space:
         fastest without them; empty if the model takes no ``remat_policy``.
       micro: Rows of a device in a micro-batch; None if open.
       accumulation: Micro-batches per update; None if open.
+      fewest: The fewest micro-batches per update to try, where they are open.
       rows: Rows of a device in an update, a multiple of the micro-batch; None if open.
       live: Elements of parameters that stay gathered over an update; None if open.
       bounds: The bounds of the search, from the config's section ``autotuning``; None if absent.
       world: The number of devices that share the rows, for the bounds on the rows of an update.
+      pipelines: Numbers of pipeline stages to try where the fastest choice waits for the network.
     """
 
     stages: Sequence[int] = (0, 1, 2, 3)
@@ -56,10 +62,12 @@ class Space:
     policies: Sequence[str] = ()
     micro: int | None = None
     accumulation: int | None = None
+    fewest: int = 1
     rows: int | None = None
     live: int | None = None
     bounds: AutotuningConfig | None = None
     world: int = 1
+    pipelines: Sequence[int] = ()
 
     def sizes(self) -> list[int]:
         """Returns the allowed micro-batches in ascending order; powers of two if all is open.
@@ -74,7 +82,8 @@ class Space:
         elif self.accumulation is not None:
             sizes = [self.rows // self.accumulation]
         else:
-            sizes = [n for n in range(1, self.rows + 1) if self.rows % n == 0]
+            most = self.rows // self.fewest
+            sizes = [n for n in range(1, most + 1) if self.rows % n == 0] or [1]
         within = [n for n in sizes if self._within(n)]
         if not within:
             raise ConfigError(
@@ -98,8 +107,22 @@ class Space:
 
     def choice(self, mode: Choice, micro: int) -> Choice:
         """Returns a mode with a micro-batch, and the accumulation that follows from it."""
-        accumulation = self.accumulation or (1 if self.rows is None else self.rows // micro)
+        accumulation = self.accumulation or (
+            self.fewest if self.rows is None else self.rows // micro
+        )
         return dataclasses.replace(mode, micro=micro, accumulation=accumulation)
+
+    def in_stages(self, choice: Choice, stages: int) -> Choice:
+        """Returns a choice in pipeline stages, without offload: of the same rows if the config
+        leaves the micro-batches open, in the fewest that fill the stages."""
+        rows, n = choice.micro * choice.accumulation * stages, self.accumulation
+        if n is None:
+            divisors = (n for n in range(1, rows + 1) if rows % n == 0)
+            counts = [n for n in divisors if self.micro in (None, rows // n)]
+            n = min((n for n in counts if n >= FILLED * stages), default=counts[-1])
+        micro = self.micro or rows // n
+        staged = dataclasses.replace(choice, pipeline=stages, offload="none")
+        return dataclasses.replace(staged, micro=micro, accumulation=n)
 
     def modes(self) -> Iterator[Choice]:
         """Yields every possible combination of stage, remat and offload, the cheapest first."""

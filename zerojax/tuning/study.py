@@ -16,7 +16,15 @@ from zerojax.api import Zero, zero
 from zerojax.config import OffloadParam, ZeroConfig
 from zerojax.config.frozen import quiet
 from zerojax.devices.arranged import arranged
-from zerojax.devices.mesh import SEQUENCE, batch_axes, micro_batch_devices
+from zerojax.devices.mesh import (
+    AXIS,
+    SEQUENCE,
+    STAGE,
+    batch_axes,
+    laid_out,
+    micro_batch_devices,
+)
+from zerojax.devices.network import nodes_of
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice, Remat, requested_rows
 from zerojax.foresight.costs import Measure, measure
@@ -88,6 +96,15 @@ class Study(Trials):
         )
         super().__init__(self._from_model, default_choice, rates, note, measured)
 
+    @property
+    def pipelines(self) -> list[int]:
+        """The numbers of pipeline stages that divide the hosts; none with other axes than ZeRO's,
+        or if elasticity has the batch sizes."""
+        hosts = len({*nodes_of(self._mesh)})
+        if self._mesh.axis_names != (AXIS,) or self._config.elasticity:
+            return []
+        return [n for n in range(2, hosts + 1) if hosts % n == 0]
+
     def run(self, choice: Choice) -> float | None:
         """Runs a choice on the devices; returns seconds per step, or None if it does not run."""
         decorated, work = self._decorated(choice.config(self._config, self.world), choice)
@@ -100,14 +117,17 @@ class Study(Trials):
 
     def _decorated(self, config: ZeroConfig, choice: Choice) -> tuple[Zero, Workload]:
         """Returns the decorator and the workload of a choice; the decorator has its specs."""
-        decorated = zero(config, mesh=self._mesh)
+        mesh = self._mesh
+        if (n := choice.pipeline) > 1:
+            mesh = laid_out(mesh, {STAGE: n, AXIS: mesh.size // n})
+        decorated = zero(config, mesh=mesh)
         work = self._workload(decorated, choice)
         if work.specs is not None:
-            decorated = zero(config, mesh=self._mesh, specs=work.specs)
+            decorated = zero(config, mesh=mesh, specs=work.specs)
         return decorated, work
 
     def _workload(self, decorated: Zero, choice: Choice) -> Workload:
-        rows = choice.micro * choice.accumulation * self.world
+        rows = choice.rows(self.world)
         options = {
             "zero": decorated,
             "rows": rows,

@@ -1,6 +1,6 @@
 """Pipeline stages beside stage 3 and ZeRO++, for Llama 2 70B on 64 absent GPUs; no GPU.
 
-    python -m benchmarks.pipeline                              # ten compiles, ten minutes
+    python -m benchmarks.pipeline                              # 14 compiles, 15 minutes
     python -m benchmarks.pipeline --record benchmarks/records
 
 An update of 128 rows of 8192 tokens, on H100s with 400 Gb/s for each device between nodes, and on
@@ -39,10 +39,12 @@ class Case(NamedTuple):
     Attributes:
       stages: Pipeline stages.
       zero: The section ``zero_optimization``.
+      rounds: Groups of layers a stage.
     """
 
     stages: int
     zero: dict[str, Any]
+    rounds: int = 1
 
     @property
     def micro_batches(self) -> int:
@@ -53,7 +55,7 @@ class Case(NamedTuple):
     @property
     def schedule(self) -> Schedule | None:
         mesh, _ = parse_devices(f"h100:{DEVICES}")
-        return Schedule.of(laid_out(mesh, self.axes), self.micro_batches)
+        return Schedule.of(laid_out(mesh, self.axes), self.micro_batches, self.rounds)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -72,13 +74,15 @@ CASES = {
     "ZeRO++ (hpZ, qwZ, qgZ)": Case(1, PLUS_PLUS),
     "8 stages x 8, stage 1": Case(8, {"stage": 1}),
     "16 stages x 4, stage 1": Case(16, {"stage": 1}),
+    "8 stages x 8, 2 rounds": Case(8, {"stage": 1}, 2),
+    "16 stages x 4, 5 rounds": Case(16, {"stage": 1}, 5),
 }
 NOTE = (
     f"Llama 2 70B, {ROWS} rows of {SEQ} tokens an update, {DEVICES} GPUs, bf16, remat, cuDNN's "
     "attention assumed, gradients added up in bf16. With stages a micro-batch is one row a device, "
-    "without stages a device takes its two rows at once. Theory: (M + S - 1) ticks, in each of "
+    "without stages a device takes its two rows at once. Theory: (M v + S - 1) ticks, in each of "
     "which a stage sends the boundary and the stream of inputs or outputs, forward and backward: "
-    f"4 (M + S - 1) of {BOUNDARY / 1e6:.0f} MB. Bubble: (S - 1) / (M + S - 1)."
+    f"4 (M v + S - 1) of {BOUNDARY / 1e6:.0f} MB. Bubble: (S - 1) / (M v + S - 1), with v rounds."
 )
 
 
@@ -88,7 +92,7 @@ def forecast(kind: str, case: Case) -> Forecast:
     mesh = laid_out(mesh, case.axes) if case.stages > 1 else mesh
     config = load(CONFIG | {
         "zero_optimization": case.zero, "gradient_accumulation_steps": case.micro_batches,
-        "train_batch_size": ROWS,
+        "train_batch_size": ROWS, "pipeline": {"rounds": case.rounds},
     })  # fmt: skip
     model = functools.partial(llama_70b, attention="cudnn")
     study = Study(model, config, mesh, rates, rows=ROWS, seq=SEQ)

@@ -117,7 +117,7 @@ def check(function: Callable[[jax.Array], Any], sizes: Sizes, *, stacked: bool) 
     """Holds a function by parts, the last filled up with copies, to the function itself."""
     by_rows, full = divided(function, sizes)
     assert by_rows.stacked == ([0] if stacked else [])
-    n, part, _ = sizes
+    n, part = sizes[:2]
     x = np.random.default_rng(0).normal(size=(n, 5)).astype(np.float32)
     places = np.arange(-(-n // part) * part).reshape(part, -1).T  # of each part, not neighbours
 
@@ -209,7 +209,7 @@ class TestDifferentiated:
 
     def gradient(self, function: Any, sizes: Sizes) -> tuple[Any, Any]:
         by_rows, _ = divided(function, sizes, padded=True, differentiated=True)
-        n, part, _ = sizes
+        n, part = sizes[:2]
         x = np.random.default_rng(0).normal(size=(n, 5)).astype(np.float32)
         at, counts = np.minimum(np.arange(part), n - 1), jnp.arange(part) < n
 

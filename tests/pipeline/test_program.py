@@ -107,6 +107,21 @@ def test_nnx() -> None:
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["", "dropout", "experts"])
+def test_several_rounds(kind: str) -> None:
+    check(zero_on(2, 2, 4, pipeline_rounds=2), lambda: models.stack(kind, remat=True))
+
+
+def test_rounds_must_divide_layers_and_micro_batches() -> None:
+    zero = zero_on(2, 2, 4, pipeline_rounds=3)
+    with pytest.raises(ValueError, match=r"rounds = 3 does not divide the 2 layers .* of \[1, 2\]"):
+        zero(models.train_step)(zero.init(models.stack), batches(16, 1)[0])
+    zero = zero_on(2, 2, 3, pipeline_rounds=2)
+    with pytest.raises(ValueError, match=r"pipeline\.rounds = 2 needs micro-batches that the 2"):
+        zero(models.train_step)(zero.init(models.stack), batches(24, 1)[0])
+
+
 def test_rows_that_a_layer_combines_are_refused() -> None:
     zero = zero_on(2, 2, 4)
     state = zero.init(lambda: models.stack("balanced"))

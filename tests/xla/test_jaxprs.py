@@ -80,6 +80,14 @@ def resharded(x: jax.Array) -> jax.Array:
         return jax.sharding.reshard(x, PartitionSpec("data"))
 
 
+def permuted(x: jax.Array) -> jax.Array:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("data")
+    return jax.shard_map(
+        lambda x: lax.ppermute(x, "data", [(0, 0)]), mesh=mesh, in_specs=spec, out_specs=spec
+    )(x)
+
+
 # By primitive: a function that uses it, and the parameters that zerojax reads.
 PARAMETERS: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
     "jit": (jax.jit(double), "jaxpr name in_shardings"),
@@ -89,6 +97,7 @@ PARAMETERS: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
         lambda x: x * jax.random.uniform(jax.random.key(0), x.shape),
         "bit_width shape",
     ),
+    "ppermute": (permuted, "axis_name"),
     "custom_vjp_call": (with_vjp, "call_jaxpr"),
     "custom_jvp_call": (with_jvp, "call_jaxpr"),
     "scan": (looped, "jaxpr length reverse unroll"),

@@ -52,7 +52,8 @@ class Planned:
     @property
     def schedule(self) -> Schedule | None:
         """The order in which pipeline stages run micro-batches; None without stages."""
-        return Schedule.of(self.forecast.plan.mesh, self.choice.accumulation)
+        plan = self.forecast.plan
+        return Schedule.of(plan.mesh, self.choice.accumulation, plan.config.pipeline_rounds)
 
     @property
     def reserve(self) -> int:

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from zerojax.devices.mesh import micro_batch_devices, stage_size
+from zerojax.devices.mesh import micro_batch_devices
 from zerojax.devices.rates import Rates
 from zerojax.devices.topology import device_kinds, gpus_per_host, lookup
 from zerojax.hlo.rematerialised import begins_above
@@ -225,9 +225,10 @@ class Forecast:
         stages without the share of idle ticks, whose results are unused; the products outside of
         the pipeline's loops, as the head's, are scaled alike."""
         model_flops = 3 * sum(each.times * each.forward for each in self.programs)
-        if stage_size(mesh := self.plan.mesh) > 1:
-            sizes = self.plan.config.batch(self.row_devices)
-            model_flops *= 1 - Schedule(mesh, sizes.accumulation).bubble
+        mesh, config = self.plan.mesh, self.plan.config
+        accumulation = config.batch(self.row_devices).accumulation
+        if schedule := Schedule.of(mesh, accumulation, config.pipeline_rounds):
+            model_flops *= 1 - schedule.bubble
         return model_flops / (self.seconds * max(self.rates.matrix.values()))
 
     @property

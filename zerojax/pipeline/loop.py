@@ -8,7 +8,7 @@ Sums over rows, such as gradients of the layers' weights, stay on their devices 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from zerojax.accumulation.reductions import REDUCTIONS
 from zerojax.devices.mesh import STAGE
 from zerojax.pipeline import layer
 from zerojax.pipeline.schedule import Schedule
-from zerojax.pipeline.slots import Streams, slots_spec
+from zerojax.pipeline.slots import Streams, in_order, interleaved, slots_spec
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
 
@@ -81,10 +81,12 @@ class LayerLoop(NamedTuple):
             sums = [schedule.row_axes] if kind.reduced else []
             return PartitionSpec(*sums, *([STAGE] if i >= n else []))
 
-        given = [
-            streams.entering(x, kind.dim) if kind.rows and not self.is_stored(i) else x
-            for i, (x, kind) in enumerate(zip(values, self.operands, strict=True))
-        ]
+        given = [*values]
+        for i, kind in enumerate(self.operands):
+            if kind.rows and not self.is_stored(i):
+                given[i] = streams.entering(values[i], kind.dim)
+            elif i >= n_consts + n and not self.is_stored(i):
+                given[i] = interleaved(values[i], 0, schedule)
         outs = jax.shard_map(
             _Stage(self, streams, schedule),
             mesh=schedule.mesh,
@@ -96,8 +98,10 @@ class LayerLoop(NamedTuple):
         for i, kind in enumerate(self.results):
             if kind.reduced:
                 outs[i] = REDUCTIONS[kind.name].over(outs[i], (0,))
-            elif kind.rows and not self.stores(i):
+            if kind.rows and not self.stores(i):
                 outs[i] = streams.leaving(outs[i], kind.dim)
+            elif i >= n and not self.stores(i):
+                outs[i] = in_order(outs[i], 0, schedule)
         return outs
 
 
@@ -107,11 +111,14 @@ class _State(NamedTuple):
     Attributes:
       arriving: What the stage before has sent: the constants with rows, and the carry.
       streams: The slots of the constants with rows and of the carry's arrays with rows.
+      waiting: With several rounds, the carry of each micro-batch that waits for its next round at
+        the first stage.
       results: By result, rows that are stored, sums so far, or the latest value.
     """
 
     arriving: dict[int, jax.Array]
     streams: dict[int, jax.Array]
+    waiting: dict[int, jax.Array]
     results: dict[int, jax.Array]
 
 
@@ -142,7 +149,11 @@ class _Stage:
             i: jnp.zeros_like(streams[i][0]) if i in streams else jnp.zeros_like(values[i])
             for i in self.moving
         }
-        start = _State(arriving, streams, self._empty())
+        waiting = {
+            i: jnp.zeros((schedule.micro_batches, *arriving[i].shape), arriving[i].dtype)
+            for i in (self.carry if schedule.rounds > 1 else ())
+        }
+        start = _State(arriving, streams, waiting, self._empty())
 
         def tick(state: _State, t: jax.Array) -> tuple[_State, None]:
             return self._tick(state, t, place, values), None
@@ -154,69 +165,92 @@ class _Stage:
         self, state: _State, t: jax.Array, place: jax.Array, values: Sequence[jax.Array]
     ) -> _State:
         schedule, stages = self.schedule, self.schedule.stages
+        m = schedule.micro_batches
         entered = t - place  # how many micro-batches have entered before
-        busy = (entered >= 0) & (entered < schedule.micro_batches)
-        entered = jnp.clip(entered, 0, schedule.micro_batches - 1)
+        busy = (entered >= 0) & (entered < m * schedule.rounds)
+        entered = jnp.clip(entered, 0, m * schedule.rounds - 1)
+        turn, entered = entered // m, entered % m
         slot, first, last = t % schedule.slots, place == 0, place == stages - 1
+        leaves = last & (turn == schedule.rounds - 1)
         micro_batch = self.streams.micro_batch(entered)
         streams = {i: _entry(x, slot) for i, x in state.streams.items()}
-        given = [
-            _entry(x, micro_batch) if self.loop.is_stored(i) else x for i, x in enumerate(values)
-        ]
+        # The last stage sent this S - 1 ticks after the first stage had taken it up.
+        waiting = {
+            i: lax.dynamic_update_index_in_dim(x, state.arriving[i], (t - stages) % m, 0)
+            for i, x in state.waiting.items()
+        }
+        given = [*values]
         for i in self.moving:
-            given[i] = jnp.where(first, streams.get(i, values[i]), state.arriving[i])
+            enters = streams.get(i, values[i])
+            if i in waiting:
+                enters = jnp.where(turn == 0, enters, _entry(waiting[i], entered))
+            given[i] = jnp.where(first, enters, state.arriving[i])
         number = self.loop.rows
         rows = layer.Rows(self.streams.first_row(micro_batch, number), number, schedule.axes)
-        outs = self._run_layers(given, state.results, rows, busy)
-        leaving = {i: given[i] for i in self.moving} | dict(zip(self.carry, outs, strict=False))
+        outs, results = self._run_layers(given, state.results, rows, busy, turn, micro_batch)
+        leaving = {i: given[i] for i in self.moving} | dict(zip(self.carry, outs, strict=True))
         streaming = {i: self._sent(x, -1) for i, x in streams.items()}
         for i in self.carry:
             if i in streaming:
-                streaming[i] = jnp.where(last, leaving[i], streaming[i])
-        at = jnp.where(busy, micro_batch, schedule.micro_batches)  # the last slot is never read
+                streaming[i] = jnp.where(leaves, leaving[i], streaming[i])
+        for i in range(self.n):
+            if i in results:
+                old, counts = state.results[i], busy & leaves
+                results[i] = (
+                    self._added(i, old, outs[i], counts)
+                    if self.loop.results[i].reduced
+                    else jnp.where(counts, outs[i], old)
+                )
         return _State(
             {i: self._sent(x, 1) for i, x in leaving.items()},
             {
                 i: lax.dynamic_update_index_in_dim(state.streams[i], x, slot, 0)
                 for i, x in streaming.items()
             },
-            {i: self._next(i, old, outs[i], busy & last, at) for i, old in state.results.items()},
+            waiting,
+            results,
         )
 
     def _run_layers(
         self,
         given: Sequence[jax.Array],
-        results: Mapping[int, jax.Array],
+        results: dict[int, jax.Array],
         rows: layer.Rows,
         busy: jax.Array,
-    ) -> list[jax.Array]:
-        """Runs the stage's layers on one micro-batch. Sums are added to those of ``results`` layer
-        by layer, so that no stack of one micro-batch's gradients exists."""
+        turn: jax.Array,
+        micro_batch: jax.Array,
+    ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+        """Runs one group of the stage's layers on one micro-batch. Returns the carry and the
+        results, which are written layer by layer, so that no stack of one micro-batch exists."""
         first, n, loop = self.carry.start, self.n, self.loop
-        summed = [i for i in range(n, len(loop.results)) if loop.results[i].reduced]
-        entries = [*given[self.carry.stop :]]
+        group = self.schedule.rounds - 1 - turn if self.reverse else turn
+        length = self.length // self.schedule.rounds
         pair = EquationPair(loop.global_equation, loop.equation)
+        at = jnp.where(busy, micro_batch, self.schedule.micro_batches)  # the last is never read
 
-        def run(state: Any, entry: Any) -> Any:
-            (carry, totals), (i, entries) = state, entry
-            outs = layer.run(pair, [*given[:first], *carry, *entries], rows)
-            totals = [
-                lax.dynamic_update_index_in_dim(
-                    total, self._added(k, _entry(total, i), outs[k], busy), i, 0
-                )
-                for k, total in zip(summed, totals, strict=True)
+        def run(state: Any, i: jax.Array) -> Any:
+            carry, results = state
+            i += group * length
+            entries = [
+                _entry(_entry(x, micro_batch), i) if loop.is_stored(k) else _entry(x, i)
+                for k, x in enumerate(given)
+                if k >= self.carry.stop
             ]
-            stacked = [x for k, x in enumerate(outs) if k >= n and k not in summed]
-            return (outs[:n], totals), stacked
+            outs = layer.run(pair, [*given[:first], *carry, *entries], rows)
+            written = dict(results)
+            for k in range(n, len(outs)):
+                place = (at, i) if loop.stores(k) else (i,)
+                new, rest = outs[k], results[k].ndim - len(place)
+                if loop.results[k].reduced:
+                    new = self._added(k, _entry(results[k], i), new, busy)
+                start = (*place, *[jnp.zeros((), i.dtype)] * rest)
+                new = new.reshape((1,) * len(place) + new.shape)
+                written[k] = lax.dynamic_update_slice(results[k], new, start)
+            return (outs[:n], written), None
 
-        start = [*given[first : self.carry.stop]], [results[i] for i in summed]
-        numbers = jnp.arange(self.length)
-        (carry, totals), stacked = lax.scan(run, start, (numbers, entries), reverse=self.reverse)
-        sums, others = iter(totals), iter(stacked)
-        return [
-            *carry,
-            *(next(sums if i in summed else others) for i in range(n, len(loop.results))),
-        ]
+        start = [*given[first : self.carry.stop]], results
+        (carry, results), _ = lax.scan(run, start, jnp.arange(length), reverse=self.reverse)
+        return carry, results
 
     def _added(self, i: int, total: jax.Array, value: jax.Array, counts: jax.Array) -> jax.Array:
         """Adds a value to a result that is a sum, if the value counts."""
@@ -245,18 +279,6 @@ class _Stage:
             elif not kind.rows:
                 empty[i] = jnp.zeros(shape, dtype)
         return empty
-
-    def _next(
-        self, i: int, old: jax.Array, new: jax.Array, last: jax.Array, at: jax.Array
-    ) -> jax.Array:
-        """Returns a result after a tick; ``last`` is whether a micro-batch leaves the pipeline."""
-        if self.loop.stores(i):
-            return lax.dynamic_update_index_in_dim(old, new, at, 0)
-        if i >= self.n:
-            return new
-        if self.loop.results[i].reduced:
-            return self._added(i, old, new, last)
-        return jnp.where(last, new, old)
 
     def _result(self, i: int, state: _State) -> jax.Array:
         kind, schedule = self.loop.results[i], self.schedule

@@ -7,27 +7,45 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
-from zerojax.devices.mesh import STAGE, batch_axes, stage_size
+from zerojax.devices.mesh import STAGE, batch_axes, nearest_multiples, stage_size
 
 
 class Schedule(NamedTuple):
-    """GPipe over the axis "stage" of a mesh (Huang et al., 2019, arXiv:1811.06965).
+    """GPipe over the axis "stage" of a mesh (Huang et al., 2019, arXiv:1811.06965), or the circular
+    schedule with several groups of layers a stage.
 
-    At tick t the p-th stage from the entrance runs the t-p-th micro-batch, so that M micro-batches
-    pass S stages in M + S - 1 ticks. Of these ticks every stage idles for S - 1.
+    At tick t the p-th stage from the entrance runs the (t - p)-th of all passes of micro-batches: M
+    micro-batches pass S stages v times, each time through other layers, in M v + S - 1 ticks. Of
+    these ticks every stage idles for S - 1. With v groups a stage, stage s has the groups s, s + S,
+    ... of equally many layers.
 
     Attributes:
       mesh: The devices.
       micro_batches: Micro-batches a step, M.
+      rounds: Groups of layers a stage, v.
     """
 
     mesh: Mesh | AbstractMesh
     micro_batches: int
+    rounds: int = 1
 
     @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh, micro_batches: int) -> Schedule | None:
-        """Returns the schedule on a mesh; None if the mesh has no pipeline stages."""
-        return cls(mesh, micro_batches) if stage_size(mesh) > 1 else None
+    def of(cls, mesh: Mesh | AbstractMesh, micro_batches: int, rounds: int = 1) -> Schedule | None:
+        """Returns the schedule on a mesh; None if the mesh has no pipeline stages.
+
+        Raises:
+          ValueError: With several rounds the stages do not divide the micro-batches.
+        """
+        if stage_size(mesh) == 1:
+            return None
+        schedule = cls(mesh, micro_batches, rounds)
+        if rounds > 1 and not schedule.is_even:
+            raise ValueError(
+                f"pipeline.rounds = {rounds} needs micro-batches that the {schedule.stages} stages "
+                f"divide, not gradient_accumulation_steps = {micro_batches}: take "
+                f"{nearest_multiples(micro_batches, schedule.stages)}, or pipeline.rounds = 1."
+            )
+        return schedule
 
     @property
     def name(self) -> str:
@@ -52,11 +70,11 @@ class Schedule(NamedTuple):
     @property
     def ticks(self) -> int:
         """Iterations of the loop over ticks."""
-        return self.micro_batches + self.stages - 1
+        return self.micro_batches * self.rounds + self.stages - 1
 
     @property
     def bubble(self) -> float:
-        """The share of the ticks in which a stage idles, (S - 1) / (M + S - 1)."""
+        """The share of the ticks in which a stage idles, (S - 1) / (M v + S - 1)."""
         return (self.stages - 1) / self.ticks
 
     @property

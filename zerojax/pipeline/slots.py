@@ -61,6 +61,24 @@ def from_slots(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
     return x.reshape(*before, math.prod(x.shape[dim : dim + n + 2]), *after)
 
 
+def interleaved(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
+    """Sorts a stack of layers, along ``dim``, by stages: those of a stage follow each other."""
+    return _regrouped(x, dim, schedule.rounds, schedule.stages)
+
+
+def in_order(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
+    """Sorts a stack of layers that :func:`interleaved` returned in the order of the layers."""
+    return _regrouped(x, dim, schedule.stages, schedule.rounds)
+
+
+def _regrouped(x: jax.Array, dim: int, outer: int, inner: int) -> jax.Array:
+    """Exchanges two dimensions that together with the layers of a group are one."""
+    if outer == 1 or inner == 1:
+        return x
+    shape = (*x.shape[:dim], outer, inner, x.shape[dim] // (outer * inner), *x.shape[dim + 1 :])
+    return jnp.swapaxes(x.reshape(shape), dim, dim + 1).reshape(x.shape)
+
+
 class Streams:
     """The inputs and outputs of a pipeline's micro-batches: [stages * slots, ...] over all stages.
 

@@ -159,6 +159,14 @@ OTHERS: tuple[Key, ...] = (
         field="pipeline_stages",
         auto='the mesh decides: its axis "stage", if it has one',
     ),
+    honoured(
+        "pipeline.rounds",
+        POSITIVE,
+        1,
+        "each stage has this many groups of layers, and micro-batches pass all stages as often "
+        "(the circular schedule); 1 is GPipe; a key of zerojax",
+        field="pipeline_rounds",
+    ),
     *no_effect(
         "pipeline",
         "the layers of a loop are equal, and every stage has equally many",

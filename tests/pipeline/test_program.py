@@ -108,6 +108,16 @@ def test_nnx() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes", [{"replica": 2, "stage": 2, "data": 2}, {"data": 2, "stage": 4}], ids=str
+)
+def test_any_order_of_axes_and_replica_groups(axes: dict[str, int]) -> None:
+    mesh = zerojax.mesh(axes=axes)
+    zero = zerojax.zero(stage=2, gradient_accumulation_steps=4, gradient_clipping=0.0, mesh=mesh)
+    check(zero, models.stack)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["", "dropout", "experts"])
 def test_several_rounds(kind: str) -> None:
     check(zero_on(2, 2, 4, pipeline_rounds=2), lambda: models.stack(kind, remat=True))

@@ -195,12 +195,7 @@ class _Stage:
                 streaming[i] = jnp.where(leaves, leaving[i], streaming[i])
         for i in range(self.n):
             if i in results:
-                old, counts = state.results[i], busy & leaves
-                results[i] = (
-                    self._added(i, old, outs[i], counts)
-                    if self.loop.results[i].reduced
-                    else jnp.where(counts, outs[i], old)
-                )
+                results[i] = self._next(i, state.results[i], outs[i], busy & leaves)
         return _State(
             {i: self._sent(x, 1) for i, x in leaving.items()},
             {
@@ -241,8 +236,8 @@ class _Stage:
             for k in range(n, len(outs)):
                 place = (at, i) if loop.stores(k) else (i,)
                 new, rest = outs[k], results[k].ndim - len(place)
-                if loop.results[k].reduced:
-                    new = self._added(k, _entry(results[k], i), new, busy)
+                if not loop.stores(k):
+                    new = self._next(k, _entry(results[k], i), new, busy)
                 start = (*place, *[jnp.zeros((), i.dtype)] * rest)
                 new = new.reshape((1,) * len(place) + new.shape)
                 written[k] = lax.dynamic_update_slice(results[k], new, start)
@@ -252,10 +247,12 @@ class _Stage:
         (carry, results), _ = lax.scan(run, start, jnp.arange(length), reverse=self.reverse)
         return carry, results
 
-    def _added(self, i: int, total: jax.Array, value: jax.Array, counts: jax.Array) -> jax.Array:
-        """Adds a value to a result that is a sum, if the value counts."""
-        both = REDUCTIONS[self.loop.results[i].name].of_two
-        return jnp.where(counts, both(total, value.astype(total.dtype)), total)
+    def _next(self, i: int, old: jax.Array, new: jax.Array, counts: jax.Array) -> jax.Array:
+        """Returns a sum so far, or the latest value, after a value that may count."""
+        if self.loop.results[i].reduced:
+            both = REDUCTIONS[self.loop.results[i].name].of_two
+            new = both(old, new.astype(old.dtype))
+        return jnp.where(counts, new, old)
 
     def _sent(self, x: jax.Array, by: int) -> jax.Array:
         """Sends an array ``by`` stages on in the direction of the pipeline."""

@@ -109,7 +109,7 @@ class _State(NamedTuple):
     """The carry of the loop over ticks.
 
     Attributes:
-      arriving: What the stage before has sent: the constants with rows, and the carry.
+      arriving: The constants with rows and the carry, as the stage before has sent them.
       streams: The slots of the constants with rows and of the carry's arrays with rows.
       waiting: With several rounds, the carry of each micro-batch that waits for its next round at
         the first stage.
@@ -169,12 +169,12 @@ class _Stage:
         entered = t - place  # how many micro-batches have entered before
         busy = (entered >= 0) & (entered < m * schedule.rounds)
         entered = jnp.clip(entered, 0, m * schedule.rounds - 1)
-        turn, entered = entered // m, entered % m
+        turn, entered = entered // m, entered % m  # the round, and the place in it
         slot, first, last = t % schedule.slots, place == 0, place == stages - 1
         leaves = last & (turn == schedule.rounds - 1)
         micro_batch = self.streams.micro_batch(entered)
         streams = {i: _entry(x, slot) for i, x in state.streams.items()}
-        # The last stage sent this S - 1 ticks after the first stage had taken it up.
+        # The last stage has sent the micro-batch that entered S ticks ago.
         waiting = {
             i: lax.dynamic_update_index_in_dim(x, state.arriving[i], (t - stages) % m, 0)
             for i, x in state.waiting.items()

@@ -17,9 +17,9 @@ from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.accumulation.analysis import Analysis
-from zerojax.accumulation.equation_analysis import Choices
+from zerojax.accumulation.equation_analysis import MIXES, Choices
 from zerojax.accumulation.flat import Flat, flatten
-from zerojax.accumulation.kinds import FIXED, RowKind
+from zerojax.accumulation.kinds import FIXED, RowKind, mixed
 from zerojax.accumulation.lines import where
 from zerojax.accumulation.literals import with_global_sizes
 from zerojax.accumulation.pairs import EquationPair, Sizes, UnevenError, pairs, scaled
@@ -143,7 +143,7 @@ class Pipeline:
         eqn, micro_eqn = pair
         n_consts, n = jaxprs.scan_counts(eqn)
         both = zip(eqn.invars, micro_eqn.invars, strict=True)
-        given = [self._kind(w, m) for w, m in both]
+        given = [self._kind(w, m, eqn) for w, m in both]
         analysis = Analysis(
             _alone(eqn), _alone(micro_eqn), given, Choices(), hopeful=False, sizes=self._sizes
         )
@@ -164,10 +164,12 @@ class Pipeline:
                 given[i] = FIXED
         return LayerLoop(micro, given, results, dtypes, eqn, self._sizes.micro_rows)
 
-    def _kind(self, w: Atom, m: Atom) -> RowKind:
+    def _kind(self, w: Atom, m: Atom, eqn: Equation) -> RowKind:
         """Returns the kind of an operand by its shapes: every position along the dimension that
         grows holds rows, whatever they were computed from."""
         dims = scaled(w.aval, m.aval)
+        if len(dims) > 1:
+            return mixed(MIXES, where(eqn), w.aval.shape)
         if dims:
             return RowKind("rows", dim=dims[0], outer=1)
         return FIXED.but(zero=graph_of(self._flat).is_zeros(w))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from zerojax.accumulation.flat import Flat, Variable
 from zerojax.accumulation.lines import where
@@ -180,7 +180,7 @@ def _on_one_device(pair: EquationPair, *values: jax.Array) -> list[jax.Array]:
 
     mapped = jax.shard_map(
         run,
-        mesh=AbstractMesh((1,) * len(names), names),
+        mesh=AbstractMesh((1,) * len(names), names, axis_types=(AxisType.Auto,) * len(names)),
         in_specs=jaxprs.param(eqn, "in_specs"),
         out_specs=[*jaxprs.param(eqn, "out_specs")],
         axis_names=jaxprs.param(eqn, "newly_manual_axes"),

@@ -8,6 +8,7 @@ that its loop gives the same numbers micro-batch by micro-batch; the analysis of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from zerojax.accumulation.literals import with_global_sizes
 from zerojax.accumulation.pairs import EquationPair, Sizes, UnevenError, pairs, scaled
 from zerojax.accumulation.roles import Roles
 from zerojax.accumulation.run import Trace, accumulator, flat_micro
+from zerojax.collectives.gathering import plain
 from zerojax.graph.def_use import Graph, Slice, graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS, RESHAPES
 from zerojax.pipeline import slots
@@ -200,16 +202,16 @@ class Pipeline:
             'over layers, for each row, or leave out the axis "stage".'
         )
 
-    def traced(self) -> tuple[Jaxpr, tuple[jax.Array, ...]]:
-        """Returns the open jaxpr of the step, which has the same arguments, and its constants."""
+    def traced(self) -> tuple[Jaxpr, tuple[Any, ...]]:
+        """Returns the open jaxpr of the step, which has the same arguments, and its constants:
+        those of the step that are shards are the same shards."""
         flat = self._flat
-        avals = [jaxprs.like(v.aval) for v in (*flat.constvars, *flat.invars)]
-        jaxpr, consts = jaxprs.open_jaxpr(jax.make_jaxpr(self._run)(*avals))
-        n = len(flat.constvars)
-        jaxpr = jaxpr.replace(
-            constvars=[*jaxpr.constvars, *jaxpr.invars[:n]], invars=jaxpr.invars[n:]
-        )
-        return jaxpr, (*consts, *flat.consts)
+        arrays = [plain(x) for x in flat.consts]
+        shapes = [jaxprs.like(v.aval) for v in flat.invars]
+        closed = jax.make_jaxpr(functools.partial(self._run, *arrays))(*shapes)
+        jaxpr, consts = jaxprs.open_jaxpr(closed)
+        given = {id(x): const for x, const in zip(arrays, flat.consts, strict=True)}
+        return jaxpr, tuple(given.get(id(x), x) for x in consts)
 
     def _run(self, *values: jax.Array) -> list[Any]:
         flat = self._flat

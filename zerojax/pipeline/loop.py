@@ -22,7 +22,7 @@ from zerojax.accumulation.reductions import REDUCTIONS
 from zerojax.devices.mesh import STAGE
 from zerojax.pipeline import layer
 from zerojax.pipeline.schedule import Schedule
-from zerojax.pipeline.slots import Streams, in_order, interleaved, slots_spec
+from zerojax.pipeline.slots import Streams, exchanged, slots_spec
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
 
@@ -81,12 +81,10 @@ class LayerLoop(NamedTuple):
             sums = [schedule.row_axes] if kind.reduced else []
             return PartitionSpec(*sums, *([STAGE] if i >= n else []))
 
-        given = [*values]
-        for i, kind in enumerate(self.operands):
-            if kind.rows and not self.is_stored(i):
-                given[i] = streams.entering(values[i], kind.dim)
-            elif i >= n_consts + n and not self.is_stored(i):
-                given[i] = interleaved(values[i], 0, schedule)
+        given = [
+            streams.entering(x, kind.dim) if kind.rows and not self.is_stored(i) else x
+            for i, (x, kind) in enumerate(zip(values, self.operands, strict=True))
+        ]
         outs = jax.shard_map(
             _Stage(self, streams, schedule),
             mesh=schedule.mesh,
@@ -98,10 +96,8 @@ class LayerLoop(NamedTuple):
         for i, kind in enumerate(self.results):
             if kind.reduced:
                 outs[i] = REDUCTIONS[kind.name].over(outs[i], (0,))
-            if kind.rows and not self.stores(i):
+            elif kind.rows and not self.stores(i):
                 outs[i] = streams.leaving(outs[i], kind.dim)
-            elif i >= n and not self.stores(i):
-                outs[i] = in_order(outs[i], 0, schedule)
         return outs
 
 
@@ -140,6 +136,10 @@ class _Stage:
 
     def __call__(self, *values: jax.Array) -> list[jax.Array]:
         schedule, kinds = self.schedule, self.loop.operands
+        values = tuple(
+            exchanged(x, schedule) if i >= self.carry.stop and not self.loop.is_stored(i) else x
+            for i, x in enumerate(values)
+        )
         stage = lax.axis_index(STAGE)
         place = schedule.stages - 1 - stage if self.reverse else stage  # from the entrance
         streams = {
@@ -285,10 +285,11 @@ class _Stage:
         if i < self.n and not kind.rows:
             last = 0 if self.reverse else schedule.stages - 1
             value = lax.all_gather(value, STAGE)[last]  # only the last stage has it
-        # Devices send the dtype of the gradients, as with one micro-batch.
-        return (
-            value.astype(self.loop.equation.outvars[i].aval.dtype)[None] if kind.reduced else value
-        )
+        if kind.reduced:  # devices send the dtype of the gradients, as with one micro-batch
+            value = value.astype(self.loop.equation.outvars[i].aval.dtype)
+        if i >= self.n and not kind.rows:
+            value = exchanged(value, schedule, back=True)
+        return value[None] if kind.reduced else value
 
 
 def _entry(x: jax.Array, i: jax.Array) -> jax.Array:

@@ -79,6 +79,24 @@ def _regrouped(x: jax.Array, dim: int, outer: int, inner: int) -> jax.Array:
     return jnp.swapaxes(x.reshape(shape), dim, dim + 1).reshape(x.shape)
 
 
+def exchanged(x: jax.Array, schedule: Schedule, *, back: bool = False) -> jax.Array:
+    """Returns the layers that one stage runs, for those that it stores; or, with ``back``, those
+    that it stores. Every group of layers is sent once, by collective-permutes."""
+    v, n = schedule.rounds, schedule.stages
+    if v == 1:
+        return x
+    groups = x.reshape(v, x.shape[0] // v, *x.shape[1:])
+    received = [jnp.zeros_like(groups[0])] * v
+    for turn in range(v):
+        for own in range(v):  # group g is the g % v-th of stage g // v at rest
+            numbers = [g for g in range(turn * n, turn * n + n) if g % v == own]
+            pairs = [(g // v, g % n) for g in numbers]
+            sent, to = (own, turn) if not back else (turn, own)
+            pairs = [pair[::-1] for pair in pairs] if back else pairs
+            received[to] += lax.ppermute(groups[sent], STAGE, pairs)  # zeros where none is sent
+    return jnp.concatenate(received)
+
+
 class Streams:
     """The inputs and outputs of a pipeline's micro-batches: [stages * slots, ...] over all stages.
 

@@ -86,14 +86,16 @@ def exchanged(x: jax.Array, schedule: Schedule, *, back: bool = False) -> jax.Ar
     if v == 1:
         return x
     groups = x.reshape(v, x.shape[0] // v, *x.shape[1:])
-    received = [jnp.zeros_like(groups[0])] * v
+    received, stage = [groups[0]] * v, lax.axis_index(STAGE)
     for turn in range(v):
         for own in range(v):  # group g is the g % v-th of stage g // v at rest
             numbers = [g for g in range(turn * n, turn * n + n) if g % v == own]
             pairs = [(g // v, g % n) for g in numbers]
             sent, to = (own, turn) if not back else (turn, own)
             pairs = [pair[::-1] for pair in pairs] if back else pairs
-            received[to] += lax.ppermute(groups[sent], STAGE, pairs)  # zeros where none is sent
+            arrived = lax.ppermute(groups[sent], STAGE, pairs)
+            receives = jnp.isin(stage, np.array([there for _, there in pairs]))
+            received[to] = jnp.where(receives, arrived, received[to])
     return jnp.concatenate(received)
 
 

@@ -91,8 +91,12 @@ def measure(
     program, sent, copied = parse(text), collectives(text), host_copies(text)
     memory: Any = executable.memory_analysis()
     graphs = records_graphs(lowered)
+    # Those of a loop over ticks; outside of it stages exchange layers.
     permuted = (
-        shape for each in sent if each.op_name.endswith("/ppermute") for shape in each.shapes
+        shape
+        for each in sent
+        if each.op_name.endswith("/ppermute") and "/while/body/" in each.op_name
+        for shape in each.shapes
     )
     spent = program_time(program, sent, copied, rates, nodes, records_graphs=graphs)
     return dataclasses.replace(

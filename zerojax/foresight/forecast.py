@@ -204,7 +204,8 @@ class Forecast:
 
     @property
     def boundary(self) -> int:
-        """Bytes of the largest array that devices send to their neighbours by ``lax.ppermute``."""
+        """Bytes of the largest array that devices send to their neighbours by ``lax.ppermute`` in a
+        loop."""
         return max(each.boundary for each in self.programs)
 
     @property

@@ -50,7 +50,7 @@ class Schedule(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the schedule in the literature."""
-        return "GPipe"
+        return "GPipe" if self.rounds == 1 else f"circular with {self.rounds} rounds"
 
     @property
     def stages(self) -> int:

@@ -2,8 +2,8 @@
 
 jax traces another program where a dimension has size 1: it neither broadcasts nor sums along the
 dimension. So the step is traced on a few rows, and then resized to a single row, shape by shape.
-Likewise a step whose ``shard_map`` divides the rows among devices is traced on rows for all of
-them, and resized to those of one device, on which the function of the ``shard_map`` is unchanged.
+A step whose ``shard_map`` divides the rows among devices is traced on rows for all devices, and
+resized to the rows of one device, on which the function of the ``shard_map`` is unchanged.
 """
 
 from __future__ import annotations

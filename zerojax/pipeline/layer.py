@@ -5,7 +5,7 @@ Three kinds of equations need the place of these rows, or of the device:
 - Random numbers in the shape of the batch (dropout) are those that these rows have on the global
   batch. jax's default generator computes each number from the key and the number's position in the
   array, so that no other row is drawn.
-- A ``shard_map`` over the axes of the batch (a kernel) is left out: its function runs as it is.
+- A ``shard_map`` over the axes of the batch (a kernel) is replaced by its function, which is unchanged.
 - Sharding constraints keep the axes that the device's program does not divide, such as "model".
 """
 
@@ -60,29 +60,31 @@ def run(loop: EquationPair, args: Sequence[Any], rows: Rows) -> list[Any]:
       ValueError: Random numbers are drawn by another generator, or a ``shard_map`` divides arrays
         over axes of the user's.
     """
-    whole, part = (jaxprs.param(eqn, "jaxpr") for eqn in loop)
+    global_jaxpr, micro_jaxpr = (jaxprs.param(eqn, "jaxpr") for eqn in loop)
     if contains(loop.micro_eqn, _is_special):
-        return _evaluate(whole, part, args, rows)
-    return jaxprs.evaluate(part, args, jaxprs.bind_anywhere, lambda eqn: False)
+        return _evaluate(global_jaxpr, micro_jaxpr, args, rows)
+    return jaxprs.evaluate(micro_jaxpr, args, jaxprs.bind_anywhere, lambda eqn: False)
 
 
-def _evaluate(whole: AnyJaxpr, part: AnyJaxpr, args: Sequence[Any], rows: Rows) -> list[Any]:
+def _evaluate(
+    global_jaxpr: AnyJaxpr, micro_jaxpr: AnyJaxpr, args: Sequence[Any], rows: Rows
+) -> list[Any]:
     """Runs a program on some rows of the batch, equation by equation the one on the global batch.
     Programs inside it are opened: their variables may name the mesh outside of the pipeline."""
-    jaxpr, consts = jaxprs.open_jaxpr(part)
+    jaxpr, consts = jaxprs.open_jaxpr(micro_jaxpr)
     env: dict[Atom, Any] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
     )
-    for pair in map(EquationPair, jaxprs.open_jaxpr(whole)[0].eqns, jaxpr.eqns):
+    for pair in map(EquationPair, jaxprs.open_jaxpr(global_jaxpr)[0].eqns, jaxpr.eqns):
         values = [jaxprs.read(v, env) for v in pair.micro_eqn.invars]
         env.update(zip(pair.micro_eqn.outvars, _run(pair, values, rows), strict=True))
     return [jaxprs.read(v, env) for v in jaxpr.outvars]
 
 
 def _run(pair: EquationPair, values: Sequence[Any], rows: Rows) -> Sequence[Any]:
-    whole, eqn = pair
+    global_eqn, eqn = pair
     if eqn.primitive in jaxprs.CALLS:
-        bodies = jaxprs.called_jaxpr(whole), jaxprs.called_jaxpr(eqn)
+        bodies = jaxprs.called_jaxpr(global_eqn), jaxprs.called_jaxpr(eqn)
         return _evaluate(*bodies, values, rows)
     if eqn.primitive in _LOOPS:
         return _LOOPS[eqn.primitive](pair, values, rows)
@@ -104,10 +106,10 @@ def _run(pair: EquationPair, values: Sequence[Any], rows: Rows) -> Sequence[Any]
 def _scan(pair: EquationPair, values: Sequence[Any], rows: Rows) -> list[Any]:
     eqn = pair.micro_eqn
     a, n = jaxprs.scan_counts(eqn)
-    whole, part = (jaxprs.param(each, "jaxpr") for each in pair)
+    global_jaxpr, micro_jaxpr = (jaxprs.param(each, "jaxpr") for each in pair)
 
     def body(carry: list[Any], entries: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _evaluate(whole, part, [*values[:a], *carry, *entries], rows)
+        outs = _evaluate(global_jaxpr, micro_jaxpr, [*values[:a], *carry, *entries], rows)
         return outs[:n], outs[n:]
 
     length, reverse = jaxprs.param(eqn, "length"), jaxprs.param(eqn, "reverse")
@@ -117,22 +119,22 @@ def _scan(pair: EquationPair, values: Sequence[Any], rows: Rows) -> list[Any]:
 
 
 def _while(pair: EquationPair, values: Sequence[Any], rows: Rows) -> list[Any]:
-    whole, part = map(jaxprs.while_parts, pair)
-    a = part.cond_consts
-    b = a + part.body_consts
+    global_loop, loop = map(jaxprs.while_parts, pair)
+    a = loop.cond_consts
+    b = a + loop.body_consts
 
     def goes_on(carry: list[Any]) -> Any:
-        return _evaluate(whole.cond, part.cond, [*values[:a], *carry], rows)[0]
+        return _evaluate(global_loop.cond, loop.cond, [*values[:a], *carry], rows)[0]
 
     def body(carry: list[Any]) -> list[Any]:
-        return _evaluate(whole.body, part.body, [*values[a:b], *carry], rows)
+        return _evaluate(global_loop.body, loop.body, [*values[a:b], *carry], rows)
 
     return lax.while_loop(goes_on, body, list(values[b:]))
 
 
 def _cond(pair: EquationPair, values: Sequence[Any], rows: Rows) -> list[Any]:
-    def branch(whole: AnyJaxpr, part: AnyJaxpr) -> Callable[..., list[Any]]:
-        return lambda *operands: _evaluate(whole, part, operands, rows)
+    def branch(global_jaxpr: AnyJaxpr, micro_jaxpr: AnyJaxpr) -> Callable[..., list[Any]]:
+        return lambda *operands: _evaluate(global_jaxpr, micro_jaxpr, operands, rows)
 
     branches = map(branch, *(jaxprs.param(each, "branches") for each in pair))
     index, *operands = values
@@ -163,7 +165,7 @@ def _constrained(eqn: Equation, value: Any, axes: Collection[str]) -> Any:
 
 def _drawn(pair: EquationPair, values: Sequence[jax.Array], dim: int, rows: Rows) -> jax.Array:
     """Draws the random bits of some rows; ``dim`` is the dimension that holds the rows."""
-    eqn, whole = pair.micro_eqn, pair.global_eqn.outvars[0].aval
+    eqn, global_size = pair.micro_eqn, pair.global_eqn.outvars[0].aval.shape[dim]
     if len(jaxprs.param(eqn, "shape", ())) < eqn.outvars[0].aval.ndim:
         return jaxprs.bind_anywhere(eqn, values)[0]  # every row has a key
     (key,) = values
@@ -177,7 +179,7 @@ def _drawn(pair: EquationPair, values: Sequence[jax.Array], dim: int, rows: Rows
         jnp.arange(n, dtype=jnp.uint32) for n in (math.prod(shape[:dim]), shape[dim], inner)
     )
     row += rows.first.astype(jnp.uint32) * np.uint32(each)
-    high, low = _product(outer[:, None] * np.uint32(whole.shape[dim]) + row, inner)
+    high, low = _product(outer[:, None] * np.uint32(global_size) + row, inner)
     position = low[..., None] + rest
     high = high[..., None] + (position < rest).astype(jnp.uint32)
     one, two = jax.random.key_data(key)

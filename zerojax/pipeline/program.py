@@ -88,13 +88,13 @@ class Pipeline:
     def _found(self, small: Flat, params: Sequence[bool]) -> dict[int, LayerLoop]:
         """Returns the loops over layers, by the position of their equations."""
         found: dict[int, LayerLoop] = {}
-        whole = self._flat
+        flat = self._flat
         # The parameter that holds a variable's layers; None for residuals of other loops.
-        layers: dict[Atom, int | None] = {v: i for i, v in enumerate(whole.invars[: len(params)])}
+        layers: dict[Atom, int | None] = {v: i for i, v in enumerate(flat.invars[: len(params)])}
         self._global_of = dict(
-            zip((*small.constvars, *small.invars), (*whole.constvars, *whole.invars), strict=True)
+            zip((*small.constvars, *small.invars), (*flat.constvars, *flat.invars), strict=True)
         )
-        for i, pair in enumerate(pairs(whole, small, self._sizes)):
+        for i, pair in enumerate(pairs(flat, small, self._sizes)):
             eqn = pair.global_eqn
             self._global_of.update(zip(pair.micro_eqn.outvars, eqn.outvars, strict=True))
             sources = [v for v in jaxprs.variables(eqn.invars) if v in layers]
@@ -147,7 +147,12 @@ class Pipeline:
         both = zip(eqn.invars, micro_eqn.invars, strict=True)
         given = [self._kind(w, m, eqn) for w, m in both]
         analysis = Analysis(
-            _alone(eqn), _alone(micro_eqn), given, Choices(), hopeful=False, sizes=self._sizes
+            _as_program(eqn),
+            _as_program(micro_eqn),
+            given,
+            Choices(),
+            hopeful=False,
+            sizes=self._sizes,
         )
         results = [analysis.kind(v).added for v in analysis.pairs[0].global_eqn.outvars]
         for kind in results:
@@ -279,7 +284,7 @@ def _layers_of(pair: EquationPair, sources: Sequence[Atom]) -> list[Atom]:
     return [v for v in sources if grows and any(v is x for x in eqn.invars[carry.stop :])]
 
 
-def _alone(eqn: Equation) -> Flat:
+def _as_program(eqn: Equation) -> Flat:
     """Returns a program of one equation, with variables in place of its literals."""
     given: list[Atom] = [jaxprs.new_variable(v.aval) for v in eqn.invars]
     return Flat(given, [eqn.replace(invars=given)], [*eqn.outvars])

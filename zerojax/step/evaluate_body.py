@@ -189,16 +189,11 @@ def _micro_batches(
 ) -> MicroBatches:
     """Splits the step into a part that runs for each micro-batch and a part that runs once."""
     config, inserter, k = setting.config, setting.inserter, setting.layout.accumulation
-
-    def trace_used(batch: PyTree) -> tuple[AnyJaxpr, PyTree]:
-        closed, shapes = trace(batch)
-        return without_unused_gradients(closed), shapes
-
     sharded = config.stage >= 2 and feedback is None
     # A lane's quantized gradients are not sums.
     without_lanes = config.offload_param or (sharded and config.zero_quantized_gradients)
     return MicroBatches(
-        trace_used,
+        _with_used_gradients(trace),
         closed,
         batch,
         roles,
@@ -213,6 +208,16 @@ def _micro_batches(
     )
 
 
+def _with_used_gradients(trace: Trace) -> Trace:
+    """Returns a function that traces a step without the gradients that its update does not use."""
+
+    def trace_used(batch: PyTree) -> tuple[AnyJaxpr, PyTree]:
+        closed, shapes = trace(batch)
+        return without_unused_gradients(closed), shapes
+
+    return trace_used
+
+
 def _pipelined(
     setting: StepSetting,
     schedule: Schedule,
@@ -223,17 +228,12 @@ def _pipelined(
     shapes: tuple[Parts, PyTree],
 ) -> WithShards:
     """Replaces the step's loops over layers by pipelines."""
-
-    def trace_used(batch: PyTree) -> tuple[AnyJaxpr, PyTree]:
-        closed, shapes = trace(batch)
-        return without_unused_gradients(closed), shapes
-
     stages = [
         bool(leaf.spec) and STAGE in layout.axes(leaf.spec[0]) for leaf in setting.plan.compute
     ]
     roles = roles_of(setting.body.name, start, batch, shapes)
     dtype = DTYPES[setting.config.grad_accum_dtype]
-    pipeline = Pipeline(closed, trace_used, batch, roles, stages, schedule, dtype)
+    pipeline = Pipeline(closed, _with_used_gradients(trace), batch, roles, stages, schedule, dtype)
     return WithShards(*pipeline.traced())
 
 

@@ -5,7 +5,7 @@ Three kinds of equations need the place of these rows, or of the device:
 - Random numbers in the shape of the batch (dropout) are those that these rows have on the global
   batch. jax's default generator computes each number from the key and the number's position in the
   array, so that no other row is drawn.
-- A ``shard_map`` over the axes of the batch (a kernel) is replaced by its function, which is unchanged.
+- A ``shard_map`` over the axes of the batch (a kernel) is replaced by its unchanged function.
 - Sharding constraints keep the axes that the device's program does not divide, such as "model".
 """
 

@@ -27,6 +27,7 @@ ROOMS = (
     "weights",
     "checkpoint",
     "models",
+    "generation",
     "trainer",
     "tuning",
     "doctor",

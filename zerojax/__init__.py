@@ -32,6 +32,8 @@ if _TYPE_CHECKING:
         estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,  # noqa: E501
     )
     from zerojax.foresight.guard import OutOfMemoryError as OutOfMemoryError
+    from zerojax.generation.generate import generate as generate
+    from zerojax.generation.generate import generate_stream as generate_stream
     from zerojax.monitor.after_step import LossScaleError as LossScaleError
     from zerojax.offload.activations import remat_policy as remat_policy
     from zerojax.offload.disk.folder import DiskError as DiskError
@@ -70,6 +72,8 @@ _MODULES = {
     "estimate_zero3_model_states_mem_needs_all_cold": "foresight.estimators",
     "estimate_zero3_model_states_mem_needs_all_live": "foresight.estimators",
     "fit": "tuning.fit",
+    "generate": "generation.generate",
+    "generate_stream": "generation.generate",
     "grad": "trace.gradients",
     "init_distributed": "distributed.join",
     "mesh": "devices.mesh",

@@ -16,3 +16,9 @@ def warning(text: str, *values: object) -> None:
     """Logs, only in process 0, a warning that holds in every process."""
     if is_first():
         logging.getLogger("zerojax").warning(text, *values, stacklevel=2)
+
+
+def info(text: str, *values: object) -> None:
+    """Logs, only in process 0, a line of information that holds in every process."""
+    if is_first():
+        logging.getLogger("zerojax").info(text, *values, stacklevel=2)

@@ -61,12 +61,14 @@ def causal_attention(
     window: int | None = None,
     is_windowed: jax.Array | bool = True,
     softcap: float | None = None,
+    positions: jax.Array | None = None,
 ) -> jax.Array:
     """Computes causal softmax(q k^T / sqrt(d)) v for `[B, T, H, d]`, softmax in fp32 or wider.
 
     `mask` is that of `Attention`. With `window`, a position attends to that many positions, the
     last of them itself, where `is_windowed` is true. With `softcap` c, the scores s become
-    c tanh(s / c).
+    c tanh(s / c). `positions` [B, T] are those of the queries among the S keys, by default the
+    queries' columns.
 
     The product computes the scores in the inputs' dtype, and the softmax widens them: compiled for
     a GPU, a block of 25 heads and 4 x 1024 tokens needs 390 MB less at peak than with fp32 scores.
@@ -74,9 +76,15 @@ def causal_attention(
     scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
     if softcap:
         scores = (softcap * jnp.tanh(widen(scores) / softcap)).astype(scores.dtype)
-    visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    queries, keys = scores.shape[-2:]
+    if positions is None:
+        positions = jnp.arange(queries)
+    distances = positions[..., None] - jnp.arange(keys)  # [T, S] or [B, T, S]
+    visible = distances >= 0
     if window:
-        visible &= ~jnp.tril(visible, -window) | ~jnp.asarray(is_windowed)
+        visible &= (distances < window) | ~jnp.asarray(is_windowed)
+    if visible.ndim == 3:
+        visible = visible[:, None]
     if mask is None:
         return attend(scores, v, visible, dropout)
     visible = visible & mask[:, None, None, :]
@@ -93,17 +101,19 @@ def grouped_attention(
     window: int | None = None,
     is_windowed: jax.Array | bool = True,
     softcap: float | None = None,
+    positions: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes causal attention of q [B, T, H, d] to k and v [B, T, G, d].
+    """Computes causal attention of q [B, T, H, d] to k and v [B, S, G, d].
 
     Head h attends to key and value head h // (H / G). Keys and values are not repeated: the heads
     of a group are an extra dimension of q only. The mask and the options are those of
     `causal_attention`.
     """
-    grouped = q.reshape(*k.shape[:3], -1, q.shape[-1])
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     attend_group = functools.partial(
-        causal_attention, mask=mask, window=window, is_windowed=is_windowed, softcap=softcap
-    )
+        causal_attention,
+        mask=mask, window=window, is_windowed=is_windowed, softcap=softcap, positions=positions,
+    )  # fmt: skip
     return jax.vmap(attend_group, (3, None, None), 3)(grouped, k, v).reshape(q.shape)
 
 
@@ -173,7 +183,7 @@ def run_blocks(
     if scan:
         stack = nn.scan(
             block,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, "cache": 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=(0, *(nn.broadcast for _ in inputs)),
             length=len(layers),

@@ -35,6 +35,7 @@ from zerojax.models.blocks import (
     split_heads,
     with_mask,
 )
+from zerojax.models.cache import attend_cached, check_cached
 from zerojax.models.config import ModelConfig, Sizes
 from zerojax.models.kernels import Kernels, add_and_normalize, normalize
 from zerojax.models.layout import Layout
@@ -106,14 +107,20 @@ class SelfAttention(nn.Module):
     layout: Layout
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None, positions: jax.Array | None = None
+    ) -> jax.Array:
         c, layout, attention = self.config, self.layout, self.attention
         heads = layout.split(_dense(3 * c.n_embd, INIT_STD, c, "c_attn"), x, 3)
         q, k, v = (split_heads(checkpoint_name(a, "c_attn"), c.n_head) for a in heads)
         dropout = nn.Dropout(c.dropout, deterministic=self.deterministic)
         if c.dropout and not self.deterministic:
             attention = functools.partial(causal_attention, dropout=dropout)
-        y = layout.attention(with_mask(attention, mask))(q, k, v)
+        attention = layout.attention(with_mask(attention, mask))
+        if positions is None:
+            y = attention(q, k, v)
+        else:
+            y = attend_cached(self, attention, causal_attention, q, k, v, positions)
         return checkpoint_name(
             _dense(c.n_embd, c.residual_std, c, "c_proj")(y.reshape(x.shape)), "attn.c_proj"
         )
@@ -151,7 +158,11 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, _: None, mask: jax.Array | None = None
+        self,
+        x: jax.Array,
+        _: None,
+        mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
     ) -> tuple[jax.Array, None]:
         c, layout, kernels = self.config, self.layout, self.kernels
         x = layout.tokens(x)
@@ -160,7 +171,7 @@ class Block(nn.Module):
             SelfAttention(c, self.deterministic, self.attention, layout, name="attn")
         )
         mlp = layout.branch(layout.in_chunks(MLP(c, layout, kernels, name="mlp"), c.mlp_chunks))
-        a = dropout(attn(normalize(_layer_norm(c, "ln_1"), x, kernels), mask))
+        a = dropout(attn(normalize(_layer_norm(c, "ln_1"), x, kernels), mask, positions))
         normalized, x = add_and_normalize(_layer_norm(c, "ln_2"), x, a, kernels)
         return x + dropout(mlp(normalized)), None
 
@@ -179,6 +190,9 @@ class GPT(nn.Module):
     axis (`zerojax.models.tensor_parallel`).
 
     With `num_labels` the logits are [B, num_labels], from each row's last token, and targets [B].
+
+    With `positions` int [B, T] the model keeps keys and values in the collection "cache", see
+    `zerojax.models.cache`.
 
     For a policy that the config's `remat` names, the results of products in a block are called
     "c_attn", "attn.c_proj" and "c_fc", those of a fused attention "attention".
@@ -202,9 +216,13 @@ class GPT(nn.Module):
         deterministic: bool = True,
         targets: jax.Array | None = None,
         attention_mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
         c, kernels, attention = self.config, self.kernels, self.attention
         layout = Layout(self.sequence, self.tensor)
+        if positions is not None:
+            check_cached(attention_mask, targets, c.num_labels)
+            layout = layout.for_generation()
         if self.is_initializing():  # its batch need not divide among the devices
             kernels, attention, layout = None, None, Layout()
         if kernels and layout.sequence:
@@ -218,12 +236,13 @@ class GPT(nn.Module):
             attention = kernels.causal_attention if kernels else causal_attention
         wte = _embed(c.vocab_size, c, "wte")
         wpe = _embed(c.block_size, c, "wpe")
-        positions = jnp.arange(tokens.shape[1])
-        x = layout.embedded(wte(tokens)) + wpe(layout.positions(positions))
+        columns = jnp.arange(tokens.shape[1])
+        at = layout.positions(columns) if positions is None else positions
+        x = layout.embedded(wte(tokens)) + wpe(at)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
         x, _ = run_blocks(
             Block, (c, deterministic, attention, layout, kernels), x,
-            padding_mask(attention_mask, tokens),
+            padding_mask(attention_mask, tokens), positions,
             layers=range(c.n_layer), name="h", scan=c.scan, remat=c.remat,
         )  # fmt: skip
         x = normalize(_layer_norm(c, "ln_f"), x, kernels)

@@ -36,6 +36,14 @@ class Layout:
     sequence: SequenceAxis | None = None
     tensor: TensorParallel | None = None
 
+    def for_generation(self) -> "Layout":
+        """Returns the layout of few tokens, which "seq" and "model" do not shard.
+
+        "model" shards heads, wide layers and the vocabulary; partial sums are all-reduced.
+        """
+        tensor = self.tensor and dataclasses.replace(self.tensor, shards_tokens=False)
+        return Layout(None, tensor)
+
     def check(self, tokens: jax.Array) -> None:
         """Rejects rows [B, T] whose tokens do not divide among the devices of "model"."""
         if self.tensor:

@@ -41,6 +41,7 @@ from zerojax.models.blocks import (
     split_heads,
     with_mask,
 )
+from zerojax.models.cache import attend_cached, check_cached
 from zerojax.models.config import Fields, Sizes
 from zerojax.models.experts import Activation, Experts, PerDevice
 from zerojax.models.layout import Layout
@@ -181,6 +182,7 @@ class SelfAttention(nn.Module):
         tables: Tables,
         is_windowed: jax.Array | bool | None,
         mask: jax.Array | None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
         c, layout, attention = self.config, self.layout, self.attention
 
@@ -195,14 +197,18 @@ class SelfAttention(nn.Module):
         q, k = rotate(q, tables), rotate(k, tables)
         if c.query_pre_attn_scalar:  # the attention divides by the root of d
             q *= math.sqrt(c.head_size / c.query_pre_attn_scalar)
-        if attention is grouped_attention:
-            attention = partial(
-                grouped_attention,
-                window=c.sliding_window,
-                is_windowed=True if is_windowed is None else is_windowed,
-                softcap=c.attn_logit_softcapping,
-            )
-        y = layout.attention(with_mask(attention, mask))(q, k, v)
+        plain = partial(
+            grouped_attention,
+            window=c.sliding_window,
+            is_windowed=True if is_windowed is None else is_windowed,
+            softcap=c.attn_logit_softcapping,
+        )
+        attention = plain if attention is grouped_attention else attention
+        attention = layout.attention(with_mask(attention, mask))
+        if positions is None:
+            y = attention(q, k, v)
+        else:
+            y = attend_cached(self, attention, plain, q, k, v, positions)
         return _product(y.reshape(*x.shape[:-1], -1), c.n_embd, c, "o_proj", c.output_bias)
 
 
@@ -239,12 +245,13 @@ class Block(nn.Module):
         is_windowed: jax.Array | bool | None,
         tables: Tables,
         mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
     ) -> tuple[jax.Array, None]:
         c, layout = self.config, self.layout
         x = layout.tokens(x)
         attn = layout.branch(SelfAttention(c, self.attention, layout, name="self_attn"))
         mlp = layout.branch(layout.in_chunks(self._mlp(), c.mlp_chunks))
-        a = attn(_rms_norm(c, "input_layernorm")(x), tables, is_windowed, mask)
+        a = attn(_rms_norm(c, "input_layernorm")(x), tables, is_windowed, mask, positions)
         if not c.post_norms:
             x = x + a
             return x + mlp(_rms_norm(c, "post_attention_layernorm")(x)), None
@@ -280,6 +287,9 @@ class Llama(nn.Module):
     on several devices.
 
     With `num_labels` the logits are [B, C], from each row's last token, and targets int [B].
+
+    With `positions` int [B, T] the model keeps keys and values in the collection "cache", see
+    `zerojax.models.cache`.
     """
 
     config: LlamaConfig
@@ -313,8 +323,12 @@ class Llama(nn.Module):
         deterministic: bool = True,
         targets: jax.Array | None = None,
         attention_mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
         c, attention, layout = self.config, self.attention, Layout(self.sequence, self.tensor)
+        if positions is not None:
+            check_cached(attention_mask, targets, c.num_labels)
+            layout = layout.for_generation()
         if c.rope_type != "dynamic":  # which is for longer rows
             check_length(tokens, c, "block_size")
         if self.is_initializing():  # its batch need not divide among the devices
@@ -327,12 +341,13 @@ class Llama(nn.Module):
         x = layout.embedded(embed(tokens))
         if c.scaled_embedding:
             x *= jnp.asarray(math.sqrt(c.n_embd), x.dtype)
-        tables = rotary_tables(tokens.shape[1], c.head_size, c, c.block_size)
-        tables = jax.tree.map(layout.positions, tables)
+        tables = rotary_tables(tokens.shape[1], c.head_size, c, c.block_size, positions)
+        if positions is None:
+            tables = jax.tree.map(layout.positions, tables)
         windowed = [kind == WINDOWED for kind in c.layer_types]
         x, _ = run_blocks(
             Block, (c, attention, layout, self.per_device), x, tables,
-            padding_mask(attention_mask, tokens),
+            padding_mask(attention_mask, tokens), positions,
             layers=range(c.n_layer), name="layers", scan=c.scan, remat=c.remat, policy=self.policy,
             each=jnp.array(windowed) if c.scan and windowed else windowed or None,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from zerojax.models.config import ModelConfig
 from zerojax.models.loss import widen
 
 Tables = tuple[jax.Array, jax.Array]
-"""cos and sin, fp32 [T, 1, r / 2]."""
+"""cos and sin, fp32 [T, 1, r / 2], or [B, T, 1, r / 2] where rows have different positions."""
 
 TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 
@@ -81,29 +81,46 @@ class RopeConfig(ModelConfig):
         return int(head_size * self.partial_rotary_factor)
 
 
-def rotary_tables(tokens: int, head_size: int, config: RopeConfig, block_size: int) -> Tables:
+def rotary_tables(
+    tokens: int,
+    head_size: int,
+    config: RopeConfig,
+    block_size: int,
+    positions: jax.Array | None = None,
+) -> Tables:
     """Computes cos and sin, fp32 [T, 1, r / 2], of position x frequency for each pair of features.
 
-    The frequency of the pair i is theta^(-2i / r), scaled by the config's `rope_type`.
+    The frequency of the pair i is theta^(-2i / r), scaled by the config's `rope_type`. With
+    `positions` [B, T] in place of 0 ... T - 1 the tables are [B, T, 1, r / 2]; the scaling is that
+    of a row that ends at its largest position, as in transformers.
 
     >>> cos, sin = rotary_tables(3, 4, RopeConfig(), block_size=8)
     >>> cos.shape, [round(float(x), 4) for x in sin[:, 0, 0]]                # sin of 0, 1, 2
     ((3, 1, 2), [0.0, 0.8415, 0.9093])
     """
-    frequencies, factor = _frequencies(tokens, config.rotated(head_size), config, block_size)
-    angles = jnp.arange(tokens, dtype=jnp.float32)[:, None, None] * frequencies
+    length: jax.Array | int = tokens
+    if positions is None:
+        positions = jnp.arange(tokens)
+    else:
+        length = positions.max(-1)[:, None, None, None] + 1
+    frequencies, factor = _frequencies(length, config.rotated(head_size), config, block_size)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
     if factor == 1:
         return jnp.cos(angles), jnp.sin(angles)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def _frequencies(
-    tokens: int, rotated: int, c: RopeConfig, block_size: int
+    tokens: jax.Array | int, rotated: int, c: RopeConfig, block_size: int
 ) -> tuple[jax.Array, float]:
-    """Returns the frequencies, fp32 [r / 2], and the factor of cos and sin."""
-    theta, factor = c.rope_theta, c.rope_factor
+    """Returns the frequencies, fp32 [r / 2], and the factor of cos and sin.
+
+    For rows of different lengths, `tokens` [B, 1, 1, 1], the frequencies are [B, 1, 1, r / 2].
+    """
+    theta: jax.Array | float = c.rope_theta
+    factor = c.rope_factor
     if c.rope_type == "dynamic":  # Source: "NTK-aware" scaling, arXiv:2309.00071, section 3.1.
-        growth = factor * max(tokens, block_size) / block_size - (factor - 1)
+        growth = factor * jnp.maximum(tokens, block_size) / block_size - (factor - 1)
         theta *= growth ** (rotated / (rotated - 2))
     frequencies = theta ** (-jnp.arange(0, rotated, 2, dtype=jnp.float32) / rotated)
     if c.rope_type == "linear":  # Source: Chen et al. 2023, arXiv:2306.15595.
@@ -116,11 +133,12 @@ def _frequencies(
         return (1 - smooth) * frequencies / factor + smooth * frequencies, 1.0
     if c.rope_type == "longrope":  # Source: Ding et al. 2024, arXiv:2402.13753.
         assert c.original_size is not None
-        divisors = c.long_factor if tokens > c.original_size else c.short_factor
+        is_long = jnp.asarray(tokens > c.original_size)
+        divisors = jnp.where(is_long, jnp.array(c.long_factor), jnp.array(c.short_factor))
         scale = c.attention_factor
         if scale is None:
             scale = math.sqrt(1 + max(0, math.log(factor)) / math.log(c.original_size))
-        return frequencies / jnp.asarray(divisors, jnp.float32), scale
+        return frequencies / divisors.astype(jnp.float32), scale
     if c.rope_type == "yarn":
         kept = 1 - _ramp(rotated, c)
         return frequencies * (kept + (1 - kept) / factor), _yarn_scale(c)

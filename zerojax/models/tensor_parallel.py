@@ -84,6 +84,8 @@ class TensorParallel:
     Attributes:
       mesh: The mesh of `zerojax.zero(..., mesh=mesh)`; its devices need not exist.
       axis: The mesh axis that shards the model.
+      shards_tokens: Whether the axis also shards tokens between blocks. Otherwise partial sums are
+        all-reduced, twice a block.
 
     Raises:
       ValueError: The mesh has no such axis, or the axis shards the rows of the batch.
@@ -91,6 +93,7 @@ class TensorParallel:
 
     mesh: Mesh
     axis: str = MODEL
+    shards_tokens: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", automatic(self.mesh))
@@ -170,7 +173,7 @@ class TensorParallel:
     def check_tokens(self, tokens: jax.Array) -> None:
         """Rejects rows [B, T] if the axis does not divide their tokens."""
         size, n = tokens.shape[1], self.devices * sequence_size(self.mesh)
-        if size % n:
+        if self.shards_tokens and size % n:
             raise ValueError(
                 f"{size} tokens in a row do not divide among the {n} devices of the mesh axis "
                 f"{self.axis!r}, which cuts them between blocks: pad or cut the rows to "
@@ -182,6 +185,8 @@ class TensorParallel:
 
         The gradient is reduce-scattered.
         """
+        if not self.shards_tokens:
+            return x
         return _resharded(x, self._at(3), self._at(3, 1))
 
     def scattered(self, x: jax.Array) -> jax.Array:
@@ -189,6 +194,8 @@ class TensorParallel:
 
         The gradient is all-gathered.
         """
+        if not self.shards_tokens:
+            return lax.with_sharding_constraint(x, self._at(3))
         return _resharded(x, self._at(3, 1), self._at(3))
 
     def looked_up(self, x: jax.Array) -> jax.Array:

@@ -1,0 +1,224 @@
+"""Generated tokens against the model's largest logits without a cache."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.models.gpt import GPT, GPTConfig
+from zerojax.models.gpt import SIZES as GPT_SIZES
+from zerojax.models.llama import SIZES as LLAMA_SIZES
+from zerojax.models.llama import Llama, LlamaConfig
+from zerojax.models.tensor_parallel import TensorParallel
+
+PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8, 200], [3, 4]]
+NEW = 6
+
+
+def gpt(**fields: Any) -> GPT:
+    return GPT(GPTConfig(**GPT_SIZES["tiny"] | fields))
+
+
+def llama(tensor: TensorParallel | None = None, **fields: Any) -> Llama:
+    return Llama(LlamaConfig(**LLAMA_SIZES["llama-tiny"] | fields), tensor=tensor)
+
+
+def create(model: nn.Module) -> TrainState:
+    """Returns a state whose parameters are large enough that tokens do not repeat."""
+    params = model.init(jax.random.key(0), jnp.ones((1, 8), int))["params"]
+    params = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, params)
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
+
+
+@functools.cache
+def params_of(model: nn.Module) -> Any:
+    return jax.jit(functools.partial(create, model))().params
+
+
+def without_cache(model: nn.Module, prompt: list[int], new: int = NEW) -> list[int]:
+    """Returns a prompt and the tokens after it, from the logits of complete rows."""
+
+    @jax.jit
+    def following(row: jax.Array, length: int) -> jax.Array:
+        logits = model.apply({"params": params_of(model)}, row[None])
+        return logits[0, length - 1].argmax()
+
+    row = np.zeros(len(prompt) + new, int)
+    row[: len(prompt)] = prompt
+    for length in range(len(prompt), len(row)):
+        row[length] = following(row, length)
+    return row.tolist()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        gpt(),
+        gpt(scan=True),
+        llama(sliding_window=4, layer_types=("sliding_attention", "full_attention"), scan=True),
+        llama(
+            rope_type="longrope", original_size=6, short_factor=(1.0,) * 4, long_factor=(3.0,) * 4
+        ),
+    ],
+    ids=["gpt", "gpt-scanned", "llama-windows", "llama-longrope"],
+)
+def test_each_token_is_the_largest_logit(model: nn.Module) -> None:
+    prompts = PROMPTS[:2] if model.config.__class__ is GPTConfig else PROMPTS[:1]
+    longrope = getattr(model.config, "rope_type", "") == "longrope"
+    new = 1 if longrope else NEW  # keys before position 6 keep their rotation, as in transformers
+    out = np.asarray(zerojax.generate(model, params_of(model), prompts, max_new_tokens=new))
+    for row, prompt in zip(out, prompts, strict=True):
+        expected = without_cache(model, prompt, new)
+        assert row[: len(expected)].tolist() == expected
+        assert (row[len(expected) :] == 0).all()
+
+
+def test_cached_logits_are_those_of_complete_rows() -> None:
+    model, row = llama(scan=True), jnp.array([[5, 6, 7, 8, 9, 10, 11, 12]])
+    params, positions = {"params": params_of(model)}, jnp.arange(8)[None]
+    _, cache = model.apply(params, row, positions=positions, mutable=["cache"])
+    logits, _ = model.apply(
+        {**params, **cache}, row[:, 7:], positions=positions[:, 7:], mutable=["cache"]
+    )
+    np.testing.assert_allclose(logits[0, 0], model.apply(params, row)[0, 7], rtol=0, atol=2e-6)
+
+
+def test_rows_end_at_eos_and_streams_agree() -> None:
+    model = gpt()
+    plain = np.asarray(zerojax.generate(model, params_of(model), PROMPTS, max_new_tokens=NEW))
+    eos = int(plain[0, 7])  # the third new token of the first row
+    how: Any = dict(max_new_tokens=NEW, eos=[255, eos], pad=254)
+    out = np.asarray(zerojax.generate(model, params_of(model), PROMPTS, **how))
+    steps = np.stack([*zerojax.generate_stream(model, params_of(model), PROMPTS, **how)], axis=1)
+    for i, prompt in enumerate(PROMPTS):
+        expected = plain[i, len(prompt) : len(prompt) + NEW].tolist()
+        if eos in expected:
+            expected = expected[: expected.index(eos) + 1]
+        end = len(prompt) + len(expected)
+        assert out[i, len(prompt) : end].tolist() == expected
+        assert (out[i, end:] == 254).all()
+        assert steps[i, : len(expected)].tolist() == expected
+        assert (steps[i, len(expected) :] == 254).all()
+
+
+def test_padded_prompts_are_rows_without_padding() -> None:
+    model = gpt()
+    tokens = jnp.array([[0, 0, 9], [7, 8, 200]])
+    left = zerojax.generate(
+        model, params_of(model), tokens, mask=[[0, 0, 1], [1, 1, 1]], max_new_tokens=2
+    )
+    rows = zerojax.generate(model, params_of(model), [[9], [7, 8, 200]], max_new_tokens=2)
+    assert (left == rows).all()
+
+
+STATES: list[dict[str, Any]] = [
+    dict(stage=0),
+    dict(stage=1),
+    dict(stage=3),
+    dict(stage=3, offload_param="cpu", offload_optimizer="cpu"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["gathered", "by_layer"])
+@pytest.mark.parametrize("keywords", STATES, ids=str)
+def test_states_generate_what_one_device_generates(keywords: Any, weights: Any) -> None:
+    model = llama(scan=True)
+    expected = zerojax.generate(model, params_of(model), 2 * PROMPTS, max_new_tokens=NEW)
+    zero = zerojax.zero(stage3_param_persistence_threshold=0, **keywords)
+    state = zero.init(functools.partial(create, model))
+    how: Any = dict(max_new_tokens=NEW, weights=weights)
+    assert (zerojax.generate(model, state, 2 * PROMPTS, **how) == expected).all()
+    assert (zerojax.generate(model, state, PROMPTS[:3], **how) == expected[:3]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["gathered", "by_layer"])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_sharded_heads_generate_what_one_device_generates(devices: int, weights: Any) -> None:
+    sizes: Any = dict(n_head=4, n_kv_head=4, scan=True)
+    expected = zerojax.generate(
+        llama(**sizes), params_of(llama(**sizes)), PROMPTS, max_new_tokens=NEW
+    )
+    mesh = zerojax.mesh(axes={"data": 8 // devices, "model": devices})
+    model = llama(TensorParallel(mesh), **sizes)
+    zero = zerojax.zero(
+        stage=3, mesh=mesh, specs=model.tensor.specs, stage3_param_persistence_threshold=0
+    )
+    state = zero.init(functools.partial(create, model))
+    how: Any = dict(max_new_tokens=NEW, weights=weights)
+    assert (zerojax.generate(model, state, PROMPTS, **how) == expected).all()
+    assert (zerojax.generate(model, state, PROMPTS[:1], **how) == expected[:1, : 5 + NEW]).all()
+
+
+class OneByOne(nn.Module):
+    """A decoder by flax's convention: a field `decode`, and one token at a time."""
+
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embed = nn.Embed(50, 16, embedding_init=nn.initializers.normal(1.0))
+        x = embed(tokens)
+        mask = None if self.decode else nn.make_causal_mask(tokens)
+        x = x + nn.MultiHeadDotProductAttention(2, decode=self.decode)(x, mask=mask)
+        return embed.attend(nn.gelu(nn.Dense(16)(x)))
+
+
+def test_a_decoder_by_flax_convention() -> None:
+    model, prompts = OneByOne(), [[1, 2, 3, 4], [9], [7, 8]]
+    params = model.init(jax.random.key(0), jnp.ones((1, 4), int))["params"]
+    out = np.asarray(zerojax.generate(model, params, prompts, max_new_tokens=4))
+    for row, prompt in zip(out, prompts, strict=True):
+        expected = [*prompt]
+        for _ in range(4):
+            logits = model.apply({"params": params}, jnp.array([expected]))
+            expected.append(int(logits[0, -1].argmax()))
+        assert row[: len(expected)].tolist() == expected
+
+
+def test_nan_logits_are_an_error() -> None:
+    model = gpt()
+    params = jax.tree.map(lambda x: x, params_of(model))
+    params["ln_f"] = {**params["ln_f"], "bias": params["ln_f"]["bias"] * jnp.nan}
+    with pytest.raises(FloatingPointError, match=r"row 0 after its first 3 tokens contain NaN"):
+        zerojax.generate(model, params, [[1, 2, 3]], max_new_tokens=2)
+
+
+class NoCache(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return nn.Embed(8, 8)(tokens)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        (dict(tokens=[[1] * 30], max_new_tokens=5), ValueError, "positions for 32"),
+        (dict(tokens=[[1, 256]]), ValueError, "token 256 at position 1 of row 0"),
+        (dict(tokens=[[1], [2, -1]]), ValueError, "token -1 at position 1 of row 1"),
+        (dict(tokens=[[1], []]), ValueError, "the prompt of row 1 is empty"),
+        (dict(tokens=[]), ValueError, "no row"),
+        (dict(tokens=np.ones((2, 3))), TypeError, "float64"),
+        (dict(tokens=np.ones(3, int)), ValueError, r"shape \(3,\)"),
+        (dict(max_new_tokens=0), ValueError, "max_new_tokens = 0"),
+        (dict(temperature=1.0), ValueError, r"pass key=jax.random.key"),
+        (dict(temperature=-1.0), ValueError, "temperature = -1.0"),
+        (dict(top_k=5), ValueError, "need a temperature"),
+        (dict(eos=256), ValueError, "eos = 256 is not among"),
+        (dict(weights="here"), ValueError, 'must be "gathered", "by_layer"'),
+        (dict(model=NoCache()), TypeError, "keeps no keys and values"),
+    ],
+    ids=str,
+)
+def test_bad_input(how: Any, error: type[Exception], message: str) -> None:
+    given = dict(model=gpt(), params=params_of(gpt()), tokens=[[1]], max_new_tokens=2) | how
+    with pytest.raises(error, match=message):
+        zerojax.generate(**given)

@@ -1,0 +1,1 @@
+"""Generation of tokens by decoders with a cache."""

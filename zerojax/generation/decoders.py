@@ -1,0 +1,144 @@
+"""Decoders with a cache: one interface for the ways in which flax models keep keys and values.
+
+Shapes: B rows, T tokens of a call, S positions of the cache, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.tree_util import PyTreeDef
+
+from zerojax.models.cache import COLLECTION
+from zerojax.xla.types import PyTree
+
+LIMITS = ("block_size", "max_position_embeddings", "max_len", "max_length")
+"""Names of the longest row in a model's config."""
+
+
+class Decoder(Protocol):
+    """A model that reads tokens, and keeps what later tokens need of them in a cache.
+
+    Hashable, so that compiled programs are found by it.
+
+    Attributes:
+      takes_positions: Whether one call takes the start of rows of different lengths, and later
+        calls take tokens at a different position of each row. Otherwise a call takes one token a
+        row, all at the same position.
+    """
+
+    @property
+    def takes_positions(self) -> bool: ...
+
+    def limit(self) -> int | None:
+        """Returns the number of tokens of the longest row; None if the model states none."""
+
+    def __call__(
+        self, params: PyTree, cache: PyTree | None, tokens: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        """Returns logits [B, T, V] after tokens [B, T] at positions [B, T], and the cache.
+
+        Without a cache the call creates one for as many positions as there are tokens.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class LinenDecoder:
+    """A flax linen decoder whose call takes `positions`, see `zerojax.models.cache`; or one with a
+    field `decode`, which takes one token at a time, as `flax.linen.MultiHeadDotProductAttention`
+    with `decode=True` does.
+    """
+
+    model: nn.Module
+    takes_positions: bool
+
+    def limit(self) -> int | None:
+        config = getattr(self.model, "config", self.model)
+        if getattr(config, "rope_type", None) == "dynamic":
+            return None
+        limits = (getattr(config, name, None) for name in LIMITS)
+        return next((limit for limit in limits if isinstance(limit, int)), None)
+
+    def __call__(
+        self, params: PyTree, cache: PyTree | None, tokens: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        variables = params if "params" in params else {"params": params}
+        if cache is not None:
+            variables = {**variables, COLLECTION: cache}
+        more: dict[str, Any] = {"positions": positions} if self.takes_positions else {}
+        logits, changed = self.model.apply(variables, tokens, mutable=[COLLECTION], **more)
+        return logits, changed.get(COLLECTION, {})
+
+
+def decoder_of(model: object) -> Decoder:
+    """Returns a model as a :class:`Decoder`.
+
+    Raises:
+      TypeError: The model has no cache.
+    """
+    if isinstance(model, nn.Module):
+        if "positions" in inspect.signature(type(model).__call__).parameters:
+            return LinenDecoder(model, takes_positions=True)
+        if "decode" in type(model).__dataclass_fields__:
+            return LinenDecoder(model.clone(decode=True), takes_positions=False)
+    raise TypeError(
+        f"generate: a {type(model).__name__} keeps no keys and values between tokens. It takes a "
+        "flax linen module with a field `decode`, whose attention is "
+        "flax.linen.MultiHeadDotProductAttention(decode=True) or another one that keeps them in "
+        'the collection "cache"; or one whose __call__ takes `positions` int [B, T], as '
+        "zerojax.models.gpt.GPT and zerojax.models.llama.Llama (zerojax.models.cache says how)."
+    )
+
+
+class Cache(NamedTuple):
+    """The arrays of a cache; hashable.
+
+    Attributes:
+      shapes: The shape and dtype of each array.
+      rows: The dimension of each array that has the rows; -1 if none has.
+      structure: `jax.tree.structure` of the cache.
+      vocabulary: V of the logits beside it.
+    """
+
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    rows: tuple[int, ...]
+    structure: PyTreeDef
+    vocabulary: int
+
+    @classmethod
+    def of(cls, decoder: Decoder, params: PyTree, rows: int, length: int) -> Cache:
+        """Returns the cache of `rows` rows of up to `length` tokens.
+
+        Raises:
+          TypeError: The model returns no cache.
+        """
+
+        def call(rows: int) -> tuple[jax.ShapeDtypeStruct, PyTree]:
+            tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+            return jax.eval_shape(lambda p, t: decoder(p, None, t, t), params, tokens)
+
+        logits, cache = call(rows)
+        shapes, structure = jax.tree.flatten(cache)
+        if not shapes:
+            raise TypeError(
+                f'generate: the model wrote nothing into its collection "{COLLECTION}": its '
+                "attention must keep keys and values there, as "
+                "flax.linen.MultiHeadDotProductAttention(decode=True) does"
+            )
+        others = jax.tree.leaves(call(rows + 1)[1])
+        dims = (
+            [i for i, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)) if a != b]
+            for x, y in zip(shapes, others, strict=True)
+        )
+        by_rows = tuple(found[0] if found else -1 for found in dims)
+        return cls(tuple(shapes), by_rows, structure, logits.shape[-1])
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the cache."""
+        return sum(x.size * x.dtype.itemsize for x in self.shapes)

@@ -1,0 +1,205 @@
+"""The compiled programs of a generation: the prompts' start, and the loop over tokens.
+
+Shapes: B rows, S tokens of the longest row with its new tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
+
+from zerojax.devices.mesh import batch_axes, batch_devices
+from zerojax.generation import weights
+from zerojax.generation.decoders import Cache, Decoder
+from zerojax.generation.sampling import Sampling
+from zerojax.xla.compiler import JitOnceDecided, options, streaming
+from zerojax.xla.types import PyTree
+
+
+class Progress(NamedTuple):
+    """The state of a generation between two tokens.
+
+    Attributes:
+      tokens: int32 [B, S], prompts and new tokens.
+      new: int32 [B], the tokens of the last step.
+      at: int32 [B], the position of each row's last token.
+      done: bool [B], the rows that have ended.
+      invalid: bool [B], the rows whose logits contain NaN.
+      step: int32 [], the number of steps.
+      cache: What the decoder keeps of the tokens before `at`.
+    """
+
+    tokens: jax.Array
+    new: jax.Array
+    at: jax.Array
+    done: jax.Array
+    invalid: jax.Array
+    step: jax.Array
+    cache: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Everything that decides the programs of a generation, but shapes.
+
+    Attributes:
+      decoder: The model.
+      cache: The arrays of its cache.
+      sampling: The choice of tokens.
+      max_new_tokens: The most new tokens of a row.
+      eos: The tokens that end a row.
+      pad: The token after the end of a row.
+      structure: `jax.tree.structure` of the parameters.
+      mesh: The devices; None for a single one.
+      shards: The sharding of each parameter that is gathered or copied where it is used.
+    """
+
+    decoder: Decoder
+    cache: Cache
+    sampling: Sampling
+    max_new_tokens: int
+    eos: tuple[int, ...]
+    pad: int
+    structure: PyTreeDef
+    mesh: Mesh | None
+    shards: tuple[NamedSharding | None, ...]
+
+    def start(
+        self, arrays: list[jax.Array], tokens: jax.Array, lengths: jax.Array, common: int
+    ) -> Progress:
+        """Reads the prompts but their last tokens.
+
+        Args:
+          arrays: The parameters.
+          tokens: int32 [B, S].
+          lengths: int32 [B], of the prompts.
+          common: The number of tokens to read of each row: of the longest prompt if the decoder
+            takes positions, else of the shortest; static.
+        """
+        return self._run(self._start, arrays, tokens, lengths, common)
+
+    def advance(
+        self, arrays: list[jax.Array], progress: Progress, lengths: jax.Array, key: jax.Array | None
+    ) -> Progress:
+        """Adds one token to each row that has not ended."""
+        return self._run(self._advance, arrays, progress, lengths, key)
+
+    def finish(
+        self, arrays: list[jax.Array], progress: Progress, lengths: jax.Array, key: jax.Array | None
+    ) -> Progress:
+        """Adds tokens until all rows have ended, or the logits of one are NaN."""
+        return self._run(self._finish, arrays, progress, lengths, key)
+
+    def _run(self, function: Any, arrays: list[jax.Array], *args: Any) -> Progress:
+        """Runs a function of the parameters; gathers parameters where they are used."""
+        if self.mesh is None or not any(self.shards):
+            return function(jax.tree.unflatten(self.structure, arrays), *args)
+
+        static = tuple(x for x in args if not isinstance(x, int))
+        ints = [x for x in args if isinstance(x, int)]
+
+        def body(arrays: list[jax.Array], *static: Any) -> Progress:
+            return function(jax.tree.unflatten(self.structure, arrays), *static, *ints)
+
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        closed, out = jax.make_jaxpr(body, return_shape=True)(shapes, *static)
+        inserter = weights.inserter_of(self.mesh)
+        values = weights.entered(arrays, self.shards, inserter)
+        outs = inserter(closed, [*values, *jax.tree.leaves(static)])
+        return jax.tree.unflatten(jax.tree.structure(out), outs)
+
+    def _start(
+        self, params: PyTree, tokens: jax.Array, lengths: jax.Array, common: int
+    ) -> Progress:
+        rows = len(tokens)
+        arrays = map(self._empty, self.cache.shapes, self.cache.rows)
+        cache = jax.tree.unflatten(self.cache.structure, [*arrays])
+        at = lengths - 1
+        if self.decoder.takes_positions:
+            if common > 1:
+                columns = jnp.broadcast_to(jnp.arange(common), (rows, common))
+                _, cache = self.decoder(params, cache, tokens[:, :common], columns)
+        else:
+            at = jnp.full_like(lengths, common - 1)
+
+            def read(cache: PyTree, column: jax.Array) -> tuple[PyTree, None]:
+                token = lax.dynamic_slice_in_dim(tokens, column, 1, axis=1)
+                positions = jnp.broadcast_to(column, (rows, 1))
+                return self.decoder(params, cache, token, positions)[1], None
+
+            cache, _ = lax.scan(read, cache, jnp.arange(common - 1))
+        no = jnp.zeros(rows, bool)
+        return Progress(tokens, jnp.zeros_like(at), at, no, no, jnp.int32(0), cache)
+
+    def _empty(self, x: jax.ShapeDtypeStruct, rows: int) -> jax.Array:
+        """Returns zeros for an array of the cache, sharded over the rows' devices."""
+        empty, mesh = jnp.zeros(x.shape, x.dtype), self.mesh
+        if mesh is None or rows < 0 or x.shape[rows] % batch_devices(mesh):
+            return empty
+        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        spec[rows] = batch_axes(mesh)
+        return lax.with_sharding_constraint(empty, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def _advance(
+        self, params: PyTree, progress: Progress, lengths: jax.Array, key: jax.Array | None
+    ) -> Progress:
+        tokens, at, done = progress.tokens, progress.at, progress.done
+        rows = jnp.arange(len(at))
+        logits, cache = self.decoder(params, progress.cache, tokens[rows, at][:, None], at[:, None])
+        logits = logits[:, -1]
+        invalid = progress.invalid | (~done & jnp.isnan(logits).any(-1))
+        step_key = None if key is None else jax.random.fold_in(key, progress.step)
+        drawn = self.sampling.choose(logits, step_key)
+        following = jnp.minimum(at + 1, tokens.shape[1] - 1)
+        is_prompt = at + 1 < lengths
+        new = jnp.where(is_prompt, tokens[rows, following], drawn)
+        new = jnp.where(done, self.pad, new)
+        tokens = tokens.at[rows, following].set(jnp.where(done, tokens[rows, following], new))
+        at = jnp.where(done, at, following)
+        ended = functools.reduce(jnp.logical_or, [new == eos for eos in self.eos], jnp.array(False))
+        done |= (~is_prompt & ended) | (at + 1 >= lengths + self.max_new_tokens)
+        return Progress(tokens, new, at, done, invalid, progress.step + 1, cache)
+
+    def _finish(
+        self, params: PyTree, progress: Progress, lengths: jax.Array, key: jax.Array | None
+    ) -> Progress:
+        def goes_on(progress: Progress) -> jax.Array:
+            return ~progress.done.all() & ~progress.invalid.any()
+
+        return lax.while_loop(
+            goes_on, lambda progress: self._advance(params, progress, lengths, key), progress
+        )
+
+
+class Programs:
+    """The compiled programs of a generation.
+
+    Args:
+      generation: What they run.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        mesh = generation.mesh
+        host = any(s is not None and s.memory_kind == "pinned_host" for s in generation.shards)
+
+        def chosen() -> Any:
+            if mesh is None:
+                return None
+            return streaming(mesh) if host else options(mesh, overlap=True)
+
+        self.start = JitOnceDecided(generation.start, chosen, static_argnums=3)
+        self.advance = JitOnceDecided(generation.advance, chosen, donate_argnums=1)
+        self.finish = JitOnceDecided(generation.finish, chosen, donate_argnums=1)
+
+
+@functools.lru_cache(maxsize=32)
+def programs(generation: Generation) -> Programs:
+    """Returns the programs of a generation, those of an earlier call if there was one."""
+    return Programs(generation)

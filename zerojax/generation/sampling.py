@@ -1,0 +1,80 @@
+"""The choice of the next token from logits.
+
+>>> sampling = Sampling(temperature=0.7, top_k=50, top_p=0.95)
+>>> tokens = sampling.choose(jnp.zeros((4, 100)), jax.random.key(0))          # int32 [4]
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.models.loss import widen
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Options of the choice, in the order in which they apply, as in transformers.
+
+    Attributes:
+      temperature: T; tokens are drawn from softmax(logits / T). 0 takes the largest logit.
+      top_k: Draws only from the k largest logits.
+      top_p: Draws only from the smallest set of tokens whose probabilities sum to p or more
+        (nucleus sampling, arXiv:1904.09751).
+
+    Raises:
+      ValueError: An option is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature = {self.temperature} must be 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k = {self.top_k} must be 1 or more; None draws from all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p} must be above 0 and at most 1")
+        if self.is_greedy and (self.top_k, self.top_p) != (None, None):
+            raise ValueError(
+                "top_k and top_p need a temperature above 0: without one the largest logit is taken"
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the largest logit is taken, and no key is needed."""
+        return self.temperature == 0
+
+    def choose(self, logits: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Returns a token for each row of logits [B, V], int32 [B]."""
+        if self.is_greedy:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        assert key is not None
+        return jax.random.categorical(key, self.filtered(logits)).astype(jnp.int32)
+
+    def filtered(self, logits: jax.Array) -> jax.Array:
+        """Returns logits [B, V] divided by the temperature, -inf for tokens that are not drawn.
+
+        >>> Sampling(temperature=1.0, top_k=2).filtered(jnp.array([[1.0, 3.0, 2.0]])).tolist()
+        [[-inf, 3.0, 2.0]]
+        """
+        logits = widen(logits) / self.temperature
+        vocabulary = logits.shape[-1]
+        if self.top_k is not None and self.top_k < vocabulary:
+            smallest = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
+            logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        if self.top_p is not None and self.top_p < 1:
+            descending = -jnp.sort(-logits, axis=-1)
+            probabilities = jax.nn.softmax(descending)
+            before = jnp.cumsum(probabilities, axis=-1) - probabilities
+            smallest = jnp.min(
+                jnp.where(before < self.top_p, descending, jnp.inf), axis=-1, keepdims=True
+            )
+            logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        return logits

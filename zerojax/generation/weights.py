@@ -1,0 +1,205 @@
+"""The placement of a model's parameters while it generates.
+
+Every token needs every parameter once. The parameters are gathered once and stay on each device
+("gathered"); or they stay at rest, sharded or in host memory, and each layer is gathered or copied
+in every token ("by_layer"; from host memory this is ZeRO-Inference, arXiv:2207.00032).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from zerojax.collectives import Inserter, Shard, kept
+from zerojax.collectives.shard import Gathering
+from zerojax.devices.mesh import SEQUENCE, batch_axes, zero_axis
+from zerojax.distributed import log
+from zerojax.foresight.devices import rates_here
+from zerojax.offload.disk.array import DiskArray
+from zerojax.plan import layout
+from zerojax.plan.places import DEVICE, PINNED
+from zerojax.plan.stored import StoredArray
+from zerojax.plan.table import size
+from zerojax.xla.types import PyTree
+
+Weights = Literal["gathered", "by_layer"]
+
+ROOM = 0.7
+"""The share of a device's free memory that gathered parameters and the cache may take."""
+
+
+class Placed(NamedTuple):
+    """Parameters in place for generation.
+
+    Attributes:
+      arrays: The arrays of the parameters.
+      mesh: The devices; None for a single one.
+      by_layer: Whether each layer is gathered in every token.
+    """
+
+    arrays: list[Any]
+    mesh: Mesh | None
+    by_layer: bool
+
+
+def mesh_of(arrays: Sequence[Any]) -> Mesh | None:
+    """Returns the mesh of several devices on which arrays are placed; None for a single device."""
+    shardings = (getattr(x, "sharding", None) for x in arrays)
+    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size > 1), None)
+
+
+def shapes(params: PyTree, dtype: DTypeLike | None) -> PyTree:
+    """Returns the shapes of parameters, and their dtypes after the cast to `dtype`."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _dtype(x, dtype)), params)
+
+
+def place(
+    leaves: Sequence[Any], weights: Weights | None, dtype: DTypeLike | None, cache_bytes: int
+) -> Placed:
+    """Places parameters for generation, and logs how.
+
+    Args:
+      leaves: The parameters, on the devices of a mesh or of one, in host memory, or on disk.
+      weights: "gathered" or "by_layer"; None for gathered parameters if they fit.
+      dtype: The dtype of floating parameters; None for their own.
+      cache_bytes: The bytes of the cache on each device.
+    """
+    arrays = [_plain(x, dtype) for x in leaves]
+    mesh = mesh_of(arrays)
+    gathered_bytes = sum(_gathered_bytes(x) for x in arrays)
+    is_at_rest = any(_is_shard(x) for x in arrays)
+    if weights is None:
+        free = _free(mesh, arrays)
+        fits = free is None or gathered_bytes + cache_bytes <= ROOM * free
+        weights = "gathered" if fits or not is_at_rest else "by_layer"
+    if is_at_rest:
+        ways = {
+            "gathered": f"are gathered once, {size(gathered_bytes)} on each device",
+            "by_layer": "are gathered layer by layer in every token",
+        }
+        log.info("generate: the parameters %s.", ways[weights])
+    if weights == "gathered":
+        return Placed(_gathered(arrays), mesh, by_layer=False)
+    return Placed(arrays, mesh, by_layer=is_at_rest)
+
+
+def entered(
+    arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding | None], inserter: Inserter
+) -> list[Any]:
+    """Returns parameters, within a traced program, in the form that an inserter takes."""
+    values = [
+        x
+        if sharding is None
+        else Shard(
+            x,
+            layout.full(sharding.spec, x.ndim),
+            gathering=Gathering(host=sharding.memory_kind == PINNED),
+        )
+        for x, sharding in zip(arrays, shardings, strict=True)
+    ]
+    return kept.gather(values, kept.by_plan(values, inserter), inserter)
+
+
+def shard_shardings(arrays: Sequence[Any]) -> tuple[NamedSharding | None, ...]:
+    """Returns the sharding of each array that a use must gather or copy; None for the others."""
+    return tuple(x.sharding if _is_shard(x) else None for x in arrays)
+
+
+def _plain(x: Any, dtype: DTypeLike | None) -> Any:
+    """Returns a leaf of the parameters as an array that JAX can shard, in the dtype."""
+    if isinstance(x, DiskArray):
+        x = x.load()
+    if isinstance(x, StoredArray):
+        x = jnp.asarray(x)
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        x = jnp.asarray(x)
+    dtype = _dtype(x, dtype)
+    if x.dtype == dtype:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    on_device = x.sharding.with_memory_kind(DEVICE) if _is_on_host(x) else x.sharding
+    cast = jax.device_put(x, on_device).astype(dtype)
+    return jax.device_put(cast, x.sharding)
+
+
+def _dtype(x: Any, dtype: DTypeLike | None) -> DTypeLike:
+    """Returns the dtype of an array after the cast of floating parameters to `dtype`."""
+    if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x.dtype  # type: ignore[no-any-return]
+    return dtype
+
+
+def _is_on_host(x: Any) -> bool:
+    return getattr(x.sharding, "memory_kind", None) == PINNED
+
+
+def _is_shard(x: Any) -> bool:
+    """Returns whether a use must gather an array over ZeRO's axes, or copy it to the device."""
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding):
+        return False
+    return _is_on_host(x) or _target(sharding, x.ndim) != layout.full(sharding.spec, x.ndim)
+
+
+def _target(sharding: NamedSharding, ndim: int) -> layout.Spec:
+    """Returns the spec of a gathered array: without the axes that shard rows and tokens."""
+    spec = layout.full(sharding.spec, ndim)
+    if not isinstance(sharding.mesh, Mesh) or sharding.mesh.size == 1:
+        return spec
+    for axis in (*batch_axes(sharding.mesh), SEQUENCE):
+        spec = layout.without(spec, axis)
+    return spec
+
+
+def _gathered_bytes(x: Any) -> int:
+    shape = x.shape
+    if isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh):
+        shape = layout.shard_shape(shape, _target(x.sharding, x.ndim), x.sharding.mesh)
+    return math.prod(shape) * x.dtype.itemsize
+
+
+def _free(mesh: Mesh | None, arrays: Sequence[Any]) -> int | None:
+    """Returns the free bytes of a device; None if unknown, as for CPUs."""
+    if mesh is None:
+        shardings = [x.sharding for x in arrays if x.sharding is not None]
+        devices = sorted({d for s in shardings for d in s.device_set}, key=lambda d: d.id)
+        mesh = Mesh(devices[:1], ("data",)) if devices else None
+    if mesh is None or mesh.devices.flat[0].platform == "cpu":
+        return None
+    return rates_here(mesh).memory
+
+
+def _gathered(arrays: Sequence[Any]) -> list[Any]:
+    """Returns arrays on the devices, gathered over the axes that shard rows and tokens."""
+
+    def target(x: Any) -> NamedSharding | None:
+        if not _is_shard(x):
+            return None
+        return NamedSharding(x.sharding.mesh, PartitionSpec(*_target(x.sharding, x.ndim)))
+
+    targets = [target(x) for x in arrays]
+    moved = [i for i, t in enumerate(targets) if t is not None]
+    if any(isinstance(arrays[i], jax.ShapeDtypeStruct) for i in moved):
+        new = [
+            jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype, sharding=targets[i])
+            for i in moved
+        ]
+    else:
+        new = jax.device_put([arrays[i] for i in moved], [targets[i] for i in moved])
+    result = list(arrays)
+    for i, x in zip(moved, new, strict=True):
+        result[i] = x
+    return result
+
+
+def inserter_of(mesh: Mesh) -> Inserter:
+    """Returns an inserter that gathers each parameter where it is used."""
+    return Inserter(mesh, zero_axis(mesh), keep=False, share=True)

@@ -86,10 +86,10 @@ def generate(
       >>> zerojax.generate(model, params, [[1, 2, 3], [4]], max_new_tokens=5).shape
       (2, 8)
     """
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     run = _Run.of(
-        model, params, tokens, mask, max_new_tokens, Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
-        key, eos, pad, weights, dtype,
-    )  # fmt: skip
+        model, params, tokens, mask, max_new_tokens, sampling, key, eos, pad, weights, dtype
+    )
     progress = run.programs.finish(run.arrays, run.start(), run.lengths, run.key)
     run.check(progress)
     return progress.tokens
@@ -122,9 +122,9 @@ def generate_stream(
     run = _Run.of(model, params, tokens, mask, max_new_tokens, sampling, *others)
     if not run.generation.decoder.takes_positions and len(set(np.asarray(run.lengths))) > 1:
         raise ValueError(
-            "generate_stream: the model takes one token of all rows at a time, so that new tokens of shorter "
-            "prompts come before longer prompts are read: pass prompts of one length, or call "
-            "zerojax.generate"
+            "generate_stream: the model takes one token of all rows at a time, so that new tokens "
+            "of shorter prompts come before longer prompts are read: pass prompts of one length, "
+            "or call zerojax.generate"
         )
     return run.stream()
 

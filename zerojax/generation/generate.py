@@ -90,7 +90,12 @@ def generate(
     run = _Run.of(
         model, params, tokens, mask, max_new_tokens, sampling, key, eos, pad, weights, dtype
     )
-    progress = run.programs.finish(run.arrays, run.start(), run.lengths, run.key)
+    progress = run.start()
+    if run.programs.on_host:
+        for progress in run.steps(progress):
+            pass
+    else:
+        progress = run.programs.finish(run.arrays, progress, run.lengths, run.key)
     run.check(progress)
     return progress.tokens
 
@@ -126,7 +131,7 @@ def generate_stream(
             "of shorter prompts come before longer prompts are read: pass prompts of one length, "
             "or call zerojax.generate"
         )
-    return run.stream()
+    return (np.asarray(progress.new) for progress in run.steps(run.start()))
 
 
 class _Run(NamedTuple):
@@ -210,10 +215,8 @@ class _Run(NamedTuple):
             spec = PartitionSpec(batch_axes(placed.mesh) if divides else None)
             sharding = NamedSharding(placed.mesh, spec)
             placed_tokens, placed_lengths = jax.device_put((padded, lengths), sharding)
-        return cls(
-            generation, programs(generation), placed.arrays, placed_tokens, placed_lengths, common,
-            key,
-        )  # fmt: skip
+        compiled = programs(generation, placed.mesh)
+        return cls(generation, compiled, placed.arrays, placed_tokens, placed_lengths, common, key)
 
     def start(self) -> Progress:
         progress: Progress = self.programs.start(
@@ -232,9 +235,9 @@ class _Run(NamedTuple):
                 "token follows: check the parameters (jax.debug_nans names the operation)"
             )
 
-    def stream(self) -> Iterator[np.ndarray]:
-        progress = self.start()
+    def steps(self, progress: Progress) -> Iterator[Progress]:
+        """Yields the progress after each token."""
         while not np.asarray(progress.done).all():
             progress = self.programs.advance(self.arrays, progress, self.lengths, self.key)
             self.check(progress)
-            yield np.asarray(progress.new)
+            yield progress

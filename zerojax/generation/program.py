@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.generation import weights
 from zerojax.generation.decoders import Cache, Decoder
 from zerojax.generation.sampling import Sampling
-from zerojax.xla.compiler import JitOnceDecided, options, streaming
+from zerojax.xla.compiler import JitOnceDecided, Options, options, streaming
 from zerojax.xla.types import PyTree
 
 
@@ -57,7 +57,7 @@ class Generation:
       eos: The tokens that end a row.
       pad: The token after the end of a row.
       structure: `jax.tree.structure` of the parameters.
-      mesh: The devices; None for a single one.
+      mesh: The devices; None for parameters that are on no mesh.
       shards: The sharding of each parameter that is gathered or copied where it is used.
     """
 
@@ -68,7 +68,7 @@ class Generation:
     eos: tuple[int, ...]
     pad: int
     structure: PyTreeDef
-    mesh: Mesh | None
+    mesh: Mesh | AbstractMesh | None
     shards: tuple[NamedSharding | None, ...]
 
     def start(
@@ -182,17 +182,21 @@ class Programs:
     """The compiled programs of a generation.
 
     Args:
-      generation: What they run.
+      generation: The computation.
+      devices: The devices for which they are compiled; None for the default device.
+
+    Attributes:
+      on_host: Whether the parameters are in host memory. XLA would then copy all of them to the
+        device before a loop over tokens.
     """
 
-    def __init__(self, generation: Generation) -> None:
-        mesh = generation.mesh
-        host = any(s is not None and s.memory_kind == "pinned_host" for s in generation.shards)
+    def __init__(self, generation: Generation, devices: Mesh | None) -> None:
+        self.on_host = weights.on_host(generation.shards)
 
-        def chosen() -> Any:
-            if mesh is None:
+        def chosen() -> Options | None:
+            if devices is None:
                 return None
-            return streaming(mesh) if host else options(mesh, overlap=True)
+            return streaming(devices) if self.on_host else options(devices, overlap=True)
 
         self.start = JitOnceDecided(generation.start, chosen, static_argnums=3)
         self.advance = JitOnceDecided(generation.advance, chosen, donate_argnums=1)
@@ -200,6 +204,6 @@ class Programs:
 
 
 @functools.lru_cache(maxsize=32)
-def programs(generation: Generation) -> Programs:
+def programs(generation: Generation, devices: Mesh | None) -> Programs:
     """Returns the programs of a generation, those of an earlier call if there was one."""
-    return Programs(generation)
+    return Programs(generation, devices)

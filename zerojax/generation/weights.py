@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from zerojax.collectives import Inserter, Shard, kept
@@ -39,20 +39,20 @@ class Placed(NamedTuple):
 
     Attributes:
       arrays: The arrays of the parameters.
-      mesh: The devices; None for a single one.
+      mesh: The devices; None for parameters that are on no mesh.
       by_layer: Whether each layer is gathered in every token.
     """
 
     arrays: list[Any]
-    mesh: Mesh | None
+    mesh: Mesh | AbstractMesh | None
     by_layer: bool
 
 
-def mesh_of(arrays: Sequence[Any]) -> Mesh | None:
-    """Returns the mesh of several devices on which arrays are placed; None for a single device."""
+def mesh_of(arrays: Sequence[Any]) -> Mesh | AbstractMesh | None:
+    """Returns the mesh on which arrays are placed; None for arrays that are on no mesh."""
     shardings = (getattr(x, "sharding", None) for x in arrays)
     meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
-    return next((mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size > 1), None)
+    return next(meshes, None)
 
 
 def shapes(params: PyTree, dtype: DTypeLike | None) -> PyTree:
@@ -61,7 +61,11 @@ def shapes(params: PyTree, dtype: DTypeLike | None) -> PyTree:
 
 
 def place(
-    leaves: Sequence[Any], weights: Weights | None, dtype: DTypeLike | None, cache_bytes: int
+    leaves: Sequence[Any],
+    weights: Weights | None,
+    dtype: DTypeLike | None,
+    cache_bytes: int,
+    devices: Mesh | None = None,
 ) -> Placed:
     """Places parameters for generation, and logs how.
 
@@ -70,19 +74,20 @@ def place(
       weights: "gathered" or "by_layer"; None for gathered parameters if they fit.
       dtype: The dtype of floating parameters; None for their own.
       cache_bytes: The bytes of the cache on each device.
+      devices: The devices, if they are absent, so that the parameters may be on an abstract mesh.
     """
     arrays = [_plain(x, dtype) for x in leaves]
     mesh = mesh_of(arrays)
     gathered_bytes = sum(_gathered_bytes(x) for x in arrays)
     is_at_rest = any(_is_shard(x) for x in arrays)
     if weights is None:
-        free = _free(mesh, arrays)
+        free = _free(devices or (mesh if isinstance(mesh, Mesh) else None))
         fits = free is None or gathered_bytes + cache_bytes <= ROOM * free
         weights = "gathered" if fits or not is_at_rest else "by_layer"
     if is_at_rest:
         ways = {
             "gathered": f"are gathered once, {size(gathered_bytes)} on each device",
-            "by_layer": "are gathered layer by layer in every token",
+            "by_layer": "stay at rest, and each layer reads them in every token",
         }
         log.info("generate: the parameters %s.", ways[weights])
     if weights == "gathered":
@@ -110,6 +115,11 @@ def entered(
 def shard_shardings(arrays: Sequence[Any]) -> tuple[NamedSharding | None, ...]:
     """Returns the sharding of each array that a use must gather or copy; None for the others."""
     return tuple(x.sharding if _is_shard(x) else None for x in arrays)
+
+
+def on_host(shards: Sequence[NamedSharding | None]) -> bool:
+    """Returns whether some of the parameters are in host memory."""
+    return any(s is not None and s.memory_kind == PINNED for s in shards)
 
 
 def _plain(x: Any, dtype: DTypeLike | None) -> Any:
@@ -152,7 +162,7 @@ def _is_shard(x: Any) -> bool:
 def _target(sharding: NamedSharding, ndim: int) -> layout.Spec:
     """Returns the spec of a gathered array: without the axes that shard rows and tokens."""
     spec = layout.full(sharding.spec, ndim)
-    if not isinstance(sharding.mesh, Mesh) or sharding.mesh.size == 1:
+    if sharding.mesh.size == 1:
         return spec
     for axis in (*batch_axes(sharding.mesh), SEQUENCE):
         spec = layout.without(spec, axis)
@@ -161,20 +171,16 @@ def _target(sharding: NamedSharding, ndim: int) -> layout.Spec:
 
 def _gathered_bytes(x: Any) -> int:
     shape = x.shape
-    if isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh):
+    if isinstance(x.sharding, NamedSharding):
         shape = layout.shard_shape(shape, _target(x.sharding, x.ndim), x.sharding.mesh)
     return math.prod(shape) * x.dtype.itemsize
 
 
-def _free(mesh: Mesh | None, arrays: Sequence[Any]) -> int | None:
+def _free(devices: Mesh | None) -> int | None:
     """Returns the free bytes of a device; None if unknown, as for CPUs."""
-    if mesh is None:
-        shardings = [x.sharding for x in arrays if x.sharding is not None]
-        devices = sorted({d for s in shardings for d in s.device_set}, key=lambda d: d.id)
-        mesh = Mesh(devices[:1], ("data",)) if devices else None
-    if mesh is None or mesh.devices.flat[0].platform == "cpu":
+    if devices is None or devices.devices.flat[0].platform == "cpu":
         return None
-    return rates_here(mesh).memory
+    return rates_here(devices).memory
 
 
 def _gathered(arrays: Sequence[Any]) -> list[Any]:
@@ -200,6 +206,6 @@ def _gathered(arrays: Sequence[Any]) -> list[Any]:
     return result
 
 
-def inserter_of(mesh: Mesh) -> Inserter:
+def inserter_of(mesh: Mesh | AbstractMesh) -> Inserter:
     """Returns an inserter that gathers each parameter where it is used."""
     return Inserter(mesh, zero_axis(mesh), keep=False, share=True)

@@ -1,0 +1,190 @@
+"""The needs of a generation, from programs compiled for devices that need not exist.
+
+found = forecast(model, params, rows=8, prompt=512, max_new_tokens=512, mesh=mesh, rates=rates("h100"))
+print(found)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from zerojax.devices.mesh import batch_axes, batch_devices
+from zerojax.devices.network import nodes_of
+from zerojax.devices.rates import Rates
+from zerojax.foresight.attribution import ParameterShapes
+from zerojax.foresight.costs import Measurement, measure
+from zerojax.generation import weights as parameter_weights
+from zerojax.generation.decoders import Cache, decoder_of
+from zerojax.generation.program import Generation, Programs
+from zerojax.generation.sampling import Sampling
+from zerojax.generation.weights import Weights
+from zerojax.hlo.program import parse
+from zerojax.hlo.work import work_of
+from zerojax.plan import layout
+from zerojax.plan.short import Summarized, Summary, Table
+from zerojax.plan.table import size
+from zerojax.xla import compat
+from zerojax.xla.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationForecast(Summarized):
+    """The needs of a generation on each device, in bytes and seconds.
+
+    Attributes:
+      rows, prompt, new: Rows of a batch, tokens of their prompts, new tokens of each.
+      rates: The speeds and the memory of the devices.
+      weights: Where the parameters are, see :func:`zerojax.generate`.
+      on_host: Whether they are in host memory.
+      parameter_bytes: Bytes of the parameters on a device, or in host memory for it.
+      cache_bytes: Bytes of the cache on a device.
+      reading: The program that reads the prompts.
+      token: The program that adds a token to each row.
+      token_bytes: Bytes that the program of a token reads and writes in device memory.
+    """
+
+    rows: int
+    prompt: int
+    new: int
+    rates: Rates
+    weights: Weights
+    on_host: bool
+    parameter_bytes: int
+    cache_bytes: int
+    reading: Measurement
+    token: Measurement
+    token_bytes: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes of device memory at the peak."""
+        return max(sum(p.memory.values()) for p in (self.reading, self.token))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits into the memory of a device."""
+        return self.peak <= self.rates.room
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows in a second."""
+        return self.rows / self.token.seconds
+
+    @property
+    def least_seconds(self) -> float:
+        """Time in which a device reads its parameters and its cache once, at the peak bandwidth: no
+        token takes less."""
+        cache = self.cache_bytes / self.rates.bandwidth
+        bandwidth = self.rates.host if self.on_host else self.rates.bandwidth
+        return cache + self.parameter_bytes / bandwidth
+
+    def summary(self) -> Summary:
+        """Returns the memory, the times and the traffic as a table."""
+        place = "in host memory" if self.on_host else f"{self.weights.replace('_', ' ')}"
+        rows = [
+            ("parameters", f"{size(self.parameter_bytes)}, {place}"),
+            ("cache", size(self.cache_bytes)),
+            ("peak", f"{size(self.peak)} of {size(self.rates.room)}"),
+            ("prompts", f"{self.reading.seconds * 1e3:.3g} ms"),
+            ("a token", f"{self.token.seconds * 1e3:.3g} ms, at least "
+                        f"{self.least_seconds * 1e3:.3g} ms to read parameters and cache"),
+            ("tokens/s", f"{self.tokens_per_second:,.0f}"),
+            *(
+                (f"{t.kind} a token", f"{t.times} times, {size(t.bytes)}, {t.waited * 1e3:.3g} ms")
+                for t in self.token.traffic
+            ),
+        ]  # fmt: skip
+        title = (
+            f"generation, {self.rows} rows, prompts of {self.prompt} tokens, {self.new} new ones, "
+            f"{self.rates.kind}"
+        )
+        return Summary(title, (Table(rows),))
+
+
+def forecast(
+    model: object,
+    params: PyTree,
+    *,
+    rows: int,
+    prompt: int,
+    max_new_tokens: int,
+    mesh: Mesh,
+    rates: Rates,
+    weights: Weights | None = None,
+    dtype: DTypeLike | None = jnp.bfloat16,
+) -> GenerationForecast:
+    """Compiles the programs of :func:`zerojax.generate`, and predicts their memory and time.
+
+    Args:
+      model: As for ``generate``.
+      params: The parameters, abstract or concrete, with their shardings.
+      rows: Rows of a batch, over all devices.
+      prompt: Tokens of each prompt.
+      max_new_tokens: New tokens of each row.
+      mesh: The devices, which need not exist.
+      rates: The speeds and the memory of the devices.
+      weights, dtype: As for ``generate``.
+    """
+    decoder = decoder_of(model)
+    shapes = parameter_weights.shapes(params, dtype)
+    cache = Cache.of(decoder, shapes, rows, prompt + max_new_tokens)
+    placed = parameter_weights.place(jax.tree.leaves(params), weights, dtype, cache.bytes, mesh)
+    shards = parameter_weights.shard_shardings(placed.arrays) if placed.by_layer else ()
+    generation = Generation(
+        decoder, cache, Sampling(), max_new_tokens, (), 0, jax.tree.structure(params),
+        placed.mesh or mesh, shards,
+    )  # fmt: skip
+    programs, on = Programs(generation, mesh), placed.mesh or mesh
+    spec = PartitionSpec(batch_axes(mesh) if rows % batch_devices(mesh) == 0 else None)
+
+    def tokens(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(on, spec))
+
+    def run(traced: jax.stages.Traced) -> tuple[jax.stages.Lowered, Measurement]:
+        lowered = compat.lower_for(traced, mesh)
+        return lowered, measure(lowered, ParameterShapes(frozenset(), 0), rates, nodes_of(mesh))
+
+    lengths = tokens(rows)
+    traced = programs.start.trace(
+        placed.arrays, tokens(rows, prompt + max_new_tokens), lengths, prompt
+    )
+    lowered, reading = run(traced)
+    compiled = lowered.compile()
+    progress = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(on, sharding.spec)
+        ),
+        traced.out_info,
+        compiled.output_shardings,
+    )
+    lowered, token = run(programs.advance.trace(placed.arrays, progress, lengths, None))
+    program = parse(lowered.compile().as_text() or "")
+    moved = sum(
+        work_of(program, r.computation, r.instruction).bytes * r.times for r in program.walk()
+    )
+    return GenerationForecast(
+        rows, prompt, max_new_tokens, rates,
+        "by_layer" if placed.by_layer else "gathered",
+        parameter_weights.on_host(shards),
+        _device_bytes(placed.arrays), _device_bytes(jax.tree.leaves(progress.cache)),
+        reading, token, moved,
+    )  # fmt: skip
+
+
+def _device_bytes(arrays: Sequence[Any]) -> int:
+    """Returns the bytes of a device's shards."""
+    return sum(
+        math.prod(
+            layout.shard_shape(x.shape, layout.full(x.sharding.spec, x.ndim), x.sharding.mesh)
+        )
+        * x.dtype.itemsize
+        for x in arrays
+    )

@@ -45,6 +45,7 @@ def test_the_end_token_cuts_a_row_short(case: str) -> None:
             assert row[length - 1] == recorded.recorded(case, "end")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("torch", "transformers"))),
     reason="torch and transformers are not installed: nothing to compare the recorded with",

@@ -12,6 +12,7 @@ ROOMS = (
     "plan",
     "optim",
     "trace",
+    "quantize",
     "collectives",
     "accumulation",
     "pipeline",

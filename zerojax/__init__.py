@@ -43,6 +43,8 @@ if _TYPE_CHECKING:
     from zerojax.optim.telemetry import telemetry as telemetry
     from zerojax.optim.wrap import wrap as wrap
     from zerojax.plan.state_sharding import Plan as Plan
+    from zerojax.quantize.weights import dequantize as dequantize
+    from zerojax.quantize.weights import quantize_weights as quantize_weights
     from zerojax.trace.gradients import grad as grad
     from zerojax.trace.gradients import value_and_grad as value_and_grad
     from zerojax.trace.gradients import weighted_mean as weighted_mean
@@ -67,6 +69,7 @@ _MODULES = {
     "Workload": "tuning.workload",
     "Zero": "api",
     "ZeroConfig": "config",
+    "dequantize": "quantize.weights",
     "estimate_zero2_model_states_mem_needs_all_cold": "foresight.estimators",
     "estimate_zero2_model_states_mem_needs_all_live": "foresight.estimators",
     "estimate_zero3_model_states_mem_needs_all_cold": "foresight.estimators",
@@ -80,6 +83,7 @@ _MODULES = {
     "models": "models",
     "on_device": "offload.fetch",
     "process_rows": "devices.rows",
+    "quantize_weights": "quantize.weights",
     "remat_policy": "offload.activations",
     "schedule": "optim.schedules",
     "telemetry": "optim.telemetry",

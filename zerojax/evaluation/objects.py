@@ -11,6 +11,7 @@ import optax
 from jax.tree_util import PyTreeDef
 
 from zerojax.placement.states import States
+from zerojax.quantize import dequantize
 from zerojax.step.call import RearrangedFunction
 from zerojax.train_state.nnx import apply_settings, settings
 from zerojax.train_state.state_parts import OpenedState, Parts
@@ -64,7 +65,8 @@ def _state_subject(opened: OpenedState) -> Subject:
     def call(
         function: RearrangedFunction, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
     ) -> tuple[PyTree, list[jax.Array | None]]:
-        return function(*close(parts, REFUSING), batch, *args, **kwargs), []
+        objects = dequantize(close(parts, REFUSING))
+        return function(*objects, batch, *args, **kwargs), []
 
     return Subject(opened, call, lambda changed: None)
 
@@ -77,6 +79,7 @@ def _objects_subject(objects: tuple[PyTree, ...], opened: OpenedState) -> Subjec
     def call(
         function: RearrangedFunction, parts: Parts, batch: PyTree, args: PyTree, kwargs: PyTree
     ) -> tuple[PyTree, list[jax.Array | None]]:
+        parts = dequantize(parts)
         call_objects = close(parts, REFUSING)
         before = settings(call_objects)
         out = function(*call_objects, batch, *args, **kwargs)

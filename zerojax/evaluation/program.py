@@ -33,6 +33,7 @@ from zerojax.step.entering import enter
 from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast, constrainer
 from zerojax.trace.explicit import Explicit, make_jaxpr
+from zerojax.trace.late import with_late_weights
 from zerojax.trace.ravelled import without_ravels
 from zerojax.train_state.state_parts import OpenedState
 from zerojax.xla import compat, hijax, jaxprs
@@ -268,7 +269,8 @@ class EvaluationProgram:
             closed, out = make_jaxpr(body, given, specs, self._plan.lowering_mesh, names)
         rows = [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
         has_rows = [*[False] * len(self._leaves), *rows, *[False] * len(arrays)]
-        return _TracedFunction(without_ravels(closed), has_rows, jax.tree.structure(out))
+        closed = with_late_weights(without_ravels(closed), [i < len(self._leaves) for i in range(len(has_rows))])
+        return _TracedFunction(closed, has_rows, jax.tree.structure(out))
 
     def _by_rows(
         self, batch: PyTree, arrays: Sequence[ArrayLike], static: Static, division: Division

@@ -117,7 +117,7 @@ def _extent(size: int, least: int) -> int:
     return next((k for k in divisors if k >= least), divisors[-1])
 
 
-_NOT_QUANTIZED = re.compile(r"(embedding|scale|bias)\W*$")
+NOT_QUANTIZED = re.compile(r"(embedding|scale|bias)\W*$")
 """flax's names of tables, whose rows are looked up, and of norms and biases, which are small."""
 
 
@@ -155,7 +155,7 @@ class QuantizedWeights:
             return False
         matrix = len(leaf.shape) > 1 and math.prod(leaf.shape) > rule.SMALL
         matrix = matrix and jnp.issubdtype(leaf.dtype, jnp.floating)
-        if not matrix or _NOT_QUANTIZED.search(leaf.path):
+        if not matrix or NOT_QUANTIZED.search(leaf.path):
             return False
         return self._block(leaf) is not None
 

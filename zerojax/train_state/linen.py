@@ -103,9 +103,16 @@ def is_train_state(x: object) -> bool:
 
 
 def own_specs(params: PyTree) -> tuple[PartitionSpec | None, ...]:
-    """Returns the user's PartitionSpec of each parameter, from its flax box; None without a box."""
+    """Returns the user's PartitionSpec of each array of the parameters, from its flax box; None
+    without a box. The scales of a quantized array have the spec of their dimensions above 1."""
     boxes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, meta.AxisMetadata))
-    return tuple(_own_spec(x) for x in boxes)
+    return tuple(_fitting(_own_spec(box), x) for box in boxes for x in jax.tree.leaves(box))
+
+
+def _fitting(spec: PartitionSpec | None, x: object) -> PartitionSpec | None:
+    if spec is None:
+        return None
+    return PartitionSpec(*(None if n == 1 else s for n, s in zip(np.shape(x), spec, strict=False)))
 
 
 def _own_spec(x: object) -> PartitionSpec | None:

@@ -1,0 +1,259 @@
+"""Quantization of the matrices of a tree of parameters, and its reverse.
+
+The container and the arithmetic are those of qwix, Google's library for quantization in JAX: its
+``QArray`` is a pytree node, which its own matrix products and kernels take as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import optax
+import qwix
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from zerojax.plan import layout
+from zerojax.plan.places import DEVICE
+from zerojax.plan.stored import unwrap_stored, user_leaf
+from zerojax.quantize.choice import input_dimension, is_floating, is_matrix
+from zerojax.train_state.linen import is_train_state, open_state
+from zerojax.xla.types import PyTree, Shaped
+
+Select = Callable[[str, Any], bool]
+
+_DTYPES = {8: jnp.int8, 4: jnp.int4}
+
+
+class Grid(NamedTuple):
+    """The codes of an array, and the elements that share a scale.
+
+    Attributes:
+      bits: Bits of a code.
+      dimension: The dimension whose elements share scales.
+      group_size: Number of consecutive elements that share a scale; None for all.
+    """
+
+    bits: int
+    dimension: int
+    group_size: int | None
+
+    def quantized(self, x: jax.Array) -> qwix.QArray:
+        """Quantizes an array; the codes are computed in float32 or wider."""
+        others = [d for d in range(x.ndim) if d != self.dimension]
+        array: qwix.QArray = qwix.quantize(
+            x.astype(jnp.promote_types(x.dtype, jnp.float32)),
+            _DTYPES[self.bits],
+            channelwise_axes=others,
+            tiled_axes={self.dimension: self.group_size} if self.group_size else None,
+            scale_dtype=x.dtype,
+        )
+        return array
+
+    def like(self, codes: Any, scales: Any) -> qwix.QArray:
+        """Returns the node of a quantized array with other leaves."""
+        return qwix.QArray(codes, scales, None, _DTYPES[self.bits])
+
+    def shardings(self, sharding: NamedSharding, ndim: int) -> tuple[NamedSharding, NamedSharding]:
+        """Returns the shardings of codes and scales from that of the array."""
+        spec = list(layout.full(sharding.spec, ndim))
+        if self.group_size is None:
+            spec[self.dimension] = None
+        return sharding, sharding.update(spec=PartitionSpec(*spec))
+
+
+def quantize_weights(
+    params: PyTree, bits: int = 8, *, group_size: int | None = None, select: Select | None = None
+) -> PyTree:
+    r"""Quantizes the matrices of a model to integers with scales, for evaluation and generation.
+
+    .. math::
+
+        s_j = \max_i |w_{ij}| \, / \, (2^{b-1} - \tfrac{1}{2}), \quad
+        c_{ij} = \operatorname{round}(w_{ij} / s_j)
+
+    A scale serves one output channel :math:`j` of one layer: the elements along the largest
+    dimension but the last, and in arrays of four or more dimensions but the first, share it; with
+    ``group_size`` those of a group of inputs. A column that contains an infinity or NaN becomes
+    NaN.
+
+    Each device quantizes its shards. Codes keep the sharding of the array; scales keep it without
+    the dimension that shares them. ``zero.evaluate`` and ``zerojax.generate`` take the result in
+    place of the parameters: they gather codes, and dequantize a layer when it is used.
+    :func:`zerojax.dequantize` returns ordinary arrays for any other function.
+
+    Args:
+      params: A tree of parameters, flax ``TrainState`` or ``nnx.Module``; arrays may be
+        ``jax.ShapeDtypeStruct``. Of a ``TrainState``, the result has no optimizer state.
+      bits: 8 or 4.
+      group_size: Number of consecutive inputs that share a scale; None for all.
+      select: ``select(path, array)`` returns whether to quantize an array, which must be floating
+        with two or more dimensions. None selects matrices, and stacks of matrices, of more than
+        8192 elements, except those named ``embedding``, ``scale`` or ``bias``.
+
+    Returns:
+      The tree with a ``qwix.QArray`` in place of each matrix: ``qvalue``, int8 or int4 codes of the
+      array's shape, and ``scale``, in the array's dtype.
+
+    Raises:
+      ValueError: ``bits`` or ``group_size`` is not supported, an array is quantized already, or no
+        array is selected.
+      TypeError: ``select`` selects an array that is not a floating matrix, or ``params`` is an
+        optimizer.
+
+    Example:
+      >>> params = {"kernel": jnp.ones((128, 256)), "bias": jnp.zeros(256)}
+      >>> quantized = quantize_weights(params)
+      >>> quantized["kernel"].qvalue.dtype, quantized["kernel"].scale.shape
+      (dtype('int8'), (1, 256))
+      >>> bool((dequantize(quantized)["kernel"] == 1).all())
+      True
+    """
+    _check(bits, group_size)
+    if isinstance(params, nnx.Optimizer):
+        raise TypeError("quantize_weights: an nnx.Optimizer has no weights: pass the nnx.Module.")
+    if isinstance(params, nnx.Module):
+        graph, weights, rest = nnx.split(params, nnx.Param, ...)
+        quantized = quantize_weights(weights, bits, group_size=group_size, select=select)
+        return nnx.merge(graph, quantized, rest)
+    if is_train_state(params):
+        opened = open_state(params)
+        quantized = quantize_weights(params.params, bits, group_size=group_size, select=select)
+        parts = opened.parts._replace(params=quantized, opt_state=optax.EmptyState())
+        return opened.close(parts, _NO_OPTIMIZER)[0]
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)
+    chosen = [_choose(jax.tree_util.keystr(path), x, select) for path, x in leaves]
+    if not any(chosen):
+        raise ValueError(
+            "quantize_weights: no array is a matrix of more than 8192 elements (tables of "
+            "embeddings excepted): write select=lambda path, x: x.ndim > 1 to quantize smaller ones"
+        )
+    arrays = [
+        _quantized(jax.tree_util.keystr(path), x, bits, group_size) if is_chosen else x
+        for (path, x), is_chosen in zip(leaves, chosen, strict=True)
+    ]
+    return jax.tree.unflatten(tree, arrays)
+
+
+def dequantize(tree: PyTree) -> PyTree:
+    """Replaces each ``qwix.QArray`` of a tree by its array, in the dtype of its scales; returns a
+    tree without quantized arrays unchanged.
+
+    The arrays keep the sharding of the codes. At the start of a function under ``jax.jit`` this
+    lets the function take quantized parameters.
+
+    Example:
+      >>> quantized = quantize_weights({"kernel": jnp.full((128, 128), 3.0)})
+      >>> dequantize(quantized)["kernel"].dtype
+      dtype('float32')
+    """
+    if not any(map(is_quantized, jax.tree.leaves(tree, is_leaf=is_quantized))):
+        return tree
+    return jax.tree.map(
+        lambda x: _dequantized(x) if is_quantized(x) else x, tree, is_leaf=is_quantized
+    )
+
+
+def is_quantized(x: object) -> bool:
+    """Returns whether a node of a tree is a quantized array."""
+    return isinstance(x, qwix.QArray)
+
+
+_dequantized = jax.jit(qwix.dequantize, inline=True)
+
+
+def _check(bits: int, group_size: int | None) -> None:
+    if isinstance(bits, bool) or bits not in _DTYPES:
+        raise ValueError(f"quantize_weights: bits={bits!r}: write bits=8 or bits=4")
+    is_size = isinstance(group_size, int) and not isinstance(group_size, bool) and group_size > 0
+    if group_size is not None and not is_size:
+        raise ValueError(
+            f"quantize_weights: group_size={group_size!r}: write a positive number of inputs, "
+            "such as 128, or None for one scale an output"
+        )
+
+
+def _choose(path: str, x: Any, select: Select | None) -> bool:
+    if is_quantized(x):
+        raise ValueError(
+            f"quantize_weights: {path} is quantized already, to {x.qvalue.dtype}: pass the original "
+            "parameters, or zerojax.dequantize(params)"
+        )
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        return False
+    if select is None:
+        return is_floating(x) and is_matrix(path, x)
+    if not select(path, x):
+        return False
+    if not is_floating(x) or len(x.shape) < 2:
+        raise TypeError(
+            f"quantize_weights: select returns True for {path}, {x.dtype}{list(x.shape)}: it must "
+            "leave out all but floating arrays of two or more dimensions"
+        )
+    return True
+
+
+def _quantized(path: str, x: Any, bits: int, group_size: int | None) -> qwix.QArray:
+    at_rest = unwrap_stored(x)
+    sharding = getattr(at_rest, "sharding", None)
+    sharding = sharding if isinstance(sharding, NamedSharding) else None
+    grid = Grid(bits, input_dimension(x.shape), group_size)
+    if group_size is not None:
+        _check_groups(path, x, at_rest, grid, sharding)
+    if isinstance(x, jax.core.Tracer):
+        return grid.quantized(x)
+    abstract = jax.eval_shape(grid.quantized, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    shardings = None if sharding is None else grid.shardings(sharding, len(x.shape))
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.tree.map(_with_sharding, abstract, grid.like(*(shardings or [x.sharding] * 2)))
+    if shardings is None:
+        return _run(at_rest, grid, None)
+    on_device = tuple(each.with_memory_kind(DEVICE) for each in shardings)
+    stored = _run(jax.device_put(at_rest, on_device[0]), grid, on_device)
+    stored = jax.device_put(stored, grid.like(*shardings))
+    return jax.tree.map(lambda y, like: user_leaf(y, like.shape), stored, abstract)
+
+
+def _with_sharding(x: jax.ShapeDtypeStruct, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _run(x: jax.Array, grid: Grid, shardings: tuple[Sharding, Sharding] | None) -> qwix.QArray:
+    array = grid.quantized(x)
+    if shardings is None:
+        return array
+    constrained: qwix.QArray = jax.lax.with_sharding_constraint(array, grid.like(*shardings))
+    return constrained
+
+
+def _check_groups(
+    path: str, x: Shaped, at_rest: Shaped, grid: Grid, sharding: NamedSharding | None
+) -> None:
+    """Raises ValueError unless groups divide the inputs of an array, and those of each shard."""
+    d, asked = grid.dimension, grid.group_size
+    assert asked is not None
+    shard = at_rest.shape[d] if sharding is None else sharding.shard_shape(tuple(at_rest.shape))[d]
+    common = math.gcd(shard, x.shape[d])
+    if common % asked:
+        holder = "" if shard == x.shape[d] else f", {shard} on each device"
+        raise ValueError(
+            f"quantize_weights: group_size={asked} does not divide dimension {d} of {path} "
+            f"{tuple(x.shape)}{holder}: write group_size={math.gcd(common, asked)} or another "
+            f"divisor of {common}, or None"
+        )
+
+
+def _refuse(*_: object, **__: object) -> NoReturn:
+    raise TypeError(
+        "the weights of this state are quantized, which only evaluation and generation support: "
+        "train the original state, and quantize its weights afterwards."
+    )
+
+
+_NO_OPTIMIZER = optax.GradientTransformationExtraArgs(_refuse, _refuse)

@@ -1,0 +1,341 @@
+"""Arrays that a program computes from low-bit weights, computed where they are used.
+
+A quantized weight is a matrix of integer codes and a few scales. A program that dequantizes all
+weights at its start would hold all of them in floating point; XLA does not move the dequantization
+into a loop over layers, or into a function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives as prims
+
+from zerojax.graph.def_use import Graph, Slice, graph_of
+from zerojax.graph.primitives import ELEMENTWISE
+from zerojax.xla import jaxprs
+from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr
+
+
+def with_late_weights(closed: AnyJaxpr, weights: Sequence[bool]) -> AnyJaxpr:
+    """Returns a traced program that computes floating-point arrays from low-bit weights where it
+    uses them: loops, calls and branches take the codes and scales in place of the array, and a loop
+    over a stack of layers computes one layer in each iteration. The numbers are the same.
+
+    The arrays must be computed from the codes element by element, as by
+    :func:`zerojax.quantize.dequantize`. A program without such arrays is returned unchanged.
+
+    Args:
+      closed: The program's jaxpr and its constants.
+      weights: For each argument, whether it may be a weight; of these, arrays of integers of at
+        most one byte are codes.
+
+    Example:
+      >>> def product(codes, scales, x):  # codes [layers, m, m]
+      ...     stack = codes.astype(jnp.float32) * scales
+      ...     return lax.scan(lambda x, w: (x @ w, None), x, stack)[0]
+      >>> codes, scales = jnp.ones((4, 8, 8), jnp.int8), jnp.ones((4, 1, 8))
+      >>> traced = jax.make_jaxpr(product)(codes, scales, jnp.ones(8))
+      >>> [eqn.primitive.name for eqn in with_late_weights(traced, (True, True, False)).eqns]
+      ['scan']
+    """
+    jaxpr, _ = jaxprs.open_jaxpr(closed)
+    codes = [is_weight and _is_low_bit(v.aval) for v, is_weight in zip(jaxpr.invars, weights)]
+    if len(_recipes(jaxpr, codes)) == sum(codes):
+        return closed
+    shapes = [jaxprs.like(v.aval) for v in jaxpr.invars]
+    return jax.make_jaxpr(lambda *args: _run(closed, args, codes))(*shapes)
+
+
+def _is_low_bit(aval: Aval) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.integer) and aval.dtype.itemsize == 1 and aval.ndim > 1
+
+
+def _recipes(jaxpr: Jaxpr, codes: Sequence[bool]) -> dict[Atom, Slice]:
+    """Returns, by variable, the equations that compute an array from codes, and from arrays that
+    together take no more bytes than the array. The codes themselves need no equation."""
+    graph = graph_of(jaxpr)
+    is_code = dict(zip(jaxpr.invars, codes, strict=True))
+    recipes = {v: Slice((), (v,)) for v in jaxpr.invars if is_code[v]}
+    for eqn in jaxpr.eqns:
+        if not _is_by_element(eqn) or recipes.keys().isdisjoint(jaxprs.variables(eqn.invars)):
+            continue
+        found = graph.backward_slice(eqn.outvars, lambda v: not _computes(graph, v))
+        if sum(_bytes(v.aval) for v in found.ends) <= _bytes(eqn.outvars[0].aval):
+            recipes[eqn.outvars[0]] = found
+    return recipes
+
+
+def _computes(graph: Graph, v: Atom) -> bool:
+    producer = graph.producer(v)
+    return producer is not None and _is_by_element(producer)
+
+
+def _is_by_element(eqn: Equation) -> bool:
+    name = eqn.primitive.name
+    is_known = name in ELEMENTWISE or name in ("broadcast_in_dim", "reshape", "transpose")
+    return is_known and jaxprs.param(eqn, "sharding", None) is None
+
+
+def _bytes(aval: Aval) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _run(closed: AnyJaxpr, args: Sequence[Any], codes: Sequence[bool]) -> list[Any]:
+    """Runs a program; computes arrays from codes at their first use.
+
+    Args:
+      closed: The program.
+      args: Its arguments.
+      codes: For each argument, whether it holds codes.
+    """
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
+    graph, recipes = graph_of(jaxpr), _recipes(jaxpr, codes)
+    late = {id(eqn) for recipe in recipes.values() for eqn in recipe.equations}
+    env: dict[Atom, Any] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+    )
+
+    def value(v: Atom) -> Any:
+        if not isinstance(v, core.Literal) and v not in env:
+            bind(graph.producer(v))
+        return jaxprs.read(v, env)
+
+    def bind(eqn: Equation) -> None:
+        with jaxprs.traced_where(eqn):
+            outs = jaxprs.bind(eqn, [value(v) for v in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+
+    for eqn in jaxpr.eqns:
+        takes_late = not recipes.keys().isdisjoint(jaxprs.variables(eqn.invars))
+        rule = _RULES.get(eqn.primitive, _call if eqn.primitive in jaxprs.CALLS else None)
+        if takes_late and rule is not None:
+            with jaxprs.traced_where(eqn):
+                outs = rule(eqn, recipes, value)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        elif id(eqn) not in late:
+            bind(eqn)
+    return [value(v) for v in jaxpr.outvars]
+
+
+class _Program(NamedTuple):
+    """A program inside an equation that computes some of its former arguments from codes.
+
+    Attributes:
+      closed: The program. Its arguments are those for ``ends``, for ``layers``, and others.
+      codes: For each argument, whether it holds codes.
+      ends: The outer variables for its first arguments.
+      layers: The outer stacks for the next arguments, of which it takes one layer each.
+      kept: The positions of the other arguments, among those of the program before.
+    """
+
+    closed: AnyJaxpr
+    codes: Sequence[bool]
+    ends: Sequence[Atom]
+    layers: Sequence[Atom]
+    kept: Sequence[int]
+
+    def run(self, *args: Any) -> list[Any]:
+        return _run(self.closed, args, self.codes)
+
+
+def _program(
+    inner: AnyJaxpr,
+    operands: Sequence[Atom],
+    recipes: _Recipes,
+    carried: range = range(0),
+    first_stack: int | None = None,
+) -> _Program:
+    """Returns a program inside an equation with the equations of recipes at its start.
+
+    Args:
+      inner: The program.
+      operands: The outer variable for each of its arguments.
+      recipes: By outer variable, its recipe.
+      carried: The positions of arguments that a loop carries, which have no recipe.
+      first_stack: The first position of which an argument is one layer of its operand.
+    """
+    body, _ = jaxprs.open_jaxpr(inner)
+    ends: dict[Atom, Atom] = {}
+    layers: dict[Atom, Atom] = {}
+    equations: list[Equation] = []
+    kept, codes = [], []
+    for i, (v, argument) in enumerate(zip(operands, body.invars, strict=True)):
+        recipe = None if isinstance(v, core.Literal) or i in carried else recipes.get(v)
+        is_layer = first_stack is not None and i >= first_stack
+        stacked = _stacked(recipe, v) if recipe is not None and is_layer else set[Atom]()
+        if recipe is None or stacked is None or not recipe.equations:
+            kept.append(i)
+            codes.append(recipe is not None and not recipe.equations)
+            continue
+        inside = {end: end for end in recipe.ends if end not in stacked}
+        ends |= inside
+        for end in recipe.ends:
+            if end in stacked:
+                shape = end.aval.shape[1:]
+                inside[end] = layers.setdefault(end, jaxprs.new_variable(end.aval, shape))
+        equations += _inside(recipe, inside, stacked, argument)
+    arguments = [*ends.values(), *layers.values(), *(body.invars[i] for i in kept)]
+    are_codes = [v in recipes and not recipes[v].equations for v in (*ends, *layers)]
+    new = body.replace(invars=arguments, eqns=[*equations, *body.eqns])
+    closed = jaxprs.with_body(inner, new)
+    return _Program(closed, [*are_codes, *codes], [*ends], [*layers], kept)
+
+
+def _stacked(recipe: Slice, stack: Atom) -> set[Atom] | None:
+    """Returns the variables of a recipe whose first dimension is that of a stack which it computes
+    layer by layer; None if it does not."""
+    stacked = {stack}
+    for eqn in reversed(recipe.equations):
+        (out,) = eqn.outvars
+        if out not in stacked:
+            continue
+        for v in jaxprs.variables(eqn.invars):
+            if not _keeps_layers(eqn):
+                return None
+            if _has_layers(eqn, v):
+                stacked.add(v)
+    by_layer = all(
+        (eqn.outvars[0] in stacked) or stacked.isdisjoint(jaxprs.variables(eqn.invars))
+        for eqn in recipe.equations
+    )
+    return stacked if by_layer else None
+
+
+def _keeps_layers(eqn: Equation) -> bool:
+    """Returns whether each layer of an equation's result is computed from the same layer of its
+    operands, or from operands without layers."""
+    (out,) = eqn.outvars
+    match eqn.primitive:
+        case prims.broadcast_in_dim_p:
+            dims, (operand,) = jaxprs.param(eqn, "broadcast_dimensions"), eqn.invars
+            return 0 not in dims or operand.aval.shape[0] == out.aval.shape[0]
+        case prims.reshape_p:
+            same = eqn.invars[0].aval.shape[:1] == out.aval.shape[:1]
+            return same and jaxprs.param(eqn, "dimensions") is None
+        case prims.transpose_p:
+            return bool(jaxprs.param(eqn, "permutation")[0] == 0)
+        case _:
+            return True
+
+
+def _has_layers(eqn: Equation, v: Atom) -> bool:
+    """Returns whether an operand of an equation that keeps layers has them itself."""
+    if eqn.primitive is prims.broadcast_in_dim_p:
+        return 0 in jaxprs.param(eqn, "broadcast_dimensions")
+    return v.aval.ndim > 0
+
+
+def _inside(
+    recipe: Slice, inside: dict[Atom, Atom], stacked: set[Atom], result: Atom
+) -> Iterator[Equation]:
+    """Yields the equations of a recipe in another program.
+
+    Args:
+      recipe: The equations.
+      inside: For each of their ends, the variable in the program.
+      stacked: The variables that are one layer in the program.
+      result: The variable in the program that they compute.
+    """
+    for eqn in recipe.equations:
+        (out,) = eqn.outvars
+        operands = [v if isinstance(v, core.Literal) else inside[v] for v in eqn.invars]
+        params = eqn.params
+        inside[out] = out
+        if out in stacked:
+            inside[out] = jaxprs.new_variable(out.aval, out.aval.shape[1:])
+            params = params | _params_of_layer(eqn)
+        if eqn is recipe.equations[-1]:
+            inside[out] = result
+        yield eqn.replace(invars=operands, outvars=[inside[out]], params=params)
+
+
+def _params_of_layer(eqn: Equation) -> dict[str, object]:
+    """Returns the parameters that an equation on stacks changes if it runs on one layer."""
+    match eqn.primitive:
+        case prims.broadcast_in_dim_p:
+            dims = jaxprs.param(eqn, "broadcast_dimensions")
+            layer_dims = tuple(d - 1 for d in dims if d)
+            return {"shape": eqn.params["shape"][1:], "broadcast_dimensions": layer_dims}
+        case prims.reshape_p:
+            return {"new_sizes": jaxprs.param(eqn, "new_sizes")[1:]}
+        case prims.transpose_p:
+            return {"permutation": tuple(d - 1 for d in jaxprs.param(eqn, "permutation")[1:])}
+        case _:
+            return {}
+
+
+def _call(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
+    program = _program(jaxprs.called_jaxpr(eqn), eqn.invars, recipes)
+    kept = [value(eqn.invars[i]) for i in program.kept]
+    return program.run(*map(value, program.ends), *kept)
+
+
+def _cond(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
+    index, *operands = eqn.invars
+
+    def branch(jaxpr: AnyJaxpr) -> Callable[[], list[Any]]:
+        program = _program(jaxpr, operands, recipes)
+        args = [*map(value, program.ends), *(value(operands[i]) for i in program.kept)]
+        return lambda: program.run(*args)
+
+    chosen: list[Any] = lax.switch(value(index), [*map(branch, jaxprs.param(eqn, "branches"))])
+    return chosen
+
+
+def _while(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
+    loop = jaxprs.while_parts(eqn)
+    a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
+    carry = eqn.invars[b:]
+
+    def part(jaxpr: AnyJaxpr, consts: Sequence[Atom]) -> Callable[[Sequence[Any]], list[Any]]:
+        operands, n = (*consts, *carry), len(consts)
+        program = _program(jaxpr, operands, recipes, carried=range(n, len(operands)))
+        args = [*map(value, program.ends), *(value(operands[i]) for i in program.kept if i < n)]
+        return lambda state: program.run(*args, *state)
+
+    cond, body = part(loop.cond, eqn.invars[:a]), part(loop.body, eqn.invars[a:b])
+    final: list[Any] = lax.while_loop(lambda state: cond(state)[0], body, [*map(value, carry)])
+    return final
+
+
+def _scan(eqn: Equation, recipes: _Recipes, value: _Value) -> Sequence[Any]:
+    a, n = jaxprs.scan_counts(eqn)
+    carried = range(a, a + n)
+    jaxpr = jaxprs.param(eqn, "jaxpr")
+    program = _program(jaxpr, eqn.invars, recipes, carried, first_stack=a + n)
+    consts = [value(eqn.invars[i]) for i in program.kept if i < a]
+    ends = [*map(value, program.ends)]
+    stacks = [value(eqn.invars[i]) for i in program.kept if i >= a + n]
+
+    def body(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        layers, others = xs
+        outs = program.run(*ends, *layers, *consts, *carry, *others)
+        return outs[:n], outs[n:]
+
+    carry, ys = lax.scan(
+        body,
+        [value(eqn.invars[i]) for i in carried],
+        ([*map(value, program.layers)], stacks),
+        length=jaxprs.param(eqn, "length"),
+        reverse=jaxprs.param(eqn, "reverse"),
+        unroll=jaxprs.param(eqn, "unroll"),
+    )
+    return [*carry, *ys]
+
+
+_Recipes = Mapping[Atom, Slice]
+_Value = Callable[[Atom], Any]
+
+_RULES: Mapping[core.Primitive, Callable[[Equation, _Recipes, _Value], Sequence[Any]]] = {
+    prims.scan_p: _scan,
+    prims.while_p: _while,
+    prims.cond_p: _cond,
+}
+"""By primitive: the rule that runs an equation with programs on arrays that have recipes."""

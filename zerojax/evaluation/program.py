@@ -269,8 +269,10 @@ class EvaluationProgram:
             closed, out = make_jaxpr(body, given, specs, self._plan.lowering_mesh, names)
         rows = [bool(jnp.ndim(x)) for x in jax.tree.leaves(batch)]
         has_rows = [*[False] * len(self._leaves), *rows, *[False] * len(arrays)]
-        closed = with_late_weights(without_ravels(closed), [i < len(self._leaves) for i in range(len(has_rows))])
-        return _TracedFunction(closed, has_rows, jax.tree.structure(out))
+        traced = without_ravels(closed)
+        if self._explicit is None:
+            traced = with_late_weights(traced, len(self._leaves))
+        return _TracedFunction(traced, has_rows, jax.tree.structure(out))
 
     def _by_rows(
         self, batch: PyTree, arrays: Sequence[ArrayLike], static: Static, division: Division

@@ -7,6 +7,9 @@
 A program holds such weights as codes until an operation uses them, see :mod:`zerojax.trace.late`.
 """
 
+from zerojax.quantize.report import QuantizationReport as QuantizationReport
+from zerojax.quantize.report import quantization_report as quantization_report
+from zerojax.quantize.weights import check_trainable as check_trainable
 from zerojax.quantize.weights import dequantize as dequantize
 from zerojax.quantize.weights import is_quantized as is_quantized
 from zerojax.quantize.weights import quantize_weights as quantize_weights

@@ -27,6 +27,7 @@ from zerojax.monitor.after_step import AfterStep
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States
 from zerojax.plan.places import offloads
+from zerojax.quantize import check_trainable
 from zerojax.step.arguments import Arguments, LastSlots
 from zerojax.step.call import Call, RearrangedFunction
 from zerojax.step.collectives_table import CollectivesTable
@@ -191,6 +192,7 @@ class Step(Decorated[P, R]):
         cached = from_cached_partial()
         _check_concrete(self._arguments.name, call.objects)
         opened = self._states.open(call.objects)
+        check_trainable(self._arguments.name, opened.parts.params)
         if opened.write_back is not None and cached and opened.plain:
             raise ValueError(
                 "nnx.cached_partial holds a copy of the optimizer, which the first step would "

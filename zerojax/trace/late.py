@@ -23,7 +23,7 @@ from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr
 
 
-def with_late_weights(closed: AnyJaxpr, weights: Sequence[bool]) -> AnyJaxpr:
+def with_late_weights(closed: AnyJaxpr, weights: int) -> AnyJaxpr:
     """Returns a traced program that computes floating-point arrays from low-bit weights where it
     uses them: loops, calls and branches take the codes and scales in place of the array, and a loop
     over a stack of layers computes one layer in each iteration. The numbers are the same.
@@ -33,8 +33,8 @@ def with_late_weights(closed: AnyJaxpr, weights: Sequence[bool]) -> AnyJaxpr:
 
     Args:
       closed: The program's jaxpr and its constants.
-      weights: For each argument, whether it may be a weight; of these, arrays of integers of at
-        most one byte are codes.
+      weights: The number of leading arguments that may be weights; matrices of integers of at most
+        one byte among them are codes.
 
     Example:
       >>> def product(codes, scales, x):  # codes [layers, m, m]
@@ -42,11 +42,11 @@ def with_late_weights(closed: AnyJaxpr, weights: Sequence[bool]) -> AnyJaxpr:
       ...     return lax.scan(lambda x, w: (x @ w, None), x, stack)[0]
       >>> codes, scales = jnp.ones((4, 8, 8), jnp.int8), jnp.ones((4, 1, 8))
       >>> traced = jax.make_jaxpr(product)(codes, scales, jnp.ones(8))
-      >>> [eqn.primitive.name for eqn in with_late_weights(traced, (True, True, False)).eqns]
+      >>> [eqn.primitive.name for eqn in with_late_weights(traced, 2).eqns]
       ['scan']
     """
     jaxpr, _ = jaxprs.open_jaxpr(closed)
-    codes = [is_weight and _is_low_bit(v.aval) for v, is_weight in zip(jaxpr.invars, weights)]
+    codes = [i < weights and _is_low_bit(v.aval) for i, v in enumerate(jaxpr.invars)]
     if len(_recipes(jaxpr, codes)) == sum(codes):
         return closed
     shapes = [jaxprs.like(v.aval) for v in jaxpr.invars]
@@ -262,7 +262,7 @@ def _params_of_layer(eqn: Equation) -> dict[str, object]:
         case prims.broadcast_in_dim_p:
             dims = jaxprs.param(eqn, "broadcast_dimensions")
             layer_dims = tuple(d - 1 for d in dims if d)
-            return {"shape": eqn.params["shape"][1:], "broadcast_dimensions": layer_dims}
+            return {"shape": jaxprs.param(eqn, "shape")[1:], "broadcast_dimensions": layer_dims}
         case prims.reshape_p:
             return {"new_sizes": jaxprs.param(eqn, "new_sizes")[1:]}
         case prims.transpose_p:

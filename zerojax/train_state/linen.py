@@ -16,7 +16,7 @@ from flax.core import meta
 from jax.sharding import PartitionSpec
 
 from zerojax.train_state.bound import BoundTransformation, bind, has_inner
-from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.train_state.state_parts import OpenedState, Parts, spread_specs
 from zerojax.xla.types import PyTree
 
 _PLAIN = "_plain_kind"
@@ -103,16 +103,10 @@ def is_train_state(x: object) -> bool:
 
 
 def own_specs(params: PyTree) -> tuple[PartitionSpec | None, ...]:
-    """Returns the user's PartitionSpec of each array of the parameters, from its flax box; None
-    without a box. The scales of a quantized array have the spec of their dimensions above 1."""
+    """Returns the user's PartitionSpec of each array, from the flax box of its parameter; None
+    without a box."""
     boxes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, meta.AxisMetadata))
-    return tuple(_fitting(_own_spec(box), x) for box in boxes for x in jax.tree.leaves(box))
-
-
-def _fitting(spec: PartitionSpec | None, x: object) -> PartitionSpec | None:
-    if spec is None:
-        return None
-    return PartitionSpec(*(None if n == 1 else s for n, s in zip(np.shape(x), spec, strict=False)))
+    return spread_specs([_own_spec(x) for x in boxes], boxes)
 
 
 def _own_spec(x: object) -> PartitionSpec | None:

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from zerojax.train_state.nnx_bound import bind, bound_to
-from zerojax.train_state.state_parts import IDENTITY, OpenedState, Parts
+from zerojax.train_state.state_parts import IDENTITY, OpenedState, Parts, spread_specs
 from zerojax.xla.types import PyTree
 
 MODEL = "model"  # the key in Parts.rest of the model's variables beside its parameters
@@ -126,7 +126,8 @@ def open_objects(objects: tuple[PyTree, ...], *, read_only: bool = False) -> Ope
         if index is not None:
             _write_optimizer(objects[index], parts, tx)
 
-    specs = jax.tree.leaves(
+    tree: Any
+    specs, tree = jax.tree.flatten(
         nnx.as_pure(nnx.get_partition_spec(states[0])),
         is_leaf=lambda s: isinstance(s, PartitionSpec),
     )
@@ -136,7 +137,7 @@ def open_objects(objects: tuple[PyTree, ...], *, read_only: bool = False) -> Ope
         split=split,
         close=close,
         key=(_Graph(graph), index is not None and type(objects[index]), index, *nodes),
-        specs=tuple(specs),
+        specs=spread_specs(specs, tree.flatten_up_to(nnx.as_pure(states[0]))),
         write_back=write_back,
     )
 

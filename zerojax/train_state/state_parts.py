@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from zerojax.xla.types import PyTree
 
@@ -95,6 +97,25 @@ class FlatParts:
     @classmethod
     def tree_unflatten(cls, tree: PartsTree, leaves: Sequence[Any]) -> FlatParts:
         return cls(leaves, tree)
+
+
+def spread_specs(
+    specs: Sequence[PartitionSpec | None], parameters: Sequence[PyTree]
+) -> tuple[PartitionSpec | None, ...]:
+    """Returns the spec of each array from the spec of each parameter, which is an array or, if it
+    is quantized, codes with scales; a dimension of one scale has none."""
+
+    def fitting(spec: PartitionSpec | None, x: Any) -> PartitionSpec | None:
+        if spec is None:
+            return None
+        sizes = zip(spec, np.shape(x), strict=False)
+        return PartitionSpec(*(None if size == 1 else entry for entry, size in sizes))
+
+    return tuple(
+        fitting(spec, x)
+        for spec, parameter in zip(specs, parameters, strict=True)
+        for x in jax.tree.leaves(parameter)
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,201 @@
+"""Quantization of a tree: numbers, shardings, and what is refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import qwix
+from equal import zero_for
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zerojax
+
+
+def normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), shape, dtype)
+
+
+def every_matrix(path: str, x: Any) -> bool:
+    return len(x.shape) > 1
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group_size", [None, 8])
+@pytest.mark.parametrize("shape", [(64, 32), (3, 64, 32), (16, 2, 4), (2, 4, 64, 8)])
+def test_codes_times_scales_are_within_half_a_scale(
+    bits: int, group_size: int | None, shape: tuple[int, ...]
+) -> None:
+    x = normal(*shape)
+    quantized = zerojax.quantize_weights(
+        {"w": x}, bits, group_size=group_size, select=every_matrix
+    )["w"]
+    assert quantized.qvalue.dtype == {8: jnp.int8, 4: jnp.int4}[bits]
+    assert quantized.qvalue.shape == shape
+    found = zerojax.dequantize(quantized)
+    repeats = [n // k for n, k in zip(shape, quantized.scale.shape, strict=True)]
+    assert sum(n > 1 for n in repeats) == 1
+    assert max(repeats) == (group_size or max(shape[len(shape) > 3 : -1]))
+    scale = quantized.scale
+    for d, n in enumerate(repeats):
+        scale = jnp.repeat(scale, n, axis=d)
+    assert bool((jnp.abs(found - x) <= scale * (0.5 + 1e-5)).all())
+
+
+def test_bfloat16_stays_bfloat16() -> None:
+    x = normal(256, 64, dtype=jnp.bfloat16)
+    quantized = zerojax.quantize_weights({"w": x})
+    assert quantized["w"].scale.dtype == jnp.bfloat16
+    found = zerojax.dequantize(quantized)["w"]
+    assert found.dtype == jnp.bfloat16
+    # Half a scale, and the roundings of the scale and of the product, a quarter each.
+    error = jnp.abs(found.astype(jnp.float32) - x.astype(jnp.float32))
+    assert bool((error <= quantized["w"].scale.astype(jnp.float32) * 1.01).all())
+
+
+def test_zeros_and_values_that_are_not_finite() -> None:
+    x = normal(128, 128).at[:, 0].set(0).at[0, 1].set(jnp.inf).at[0, 2].set(jnp.nan)
+    found = zerojax.dequantize(zerojax.quantize_weights({"w": x}))["w"]
+    assert not found[:, 0].any()
+    assert not jnp.isfinite(found[:, 1:3]).any()
+    assert jnp.isfinite(found[:, 3:]).all()
+
+
+def test_large_matrices_are_quantized_and_tables_of_embeddings_are_not() -> None:
+    params = {
+        "wte": {"embedding": normal(128, 128)},
+        "kernel": normal(128, 128),
+        "small": normal(8, 8),
+        "bias": normal(9000),
+        "position": jnp.zeros((128, 128), jnp.int32),
+    }
+    found = zerojax.quantize_weights(params)
+    assert [key for key, x in found.items() if isinstance(x, qwix.QArray)] == ["kernel"]
+    assert all(found[key] is params[key] for key in ("small", "bias", "position"))
+    found = zerojax.quantize_weights(params, select=lambda path, x: "embedding" in path)
+    assert isinstance(found["wte"]["embedding"], qwix.QArray)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.relu(nn.Dense(64)(x))
+        return nn.Dense(25)(x)
+
+
+def create(key: jax.Array) -> TrainState:
+    model = Net()
+    params = model.init(key, jnp.zeros((1, 40)))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 5)])
+def test_sharded_equals_one_device_bit_for_bit(
+    stage: int, bits: int, group_size: int | None
+) -> None:
+    zero = zero_for(stage)
+    state = zero.init(create, jax.random.key(0))
+    host = jax.device_get(jax.tree.map(jnp.asarray, state.params))
+
+    def quantized(params: Any) -> Any:
+        return zerojax.quantize_weights(
+            params, bits, group_size=group_size, select=lambda path, x: "Dense_0']['kernel" in path
+        )
+
+    sharded = quantized(state)
+    for a, b in zip(jax.tree.leaves(sharded.params), jax.tree.leaves(quantized(host)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    before = state.params["Dense_0"]["kernel"]
+    codes = sharded.params["Dense_0"]["kernel"].qvalue
+    assert codes.sharding.is_equivalent_to(before.sharding, 2)
+    batch = jax.random.normal(jax.random.key(1), (16, 40))
+    found = zero.evaluate(lambda s, x: s.apply_fn({"params": s.params}, x))(sharded, batch)
+    plain = jax.jit(lambda p, x: Net().apply({"params": zerojax.dequantize(p)}, x))
+    np.testing.assert_allclose(found, plain(quantized(host), batch), atol=1e-6)
+
+
+def test_padded_arrays_stay_padded_shards() -> None:
+    padded = {"kernel": normal(129, 65)}
+    zero = zero_for(3)
+    placed = zero.init(lambda: padded)
+    found = zerojax.quantize_weights(placed)
+    assert type(found["kernel"].qvalue) is type(placed["kernel"])
+    shards = {shard.data.shape for shard in found["kernel"].qvalue.addressable_shards}
+    assert shards == {shard.data.shape for shard in placed["kernel"].addressable_shards}
+    plain = zerojax.quantize_weights(padded)
+    np.testing.assert_array_equal(np.asarray(found["kernel"].qvalue), plain["kernel"].qvalue)
+    np.testing.assert_array_equal(np.asarray(found["kernel"].scale), plain["kernel"].scale)
+    x = normal(8, 129)
+    product = zero.evaluate(lambda params, x: x @ params["kernel"])(found, x)
+    np.testing.assert_allclose(
+        product, x @ zerojax.dequantize(plain)["kernel"], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_shapes_with_shardings() -> None:
+    mesh = zerojax.topology("h100", devices=8)
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16, sharding=sharding)
+    found = zerojax.quantize_weights({"w": x}, 4)["w"]
+    assert (found.qvalue.dtype, found.qvalue.sharding) == (jnp.int4, sharding)
+    assert (found.scale.shape, found.scale.dtype) == ((1, 1024), jnp.bfloat16)
+    assert found.scale.sharding.spec == PartitionSpec(None, None)
+
+
+def test_a_module_of_nnx() -> None:
+    model = nnx.Linear(128, 128, rngs=nnx.Rngs(0))
+    found = zerojax.quantize_weights(model)
+    assert isinstance(found.kernel.get_value(), qwix.QArray)
+    x = normal(16, 128)
+    product = zero_for(3).evaluate(lambda model, x: model(x))(found, x)
+    kernel = zerojax.dequantize(found.kernel.get_value())
+    np.testing.assert_allclose(product, x @ kernel, rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_refuses_quantized_weights() -> None:
+    zero = zero_for(1)
+    state = zerojax.quantize_weights(zero.init(create, jax.random.key(0)), select=every_matrix)
+
+    @zero
+    def step(state: TrainState, batch: jax.Array) -> TrainState:
+        grads = jax.grad(lambda p: state.apply_fn({"params": p}, batch).mean())(state.params)
+        return state.apply_gradients(grads=grads)
+
+    with pytest.raises(
+        TypeError, match=r"step: params\['Dense_0'\]\['kernel'\] is quantized.*zero"
+    ):
+        step(state, jnp.ones((8, 40)))
+    assert zero.plan(state).params is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bits": 3}, "bits=3: write bits=8 or bits=4"),
+        ({"bits": True}, "bits=True"),
+        ({"group_size": 0}, "group_size=0: write a positive number"),
+        ({"group_size": 96}, r"dimension 0 of \['w'\] \(128, 128\): write group_size=32 or .* 128"),
+        ({"select": lambda path, x: False}, "no array is a matrix"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zerojax.quantize_weights({"w": normal(128, 128)}, **arguments)
+
+
+def test_bad_trees() -> None:
+    quantized = zerojax.quantize_weights({"w": normal(128, 128)})
+    with pytest.raises(ValueError, match=r"\['w'\] is quantized already, to int8"):
+        zerojax.quantize_weights(quantized)
+    with pytest.raises(TypeError, match=r"True for \['n'\], int32\[128, 128\]"):
+        zerojax.quantize_weights(
+            {"n": jnp.zeros((128, 128), jnp.int32)}, select=lambda path, x: True
+        )
+    with pytest.raises(ValueError, match=r"dimension 0 .* 16 on each device: write group_size=16"):
+        zerojax.quantize_weights(zero_for(3).init(lambda: {"w": normal(128, 96)}), group_size=32)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.tree_util import PyTreeDef
 
+from zerojax.generation.layers import Stacks
 from zerojax.models.cache import COLLECTION
 from zerojax.xla.types import PyTree
 
@@ -137,6 +138,21 @@ class Cache(NamedTuple):
         )
         by_rows = tuple(found[0] if found else -1 for found in dims)
         return cls(tuple(shapes), by_rows, structure, logits.shape[-1])
+
+    def stacks(self, decoder: Decoder, params: PyTree) -> Stacks:
+        """Returns the stacks of layers among the parameters and the arrays of the cache."""
+        leaves, structure = jax.tree.flatten(params)
+        (row,) = {x.shape[i] for x, i in zip(self.shapes, self.rows, strict=True) if i >= 0}
+        token = jax.ShapeDtypeStruct((row, 1), jnp.int32)
+
+        def read(
+            params: list[jax.Array], cache: list[jax.Array], token: jax.Array
+        ) -> tuple[jax.Array, PyTree]:
+            cache = jax.tree.unflatten(self.structure, cache)
+            return decoder(jax.tree.unflatten(structure, params), cache, token, token)
+
+        closed = jax.make_jaxpr(read)(leaves, list(self.shapes), token)
+        return Stacks.of(closed, len(leaves), len(self.shapes))
 
     @property
     def bytes(self) -> int:

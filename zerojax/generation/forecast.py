@@ -1,15 +1,13 @@
 """The needs of a generation, from programs compiled for devices that need not exist.
 
-found = forecast(model, params, rows=8, prompt=512, max_new_tokens=512, mesh=mesh, rates=rates("h100"))
-print(found)
+mesh, rates = parse_devices("h100:8")
+print(forecast(model, params, rows=8, prompt=512, max_new_tokens=512, mesh=mesh, rates=rates))
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +21,7 @@ from zerojax.foresight.attribution import ParameterShapes
 from zerojax.foresight.costs import Measurement, measure
 from zerojax.generation import weights as parameter_weights
 from zerojax.generation.decoders import Cache, decoder_of
+from zerojax.generation.layers import Layered
 from zerojax.generation.program import Generation, Programs
 from zerojax.generation.sampling import Sampling
 from zerojax.generation.weights import Weights
@@ -35,7 +34,7 @@ from zerojax.xla import compat
 from zerojax.xla.types import PyTree
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class GenerationForecast(Summarized):
     """The needs of a generation on each device, in bytes and seconds.
 
@@ -136,11 +135,13 @@ def forecast(
     decoder = decoder_of(model)
     shapes = parameter_weights.shapes(params, dtype)
     cache = Cache.of(decoder, shapes, rows, prompt + max_new_tokens)
-    placed = parameter_weights.place(jax.tree.leaves(params), weights, dtype, cache.bytes, mesh)
-    shards = parameter_weights.shard_shardings(placed.arrays) if placed.by_layer else ()
+    stacks = cache.stacks(decoder, shapes)
+    placed = parameter_weights.place(
+        jax.tree.leaves(params), weights, dtype, cache.bytes, stacks.params, mesh
+    )
     generation = Generation(
         decoder, cache, Sampling(), max_new_tokens, (), 0, jax.tree.structure(params),
-        placed.mesh or mesh, shards,
+        placed.stacks(stacks), placed.mesh or mesh, placed.shards,
     )  # fmt: skip
     programs, on = Programs(generation, mesh), placed.mesh or mesh
     spec = PartitionSpec(batch_axes(mesh) if rows % batch_devices(mesh) == 0 else None)
@@ -173,18 +174,18 @@ def forecast(
     return GenerationForecast(
         rows, prompt, max_new_tokens, rates,
         "by_layer" if placed.by_layer else "gathered",
-        parameter_weights.on_host(shards),
-        _device_bytes(placed.arrays), _device_bytes(jax.tree.leaves(progress.cache)),
+        programs.on_host,
+        _device_bytes(placed.arrays), _device_bytes(progress.cache),
         reading, token, moved,
     )  # fmt: skip
 
 
-def _device_bytes(arrays: Sequence[Any]) -> int:
+def _device_bytes(arrays: Layered) -> int:
     """Returns the bytes of a device's shards."""
     return sum(
         math.prod(
             layout.shard_shape(x.shape, layout.full(x.sharding.spec, x.ndim), x.sharding.mesh)
         )
         * x.dtype.itemsize
-        for x in arrays
+        for x in jax.tree.leaves(arrays)
     )

@@ -92,8 +92,7 @@ def generate(
     )
     progress = run.start()
     if run.programs.on_host:
-        for progress in run.steps(progress):
-            pass
+        *_, progress = run.steps(progress)
     else:
         progress = run.programs.finish(run.arrays, progress, run.lengths, run.key)
     run.check(progress)
@@ -198,10 +197,11 @@ class _Run(NamedTuple):
                 raise ValueError(f"{name} = {token} is not among the model's {vocabulary} tokens")
         if pad is None:
             pad = ends[0] if ends else 0
-        placed = weights.place(jax.tree.leaves(params), how, dtype, cache.bytes)
+        stacks = cache.stacks(decoder, shapes)
+        placed = weights.place(jax.tree.leaves(params), how, dtype, cache.bytes, stacks.params)
         generation = Generation(
             decoder, cache, sampling, max_new_tokens, ends, pad, jax.tree.structure(params),
-            placed.mesh, weights.shard_shardings(placed.arrays) if placed.by_layer else (),
+            placed.stacks(stacks), placed.mesh, placed.shards,
         )  # fmt: skip
         padded = np.full((rows, total), pad, np.int32)
         padded[:, :longest] = np.where(

@@ -18,6 +18,7 @@ from jax.tree_util import PyTreeDef
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.generation import weights
 from zerojax.generation.decoders import Cache, Decoder
+from zerojax.generation.layers import Layered, Stacks, apart, call, stacked
 from zerojax.generation.sampling import Sampling
 from zerojax.xla.compiler import JitOnceDecided, Options, options, streaming
 from zerojax.xla.types import PyTree
@@ -33,7 +34,7 @@ class Progress(NamedTuple):
       done: bool [B], the rows that have ended.
       invalid: bool [B], the rows whose logits contain NaN.
       step: int32 [], the number of steps.
-      cache: What the decoder keeps of the tokens before `at`.
+      cache: The arrays that the decoder keeps of the tokens before `at`.
     """
 
     tokens: jax.Array
@@ -42,7 +43,7 @@ class Progress(NamedTuple):
     done: jax.Array
     invalid: jax.Array
     step: jax.Array
-    cache: PyTree
+    cache: Layered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Generation:
       eos: The tokens that end a row.
       pad: The token after the end of a row.
       structure: `jax.tree.structure` of the parameters.
+      stacks: The arrays that are taken apart; none if the parameters stay at rest.
       mesh: The devices; None for parameters that are on no mesh.
       shards: The sharding of each parameter that is gathered or copied where it is used.
     """
@@ -68,16 +70,17 @@ class Generation:
     eos: tuple[int, ...]
     pad: int
     structure: PyTreeDef
+    stacks: Stacks
     mesh: Mesh | AbstractMesh | None
     shards: tuple[NamedSharding | None, ...]
 
     def start(
-        self, arrays: list[jax.Array], tokens: jax.Array, lengths: jax.Array, common: int
+        self, arrays: Layered, tokens: jax.Array, lengths: jax.Array, common: int
     ) -> Progress:
         """Reads the prompts but their last tokens.
 
         Args:
-          arrays: The parameters.
+          arrays: The parameters, stacks apart.
           tokens: int32 [B, S].
           lengths: int32 [B], of the prompts.
           common: The number of tokens to read of each row: of the longest prompt if the decoder
@@ -86,53 +89,69 @@ class Generation:
         return self._run(self._start, arrays, tokens, lengths, common)
 
     def advance(
-        self, arrays: list[jax.Array], progress: Progress, lengths: jax.Array, key: jax.Array | None
+        self, arrays: Layered, progress: Progress, lengths: jax.Array, key: jax.Array | None
     ) -> Progress:
         """Adds one token to each row that has not ended."""
         return self._run(self._advance, arrays, progress, lengths, key)
 
     def finish(
-        self, arrays: list[jax.Array], progress: Progress, lengths: jax.Array, key: jax.Array | None
+        self, arrays: Layered, progress: Progress, lengths: jax.Array, key: jax.Array | None
     ) -> Progress:
         """Adds tokens until all rows have ended, or the logits of one are NaN."""
         return self._run(self._finish, arrays, progress, lengths, key)
 
-    def _run(self, function: Any, arrays: list[jax.Array], *args: Any) -> Progress:
+    def _run(self, function: Any, arrays: Layered, *args: Any) -> Progress:
         """Runs a function of the parameters; gathers parameters where they are used."""
         if self.mesh is None or not any(self.shards):
-            return function(jax.tree.unflatten(self.structure, arrays), *args)
-
-        static = tuple(x for x in args if not isinstance(x, int))
-        ints = [x for x in args if isinstance(x, int)]
-
-        def body(arrays: list[jax.Array], *static: Any) -> Progress:
-            return function(jax.tree.unflatten(self.structure, arrays), *static, *ints)
-
+            return function(arrays, *args)  # type: ignore[no-any-return]
+        traced = tuple(x for x in args if not isinstance(x, int))
+        static = [x for x in args if isinstance(x, int)]
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-        closed, out = jax.make_jaxpr(body, return_shape=True)(shapes, *static)
+        closed, out = jax.make_jaxpr(
+            lambda arrays, *traced: function(arrays, *traced, *static), return_shape=True
+        )(shapes, *traced)
         inserter = weights.inserter_of(self.mesh)
         values = weights.entered(arrays, self.shards, inserter)
-        outs = inserter(closed, [*values, *jax.tree.leaves(static)])
-        return jax.tree.unflatten(jax.tree.structure(out), outs)
+        outs = inserter(closed, [*values, *jax.tree.leaves(traced)])
+        progress: Progress = jax.tree.unflatten(jax.tree.structure(out), outs)
+        return progress
+
+    def _read(
+        self, arrays: Layered, cache: Layered, tokens: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, Layered]:
+        """Calls the decoder; the layers of stacks that are apart run one after another."""
+
+        def decode(
+            params: list[jax.Array], cache: list[jax.Array], *args: jax.Array
+        ) -> tuple[jax.Array, PyTree]:
+            return self.decoder(
+                jax.tree.unflatten(self.structure, params),
+                jax.tree.unflatten(self.cache.structure, cache),
+                *args,
+            )
+
+        given = stacked(arrays), stacked(cache), tokens, positions
+        logits, new = call(decode, *given) if self.stacks else decode(*given)
+        return logits, apart(jax.tree.leaves(new), self.stacks.cache)
 
     def _start(
-        self, params: PyTree, tokens: jax.Array, lengths: jax.Array, common: int
+        self, arrays: Layered, tokens: jax.Array, lengths: jax.Array, common: int
     ) -> Progress:
         rows = len(tokens)
-        arrays = map(self._empty, self.cache.shapes, self.cache.rows)
-        cache = jax.tree.unflatten(self.cache.structure, [*arrays])
+        empty = [*map(self._empty, self.cache.shapes, self.cache.rows)]
+        cache = apart(empty, self.stacks.cache)
         at = lengths - 1
         if self.decoder.takes_positions:
             if common > 1:
                 columns = jnp.broadcast_to(jnp.arange(common), (rows, common))
-                _, cache = self.decoder(params, cache, tokens[:, :common], columns)
+                _, cache = self._read(arrays, cache, tokens[:, :common], columns)
         else:
             at = jnp.full_like(lengths, common - 1)
 
-            def read(cache: PyTree, column: jax.Array) -> tuple[PyTree, None]:
+            def read(cache: Layered, column: jax.Array) -> tuple[Layered, None]:
                 token = lax.dynamic_slice_in_dim(tokens, column, 1, axis=1)
                 positions = jnp.broadcast_to(column, (rows, 1))
-                return self.decoder(params, cache, token, positions)[1], None
+                return self._read(arrays, cache, token, positions)[1], None
 
             cache, _ = lax.scan(read, cache, jnp.arange(common - 1))
         no = jnp.zeros(rows, bool)
@@ -148,11 +167,11 @@ class Generation:
         return lax.with_sharding_constraint(empty, NamedSharding(mesh, PartitionSpec(*spec)))
 
     def _advance(
-        self, params: PyTree, progress: Progress, lengths: jax.Array, key: jax.Array | None
+        self, arrays: Layered, progress: Progress, lengths: jax.Array, key: jax.Array | None
     ) -> Progress:
         tokens, at, done = progress.tokens, progress.at, progress.done
         rows = jnp.arange(len(at))
-        logits, cache = self.decoder(params, progress.cache, tokens[rows, at][:, None], at[:, None])
+        logits, cache = self._read(arrays, progress.cache, tokens[rows, at][:, None], at[:, None])
         logits = logits[:, -1]
         invalid = progress.invalid | (~done & jnp.isnan(logits).any(-1))
         step_key = None if key is None else jax.random.fold_in(key, progress.step)
@@ -168,13 +187,13 @@ class Generation:
         return Progress(tokens, new, at, done, invalid, progress.step + 1, cache)
 
     def _finish(
-        self, params: PyTree, progress: Progress, lengths: jax.Array, key: jax.Array | None
+        self, arrays: Layered, progress: Progress, lengths: jax.Array, key: jax.Array | None
     ) -> Progress:
         def goes_on(progress: Progress) -> jax.Array:
             return ~progress.done.all() & ~progress.invalid.any()
 
         return lax.while_loop(
-            goes_on, lambda progress: self._advance(params, progress, lengths, key), progress
+            goes_on, lambda progress: self._advance(arrays, progress, lengths, key), progress
         )
 
 

@@ -7,13 +7,14 @@ in every token ("by_layer"; from host memory this is ZeRO-Inference, arXiv:2207.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from zerojax.collectives import Inserter, Shard, kept
@@ -21,6 +22,7 @@ from zerojax.collectives.shard import Gathering
 from zerojax.devices.mesh import SEQUENCE, batch_axes, zero_axis
 from zerojax.distributed import log
 from zerojax.foresight.devices import rates_here
+from zerojax.generation.layers import Layered, Stacks
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan import layout
 from zerojax.plan.places import DEVICE, PINNED
@@ -38,14 +40,26 @@ class Placed(NamedTuple):
     """Parameters in place for generation.
 
     Attributes:
-      arrays: The arrays of the parameters.
+      arrays: The arrays of the parameters; gathered stacks are taken apart.
       mesh: The devices; None for parameters that are on no mesh.
-      by_layer: Whether each layer is gathered in every token.
+      shards: The sharding of each parameter that is gathered or copied where it is used, None for
+        the others; empty if the parameters are gathered.
+      is_apart: Whether stacks are taken apart.
     """
 
-    arrays: list[Any]
+    arrays: Layered
     mesh: Mesh | AbstractMesh | None
-    by_layer: bool
+    shards: tuple[NamedSharding | None, ...]
+    is_apart: bool
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether parameters are gathered or copied where they are used."""
+        return any(self.shards)
+
+    def stacks(self, found: Stacks) -> Stacks:
+        """Returns the stacks that are taken apart."""
+        return found if self.is_apart else Stacks((0,) * len(found.params), (0,) * len(found.cache))
 
 
 def mesh_of(arrays: Sequence[Any]) -> Mesh | AbstractMesh | None:
@@ -65,6 +79,7 @@ def place(
     weights: Weights | None,
     dtype: DTypeLike | None,
     cache_bytes: int,
+    stacks: Sequence[int],
     devices: Mesh | None = None,
 ) -> Placed:
     """Places parameters for generation, and logs how.
@@ -74,6 +89,7 @@ def place(
       weights: "gathered" or "by_layer"; None for gathered parameters if they fit.
       dtype: The dtype of floating parameters; None for their own.
       cache_bytes: The bytes of the cache on each device.
+      stacks: The layers of each array that is taken apart once it is gathered; 0 for the others.
       devices: The devices, if they are absent, so that the parameters may be on an abstract mesh.
     """
     arrays = [_plain(x, dtype) for x in leaves]
@@ -91,8 +107,9 @@ def place(
         }
         log.info("generate: the parameters %s.", ways[weights])
     if weights == "gathered":
-        return Placed(_gathered(arrays), mesh, by_layer=False)
-    return Placed(arrays, mesh, by_layer=is_at_rest)
+        return Placed([*map(_gathered, arrays, stacks)], mesh, (), is_apart=True)
+    shards = tuple(x.sharding if _is_shard(x) else None for x in arrays)
+    return Placed(arrays, mesh, shards, is_apart=False)
 
 
 def entered(
@@ -110,11 +127,6 @@ def entered(
         for x, sharding in zip(arrays, shardings, strict=True)
     ]
     return kept.gather(values, kept.by_plan(values, inserter), inserter)
-
-
-def shard_shardings(arrays: Sequence[Any]) -> tuple[NamedSharding | None, ...]:
-    """Returns the sharding of each array that a use must gather or copy; None for the others."""
-    return tuple(x.sharding if _is_shard(x) else None for x in arrays)
 
 
 def on_host(shards: Sequence[NamedSharding | None]) -> bool:
@@ -183,29 +195,34 @@ def _free(devices: Mesh | None) -> int | None:
     return rates_here(devices).memory
 
 
-def _gathered(arrays: Sequence[Any]) -> list[Any]:
-    """Returns arrays on the devices, gathered over the axes that shard rows and tokens."""
+def _gathered(x: Any, layers: int) -> Any:
+    """Returns an array on the devices, gathered over the axes that shard rows and tokens; a tuple
+    of layers for a stack."""
+    is_abstract, sharding = isinstance(x, jax.ShapeDtypeStruct), x.sharding
+    if isinstance(sharding, NamedSharding):
+        spec = _target(sharding, x.ndim)
+        target = NamedSharding(sharding.mesh, PartitionSpec(*spec[bool(layers) :]))
+        if _is_on_host(x) and not is_abstract:
+            x = jax.device_put(x, sharding.with_memory_kind(DEVICE))
+    if not layers:
+        if not _is_shard(x) and not _is_on_host(x):
+            return x
+        if is_abstract:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
+        return jax.device_put(x, target)
+    target = target if isinstance(sharding, NamedSharding) else sharding
+    if is_abstract:
+        layer = jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=target)
+        return (layer,) * layers
+    return _take_apart(layers, target)(x)
 
-    def target(x: Any) -> NamedSharding | None:
-        if not _is_shard(x):
-            return None
-        return NamedSharding(x.sharding.mesh, PartitionSpec(*_target(x.sharding, x.ndim)))
 
-    targets = [target(x) for x in arrays]
-    moved = [i for i, t in enumerate(targets) if t is not None]
-    if any(isinstance(arrays[i], jax.ShapeDtypeStruct) for i in moved):
-        new = [
-            jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype, sharding=targets[i])
-            for i in moved
-        ]
-    else:
-        new = jax.device_put([arrays[i] for i in moved], [targets[i] for i in moved])
-    result = list(arrays)
-    for i, x in zip(moved, new, strict=True):
-        result[i] = x
-    return result
+@functools.lru_cache(maxsize=64)
+def _take_apart(layers: int, target: Sharding) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+    """Returns a function that returns the layers of a stack, each with the sharding `target`."""
+    return jax.jit(lambda x: tuple(x[i] for i in range(layers)), out_shardings=target)
 
 
-def inserter_of(mesh: Mesh | AbstractMesh) -> Inserter:
+def inserter_of(mesh: Any) -> Inserter:
     """Returns an inserter that gathers each parameter where it is used."""
     return Inserter(mesh, zero_axis(mesh), keep=False, share=True)

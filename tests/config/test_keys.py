@@ -128,7 +128,7 @@ def test_every_type_is_known(section, names):
         ({"stages": 0}, "stages: expected an integer of at least 1 or null, got 0"),
         ({"partition": "type:Block"}, 'partition: expected .*equal layers, got "type:Block"'),
         ({"activation_checkpoint_interval": 1}, "interval = 1 is not supported: remat.*nn.remat"),
-        ({"depth": 4}, "depth: unknown key; .*known here: stages, rounds"),
+        ({"depth": 4}, "depth: unknown key; .*known here: stages, rounds, schedule"),
     ],
 )
 def test_a_pipeline_that_is_refused(section, says):

@@ -72,6 +72,7 @@ class ZeroConfig:
       pipeline_stages: Devices along the mesh's axis "stage", over which loops over layers run as
         pipelines; None if the mesh decides.
       pipeline_rounds: Groups of layers a pipeline stage.
+      pipeline_schedule: The order of a pipeline's passes: "gpipe", or "1f1b".
       zero_hpz_partition_size: The number of devices, usually those of a host, that together keep a
         secondary shard of the parameters during a step at stage 3; 1 for none.
       zero_quantized_weights: Whether parameters are gathered in low-bit blocks (qwZ).
@@ -143,6 +144,7 @@ class ZeroConfig:
     mics_shard_size: int = -1
     pipeline_stages: int | None = None
     pipeline_rounds: int = 1
+    pipeline_schedule: str = "gpipe"
     zero_hpz_partition_size: int = 1
     zero_quantized_weights: bool = False
     zero_quantized_nontrainable_weights: bool = False

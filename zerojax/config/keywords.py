@@ -42,6 +42,7 @@ class Keywords(TypedDict, total=False):
     mics_shard_size: int
     pipeline_stages: int | None
     pipeline_rounds: int
+    pipeline_schedule: str
     zero_hpz_partition_size: int
     zero_quantized_weights: bool
     zero_quantized_nontrainable_weights: bool

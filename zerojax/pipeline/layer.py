@@ -12,13 +12,14 @@ Three kinds of equations need the place of these rows, or of the device:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.extend.random import threefry2x32_p
 from jax.sharding import NamedSharding, PartitionSpec
@@ -71,14 +72,33 @@ def _evaluate(
 ) -> list[Any]:
     """Runs a program on some rows of the batch, equation by equation the one on the global batch.
     Programs inside it are opened: their variables may name the mesh outside of the pipeline."""
-    jaxpr, consts = jaxprs.open_jaxpr(micro_jaxpr)
+    program, (jaxpr, consts) = jaxprs.open_jaxpr(global_jaxpr)[0], jaxprs.open_jaxpr(micro_jaxpr)
     env: dict[Atom, Any] = dict(
-        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+        zip((*program.constvars, *program.invars), (*consts, *args), strict=True)
     )
-    for pair in map(EquationPair, jaxprs.open_jaxpr(global_jaxpr)[0].eqns, jaxpr.eqns):
-        values = [jaxprs.read(v, env) for v in pair.micro_eqn.invars]
-        env.update(zip(pair.micro_eqn.outvars, _run(pair, values, rows), strict=True))
-    return [jaxprs.read(v, env) for v in jaxpr.outvars]
+    run_equations(map(EquationPair, program.eqns, jaxpr.eqns), env, rows)
+    return _read(program.outvars, jaxpr.outvars, env)
+
+
+def run_equations(pairs: Iterable[EquationPair], env: dict[Atom, Any], rows: Rows) -> None:
+    """Runs equations on some rows of the batch.
+
+    Args:
+      pairs: The equations, on the global batch and on these rows.
+      env: By variable of the global batch, its value on these rows; results are added.
+      rows: The rows.
+    """
+    for pair in pairs:
+        values = _read(pair.global_eqn.invars, pair.micro_eqn.invars, env)
+        env.update(zip(pair.global_eqn.outvars, _run(pair, values, rows), strict=True))
+
+
+def _read(
+    atoms: Sequence[Atom], micro_atoms: Sequence[Atom], env: Mapping[Atom, Any]
+) -> list[Any]:
+    """Returns the values of atoms of the global batch; numbers are those of the micro-batch."""
+    both = zip(atoms, micro_atoms, strict=True)
+    return [m.val if isinstance(m, core.Literal) else env[w] for w, m in both]
 
 
 def _run(pair: EquationPair, values: Sequence[Any], rows: Rows) -> Sequence[Any]:

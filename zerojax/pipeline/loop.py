@@ -63,45 +63,20 @@ class LayerLoop(NamedTuple):
         Returns:
           The results on the global batch, those that are stored in slots.
         """
-        n_consts, n = jaxprs.scan_counts(self.equation)
-        streams = Streams(schedule, jaxprs.param(self.equation, "reverse"))
-
-        def operand_spec(i: int, kind: RowKind) -> PartitionSpec:
-            if self.is_stored(i):
-                return slots_spec(schedule, kind.dim + 1, 1)
-            if i >= n_consts + n:
-                return PartitionSpec(STAGE)
-            return streams.spec(kind.dim) if kind.rows else PartitionSpec()
-
-        def result_spec(i: int, kind: RowKind) -> PartitionSpec:
-            if self.stores(i):
-                return slots_spec(schedule, kind.dim + 1, 1)
-            if kind.rows:
-                return streams.spec(kind.dim)
-            sums = [schedule.row_axes] if kind.reduced else []
-            return PartitionSpec(*sums, *([STAGE] if i >= n else []))
-
-        given = [
-            streams.entering(x, kind.dim) if kind.rows and not self.is_stored(i) else x
-            for i, (x, kind) in enumerate(zip(values, self.operands, strict=True))
-        ]
+        stage = Stage(self, schedule)
+        given = [stage.entering(i, x) for i, x in enumerate(values)]
         outs = jax.shard_map(
-            _Stage(self, streams, schedule),
+            stage,
             mesh=schedule.mesh,
-            in_specs=tuple(map(operand_spec, range(len(values)), self.operands)),
-            out_specs=[*map(result_spec, range(len(self.results)), self.results)],
+            in_specs=tuple(map(stage.operand_spec, range(len(values)))),
+            out_specs=[*map(stage.result_spec, range(len(self.results)))],
             axis_names={*schedule.axes},
             check_vma=False,
         )(*given)
-        for i, kind in enumerate(self.results):
-            if kind.reduced:
-                outs[i] = REDUCTIONS[kind.name].over(outs[i], (0,))
-            elif kind.rows and not self.stores(i):
-                outs[i] = streams.leaving(outs[i], kind.dim)
-        return outs
+        return [stage.leaving(i, x) for i, x in enumerate(outs)]
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """The carry of the loop over ticks.
 
     Attributes:
@@ -118,21 +93,55 @@ class _State(NamedTuple):
     results: dict[int, jax.Array]
 
 
-class _Stage:
+class Stage:
     """The program of one stage on one device.
 
     Attributes:
       moving: Positions of the operands that go from stage to stage.
     """
 
-    def __init__(self, loop: LayerLoop, streams: Streams, schedule: Schedule) -> None:
-        self.loop, self.streams, self.schedule = loop, streams, schedule
+    def __init__(self, loop: LayerLoop, schedule: Schedule) -> None:
+        self.loop, self.schedule = loop, schedule
         self.n_consts, self.n = jaxprs.scan_counts(loop.equation)
         self.length: int = jaxprs.param(loop.equation, "length") // schedule.stages
         self.reverse: bool = jaxprs.param(loop.equation, "reverse")
+        self.streams = Streams(schedule, self.reverse)
         self.carry = range(self.n_consts, self.n_consts + self.n)
         consts = [i for i in range(self.n_consts) if loop.operands[i].rows]
         self.moving = [*consts, *self.carry]
+
+    def operand_spec(self, i: int) -> PartitionSpec:
+        """Returns the spec of an operand."""
+        kind = self.loop.operands[i]
+        if self.loop.is_stored(i):
+            return slots_spec(self.schedule, kind.dim + 1, 1)
+        if i >= self.carry.stop:
+            return PartitionSpec(STAGE)
+        return self.streams.spec(kind.dim) if kind.rows else PartitionSpec()
+
+    def entering(self, i: int, x: jax.Array) -> jax.Array:
+        """Prepares an operand on the global batch for the stages."""
+        kind = self.loop.operands[i]
+        moves = kind.rows and not self.loop.is_stored(i)
+        return self.streams.entering(x, kind.dim) if moves else x
+
+    def result_spec(self, i: int) -> PartitionSpec:
+        """Returns the spec of a result."""
+        kind, schedule = self.loop.results[i], self.schedule
+        if self.loop.stores(i):
+            return slots_spec(schedule, kind.dim + 1, 1)
+        if kind.rows:
+            return self.streams.spec(kind.dim)
+        sums = [schedule.row_axes] if kind.reduced else []
+        return PartitionSpec(*sums, *([STAGE] if i >= self.n else []))
+
+    def leaving(self, i: int, x: jax.Array) -> jax.Array:
+        """Returns a result on the global batch from those of the stages."""
+        kind = self.loop.results[i]
+        if kind.reduced:
+            return REDUCTIONS[kind.name].over(x, (0,))
+        moves = kind.rows and not self.loop.stores(i)
+        return self.streams.leaving(x, kind.dim) if moves else x
 
     def __call__(self, *values: jax.Array) -> list[jax.Array]:
         schedule, kinds = self.schedule, self.loop.operands
@@ -153,17 +162,17 @@ class _Stage:
             i: jnp.zeros((schedule.micro_batches, *arriving[i].shape), arriving[i].dtype)
             for i in (self.carry if schedule.rounds > 1 else ())
         }
-        start = _State(arriving, streams, waiting, self._empty())
+        start = State(arriving, streams, waiting, self.empty())
 
-        def tick(state: _State, t: jax.Array) -> tuple[_State, None]:
+        def tick(state: State, t: jax.Array) -> tuple[State, None]:
             return self._tick(state, t, place, values), None
 
         state, _ = lax.scan(tick, start, jnp.arange(schedule.ticks))
-        return [self._result(i, state) for i in range(len(self.loop.results))]
+        return [self.result(i, state) for i in range(len(self.loop.results))]
 
     def _tick(
-        self, state: _State, t: jax.Array, place: jax.Array, values: Sequence[jax.Array]
-    ) -> _State:
+        self, state: State, t: jax.Array, place: jax.Array, values: Sequence[jax.Array]
+    ) -> State:
         schedule, stages = self.schedule, self.schedule.stages
         m = schedule.micro_batches
         entered = t - place  # how many micro-batches have entered before
@@ -173,7 +182,7 @@ class _Stage:
         slot, first, last = t % schedule.slots, place == 0, place == stages - 1
         leaves = last & (turn == schedule.rounds - 1)
         micro_batch = self.streams.micro_batch(entered)
-        streams = {i: _entry(x, slot) for i, x in state.streams.items()}
+        streams = {i: entry(x, slot) for i, x in state.streams.items()}
         # The last stage has sent the micro-batch that entered S ticks ago.
         waiting = {
             i: lax.dynamic_update_index_in_dim(x, state.arriving[i], (t - stages) % m, 0)
@@ -183,21 +192,22 @@ class _Stage:
         for i in self.moving:
             enters = streams.get(i, values[i])
             if i in waiting:
-                enters = jnp.where(turn == 0, enters, _entry(waiting[i], entered))
+                enters = jnp.where(turn == 0, enters, entry(waiting[i], entered))
             given[i] = jnp.where(first, enters, state.arriving[i])
         number = self.loop.rows
         rows = layer.Rows(self.streams.first_row(micro_batch, number), number, schedule.axes)
-        outs, results = self._run_layers(given, state.results, rows, busy, turn, micro_batch)
+        kept = micro_batch, jnp.where(busy, micro_batch, m)  # the last slot is never read
+        outs, results = self.run_layers(given, state.results, rows, busy, kept, turn)
         leaving = {i: given[i] for i in self.moving} | dict(zip(self.carry, outs, strict=True))
-        streaming = {i: self._sent(x, -1) for i, x in streams.items()}
+        streaming = {i: self.sent(x, -1) for i, x in streams.items()}
         for i in self.carry:
             if i in streaming:
                 streaming[i] = jnp.where(leaves, leaving[i], streaming[i])
         for i in range(self.n):
             if i in results:
-                results[i] = self._next(i, state.results[i], outs[i], busy & leaves)
-        return _State(
-            {i: self._sent(x, 1) for i, x in leaving.items()},
+                results[i] = self.next_sum(i, state.results[i], outs[i], busy & leaves)
+        return State(
+            {i: self.sent(x, 1) for i, x in leaving.items()},
             {
                 i: lax.dynamic_update_index_in_dim(state.streams[i], x, slot, 0)
                 for i, x in streaming.items()
@@ -206,38 +216,46 @@ class _Stage:
             results,
         )
 
-    def _run_layers(
+    def run_layers(
         self,
         given: Sequence[jax.Array],
         results: dict[int, jax.Array],
         rows: layer.Rows,
         busy: jax.Array,
-        turn: jax.Array,
-        micro_batch: jax.Array,
+        kept: tuple[jax.Array, jax.Array],
+        turn: jax.Array | int = 0,
     ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
         """Runs one group of the stage's layers on one micro-batch. Returns the carry and the
-        results, which are written layer by layer, so that no stack of one micro-batch exists."""
+        results, which are written layer by layer, so that no stack of one micro-batch exists.
+
+        Args:
+          given: The operands.
+          results: The results so far.
+          rows: The rows of the micro-batch on this device.
+          busy: Whether the results count.
+          kept: The slots where stored operands are read, and stored results written.
+          turn: The group of layers.
+        """
         first, n, loop = self.carry.start, self.n, self.loop
         group = self.schedule.rounds - 1 - turn if self.reverse else turn
         length = self.length // self.schedule.rounds
         pair = EquationPair(loop.global_equation, loop.equation)
-        at = jnp.where(busy, micro_batch, self.schedule.micro_batches)  # the last is never read
 
         def run(state: Any, i: jax.Array) -> Any:
             carry, results = state
             i += group * length
             entries = [
-                _entry(_entry(x, micro_batch), i) if loop.is_stored(k) else _entry(x, i)
+                entry(entry(x, kept[0]), i) if loop.is_stored(k) else entry(x, i)
                 for k, x in enumerate(given)
                 if k >= self.carry.stop
             ]
             outs = layer.run(pair, [*given[:first], *carry, *entries], rows)
             written = dict(results)
             for k in range(n, len(outs)):
-                place = (at, i) if loop.stores(k) else (i,)
+                place = (kept[1], i) if loop.stores(k) else (i,)
                 new, rest = outs[k], results[k].ndim - len(place)
                 if not loop.stores(k):
-                    new = self._next(k, _entry(results[k], i), new, busy)
+                    new = self.next_sum(k, entry(results[k], i), new, busy)
                 start = (*place, *[jnp.zeros((), i.dtype)] * rest)
                 new = new.reshape((1,) * len(place) + new.shape)
                 written[k] = lax.dynamic_update_slice(results[k], new, start)
@@ -247,21 +265,21 @@ class _Stage:
         (carry, results), _ = lax.scan(run, start, jnp.arange(length), reverse=self.reverse)
         return carry, results
 
-    def _next(self, i: int, old: jax.Array, new: jax.Array, counts: jax.Array) -> jax.Array:
+    def next_sum(self, i: int, old: jax.Array, new: jax.Array, counts: jax.Array) -> jax.Array:
         """Returns a sum so far, or the latest value, after a value that may count."""
         if self.loop.results[i].reduced:
             both = REDUCTIONS[self.loop.results[i].name].of_two
             new = both(old, new.astype(old.dtype))
         return jnp.where(counts, new, old)
 
-    def _sent(self, x: jax.Array, by: int) -> jax.Array:
+    def sent(self, x: jax.Array, by: int) -> jax.Array:
         """Sends an array ``by`` stages on in the direction of the pipeline."""
         n, by = self.schedule.stages, -by if self.reverse else by
         return lax.ppermute(x, STAGE, [(i, (i + by) % n) for i in range(n)])
 
-    def _empty(self) -> dict[int, jax.Array]:
+    def empty(self) -> dict[int, jax.Array]:
         """Returns the results before the first tick, except those that come back in the streams."""
-        empty, schedule = {}, self.schedule
+        empty = {}
         for i, (v, kind) in enumerate(
             zip(self.loop.equation.outvars, self.loop.results, strict=True)
         ):
@@ -269,7 +287,7 @@ class _Stage:
             if i >= self.n:
                 shape = (self.length, *shape[1:])
             if self.loop.stores(i):
-                empty[i] = jnp.zeros((schedule.micro_batches + 1, *shape), dtype)
+                empty[i] = jnp.zeros((self.schedule.kept, *shape), dtype)
             elif kind.reduced:
                 dtype = self.loop.dtypes[i]
                 empty[i] = jnp.full(shape, REDUCTIONS[kind.name].neutral(dtype), dtype)
@@ -277,7 +295,7 @@ class _Stage:
                 empty[i] = jnp.zeros(shape, dtype)
         return empty
 
-    def _result(self, i: int, state: _State) -> jax.Array:
+    def result(self, i: int, state: State) -> jax.Array:
         kind, schedule = self.loop.results[i], self.schedule
         if i < self.n and kind.rows:
             return self.streams.close(state.streams[self.carry[i]], kind.dim)
@@ -292,5 +310,5 @@ class _Stage:
         return value[None] if kind.reduced else value
 
 
-def _entry(x: jax.Array, i: jax.Array) -> jax.Array:
+def entry(x: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(x, i, keepdims=False)

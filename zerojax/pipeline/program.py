@@ -31,6 +31,8 @@ from zerojax.graph.def_use import Graph, Slice, graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS, RESHAPES
 from zerojax.pipeline import slots
 from zerojax.pipeline.loop import LayerLoop
+from zerojax.pipeline.middle import Obstacle, middle_of
+from zerojax.pipeline.one_f_one_b import OneForwardOneBackward
 from zerojax.pipeline.schedule import Schedule
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree, Shaped
@@ -75,10 +77,13 @@ class Pipeline:
         self._sizes = Sizes(k * rows, rows)
         self._global_of: dict[Atom, Atom] = {}
         self._same: dict[int, tuple[Atom, Slice]] = {}
+        self._joined: OneForwardOneBackward | None = None
         try:
             devices = schedule.stages * schedule.row_devices
             small = flat_micro(trace, self._flat, split, roles, devices)
             self._loops = self._found(small, params)
+            if schedule.joined:
+                self._joined = self._join(small)
         except UnevenError as e:
             raise ValueError(
                 f"{self._name} cannot run in pipeline stages: what it computes depends on the "
@@ -111,6 +116,36 @@ class Pipeline:
                 'over parameters [layers, ...], or leave out the axis "stage".'
             )
         return found
+
+    def _join(self, small: Flat) -> OneForwardOneBackward:
+        """Returns the loops over layers as one, with the equations between them."""
+        loops = [*self._loops.values()]
+        forward = [x for x in loops if not jaxprs.param(x.equation, "reverse")]
+        if len(loops) != 2 or len(forward) != 1 or loops[0] is not forward[0]:
+            raise self._not_joined(
+                f"has {len(loops)} loops over layers, forward and backward: 1f1b takes one each"
+            )
+        both = [*pairs(self._flat, small, self._sizes)]
+        micro_of = {w: m for m, w in self._global_of.items()}
+        try:
+            middle = middle_of(self._flat, both, *loops, micro_of, self._sizes)
+        except Obstacle as e:
+            raise self._not_joined(f"between the passes through the layers {e}") from e
+        graph = graph_of(self._flat)
+        dtypes = {v: self._sum_dtype(v, graph) for v in middle.crossing}
+        return OneForwardOneBackward(*loops, middle, dtypes)
+
+    def _sum_dtype(self, v: Atom, graph: Graph) -> Any:
+        dtype, eqn = v.aval.dtype, graph.producer(v)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return dtype
+        return accumulator(dtype, self._dtype if jaxprs.is_transposed(eqn) else None)
+
+    def _not_joined(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self._name} cannot run with pipeline.schedule = \"1f1b\": it {why}. Write "
+            '"schedule": "gpipe".'
+        )
 
     def _check_layers(
         self, eqn: Equation, sources: Sequence[int | None], params: Sequence[bool]
@@ -241,12 +276,12 @@ class Pipeline:
             x = slots.to_slots(read(v), loop.operands[i].dim, self._schedule)
             return slots.interleaved(x, 1, self._schedule)
 
-        for i, eqn in enumerate(flat.eqns):
+        def run(i: int, eqn: Equation) -> None:
             with jaxprs.traced_where(eqn):
                 if (loop := self._loops.get(i)) is None:
                     outs = jaxprs.bind(eqn, [*map(read, eqn.invars)])
                     env.update(zip(eqn.outvars, outs, strict=True))
-                    continue
+                    return
                 operands = [operand(loop, j, v) for j, v in enumerate(eqn.invars)]
                 outs = loop.run(operands, self._schedule)
                 for j, (v, out) in enumerate(zip(eqn.outvars, outs, strict=True)):
@@ -254,6 +289,25 @@ class Pipeline:
                         stored[v] = out, loop.results[j].dim
                     else:
                         env[v] = out
+
+        if self._joined is None:
+            for i, eqn in enumerate(flat.eqns):
+                run(i, eqn)
+            return [*map(read, flat.outvars)]
+        late = self._joined.late(flat)
+        for i, eqn in enumerate(flat.eqns):
+            if i not in late:
+                run(i, eqn)
+        env.update(
+            self._joined.run(
+                lambda loop, j: operand(loop, j, loop.global_equation.invars[j]), read, self._schedule
+            )
+        )
+        done = {id(x.global_equation) for x in self._loops.values()}
+        done |= {id(pair.global_eqn) for pair in self._joined.middle.equations}
+        for i, eqn in enumerate(flat.eqns):
+            if i in late and id(eqn) not in done:
+                run(i, eqn)
         return [*map(read, flat.outvars)]
 
     def _one_for_all(self, v: Atom, program: Slice, read: Callable[[Atom], jax.Array]) -> jax.Array:

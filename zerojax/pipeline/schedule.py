@@ -11,8 +11,8 @@ from zerojax.devices.mesh import STAGE, batch_axes, nearest_multiples, stage_siz
 
 
 class Schedule(NamedTuple):
-    """GPipe over the axis "stage" of a mesh (Huang et al., 2019, arXiv:1811.06965), or the circular
-    schedule with several groups of layers a stage.
+    """GPipe over the axis "stage" of a mesh (Huang et al., 2019, arXiv:1811.06965), the circular
+    schedule with several groups of layers a stage, or 1F1B (:mod:`zerojax.pipeline.one_f_one_b`).
 
     At tick t the p-th stage from the entrance runs the (t - p)-th of all passes of micro-batches: M
     micro-batches pass S stages v times, each time through other layers, in M v + S - 1 ticks. Of
@@ -23,34 +23,58 @@ class Schedule(NamedTuple):
       mesh: The devices.
       micro_batches: Micro-batches a step, M.
       rounds: Groups of layers a stage, v.
+      joined: Whether the passes forward and backward share ticks (1F1B).
     """
 
     mesh: Mesh | AbstractMesh
     micro_batches: int
     rounds: int = 1
+    joined: bool = False
 
     @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh, micro_batches: int, rounds: int = 1) -> Schedule | None:
+    def of(
+        cls, mesh: Mesh | AbstractMesh, micro_batches: int, rounds: int = 1, order: str = "gpipe"
+    ) -> Schedule | None:
         """Returns the schedule on a mesh; None if the mesh has no pipeline stages.
 
+        Args:
+          order: "gpipe" or "1f1b".
+
         Raises:
-          ValueError: With several rounds the stages do not divide the micro-batches.
+          ValueError: With 1F1B or several rounds the stages do not divide the micro-batches; or
+            both are asked for.
         """
         if stage_size(mesh) == 1:
             return None
-        schedule = cls(mesh, micro_batches, rounds)
-        if rounds > 1 and not schedule.is_even:
+        schedule = cls(mesh, micro_batches, rounds, order == "1f1b")
+        if schedule.joined and rounds > 1:
             raise ValueError(
-                f"pipeline.rounds = {rounds} needs micro-batches that the {schedule.stages} stages "
-                f"divide, not gradient_accumulation_steps = {micro_batches}: take "
-                f"{nearest_multiples(micro_batches, schedule.stages)}, or pipeline.rounds = 1."
+                f'pipeline.schedule = "1f1b" with pipeline.rounds = {rounds} is not supported: take '
+                'pipeline.rounds = 1, or pipeline.schedule = "gpipe".'
+            )
+        if (schedule.joined or rounds > 1) and not schedule.is_even:
+            key = 'schedule = "1f1b"' if schedule.joined else f"rounds = {rounds}"
+            other = 'schedule = "gpipe"' if schedule.joined else "rounds = 1"
+            raise ValueError(
+                f"pipeline.{key} needs micro-batches that the {schedule.stages} stages divide, not "
+                f"gradient_accumulation_steps = {micro_batches}: take "
+                f"{nearest_multiples(micro_batches, schedule.stages)}, or pipeline.{other}."
             )
         return schedule
 
     @property
     def name(self) -> str:
         """The name of the schedule in the literature."""
+        if self.joined:
+            return "1F1B"
         return "GPipe" if self.rounds == 1 else f"circular with {self.rounds} rounds"
+
+    @property
+    def kept(self) -> int:
+        """Micro-batches of which a stage keeps what their backward pass needs, and a slot for
+        idle ticks if these are all: M + 1, or with 1F1B at most 2 S - 1."""
+        kept = self.micro_batches + 1
+        return min(kept, 2 * self.stages - 1) if self.joined else kept
 
     @property
     def stages(self) -> int:
@@ -69,7 +93,7 @@ class Schedule(NamedTuple):
 
     @property
     def ticks(self) -> int:
-        """Iterations of the loop over ticks."""
+        """Ticks of all passes forward, and of all passes backward."""
         return self.micro_batches * self.rounds + self.stages - 1
 
     @property

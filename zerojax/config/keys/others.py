@@ -167,6 +167,14 @@ OTHERS: tuple[Key, ...] = (
         "(the circular schedule); 1 is GPipe; a key of zerojax",
         field="pipeline_rounds",
     ),
+    honoured(
+        "pipeline.schedule",
+        choice("gpipe", "1f1b"),
+        "gpipe",
+        '"1f1b" runs the backward pass of a micro-batch among the forward passes of later ones, so '
+        "that a stage keeps residuals of at most 2 S - 1 micro-batches; a key of zerojax",
+        field="pipeline_schedule",
+    ),
     *no_effect(
         "pipeline",
         "the layers of a loop are equal, and every stage has equally many",

@@ -35,7 +35,10 @@ JSON = {
         "The settings of the config that decide memory: stage, micro, accumulation, remat, "
         "offload, live, xla; pipeline is for `fit`."
     ),
-    "pipeline": "schedule, stages, micro_batches, ticks, bubble, boundary; null without stages.",
+    "pipeline": (
+        "schedule, stages, micro_batches, kept (micro-batches whose residuals a stage has at "
+        "once), ticks, bubble, boundary; null without stages."
+    ),
     "fits": "Whether the step fits.",
     "memory": (
         "Of a device: kinds, peak, headroom, device, reserve, host and disk in bytes, "

@@ -53,7 +53,9 @@ class Planned:
     def schedule(self) -> Schedule | None:
         """The order in which pipeline stages run micro-batches; None without stages."""
         plan = self.forecast.plan
-        return Schedule.of(plan.mesh, self.choice.accumulation, plan.config.pipeline_rounds)
+        config = plan.config
+        keys = config.pipeline_rounds, config.pipeline_schedule
+        return Schedule.of(plan.mesh, self.choice.accumulation, *keys)
 
     @property
     def reserve(self) -> int:
@@ -173,6 +175,7 @@ def _pipeline(planned: Planned) -> dict[str, object] | None:
         "schedule": schedule.name,
         "stages": schedule.stages,
         "micro_batches": schedule.micro_batches,
+        "kept": min(schedule.kept, schedule.micro_batches),
         "ticks": schedule.ticks,
         "bubble": schedule.bubble,
         "boundary": planned.forecast.boundary,

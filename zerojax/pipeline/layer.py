@@ -90,12 +90,12 @@ def run_equations(pairs: Iterable[EquationPair], env: dict[Atom, Any], rows: Row
     """
     for pair in pairs:
         values = _read(pair.global_eqn.invars, pair.micro_eqn.invars, env)
-        env.update(zip(pair.global_eqn.outvars, _run(pair, values, rows), strict=True))
+        with jaxprs.named_as(pair.global_eqn):
+            outs = _run(pair, values, rows)
+        env.update(zip(pair.global_eqn.outvars, outs, strict=True))
 
 
-def _read(
-    atoms: Sequence[Atom], micro_atoms: Sequence[Atom], env: Mapping[Atom, Any]
-) -> list[Any]:
+def _read(atoms: Sequence[Atom], micro_atoms: Sequence[Atom], env: Mapping[Atom, Any]) -> list[Any]:
     """Returns the values of atoms of the global batch; numbers are those of the micro-batch."""
     both = zip(atoms, micro_atoms, strict=True)
     return [m.val if isinstance(m, core.Literal) else env[w] for w, m in both]

@@ -48,15 +48,18 @@ class OneForwardOneBackward(NamedTuple):
     middle: Middle
     dtypes: Mapping[Atom, Any]
 
-    def late(self, flat: Flat) -> set[int]:
-        """Returns the positions of the equations that depend on the layers."""
+    def late(self, flat: Flat) -> tuple[set[int], list[int]]:
+        """Returns the positions of the equations that depend on the layers, and of those of them
+        that run afterwards, on the global batch."""
+        loops = {id(loop.global_equation) for loop in (self.forward, self.backward)}
+        done = loops | {id(pair.global_eqn) for pair in self.middle.equations}
         reached = reached_from(flat.eqns, self.forward.global_equation.outvars)
-        return {
+        late = [
             i
             for i, eqn in enumerate(flat.eqns)
-            if eqn is self.forward.global_equation
-            or not reached.isdisjoint(jaxprs.variables(eqn.invars))
-        }
+            if id(eqn) in loops or not reached.isdisjoint(jaxprs.variables(eqn.invars))
+        ]
+        return {*late}, [i for i in late if id(flat.eqns[i]) not in done]
 
     def run(
         self,
@@ -193,7 +196,9 @@ class _Program:
         self.sent_along = dict(enumerate(rows, len(one.invars)))
         self.dims = {j: kind.dim for j, kind in enumerate(plan.forward.operands) if kind.rows}
         self.dims |= {j: rows[v] for j, v in self.sent_along.items()}
-        self._micro_avals = dict(zip(one.outvars, [m.aval for m in plan.forward.equation.outvars], strict=True))
+        self._micro_avals = dict(
+            zip(one.outvars, [m.aval for m in plan.forward.equation.outvars], strict=True)
+        )
         for pair in plan.middle.equations:
             outs = zip(pair.global_eqn.outvars, pair.micro_eqn.outvars, strict=True)
             self._micro_avals |= {v: m.aval for v, m in outs}
@@ -232,10 +237,11 @@ class _Program:
             (self._cool_down, n + m, n),
         ):
             state, _ = lax.scan(tick, state, jnp.arange(start, start + ticks))
+        crossing = zip(plan.middle.crossing, state.crossing, strict=True)
         return [
             *(forward.result(j, state.forward) for j in self.returned),
             *(self.backward.result(j, state.backward) for j in range(len(plan.backward.results))),
-            *(self._crossed(v, x)[None] for v, x in zip(plan.middle.crossing, state.crossing)),
+            *(self._crossed(v, x)[None] for v, x in crossing),
         ]
 
     def _warm_up(self, state: _State, t: jax.Array) -> tuple[_State, None]:
@@ -283,12 +289,13 @@ class _Program:
         slot, first = t % self.schedule.slots, self._place == 0
         streams = {key: entry(x, slot) for key, x in state.streams.items()}
         here = {
-            key: jnp.where(first, streams.get(key, self._given.get(key)), x)
+            key: jnp.where(first, streams[key] if key in streams else self._given[key], x)
             for key, x in state.arriving.items()
         }
         given = [here.get(j, x) for j, x in self._given.items()]
         kept = (self._slot(micro_batch),) * 2
-        outs, results = stage.run_layers(given, state.results, rows, busy, kept)
+        with jaxprs.named_as(eqn):
+            outs, results = stage.run_layers(given, state.results, rows, busy, kept)
         last = self._place == self.schedule.stages - 1
         for j in range(stage.n):
             if j in results:
@@ -299,9 +306,7 @@ class _Program:
         env |= self._fixed | dict(zip(eqn.outvars, outs, strict=False))
         leaving = here | dict(zip(stage.carry, outs, strict=True))
         streams = {
-            key: lax.dynamic_update_index_in_dim(
-                state.streams[key], stage.sent(x, -1), slot, 0
-            )
+            key: lax.dynamic_update_index_in_dim(state.streams[key], stage.sent(x, -1), slot, 0)
             for key, x in streams.items()
         }
         return State({k: stage.sent(x, 1) for k, x in leaving.items()}, streams, {}, results), env
@@ -334,7 +339,8 @@ class _Program:
                 enters = env[v] if j in self.inputs else self._given_back[j]
                 given.append(jnp.where(self._place == stages - 1, enters, state.arriving[j]))
         kept = (self._slot(micro_batch),) * 2
-        outs, results = stage.run_layers(given, state.results, rows, busy, kept)
+        with jaxprs.named_as(eqn):
+            outs, results = stage.run_layers(given, state.results, rows, busy, kept)
         last = self._place == 0
         for j in range(stage.n):
             if j in results:

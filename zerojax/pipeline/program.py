@@ -31,7 +31,7 @@ from zerojax.graph.def_use import Graph, Slice, graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS, RESHAPES
 from zerojax.pipeline import slots
 from zerojax.pipeline.loop import LayerLoop
-from zerojax.pipeline.middle import Obstacle, middle_of
+from zerojax.pipeline.middle import Between, Obstacle
 from zerojax.pipeline.one_f_one_b import OneForwardOneBackward
 from zerojax.pipeline.schedule import Schedule
 from zerojax.xla import jaxprs
@@ -120,20 +120,23 @@ class Pipeline:
     def _join(self, small: Flat) -> OneForwardOneBackward:
         """Returns the loops over layers as one, with the equations between them."""
         loops = [*self._loops.values()]
-        forward = [x for x in loops if not jaxprs.param(x.equation, "reverse")]
-        if len(loops) != 2 or len(forward) != 1 or loops[0] is not forward[0]:
+        if [jaxprs.param(x.equation, "reverse") for x in loops] != [False, True]:
             raise self._not_joined(
-                f"has {len(loops)} loops over layers, forward and backward: 1f1b takes one each"
+                f"has {len(loops)} loops over layers, and 1F1B takes one forward and its backward"
             )
+        forward, backward = loops
         both = [*pairs(self._flat, small, self._sizes)]
         micro_of = {w: m for m, w in self._global_of.items()}
+        between = Between(self._flat, both, forward, backward, micro_of, self._sizes)
         try:
-            middle = middle_of(self._flat, both, *loops, micro_of, self._sizes)
+            middle = between.middle()
         except Obstacle as e:
-            raise self._not_joined(f"between the passes through the layers {e}") from e
+            raise self._not_joined(
+                f"{e} between the passes of a micro-batch through the layers, or in the second"
+            ) from e
         graph = graph_of(self._flat)
         dtypes = {v: self._sum_dtype(v, graph) for v in middle.crossing}
-        return OneForwardOneBackward(*loops, middle, dtypes)
+        return OneForwardOneBackward(forward, backward, middle, dtypes)
 
     def _sum_dtype(self, v: Atom, graph: Graph) -> Any:
         dtype, eqn = v.aval.dtype, graph.producer(v)
@@ -143,7 +146,7 @@ class Pipeline:
 
     def _not_joined(self, why: str) -> ValueError:
         return ValueError(
-            f"{self._name} cannot run with pipeline.schedule = \"1f1b\": it {why}. Write "
+            f'{self._name} cannot run with pipeline.schedule = "1f1b": it {why}. Write '
             '"schedule": "gpipe".'
         )
 
@@ -290,24 +293,19 @@ class Pipeline:
                     else:
                         env[v] = out
 
-        if self._joined is None:
-            for i, eqn in enumerate(flat.eqns):
-                run(i, eqn)
-            return [*map(read, flat.outvars)]
-        late = self._joined.late(flat)
+        joined = self._joined
+        late, after = (set[int](), []) if joined is None else joined.late(flat)
         for i, eqn in enumerate(flat.eqns):
             if i not in late:
                 run(i, eqn)
-        env.update(
-            self._joined.run(
-                lambda loop, j: operand(loop, j, loop.global_equation.invars[j]), read, self._schedule
-            )
-        )
-        done = {id(x.global_equation) for x in self._loops.values()}
-        done |= {id(pair.global_eqn) for pair in self._joined.middle.equations}
-        for i, eqn in enumerate(flat.eqns):
-            if i in late and id(eqn) not in done:
-                run(i, eqn)
+        if joined is not None:
+
+            def operand_of(loop: LayerLoop, j: int) -> jax.Array:
+                return operand(loop, j, loop.global_equation.invars[j])
+
+            env.update(joined.run(operand_of, read, self._schedule))
+            for i in after:
+                run(i, flat.eqns[i])
         return [*map(read, flat.outvars)]
 
     def _one_for_all(self, v: Atom, program: Slice, read: Callable[[Atom], jax.Array]) -> jax.Array:

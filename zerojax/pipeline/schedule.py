@@ -49,8 +49,8 @@ class Schedule(NamedTuple):
         schedule = cls(mesh, micro_batches, rounds, order == "1f1b")
         if schedule.joined and rounds > 1:
             raise ValueError(
-                f'pipeline.schedule = "1f1b" with pipeline.rounds = {rounds} is not supported: take '
-                'pipeline.rounds = 1, or pipeline.schedule = "gpipe".'
+                f'pipeline.schedule = "1f1b" with pipeline.rounds = {rounds} is not supported: '
+                'take pipeline.rounds = 1, or pipeline.schedule = "gpipe".'
             )
         if (schedule.joined or rounds > 1) and not schedule.is_even:
             key = 'schedule = "1f1b"' if schedule.joined else f"rounds = {rounds}"

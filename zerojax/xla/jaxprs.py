@@ -255,9 +255,14 @@ def context(eqn: Equation) -> contextlib.AbstractContextManager[object]:
 @contextlib.contextmanager
 def traced_where(eqn: Equation) -> Iterator[None]:
     """Traces equations in the context of ``eqn``, as if they came from its line."""
-    names = source_info_util.current_name_stack() + source(eqn).name_stack
-    with source_info_util.user_context(source(eqn).traceback, name_stack=names), context(eqn):
+    with named_as(eqn), context(eqn):
         yield
+
+
+def named_as(eqn: Equation) -> contextlib.AbstractContextManager[None]:
+    """Traces equations as if they came from the line of ``eqn``, under any mesh."""
+    names = source_info_util.current_name_stack() + source(eqn).name_stack
+    return source_info_util.user_context(source(eqn).traceback, name_stack=names)
 
 
 def pruned(eqn: Equation, used: Sequence[bool]) -> Equation | None:

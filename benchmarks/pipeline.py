@@ -1,10 +1,11 @@
 """Pipeline stages beside stage 3 and ZeRO++, for Llama 2 70B on 64 absent GPUs; no GPU.
 
-    python -m benchmarks.pipeline                              # 14 compiles, 15 minutes
+    python -m benchmarks.pipeline                              # 20 compiles, 20 minutes
     python -m benchmarks.pipeline --record benchmarks/records
 
-An update of 128 rows of 8192 tokens, on H100s with 400 Gb/s for each device between nodes, and on
-A100s with 100 Gb/s for each node. Needs ``pip install -e '.[compile]'`` and no GPU.
+An update of 128 rows of 8192 tokens, in two cases of 256, on H100s with 400 Gb/s for each device
+between nodes, and on A100s with 100 Gb/s for each node. Needs ``pip install -e '.[compile]'`` and
+no GPU.
 """
 
 import argparse
@@ -40,22 +41,26 @@ class Case(NamedTuple):
       stages: Pipeline stages.
       zero: The section ``zero_optimization``.
       rounds: Groups of layers a stage.
+      order: The schedule of the passes.
+      rows: Rows an update.
     """
 
     stages: int
     zero: dict[str, Any]
     rounds: int = 1
+    order: str = "gpipe"
+    rows: int = ROWS
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches of one row a device; 1 without stages, where a device takes all its
         rows at once."""
-        return ROWS * self.stages // DEVICES if self.stages > 1 else 1
+        return self.rows * self.stages // DEVICES if self.stages > 1 else 1
 
     @property
     def schedule(self) -> Schedule | None:
         mesh, _ = parse_devices(f"h100:{DEVICES}")
-        return Schedule.of(laid_out(mesh, self.axes), self.micro_batches, self.rounds)
+        return Schedule.of(laid_out(mesh, self.axes), self.micro_batches, self.rounds, self.order)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -76,11 +81,14 @@ CASES = {
     "16 stages x 4, stage 1": Case(16, {"stage": 1}),
     "8 stages x 8, 2 rounds": Case(8, {"stage": 1}, 2),
     "16 stages x 4, 5 rounds": Case(16, {"stage": 1}, 5),
+    "8 stages x 8, 1F1B": Case(8, {"stage": 1}, order="1f1b"),
+    "8 stages x 8, 256 rows": Case(8, {"stage": 1}, rows=2 * ROWS),
+    "8 stages x 8, 1F1B, 256 rows": Case(8, {"stage": 1}, order="1f1b", rows=2 * ROWS),
 }
 NOTE = (
-    f"Llama 2 70B, {ROWS} rows of {SEQ} tokens an update, {DEVICES} GPUs, bf16, remat, cuDNN's "
-    "attention assumed, gradients added up in bf16. With stages a micro-batch is one row a device, "
-    "without stages a device takes its two rows at once. Theory: (M v + S - 1) ticks, in each of "
+    f"Llama 2 70B, {ROWS} rows (or 256) of {SEQ} tokens an update, {DEVICES} GPUs, bf16, remat, "
+    "cuDNN's attention assumed, gradients added up in bf16. With stages a micro-batch is one row a "
+    "device, without stages a device takes its two rows at once. Theory: (M v + S - 1) ticks, in each of "
     "which a stage sends the boundary and the stream of inputs or outputs, forward and backward: "
     f"4 (M v + S - 1) of {BOUNDARY / 1e6:.0f} MB. Bubble: (S - 1) / (M v + S - 1), with v rounds."
 )
@@ -92,11 +100,12 @@ def forecast(kind: str, case: Case) -> Forecast:
     mesh = laid_out(mesh, case.axes) if case.stages > 1 else mesh
     config = load(CONFIG | {
         "zero_optimization": case.zero, "gradient_accumulation_steps": case.micro_batches,
-        "train_batch_size": ROWS, "pipeline": {"rounds": case.rounds},
+        "train_batch_size": case.rows,
+        "pipeline": {"rounds": case.rounds, "schedule": case.order},
     })  # fmt: skip
     model = functools.partial(llama_70b, attention="cudnn")
-    study = Study(model, config, mesh, rates, rows=ROWS, seq=SEQ)
-    return study.forecast(Choice.of(config, ROWS, study.world, True))
+    study = Study(model, config, mesh, rates, rows=case.rows, seq=SEQ)
+    return study.forecast(Choice.of(config, case.rows, study.world, True))
 
 
 def line(name: str, case: Case, found: Forecast) -> list[str]:

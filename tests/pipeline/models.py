@@ -115,6 +115,10 @@ def stack(kind: str = "", **fields: Any) -> TrainState:
     return state_of(Stack(kind, **fields), jnp.zeros((1, TOKENS), jnp.int32))
 
 
+def sgd_state() -> TrainState:
+    return state_of(Stack(remat=True), jnp.zeros((1, TOKENS), jnp.int32), tx=SGD)
+
+
 def llama_state() -> TrainState:
     sizes = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, n_inner=32)
     config = llama.LlamaConfig(

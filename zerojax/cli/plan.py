@@ -36,8 +36,8 @@ JSON = {
         "offload, live, xla; pipeline is for `fit`."
     ),
     "pipeline": (
-        "schedule, stages, micro_batches, kept (micro-batches whose residuals a stage has at "
-        "once), ticks, bubble, boundary; null without stages."
+        "schedule, stages, micro_batches, kept (those of which a stage keeps activations at a "
+        "time), ticks, bubble, boundary; null without stages."
     ),
     "fits": "Whether the step fits.",
     "memory": (

@@ -82,7 +82,8 @@ def _title(planned: Planned) -> Iterator[str]:
         yield (
             f"pipeline: {schedule.name}, {schedule.stages} stages, {schedule.micro_batches} "
             f"micro-batches in {schedule.ticks} ticks, in {schedule.bubble:.0%} of which a stage "
-            f"idles (the bubble); {size(forecast.boundary)} at a boundary"
+            f"idles (the bubble); a stage keeps activations of {schedule.kept} at a time; "
+            f"{size(forecast.boundary)} at a boundary"
         )
 
 

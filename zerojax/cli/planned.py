@@ -175,7 +175,7 @@ def _pipeline(planned: Planned) -> dict[str, object] | None:
         "schedule": schedule.name,
         "stages": schedule.stages,
         "micro_batches": schedule.micro_batches,
-        "kept": min(schedule.kept, schedule.micro_batches),
+        "kept": schedule.kept,
         "ticks": schedule.ticks,
         "bubble": schedule.bubble,
         "boundary": planned.forecast.boundary,

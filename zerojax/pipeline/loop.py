@@ -287,7 +287,7 @@ class Stage:
             if i >= self.n:
                 shape = (self.length, *shape[1:])
             if self.loop.stores(i):
-                empty[i] = jnp.zeros((self.schedule.kept, *shape), dtype)
+                empty[i] = jnp.zeros((self.schedule.kept_slots, *shape), dtype)
             elif kind.reduced:
                 dtype = self.loop.dtypes[i]
                 empty[i] = jnp.full(shape, REDUCTIONS[kind.name].neutral(dtype), dtype)

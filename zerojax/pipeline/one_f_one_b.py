@@ -109,7 +109,7 @@ class OneForwardOneBackward(NamedTuple):
         crossing_specs = [
             PartitionSpec(axes)
             if kind.reduced
-            else PartitionSpec(STAGE, *slots.slots_spec(schedule, kind.dim + 1, 0)[1:])
+            else PartitionSpec(STAGE, *slots.slots_spec(schedule, kind.dim + 2, 0)[1:])
             for kind in self.middle.crossing.values()
         ]
         kept = [(program.forward, j) for j in program.returned]
@@ -279,7 +279,7 @@ class _Program:
     def _slot(self, micro_batch: jax.Array) -> jax.Array:
         """Returns the slot for what a stage keeps of a micro-batch; for one that does not exist, a
         slot that no other needs at the time."""
-        return jnp.clip(micro_batch, -1, self.schedule.micro_batches) % self.schedule.kept
+        return jnp.clip(micro_batch, -1, self.schedule.micro_batches) % self.schedule.kept_slots
 
     def _forward(self, state: State, t: jax.Array) -> tuple[State, dict[Atom, Any]]:
         """Runs the layers forward; returns the values of the micro-batch after them, too."""

@@ -71,10 +71,15 @@ class Schedule(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Micro-batches of which a stage keeps what their backward pass needs, and a slot for
-        idle ticks if these are all: M + 1, or with 1F1B at most 2 S - 1."""
-        kept = self.micro_batches + 1
-        return min(kept, 2 * self.stages - 1) if self.joined else kept
+        """Micro-batches of which a stage keeps what their backward pass needs: M, or with 1F1B at
+        most 2 S - 1."""
+        most = self.micro_batches
+        return min(most, 2 * self.stages - 1) if self.joined else most
+
+    @property
+    def kept_slots(self) -> int:
+        """Slots for what a stage keeps: one more for idle ticks if all micro-batches have one."""
+        return self.kept + (self.kept == self.micro_batches)
 
     @property
     def stages(self) -> int:

@@ -171,8 +171,8 @@ OTHERS: tuple[Key, ...] = (
         "pipeline.schedule",
         choice("gpipe", "1f1b"),
         "gpipe",
-        '"1f1b" runs the backward pass of a micro-batch among the forward passes of later ones, so '
-        "that a stage keeps residuals of at most 2 S - 1 micro-batches; a key of zerojax",
+        '"1f1b" runs the backward pass of a micro-batch among the forward passes of later ones: '
+        "each of S stages keeps activations of at most 2 S - 1 micro-batches; a key of zerojax",
         field="pipeline_schedule",
     ),
     *no_effect(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pipeline import models
 from pipeline.models import batches
-from pipeline.test_program import zero_on
+from pipeline.test_program import SCHEDULES, zero_on
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
@@ -28,9 +28,10 @@ def losses(step: Any, state: Any, rows: int = 16, steps: int = 3) -> tuple[list[
 
 
 @pytest.mark.slow
+@SCHEDULES
 @pytest.mark.parametrize("micro_batches", [2, 4])
-def test_a_kernel_runs_on_the_rows_of_a_micro_batch(micro_batches: int) -> None:
-    zero = zero_on(2, 2, micro_batches)
+def test_a_kernel_runs_on_the_rows_of_a_micro_batch(micro_batches: int, schedule: str) -> None:
+    zero = zero_on(2, 2, micro_batches, pipeline_schedule=schedule)
 
     def create(per_device: Any) -> Any:
         model = models.KernelStack(per_device)
@@ -43,12 +44,13 @@ def test_a_kernel_runs_on_the_rows_of_a_micro_batch(micro_batches: int) -> None:
 
 
 @pytest.mark.slow
-def test_tensor_parallelism() -> None:
+@SCHEDULES
+def test_tensor_parallelism(schedule: str) -> None:
     mesh = zerojax.mesh(axes={"stage": 2, "data": 2, "model": 2})
     tensor = TensorParallel(mesh)
     zero = zerojax.zero(
         stage=1, gradient_accumulation_steps=4, gradient_clipping=0.0, mesh=mesh,
-        specs=tensor.specs,
+        specs=tensor.specs, pipeline_schedule=schedule,
     )  # fmt: skip
     config = LlamaConfig(
         vocab_size=32, block_size=8, n_layer=4, n_head=4, n_kv_head=2, n_embd=16, n_inner=32,
@@ -63,8 +65,9 @@ def test_tensor_parallelism() -> None:
 
 
 @pytest.mark.slow
-def test_fp16_skips_as_without_stages() -> None:
-    found = []
+@SCHEDULES
+def test_fp16_skips_as_without_stages(schedule: str) -> None:
+    found, steps = [], {"gradient_accumulation_steps": 4, "pipeline": {"schedule": schedule}}
     config = {
         "fp16": {"enabled": True, "initial_scale_power": 30},
         "zero_optimization": {"stage": 1},
@@ -72,7 +75,7 @@ def test_fp16_skips_as_without_stages() -> None:
     }
     staged = zerojax.mesh(4, axes={"stage": 2, "data": 2})
     for zero in (
-        zerojax.zero(config | {"gradient_accumulation_steps": 4}, mesh=staged),
+        zerojax.zero(config | steps, mesh=staged),
         zerojax.zero(config, mesh=zerojax.mesh(4)),
     ):
         _, state = losses(zero(models.train_step), zero.init(models.stack), steps=8)

@@ -131,5 +131,4 @@ def temporary_bytes(schedule: str) -> int:
 def test_a_stage_keeps_fewer_micro_batches_than_with_gpipe() -> None:
     kept = 2 * 512 * 256 * 4  # the inputs of a stage's layers for one micro-batch
     saved = temporary_bytes("gpipe") - temporary_bytes("1f1b")
-    print("SAVED", saved, kept, saved / kept)
     assert saved > (17 - 7) * kept / 2

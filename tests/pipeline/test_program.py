@@ -16,6 +16,7 @@ from pipeline.models import batches
 import zerojax
 
 STEPS = 3
+SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 
 
 def zero_on(
@@ -97,9 +98,10 @@ def test_models_of_zerojax(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_nnx() -> None:
+@SCHEDULES
+def test_nnx(schedule: str) -> None:
     losses = []
-    for run in (zero_on(2, 2, 4), nnx.jit):
+    for run in (zero_on(2, 2, 4, pipeline_schedule=schedule), nnx.jit):
         model = models.NNXStack(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
         step = run(models.nnx_step)
@@ -108,12 +110,16 @@ def test_nnx() -> None:
 
 
 @pytest.mark.slow
+@SCHEDULES
 @pytest.mark.parametrize(
     "axes", [{"replica": 2, "stage": 2, "data": 2}, {"data": 2, "stage": 4}], ids=str
 )
-def test_any_order_of_axes_and_replica_groups(axes: dict[str, int]) -> None:
+def test_any_order_of_axes_and_replica_groups(axes: dict[str, int], schedule: str) -> None:
     mesh = zerojax.mesh(axes=axes)
-    zero = zerojax.zero(stage=2, gradient_accumulation_steps=4, gradient_clipping=0.0, mesh=mesh)
+    zero = zerojax.zero(
+        stage=2, gradient_accumulation_steps=4, gradient_clipping=0.0, mesh=mesh,
+        pipeline_schedule=schedule,
+    )  # fmt: skip
     check(zero, models.stack)
 
 

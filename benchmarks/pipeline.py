@@ -90,8 +90,8 @@ NOTE = (
     "cuDNN's attention assumed, gradients added up in bf16. With stages a micro-batch is one row a "
     "device, without stages a device takes its two rows at once. Theory: (M v + S - 1) ticks, in "
     "each of which a stage sends the boundary and the stream of inputs or outputs, forward and "
-    f"backward: 4 (M v + S - 1) of {BOUNDARY / 1e6:.0f} MB. Bubble: (S - 1) / (M v + S - 1), with v "
-    "rounds."
+    f"backward: 4 (M v + S - 1) of {BOUNDARY / 1e6:.0f} MB. Bubble: (S - 1) / (M v + S - 1), "
+    "with v rounds."
 )
 
 

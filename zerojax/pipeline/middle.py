@@ -47,7 +47,7 @@ class Middle(NamedTuple):
     crossing: Mapping[Atom, RowKind]
 
 
-class Obstacle(Exception):
+class ObstacleError(Exception):
     """The reason why the equations cannot run for one micro-batch at a time, a verb first."""
 
 
@@ -89,7 +89,7 @@ class Between:
         """Returns what a micro-batch computes between its passes through the layers.
 
         Raises:
-          Obstacle: The backward pass of one micro-batch needs other micro-batches.
+          ObstacleError: The backward pass of one micro-batch needs other micro-batches.
         """
         at_hand = self._reached | {*jaxprs.variables(_moving(self._forward))}
         while True:
@@ -180,18 +180,18 @@ class Between:
                 continue
             if v not in self._reached:
                 if loop.is_stored(j):
-                    raise Obstacle(f"reads rows for each layer that no layer kept ({at})")
+                    raise ObstacleError(f"reads rows for each layer that no layer kept ({at})")
             elif (kind := results.get(v)) is not None:
                 if kind.reduced or (j < stop and not kind.rows):
-                    raise Obstacle(f"computes with sums over all rows ({at})")
+                    raise ObstacleError(f"computes with sums over all rows ({at})")
             else:
                 _check_kind(analysis.kind(v), eqn)
                 if v not in chosen or j >= stop:
-                    raise Obstacle(f"computes with sums over all rows ({at})")
+                    raise ObstacleError(f"computes with sums over all rows ({at})")
         if any(map(loop.stores, range(len(loop.results)))):
-            raise Obstacle(f"returns rows of each layer ({at})")
+            raise ObstacleError(f"returns rows of each layer ({at})")
         if any(map(self._forward.is_stored, range(len(self._first.invars)))):
-            raise Obstacle(f"reads rows for each layer ({where(self._first)})")
+            raise ObstacleError(f"reads rows for each layer ({where(self._first)})")
 
     def _crossing(self, analysis: Analysis, pairs: Sequence[EquationPair]) -> dict[Atom, RowKind]:
         """Returns the values that later equations use."""
@@ -204,7 +204,7 @@ class Between:
         kinds = {v: kind for v, kind in results if kind.rows}
         kept = [v for j, v in enumerate(self._first.outvars) if self._forward.stores(j)]
         if not needed.isdisjoint(kept):
-            raise Obstacle(f"uses rows that each layer returns ({where(self._first)})")
+            raise ObstacleError(f"uses rows that each layer returns ({where(self._first)})")
         for pair in pairs:
             outs = (v for v in pair.global_eqn.outvars if v in self._reached)
             kinds |= {v: analysis.kind(v).added for v in outs}
@@ -232,8 +232,8 @@ def _moving(loop: LayerLoop) -> list[Atom]:
 
 def _check_kind(kind: RowKind, eqn: Equation) -> None:
     if kind.problem is not None:
-        raise Obstacle(f"{kind.problem.why} ({kind.problem.where})")
+        raise ObstacleError(f"{kind.problem.why} ({kind.problem.where})")
     if kind.index:
-        raise Obstacle(f"computes with the numbers of rows within the batch ({where(eqn)})")
+        raise ObstacleError(f"computes with the numbers of rows within the batch ({where(eqn)})")
     if kind.rows and kind.outer not in (None, 1):
-        raise Obstacle(f"has the rows in another order than the batch ({where(eqn)})")
+        raise ObstacleError(f"has the rows in another order than the batch ({where(eqn)})")

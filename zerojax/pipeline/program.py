@@ -31,7 +31,7 @@ from zerojax.graph.def_use import Graph, Slice, graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS, RESHAPES
 from zerojax.pipeline import slots
 from zerojax.pipeline.loop import LayerLoop
-from zerojax.pipeline.middle import Between, Obstacle
+from zerojax.pipeline.middle import Between, ObstacleError
 from zerojax.pipeline.one_f_one_b import OneForwardOneBackward
 from zerojax.pipeline.schedule import Schedule
 from zerojax.xla import jaxprs
@@ -122,7 +122,7 @@ class Pipeline:
         loops = [*self._loops.values()]
         if [jaxprs.param(x.equation, "reverse") for x in loops] != [False, True]:
             raise self._not_joined(
-                f"has {len(loops)} loops over layers, and 1F1B takes one forward and its backward"
+                f"it has {len(loops)} loops over layers, and 1F1B takes one and its backward pass"
             )
         forward, backward = loops
         both = [*pairs(self._flat, small, self._sizes)]
@@ -130,9 +130,9 @@ class Pipeline:
         between = Between(self._flat, both, forward, backward, micro_of, self._sizes)
         try:
             middle = between.middle()
-        except Obstacle as e:
+        except ObstacleError as e:
             raise self._not_joined(
-                f"{e} between the passes of a micro-batch through the layers, or in the second"
+                f"between the passes of a micro-batch through the layers, or in the second, it {e}"
             ) from e
         graph = graph_of(self._flat)
         dtypes = {v: self._sum_dtype(v, graph) for v in middle.crossing}
@@ -146,7 +146,7 @@ class Pipeline:
 
     def _not_joined(self, why: str) -> ValueError:
         return ValueError(
-            f'{self._name} cannot run with pipeline.schedule = "1f1b": it {why}. Write '
+            f'{self._name} cannot run with pipeline.schedule = "1f1b": {why}. Write '
             '"schedule": "gpipe".'
         )
 

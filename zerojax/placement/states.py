@@ -47,12 +47,13 @@ from zerojax.plan.places import check_memories, offloads
 from zerojax.plan.planning import make_plan
 from zerojax.plan.stacks import with_stages
 from zerojax.plan.state_sharding import Plan
+from zerojax.quantize import is_quantized
 from zerojax.trace.explicit import evaluate
 from zerojax.train_state.linen import is_train_state, open_state
 from zerojax.train_state.nnx import is_nnx, open_objects
 from zerojax.train_state.parameters import find_parameters
 from zerojax.train_state.pytree import open_pytree
-from zerojax.train_state.state_parts import OpenedState, Parts
+from zerojax.train_state.state_parts import OpenedState, Parts, spread_specs
 from zerojax.xla import compat, jaxprs
 from zerojax.xla.types import PyTree
 
@@ -300,15 +301,16 @@ class States:
         params = opened.parts.params
         given: list[Spec | None] = list(opened.specs)
         if self.specs is not None:
-            user_specs = self.specs(params) if callable(self.specs) else self.specs
-            check_keys_of_specs(user_specs, params)
-            spread = jax.tree.map(
-                lambda spec, part: jax.tree.map(lambda _: spec, part),
-                user_specs,
+            arrays = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_quantized(x) else x,
                 params,
-                is_leaf=is_spec,
+                is_leaf=is_quantized,
             )
-            given = jax.tree.leaves(spread, is_leaf=is_spec)
+            user_specs = self.specs(arrays) if callable(self.specs) else self.specs
+            check_keys_of_specs(user_specs, arrays)
+            tree: Any
+            named, tree = jax.tree.flatten(user_specs, is_leaf=is_spec)
+            given = [*spread_specs(named, tree.flatten_up_to(params))]
         own = [
             layout.full(spec or self._spec_of(x), len(x.shape))
             for spec, x in zip(given, jax.tree.leaves(params), strict=True)

@@ -102,8 +102,8 @@ class FlatParts:
 def spread_specs(
     specs: Sequence[PartitionSpec | None], parameters: Sequence[PyTree]
 ) -> tuple[PartitionSpec | None, ...]:
-    """Returns the spec of each array from the spec of each parameter, which is an array or, if it
-    is quantized, codes with scales; a dimension of one scale has none."""
+    """Returns the spec of each array from the spec of each subtree of the parameters. The scales of
+    a quantized parameter have no axis for a dimension with one scale."""
 
     def fitting(spec: PartitionSpec | None, x: Any) -> PartitionSpec | None:
         if spec is None:

@@ -1,0 +1,119 @@
+"""Arrays from low-bit weights are computed where they are used, with the same numbers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from zerojax.graph.search import equations
+from zerojax.trace.late import with_late_weights
+from zerojax.xla.jaxprs import open_jaxpr
+
+STACK = (3, 8, 8)
+
+
+def scanned(stack: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0]
+
+
+def remat_scanned(stack: jax.Array, x: jax.Array) -> jax.Array:
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+    return lax.scan(lambda x, w: (layer(x, w), w.sum()), x, stack, reverse=True)[0]
+
+
+def in_a_loop(stack: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, x.shape[0], lambda i, x: scanned(stack, x), x)
+
+
+def in_a_while_loop(stack: jax.Array, x: jax.Array) -> jax.Array:
+    def positive(x: jax.Array) -> jax.Array:
+        return (x @ stack[0]).sum() > 0
+
+    return lax.while_loop(positive, lambda x: scanned(stack, x) - 1, x)
+
+
+def in_a_call(stack: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.jit(in_a_loop)(stack, jax.jit(scanned)(stack, x))
+
+
+def in_a_branch(stack: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.cond(x.sum() > 0, lambda: scanned(stack, x), lambda: x)
+
+
+def returned(stack: jax.Array, x: jax.Array) -> Any:
+    return scanned(stack, x), stack, stack
+
+
+def mixed_layers(stack: jax.Array, x: jax.Array) -> jax.Array:
+    """Each entry of the transposed array has elements of all layers."""
+    return lax.scan(lambda x, w: (x + w.sum(), None), x, stack.transpose(1, 0, 2))[0]
+
+
+def carried(stack: jax.Array, x: jax.Array) -> jax.Array:
+    final, _ = lax.scan(lambda c, w: (c * 0.5, c[0] @ x), stack, None, length=2)
+    return final.sum() + x
+
+
+PROGRAMS = [
+    scanned,
+    remat_scanned,
+    in_a_loop,
+    in_a_while_loop,
+    in_a_call,
+    in_a_branch,
+    returned,
+    mixed_layers,
+    carried,
+]
+WITHOUT_STACK = [*PROGRAMS[:3], in_a_call, in_a_branch]
+
+
+def arguments(group_size: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    layers, m, n = STACK
+    codes = jax.random.randint(keys[0], STACK, -127, 128, jnp.int8)
+    scales = jax.random.normal(keys[1], (layers, m // (group_size or m), n)) / 127
+    return codes, scales, jax.random.normal(keys[2], (n,))
+
+
+def dequantized(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    layers, _, n = codes.shape
+    groups = codes.astype(scales.dtype).reshape(layers, scales.shape[1], -1, n)
+    return (groups * scales[:, :, None]).reshape(codes.shape)
+
+
+@pytest.mark.parametrize("group_size", [None, 4])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_numbers_are_the_same(program: Any, group_size: int | None) -> None:
+    def run(codes: jax.Array, scales: jax.Array, x: jax.Array) -> Any:
+        return program(dequantized(codes, scales), x)
+
+    given = arguments(group_size)
+    traced = jax.make_jaxpr(run)(*given)
+    late: Any = with_late_weights(traced, 2)
+    found, expected = (jaxpr_as_fun(each)(*given) for each in (late, traced))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    has_stack = any(
+        v.aval.shape == STACK and v.aval.dtype == jnp.float32
+        for eqn in equations(open_jaxpr(late)[0])
+        for v in eqn.outvars
+    )
+    assert has_stack != (program in WITHOUT_STACK)
+
+
+def test_other_programs_are_unchanged() -> None:
+    def run(codes: jax.Array, scales: jax.Array, x: jax.Array) -> Any:
+        return codes[0].max() + scanned(scales * jnp.outer(x, x), x)
+
+    codes, scales, x = arguments(None)
+    traced: Any = jax.make_jaxpr(run)(codes, scales, x)
+    assert with_late_weights(traced, 2) is traced
+    quantized: Any = jax.make_jaxpr(lambda *args: scanned(dequantized(*args[:2]), args[2]))(
+        codes, scales, x
+    )
+    assert with_late_weights(quantized, 0) is quantized

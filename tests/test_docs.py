@@ -42,9 +42,9 @@ COMPILES = "zerojax.topology("
 """Stands in pages whose code compiles for devices that are absent."""
 
 SLOW = {
-    "checkpoints.md", "from-maxtext.md", "kernels.md", "long-sequences.md", "models.md",
-    "other-hardware.md", "parts-and-copies.md", "speed.md", "trainer.md", "tutorial.md",
-    "workloads.md", "wrong-numbers.md",
+    "checkpoints.md", "from-maxtext.md", "generation.md", "kernels.md", "long-sequences.md",
+    "models.md", "other-hardware.md", "parts-and-copies.md", "speed.md", "trainer.md",
+    "tutorial.md", "workloads.md", "wrong-numbers.md",
 }  # fmt: skip
 """Pages whose code trains or compiles for seconds."""
 

@@ -15,8 +15,8 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from examples.run_seq2seq.options import Options
+from zerojax.generation.beam_search import generate
 from zerojax.models.bart import Bart, shifted
-from zerojax.models.beam_search import generate
 
 Batch = dict[str, jax.Array]
 

@@ -12,10 +12,15 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import zerojax
+from zerojax.generation.beam_search import beam_search
+from zerojax.models.bart import SIZES as BART_SIZES
+from zerojax.models.bart import Bart, BartConfig
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.gpt import SIZES as GPT_SIZES
 from zerojax.models.llama import SIZES as LLAMA_SIZES
 from zerojax.models.llama import Llama, LlamaConfig
+from zerojax.models.t5 import SIZES as T5_SIZES
+from zerojax.models.t5 import T5, T5Config
 from zerojax.models.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -195,6 +200,69 @@ def test_a_decoder_by_flax_convention() -> None:
         assert row[: len(expected)].tolist() == expected
 
 
+def seq2seq(name: str, **fields: Any) -> Any:
+    """Returns a T5 or a BART, with parameters large enough that tokens vary."""
+    model: Any = T5(T5Config(**T5_SIZES["t5-tiny"] | fields))
+    if name == "bart":
+        model = Bart(BartConfig(**BART_SIZES["blenderbot-tiny"] | fields))
+    ones, draw = jnp.ones((1, 3), int), np.random.default_rng(0)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), ones, ones)["params"]
+    return model, jax.tree.map(
+        lambda x: jnp.asarray(draw.normal(0, 0.4, x.shape) + (x.ndim == 1), x.dtype), shapes
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_sources_of_different_lengths_are_those_one_by_one(name: str, beams: int) -> None:
+    model, params = seq2seq(name, scan=name == "t5")
+    how: Any = dict(max_new_tokens=NEW, num_beams=beams)
+    sources = [[5, 6, 7, 8, 9], [11], [7, 8, 60]]
+    out = np.asarray(zerojax.generate(model, params, sources, **how))
+    assert out.shape == (3, 1 + NEW)
+    for row, source in zip(out, sources, strict=True):
+        assert (zerojax.generate(model, params, [source], **how) == row).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [gpt(), llama(scan=True)], ids=["gpt", "llama"])
+def test_beams_after_prompts_are_those_of_complete_rows(model: nn.Module) -> None:
+    """A search without a cache, of each prompt by itself, finds the same."""
+    params, prompts = params_of(model), PROMPTS[:3]
+    how: Any = dict(num_beams=3, length_penalty=0.5, eos=[17, 30], pad=255)
+    out = np.asarray(zerojax.generate(model, params, prompts, max_new_tokens=NEW, **how))
+    for row, prompt in zip(out, prompts, strict=True):
+        length = len(prompt) - 1
+
+        def step(tokens: Any, position: Any, rows: Any, length: int = length) -> Any:
+            at = length + position
+            rows = rows.at[:, at].set(tokens)
+            return model.apply({"params": params}, rows)[:, at], rows
+
+        rows = jnp.tile(jnp.array([*prompt, *[0] * NEW]), (3, 1))
+        search = functools.partial(
+            beam_search, step, rows=1, start=prompt[-1], end=[17, 30], pad=255, num_beams=3,
+            max_length=1 + NEW, length_penalty=0.5,
+        )  # fmt: skip
+        expected, _ = jax.jit(search)(rows)
+        np.testing.assert_array_equal(row[length : length + 1 + NEW], expected[0])
+
+
+@pytest.mark.slow
+def test_beams_at_stage_3_are_those_of_one_device() -> None:
+    model, params = seq2seq("t5", scan=True)
+    how: Any = dict(max_new_tokens=NEW, num_beams=2)
+    sources = [[5, 6, 7], [11], [7, 8, 60], [3]] * 2
+    expected = zerojax.generate(model, params, sources, **how)
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    tx = optax.sgd(0.1)
+    state = zero.init(lambda: TrainState.create(apply_fn=model.apply, params=params, tx=tx))
+    for weights in ("gathered", "by_layer"):
+        out = zerojax.generate(model, state, sources, weights=weights, **how)
+        np.testing.assert_array_equal(out, expected)
+
+
 def test_nan_logits_are_an_error() -> None:
     model = gpt()
     params = jax.tree.map(lambda x: x, params_of(model))
@@ -224,6 +292,10 @@ class NoCache(nn.Module):
         (dict(temperature=-1.0), ValueError, "temperature = -1.0"),
         (dict(top_k=5), ValueError, "need a temperature"),
         (dict(eos=256), ValueError, "eos = 256 is not among"),
+        (dict(num_beams=0), ValueError, "num_beams = 0"),
+        (dict(num_beams=2, temperature=1.0, key=1), ValueError, "num_beams = 2 beside temperature"),
+        (dict(length_penalty=2.0), ValueError, "need num_beams of 2 or more"),
+        (dict(num_beams=2, early_stopping="soon"), ValueError, "'never', not 'soon'"),
         (dict(weights="here"), ValueError, 'must be "gathered", "by_layer"'),
         (dict(model=NoCache()), TypeError, "keeps no keys and values"),
     ],
@@ -233,3 +305,13 @@ def test_bad_input(how: Any, error: type[Exception], message: str) -> None:
     given = dict(model=gpt(), params=params_of(gpt()), tokens=[[1]], max_new_tokens=2) | how
     with pytest.raises(error, match=message):
         zerojax.generate(**given)
+
+
+def test_streams_have_no_beams() -> None:
+    with pytest.raises(ValueError, match="leave num_beams out"):
+        zerojax.generate_stream(gpt(), params_of(gpt()), [[1]], max_new_tokens=2, num_beams=2)
+    one_by_one = OneByOne()
+    params = jax.eval_shape(one_by_one.init, jax.random.key(0), jnp.ones((1, 4), int))["params"]
+    params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), params)
+    with pytest.raises(ValueError, match="num_beams: the model takes one token of all rows"):
+        zerojax.generate(one_by_one, params, [[1], [2, 3]], max_new_tokens=2, num_beams=2)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from generation import recorded
 
+import zerojax
 from zerojax.models import from_folder
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -43,6 +44,39 @@ def test_the_end_token_cuts_a_row_short(case: str) -> None:
         np.testing.assert_array_equal(row[:length], whole[:length])
         if length < recorded.NEW:
             assert row[length - 1] == recorded.recorded(case, "end")
+
+
+def written(case: str, folder: Path, **how: Any) -> np.ndarray:
+    """Returns the new tokens of each row, int [3, NEW], with -1 after the end."""
+    loaded = from_folder(recorded.folder_of(case, folder), scan=True)
+    how = dict(max_new_tokens=recorded.NEW) | how
+    if recorded.is_seq2seq(case):
+        args: Any = (loaded.model, loaded.parameters, recorded.SOURCE)
+        out = np.asarray(zerojax.generate(*args, mask=recorded.MASK, **how))
+        start = loaded.model.config.decoder_start_token_id
+        assert (out[:, 0] == start).all()
+        return out[:, 1:]
+    out = np.asarray(zerojax.generate(loaded.model, loaded.parameters, recorded.PROMPTS, **how))
+    return np.stack(
+        [row[length:][: recorded.NEW] for row, length in zip(out, recorded.LENGTHS, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("case", recorded.CASES)
+def test_tokens_are_transformers(case: str, tmp_path: Path) -> None:
+    end = int(recorded.recorded(case, "end"))
+    expected = recorded.new_tokens(case, "ended", 96)
+    np.testing.assert_array_equal(written(case, tmp_path, eos=end, pad=96), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["t5", "bart"])
+@pytest.mark.parametrize("name", ["beams", "beams_ended"])
+def test_beams_are_transformers(case: str, name: str, tmp_path: Path) -> None:
+    end = None if name == "beams" else int(recorded.recorded(case, "end"))
+    expected = recorded.new_tokens(case, name, 96)
+    found = written(case, tmp_path, eos=end, pad=96, num_beams=recorded.BEAMS)
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.slow

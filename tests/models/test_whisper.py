@@ -17,8 +17,8 @@ from models.recorded import dtypes
 from models.recorded_folders import folder_of, stored
 
 import zerojax
+from zerojax.generation.beam_search import generate
 from zerojax.models import from_folder
-from zerojax.models.beam_search import generate
 from zerojax.models.hugging_face.whisper import config_from_hf, config_to_hf
 from zerojax.models.whisper import SIZES, Whisper, WhisperConfig, sinusoids
 

@@ -1,6 +1,6 @@
 """Decoders with a cache: one interface for the ways in which flax models keep keys and values.
 
-Shapes: B rows, T tokens of a call, S positions of the cache, V vocabulary.
+Shapes: B rows, T tokens of a call, S positions of the cache, V vocabulary, N tokens of a source.
 """
 
 from __future__ import annotations
@@ -15,11 +15,23 @@ from flax import linen as nn
 from jax.tree_util import PyTreeDef
 
 from zerojax.generation.layers import Stacks
-from zerojax.models.cache import COLLECTION
+from zerojax.models.cache import COLLECTION, MEMORY
 from zerojax.xla.types import PyTree
 
 LIMITS = ("block_size", "max_position_embeddings", "max_len", "max_length")
 """Names of the longest row in a model's config."""
+
+
+class Source(NamedTuple):
+    """Sources of an encoder-decoder.
+
+    Attributes:
+      tokens: int32 [B, N].
+      mask: [B, N], 0 or False on padding; None without padding.
+    """
+
+    tokens: Any
+    mask: Any
 
 
 class Decoder(Protocol):
@@ -40,11 +52,12 @@ class Decoder(Protocol):
         """Returns the number of tokens of the longest row; None if the model states none."""
 
     def __call__(
-        self, params: PyTree, cache: PyTree | None, tokens: jax.Array, positions: jax.Array
+        self, params: PyTree, cache: PyTree | Source | None, tokens: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, PyTree]:
         """Returns logits [B, T, V] after tokens [B, T] at positions [B, T], and the cache.
 
-        Without a cache the call creates one for as many positions as there are tokens.
+        Without a cache, or with the source of an encoder-decoder in its place, the call creates one
+        for as many positions as there are tokens.
         """
 
 
@@ -59,21 +72,76 @@ class LinenDecoder:
     takes_positions: bool
 
     def limit(self) -> int | None:
-        config = getattr(self.model, "config", self.model)
-        if getattr(config, "rope_type", None) == "dynamic":
-            return None
-        limits = (getattr(config, name, None) for name in LIMITS)
-        return next((limit for limit in limits if isinstance(limit, int)), None)
+        return _limit(self.model)
 
     def __call__(
-        self, params: PyTree, cache: PyTree | None, tokens: jax.Array, positions: jax.Array
+        self, params: PyTree, cache: PyTree | Source | None, tokens: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, PyTree]:
-        variables = params if "params" in params else {"params": params}
+        variables = _variables(params)
         if cache is not None:
             variables = {**variables, COLLECTION: cache}
         more: dict[str, Any] = {"positions": positions} if self.takes_positions else {}
         logits, changed = self.model.apply(variables, tokens, mutable=[COLLECTION], **more)
         return logits, changed.get(COLLECTION, {})
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderDecoder:
+    """A flax linen encoder-decoder with the methods `encode` and `decode` of
+    `zerojax.models.cache`, and in its config the tokens that start, end and pad a target.
+    """
+
+    model: nn.Module
+    takes_positions = True
+
+    def limit(self) -> int | None:
+        return _limit(self.model)
+
+    @property
+    def config(self) -> Any:
+        """The model's config."""
+        return self.model.config  # type: ignore[attr-defined]
+
+    @property
+    def start(self) -> int:
+        """The first token of a target.
+
+        Raises:
+          ValueError: The config has none.
+        """
+        start: int | None = self.config.decoder_start_token_id
+        if start is None:
+            raise ValueError(
+                "the model's config has decoder_start_token_id = None: replace it by the token "
+                "that starts a target"
+            )
+        return start
+
+    def __call__(
+        self, params: PyTree, cache: PyTree | Source | None, tokens: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        source: tuple[Any, ...] = ()
+        variables, changes = _variables(params), [COLLECTION]
+        if isinstance(cache, Source):
+            source = (self.model.apply(variables, *cache, method="encode"), cache.mask)
+            cache, changes = {}, [COLLECTION, MEMORY]
+        assert cache is not None
+        logits, changed = self.model.apply(
+            {**variables, **cache}, tokens, positions, *source, method="decode", mutable=changes
+        )
+        return logits, {**cache, **changed}
+
+
+def _variables(params: PyTree) -> dict[str, PyTree]:
+    return params if "params" in params else {"params": params}
+
+
+def _limit(model: nn.Module) -> int | None:
+    config = getattr(model, "config", model)
+    if getattr(config, "rope_type", None) == "dynamic":
+        return None
+    limits = (getattr(config, name, None) for name in LIMITS)
+    return next((limit for limit in limits if isinstance(limit, int)), None)
 
 
 def decoder_of(model: object) -> Decoder:
@@ -83,7 +151,9 @@ def decoder_of(model: object) -> Decoder:
       TypeError: The model has no cache.
     """
     if isinstance(model, nn.Module):
-        if "positions" in inspect.signature(type(model).__call__).parameters:
+        if _takes_positions(type(model), "decode") and hasattr(model, "encode"):
+            return EncoderDecoder(model)
+        if _takes_positions(type(model), "__call__"):
             return LinenDecoder(model, takes_positions=True)
         if "decode" in type(model).__dataclass_fields__:
             return LinenDecoder(model.clone(decode=True), takes_positions=False)
@@ -92,8 +162,14 @@ def decoder_of(model: object) -> Decoder:
         "flax linen module with a field `decode`, whose attention is "
         "flax.linen.MultiHeadDotProductAttention(decode=True) or another one that keeps them in "
         'the collection "cache"; or one whose __call__ takes `positions` int [B, T], as '
-        "zerojax.models.gpt.GPT and zerojax.models.llama.Llama (zerojax.models.cache says how)."
+        "zerojax.models.gpt.GPT and zerojax.models.llama.Llama; or an encoder-decoder with methods "
+        "`encode` and `decode`, as zerojax.models.t5.T5 (zerojax.models.cache says how)."
     )
+
+
+def _takes_positions(model: type, method: str) -> bool:
+    function = getattr(model, method, None)
+    return callable(function) and "positions" in inspect.signature(function).parameters
 
 
 class Cache(NamedTuple):
@@ -112,8 +188,12 @@ class Cache(NamedTuple):
     vocabulary: int
 
     @classmethod
-    def of(cls, decoder: Decoder, params: PyTree, rows: int, length: int) -> Cache:
+    def of(
+        cls, decoder: Decoder, params: PyTree, rows: int, length: int, source: PyTree = None
+    ) -> Cache:
         """Returns the cache of `rows` rows of up to `length` tokens.
+
+        `source` is the :class:`Source` of an encoder-decoder.
 
         Raises:
           TypeError: The model returns no cache.
@@ -121,7 +201,10 @@ class Cache(NamedTuple):
 
         def call(rows: int) -> tuple[jax.ShapeDtypeStruct, PyTree]:
             tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-            return jax.eval_shape(lambda p, t: decoder(p, None, t, t), params, tokens)
+            begun = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), source
+            )
+            return jax.eval_shape(lambda p, s, t: decoder(p, s, t, t), params, begun, tokens)
 
         logits, cache = call(rows)
         shapes, structure = jax.tree.flatten(cache)
@@ -153,6 +236,17 @@ class Cache(NamedTuple):
 
         closed = jax.make_jaxpr(read)(leaves, list(self.shapes), token)
         return Stacks.of(closed, len(leaves), len(self.shapes))
+
+    @property
+    def axes(self) -> PyTree:
+        """`rows` in the structure of the cache."""
+        return jax.tree.unflatten(self.structure, self.rows)
+
+    def empty(self) -> PyTree:
+        """Returns a cache of zeros."""
+        return jax.tree.unflatten(
+            self.structure, [jnp.zeros(x.shape, x.dtype) for x in self.shapes]
+        )
 
     @property
     def bytes(self) -> int:

@@ -20,6 +20,7 @@ from zerojax.devices.rates import Rates
 from zerojax.foresight.attribution import ParameterShapes
 from zerojax.foresight.costs import Measurement, measure
 from zerojax.generation import weights as parameter_weights
+from zerojax.generation.beam_search import Search
 from zerojax.generation.decoders import Cache, decoder_of
 from zerojax.generation.layers import Layered
 from zerojax.generation.program import Generation, Programs
@@ -141,7 +142,7 @@ def forecast(
     )
     generation = Generation(
         decoder, cache, Sampling(), max_new_tokens, (), 0, jax.tree.structure(params),
-        placed.stacks(stacks), placed.mesh or mesh, placed.shards,
+        placed.stacks(stacks), placed.mesh or mesh, placed.shards, Search(),
     )  # fmt: skip
     programs, on = Programs(generation, mesh), placed.mesh or mesh
     spec = PartitionSpec(batch_axes(mesh) if rows % batch_devices(mesh) == 0 else None)
@@ -155,7 +156,7 @@ def forecast(
 
     lengths = tokens(rows)
     traced = programs.start.trace(
-        placed.arrays, tokens(rows, prompt + max_new_tokens), lengths, prompt
+        placed.arrays, tokens(rows, prompt + max_new_tokens), lengths, None, prompt
     )
     lowered, reading = run(traced)
     compiled = lowered.compile()

@@ -17,7 +17,8 @@ from jax.tree_util import PyTreeDef
 
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.generation import weights
-from zerojax.generation.decoders import Cache, Decoder
+from zerojax.generation.beam_search import Search, beam_search, begun, repeated
+from zerojax.generation.decoders import Cache, Decoder, Source
 from zerojax.generation.layers import Layered, Stacks, apart, call, stacked
 from zerojax.generation.sampling import Sampling
 from zerojax.xla.compiler import JitOnceDecided, Options, options, streaming
@@ -61,6 +62,7 @@ class Generation:
       stacks: The arrays that are taken apart; none if the parameters stay at rest.
       mesh: The devices; None for parameters that are on no mesh.
       shards: The sharding of each parameter that is gathered or copied where it is used.
+      search: The beam search, if there is more than one beam.
     """
 
     decoder: Decoder
@@ -73,20 +75,27 @@ class Generation:
     stacks: Stacks
     mesh: Mesh | AbstractMesh | None
     shards: tuple[NamedSharding | None, ...]
+    search: Search
 
     def start(
-        self, arrays: Layered, tokens: jax.Array, lengths: jax.Array, common: int
+        self,
+        arrays: Layered,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        source: Source | None,
+        common: int,
     ) -> Progress:
-        """Reads the prompts but their last tokens.
+        """Reads the prompts but their last tokens, and the sources.
 
         Args:
           arrays: The parameters, stacks apart.
           tokens: int32 [B, S].
           lengths: int32 [B], of the prompts.
+          source: The sources of an encoder-decoder.
           common: The number of tokens to read of each row: of the longest prompt if the decoder
             takes positions, else of the shortest; static.
         """
-        return self._run(self._start, arrays, tokens, lengths, common)
+        return self._run(self._start, arrays, tokens, lengths, source, common)
 
     def advance(
         self, arrays: Layered, progress: Progress, lengths: jax.Array, key: jax.Array | None
@@ -99,6 +108,10 @@ class Generation:
     ) -> Progress:
         """Adds tokens until all rows have ended, or the logits of one are NaN."""
         return self._run(self._finish, arrays, progress, lengths, key)
+
+    def search_beams(self, arrays: Layered, progress: Progress, lengths: jax.Array) -> Progress:
+        """Adds the tokens of the best beam of each row."""
+        return self._run(self._search_beams, arrays, progress, lengths)
 
     def _run(self, function: Any, arrays: Layered, *args: Any) -> Progress:
         """Runs a function of the parameters; gathers parameters where they are used."""
@@ -117,30 +130,43 @@ class Generation:
         return progress
 
     def _read(
-        self, arrays: Layered, cache: Layered, tokens: jax.Array, positions: jax.Array
+        self, arrays: Layered, cache: Layered | Source, tokens: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, Layered]:
         """Calls the decoder; the layers of stacks that are apart run one after another."""
 
         def decode(
-            params: list[jax.Array], cache: list[jax.Array], *args: jax.Array
+            params: list[jax.Array], cache: list[jax.Array] | Source, *args: jax.Array
         ) -> tuple[jax.Array, PyTree]:
-            return self.decoder(
-                jax.tree.unflatten(self.structure, params),
-                jax.tree.unflatten(self.cache.structure, cache),
-                *args,
-            )
+            if not isinstance(cache, Source):
+                cache = jax.tree.unflatten(self.cache.structure, cache)
+            return self.decoder(jax.tree.unflatten(self.structure, params), cache, *args)
 
-        given = stacked(arrays), stacked(cache), tokens, positions
+        before = cache if isinstance(cache, Source) else stacked(cache)
+        given = stacked(arrays), before, tokens, positions
         logits, new = call(decode, *given) if self.stacks else decode(*given)
-        return logits, apart(jax.tree.leaves(new), self.stacks.cache)
+        after = jax.tree.leaves(new)
+        result = apart(after, self.stacks.cache)
+        if isinstance(cache, Source):
+            return logits, result
+        # An array that does not change keeps its layers, so that a beam search sees that.
+        kept = zip(cache, before, after, result, strict=True)
+        return logits, [old if x is y else new for old, x, y, new in kept]
 
     def _start(
-        self, arrays: Layered, tokens: jax.Array, lengths: jax.Array, common: int
+        self,
+        arrays: Layered,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        source: Source | None,
+        common: int,
     ) -> Progress:
         rows = len(tokens)
         empty = [*map(self._empty, self.cache.shapes, self.cache.rows)]
         cache = apart(empty, self.stacks.cache)
         at = lengths - 1
+        if source is not None:
+            _, start = self._read(arrays, source, tokens[:, :1], jnp.zeros((rows, 1), jnp.int32))
+            cache = begun(cache, start)
         if self.decoder.takes_positions:
             if common > 1:
                 columns = jnp.broadcast_to(jnp.arange(common), (rows, common))
@@ -196,6 +222,27 @@ class Generation:
             goes_on, lambda progress: self._advance(arrays, progress, lengths, key), progress
         )
 
+    def _search_beams(self, arrays: Layered, progress: Progress, lengths: jax.Array) -> Progress:
+        count, rows = self.search.num_beams, len(lengths)
+        layers = zip(self.cache.rows, self.stacks.cache, strict=True)
+        axes = [(axis - 1,) * n if n else axis for axis, n in layers]
+        first = jnp.repeat(lengths - 1, count)
+
+        def step(tokens: jax.Array, position: jax.Array, cache: Layered) -> Any:
+            at = (first + position)[:, None]
+            logits, cache = self._read(arrays, cache, tokens[:, None], at)
+            return logits[:, -1], cache
+
+        targets, scores = beam_search(
+            step, repeated(progress.cache, axes, count),
+            rows=rows, start=progress.tokens[jnp.arange(rows), lengths - 1], end=self.eos,
+            pad=self.pad, max_length=1 + self.max_new_tokens, cache_axes=axes,
+            **dataclasses.asdict(self.search),
+        )  # fmt: skip
+        write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
+        tokens = write(progress.tokens, targets, lengths - 1)
+        return progress._replace(tokens=tokens, invalid=jnp.isnan(scores))
+
 
 class Programs:
     """The compiled programs of a generation.
@@ -217,9 +264,10 @@ class Programs:
                 return None
             return streaming(devices) if self.on_host else options(devices, overlap=True)
 
-        self.start = JitOnceDecided(generation.start, chosen, static_argnums=3)
+        self.start = JitOnceDecided(generation.start, chosen, static_argnums=4)
         self.advance = JitOnceDecided(generation.advance, chosen, donate_argnums=1)
         self.finish = JitOnceDecided(generation.finish, chosen, donate_argnums=1)
+        self.search_beams = JitOnceDecided(generation.search_beams, chosen, donate_argnums=1)
 
 
 @functools.lru_cache(maxsize=32)

@@ -75,6 +75,11 @@ class Prompts(NamedTuple):
             line[: row.size] = row
         return cls(padded, lengths)
 
+    @property
+    def mask(self) -> np.ndarray:
+        """bool [B, T], False after the end of a prompt."""
+        return np.arange(self.tokens.shape[1]) < self.lengths[:, None]
+
     def check(self, vocabulary: int) -> None:
         """Rejects tokens that the model does not have.
 
@@ -82,7 +87,7 @@ class Prompts(NamedTuple):
           ValueError: A token is out of range.
         """
         is_wrong = (self.tokens < 0) | (self.tokens >= vocabulary)
-        is_wrong &= np.arange(self.tokens.shape[1]) < self.lengths[:, None]
+        is_wrong &= self.mask
         if is_wrong.any():
             row, at = (int(i) for i in np.argwhere(is_wrong)[0])
             raise ValueError(

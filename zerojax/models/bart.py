@@ -10,32 +10,26 @@ BlenderBot (arXiv:2004.13637), and Hugging Face, whose names the config and the 
 >>> jax.eval_shape(model.apply, variables, source, target, source > 0)
 ShapeDtypeStruct(shape=(8, 12, 96), dtype=float32)
 
-`zerojax.models.beam_search.generate` generates targets. Shapes: B batch, S source, T target,
-D d_model, H heads, d = D / H, V vocab_size, L layers.
+`zerojax.generate` generates targets. Shapes: B batch, S source, T target, D d_model, H heads,
+d = D / H, V vocab_size, L layers.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from zerojax.models.blocks import attend, check_length, run_blocks, split_heads
+from zerojax.models.blocks import attend, check_length, keys_mask, run_blocks, split_heads
+from zerojax.models.cache import attend_cached, check_memory, remembered, visible
 from zerojax.models.config import Fields, ModelConfig, Sizes
 from zerojax.models.loss import cross_entropy, widen
-from zerojax.xla.types import PyTree
 
 LAYER_NORM_EPS = 1e-5
-
-KeysValues = tuple[jax.Array, jax.Array]  # [B, S, H, d] each
-Cache = KeysValues | tuple[KeysValues, ...]
-"""Keys and values of all blocks: stacked, [L, B, S, H, d] each, or a pair for each block."""
-
-Extra = TypeVar("Extra")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,45 +104,46 @@ SIZES: Sizes = {
 
 
 class Attention(nn.Module):
-    """Attention of x [B, T, D] to `source` [B, S, D], or to `cached` keys and values without it.
+    """Attention of x [B, T, D] to itself, or to the memory [B, S, D] with `to_memory`.
 
-    Keys and values of a source are written into the cached ones from `position` on. Returns the
-    output [B, T, D], and the keys and values.
+    With `positions` int [B, T] keys and values are kept, see `zerojax.models.cache`.
     """
 
     config: BartConfig
     heads: int
     deterministic: bool
+    to_memory: bool = False
 
     @nn.compact
     def __call__(
         self,
         x: jax.Array,
-        source: jax.Array | None,
+        memory: jax.Array | None,
         mask: jax.Array | None,
-        cached: KeysValues | None = None,
-        position: jax.Array | int = 0,
-    ) -> tuple[jax.Array, KeysValues]:
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
         c = self.config
+        dropout = nn.Dropout(c.attention_dropout, deterministic=self.deterministic)
 
         def project(x: jax.Array, name: str, use_bias: bool = True) -> jax.Array:
             return split_heads(_dense(c.d_model, c, name, use_bias)(x), self.heads)
 
+        def keys_values() -> tuple[jax.Array, jax.Array, jax.Array | None]:
+            source: Any = memory if self.to_memory else x
+            return project(source, "k_proj", c.has_key_bias), project(source, "v_proj"), mask
+
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array, **_: jax.Array) -> jax.Array:
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
+            return attend(scores, v, seen, dropout)
+
         q = project(x, "q_proj")
-        if source is None:
-            assert cached is not None
-            k, v = cached
+        if self.to_memory:
+            k, v, seen = remembered(self, positions, keys_values)
+            y = attention(q, k, v)
         else:
-            k, v = project(source, "k_proj", c.has_key_bias), project(source, "v_proj")
-            if cached is not None:
-                k, v = (
-                    jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), position, 1)
-                    for old, new in zip(cached, (k, v), strict=True)
-                )
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
-        dropout = nn.Dropout(c.attention_dropout, deterministic=self.deterministic)
-        y = attend(scores, v, mask, dropout).reshape(x.shape)
-        return _dense(c.d_model, c, "out_proj")(y), (k, v)
+            k, v, seen = keys_values()
+            y = attend_cached(self, attention, attention, q, k, v, positions)
+        return _dense(c.d_model, c, "out_proj")(y.reshape(x.shape))
 
 
 class EncoderBlock(nn.Module):
@@ -162,17 +157,13 @@ class EncoderBlock(nn.Module):
         c, block_input = self.config, x
         attention = Attention(c, c.encoder_attention_heads, self.deterministic, name="self_attn")
         branch = functools.partial(_branch, c, self.deterministic)
-        x = branch(x, "self_attn_layer_norm", lambda x: attention(x, x, mask))[0]
-        x = branch(x, "final_layer_norm", _mlp(c, c.encoder_ffn_dim, self.deterministic))[0]
+        x = branch(x, "self_attn_layer_norm", lambda x: attention(x, None, mask))
+        x = branch(x, "final_layer_norm", _mlp(c, c.encoder_ffn_dim, self.deterministic))
         return _layer_drop(self, c.encoder_layerdrop, block_input, x), None
 
 
 class DecoderBlock(nn.Module):
-    """Attention to x [B, T, D], then to the memory [B, S, D], then an MLP.
-
-    A cache is a pair of the block's self-attention keys and values, and those of the memory (None
-    before the first call). The block returns the updated cache.
-    """
+    """Attention to x [B, T, D], then to the memory [B, S, D], then an MLP."""
 
     config: BartConfig
     deterministic: bool
@@ -181,27 +172,24 @@ class DecoderBlock(nn.Module):
     def __call__(
         self,
         x: jax.Array,
-        cache: tuple[KeysValues, KeysValues | None] | None,
+        _: None,
         memory: jax.Array | None,
         mask: jax.Array | None,
         memory_mask: jax.Array | None,
-        position: jax.Array | int,
-    ) -> tuple[jax.Array, tuple[KeysValues, KeysValues] | None]:
-        c, block_input, (cached, memorized) = self.config, x, cache or (None, None)
+        positions: jax.Array | None,
+    ) -> tuple[jax.Array, None]:
+        c, block_input = self.config, x
         to_itself, to_memory = (
-            Attention(c, c.decoder_attention_heads, self.deterministic, name=name)
-            for name in ("self_attn", "encoder_attn")
+            Attention(c, c.decoder_attention_heads, self.deterministic, to_memory, name=name)
+            for name, to_memory in (("self_attn", False), ("encoder_attn", True))
         )
         branch = functools.partial(_branch, c, self.deterministic)
-        x, own_keys = branch(
-            x, "self_attn_layer_norm", lambda x: to_itself(x, x, mask, cached, position)
+        x = branch(x, "self_attn_layer_norm", lambda x: to_itself(x, None, mask, positions))
+        x = branch(
+            x, "encoder_attn_layer_norm", lambda x: to_memory(x, memory, memory_mask, positions)
         )
-        x, memory_keys = branch(
-            x, "encoder_attn_layer_norm", lambda x: to_memory(x, memory, memory_mask, memorized)
-        )
-        x = branch(x, "final_layer_norm", _mlp(c, c.decoder_ffn_dim, self.deterministic))[0]
-        x = _layer_drop(self, c.decoder_layerdrop, block_input, x)
-        return x, None if cache is None else (own_keys, memory_keys)
+        x = branch(x, "final_layer_norm", _mlp(c, c.decoder_ffn_dim, self.deterministic))
+        return _layer_drop(self, c.decoder_layerdrop, block_input, x), None
 
 
 def _branch(
@@ -209,24 +197,22 @@ def _branch(
     deterministic: bool,
     x: jax.Array,
     norm: str,
-    f: Callable[[jax.Array], tuple[jax.Array, Extra]],
-) -> tuple[jax.Array, Extra]:
-    """Computes x + f(norm(x)) or norm(x + f(x)); returns also the second result of f."""
+    f: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Computes x + f(norm(x)) or norm(x + f(x))."""
     norm_layer = _layer_norm(c, norm)
-    y, extra = f(norm_layer(x) if c.normalize_before else x)
+    y = f(norm_layer(x) if c.normalize_before else x)
     x = x + nn.Dropout(c.dropout, deterministic=deterministic)(y)
-    return (x if c.normalize_before else norm_layer(x)), extra
+    return x if c.normalize_before else norm_layer(x)
 
 
-def _mlp(
-    c: BartConfig, width: int, deterministic: bool
-) -> Callable[[jax.Array], tuple[jax.Array, None]]:
+def _mlp(c: BartConfig, width: int, deterministic: bool) -> Callable[[jax.Array], jax.Array]:
     """Returns an MLP [B, T, D] -> gelu [B, T, width] -> [B, T, D]."""
 
-    def mlp(x: jax.Array) -> tuple[jax.Array, None]:
+    def mlp(x: jax.Array) -> jax.Array:
         h = nn.gelu(_dense(width, c, "fc1")(x), approximate=False)
         h = nn.Dropout(c.activation_dropout, deterministic=deterministic)(h)
-        return _dense(c.d_model, c, "fc2")(h), None
+        return _dense(c.d_model, c, "fc2")(h)
 
     return mlp
 
@@ -249,24 +235,19 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: jax.Array,
-        positions: jax.Array,
-        deterministic: bool,
-        *inputs: object,
-        cache: PyTree = None,
-    ) -> tuple[jax.Array, PyTree]:
+        self, x: jax.Array, positions: jax.Array, deterministic: bool, *inputs: object
+    ) -> jax.Array:
         c = self.config
         rows = c.max_position_embeddings + c.position_offset
         x += _embed(rows, c, "embed_positions")(positions + c.position_offset)
         if c.normalize_embedding:
             x = _layer_norm(c, "layernorm_embedding")(x)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
-        x, cache = run_blocks(
+        x, _ = run_blocks(
             self.block, (c, deterministic), x, *inputs,
-            layers=range(self.layers), name="layers", scan=c.scan, remat=c.remat, each=cache,
+            layers=range(self.layers), name="layers", scan=c.scan, remat=c.remat,
         )  # fmt: skip
-        return _layer_norm(c, "layer_norm")(x) if c.add_final_layer_norm else x, cache
+        return _layer_norm(c, "layer_norm")(x) if c.add_final_layer_norm else x
 
 
 class Bart(nn.Module):
@@ -309,9 +290,9 @@ class Bart(nn.Module):
         if decoder_attention_mask is not None:
             mask = mask & decoder_attention_mask[:, None, None, :].astype(bool)
         memory = self.encode(input_ids, attention_mask, deterministic)
-        x, _ = self.decoder(
+        x = self.decoder(
             self._embedded(decoder_input_ids), jnp.arange(tokens), deterministic,
-            memory, mask, _keys(attention_mask), 0,
+            memory, mask, keys_mask(attention_mask), None,
         )  # fmt: skip
         logits = self._logits(x)
         return logits if targets is None else cross_entropy(logits, targets)
@@ -324,43 +305,27 @@ class Bart(nn.Module):
     ) -> jax.Array:
         """Encodes a source [B, S] as a memory [B, S, D]."""
         x, positions = self._embedded(input_ids), jnp.arange(input_ids.shape[1])
-        return self.encoder(x, positions, deterministic, _keys(attention_mask))[0]
+        result: jax.Array = self.encoder(x, positions, deterministic, keys_mask(attention_mask))
+        return result
 
     def decode(
         self,
         tokens: jax.Array,
-        position: jax.Array | int,
-        cache: Cache,
-        memorized: Cache | None = None,
+        positions: jax.Array,
         memory: jax.Array | None = None,
         attention_mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, Cache, Cache]:
-        """Returns logits [B, V] after the tokens [B] at this position, `cache` and `memorized`.
+    ) -> jax.Array:
+        """Returns logits [B, T, V] after target tokens [B, T] at positions [B, T].
 
-        `cache` has the keys and values of the positions before, from `empty_cache` or the previous
-        call; `memorized` has those of the memory. The first call takes the memory [B, S, D] and
-        returns `memorized` for the next calls. `attention_mask` [B, S] is the source's.
+        `zerojax.models.cache` says what it keeps. The first call takes the memory [B, S, D], and
+        `attention_mask` [B, S] of the source.
         """
-        scan, length = self.config.scan, jax.tree.leaves(cache)[0].shape[-3]
-        caches: PyTree = (cache, memorized)
-        if not scan:
-            caches = [*zip(cache, memorized or [None] * len(cache), strict=True)]
-        x, caches = self.decoder(
-            self._embedded(tokens[:, None]), jnp.asarray(position)[None], True,
-            memory, jnp.arange(length) <= position, _keys(attention_mask), position, cache=caches,
+        check_memory(self, memory)
+        x = self.decoder(
+            self._embedded(tokens), positions, True,
+            memory, visible(self, positions), keys_mask(attention_mask), positions,
         )  # fmt: skip
-        cache, memorized = caches if scan else zip(*caches, strict=True)
-        return self._logits(x)[:, 0], cache, memorized
-
-    def empty_cache(self, rows: int, length: int) -> Cache:
-        """Returns the empty cache for `rows` targets of up to `length` tokens."""
-        c, layers = self.config, self.config.decoder_layers
-        heads = c.decoder_attention_heads
-        shape = (rows, length, heads, c.d_model // heads)
-        dtype = c.dtype or self.shared.embedding.dtype
-        if c.scan:
-            return (jnp.zeros((layers, *shape), dtype),) * 2
-        return ((jnp.zeros(shape, dtype),) * 2,) * layers
+        return self._logits(x)
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         c = self.config
@@ -385,11 +350,6 @@ def shifted(labels: jax.Array, config: BartConfig) -> jax.Array:
     start = jnp.full_like(labels[:, :1], config.decoder_start_token_id)
     inputs = jnp.concatenate([start, labels[:, :-1]], axis=1)
     return jnp.where(inputs < 0, config.pad_token_id, inputs)
-
-
-def _keys(mask: jax.Array | None) -> jax.Array | None:
-    """Broadcasts a mask of keys [B, S] for scores [B, H, T, S]."""
-    return None if mask is None else mask[:, None, None, :].astype(bool)
 
 
 def _dense(features: int, c: BartConfig, name: str, use_bias: bool = True) -> nn.Dense:

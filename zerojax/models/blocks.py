@@ -141,6 +141,11 @@ def padding_mask(attention_mask: jax.Array | None, tokens: jax.Array) -> jax.Arr
     return attention_mask != 0
 
 
+def keys_mask(mask: jax.Array | None) -> jax.Array | None:
+    """Broadcasts a mask of keys [B, S] for scores [B, H, T, S]."""
+    return None if mask is None else mask[:, None, None, :].astype(bool)
+
+
 def split_heads(x: jax.Array, heads: int) -> jax.Array:
     """Reshapes [..., D] to [..., H, d]."""
     return x.reshape(*x.shape[:-1], heads, -1)
@@ -183,7 +188,7 @@ def run_blocks(
     if scan:
         stack = nn.scan(
             block,
-            variable_axes={"params": 0, "cache": 0},
+            variable_axes={"params": 0, "cache": 0, "memory": 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=(0, *(nn.broadcast for _ in inputs)),
             length=len(layers),

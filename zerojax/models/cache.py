@@ -5,6 +5,10 @@ tokens into the cache. A call without a cache creates one for its tokens; a call
 writes the start of each row, positions 0 ... T - 1; a call with one token writes each row's
 position, and attends to the positions up to it.
 
+An encoder-decoder has a method `encode(sources, mask)`, and a method `decode(targets, positions,
+memory, mask)` that uses the cache so. The first call of `decode` takes the memory, and stores what
+attention to it needs in the collection "memory", which later calls read.
+
 >>> from zerojax.models.gpt import GPT, SIZES, GPTConfig
 >>> model, rows = GPT(GPTConfig(**SIZES["tiny"])), jnp.ones((2, 9), jnp.int32)
 >>> positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
@@ -16,13 +20,20 @@ Shapes: B batch, T queries, S positions of the cache, H heads, G key and value h
 a head.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
 from zerojax.models.blocks import Attention
 
 COLLECTION = "cache"
+MEMORY = "memory"
+
+T = TypeVar("T")
 
 
 def attend_cached(
@@ -32,7 +43,7 @@ def attend_cached(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    positions: jax.Array,
+    positions: jax.Array | None,
 ) -> jax.Array:
     """Computes causal attention of q [B, T, H, d] to k and v [B, T, G, d] and to cached ones.
 
@@ -41,11 +52,13 @@ def attend_cached(
       attention: The attention of the start of rows, to k and v.
       with_positions: The attention of one token to the cache; takes the keyword `positions`.
       q, k, v: Queries, keys and values of the tokens.
-      positions: int [B, T].
+      positions: int [B, T]; None for rows without a cache.
 
     Returns:
       [B, T, H, d].
     """
+    if positions is None:
+        return attention(q, k, v)
     exists = module.has_variable(COLLECTION, "key")
     both = [
         module.variable(COLLECTION, name, lambda x=x: x) for name, x in (("key", k), ("value", v))
@@ -64,6 +77,38 @@ def attend_cached(
         return attention(q, k, v)
     keys, values = (cached.value.astype(q.dtype) for cached in both)
     return with_positions(q, keys, values, positions=positions)
+
+
+def visible(module: nn.Module, positions: jax.Array) -> jax.Array:
+    """Returns the keys that tokens at `positions` [B, T] attend to, bool [B, 1, T, S].
+
+    S is that of the cache of the module for T = 1, and T otherwise.
+    """
+    cached, keys = jax.tree.leaves(module.variables.get(COLLECTION, {})), positions.shape[1]
+    if cached and keys == 1:
+        keys = cached[0].shape[-3]
+    return (jnp.arange(keys) <= positions[..., None])[:, None]
+
+
+def remembered(module: nn.Module, positions: jax.Array | None, compute: Callable[[], T]) -> T:
+    """Returns `compute()`; with `positions`, the first call stores it in "memory"."""
+    if positions is None:
+        return compute()
+    result: T = module.variable(MEMORY, "source", compute).value
+    return result
+
+
+def check_memory(module: nn.Module, memory: jax.Array | None) -> None:
+    """Rejects a first call of `decode` without the memory [B, S, D].
+
+    Raises:
+      ValueError: There is neither a memory nor the collection "memory".
+    """
+    if memory is None and MEMORY not in module.variables:
+        raise ValueError(
+            "decode: the first call needs memory=model.encode(sources, mask), and later calls the "
+            'collections "cache" and "memory" that it returns'
+        )
 
 
 def check_cached(

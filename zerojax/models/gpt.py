@@ -117,10 +117,7 @@ class SelfAttention(nn.Module):
         if c.dropout and not self.deterministic:
             attention = functools.partial(causal_attention, dropout=dropout)
         attention = layout.attention(with_mask(attention, mask))
-        if positions is None:
-            y = attention(q, k, v)
-        else:
-            y = attend_cached(self, attention, causal_attention, q, k, v, positions)
+        y = attend_cached(self, attention, causal_attention, q, k, v, positions)
         return checkpoint_name(
             _dense(c.n_embd, c.residual_std, c, "c_proj")(y.reshape(x.shape)), "attn.c_proj"
         )

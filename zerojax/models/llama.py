@@ -205,10 +205,7 @@ class SelfAttention(nn.Module):
         )
         attention = plain if attention is grouped_attention else attention
         attention = layout.attention(with_mask(attention, mask))
-        if positions is None:
-            y = attention(q, k, v)
-        else:
-            y = attend_cached(self, attention, plain, q, k, v, positions)
+        y = attend_cached(self, attention, plain, q, k, v, positions)
         return _product(y.reshape(*x.shape[:-1], -1), c.n_embd, c, "o_proj", c.output_bias)
 
 

@@ -11,19 +11,22 @@ config and the layers have.
 >>> jax.eval_shape(model.apply, variables, source, target, source > 0)
 ShapeDtypeStruct(shape=(8, 12, 96), dtype=float32)
 
-Shapes: B batch, S source, T target, K keys, D d_model, H num_heads, V vocab_size.
+`zerojax.generate` generates targets. Shapes: B batch, S source, T target, K keys, D d_model,
+H num_heads, V vocab_size.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from zerojax.models.blocks import attend, run_blocks, split_heads
+from zerojax.models.blocks import attend, keys_mask, run_blocks, split_heads
+from zerojax.models.cache import attend_cached, check_memory, remembered, visible
 from zerojax.models.config import Fields, ModelConfig, Sizes
 from zerojax.models.loss import widen
 
@@ -93,35 +96,48 @@ SIZES: Sizes = {
 
 
 class Attention(nn.Module):
-    """x + attention of norm(x) [B, T, D] to itself, or to `source` [B, K, D].
+    """x + attention of norm(x) [B, T, D] to itself, or to the memory [B, K, D] with `to_memory`.
 
-    `bias` [1, H, T, K] is added to the scores.
+    `bias` [H, T, K] or [B, H, T, K] is added to the scores. With `positions` int [B, T] keys and
+    values are kept, see `zerojax.models.cache`.
     """
 
     config: T5Config
     deterministic: bool
+    to_memory: bool = False
 
     @nn.compact
     def __call__(
         self,
         x: jax.Array,
-        source: jax.Array | None,
+        memory: jax.Array | None,
         mask: jax.Array | None,
-        bias: jax.Array | None = None,
+        bias: jax.Array | None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
         c = self.config
         h = norm(c, "layer_norm")(x)
-        source = h if source is None else source
 
         def project(x: jax.Array, name: str, fan_in: int) -> jax.Array:
             return split_heads(_dense(c.num_heads * c.d_kv, fan_in, c, name)(x), c.num_heads)
 
+        def keys_values() -> tuple[jax.Array, jax.Array, jax.Array | None]:
+            source: Any = memory if self.to_memory else h
+            return project(source, "k", c.d_model), project(source, "v", c.d_model), mask
+
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array, **_: jax.Array) -> jax.Array:
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+            if bias is not None:
+                scores += bias
+            return attend(scores, v, seen, _dropout(c, self.deterministic))
+
         q = project(h, "q", c.d_model * c.d_kv)
-        k, v = project(source, "k", c.d_model), project(source, "v", c.d_model)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-        if bias is not None:
-            scores += bias
-        y = attend(scores, v, mask, _dropout(c, self.deterministic))
+        if self.to_memory:
+            k, v, seen = remembered(self, positions, keys_values)
+            y = attention(q, k, v)
+        else:
+            k, v, seen = keys_values()
+            y = attend_cached(self, attention, attention, q, k, v, positions)
         y = y.reshape(*x.shape[:-1], c.num_heads * c.d_kv)
         y = _dense(c.d_model, c.num_heads * c.d_kv, c, "o")(y)
         return x + _dropout(c, self.deterministic)(y)
@@ -174,12 +190,15 @@ class DecoderBlock(nn.Module):
         _: None,
         mask: jax.Array,
         bias: jax.Array,
-        memory: jax.Array,
+        memory: jax.Array | None,
         memory_mask: jax.Array | None,
+        positions: jax.Array | None,
     ) -> tuple[jax.Array, None]:
         fields = (self.config, self.deterministic)
-        x = Attention(*fields, name="self_attention")(x, None, mask, bias)
-        x = Attention(*fields, name="cross_attention")(x, memory, memory_mask)
+        x = Attention(*fields, name="self_attention")(x, None, mask, bias, positions)
+        x = Attention(*fields, to_memory=True, name="cross_attention")(
+            x, memory, memory_mask, None, positions
+        )
         return Mlp(*fields, name="mlp")(x), None
 
 
@@ -193,10 +212,15 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, deterministic: bool, mask: jax.Array | None, *inputs: jax.Array | None
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        deterministic: bool,
+        mask: jax.Array | None,
+        *inputs: jax.Array | None,
     ) -> jax.Array:
         c = self.config
-        bias = self._bias(x.shape[1])
+        bias = self._bias(positions, x.shape[1] if mask is None else mask.shape[-1])
         x = _dropout(c, deterministic)(x)
         x, _ = run_blocks(
             self.block, (c, deterministic), x, mask, bias, *inputs,
@@ -205,17 +229,19 @@ class Stack(nn.Module):
         return _dropout(c, deterministic)(norm(c, "final_layer_norm")(x))
 
     @nn.nowrap
-    def _bias(self, tokens: int) -> jax.Array:
-        """Computes the bias [1, H, T, T] of all blocks from one row of the table a distance."""
+    def _bias(self, positions: jax.Array, keys: int) -> jax.Array:
+        """Computes the bias of all blocks from one row of the table a distance.
+
+        It is [H, T, K] for positions [T], and [B, H, T, K] for [B, T].
+        """
         c = self.config
         table = nn.Embed(
             c.relative_attention_num_buckets, c.num_heads, dtype=c.dtype,
             embedding_init=_normal(c, c.d_model), name="relative_attention_bias",
         )  # fmt: skip
-        rows = buckets(np.arange(1 - tokens, tokens), c, is_decoder=self.is_decoder)
-        positions = jnp.arange(tokens)
-        distances = positions - positions[:, None] + tokens - 1
-        return table(jnp.asarray(rows))[distances].transpose(2, 0, 1)[None]
+        rows = buckets(np.arange(1 - keys, keys), c, is_decoder=self.is_decoder)
+        distances = jnp.arange(keys) - positions[..., None] + keys - 1
+        return jnp.moveaxis(table(jnp.asarray(rows))[distances], -1, -3)
 
 
 class T5(nn.Module):
@@ -246,13 +272,49 @@ class T5(nn.Module):
         decoder_attention_mask: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        c, tokens = self.config, decoder_input_ids.shape[1]
-        keys = None if attention_mask is None else attention_mask[:, None, None, :].astype(bool)
-        memory = self.encoder(self.shared(input_ids), deterministic, keys)
+        tokens = decoder_input_ids.shape[1]
         mask = jnp.tril(jnp.ones((tokens, tokens), bool))
         if decoder_attention_mask is not None:
             mask = mask & decoder_attention_mask[:, None, None, :].astype(bool)
-        x = self.decoder(self.shared(decoder_input_ids), deterministic, mask, memory, keys)
+        memory = self.encode(input_ids, attention_mask, deterministic)
+        x = self.decoder(
+            self.shared(decoder_input_ids), jnp.arange(tokens), deterministic,
+            mask, memory, keys_mask(attention_mask), None,
+        )  # fmt: skip
+        return self._logits(x)
+
+    def encode(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> jax.Array:
+        """Encodes a source [B, S] as a memory [B, S, D]."""
+        x, positions = self.shared(input_ids), jnp.arange(input_ids.shape[1])
+        result: jax.Array = self.encoder(x, positions, deterministic, keys_mask(attention_mask))
+        return result
+
+    def decode(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        memory: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns logits [B, T, V] after target tokens [B, T] at positions [B, T].
+
+        `zerojax.models.cache` says what it keeps. The first call takes the memory [B, S, D], and
+        `attention_mask` [B, S] of the source.
+        """
+        check_memory(self, memory)
+        x = self.decoder(
+            self.shared(tokens), positions, True,
+            visible(self, positions), memory, keys_mask(attention_mask), positions,
+        )  # fmt: skip
+        return self._logits(x)
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        c = self.config
         if c.scale_decoder_outputs:
             x *= c.d_model**-0.5
         return widen(self.shared.attend(x) if c.tie_word_embeddings else self.lm_head(x))

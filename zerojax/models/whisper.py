@@ -11,8 +11,8 @@ whose names the config and the modules have.
 >>> jax.eval_shape(model.apply, variables, sound, target)
 ShapeDtypeStruct(shape=(8, 12, 96), dtype=float32)
 
-`zerojax.models.beam_search.generate` generates targets from sound in place of `input_ids`. Shapes:
-B batch, M num_mel_bins, S max_source_positions, T target, D d_model, V vocab_size.
+`zerojax.generation.beam_search.generate` generates targets from sound in place of `input_ids`.
+Shapes: B batch, M num_mel_bins, S max_source_positions, T target, D d_model, V vocab_size.
 """
 
 import dataclasses

@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
         (None, THEIR_DEFAULTS["accelerator_config"]),
         "zerojax's own loop has no Accelerator; take it out",
     ),
-    "predict_with_generate": ((False,), "generate with zerojax.models.beam_search"),
+    "predict_with_generate": ((False,), "generate with zerojax.generation.beam_search"),
     "sortish_sampler": ((False,), 'train_sampling_strategy="group_by_length" sorts by length'),
     "parallelism_config": ((None,), "Trainer(mesh=..., specs=...) takes a mesh and what it cuts"),
     "debug": (("", [], ()), "`python -m zerojax report` and JAX's own switches find faults"),

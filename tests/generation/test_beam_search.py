@@ -15,8 +15,8 @@ from models import recorded
 from models.test_bart import CONFIGS, MASK, SOURCE, weights
 
 import zerojax
+from zerojax.generation.beam_search import beam_search, generate
 from zerojax.models.bart import Bart
-from zerojax.models.beam_search import beam_search, generate
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -109,7 +109,7 @@ def test_beams_enough_find_the_likeliest_of_all(penalty: float) -> None:
         ({"max_length": 1}, "max_length = 1 must be 2 or more"),
         ({"min_length": 21}, "min_length = 21 must be between 0 and max_length = 20"),
         ({"early_stopping": "always"}, "True, False or 'never', not 'always'"),
-        ({"max_length": 25}, "max_length = 25, but max_position_embeddings = 24"),
+        ({"max_length": 25}, "max_length = 25, but the model has positions for 24"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

@@ -9,7 +9,8 @@
 >>> targets.shape, scores.shape
 ((2, 7), (2,))
 
-Each step extends a row's K hypotheses by every token and keeps the 2 K best extensions. Those among
+Each step extends a row's K hypotheses by every token and keeps the 2 K best extensions (3 K with
+two tokens that end a row, and so on). Those among
 the first K that end compete with the row's finished hypotheses, by log-probability divided by
 length to the power of `length_penalty`; the K best of the others continue. Semantics: transformers
 5.23.
@@ -17,20 +18,45 @@ length to the power of `length_penalty`; the K best of the others continue. Sema
 Shapes: B rows, K num_beams, L max_length, V vocabulary.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from zerojax.generation.decoders import Cache, EncoderDecoder, Source
 from zerojax.models.bart import Bart
 from zerojax.models.loss import widen
+from zerojax.models.t5 import T5
 from zerojax.xla.types import PyTree
 
 NEVER = -1e9  # added to the score of a hypothesis that must not be chosen
 
 EarlyStopping = bool | Literal["never"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """Options of a search, see `beam_search`.
+
+    Raises:
+      ValueError: An option is out of range, or there is no search for it.
+    """
+
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+
+    def __post_init__(self) -> None:
+        check_options(self.num_beams, 2, 0, self.early_stopping)
+        if self.num_beams == 1 and (self.length_penalty, self.early_stopping) != (1, False):
+            raise ValueError(
+                "length_penalty and early_stopping need num_beams of 2 or more: with one beam the "
+                "largest logit is taken"
+            )
 
 
 class Beams(NamedTuple):
@@ -57,8 +83,8 @@ def beam_search(
     cache: PyTree,
     *,
     rows: int,
-    start: int,
-    end: int,
+    start: int | jax.Array,
+    end: int | Sequence[int],
     pad: int,
     num_beams: int,
     max_length: int,
@@ -67,17 +93,18 @@ def beam_search(
     early_stopping: EarlyStopping = False,
     forced_end: bool = False,
     forbid: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-    cache_axis: int = 0,
+    cache_axes: PyTree = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns each row's best target, int32 [B, L] padded with `pad`, and its score, fp32 [B].
 
     Args:
       step: A function; `step(tokens, position, cache)` returns logits [B K, V] after the tokens
         int32 [B K] at this position of the targets, and the updated cache.
-      cache: Arrays with a dimension of B K; the beams of a row are adjacent.
+      cache: Arrays with a dimension of B K; the beams of a row are adjacent. An array that `step`
+        returns as it is has equal values in all beams of a row.
       rows: B.
-      start: The token before the first; every length includes it.
-      end: The token that finishes a target.
+      start: The token before the first, or those of the rows, int32 [B]; every length includes it.
+      end: The token, or the tokens, that finish a target.
       pad: The token that pads targets after their end.
       num_beams: K. With 1 the search is greedy, and stops at the first `end`.
       max_length: L, the maximum length of targets, including the start token.
@@ -89,7 +116,8 @@ def beam_search(
       forced_end: Whether a target of length L always ends with `end` (`forced_eos_token_id`).
       forbid: A function; `forbid(tokens, length)` returns bool [B K, V], True for tokens that must
         not follow the first `length` of tokens int32 [B K, L].
-      cache_axis: The axis of the dimension B K: 1 for stacked blocks.
+      cache_axes: The axis of the dimension B K, or that of each array; negative for an array that
+        does not have it.
 
     Raises:
       ValueError: An option is out of range.
@@ -97,19 +125,24 @@ def beam_search(
     check_options(num_beams, max_length, min_length, early_stopping)
     if num_beams == 1:
         early_stopping = True
+    ends = np.atleast_1d(np.asarray(end, np.int32))
+    axes = jax.tree.broadcast(cache_axes, cache)
     flat = functools.partial(jax.tree.map, lambda x: x.reshape(rows * num_beams, *x.shape[2:]))
+
+    # One extension of each beam may end in each of these tokens.
+    candidates = max(2, 1 + len(ends)) * num_beams
 
     def next_scores(state: State) -> tuple[jax.Array, PyTree]:
         """Returns log-probabilities [B, K V] of each hypothesis with each token, and the cache."""
         last = jax.lax.dynamic_index_in_dim(state.running.tokens, state.length - 1, 2, False)
         logits, cache = step(flat(last), state.length - 1, state.cache)
         scores = jax.nn.log_softmax(widen(logits))
-        ends = jnp.arange(scores.shape[-1]) == end
-        scores = jnp.where(ends & (state.length < min_length), -jnp.inf, scores)
+        is_end = jnp.isin(jnp.arange(scores.shape[-1]), ends)
+        scores = jnp.where(is_end & (state.length < min_length), -jnp.inf, scores)
         if forbid is not None:
             scores = jnp.where(forbid(flat(state.running.tokens), state.length), -jnp.inf, scores)
         if forced_end:
-            forced = jnp.where(ends, 0, -jnp.inf)
+            forced = jnp.where(is_end, 0, -jnp.inf)
             scores = jnp.where(state.length == max_length - 1, forced, scores)
         scores = scores.reshape(rows, num_beams, -1) + state.running.scores[..., None]
         return scores.reshape(rows, -1), cache
@@ -117,25 +150,28 @@ def beam_search(
     def body(state: State) -> State:
         scores, cache = next_scores(state)
         vocabulary = scores.shape[-1] // num_beams
-        scores, chosen = jax.lax.top_k(scores, 2 * num_beams)
+        scores, chosen = jax.lax.top_k(scores, candidates)
         beams, tokens = jnp.divmod(chosen, vocabulary)
         extended = _select_beams(state.running.tokens, beams).at[:, :, state.length].set(tokens)
         length = state.length + 1
-        ended = (tokens == end) | (length >= max_length)
+        ended = jnp.isin(tokens, ends) | (length >= max_length)
 
         order = jax.lax.top_k(scores + NEVER * ended, num_beams)[1]
         running = Beams(
             _select_beams(extended, order), _select_beams(scores + NEVER * ended, order)
         )
         beams = flat(_select_beams(beams, order) + num_beams * jnp.arange(rows)[:, None])
-        cache = jax.tree.map(lambda x: jnp.take(x, beams, axis=cache_axis), cache)
+        cache = jax.tree.map(
+            lambda old, x, axis: x if x is old or axis < 0 else jnp.take(x, beams, axis=axis),
+            *(state.cache, cache, axes),
+        )
 
-        is_top = jnp.arange(2 * num_beams) < num_beams
+        is_top = jnp.arange(candidates) < num_beams
         full = state.complete.all(-1) & (early_stopping is True)
         is_excluded = (full | ~state.improvable)[:, None] | ~(ended & is_top)
-        candidates = scores / (length - 1.0) ** length_penalty + NEVER * is_excluded
-        candidates = jnp.concatenate([state.finished.scores, candidates], axis=1)
-        best, order = jax.lax.top_k(candidates, num_beams)
+        normalized = scores / (length - 1.0) ** length_penalty + NEVER * is_excluded
+        normalized = jnp.concatenate([state.finished.scores, normalized], axis=1)
+        best, order = jax.lax.top_k(normalized, num_beams)
         all_tokens = jnp.concatenate([state.finished.tokens, extended], axis=1)
         complete = jnp.concatenate([state.complete, ended & is_top], axis=1)
         complete = _select_beams(complete, order)
@@ -157,7 +193,8 @@ def beam_search(
         done = state.complete.all() & (early_stopping is True)
         return state.improvable.any() & ~done & ~state.stuck
 
-    empty = jnp.full((rows, num_beams, max_length), pad, jnp.int32).at[:, :, 0].set(start)
+    empty = jnp.full((rows, num_beams, max_length), pad, jnp.int32)
+    empty = empty.at[:, :, 0].set(jnp.reshape(start, (-1, 1)))
     # All beams of a row are equal at the start, so only the first may be extended.
     first_scores = jnp.where(jnp.arange(num_beams) == 0, 0.0, NEVER)
     state = State(
@@ -171,6 +208,24 @@ def beam_search(
     )
     finished = jax.lax.while_loop(unfinished, body, state).finished
     return finished.tokens[:, 0], finished.scores[:, 0]
+
+
+def begun(empty: PyTree, start: PyTree) -> PyTree:
+    """Returns an empty cache with that of fewer positions written to its start."""
+    return jax.tree.map(
+        lambda x, new: jax.lax.dynamic_update_slice(x, new.astype(x.dtype), [0] * x.ndim),
+        *(empty, start),
+    )
+
+
+def repeated(cache: PyTree, axes: PyTree, count: int) -> PyTree:
+    """Returns a cache with `count` copies of each row next to each other.
+
+    `axes` has the axis of the rows of each array; it is negative for an array without rows.
+    """
+    return jax.tree.map(
+        lambda x, axis: x if axis < 0 else jnp.repeat(x, count, axis=axis), cache, axes
+    )
 
 
 def check_options(
@@ -195,7 +250,7 @@ def _select_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
 
 
 def generate(
-    model: Bart,
+    model: Bart | T5,
     variables: Mapping[str, PyTree],
     input_ids: jax.Array,
     attention_mask: jax.Array | None = None,
@@ -223,33 +278,30 @@ def generate(
     Raises:
       ValueError: The model has no positions for `max_length` tokens, or an option is out of range.
     """
-    c, rows = model.config, input_ids.shape[0]
+    decoder, rows = EncoderDecoder(model), len(input_ids)
+    c: Any = decoder.config
     early_stopping, min_length = options.get("early_stopping", False), options.get("min_length", 0)
     check_options(num_beams, max_length, min_length, early_stopping)
-    if max_length > c.max_position_embeddings:
-        raise ValueError(
-            f"max_length = {max_length}, but max_position_embeddings = {c.max_position_embeddings}"
-        )
-
-    def repeated(x: jax.Array) -> jax.Array:
-        return jnp.repeat(x, num_beams, axis=0)
-
-    call: Callable[..., PyTree] = functools.partial(model.apply, variables)
-    mask = None if attention_mask is None else repeated(attention_mask)
-    memory = repeated(call(input_ids, attention_mask, method="encode"))
-    empty = call(rows * num_beams, max_length, method="empty_cache")
-    start_tokens = jnp.full(rows * num_beams, c.decoder_start_token_id)
-    # The memory's keys and values are the same in each step.
-    _, _, memorized = call(start_tokens, 0, empty, None, memory, mask, method="decode")
+    limit = decoder.limit()
+    if limit is not None and max_length > limit:
+        raise ValueError(f"max_length = {max_length}, but the model has positions for {limit}")
+    source = Source(input_ids, attention_mask)
+    arrays = Cache.of(decoder, variables, rows, max_length, source)
+    first = jnp.full((rows, 1), c.decoder_start_token_id, jnp.int32)
+    _, start = decoder(variables, source, first, jnp.zeros_like(first))
+    cache = begun(arrays.empty(), start)
 
     def step(tokens: jax.Array, position: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
-        decoded = call(tokens, position, cache, memorized, None, mask, method="decode")
-        return decoded[:2]
+        positions = jnp.broadcast_to(position, (len(tokens), 1))
+        logits, cache = decoder(variables, cache, tokens[:, None], positions)
+        return logits[:, -1], cache
+
+    sources = jnp.repeat(input_ids, num_beams, axis=0)
 
     def forbid(written: jax.Array, length: jax.Array) -> jax.Array:
         histories = (
             (no_repeat_ngram_size, written, length),
-            (encoder_no_repeat_ngram_size, repeated(input_ids), input_ids.shape[1]),
+            (encoder_no_repeat_ngram_size, sources, input_ids.shape[1]),
         )
         repeats = (
             completes(written, length, history, count, size=size, vocabulary=c.vocab_size)
@@ -260,7 +312,7 @@ def generate(
 
     return beam_search(
         step,
-        empty,
+        repeated(cache, arrays.axes, num_beams),
         rows=rows,
         start=c.decoder_start_token_id,
         end=c.eos_token_id,
@@ -268,7 +320,7 @@ def generate(
         num_beams=num_beams,
         max_length=max_length,
         forbid=forbid if no_repeat_ngram_size or encoder_no_repeat_ngram_size else None,
-        cache_axis=1 if c.scan else 0,
+        cache_axes=arrays.axes,
         **options,
     )
 

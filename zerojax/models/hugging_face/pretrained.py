@@ -175,7 +175,12 @@ class Pretrained:
         return {**outputs, "loss": weighted_mean(*outputs["loss"])}
 
     def save(
-        self, folder: Path, parameters: PyTree, *, max_shard_size: int = MAX_FILE_BYTES
+        self,
+        folder: Path,
+        parameters: PyTree,
+        *,
+        max_shard_size: int = MAX_FILE_BYTES,
+        quantize: str | None = None,
     ) -> None:
         """Writes a folder that transformers reads: the parameters, and the JSON files.
 
@@ -183,9 +188,16 @@ class Pretrained:
           folder: The folder, created if it does not exist.
           parameters: A tree as `parameters`, such as `state.params`.
           max_shard_size: The size of the largest file, in bytes.
+          quantize: "int8" for int8 codes and scales, as for `zerojax.weights.save`.
         """
-        texts = self.format.texts(self.model.config)
-        weights.save(folder, parameters, self.names, texts=texts, max_shard_size=max_shard_size)
+        weights.save(
+            folder,
+            parameters,
+            self.names,
+            texts=self.format.texts(self.model.config),
+            max_shard_size=max_shard_size,
+            quantize=quantize,
+        )
 
 
 def from_folder(

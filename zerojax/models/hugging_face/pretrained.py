@@ -257,6 +257,12 @@ def from_folder(
     )
     if not parameters:
         return pretrained
+    stored: Any = read_json(file).get("quantization_config") or {}
+    if stored.get("quantization_status") == "compressed":
+        raise ValueError(
+            f"{file}: its quantization_config says that the weights are codes, and zerojax loads "
+            "floats: give the folder or the checkpoint that was quantized"
+        )
 
     def create_state(key: jax.Array) -> TrainState:
         params = jax.tree.map(lambda x: x.astype(dtype), pretrained.init(key))

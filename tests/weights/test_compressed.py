@@ -73,7 +73,7 @@ def test_a_folder_has_codes_and_scales(case: str, scan: bool, tmp_path: Path) ->
     assert about["ignore"] == ["lm_head"]
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_states_and_checkpoints_give_the_same_files(scan: bool, tmp_path: Path) -> None:
     loaded = opened("qwen3", tmp_path, scan=scan)
     loaded.save(tmp_path / "host", loaded.parameters, quantize="int8", max_shard_size=20_000)

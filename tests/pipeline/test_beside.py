@@ -1,4 +1,4 @@
-"""Pipeline stages beside kernels, tensor parallelism, fp16, checkpoints and evaluations."""
+"""Pipeline stages beside kernels, tensor parallelism, fp16 and checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -100,16 +100,3 @@ def test_a_checkpoint_goes_to_other_stages(tmp_path: Path) -> None:
         trees = (jax.tree.leaves((s.params, s.opt_state)) for s in (state, restored))
         for x, y in zip(*trees, strict=True):
             np.testing.assert_array_equal(jax.device_get(x), jax.device_get(y))
-
-
-def test_an_evaluation_has_the_numbers_of_plain_jit() -> None:
-    zero = zero_on(4, 2, 4)
-    state = zero.init(models.stack)
-
-    def evaluate(state: Any, tokens: jax.Array) -> jax.Array:
-        logits, _ = state.apply_fn({"params": state.params}, tokens)
-        return models.cross_entropy(logits, tokens)
-
-    tokens = batches(16, 1)[0]
-    got = zero.evaluate(evaluate)(state, tokens)
-    np.testing.assert_allclose(got, jax.jit(evaluate)(models.stack(), tokens), rtol=1e-6)

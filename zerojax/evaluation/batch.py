@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from zerojax.devices.mesh import batch_axes, sequence_size
 from zerojax.devices.rows import BatchRows
@@ -121,6 +122,16 @@ def rows_of(batch: PyTree) -> int | None:
             + ": pass arrays [rows, ...] with at least one row."
         )
     return found.pop() if len(found) == 1 else None
+
+
+def like(batch: PyTree, rows: int) -> PyTree:
+    """Returns the shapes and dtypes of a batch, with ``rows`` as leading dimension."""
+
+    def shape(x: ArrayLike) -> jax.ShapeDtypeStruct:
+        dims = (rows, *jnp.shape(x)[1:]) if jnp.ndim(x) else ()
+        return jax.ShapeDtypeStruct(dims, jnp.result_type(x))
+
+    return jax.tree.map(shape, batch)
 
 
 def _constrained(x: jax.Array, mesh: Mesh, *entries: SpecEntry) -> jax.Array:

@@ -15,14 +15,16 @@ from jax.typing import ArrayLike
 from zerojax.accumulation.pairs import Sizes
 from zerojax.collectives import Inserter, kept
 from zerojax.collectives.host import Fetchable
-from zerojax.devices.mesh import micro_batch_devices
+from zerojax.devices.mesh import batch_devices, micro_batch_devices
 from zerojax.distributed import log
-from zerojax.evaluation.batch import Division, rows_of
+from zerojax.evaluation.batch import Division, like, rows_of
 from zerojax.evaluation.objects import Subject
-from zerojax.evaluation.rows import ByRows
+from zerojax.evaluation.rows import ByRows, TracedFunction, divided
+from zerojax.evaluation.stages import Stages
 from zerojax.evaluation.undivided import Undivided
 from zerojax.graph.def_use import graph_of
 from zerojax.offload.program_reader import beside_disk
+from zerojax.pipeline.schedule import Schedule
 from zerojax.placement.states import States
 from zerojax.plan.places import DEVICE, offloads, reaches_host
 from zerojax.plan.quantized import sent_formats
@@ -57,20 +59,6 @@ class Execution(NamedTuple):
     filled: Division | None
 
 
-class _TracedFunction(NamedTuple):
-    """The function as a jaxpr of the arrays of the state, of the batch, and others.
-
-    Attributes:
-      closed: The jaxpr.
-      batch: For each argument, whether its first dimension holds the rows.
-      out: ``jax.tree.structure`` of the results.
-    """
-
-    closed: AnyJaxpr
-    batch: list[bool]
-    out: PyTreeDef
-
-
 class EvaluationProgram:
     """An evaluated function for one kind of state.
 
@@ -103,7 +91,12 @@ class EvaluationProgram:
             for leaf, dtype in zip(self._leaves, dtypes, strict=True)
         ]
         self._placer = BatchPlacer(plan.lowering_mesh)
-        self._micro = self._config.batch(micro_batch_devices(plan.mesh)).micro
+        sizes = self._config.batch(micro_batch_devices(plan.mesh))
+        rounds, self._micro = self._config.pipeline_rounds, sizes.micro
+        self._stages: Stages | None = None
+        if schedule := Schedule.of(plan.lowering_mesh, sizes.accumulation, rounds):
+            self._stages = Stages(function.__name__, plan, schedule, states.warn_once)
+            self._micro = sizes.train and sizes.train // batch_devices(plan.mesh)
         overlap = self._config.overlap_comm is not False
         self._inserter = Inserter(
             plan.lowering_mesh,
@@ -187,7 +180,7 @@ class EvaluationProgram:
         values = beside_disk(values, self._leaves)
         shapes = self._placer.shapes(batch)
         if execution.filled is not None:
-            shapes = _like(shapes, execution.filled.padded)
+            shapes = like(shapes, execution.filled.padded)
         placed = self._placer.abstract(shapes)
         traced = self._jitted.trace(values, placed, arrays, static, execution)
         reaches = reaches_host(self._config)
@@ -240,9 +233,7 @@ class EvaluationProgram:
                 division = None
         return Execution(used, division, division or filled)
 
-    def _traced(
-        self, batch: PyTree, arrays: Sequence[ArrayLike], static: Static
-    ) -> _TracedFunction:
+    def _traced(self, batch: PyTree, arrays: Sequence[ArrayLike], static: Static) -> TracedFunction:
         """Traces the function on abstract, unsharded arrays of a state."""
 
         def body(
@@ -272,32 +263,30 @@ class EvaluationProgram:
         traced = without_ravels(closed)
         if self._explicit is None:
             traced = with_late_weights(traced, len(self._leaves))
-        return _TracedFunction(traced, has_rows, jax.tree.structure(out))
+        return TracedFunction(traced, has_rows, jax.tree.structure(out))
 
     def _by_rows(
-        self, batch: PyTree, arrays: Sequence[ArrayLike], static: Static, division: Division
+        self,
+        batch: PyTree,
+        arrays: Sequence[ArrayLike],
+        static: Static,
+        division: Division,
+        part: int | None = None,
     ) -> tuple[ByRows, PyTreeDef]:
         """Returns the divided function, and the structure of its results.
+
+        Args:
+          part: The rows of a part; None for those of a micro-batch.
 
         Raises:
           Undivided: The function cannot be divided.
         """
-        sizes = Sizes(division.rows, division.part)
-        traced_full = self._traced(_like(batch, sizes.global_rows), arrays, static)
-        try:
-            traced_part = self._traced(_like(batch, sizes.traced), arrays, static)
-        except Exception as error:
-            raise Undivided(
-                f"on {sizes.traced} rows it fails ({type(error).__name__}); an array with a row "
-                "for each of the batch belongs into the batch, see batch_argnums"
-            ) from error
-        if traced_full.out != traced_part.out:
-            raise Undivided("its results depend on the number of rows")
-        padded = division.padded != division.rows
-        by_rows = ByRows(
-            traced_full.closed, traced_part.closed, sizes, traced_full.batch, padded=padded
-        )
-        return by_rows, traced_full.out
+
+        def trace(rows: int) -> TracedFunction:
+            return self._traced(like(batch, rows), arrays, static)
+
+        sizes = Sizes(division.rows, part or division.part)
+        return divided(trace, sizes, padded=division.padded != division.rows)
 
     def _run(
         self,
@@ -326,9 +315,15 @@ class EvaluationProgram:
         if execution.division is None:
             if (filled := execution.filled) is not None:
                 batch = jax.tree.map(lambda x: filled.without_copies(x) if x.ndim else x, batch)
-            traced = self._traced(batch, arrays, static)
-            outs = self._run_on(traced.closed, [*state, *jax.tree.leaves(batch), *arrays])
-            structure = traced.out
+            traced = self._traced(jax.tree.map(jaxprs.like, batch), arrays, static)
+            closed, structure = traced.closed, traced.out
+            if self._stages is not None:
+
+                def smaller(n: int) -> AnyJaxpr:
+                    return self._traced(like(batch, n), arrays, static).closed
+
+                closed = self._stages(closed, smaller, traced.batch)
+            outs = self._run_on(closed, [*state, *jax.tree.leaves(batch), *arrays])
         else:
             outs, structure = self._in_parts(state, batch, arrays, static, execution.division)
         out, changed = jax.tree.unflatten(structure, outs)
@@ -351,12 +346,25 @@ class EvaluationProgram:
         if division.padded != division.rows:
             counts = division.micro_batches(jnp.asarray(division.counts()), mesh)
 
+        def program(n: int) -> tuple[AnyJaxpr, PyTreeDef]:
+            function, _ = self._by_rows(batch, arrays, static, division, n)
+            shapes = like((leaves, None if counts is None else counts[0]), n)
+            return self._jaxpr(function.part, [*shapes[0], *arrays], shapes[1])
+
+        closed, results = program(division.part)
+        if self._stages is not None:
+            has_rows = [False] * len(self._shapes)
+            has_rows += [bool(x.ndim) for x in leaves] + [False] * len(arrays)
+            has_rows += [True] * (counts is not None)
+            closed = self._stages(closed, lambda n: program(n)[0], has_rows)
+
         def part(
             totals: list[jax.Array], xs: tuple[list[jax.Array], jax.Array | None]
         ) -> tuple[list[jax.Array], list[jax.Array]]:
             slices = iter(xs[0])
             micro = [next(slices) if x.ndim else x for x in leaves]
-            added, outs = self._inserted(by_rows.part, state, [*micro, *arrays], xs[1])
+            given = [*state, *jax.tree.leaves((micro, arrays, xs[1]))]
+            added, outs = jax.tree.unflatten(results, self._run_on(closed, given))
             return by_rows.add(totals, added), outs
 
         totals = by_rows.zeros()
@@ -367,33 +375,21 @@ class EvaluationProgram:
             totals, stacked = lax.scan(part, totals, (rows, counts))
         outs = [division.in_rows(x, mesh) for x in stacked]
         others = [*[None if x.ndim else x for x in leaves], *arrays]
-        return self._inserted(by_rows.finish, state, others, totals, outs), structure
+        closed, results = self._jaxpr(by_rows.finish, others, totals, outs)
+        given = [*state, *jax.tree.leaves((others, totals, outs))]
+        return jax.tree.unflatten(results, self._run_on(closed, given)), structure
 
-    def _inserted(
-        self,
-        function: Callable[..., PyTree],
-        state: list[object],
-        others: list[jax.Array | None],
-        *more: PyTree,
-    ) -> PyTree:
-        """Runs ``function([*state, *others], *more)``; gathers parameters where they are used."""
+    def _jaxpr(
+        self, function: Callable[..., PyTree], others: list[Any], *more: PyTree
+    ) -> tuple[AnyJaxpr, PyTreeDef]:
+        """Traces ``function([*state, *others], *more)``; returns its results' structure too."""
         closed, out = jax.make_jaxpr(
             lambda state, others, *more: function([*state, *others], *more), return_shape=True
         )(self._shapes, others, *more)
-        outs = self._run_on(closed, [*state, *jax.tree.leaves((others, more))])
-        return jax.tree.unflatten(jax.tree.structure(out), outs)
+        return closed, jax.tree.structure(out)
 
     def _run_on(self, closed: AnyJaxpr, args: list[object]) -> list[jax.Array]:
+        """Runs a program, with parameters gathered where they are used."""
         outs = self._inserter(closed, args)
         # A parameter on disk, or with padding in host memory, that the function returns unchanged.
         return [x.fetched() if isinstance(x, Fetchable) else x for x in outs]
-
-
-def _like(batch: PyTree, rows: int) -> PyTree:
-    """Returns the shapes and dtypes of a batch, with ``rows`` as leading dimension."""
-
-    def like(x: ArrayLike) -> jax.ShapeDtypeStruct:
-        shape = (rows, *jnp.shape(x)[1:]) if jnp.ndim(x) else ()
-        return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
-
-    return jax.tree.map(like, batch)

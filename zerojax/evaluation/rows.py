@@ -8,12 +8,14 @@ that combines rows in another way is not divided.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives as prims
+from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 
 from zerojax.accumulation.analysis import Analysis
@@ -33,6 +35,45 @@ from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation
 
 _RULES = prims.custom_jvp_call_p, prims.custom_vjp_call_p
+
+
+class TracedFunction(NamedTuple):
+    """A function as a jaxpr of arrays, some of them those of the batch.
+
+    Attributes:
+      closed: The jaxpr.
+      batch: For each argument, whether its first dimension holds the rows.
+      out: ``jax.tree.structure`` of the results.
+    """
+
+    closed: AnyJaxpr
+    batch: list[bool]
+    out: PyTreeDef
+
+
+def divided(
+    trace: Callable[[int], TracedFunction], sizes: Sizes, *, padded: bool
+) -> tuple[ByRows, PyTreeDef]:
+    """Returns a divided function, and the structure of its results.
+
+    Args:
+      trace: Traces the function on a number of rows.
+      sizes, padded: As for :class:`ByRows`.
+
+    Raises:
+      Undivided: The function cannot be divided.
+    """
+    full = trace(sizes.global_rows)
+    try:
+        part = trace(sizes.traced)
+    except Exception as error:
+        raise Undivided(
+            f"on {sizes.traced} rows it fails ({type(error).__name__}); an array with a row "
+            "for each of the batch belongs into the batch, see batch_argnums"
+        ) from error
+    if full.out != part.out:
+        raise Undivided("its results depend on the number of rows")
+    return ByRows(full.closed, part.closed, sizes, full.batch, padded=padded), full.out
 
 
 class ByRows:

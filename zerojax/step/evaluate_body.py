@@ -92,7 +92,10 @@ def evaluate_body(
         return WithShards.of(closed, shards), shapes
 
     # Trace the step on the global batch, and refuse it if plain jit would have other numbers.
-    closed, shapes = trace(batch if k == 1 else rows_together(batch))
+    given_batch = batch if k == 1 else rows_together(batch)
+    if setting.schedule is not None:  # jax traces shapes otherwise than the arrays of this program
+        given_batch = jax.tree.map(jaxprs.like, batch)
+    closed, shapes = trace(given_batch)
     jaxpr = jaxprs.open_jaxpr(closed)[0]
     body.check(jaxpr, start, shapes[0])
     warn_of_ragged_products(body.name, jaxpr, setting.layout.world)

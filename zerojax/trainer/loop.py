@@ -23,8 +23,8 @@ from zerojax.api import Zero, zero
 from zerojax.checkpoint import PREEMPTED
 from zerojax.checkpoint.processes import LONGEST, call_on_first
 from zerojax.devices.arranged import in_stages
+from zerojax.devices.mesh import batch_devices, micro_batch_devices
 from zerojax.devices.mesh import mesh as all_devices
-from zerojax.devices.mesh import micro_batch_devices
 from zerojax.models.losses import model_loss, smoothed
 from zerojax.trainer import data
 from zerojax.trainer.arguments import TrainingArguments
@@ -178,7 +178,7 @@ class Trainer(ScriptMethods):
         self._step = self._model.train_step(self.zero)
         self._reports = Reports(args, self.callbacks, self._step, self.epochs.batch)
         self._evaluator = Evaluator(
-            self._model, self.zero, world * args.per_device_eval_batch_size,
+            self._model, self.zero, batch_devices(devices) * args.per_device_eval_batch_size,
             tuple(args.label_names),
             compute_metrics, preprocess_logits_for_metrics,
         )  # fmt: skip

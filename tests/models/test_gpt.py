@@ -13,8 +13,9 @@ import pytest
 from flax import nnx
 
 from zerojax.models import gpt, gpt_nnx
-from zerojax.models.blocks import causal_attention, stack_blocks
+from zerojax.models.blocks import causal_attention
 from zerojax.models.gpt import GPT, SIZES, GPTConfig, loss_fn
+from zerojax.weights import stacked
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -74,12 +75,12 @@ def test_scan_and_remat_change_nothing(params: dict, scan: bool, remat: bool) ->
 
     config = dataclasses.replace(TINY, scan=scan, remat=remat)
     value, grads = loss_and_grads(params, TINY)
-    other, other_grads = loss_and_grads(stack_blocks(params) if scan else params, config)
+    other, other_grads = loss_and_grads(stacked(params) if scan else params, config)
     np.testing.assert_allclose(other, value, rtol=1e-6)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7),
         other_grads,
-        stack_blocks(grads) if scan else grads,
+        stacked(grads) if scan else grads,
     )
 
 
@@ -87,7 +88,7 @@ def test_scan_and_remat_change_nothing(params: dict, scan: bool, remat: bool) ->
 @pytest.mark.parametrize("scan", [False, True])
 def test_dropout_draws_by_key_and_by_layer(params: dict, scan: bool) -> None:
     config = dataclasses.replace(TINY, dropout=0.5, scan=scan)
-    variables = {"params": stack_blocks(params) if scan else params}
+    variables = {"params": stacked(params) if scan else params}
 
     @partial(jax.jit, static_argnums=1)
     def draw(seed: int, deterministic: bool = False) -> jax.Array:
@@ -106,12 +107,12 @@ def test_parameters_decide_the_compute_dtype(
     params: dict, dtype: jax.typing.DTypeLike, atol: float, scan: bool
 ) -> None:
     config = dataclasses.replace(TINY, scan=scan)
-    stacked = stack_blocks(params) if scan else params
-    half = jax.tree.map(lambda leaf: leaf.astype(dtype), stacked)
+    stacks = stacked(params) if scan else params
+    half = jax.tree.map(lambda leaf: leaf.astype(dtype), stacks)
     logits = logits_of(half, config)
     np.testing.assert_allclose(logits, logits_of(params), atol=atol)
     np.testing.assert_array_equal(logits, logits.astype(dtype))  # the product itself is narrow
-    fixed = logits_of(stacked, dataclasses.replace(config, dtype=dtype))
+    fixed = logits_of(stacks, dataclasses.replace(config, dtype=dtype))
     assert logits.dtype == fixed.dtype == loss_fn(logits, TOKENS).dtype == jnp.float32
     np.testing.assert_allclose(fixed, logits, atol=1e-6)
 

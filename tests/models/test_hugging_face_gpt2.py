@@ -28,7 +28,6 @@ from safetensors.numpy import load_file, save_file
 import zerojax
 from zerojax.checkpoint.exporter import export
 from zerojax.models import gpt_nnx
-from zerojax.models.blocks import stack_blocks
 from zerojax.models.gpt import GPT, GPTConfig, loss_fn
 from zerojax.models.hugging_face.folder import by_path
 from zerojax.models.hugging_face.gpt2 import (
@@ -41,7 +40,7 @@ from zerojax.models.hugging_face.gpt2 import (
     read_config,
     save,
 )
-from zerojax.weights import saver
+from zerojax.weights import saver, stacked
 from zerojax.weights.names import link
 from zerojax.weights.reader import FileTensor
 from zerojax.weights.shards import to_host
@@ -141,7 +140,7 @@ def test_transformers_reads_a_folder(how: str, tmp_path: pathlib.Path) -> None:
     if how == "saved":
         save(params, TINY, tmp_path, max_shard_size=20_000)
     else:
-        checkpoint(tmp_path / "in", stack_blocks(params), SCANNED)
+        checkpoint(tmp_path / "in", stacked(params), SCANNED)
         export(tmp_path / "in", tmp_path / "out", max_shard_size=20_000, names=export_names)
         tmp_path /= "out"
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
@@ -166,7 +165,7 @@ def test_a_saved_folder_has_hugging_faces_names_and_shapes(folder: pathlib.Path)
 
 @MODELS
 def test_what_was_saved_is_loaded(config: GPTConfig, folder: pathlib.Path) -> None:
-    expected = stack_blocks(init(TINY)) if config.scan else init(TINY)
+    expected = stacked(init(TINY)) if config.scan else init(TINY)
     assert_same(load(folder, config), expected)
     save(load(folder, config), config, folder.parent / "again", max_shard_size=20_000)
     assert_same(load(folder.parent / "again", config), expected)
@@ -352,7 +351,7 @@ def test_a_piece_that_several_devices_hold_is_read_once(folder: pathlib.Path, re
 def test_layers_may_be_what_is_sharded_and_lie_on_the_host(folder: pathlib.Path) -> None:
     mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
     by_layer = NamedSharding(mesh, PartitionSpec("data"), memory_kind="pinned_host")
-    expected = stack_blocks(init(TINY))
+    expected = stacked(init(TINY))
     like = {
         name: jax.tree.map(lambda _, n=name: by_layer if n == "h" else None, part)
         for name, part in expected.items()
@@ -435,7 +434,7 @@ def test_parameters_of_another_model_are_not_saved(tmp_path: pathlib.Path) -> No
 def test_a_checkpoint_is_exported_as_it_would_be_saved(
     config: GPTConfig, tmp_path: pathlib.Path
 ) -> None:
-    params = stack_blocks(init(TINY)) if config.scan else init(TINY)
+    params = stacked(init(TINY)) if config.scan else init(TINY)
     checkpoint(tmp_path / "in", params, config)
     export(tmp_path / "in", tmp_path / "out", max_shard_size=20_000, names=export_names)
     save(params, config, tmp_path / "saved", max_shard_size=20_000)
@@ -447,7 +446,7 @@ def test_a_checkpoint_is_exported_as_it_would_be_saved(
 
 
 def test_16_bits_are_exported(tmp_path: pathlib.Path) -> None:
-    params = stack_blocks(init(TINY))
+    params = stacked(init(TINY))
     checkpoint(tmp_path / "in", params, SCANNED)
     export(tmp_path / "in", tmp_path / "out", dtype="bf16", names=export_names)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)

@@ -13,7 +13,6 @@ import pytest
 from checkpoint import recorded
 
 from zerojax.checkpoint.exporter import export
-from zerojax.models.blocks import stack_blocks
 from zerojax.models.hugging_face.llama import (
     config_from_hf,
     config_to_hf,
@@ -25,6 +24,7 @@ from zerojax.models.hugging_face.llama import (
     shapes_of,
 )
 from zerojax.models.llama import SIZES, Llama, LlamaConfig
+from zerojax.weights import stacked
 
 # Logits [2, 2, 12, 61] of transformers 5.23.0 with torch 2.15.0 on a CPU, one array for each of
 # THEIRS, in fp32. Made by `np.save(LOGITS, transformers_logits())`, which a test below compares
@@ -119,7 +119,7 @@ def test_names_without_the_prefix_and_old_buffers_are_taken() -> None:
 def test_scanned_parameters_are_the_stacked_ones() -> None:
     params = from_hf(weights(GROUPED), GROUPED)
     scanned = from_hf(weights(GROUPED), dataclasses.replace(GROUPED, scan=True))
-    jax.tree.map(np.testing.assert_array_equal, scanned, stack_blocks(params, "layers"))
+    jax.tree.map(np.testing.assert_array_equal, scanned, stacked(params, "layers_{}"))
 
 
 def test_a_tied_output_may_be_there_twice() -> None:

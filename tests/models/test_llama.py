@@ -15,10 +15,11 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.models.blocks import causal_attention, grouped_attention, stack_blocks
+from zerojax.models.blocks import causal_attention, grouped_attention
 from zerojax.models.llama import SIZES, Llama, LlamaConfig
 from zerojax.models.loss import loss_fn
 from zerojax.models.rope import RopeConfig, rotary_tables, rotate
+from zerojax.weights import stacked
 
 GROUPED = LlamaConfig(
     vocab_size=61, block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=88
@@ -122,10 +123,10 @@ def unrolled(params: dict[str, Any]) -> tuple[jax.Array, Any]:
 def test_scan_and_remat_change_nothing(
     params: dict[str, Any], unrolled: tuple[jax.Array, Any], scan: bool, remat: bool | str
 ) -> None:
-    stacked, expected = params, unrolled[1]
+    stacks, expected = params, unrolled[1]
     if scan:
-        stacked, expected = stack_blocks(params, "layers"), stack_blocks(expected, "layers")
-    value, grads = loss_and_grads(stacked, dataclasses.replace(GROUPED, scan=scan, remat=remat))
+        stacks, expected = stacked(params, "layers_{}"), stacked(expected, "layers_{}")
+    value, grads = loss_and_grads(stacks, dataclasses.replace(GROUPED, scan=scan, remat=remat))
     np.testing.assert_allclose(value, unrolled[0], rtol=1e-6)
     np.testing.assert_allclose(value, loss_fn(logits_of(params), TOKENS), rtol=1e-6)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), grads, expected)
@@ -134,10 +135,10 @@ def test_scan_and_remat_change_nothing(
 @pytest.mark.parametrize("scan", [False, True])
 def test_parameters_decide_the_compute_dtype(params: dict[str, Any], scan: bool) -> None:
     config = dataclasses.replace(GROUPED, scan=scan)
-    stacked = stack_blocks(params, "layers") if scan else params
-    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), stacked)
+    stacks = stacked(params, "layers_{}") if scan else params
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), stacks)
     logits = logits_of(half, config)
-    fixed = logits_of(stacked, dataclasses.replace(config, dtype=jnp.bfloat16))
+    fixed = logits_of(stacks, dataclasses.replace(config, dtype=jnp.bfloat16))
     assert logits.dtype == fixed.dtype == jnp.float32
     np.testing.assert_array_equal(logits, logits.astype(jnp.bfloat16))  # the product is narrow
     for other in (fixed, logits_of(params)):  # the spread of the logits is 1.1
@@ -183,10 +184,10 @@ def test_a_decorated_step_at_stage_3_is_the_plain_one(
     params: dict[str, Any], plain: tuple[TrainState, jax.Array], scan: bool, remat: bool | str
 ) -> None:
     config = dataclasses.replace(GROUPED, scan=scan, remat=remat)
-    expected = stack_blocks(plain[0].params, "layers") if scan else plain[0].params
+    expected = stacked(plain[0].params, "layers_{}") if scan else plain[0].params
     zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
-    stacked = stack_blocks(params, "layers") if scan else params
-    start = zero.init(lambda params: create_state(params, config), stacked)
+    stacks = stacked(params, "layers_{}") if scan else params
+    start = zero.init(lambda params: create_state(params, config), stacks)
     assert not any(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(start.params))
     state, loss = zero(train_step)(start, BATCH)
     np.testing.assert_allclose(loss, plain[1], rtol=1e-6)
@@ -197,10 +198,10 @@ def test_a_decorated_step_at_stage_3_is_the_plain_one(
 def test_products_that_blocks_compute_again_have_names(params: dict[str, Any], scan: bool) -> None:
     """All but the last of a block, whose result is added to the next block's input."""
     zero, names = zerojax.zero(stage=3), ["q_proj", "k_proj", "v_proj", "o_proj"]
-    stacked = stack_blocks(params, "layers") if scan else params
+    stacks = stacked(params, "layers_{}") if scan else params
     for remat, rest in ((True, names), ("names:q_proj,v_proj", ["k_proj", "o_proj"]), (False, [])):
         config = dataclasses.replace(GROUPED, scan=scan, remat=remat)
-        state = zero.abstract_state(lambda params, c=config: create_state(params, c), stacked)
+        state = zero.abstract_state(lambda params, c=config: create_state(params, c), stacks)
         found = zero(train_step).recomputed_names(state, BATCH)
         assert found == rest + ["gate_proj", "up_proj"] * bool(remat)
 

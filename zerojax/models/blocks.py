@@ -5,7 +5,7 @@ Shapes: B batch, T queries, S keys, H heads, d features of a head, L blocks.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -205,16 +205,6 @@ def run_blocks(
 def policy_of(remat: bool | str) -> Callable[..., bool] | None:
     """Returns the policy that the option `remat` of a config names; None for only the input."""
     return remat_policy(remat) if isinstance(remat, str) else None
-
-
-def stack_blocks(params: Mapping[str, PyTree], name: str = "h") -> dict[str, PyTree]:
-    """Stacks the parameters of an unrolled model (`h_0`, `h_1`, ...) for `scan=True` (`h`).
-
-    `name` is the name of the blocks: "layers" for `zerojax.models.llama.Llama`.
-    """
-    rest = {key: leaf for key, leaf in params.items() if not key.startswith(f"{name}_")}
-    blocks = [params[f"{name}_{i}"] for i in range(len(params) - len(rest))]
-    return rest | {name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
 
 
 def parameters(layer: nn.Module | nnx.Module) -> dict[str, jax.Array]:

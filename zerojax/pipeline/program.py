@@ -113,7 +113,8 @@ class Pipeline:
             raise ValueError(
                 f"{self._name} has no loop over layers that {self._schedule.stages} pipeline "
                 "stages could share: write the layers as flax.linen.scan, nnx.scan or jax.lax.scan "
-                'over parameters [layers, ...], or leave out the axis "stage".'
+                "over parameters [layers, ...], which zerojax.weights.stacked returns for those of "
+                'separate blocks, or leave out the axis "stage".'
             )
         return found
 
@@ -241,8 +242,9 @@ class Pipeline:
             return
         raise ValueError(
             f"{self._name} cannot run in pipeline stages: a layer {why}, so that micro-batches "
-            "would give other numbers than the global batch. Compute it before or after the loop "
-            'over layers, for each row, or leave out the axis "stage".'
+            "would give other numbers than the global batch. Compute it for each row (GroupNorm in "
+            "place of BatchNorm, or BatchNorm with use_running_average=True), or before or after "
+            'the loop over layers, or leave out the axis "stage".'
         )
 
     def traced(self) -> tuple[Jaxpr, tuple[Any, ...]]:

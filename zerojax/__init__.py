@@ -34,6 +34,7 @@ if _TYPE_CHECKING:
     from zerojax.foresight.guard import OutOfMemoryError as OutOfMemoryError
     from zerojax.generation.generate import generate as generate
     from zerojax.generation.generate import generate_stream as generate_stream
+    from zerojax.models.distillation import distillation_loss as distillation_loss
     from zerojax.monitor.after_step import LossScaleError as LossScaleError
     from zerojax.offload.activations import remat_policy as remat_policy
     from zerojax.offload.disk.folder import DiskError as DiskError
@@ -73,6 +74,7 @@ _MODULES = {
     "Zero": "api",
     "ZeroConfig": "config",
     "dequantize": "quantize.weights",
+    "distillation_loss": "models.distillation",
     "estimate_zero2_model_states_mem_needs_all_cold": "foresight.estimators",
     "estimate_zero2_model_states_mem_needs_all_live": "foresight.estimators",
     "estimate_zero3_model_states_mem_needs_all_cold": "foresight.estimators",

@@ -10,7 +10,7 @@ through optional fields. Start with :class:`zerojax.models.gpt.GPT`. In reading 
 - ``layout``, ``tensor_parallel``: activations and parameters over the mesh axes "seq" and "model".
 - ``kernels``, ``attention``, ``assumed_attention``: fused layers, and the choice among them.
 - ``hugging_face``: weights and configs of transformers, and :func:`from_folder`. ``tokenizer``:
-  its tokenizers. ``losses``: losses for the Trainer.
+  its tokenizers. ``losses``: losses for the Trainer. ``distillation``: the loss of a teacher.
 - ``registry``, ``names``: models by name, for ``zerojax plan``, ``fit`` and ``estimate``.
 """
 

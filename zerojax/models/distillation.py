@@ -74,7 +74,7 @@ def _check(
         raise ValueError(
             f"distillation_loss: the student has logits {[*student.shape]} and the teacher "
             f"{[*teacher.shape]}, whose last dimensions, the vocabularies, differ: give both "
-            "models one tokenizer, and cut padding from the larger vocabulary, teacher_logits[..., :V]"
+            "models one tokenizer, and cut the padding of the larger one, teacher_logits[..., :V]"
         )
     if student.shape != teacher.shape:
         raise ValueError(

@@ -4,9 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-from flax.training.train_state import TrainState
 from pipeline import models
 from pipeline.models import batches
 from pipeline.test_program import check, zero_on
@@ -78,45 +76,6 @@ def weighted_step(state: Any, tokens: jax.Array) -> Any:
 @pytest.mark.usefixtures("full_compile")
 def test_rows_and_sums_that_a_step_returns() -> None:
     check(one_f_one_b(2, 2, 4), lambda: models.stack(remat=True), weighted_step)
-
-
-def masked_state() -> TrainState:
-    keys = jax.random.split(jax.random.key(0))
-    table = jax.random.normal(keys[0], (models.VOCABULARY, 16))
-    params = {"table": table, "layers": {"w": 0.2 * jax.random.normal(keys[1], (4, 16, 16))}}
-    return TrainState.create(apply_fn=None, params=params, tx=models.SGD)
-
-
-def masked_step(state: TrainState, tokens: jax.Array) -> Any:
-    """A step whose layers read a mask of each row, and whose loss goes through the positions in
-    chunks that are rematerialised."""
-    mask = (tokens % 3 > 0)[..., None]
-
-    def loss_of(params: Any) -> jax.Array:
-        def layer(x: jax.Array, w: jax.Array) -> Any:
-            return x + jnp.tanh(x @ w) * mask, None
-
-        def chunk(total: jax.Array, part: Any) -> Any:
-            x, targets, counts = part
-            losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["table"].T, targets)
-            return total + (losses * counts[..., 0]).sum(), None
-
-        x, _ = jax.lax.scan(jax.checkpoint(layer), params["table"][tokens], params["layers"]["w"])
-        parts = [
-            jnp.moveaxis(each.reshape(len(tokens), 4, 2, *each.shape[2:]), 1, 0)
-            for each in (x, jnp.roll(tokens, -1, 1), mask)
-        ]
-        total, _ = jax.lax.scan(jax.checkpoint(chunk), jnp.zeros((), x.dtype), parts)
-        return total / mask.sum()
-
-    loss, grads = jax.value_and_grad(loss_of)(state.params)
-    return state.apply_gradients(grads=grads), loss
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("full_compile")
-def test_masks_in_layers_and_a_loss_in_chunks() -> None:
-    check(one_f_one_b(2, 2, 4), masked_state, masked_step)
 
 
 def contrastive_step(state: Any, tokens: jax.Array) -> Any:

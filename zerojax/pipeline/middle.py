@@ -140,18 +140,16 @@ class Between:
         return program, small
 
     def _inside(self, analysis: Analysis, program: Flat) -> list[int]:
-        """Returns the positions of the equations that micro-batches can compute: rows, reductions
-        of rows, and what does not depend on them."""
+        """Returns the positions of the equations that micro-batches can compute: rows, or
+        reductions of rows."""
         n = jaxprs.scan_counts(self._first)[1]
         inside, stacked = list[int](), {*self._first.outvars[n:]}
         known = {v for v in program.invars if not analysis.kind(v).reduced} - stacked
         for i, eqn in enumerate(program.eqns):
             kinds = [analysis.kind(v).added for v in (*eqn.invars, *eqn.outvars)]
-            known_kinds = all(
-                k.rows or k.reduced or k.name == "fixed" for k in kinds[len(eqn.invars) :]
-            )
+            outs = kinds[len(eqn.invars) :]
             possible = known.issuperset(jaxprs.variables(eqn.invars)) and not eqn.effects
-            if possible and known_kinds and any(k.rows for k in kinds):
+            if possible and any(k.rows for k in kinds) and all(k.rows or k.reduced for k in outs):
                 inside.append(i)
                 known.update(eqn.outvars)
         return inside
@@ -212,10 +210,7 @@ class Between:
             kinds |= {v: analysis.kind(v).added for v in outs}
         crossing = {v: kind for v, kind in kinds.items() if v in needed}
         for v, kind in crossing.items():
-            eqn = self._graph.producer(v) or self._first
-            _check_kind(kind, eqn)
-            if not kind.rows and not kind.reduced:
-                raise ObstacleError(f"returns the same number for all rows ({where(eqn)})")
+            _check_kind(kind, self._graph.producer(v) or self._first)
         return crossing
 
 

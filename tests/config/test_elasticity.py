@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerojax.config import ConfigError, Elasticity, ZeroConfig, load
-from zerojax.config.elasticity import elastic_batch
+from zerojax.config.elasticity import ElasticBatch, elastic_batch
 from zerojax.config.explain import explain
 from zerojax.config.keys import KEYS
 
@@ -121,6 +121,15 @@ def test_the_batch_is_the_same_on_every_number(world):
 def test_another_number_is_refused_with_the_nearest(world, near):
     with pytest.raises(ConfigError, match=rf"9792 rows is not for {world} data-.* take {near}, as"):
         load(of(WIDE)).batch(world)
+
+
+def test_advice_counts_the_devices_of_all_pipeline_stages():
+    batch = ElasticBatch(48, (4, 6, 8, 12))
+    with pytest.raises(ConfigError, match=r"not for 10 .* in 2 pipeline stages; take 8 or 12, as"):
+        batch.sizes([1, 2, 4], 5, stages=2)
+    with pytest.raises(ConfigError, match=r"not for 20 .* take fewer stages"):
+        batch.sizes([1, 2, 4], 4, stages=5)
+    assert batch.sizes([1, 2, 4], 6, stages=2) == batch.sizes([1, 2, 4], 6)
 
 
 @pytest.mark.parametrize(

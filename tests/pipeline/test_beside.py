@@ -100,3 +100,32 @@ def test_a_checkpoint_goes_to_other_stages(tmp_path: Path) -> None:
         trees = (jax.tree.leaves((s.params, s.opt_state)) for s in (state, restored))
         for x, y in zip(*trees, strict=True):
             np.testing.assert_array_equal(jax.device_get(x), jax.device_get(y))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_sharded_teacher_as_a_further_argument(stage: int) -> None:
+    def distill(state: Any, tokens: jax.Array, teacher: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            (logits, _), (other, _) = (
+                state.apply_fn({"params": p}, tokens) for p in (params, teacher)
+            )
+            return ((logits - other) ** 2).mean() + models.cross_entropy(logits, tokens)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    def create(factor: float = 1.0) -> Any:
+        state = models.state_of(
+            models.Stack(layers=2), jnp.zeros((1, models.TOKENS), jnp.int32), tx=models.SGD
+        )
+        return state.replace(params=jax.tree.map(lambda x: x * factor, state.params))
+
+    found = []
+    zero = zero_on(2, 2, 4, stage)
+    for step, init in ((zero(distill), zero.init), (jax.jit(distill), lambda create: create())):
+        state, teacher = init(create), init(lambda: create(0.5)).params
+        for tokens in batches(24, 2):
+            state, loss = step(state, tokens, teacher)
+            found.append(float(loss))
+    np.testing.assert_allclose(found[:2], found[2:], rtol=1e-5)

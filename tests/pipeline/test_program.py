@@ -61,7 +61,7 @@ def check(
 @pytest.mark.parametrize(
     ("stages", "data", "micro_batches", "stage"),
     [
-        (4, 2, 8, 1),
+        pytest.param(4, 2, 8, 1, marks=pytest.mark.slow),
         pytest.param(2, 4, 2, 2, marks=pytest.mark.slow),
         pytest.param(2, 1, 4, 0, marks=pytest.mark.slow),
         pytest.param(4, 1, 4, 3, marks=pytest.mark.slow),
@@ -152,6 +152,24 @@ def test_rounds_must_divide_layers_and_micro_batches() -> None:
 def test_rows_that_a_layer_combines_are_refused() -> None:
     match = "train_step cannot run in pipeline stages: a layer .* in place of BatchNorm"
     refused(zero_on(2, 2, 4), match, lambda: models.stack("balanced"))
+
+
+def test_prints_in_layers_are_refused() -> None:
+    def train_step(state: Any, tokens: jax.Array) -> Any:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            jax.debug.print("{}", x.sum())
+            return x @ w, None
+
+        def loss(params: Any) -> jax.Array:
+            return jax.lax.scan(layer, tokens.astype(float), params["w"])[0].mean()
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    def create() -> TrainState:
+        params = {"w": jnp.ones((4, 8, 8))}
+        return TrainState.create(apply_fn=None, params=params, tx=models.SGD)
+
+    refused(zero_on(2, 2, 4), "a layer prints, or calls back into Python", create, train_step)
 
 
 def test_stages_must_divide_the_layers() -> None:

@@ -30,22 +30,27 @@ class ElasticBatch(NamedTuple):
     train: int
     devices: tuple[int, ...]
 
-    def sizes(self, micros: Sequence[int], world: int) -> BatchSizes:
-        """Returns the batch sizes on `world` devices, with the largest micro-batch that divides.
+    def sizes(self, micros: Sequence[int], world: int, stages: int = 1) -> BatchSizes:
+        """Returns the batch sizes on `world` devices of each pipeline stage, with the largest
+        micro-batch that divides.
 
         Raises:
-          ConfigError: `world` is not in `devices`; the message names the nearest counts.
+          ConfigError: `world` is not in `devices`, or the devices of all stages do not divide the
+            batch; the message names the nearest counts.
 
         Example:
           >>> ElasticBatch(48, (4, 6, 8, 12)).sizes([1, 2, 4], world=6)
           BatchSizes(train=48, micro=4, accumulation=2)
         """
-        if world not in self.devices:
-            position = bisect(self.devices, world)
-            nearest = " or ".join(map(str, self.devices[max(0, position - 1) : position + 1]))
+        counts = [n * stages for n in self.devices if self.train % (n * stages) == 0]
+        if (given := world * stages) not in counts:
+            position = bisect(counts, given)
+            nearest = " or ".join(map(str, counts[max(0, position - 1) : position + 1]))
+            axes = f', axes={{"stage": {stages}, "data": n // {stages}}}' if stages > 1 else ""
             raise ConfigError(
-                f"elasticity: a batch of {self.train} rows is not for {world} data-parallel "
-                f"device{'s' * (world != 1)}; take {nearest}, as zerojax.mesh(n) does, or change "
+                f"elasticity: a batch of {self.train} rows is not for {given} data-parallel "
+                f"device{'s' * (given != 1)}{f' in {stages} pipeline stages' * (stages > 1)}; take "
+                f"{nearest or 'fewer stages'}, as zerojax.mesh(n{axes}) does, or change "
                 "elasticity.micro_batch_sizes, min_gpus or max_gpus"
             )
         rows = self.train // world
@@ -156,9 +161,9 @@ class Elasticity(Section):
         devices = tuple(nodes * per_node for nodes in by_nodes.devices)
         return ElasticBatch(by_nodes.train * per_node, devices)
 
-    def sizes(self, world: int) -> BatchSizes:
+    def sizes(self, world: int, stages: int = 1) -> BatchSizes:
         """Returns the batch sizes on `world` data-parallel devices; see `ElasticBatch.sizes`."""
-        return self.batch.sizes(self.micro_batch_sizes, world)
+        return self.batch.sizes(self.micro_batch_sizes, world, stages)
 
     @property
     def _per_node(self) -> int:

@@ -100,7 +100,7 @@ def explain(
             world = devices_of_stage(devices, stages)
             train, micro, accumulation = (reading.fields[name] for name in TRIANGLE)
             if elasticity := reading.fields.get("elasticity"):
-                sizes = elasticity.sizes(world)
+                sizes = elasticity.sizes(world, stages)
             else:
                 key = "train_batch_size: "
                 sizes = solve(train, micro, accumulation, world, stages)

@@ -276,7 +276,7 @@ class ZeroConfig:
           stages: Pipeline stages, for the check that the sizes suit them.
         """
         if self.elasticity is not None:
-            sizes = self.elasticity.sizes(world)
+            sizes = self.elasticity.sizes(world, stages)
         else:
             sizes = solve(
                 self.train_batch_size,

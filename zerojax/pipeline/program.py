@@ -182,6 +182,12 @@ class Pipeline:
     def _loop(self, pair: EquationPair, small: Flat) -> LayerLoop:
         """Returns a scan over layers for one device's rows of one micro-batch."""
         eqn, micro_eqn = pair
+        if eqn.effects:  # which idle ticks would have too, on rows of no micro-batch
+            raise ValueError(
+                f"{self._name} cannot run in pipeline stages: a layer prints, or calls back into "
+                f"Python ({where(eqn)}). Return the numbers from the step and print them outside, "
+                'or leave out the axis "stage".'
+            )
         n_consts, n = jaxprs.scan_counts(eqn)
         both = zip(eqn.invars, micro_eqn.invars, strict=True)
         given = [self._kind(w, m, eqn) for w, m in both]

@@ -13,6 +13,8 @@ from zerojax.graph.search import equations
 from zerojax.trace.late import with_late_weights
 from zerojax.xla.jaxprs import open_jaxpr
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 STACK = (3, 8, 8)
 
 

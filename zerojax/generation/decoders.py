@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import nnx
 from jax.tree_util import PyTreeDef
 
 from zerojax.generation.layers import Stacks
+from zerojax.generation.nnx_decoder import NNXDecoder
 from zerojax.models.cache import COLLECTION, MEMORY
 from zerojax.xla.types import PyTree
 
@@ -136,7 +138,7 @@ def _variables(params: PyTree) -> dict[str, PyTree]:
     return params if "params" in params else {"params": params}
 
 
-def _limit(model: nn.Module) -> int | None:
+def _limit(model: object) -> int | None:
     config = getattr(model, "config", model)
     if getattr(config, "rope_type", None) == "dynamic":
         return None
@@ -144,12 +146,24 @@ def _limit(model: nn.Module) -> int | None:
     return next((limit for limit in limits if isinstance(limit, int)), None)
 
 
-def decoder_of(model: object) -> Decoder:
-    """Returns a model as a :class:`Decoder`.
+def decoder_of(model: object, params: PyTree) -> tuple[Decoder, PyTree]:
+    """Returns a model as a :class:`Decoder`, and its parameters.
+
+    Args:
+      model: The model.
+      params: The parameters, or a state with them; for an NNX model also None.
 
     Raises:
       TypeError: The model has no cache.
     """
+    params = getattr(params, "params", params)
+    if isinstance(model, nnx.Module):
+        takes_positions = _takes_positions(type(model), "__call__")
+        return NNXDecoder.of(model, params, takes_positions, _limit(model))
+    return _linen_decoder(model), params
+
+
+def _linen_decoder(model: object) -> Decoder:
     if isinstance(model, nn.Module):
         if _takes_positions(type(model), "decode") and hasattr(model, "encode"):
             return EncoderDecoder(model)

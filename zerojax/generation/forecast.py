@@ -133,7 +133,7 @@ def forecast(
       rates: The speeds and the memory of the devices.
       weights, dtype: As for ``generate``.
     """
-    decoder = decoder_of(model)
+    decoder, params = decoder_of(model, params)
     shapes = parameter_weights.shapes(params, dtype)
     cache = Cache.of(decoder, shapes, rows, prompt + max_new_tokens)
     stacks = cache.stacks(decoder, shapes)

@@ -55,10 +55,11 @@ def generate(
     "model".
 
     Args:
-      model: A decoder or encoder-decoder of :mod:`zerojax.models`, or a flax linen module with a
-        cache (:mod:`zerojax.generation.decoders`).
+      model: A decoder or encoder-decoder of :mod:`zerojax.models`, or a flax linen or NNX module
+        with a cache (:mod:`zerojax.generation.decoders`).
       params: The parameters: a tree of arrays, ``{"params": ...}`` with further collections, or a
-        state with ``params``, at any stage, on the mesh, in host memory or on disk.
+        state with ``params``, at any stage, on the mesh, in host memory or on disk. For an NNX
+        model None, or an ``nnx.State`` in place of its variables.
       tokens: The prompts, or the sources of an encoder-decoder: int [B, T], or a sequence of tokens
         for each row.
       max_new_tokens: The most new tokens of each row.
@@ -196,8 +197,7 @@ class _Run(NamedTuple):
             )
         if how not in (None, "gathered", "by_layer"):
             raise ValueError(f'weights = {how!r} must be "gathered", "by_layer" or None')
-        decoder = decoder_of(model)
-        params = getattr(params, "params", params)
+        decoder, params = decoder_of(model, params)
         given, source = Prompts.of(tokens, mask), None
         prompts = given
         if isinstance(decoder, EncoderDecoder):

@@ -5,8 +5,8 @@ through optional fields. Start with :class:`zerojax.models.gpt.GPT`. In reading 
 
 - ``config``, ``loss``, ``blocks``: what all models share.
 - ``gpt``, ``gpt_nnx``, ``llama``: decoders. ``bart``, ``t5`` and ``whisper``: encoder-decoders.
-  ``cache``: keys and values that both keep between tokens. ``deberta``, ``bert``, ``vit``: encoders, with
-  ``encoder_layers``.
+  ``cache``: keys and values that both keep between tokens. ``deberta``, ``bert``, ``vit``:
+  encoders, with ``encoder_layers``.
 - ``layout``, ``tensor_parallel``: activations and parameters over the mesh axes "seq" and "model".
 - ``kernels``, ``attention``, ``assumed_attention``: fused layers, and the choice among them.
 - ``hugging_face``: weights and configs of transformers, and :func:`from_folder`. ``tokenizer``:

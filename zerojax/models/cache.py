@@ -20,12 +20,13 @@ Shapes: B batch, T queries, S positions of the cache, H heads, G key and value h
 a head.
 """
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import nnx
 from jax import lax
 
 from zerojax.models.blocks import Attention
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 
 def attend_cached(
-    module: nn.Module,
+    module: nn.Module | nnx.Module,
     attention: Attention,
     with_positions: Attention,
     q: jax.Array,
@@ -48,7 +49,8 @@ def attend_cached(
     """Computes causal attention of q [B, T, H, d] to k and v [B, T, G, d] and to cached ones.
 
     Args:
-      module: The attention's module, whose variables "key" and "value" [B, S, G, d] are the cache.
+      module: The attention's module, whose variables "key" and "value" [B, S, G, d] are the cache;
+        in NNX `init_cache` creates them.
       attention: The attention of the start of rows, to k and v.
       with_positions: The attention of one token to the cache; takes the keyword `positions`.
       q, k, v: Queries, keys and values of the tokens.
@@ -59,24 +61,39 @@ def attend_cached(
     """
     if positions is None:
         return attention(q, k, v)
-    exists = module.has_variable(COLLECTION, "key")
-    both = [
-        module.variable(COLLECTION, name, lambda x=x: x) for name, x in (("key", k), ("value", v))
-    ]
-    if not exists:
-        return attention(q, k, v)
-    one = q.shape[1] == 1
-    for cached, new in zip(both, (k, v), strict=True):
-        new = new.astype(cached.value.dtype)
-        if one:
-            write = jax.vmap(lambda row, x, at: lax.dynamic_update_slice_in_dim(row, x, at, 0))
-            cached.value = write(cached.value, new, positions[:, 0])
+    both: Sequence[Any]
+    if isinstance(module, nnx.Module):
+        both = module.key, module.value  # type: ignore[attr-defined]
+        cached = [x[...] for x in both]
+    else:
+        exists = module.has_variable(COLLECTION, "key")
+        both = [
+            module.variable(COLLECTION, name, lambda x=x: x)
+            for name, x in (("key", k), ("value", v))
+        ]
+        if not exists:
+            return attention(q, k, v)
+        cached = [x.value for x in both]
+    cached = [_written(x, new, positions) for x, new in zip(cached, (k, v), strict=True)]
+    for variable, x in zip(both, cached, strict=True):
+        if isinstance(variable, nnx.Variable):
+            variable[...] = x
         else:
-            cached.value = lax.dynamic_update_slice_in_dim(cached.value, new, 0, 1)
-    if not one:
+            variable.value = x
+    if q.shape[1] > 1:
         return attention(q, k, v)
-    keys, values = (cached.value.astype(q.dtype) for cached in both)
+    keys, values = (x.astype(q.dtype) for x in cached)
     return with_positions(q, keys, values, positions=positions)
+
+
+def _written(cached: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns cached [B, S, G, d] with those of the tokens [B, T, G, d] at their positions."""
+    new = new.astype(cached.dtype)
+    if new.shape[1] > 1:
+        return lax.dynamic_update_slice_in_dim(cached, new, 0, 1)
+    write = jax.vmap(lambda row, x, at: lax.dynamic_update_slice_in_dim(row, x, at, 0))
+    result: jax.Array = write(cached, new, positions[:, 0])
+    return result
 
 
 def visible(module: nn.Module, positions: jax.Array) -> jax.Array:

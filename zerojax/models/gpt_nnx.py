@@ -13,9 +13,12 @@ Example::
 Shapes as in `zerojax.models.gpt`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from zerojax.models.blocks import (
     INIT_STD,
@@ -24,6 +27,7 @@ from zerojax.models.blocks import (
     policy_of,
     split_heads,
 )
+from zerojax.models.cache import attend_cached, check_cached
 from zerojax.models.gpt import LAYER_NORM_EPS, GPTConfig, check_cut
 from zerojax.models.kernels import Kernels, add_and_normalize, normalize
 from zerojax.models.layout import Layout
@@ -47,13 +51,23 @@ class SelfAttention(nnx.Module):
         self.c_proj: nnx.Linear = _linear(c.n_embd, c.n_embd, c.residual_std, c, rngs)
         self.dropout: nnx.Dropout = _dropout(c, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike | None = None) -> None:
+        """Creates the keys and values of rows [B, S, D], by default in the compute dtype."""
+        features = self.c_proj.in_features
+        shape = (*input_shape[:2], self.n_head, features // self.n_head)
+        if dtype is None:
+            dtype = self.c_attn.dtype or self.c_attn.kernel.dtype
+        self.key: nnx.Cache[jax.Array] = nnx.Cache(jnp.zeros(shape, dtype))
+        self.value: nnx.Cache[jax.Array] = nnx.Cache(jnp.zeros(shape, dtype))
+
+    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         heads = self.layout.split(self.c_attn, x, 3)
         q, k, v = (split_heads(a, self.n_head) for a in heads)
         if self.kernels and (self.dropout.deterministic or not self.dropout.rate):
-            y = self.kernels.causal_attention(q, k, v)
+            attention = self.kernels.causal_attention
         else:
-            y = causal_attention(q, k, v, dropout=self.dropout)
+            attention = functools.partial(causal_attention, dropout=self.dropout)
+        y = attend_cached(self, attention, causal_attention, q, k, v, positions)
         return self.c_proj(y.reshape(x.shape))
 
 
@@ -93,9 +107,10 @@ class Block(nnx.Module):
         self.mlp: MLP = MLP(config, rngs, layout, kernels)
         self.dropout: nnx.Dropout = _dropout(config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        attn, mlp = self.layout.branch(self.attn), self.layout.branch(self.mlp)
-        a = self.dropout(attn(normalize(self.ln_1, x, self.kernels)))
+    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        layout = self.layout if positions is None else self.layout.for_generation()
+        attn, mlp = layout.branch(self.attn), layout.branch(self.mlp)
+        a = self.dropout(attn(normalize(self.ln_1, x, self.kernels), positions))
         normalized, x = add_and_normalize(self.ln_2, x, a, self.kernels)
         return x + self.dropout(mlp(normalized))
 
@@ -103,7 +118,8 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Tokens int [B, T] -> logits [B, T, V] in fp32 or wider; needs T <= block_size.
 
-    `targets`, `kernels` and `tensor` as in `zerojax.models.gpt`.
+    `targets`, `kernels`, `tensor` and `positions` as in `zerojax.models.gpt`; `init_cache` of each
+    `SelfAttention` creates the cache.
     """
 
     def __init__(
@@ -130,15 +146,24 @@ class GPT(nnx.Module):
             setattr(self, f"h_{i}", Block(config, rngs, Layout(tensor=tensor), kernels))
         self.ln_f: nnx.LayerNorm = _layer_norm(config, rngs)
 
-    def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        targets: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
         c, layout = self.config, Layout(tensor=self.tensor)
+        if positions is not None:
+            check_cached(None, targets, None)
+            layout = layout.for_generation()
         check_length(tokens, c, "block_size")
         layout.check(tokens)
-        x = layout.embedded(self.wte(tokens)) + self.wpe(jnp.arange(tokens.shape[1]))
+        at = jnp.arange(tokens.shape[1]) if positions is None else positions
+        x = layout.embedded(self.wte(tokens)) + self.wpe(at)
         x = self.dropout(x)
         run_block = nnx.remat(_run_block, policy=policy_of(c.remat)) if c.remat else _run_block
         for i in range(c.n_layer):
-            x = run_block(getattr(self, f"h_{i}"), x)
+            x = run_block(getattr(self, f"h_{i}"), x, positions)
         x = normalize(self.ln_f, x, self.kernels)
         if self.kernels and targets is not None:
             return self.kernels.losses(x, self.wte.embedding[...], targets)
@@ -146,8 +171,8 @@ class GPT(nnx.Module):
         return logits_or_losses(logits, targets)
 
 
-def _run_block(block: Block, x: jax.Array) -> jax.Array:
-    return block(x)
+def _run_block(block: Block, x: jax.Array, positions: jax.Array | None) -> jax.Array:
+    return block(x, positions)
 
 
 def _linear(n_in: int, n_out: int, std: float, c: GPTConfig, rngs: nnx.Rngs) -> nnx.Linear:

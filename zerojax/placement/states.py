@@ -299,7 +299,7 @@ class States:
 
     def _own_specs(self, opened: OpenedState) -> tuple[Spec, ...]:
         params = opened.parts.params
-        given: list[Spec | None] = list(opened.specs)
+        given: list[Spec | PartitionSpec | None] = list(opened.specs)
         if self.specs is not None:
             arrays = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_quantized(x) else x,
@@ -316,8 +316,8 @@ class States:
             for spec, x in zip(given, jax.tree.leaves(params), strict=True)
         ]
         stages = stage_size(self.mesh)
-        named = any(STAGE in layout.axes(e) for spec in given for e in spec or ())
-        return tuple(own if stages == 1 or named else with_stages(params, own, stages))
+        has_stage = any(STAGE in layout.axes(e) for spec in given for e in spec or ())
+        return tuple(own if stages == 1 or has_stage else with_stages(params, own, stages))
 
     def _spec_of(self, x: object) -> PartitionSpec | None:
         """Returns the spec of an array on this mesh, without ZeRO's axis; None for other arrays."""

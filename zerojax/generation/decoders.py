@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,7 +19,10 @@ from jax.tree_util import PyTreeDef
 from zerojax.generation.layers import Stacks
 from zerojax.generation.nnx_decoder import NNXDecoder
 from zerojax.models.cache import COLLECTION, MEMORY
-from zerojax.xla.types import PyTree
+from zerojax.quantize import dequantize
+from zerojax.trace.late import with_late_weights
+from zerojax.trace.scaled_products import with_scaled_products
+from zerojax.xla.types import AnyJaxpr, PyTree
 
 LIMITS = ("block_size", "max_position_embeddings", "max_len", "max_length")
 """Names of the longest row in a model's config."""
@@ -218,7 +222,9 @@ class Cache(NamedTuple):
             begun = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), source
             )
-            return jax.eval_shape(lambda p, s, t: decoder(p, s, t, t), params, begun, tokens)
+            return jax.eval_shape(
+                lambda p, s, t: decoder(dequantize(p), s, t, t), params, begun, tokens
+            )
 
         logits, cache = call(rows)
         shapes, structure = jax.tree.flatten(cache)
@@ -238,18 +244,11 @@ class Cache(NamedTuple):
 
     def stacks(self, decoder: Decoder, params: PyTree) -> Stacks:
         """Returns the stacks of layers among the parameters and the arrays of the cache."""
+        (rows,) = {x.shape[i] for x, i in zip(self.shapes, self.rows, strict=True) if i >= 0}
         leaves, structure = jax.tree.flatten(params)
-        (row,) = {x.shape[i] for x, i in zip(self.shapes, self.rows, strict=True) if i >= 0}
-        token = jax.ShapeDtypeStruct((row, 1), jnp.int32)
-
-        def read(
-            params: list[jax.Array], cache: list[jax.Array], token: jax.Array
-        ) -> tuple[jax.Array, PyTree]:
-            cache = jax.tree.unflatten(self.structure, cache)
-            return decoder(jax.tree.unflatten(structure, params), cache, token, token)
-
-        closed = jax.make_jaxpr(read)(leaves, list(self.shapes), token)
-        return Stacks.of(closed, len(leaves), len(self.shapes))
+        token = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+        traced = Traced.of(decoder, structure, self.structure, leaves, self.shapes, token, token)
+        return Stacks.of(traced.closed, len(leaves), len(self.shapes))
 
     @property
     def axes(self) -> PyTree:
@@ -266,3 +265,42 @@ class Cache(NamedTuple):
     def bytes(self) -> int:
         """The bytes of the cache."""
         return sum(x.size * x.dtype.itemsize for x in self.shapes)
+
+
+class Traced(NamedTuple):
+    """A traced call of a decoder.
+
+    Attributes:
+      closed: A program of the arrays of parameters and cache, the tokens and their positions.
+        Quantized weights are dequantized where it uses them, most after the product.
+      out: The shapes of the logits and of the cache.
+    """
+
+    closed: AnyJaxpr
+    out: tuple[jax.ShapeDtypeStruct, PyTree]
+
+    @classmethod
+    def of(
+        cls,
+        decoder: Decoder,
+        params_structure: PyTreeDef,
+        cache_structure: PyTreeDef,
+        params: Sequence[Any],
+        cache: Sequence[Any] | Source,
+        tokens: Any,
+        positions: Any,
+    ) -> Traced:
+        """Traces a call for abstract or concrete arrays, with a cache or the sources of one."""
+
+        def read(
+            params: list[Any], cache: list[Any] | Source, *at: jax.Array
+        ) -> tuple[jax.Array, PyTree]:
+            if not isinstance(cache, Source):
+                cache = jax.tree.unflatten(cache_structure, cache)
+            return decoder(dequantize(jax.tree.unflatten(params_structure, params)), cache, *at)
+
+        before = cache if isinstance(cache, Source) else list(cache)
+        closed, out = jax.make_jaxpr(read, return_shape=True)(
+            list(params), before, tokens, positions
+        )
+        return cls(with_scaled_products(with_late_weights(closed, len(params))), out)

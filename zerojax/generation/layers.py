@@ -7,7 +7,7 @@ for each layer, and runs the layers one after another; XLA reads an array of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -60,14 +60,9 @@ def apart(arrays: Sequence[jax.Array], layers: Sequence[int]) -> Layered:
     return [tuple(x[i] for i in range(n)) if n else x for x, n in zip(arrays, layers, strict=True)]
 
 
-def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function of pytrees with all its loops over layers unrolled."""
-    leaves, structure = jax.tree.flatten(args)
-    closed, out = jax.make_jaxpr(
-        lambda *leaves: function(*jax.tree.unflatten(structure, leaves)), return_shape=True
-    )(*leaves)
-    outs = jaxprs.evaluate(closed, leaves, _unrolled)
-    return jax.tree.unflatten(jax.tree.structure(out), outs)
+def run(closed: AnyJaxpr, args: Sequence[Any], *, unroll: bool) -> list[Any]:
+    """Runs a traced program; with `unroll` the layers of its loops run one after another."""
+    return jaxprs.evaluate(closed, args, _unrolled if unroll else jaxprs.bind_in_context)
 
 
 def _unrolled(eqn: Equation, values: Sequence[Any]) -> Sequence[Any]:

@@ -18,11 +18,10 @@ from jax.tree_util import PyTreeDef
 from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.generation import weights
 from zerojax.generation.beam_search import Search, beam_search, begun, repeated
-from zerojax.generation.decoders import Cache, Decoder, Source
-from zerojax.generation.layers import Layered, Stacks, apart, call, stacked
+from zerojax.generation.decoders import Cache, Decoder, Source, Traced
+from zerojax.generation.layers import Layered, Stacks, apart, run, stacked
 from zerojax.generation.sampling import Sampling
 from zerojax.xla.compiler import JitOnceDecided, Options, options, streaming
-from zerojax.xla.types import PyTree
 
 
 class Progress(NamedTuple):
@@ -134,17 +133,13 @@ class Generation:
     ) -> tuple[jax.Array, Layered]:
         """Calls the decoder; the layers of stacks that are apart run one after another."""
 
-        def decode(
-            params: list[jax.Array], cache: list[jax.Array] | Source, *args: jax.Array
-        ) -> tuple[jax.Array, PyTree]:
-            if not isinstance(cache, Source):
-                cache = jax.tree.unflatten(self.cache.structure, cache)
-            return self.decoder(jax.tree.unflatten(self.structure, params), cache, *args)
-
-        before = cache if isinstance(cache, Source) else stacked(cache)
-        given = stacked(arrays), before, tokens, positions
-        logits, new = call(decode, *given) if self.stacks else decode(*given)
-        after = jax.tree.leaves(new)
+        before: Any = cache if isinstance(cache, Source) else stacked(cache)
+        params = stacked(arrays)
+        traced = Traced.of(
+            self.decoder, self.structure, self.cache.structure, params, before, tokens, positions
+        )
+        given = [*params, *jax.tree.leaves(before), tokens, positions]
+        logits, *after = run(traced.closed, given, unroll=bool(self.stacks))
         result = apart(after, self.stacks.cache)
         if isinstance(cache, Source):
             return logits, result

@@ -235,7 +235,7 @@ class GPT(nn.Module):
         wpe = _embed(c.block_size, c, "wpe")
         columns = jnp.arange(tokens.shape[1])
         at = layout.positions(columns) if positions is None else positions
-        x = layout.embedded(wte(tokens)) + wpe(at)
+        x = layout.embedded(wte, tokens) + wpe(at)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
         x, _ = run_blocks(
             Block, (c, deterministic, attention, layout, kernels), x,

@@ -159,7 +159,7 @@ class GPT(nnx.Module):
         check_length(tokens, c, "block_size")
         layout.check(tokens)
         at = jnp.arange(tokens.shape[1]) if positions is None else positions
-        x = layout.embedded(self.wte(tokens)) + self.wpe(at)
+        x = layout.embedded(self.wte, tokens) + self.wpe(at)
         x = self.dropout(x)
         run_block = nnx.remat(_run_block, policy=policy_of(c.remat)) if c.remat else _run_block
         for i in range(c.n_layer):

@@ -53,9 +53,13 @@ class Layout:
         """Shards an array [T, ...] that all rows share along its tokens."""
         return self.sequence.positions(x) if self.sequence else x
 
-    def embedded(self, x: jax.Array) -> jax.Array:
-        """Shards embeddings [B, T, D] along their tokens, from a table with sharded rows."""
-        return self.tensor.looked_up(x) if self.tensor else x
+    def embedded(self, table: Callable[[jax.Array], jax.Array], tokens: jax.Array) -> jax.Array:
+        """Looks up tokens [B, T], and shards the result [B, T, D] along them."""
+        if self.tensor is None:
+            return table(tokens)
+        if tokens.size == 1:  # XLA makes it a slice, for which it would gather the sharded table
+            return self.tensor.looked_up(table(jnp.repeat(tokens, 2, axis=1)))[:, :1]
+        return self.tensor.looked_up(table(tokens))
 
     def tokens(self, x: jax.Array) -> jax.Array:
         """Shards [B, T, D] along its tokens over "seq"; with "model", `branch` does that."""

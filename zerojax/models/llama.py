@@ -335,7 +335,7 @@ class Llama(nn.Module):
         embed = nn.Embed(
             c.vocab_size, c.n_embd, dtype=c.dtype, embedding_init=init, name="embed_tokens"
         )
-        x = layout.embedded(embed(tokens))
+        x = layout.embedded(embed, tokens)
         if c.scaled_embedding:
             x *= jnp.asarray(math.sqrt(c.n_embd), x.dtype)
         tables = rotary_tables(tokens.shape[1], c.head_size, c, c.block_size, positions)

@@ -309,8 +309,8 @@ class States:
             user_specs = self.specs(arrays) if callable(self.specs) else self.specs
             check_keys_of_specs(user_specs, arrays)
             tree: Any
-            named, tree = jax.tree.flatten(user_specs, is_leaf=is_spec)
-            given = [*spread_specs(named, tree.flatten_up_to(params))]
+            user_leaves, tree = jax.tree.flatten(user_specs, is_leaf=is_spec)
+            given = list(spread_specs(user_leaves, tree.flatten_up_to(params)))
         own = [
             layout.full(spec or self._spec_of(x), len(x.shape))
             for spec, x in zip(given, jax.tree.leaves(params), strict=True)

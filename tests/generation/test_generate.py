@@ -37,13 +37,17 @@ def llama(tensor: TensorParallel | None = None, **fields: Any) -> Llama:
     return Llama(LlamaConfig(**LLAMA_SIZES["llama-tiny"] | fields), tensor=tensor)
 
 
-@functools.cache
 def params_of(model: nn.Module) -> Any:
-    """Returns drawn parameters, large enough that tokens do not repeat."""
+    return jax.tree.map(jnp.asarray, drawn(model))
+
+
+@functools.cache
+def drawn(model: nn.Module) -> Any:
+    """Returns parameters of numpy, large enough that tokens do not repeat."""
     draw = np.random.default_rng(0)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 8), int))["params"]
     return jax.tree.map(
-        lambda x: jnp.asarray(draw.normal(0, 0.1, x.shape) + (x.ndim == 1), x.dtype), shapes
+        lambda x: np.asarray(draw.normal(0, 0.1, x.shape) + (x.ndim == 1), x.dtype), shapes
     )
 
 
@@ -188,6 +192,7 @@ class OneByOne(nn.Module):
         return embed.attend(nn.gelu(nn.Dense(16)(x)))
 
 
+@pytest.mark.slow
 def test_a_decoder_by_flax_convention() -> None:
     model, prompts = OneByOne(), [[1, 2, 3, 4], [9], [7, 8]]
     params = model.init(jax.random.key(0), jnp.ones((1, 4), int))["params"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ class GenerationForecast(Summarized):
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits into the memory of a device."""
+        """True if the peak fits into the memory of a device."""
         return self.peak <= self.rates.room
 
     @property
@@ -183,10 +184,11 @@ def forecast(
 
 def _device_bytes(arrays: Layered) -> int:
     """Returns the bytes of a device's shards."""
-    return sum(
-        math.prod(
-            layout.shard_shape(x.shape, layout.full(x.sharding.spec, x.ndim), x.sharding.mesh)
-        )
-        * x.dtype.itemsize
-        for x in jax.tree.leaves(arrays)
-    )
+
+    def bits(x: Any) -> int:
+        is_integer = jnp.issubdtype(x.dtype, jnp.integer)  # int4 takes half a byte
+        spec = layout.full(x.sharding.spec, x.ndim)
+        elements = math.prod(layout.shard_shape(x.shape, spec, x.sharding.mesh))
+        return elements * (jnp.iinfo(x.dtype).bits if is_integer else 8 * x.dtype.itemsize)
+
+    return sum(map(bits, jax.tree.leaves(arrays))) // 8

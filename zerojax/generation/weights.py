@@ -54,7 +54,7 @@ class Placed(NamedTuple):
 
     @property
     def by_layer(self) -> bool:
-        """Whether parameters are gathered or copied where they are used."""
+        """True if uses of parameters gather them, or copy them from host memory."""
         return any(self.shards)
 
     def stacks(self, found: Stacks) -> Stacks:

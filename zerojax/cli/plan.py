@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -107,15 +107,47 @@ def plan(
             "in place of the forecast; compiles nothing.",
         ),
     ] = False,
+    generate: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Forecasts zerojax.generate in place of the step: N new tokens of each of --batch "
+            "rows (one per data device by default), after prompts of --seq tokens.",
+        ),
+    ] = None,
+    weights: Annotated[
+        Literal["gathered", "by_layer"] | None,
+        typer.Option(help="With --generate, as for zerojax.generate; else gathered if they fit."),
+    ] = None,
+    quantize: Annotated[
+        Literal["int8", "int4"] | None,
+        typer.Option(help="With --generate, of the parameters; else they are bfloat16."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Shows the needs of a training step on each device: memory by kind, traffic, predicted time.
 
     The step is compiled for devices that need not exist; nothing runs. If the step does not fit,
-    other settings are compiled, until three are found that fit.
+    other settings are compiled, until three are found that fit. With --generate the programs of
+    zerojax.generate are compiled in place of the step.
 
     Exits with 0 if the step fits, with 3 if it does not, and with 2 for bad input.
     """
+    options = {
+        "--remat" if remat else "--no-remat": remat is not None,
+        "--remat-policy": remat_policy is not None,
+        "--no-remedies": not look,
+        "--picture": picture is not None,
+        "--collectives": collectives,
+    }
+    alone = {"--weights": weights is not None, "--quantize": quantize is not None}
+    for option, is_given in (alone if generate is None else options).items():
+        if is_given:
+            wrong_input(
+                f"{option} has no effect {'without' if generate is None else 'beside'} --generate: "
+                "leave it out" + (", or add --generate N" if generate is None else "")
+            )
     if picture is not None and collectives:
         wrong_input("--picture draws memory, which --collectives leaves out: pass one of them")
     try:
@@ -124,9 +156,25 @@ def plan(
         zero_config = load(config, auto=stand_ins(auto or []))
     except (ValueError, ImportError) as error:
         wrong_input(error)
-    from zerojax.cli.plan_run import run  # imports JAX
+    from zerojax.cli import plan_generate, plan_run  # import JAX
 
-    fits = run(
+    if generate is not None:
+        fits = plan_generate.run(
+            zero_config,
+            model=model,
+            devices=devices,
+            rows=batch,
+            prompt=seq,
+            new=generate,
+            network=network,
+            mesh_axes=mesh_axes,
+            attention=attention,
+            weights=weights,
+            bits=None if quantize is None else int(quantize.removeprefix("int")),
+            as_json=as_json,
+        )
+        raise typer.Exit(0 if fits else 3)
+    fits = plan_run.run(
         zero_config,
         model=model,
         source=str(config),

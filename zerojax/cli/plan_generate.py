@@ -1,0 +1,133 @@
+"""The forecast of `zerojax plan --generate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import typer
+
+from zerojax.api import zero
+from zerojax.cli.options import wrong_input
+from zerojax.cli.planning import compile_only, with_attention
+from zerojax.cli.problem import explain_error
+from zerojax.cli.terminal import spinner
+from zerojax.config import ZeroConfig
+from zerojax.config.frozen import quiet
+from zerojax.devices.arranged import arranged
+from zerojax.devices.mesh import batch_devices, laid_out
+from zerojax.foresight.devices import parse_devices
+from zerojax.generation.forecast import GenerationForecast, forecast
+from zerojax.generation.weights import Weights
+from zerojax.models.registry import bound, find
+from zerojax.plan.table import size
+from zerojax.quantize import quantize_weights
+from zerojax.tuning.workload import Workload, workload
+
+
+def run(
+    config: ZeroConfig,
+    *,
+    model: str,
+    devices: str,
+    rows: int | None,
+    prompt: int,
+    new: int,
+    network: str | None,
+    mesh_axes: str | None,
+    attention: str | None,
+    weights: Weights | None,
+    bits: int | None,
+    as_json: bool,
+) -> bool:
+    """Prints the forecast of a generation; exits with 2 for bad input.
+
+    Args:
+      config: The config, whose stage and offload decide where the parameters are at rest.
+      rows: Rows of a batch, over all devices; None for one per data device.
+      prompt: Tokens of each prompt.
+      new: New tokens of each row.
+      weights: As for :func:`zerojax.generate`.
+      bits: Bits of the quantized parameters; None for bfloat16.
+      model, devices, network, mesh_axes, attention, as_json: The options of the command.
+
+    Returns:
+      Whether the generation fits.
+    """
+    compile_only(devices)
+    with spinner() as progress:
+        progress.add_task("compiling the programs of a generation", total=None)
+        try:
+            function = with_attention(find(model), model, attention)
+            mesh, rates = parse_devices(devices, network)
+            mesh = arranged(laid_out(mesh, mesh_axes) if mesh_axes else mesh, config)
+            rows = rows or batch_devices(mesh)
+            module, params = _abstract(function, config, mesh, rows, prompt + new)
+            if bits is not None:
+                params = quantize_weights(params, bits)
+            found = forecast(
+                module, params, rows=rows, prompt=prompt, max_new_tokens=new,
+                mesh=mesh, rates=rates, weights=weights,
+            )  # fmt: skip
+        except Exception as error:
+            if (message := explain_error(error, f"model {model!r} cannot be planned")) is None:
+                raise
+            wrong_input(message)
+    typer.echo(json.dumps(to_json(found), indent=2) if as_json else _text(found))
+    return found.fits
+
+
+def _abstract(
+    function: Callable[..., Any], config: ZeroConfig, mesh: jax.sharding.Mesh, rows: int, seq: int
+) -> tuple[Any, Any]:
+    """Returns a model, and its abstract parameters at rest; an NNX model is abstract itself."""
+    decorated = zero(quiet(config), mesh=mesh)
+    options = {"zero": decorated, "rows": rows, "seq": seq, "remat": False, "remat_policy": None}
+    build, models = bound(function, options), []
+    work = workload(lambda: models.append(build()) or models[-1], decorated, rows, seq)
+    if isinstance(models[0], Workload):
+        raise TypeError(
+            "--generate takes a function that returns a flax model; this one returns a "
+            "zerojax.Workload, of which only the training step is known"
+        )
+    if work.specs is not None:
+        decorated = zero(quiet(config), mesh=mesh, specs=work.specs)
+    state = decorated.abstract_state(work.create_state, jax.random.key(0))
+    return (state[0], None) if isinstance(state, tuple) else (models[0], state.params)
+
+
+def _text(found: GenerationForecast) -> str:
+    over = found.peak - found.rates.room
+    return f"{found}\n  {'fits' if over <= 0 else f'does not fit by {size(over)}'}"
+
+
+def to_json(found: GenerationForecast) -> dict[str, Any]:
+    """Returns the figures as JSON values, in bytes and seconds, of each device."""
+    programs = {"prompts": found.reading, "token": found.token}
+    return {
+        "rows": found.rows,
+        "prompt": found.prompt,
+        "new": found.new,
+        "device": found.rates.kind,
+        "fits": found.fits,
+        "peak": found.peak,
+        "room": found.rates.room,
+        "weights": found.weights,
+        "on_host": found.on_host,
+        "parameter_bytes": found.parameter_bytes,
+        "cache_bytes": found.cache_bytes,
+        "token_bytes": found.token_bytes,
+        "least_seconds": found.least_seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "programs": {
+            name: {
+                "memory": dict(program.memory),
+                "seconds": program.seconds,
+                "traffic": [dataclasses.asdict(each) for each in program.traffic],
+            }
+            for name, program in programs.items()
+        },
+    }

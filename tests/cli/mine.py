@@ -100,3 +100,7 @@ def nnx_model():
 
 def complete_workload(zero, rows, seq):
     return workload(plain, zero, rows, seq)
+
+
+def short():
+    return GPT(GPTConfig(vocab_size=64, block_size=8, n_layer=2, n_head=4, n_embd=16))

@@ -59,6 +59,10 @@ JSON = {
     "compile_seconds": "Seconds of all compiles.",
     "remedies": "Settings that fit; null if none were searched for.",
     "stages": "Memory by stage, with --picture.",
+    "generation": (
+        "With --generate, the only key: fits, peak, tokens_per_second, least_seconds, and the "
+        "fields of zerojax.generation.forecast.GenerationForecast."
+    ),
 }
 """The keys that `--json` prints."""
 
@@ -141,8 +145,8 @@ def plan(
         "--picture": picture is not None,
         "--collectives": collectives,
     }
-    alone = {"--weights": weights is not None, "--quantize": quantize is not None}
-    for option, is_given in (alone if generate is None else options).items():
+    extra = {"--weights": weights is not None, "--quantize": quantize is not None}
+    for option, is_given in (extra if generate is None else options).items():
         if is_given:
             wrong_input(
                 f"{option} has no effect {'without' if generate is None else 'beside'} --generate: "

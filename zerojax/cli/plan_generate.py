@@ -25,6 +25,7 @@ from zerojax.generation.weights import Weights
 from zerojax.models.registry import bound, find
 from zerojax.plan.table import size
 from zerojax.quantize import quantize_weights
+from zerojax.tuning.study import check_axes
 from zerojax.tuning.workload import Workload, workload
 
 
@@ -76,7 +77,12 @@ def run(
             if (message := explain_error(error, f"model {model!r} cannot be planned")) is None:
                 raise
             wrong_input(message)
-    typer.echo(json.dumps(to_json(found), indent=2) if as_json else _text(found))
+    if as_json:
+        typer.echo(json.dumps({"generation": to_json(found)}, indent=2))
+    else:
+        over = found.peak - found.rates.room
+        typer.echo(found)
+        typer.echo("fits" if over <= 0 else f"does not fit by {size(over)}")
     return found.fits
 
 
@@ -86,8 +92,13 @@ def _abstract(
     """Returns a model, and its abstract parameters at rest; an NNX model is abstract itself."""
     decorated = zero(quiet(config), mesh=mesh)
     options = {"zero": decorated, "rows": rows, "seq": seq, "remat": False, "remat_policy": None}
-    build, models = bound(function, options), []
-    work = workload(lambda: models.append(build()) or models[-1], decorated, rows, seq)
+    build, models = bound(function, options), list[Any]()
+
+    def make() -> Any:
+        models.append(build())
+        return models[-1]
+
+    work = workload(make, decorated, rows, seq)
     if isinstance(models[0], Workload):
         raise TypeError(
             "--generate takes a function that returns a flax model; this one returns a "
@@ -96,38 +107,12 @@ def _abstract(
     if work.specs is not None:
         decorated = zero(quiet(config), mesh=mesh, specs=work.specs)
     state = decorated.abstract_state(work.create_state, jax.random.key(0))
+    objects = state if isinstance(state, tuple) else (state,)
+    check_axes(decorated.plan(*objects))
     return (state[0], None) if isinstance(state, tuple) else (models[0], state.params)
 
 
-def _text(found: GenerationForecast) -> str:
-    over = found.peak - found.rates.room
-    return f"{found}\n  {'fits' if over <= 0 else f'does not fit by {size(over)}'}"
-
-
 def to_json(found: GenerationForecast) -> dict[str, Any]:
-    """Returns the figures as JSON values, in bytes and seconds, of each device."""
-    programs = {"prompts": found.reading, "token": found.token}
-    return {
-        "rows": found.rows,
-        "prompt": found.prompt,
-        "new": found.new,
-        "device": found.rates.kind,
-        "fits": found.fits,
-        "peak": found.peak,
-        "room": found.rates.room,
-        "weights": found.weights,
-        "on_host": found.on_host,
-        "parameter_bytes": found.parameter_bytes,
-        "cache_bytes": found.cache_bytes,
-        "token_bytes": found.token_bytes,
-        "least_seconds": found.least_seconds,
-        "tokens_per_second": found.tokens_per_second,
-        "programs": {
-            name: {
-                "memory": dict(program.memory),
-                "seconds": program.seconds,
-                "traffic": [dataclasses.asdict(each) for each in program.traffic],
-            }
-            for name, program in programs.items()
-        },
-    }
+    """Returns the fields of a forecast, and the results from them, as JSON values."""
+    results = ("fits", "peak", "tokens_per_second", "least_seconds")
+    return dataclasses.asdict(found) | {name: getattr(found, name) for name in results}

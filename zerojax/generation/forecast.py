@@ -133,18 +133,8 @@ def forecast(
       mesh: The devices, which need not exist.
       rates: The speeds and the memory of the devices.
       weights, dtype: As for ``generate``.
-
-    Raises:
-      ValueError: The rows are longer than the model's longest.
-      TypeError: The model has no cache.
     """
     decoder, params = decoder_of(model, params)
-    limit = decoder.limit()
-    if limit is not None and prompt + max_new_tokens > limit:
-        raise ValueError(
-            f"prompt = {prompt} and max_new_tokens = {max_new_tokens}: the model has positions for "
-            f"{limit} tokens. Shorten the prompt, or pass fewer new tokens"
-        )
     shapes = parameter_weights.shapes(params, dtype)
     cache = Cache.of(decoder, shapes, rows, prompt + max_new_tokens)
     stacks = cache.stacks(decoder, shapes)

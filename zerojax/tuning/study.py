@@ -164,12 +164,16 @@ class Study(Trials):
         step = decorated(work.train_step)
         step_args = (*objects, work.batch, *work.args)
         plan = decorated.plan(*objects)
-        _check_axes(plan)
+        check_axes(plan)
         return plan, step, step_args, work.tokens
 
 
-def _check_axes(plan: Plan) -> None:
-    """Rejects a mesh axis that shards neither the batch nor the model."""
+def check_axes(plan: Plan) -> None:
+    """Rejects a mesh axis that shards neither the batch nor the model.
+
+    Raises:
+      ValueError: The axis, and the models that have one.
+    """
     sharded_axes = {
         axis
         for leaf in plan.leaves["params"]

@@ -1,0 +1,139 @@
+"""`zerojax plan --generate`: the forecast of a generation."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from typer.testing import CliRunner
+
+import zerojax
+from zerojax.__main__ import app
+from zerojax.devices.rates import rates
+
+HERE = Path(__file__).parent
+SMALL = dataclasses.replace(rates("h100"), memory=1_500_000_100)
+"""Devices with 100 bytes beside the reserve."""
+
+
+@pytest.fixture(autouse=True)
+def _models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`mine` is a module."""
+    monkeypatch.syspath_prepend(HERE)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = lambda text, network: (zerojax.mesh(), SMALL)  # noqa: E731
+    monkeypatch.setattr("zerojax.cli.plan_generate.parse_devices", devices)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "zero.json"
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": 8}))
+    return path
+
+
+def run(
+    config: Path, *args: Any, model: str = "mini", devices: str = "h100:1", new: int | None = 4
+) -> Any:
+    given = ["--model", model, "--config", config, "--devices", devices, "--seq", 16, *args]
+    given += [] if new is None else ["--generate", new]
+    return CliRunner().invoke(app, ["plan", *map(str, given)])
+
+
+def found(result: Any) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    (key, value), *others = json.loads(result.stdout).items()
+    assert (key, others) == ("generation", [])
+    return dict(value)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_gpus(config: Path) -> None:
+    one = found(run(config, "--json"))
+    assert (one["rows"], one["prompt"], one["new"], one["fits"]) == (1, 16, 4, True)
+    assert one["weights"] == "gathered"
+    assert one["peak"] > one["parameter_bytes"] + one["cache_bytes"]
+
+    config.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
+    pair = {"devices": "h100:2"}
+    two = found(run(config, "--mesh", "data=1,model=2", "--json", **pair))
+    assert one["parameter_bytes"] / 2 < two["parameter_bytes"] < one["parameter_bytes"] * 0.6
+    assert two["cache_bytes"] == one["cache_bytes"] / 2
+    assert "all-reduce" in {each["kind"] for each in two["token"]["traffic"]}
+
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    config.write_text(json.dumps({"zero_optimization": zero}))
+    result = run(config, "--weights", "by_layer", "--quantize", "int8", **pair)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("generation, 2 rows, prompts of 16 tokens, 4 new ones, h100\n")
+    assert "in host memory" in result.stdout
+    assert "to the device a token" in result.stdout
+    assert result.stdout.endswith("\nfits\n")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_cpus")
+def test_a_generation_that_does_not_fit(config: Path) -> None:
+    result = run(config, "--batch", 16, model="mine:cut")
+    assert result.exit_code == 3, result.output
+    assert result.stdout.startswith("generation, 16 rows")
+    assert "\ndoes not fit by " in result.stdout
+
+
+@pytest.mark.usefixtures("on_cpus")
+@pytest.mark.parametrize(
+    ("args", "model", "says"),
+    [
+        ((), "mine:plain", "a Model keeps no keys and values between tokens"),
+        ((), "mine:CNN", "A bare model is taken as a language model"),
+        ((), "mine:three", "a int is no flax model"),
+        ((), "mine:complete_workload", "takes a function that returns a flax model"),
+        ((), "mine:short", "20 tokens in a row, but block_size = 8"),
+        (("--mesh", "data=4,other=2"), "mine:cut", "cut over the mesh axis 'other'"),
+        (("--attention", "plain"), "mine:cut", "model 'mine:cut' takes no `attention`"),
+    ],
+)
+def test_models_that_cannot_be_planned(
+    config: Path, args: tuple[str, ...], model: str, says: str
+) -> None:
+    result = run(config, *args, model=model)
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "new", "says"),
+    [
+        (["--picture", "a.png"], 4, "--picture has no effect beside --generate: leave it out"),
+        (["--collectives"], 4, "--collectives has no effect beside --generate"),
+        (["--remat"], 4, "--remat has no effect beside --generate"),
+        (["--no-remat"], 4, "--no-remat has no effect beside --generate"),
+        (["--remat-policy", "dots"], 4, "--remat-policy has no effect beside --generate"),
+        (["--no-remedies"], 4, "--no-remedies has no effect beside --generate"),
+        (["--quantize", "int8"], None, "--quantize has no effect without --generate"),
+        (["--weights", "gathered"], None, "leave it out, or add --generate N"),
+        (["--quantize", "int2"], 4, "'int2' is not one of"),
+        (["--weights", "here"], 4, "'here' is not one of"),
+        ([], 0, "--generate"),
+    ],
+)
+def test_options_that_will_not_do(
+    config: Path, args: list[str], new: int | None, says: str
+) -> None:
+    result = run(config, *args, new=new)
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr

@@ -30,7 +30,7 @@ def is_public(name: str) -> bool:
     package, _, rest = name.partition(".")
     if package != "zerojax" or not rest:
         return True
-    if rest in ("checkpoint", "models", "weights") or rest.startswith("models."):
+    if rest in ("checkpoint", "models", "weights") or rest.startswith(("models.", "generation.")):
         return True
     return "." not in rest and not inspect.ismodule(getattr(zerojax, rest))
 

@@ -1,0 +1,69 @@
+"""Programs of generation as the GPU compiler makes them: memory, collectives, bytes read."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zerojax
+from zerojax.devices.mesh import laid_out
+from zerojax.foresight.devices import parse_devices
+from zerojax.generation.forecast import GenerationForecast, forecast
+from zerojax.models.llama import SIZES, Llama, LlamaConfig
+from zerojax.models.tensor_parallel import TensorParallel
+
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.slow]
+
+SMALL = SIZES["llama-7b"] | {"n_layer": 4, "vocab_size": 4096}
+
+
+def found(
+    sizes: Any, devices: int = 1, weights: Any = "gathered", bits: int = 16, **keywords: Any
+) -> GenerationForecast:
+    mesh, rates = parse_devices(f"h100:{devices}")
+    tensor = None
+    if devices > 1:
+        mesh = laid_out(mesh, {"data": 1, "model": devices})
+        tensor = TensorParallel(mesh)
+    model = Llama(LlamaConfig(**sizes | {"scan": True}), tensor=tensor)
+    zero = zerojax.zero(
+        stage=3, bf16=True, mesh=mesh, specs=tensor.specs if tensor else None, **keywords
+    )
+
+    def create() -> TrainState:
+        params = model.init(jax.random.key(0), jnp.ones((1, 8), jnp.int32))["params"]
+        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+
+    params = zero.abstract_state(create).params
+    params = params if bits == 16 else zerojax.quantize_weights(params, bits)
+    return forecast(
+        model, params, rows=1, prompt=128, max_new_tokens=128, mesh=mesh, rates=rates,
+        weights=weights,
+    )  # fmt: skip
+
+
+def test_13b_from_host_memory_fits_in_6_gb() -> None:
+    from_host = found(
+        SIZES["llama-13b"], weights="by_layer", offload_param="cpu", offload_optimizer="cpu"
+    )
+    assert from_host.on_host
+    assert from_host.peak - from_host.cache_bytes < 6e9
+    (copies,) = (t for t in from_host.token.traffic if t.kind == "to the device")
+    assert copies.bytes < 1.05 * from_host.parameter_bytes
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_token_reads_each_weight_once(bits: int) -> None:
+    one = found(SMALL, bits=bits)
+    assert one.token_bytes < 1.1 * (one.parameter_bytes + one.cache_bytes)
+
+
+def test_tensor_parallel_tokens_have_megatrons_collectives() -> None:
+    token = found(SMALL, devices=4).token
+    counts = {t.kind: (t.times, t.bytes) for t in token.traffic}
+    # Two a layer, one after the embedding, one of the largest logits.
+    assert counts["all-reduce"][0] <= 2 * SMALL["n_layer"] + 2
+    assert sum(b for kind, (_, b) in counts.items() if kind != "all-reduce") < 1024

@@ -12,6 +12,7 @@ MODULES = (
     "smoke",
     "forecasts",
     "calibration",
+    "generation",
     "training",
     "kernels",
     "offload",
@@ -104,6 +105,10 @@ def _calibration(toy: bool) -> list[Measurement]:
     if toy:
         llama = xl = {"size": models.TOY_LLAMA, "rows": 2, "seq": 16}
 
+    generated: dict[str, Any] = {"size": models.LLAMA_8B, "rows": 1, "prompt": 128, "new": 128}
+    if toy:
+        generated = {"size": models.TOY_LLAMA, "rows": 1, "prompt": 4, "new": 4}
+
     def calibration(name: str, function: str, seconds: float, **given: Any) -> Measurement:
         return Measurement(
             name=name, part=2, tier=1, function=f"calibration:{function}", seconds=seconds,
@@ -117,7 +122,11 @@ def _calibration(toy: bool) -> list[Measurement]:
         calibration("attention by shape", "attention", 30, shapes=heads),
         calibration("Llama 8B of 8 layers, instructions", "instructions", 45, **llama),
         calibration("GPT-2 XL, instructions", "instructions", 45, **xl),
-    ]
+        Measurement(
+            name="Llama 8B of 8 layers, generated tokens", part=2, tier=1,
+            function="generation:tokens", seconds=90, arguments=generated,
+        ),
+    ]  # fmt: skip
 
 
 def _training(toy: bool) -> list[Measurement]:

@@ -7,8 +7,6 @@ print(forecast(model, params, rows=8, prompt=512, max_new_tokens=512, mesh=mesh,
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -184,11 +182,7 @@ def forecast(
 
 def _device_bytes(arrays: Layered) -> int:
     """Returns the bytes of a device's shards."""
-
-    def bits(x: Any) -> int:
-        is_integer = jnp.issubdtype(x.dtype, jnp.integer)  # int4 takes half a byte
-        spec = layout.full(x.sharding.spec, x.ndim)
-        elements = math.prod(layout.shard_shape(x.shape, spec, x.sharding.mesh))
-        return elements * (jnp.iinfo(x.dtype).bits if is_integer else 8 * x.dtype.itemsize)
-
-    return sum(map(bits, jax.tree.leaves(arrays))) // 8
+    return sum(
+        parameter_weights.device_bytes(x, layout.full(x.sharding.spec, x.ndim))
+        for x in jax.tree.leaves(arrays)
+    )

@@ -1,4 +1,4 @@
-"""Stacks of layers, taken apart for the loop over tokens.
+"""Stacks of layers, unstacked for the loop over tokens.
 
 A loop over layers copies each layer out of its stack before it multiplies by it: with few rows this
 takes three times the memory traffic of the weights themselves. Generation therefore keeps an array
@@ -55,8 +55,8 @@ def stacked(arrays: Layered) -> list[jax.Array]:
     return [jnp.stack(x) if isinstance(x, tuple) else x for x in arrays]
 
 
-def apart(arrays: Sequence[jax.Array], layers: Sequence[int]) -> Layered:
-    """Returns arrays with each stack taken apart into a tuple of `layers` arrays."""
+def unstacked(arrays: Sequence[jax.Array], layers: Sequence[int]) -> Layered:
+    """Returns arrays with a tuple of `layers` arrays in place of each stack."""
     return [tuple(x[i] for i in range(n)) if n else x for x, n in zip(arrays, layers, strict=True)]
 
 

@@ -19,7 +19,7 @@ from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.generation import weights
 from zerojax.generation.beam_search import Search, beam_search, begun, repeated
 from zerojax.generation.decoders import Cache, Decoder, Source, Traced
-from zerojax.generation.layers import Layered, Stacks, apart, run, stacked
+from zerojax.generation.layers import Layered, Stacks, run, stacked, unstacked
 from zerojax.generation.sampling import Sampling
 from zerojax.xla.compiler import JitOnceDecided, Options, options, streaming
 
@@ -58,7 +58,7 @@ class Generation:
       eos: The tokens that end a row.
       pad: The token after the end of a row.
       structure: `jax.tree.structure` of the parameters.
-      stacks: The arrays that are taken apart; none if the parameters stay at rest.
+      stacks: The arrays that are unstacked; none if the parameters stay at rest.
       mesh: The devices; None for parameters that are on no mesh.
       shards: The sharding of each parameter that is gathered or copied where it is used.
       search: The beam search, if there is more than one beam.
@@ -87,7 +87,7 @@ class Generation:
         """Reads the prompts but their last tokens, and the sources.
 
         Args:
-          arrays: The parameters, stacks apart.
+          arrays: The parameters.
           tokens: int32 [B, S].
           lengths: int32 [B], of the prompts.
           source: The sources of an encoder-decoder.
@@ -131,8 +131,7 @@ class Generation:
     def _read(
         self, arrays: Layered, cache: Layered | Source, tokens: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, Layered]:
-        """Calls the decoder; the layers of stacks that are apart run one after another."""
-
+        """Calls the decoder; unstacked layers run one after another."""
         before: Any = cache if isinstance(cache, Source) else stacked(cache)
         params = stacked(arrays)
         traced = Traced.of(
@@ -140,7 +139,7 @@ class Generation:
         )
         given = [*params, *jax.tree.leaves(before), tokens, positions]
         logits, *after = run(traced.closed, given, unroll=bool(self.stacks))
-        result = apart(after, self.stacks.cache)
+        result = unstacked(after, self.stacks.cache)
         if isinstance(cache, Source):
             return logits, result
         # An array that does not change keeps its layers, so that a beam search sees that.
@@ -157,7 +156,7 @@ class Generation:
     ) -> Progress:
         rows = len(tokens)
         empty = [*map(self._empty, self.cache.shapes, self.cache.rows)]
-        cache = apart(empty, self.stacks.cache)
+        cache = unstacked(empty, self.stacks.cache)
         at = lengths - 1
         if source is not None:
             _, start = self._read(arrays, source, tokens[:, :1], jnp.zeros((rows, 1), jnp.int32))

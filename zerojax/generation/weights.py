@@ -8,7 +8,6 @@ in every token ("by_layer"; from host memory this is ZeRO-Inference, arXiv:2207.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +27,7 @@ from zerojax.plan import layout
 from zerojax.plan.places import DEVICE, PINNED
 from zerojax.plan.stored import StoredArray
 from zerojax.plan.table import size
+from zerojax.quantize.report import array_bytes
 from zerojax.xla.types import PyTree
 
 Weights = Literal["gathered", "by_layer"]
@@ -40,17 +40,17 @@ class Placed(NamedTuple):
     """Parameters in place for generation.
 
     Attributes:
-      arrays: The arrays of the parameters; gathered stacks are taken apart.
+      arrays: The arrays of the parameters; gathered stacks are unstacked.
       mesh: The devices; None for parameters that are on no mesh.
       shards: The sharding of each parameter that is gathered or copied where it is used, None for
         the others; empty if the parameters are gathered.
-      is_apart: Whether stacks are taken apart.
+      is_unstacked: Whether stacks are unstacked.
     """
 
     arrays: Layered
     mesh: Mesh | AbstractMesh | None
     shards: tuple[NamedSharding | None, ...]
-    is_apart: bool
+    is_unstacked: bool
 
     @property
     def by_layer(self) -> bool:
@@ -58,8 +58,12 @@ class Placed(NamedTuple):
         return any(self.shards)
 
     def stacks(self, found: Stacks) -> Stacks:
-        """Returns the stacks that are taken apart."""
-        return found if self.is_apart else Stacks((0,) * len(found.params), (0,) * len(found.cache))
+        """Returns the stacks that are unstacked."""
+        return (
+            found
+            if self.is_unstacked
+            else Stacks((0,) * len(found.params), (0,) * len(found.cache))
+        )
 
 
 def mesh_of(arrays: Sequence[Any]) -> Mesh | AbstractMesh | None:
@@ -89,7 +93,7 @@ def place(
       weights: "gathered" or "by_layer"; None for gathered parameters if they fit.
       dtype: The dtype of floating parameters; None for their own.
       cache_bytes: The bytes of the cache on each device.
-      stacks: The layers of each array that is taken apart once it is gathered; 0 for the others.
+      stacks: The layers of each array that is unstacked once it is gathered; 0 for the others.
       devices: The devices, if they are absent, so that the parameters may be on an abstract mesh.
     """
     arrays = [_plain(x, dtype) for x in leaves]
@@ -107,9 +111,9 @@ def place(
         }
         log.info("generate: the parameters %s.", ways[weights])
     if weights == "gathered":
-        return Placed([*map(_gathered, arrays, stacks)], mesh, (), is_apart=True)
+        return Placed([*map(_gathered, arrays, stacks)], mesh, (), is_unstacked=True)
     shards = tuple(x.sharding if _is_shard(x) else None for x in arrays)
-    return Placed(arrays, mesh, shards, is_apart=False)
+    return Placed(arrays, mesh, shards, is_unstacked=False)
 
 
 def entered(
@@ -182,10 +186,14 @@ def _target(sharding: NamedSharding, ndim: int) -> layout.Spec:
 
 
 def _gathered_bytes(x: Any) -> int:
-    shape = x.shape
-    if isinstance(x.sharding, NamedSharding):
-        shape = layout.shard_shape(shape, _target(x.sharding, x.ndim), x.sharding.mesh)
-    return math.prod(shape) * x.dtype.itemsize
+    spec = _target(x.sharding, x.ndim) if isinstance(x.sharding, NamedSharding) else None
+    return device_bytes(x, spec)
+
+
+def device_bytes(x: Any, spec: layout.Spec | None) -> int:
+    """Returns the bytes of a device's shard under `spec`; of the array without one."""
+    shape = x.shape if spec is None else layout.shard_shape(x.shape, spec, x.sharding.mesh)
+    return array_bytes(shape, x.dtype)
 
 
 def _free(devices: Mesh | None) -> int | None:
@@ -214,11 +222,11 @@ def _gathered(x: Any, layers: int) -> Any:
     if is_abstract:
         layer = jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=target)
         return (layer,) * layers
-    return _take_apart(layers, target)(x)
+    return _unstack(layers, target)(x)
 
 
 @functools.lru_cache(maxsize=64)
-def _take_apart(layers: int, target: Sharding) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+def _unstack(layers: int, target: Sharding) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
     """Returns a function that returns the layers of a stack, each with the sharding `target`."""
     return jax.jit(lambda x: tuple(x[i] for i in range(layers)), out_shardings=target)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from zerojax.plan.table import size
 from zerojax.quantize.weights import is_quantized
 from zerojax.train_state.linen import is_train_state
-from zerojax.xla.types import PyTree, Shaped
+from zerojax.xla.types import PyTree
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def quantization_report(
     report = QuantizationReport(
         before,
         after,
-        sum(map(_bytes, jax.tree.leaves(_weights(original)))),
-        sum(map(_bytes, jax.tree.leaves(_weights(quantized)))),
+        _bytes(original),
+        _bytes(quantized),
         n_quantized,
         len(nodes) - n_quantized,
         higher_is_better,
@@ -146,7 +146,12 @@ def _scalar(value: Any) -> float:
     return float(value)
 
 
-def _bytes(x: Shaped) -> int:
-    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
-    bits = jnp.iinfo(x.dtype).bits if is_integer else 8 * x.dtype.itemsize
-    return math.prod(x.shape) * bits // 8
+def _bytes(tree: PyTree) -> int:
+    return sum(array_bytes(x.shape, x.dtype) for x in jax.tree.leaves(_weights(tree)))
+
+
+def array_bytes(shape: Sequence[int], dtype: np.dtype) -> int:
+    """Returns the bytes of an array; an int4 takes half a byte."""
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    bits = jnp.iinfo(dtype).bits if is_integer else 8 * dtype.itemsize
+    return math.prod(shape) * bits // 8

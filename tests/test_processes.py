@@ -19,6 +19,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from swept import swept
 
 import zerojax
 from zerojax.distributed.row_agreement import RowAgreement
@@ -335,7 +336,7 @@ for at, rows in enumerate([8, 8, 16, 16, 8, 24 if process else 8, 8, 8]):
 """
 
 
-@pytest.mark.parametrize("reads", ["reads", "runs ahead"])
+@pytest.mark.parametrize("reads", swept(["runs ahead", "reads"], 1))
 def test_rows_that_change_in_one_process_end_all_with_the_reason(
     reads: str, tmp_path: Path, environment_of: Callable[..., dict[str, str]]
 ) -> None:

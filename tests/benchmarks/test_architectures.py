@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from swept import swept
 
 import zerojax
 from benchmarks.architecture_models import Sizes, architectures
@@ -64,8 +66,7 @@ class TestCompiled:
         assert found.units["all-reduce"] < 0.02
         assert missed([found]) == []
 
-    @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.sweep), 3])
-    @pytest.mark.parametrize("model", ["gru", "by hand"])
+    @pytest.mark.parametrize(("model", "stage"), swept(product(["by hand", "gru"], [3, 2])))
     def test_other_loops_over_time_do_too(self, model: str, stage: int) -> None:
         """Weights of 512 x 512 and more; a unit is their bf16 once. Stage 1 is stage 2's program
         without accumulation."""

@@ -208,11 +208,18 @@ LABELS = jax.ShapeDtypeStruct((16 * DEVICES,), jnp.int32)
 class TestCompiled:
     @pytest.mark.parametrize(
         ("model", "params", "batch"),
-        [
-            (two_layers, shapes(4096, 8192), rows_of(64, 4096)),
-            (scanned, shapes(2048, 8192, 6), rows_of(64, 2048)),
-            (head, {"head": (1024, 131072), "bias": (131072,)}, rows_of(16, 1024, label=LABELS)),
-        ],
+        swept(
+            [
+                (scanned, shapes(2048, 8192, 6), rows_of(64, 2048)),
+                (
+                    head,
+                    {"head": (1024, 131072), "bias": (131072,)},
+                    rows_of(16, 1024, label=LABELS),
+                ),
+                (two_layers, shapes(4096, 8192), rows_of(64, 4096)),
+            ],
+            2,
+        ),
     )
     def test_no_more_is_sent_than_by_plain_jit(
         self, model: Any, params: Any, batch: Any, monkeypatch: pytest.MonkeyPatch

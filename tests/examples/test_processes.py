@@ -60,7 +60,7 @@ def run(environment: dict[str, str]) -> Callable[..., Said]:
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("evaluate", 2),
+        pytest.param("evaluate", 2, marks=pytest.mark.sweep),
         pytest.param("minimal", 4, marks=pytest.mark.sweep),
         pytest.param("minimal_nnx", 2, marks=pytest.mark.sweep),
         pytest.param("resume", 4, marks=pytest.mark.sweep),

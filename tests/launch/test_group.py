@@ -27,6 +27,7 @@ from launch.launched import (
     living,
     state,
 )
+from swept import swept
 
 from zerojax.launch.relay import Relay, Source
 
@@ -226,7 +227,7 @@ def stopped(launch: Launch, number: signal.Signals, word: str = "ready") -> None
     launch.send(number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", swept([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]))
 def test_sigterm_is_passed_on_and_waited_for(tmp_path: Path, number: signal.Signals) -> None:
     with launching(tmp_path, PREEMPTIBLE, "--nproc-per-node=2", "--max-restarts=3") as launch:
         stopped(launch, number)

@@ -74,7 +74,7 @@ ON_HOST = {"offload_optimizer": {"device": "cpu", "compute_on": "host"}}
 CASES = [
     Case("cpu, stage 1", CPU, 1, base=CLIP, sweep=True),
     Case("cpu, stage 2", CPU, 2, base=CLIP, devices=8, group=120, sweep=True),
-    Case("cpu, stage 3", CPU, 3, base=CLIP),
+    Case("cpu, stage 3", CPU, 3, base=CLIP, sweep=True),
     Case("cpu, stage 1, fp16", CPU, 1, base=FP16, sweep=True),
     Case("cpu, stage 2, fp16", CPU, 2, base=FP16),
     Case("cpu, stage 3, fp16", CPU, 3, base=FP16, sweep=True),

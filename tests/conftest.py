@@ -182,6 +182,19 @@ def full_compile(request: pytest.FixtureRequest, compiled: Path) -> Iterator[Non
 
 
 @pytest.fixture
+def compiles() -> Iterator[list[str]]:
+    """One entry for each program that jax compiles meanwhile."""
+    seen: list[str] = []
+
+    def listen(event: str, *_: Any, **__: Any) -> None:
+        seen.extend(["compile"] if event.endswith("backend_compile_duration") else [])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
 def in_float64() -> Iterator[None]:
     with jax.enable_x64(True):
         yield

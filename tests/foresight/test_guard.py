@@ -70,19 +70,6 @@ def guarded(
     return Step(Arguments(function), zero.states, True, guard)
 
 
-@pytest.fixture
-def compiles() -> Any:
-    """The names of what jax compiles meanwhile."""
-    seen: list[str] = []
-
-    def listen(event: str, *_: Any, **__: Any) -> None:
-        seen.extend(["compile"] if event.endswith("backend_compile_duration") else [])
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_a_step_that_fits_runs_and_is_compiled_once(compiles: list[str]) -> None:
     zero = zerojax.zero(stage=1)
     state = zero.init(create_state, jax.random.key(0))

@@ -276,42 +276,6 @@ def test_nan_logits_are_an_error() -> None:
         zerojax.generate(model, params, [[1, 2, 3]], max_new_tokens=2)
 
 
-class NoCache(nn.Module):
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        return nn.Embed(8, 8)(tokens)
-
-
-@pytest.mark.parametrize(
-    ("how", "error", "message"),
-    [
-        (dict(tokens=[[1] * 30], max_new_tokens=5), ValueError, "positions for 32"),
-        (dict(tokens=[[1, 256]]), ValueError, "token 256 at position 1 of row 0"),
-        (dict(tokens=[[1], [2, -1]]), ValueError, "token -1 at position 1 of row 1"),
-        (dict(tokens=[[1], []]), ValueError, "the prompt of row 1 is empty"),
-        (dict(tokens=[]), ValueError, "no row"),
-        (dict(tokens=np.ones((2, 3))), TypeError, "float64"),
-        (dict(tokens=np.ones(3, int)), ValueError, r"shape \(3,\)"),
-        (dict(max_new_tokens=0), ValueError, "max_new_tokens = 0"),
-        (dict(temperature=1.0), ValueError, r"pass key=jax.random.key"),
-        (dict(temperature=-1.0), ValueError, "temperature = -1.0"),
-        (dict(top_k=5), ValueError, "need a temperature"),
-        (dict(eos=256), ValueError, "eos = 256 is not among"),
-        (dict(num_beams=0), ValueError, "num_beams = 0"),
-        (dict(num_beams=2, temperature=1.0, key=1), ValueError, "num_beams = 2 beside temperature"),
-        (dict(length_penalty=2.0), ValueError, "need num_beams of 2 or more"),
-        (dict(num_beams=2, early_stopping="soon"), ValueError, "'never', not 'soon'"),
-        (dict(weights="here"), ValueError, 'must be "gathered", "by_layer"'),
-        (dict(model=NoCache()), TypeError, "keeps no keys and values"),
-    ],
-    ids=str,
-)
-def test_bad_input(how: Any, error: type[Exception], message: str) -> None:
-    given = dict(model=gpt(), params=params_of(gpt()), tokens=[[1]], max_new_tokens=2) | how
-    with pytest.raises(error, match=message):
-        zerojax.generate(**given)
-
-
 def test_streams_have_no_beams() -> None:
     with pytest.raises(ValueError, match="leave num_beams out"):
         zerojax.generate_stream(gpt(), params_of(gpt()), [[1]], max_new_tokens=2, num_beams=2)

@@ -52,12 +52,21 @@ def require_same_program(name: str, programs: Iterable[jax.stages.Lowered]) -> N
     )
 
 
-def require_same_values(name: str, values: Mapping[str, object]) -> None:
+SAME_ARGUMENTS = (
+    "What is not rows of a batch is the same in every process: seeds, keys and rates must not "
+    "depend on it"
+)
+
+
+def require_same_values(
+    name: str, values: Mapping[str, object], remedy: str = SAME_ARGUMENTS
+) -> None:
     """Refuses arrays and numbers that differ between the processes.
 
     Args:
       name: Name of the values' owner, for messages.
       values: Values by name; only numbers, host arrays and fully addressable arrays are compared.
+      remedy: The end of the message.
 
     Raises:
       LaunchError: Values differ; raised in all processes, with a name that differs.
@@ -70,8 +79,7 @@ def require_same_values(name: str, values: Mapping[str, object]) -> None:
         each = _lines([each.get(unequal[0], "none") for each in received])
         more = f"\nand so do {len(unequal) - 1} more" if unequal[1:] else ""
         raise LaunchError(
-            f"{name}: {unequal[0]} differs between the processes:\n{each}{more}\nWhat is not rows "
-            "of a batch is the same in every process: seeds, keys and rates must not depend on it"
+            f"{name}: {unequal[0]} differs between the processes:\n{each}{more}\n{remedy}"
         )
 
 

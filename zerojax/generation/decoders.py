@@ -6,6 +6,7 @@ Shapes: B rows, T tokens of a call, S positions of the cache, V vocabulary, N to
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +17,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.tree_util import PyTreeDef
 
+from zerojax.generation.checks import check_params
 from zerojax.generation.layers import Stacks
 from zerojax.generation.nnx_decoder import NNXDecoder
 from zerojax.models.cache import COLLECTION, MEMORY
@@ -53,6 +55,8 @@ class Decoder(Protocol):
 
     @property
     def takes_positions(self) -> bool: ...
+
+    def __hash__(self) -> int: ...
 
     def limit(self) -> int | None:
         """Returns the number of tokens of the longest row; None if the model states none."""
@@ -158,13 +162,15 @@ def decoder_of(model: object, params: PyTree) -> tuple[Decoder, PyTree]:
       params: The parameters, or a state with them; for an NNX model also None.
 
     Raises:
-      TypeError: The model has no cache.
+      TypeError: The model has no cache, or there are no parameters.
     """
-    params = getattr(params, "params", params)
+    given, params = params, getattr(params, "params", params)
     if isinstance(model, nnx.Module):
         takes_positions = _takes_positions(type(model), "__call__")
         return NNXDecoder.of(model, params, takes_positions, _limit(model))
-    return _linen_decoder(model), params
+    decoder = _linen_decoder(model)
+    check_params(given, params, model)
+    return decoder, params
 
 
 def _linen_decoder(model: object) -> Decoder:
@@ -216,39 +222,12 @@ class Cache(NamedTuple):
         Raises:
           TypeError: The model returns no cache.
         """
-
-        def call(rows: int) -> tuple[jax.ShapeDtypeStruct, PyTree]:
-            tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-            begun = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), source
-            )
-            return jax.eval_shape(
-                lambda p, s, t: decoder(dequantize(p), s, t, t), params, begun, tokens
-            )
-
-        logits, cache = call(rows)
-        shapes, structure = jax.tree.flatten(cache)
-        if not shapes:
-            raise TypeError(
-                f'generate: the model wrote nothing into its collection "{COLLECTION}": its '
-                "attention must keep keys and values there, as "
-                "flax.linen.MultiHeadDotProductAttention(decode=True) does"
-            )
-        others = jax.tree.leaves(call(rows + 1)[1])
-        dims = (
-            [i for i, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)) if a != b]
-            for x, y in zip(shapes, others, strict=True)
-        )
-        by_rows = tuple(found[0] if found else -1 for found in dims)
-        return cls(tuple(shapes), by_rows, structure, logits.shape[-1])
+        arguments, structure = _abstract((params, source))
+        return _cache(decoder, arguments, structure, rows, length)
 
     def stacks(self, decoder: Decoder, params: PyTree) -> Stacks:
         """Returns the stacks of layers among the parameters and the arrays of the cache."""
-        (rows,) = {x.shape[i] for x, i in zip(self.shapes, self.rows, strict=True) if i >= 0}
-        leaves, structure = jax.tree.flatten(params)
-        token = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
-        traced = Traced.of(decoder, structure, self.structure, leaves, self.shapes, token, token)
-        return Stacks.of(traced.closed, len(leaves), len(self.shapes))
+        return _stacks(self, decoder, *_abstract(params))
 
     @property
     def axes(self) -> PyTree:
@@ -265,6 +244,60 @@ class Cache(NamedTuple):
     def bytes(self) -> int:
         """The bytes of the cache."""
         return sum(x.size * x.dtype.itemsize for x in self.shapes)
+
+
+def _abstract(tree: PyTree) -> tuple[tuple[jax.ShapeDtypeStruct, ...], PyTreeDef]:
+    """Returns the shapes and dtypes of a tree, and its structure; hashable."""
+    leaves, structure = jax.tree.flatten(tree)
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves), structure
+
+
+# Traces of a model take longer than a token: a loop that generates again needs them once.
+@functools.lru_cache(maxsize=32)
+def _cache(
+    decoder: Decoder,
+    arguments: tuple[jax.ShapeDtypeStruct, ...],
+    structure: PyTreeDef,
+    rows: int,
+    length: int,
+) -> Cache:
+    params, source = jax.tree.unflatten(structure, arguments)
+
+    def call(rows: int) -> tuple[jax.ShapeDtypeStruct, PyTree]:
+        tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+        begun = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), source)
+        return jax.eval_shape(
+            lambda p, s, t: decoder(dequantize(p), s, t, t), params, begun, tokens
+        )
+
+    logits, cache = call(rows)
+    shapes, structure = jax.tree.flatten(cache)
+    if not shapes:
+        raise TypeError(
+            f'generate: the model wrote nothing into its collection "{COLLECTION}": its '
+            "attention must keep keys and values there, as "
+            "flax.linen.MultiHeadDotProductAttention(decode=True) does"
+        )
+    others = jax.tree.leaves(call(rows + 1)[1])
+    dims = (
+        [i for i, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)) if a != b]
+        for x, y in zip(shapes, others, strict=True)
+    )
+    by_rows = tuple(found[0] if found else -1 for found in dims)
+    return Cache(tuple(shapes), by_rows, structure, logits.shape[-1])
+
+
+@functools.lru_cache(maxsize=32)
+def _stacks(
+    cache: Cache,
+    decoder: Decoder,
+    leaves: tuple[jax.ShapeDtypeStruct, ...],
+    structure: PyTreeDef,
+) -> Stacks:
+    (rows,) = {x.shape[i] for x, i in zip(cache.shapes, cache.rows, strict=True) if i >= 0}
+    token = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    traced = Traced.of(decoder, structure, cache.structure, leaves, cache.shapes, token, token)
+    return Stacks.of(traced.closed, len(leaves), len(cache.shapes))
 
 
 class Traced(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -43,7 +43,8 @@ class NNXDecoder:
           longest: The number of tokens of its longest row.
 
         Raises:
-          TypeError: No module has `init_cache`.
+          TypeError: No module has `init_cache`, or `params` are not variables.
+          ValueError: `params` are those of another model.
         """
         copy = nnx.merge(*nnx.split(model))
         if not [*_caches(copy)]:
@@ -54,6 +55,7 @@ class NNXDecoder:
                 "True while tokens are generated, or write one as zerojax.models.gpt_nnx does."
             )
         if params is not None:
+            _check(copy, params)
             nnx.update(copy, params)
         copy.eval(**({} if takes_positions else {"decode": True}))
         nnx.pop(copy, nnx.Cache)
@@ -76,6 +78,27 @@ class NNXDecoder:
             tokens = tokens[:, :1]
         logits = model(tokens, **more)
         return logits, nnx.as_pure(nnx.state(model, nnx.Cache))
+
+
+def _check(model: nnx.Module, params: PyTree) -> None:
+    """Rejects variables of another model."""
+    remedy = f"pass None, or nnx.state of a {type(model).__name__} of the same config"
+    if not isinstance(params, Mapping):
+        raise TypeError(f"generate: params: a {type(params).__name__}: {remedy}")
+    shapes, needed = _shapes(nnx.state(model)), _shapes(nnx.state(model, nnx.Param))
+    given = _shapes(params)
+    for path in {**needed, **given}:
+        if given.get(path) != shapes.get(path):
+            have, want = (each.get(path, "not there") for each in (given, shapes))
+            raise ValueError(f"generate: params{path} is {have}, and in the model {want}: {remedy}")
+
+
+def _shapes(variables: PyTree) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each variable by its path; that of a quantized one is unquantized."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        nnx.as_pure(variables), is_leaf=lambda x: hasattr(x, "shape")
+    )
+    return {jax.tree_util.keystr(path): x.shape for path, x in leaves}
 
 
 def _caches(model: nnx.Module) -> Iterator[Any]:

@@ -5,14 +5,15 @@ Shapes: B rows, T tokens of the longest prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.typing import ArrayLike
 
 Tokens = ArrayLike | Sequence[Sequence[int]]
+
+SHAPES = "pass int [rows, tokens], or a sequence of tokens for each row"
 
 
 class Prompts(NamedTuple):
@@ -35,45 +36,35 @@ class Prompts(NamedTuple):
           mask: [B, T], 0 or False on padding, on either side of a row.
 
         Raises:
-          ValueError: There is no row, or a prompt is empty.
+          ValueError: There is no row, a prompt is empty, or the mask does not fit.
           TypeError: The tokens are not integers.
 
         >>> Prompts.of([[5, 6, 7], [8]], None).tokens.tolist()
         [[5, 6, 7], [8, 0, 0]]
         >>> Prompts.of([[0, 0, 8]], [[0, 0, 1]]).tokens.tolist()
-        [[8]]
+        [[8, 0, 0]]
         """
-        if isinstance(tokens, jax.Array | np.ndarray):
-            array = np.asarray(tokens)
-            if array.ndim != 2:
-                raise ValueError(
-                    f"tokens have the shape {array.shape}: pass int [rows, tokens], or a sequence "
-                    "of tokens for each row"
-                )
-            kept = np.ones(array.shape, bool) if mask is None else np.asarray(mask) != 0
-            if kept.shape != array.shape:
-                raise ValueError(f"mask has the shape {kept.shape}, and tokens {array.shape}")
-            rows = [row[keep] for row, keep in zip(array, kept, strict=True)]
-        else:
-            rows = [np.asarray(row) for row in tokens]  # type: ignore[union-attr]
-            if mask is not None:
-                return cls.of(np.asarray(tokens), mask)
+        rows = _rows("tokens", tokens)
         if not rows:
-            raise ValueError("tokens have no row: pass int [rows, tokens] with one row or more")
+            raise ValueError(f"tokens have no row: {SHAPES}, with one row or more")
+        for i, row in enumerate(rows):
+            if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+                raise TypeError(
+                    f"row {i} of tokens has the shape {row.shape} and the dtype {row.dtype}: "
+                    f"{SHAPES}"
+                )
+        longest = max(row.size for row in rows)
+        if mask is not None:
+            rows = _kept(rows, mask)
         for i, row in enumerate(rows):
             if not row.size:
                 raise ValueError(
                     f"the prompt of row {i} is empty: start it with the model's first token (BOS)"
                 )
-            if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
-                raise TypeError(
-                    f"the prompt of row {i} is {row.dtype} {row.shape}: pass integers [tokens]"
-                )
-        lengths = np.array([row.size for row in rows], np.int32)
-        padded = np.zeros((len(rows), int(lengths.max())), np.int32)
+        padded = np.zeros((len(rows), longest), np.int32)
         for line, row in zip(padded, rows, strict=True):
             line[: row.size] = row
-        return cls(padded, lengths)
+        return cls(padded, np.array([row.size for row in rows], np.int32))
 
     @property
     def mask(self) -> np.ndarray:
@@ -94,3 +85,29 @@ class Prompts(NamedTuple):
                 f"token {self.tokens[row, at]} at position {at} of row {row} is not among the "
                 f"model's {vocabulary} tokens (0 ... {vocabulary - 1}): check the tokenizer"
             )
+
+
+def _rows(name: str, given: Any) -> list[np.ndarray]:
+    if not isinstance(given, Iterable) or isinstance(given, str | Mapping):
+        raise TypeError(f"{name}: a {type(given).__name__}: {SHAPES}")
+    return [np.asarray(row) for row in (np.asarray(given) if hasattr(given, "shape") else given)]
+
+
+def _kept(rows: list[np.ndarray], mask: Any) -> list[np.ndarray]:
+    """Returns rows without the tokens at which a mask is 0.
+
+    Raises:
+      ValueError: The mask has another shape than the rows, or other numbers than 0 and 1.
+    """
+    masks = _rows("mask", mask)
+    if len(masks) != len(rows):
+        raise ValueError(f"mask has {len(masks)} rows, and tokens {len(rows)}")
+    for i, (kept, row) in enumerate(zip(masks, rows, strict=True)):
+        if kept.shape != row.shape:
+            raise ValueError(
+                f"row {i} of mask has the shape {kept.shape}, and of tokens {row.shape}: pass 1 or "
+                "0 for each token"
+            )
+        if not np.isin(kept, (0, 1)).all():
+            raise ValueError(f"row {i} of mask has {kept[~np.isin(kept, (0, 1))][0]}: pass 1 or 0")
+    return [row[kept != 0] for row, kept in zip(rows, masks, strict=True)]

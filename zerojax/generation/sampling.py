@@ -9,10 +9,12 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from zerojax.generation.checks import integer, number
 from zerojax.models.loss import widen
 
 
@@ -35,7 +37,7 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
+        if self.temperature < 0:
             raise ValueError(f"temperature = {self.temperature} must be 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k = {self.top_k} must be 1 or more; None draws from all tokens")
@@ -45,6 +47,15 @@ class Sampling:
             raise ValueError(
                 "top_k and top_p need a temperature above 0: without one the largest logit is taken"
             )
+
+    @classmethod
+    def of(cls, temperature: Any, top_k: Any, top_p: Any) -> Sampling:
+        """Returns the options for numbers of Python, NumPy or JAX, or None."""
+        return cls(
+            temperature=number("temperature", 0.0 if temperature is None else temperature),
+            top_k=None if top_k is None else integer("top_k", top_k),
+            top_p=None if top_p is None else number("top_p", top_p),
+        )
 
     @property
     def is_greedy(self) -> bool:

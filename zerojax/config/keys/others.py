@@ -133,7 +133,7 @@ OTHERS: tuple[Key, ...] = (
     ),
     *off_only("", "compression is not supported", compression_training=_EMPTY),
     *off_only("", "inference is not supported", weight_quantization=(optional(OBJECT), None)),
-    *off_section("hybrid_engine", "inference is not supported"),
+    *off_section("hybrid_engine", "call zerojax.generate with the state between steps"),
     *off_section(
         "eigenvalue",
         "it is not supported",

@@ -1,0 +1,172 @@
+"""Wrong arguments: an error that names them, before anything is compiled."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from generation.test_generate import create, gpt, params_of
+
+import zerojax
+from zerojax.models import gpt_nnx
+from zerojax.models.gpt import SIZES, GPTConfig
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+DRAW: dict[str, Any] = dict(temperature=1.0, key=jax.random.key(0))
+
+
+class NoCache(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return nn.Embed(8, 8)(tokens)
+
+
+class NoParams(NamedTuple):
+    opt_state: Any
+
+
+def nnx_gpt(**fields: Any) -> gpt_nnx.GPT:
+    """Returns an abstract model."""
+    config = GPTConfig(**SIZES["tiny"] | fields)
+    return nnx.eval_shape(lambda: gpt_nnx.GPT(config, rngs=nnx.Rngs(params=0)))
+
+
+def of_nnx(**fields: Any) -> dict[str, Any]:
+    """Returns a model, and the variables of one with other fields."""
+    model = nnx_gpt()
+    nnx.update(model, params_of(gpt()))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.state(nnx_gpt(**fields)))
+    return dict(model=model, params=zeros)
+
+
+Bad = tuple[Any, type[Exception], str]
+
+PARAMS: list[Bad] = [
+    (dict(params=None), TypeError, "params: none, in place of the parameters of GPT. Pass"),
+    (dict(params={}), TypeError, "params: none"),
+    (dict(params=[1, 2]), TypeError, "params: a list, in place of"),
+    (dict(params=optax.sgd(0.1).init({})), TypeError, "params: none"),
+    (dict(params=NoParams(jnp.ones(3))), TypeError, "params: a NoParams, in place of"),
+    (
+        lambda: dict(params=create(gpt()).replace(params=None)),
+        TypeError,
+        "params: none in the TrainState",
+    ),
+    (
+        lambda: dict(params=jax.eval_shape(lambda: params_of(gpt()))),
+        TypeError,
+        r"params\['h_0'\]\['attn'\].* without values: pass arrays",
+    ),
+    (
+        lambda: dict(params=zerojax.zero(stage=3).abstract_state(lambda: create(gpt()))),
+        TypeError,
+        "without values: pass arrays, of model.init, zero.init or a checkpoint",
+    ),
+    (lambda: dict(params=params_of(gpt(scan=True))), Exception, "No parameter|not find parameter"),
+    (lambda: dict(params=params_of(gpt(n_embd=64))), Exception, "shape"),
+    (lambda: of_nnx() | dict(params=[1]), TypeError, "params: a list: pass None, or nnx.state of"),
+    (lambda: of_nnx() | dict(params={}), ValueError, "is not there, and in the model"),
+    (lambda: of_nnx(n_embd=64), ValueError, r"is \(192,\), and in the model \(96,\)"),
+    (lambda: of_nnx(n_layer=1), ValueError, r"params\['h_1'\].* is not there"),
+    (lambda: of_nnx(n_layer=3), ValueError, r"params\['h_2'\].* and in the model not there"),
+    (lambda: dict(model=nnx_gpt(), params=None), TypeError, "without values"),
+    (dict(model=NoCache()), TypeError, "keeps no keys and values"),
+    (dict(model=gpt), TypeError, "keeps no keys and values"),
+]
+TOKENS: list[Bad] = [
+    (dict(tokens=[[1] * 30], max_new_tokens=5), ValueError, "positions for 32"),
+    (dict(tokens=[[1, 256]]), ValueError, "token 256 at position 1 of row 0"),
+    (dict(tokens=[[1], [2, -1]]), ValueError, "token -1 at position 1 of row 1"),
+    (dict(tokens=[[1], []]), ValueError, "the prompt of row 1 is empty"),
+    (dict(tokens=[]), ValueError, "no row"),
+    (dict(tokens=None), TypeError, "tokens: a NoneType: pass int"),
+    (dict(tokens="hello"), TypeError, "tokens: a str: pass int"),
+    (dict(tokens=["hello"]), TypeError, r"row 0 of tokens has the shape \(\) and the dtype <U5"),
+    (dict(tokens={"input_ids": [[1]]}), TypeError, "tokens: a dict"),
+    (dict(tokens=np.ones((2, 3))), TypeError, "the dtype float64: pass int"),
+    (dict(tokens=np.ones((2, 3), bool)), TypeError, "the dtype bool"),
+    (dict(tokens=[1, 2, 3]), TypeError, r"row 0 of tokens has the shape \(\)"),
+    (dict(tokens=np.ones(3, int)), TypeError, r"row 0 of tokens has the shape \(\)"),
+    (dict(tokens=np.ones((1, 2, 3), int)), TypeError, r"the shape \(2, 3\)"),
+    (dict(tokens=[[1, 2]], mask=[[1]]), ValueError, r"row 0 of mask has the shape \(1,\)"),
+    (dict(tokens=[[1], [2]], mask=[[1]]), ValueError, "mask has 1 rows, and tokens 2"),
+    (dict(tokens=[[1, 2]], mask=[1]), ValueError, r"row 0 of mask has the shape \(\)"),
+    (dict(tokens=[[1, 2]], mask=[[-1e9, 0]]), ValueError, r"mask has -1000000000.0: pass 1 or 0"),
+    (dict(tokens=[[1, 2]], mask=[[0, 0]]), ValueError, "the prompt of row 0 is empty"),
+]
+OPTIONS: list[Bad] = [
+    (dict(max_new_tokens=0), ValueError, "max_new_tokens = 0"),
+    (dict(max_new_tokens=-1), ValueError, "max_new_tokens = -1"),
+    (dict(max_new_tokens=2.5), TypeError, "max_new_tokens = 2.5 must be an integer"),
+    (dict(max_new_tokens=None), TypeError, "max_new_tokens = None must be an integer"),
+    (dict(temperature=1.0), ValueError, r"pass key=jax.random.key"),
+    (dict(temperature=-1.0), ValueError, "temperature = -1.0"),
+    (dict(temperature=float("nan")), ValueError, "temperature = nan must be a finite"),
+    (dict(temperature="1"), ValueError, "temperature = '1' must be a finite number"),
+    (dict(temperature=1.0, key=0), TypeError, "key = 0: pass one key"),
+    (dict(temperature=1.0, key=jax.random.split(jax.random.key(0))), TypeError, r"key<fry>\[2\]"),
+    (dict(top_k=5), ValueError, "need a temperature"),
+    (DRAW | dict(top_k=0), ValueError, "top_k = 0"),
+    (DRAW | dict(top_k=-1), ValueError, "top_k = -1"),
+    (DRAW | dict(top_k=2.0), TypeError, "top_k = 2.0 must be an integer"),
+    (DRAW | dict(top_p=0), ValueError, "top_p = 0.0"),
+    (DRAW | dict(top_p=1.5), ValueError, "top_p = 1.5"),
+    (DRAW | dict(top_p=float("nan")), ValueError, "top_p = nan"),
+    (dict(eos=256), ValueError, "eos = 256 is not among"),
+    (dict(eos=[1, -1]), ValueError, "eos = -1 is not among"),
+    (dict(eos=2.5), TypeError, "eos = 2.5 must be an integer"),
+    (dict(eos="</s>"), TypeError, "eos = '</s>' must be an integer"),
+    (dict(pad=256), ValueError, "pad = 256 is not among"),
+    (dict(pad=1.5), TypeError, "pad = 1.5 must be an integer"),
+    (dict(dtype=jnp.int8), ValueError, "dtype = int8 must be floating"),
+    (dict(dtype="bf16"), TypeError, "bf16"),
+    (dict(num_beams=0), ValueError, "num_beams = 0"),
+    (dict(num_beams=1.5), TypeError, "num_beams = 1.5 must be an integer"),
+    (DRAW | dict(num_beams=2), ValueError, "num_beams = 2 beside temperature"),
+    (dict(length_penalty=2.0), ValueError, "need num_beams of 2 or more"),
+    (dict(num_beams=2, length_penalty="1"), ValueError, "length_penalty = '1' must be a finite"),
+    (dict(num_beams=2, early_stopping="soon"), ValueError, "'never', not 'soon'"),
+    (dict(weights="here"), ValueError, 'must be "gathered", "by_layer"'),
+]
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"), [*PARAMS, *TOKENS, *OPTIONS], ids=lambda x: str(x)[:60]
+)
+def test_bad_input(how: Any, error: type[Exception], message: str, compiles: list[str]) -> None:
+    given = dict(model=gpt(), params=params_of(gpt()), tokens=[[1]], max_new_tokens=2)
+    given |= how() if callable(how) else how
+    compiles.clear()
+    with pytest.raises(error, match=message):
+        zerojax.generate(**given)
+    assert not compiles
+
+
+@pytest.mark.parametrize("what", ["params", "tokens", "key"])
+def test_calls_inside_jit_are_an_error(what: str) -> None:
+    given: Any = dict(params=params_of(gpt()), tokens=jnp.ones((1, 2), int), max_new_tokens=2)
+
+    def call(x: Any) -> Any:
+        return zerojax.generate(gpt(), **given | DRAW | {what: x})
+
+    with pytest.raises(TypeError, match=rf"generate: {what}.* is traced: .*; call it outside jit"):
+        jax.eval_shape(call, (given | DRAW)[what])
+
+
+def test_calls_of_equal_shapes_share_programs(compiles: list[str]) -> None:
+    """Prompts are padded differently, and options are numbers of NumPy and JAX."""
+    params, tokens = params_of(gpt()), np.array([[0, 5, 6], [7, 8, 9]])
+    how: Any = dict(max_new_tokens=2, top_k=300, top_p=1.0, eos=3, **DRAW)
+    zerojax.generate(gpt(), params, tokens, mask=[[0, 1, 1], [1, 1, 1]], **how)
+    compiles.clear()
+    how |= dict(max_new_tokens=np.int64(2), temperature=jnp.float32(1), top_k=np.int32(300))
+    how |= dict(top_p=np.float32(1), eos=np.array([3]))
+    out = zerojax.generate(gpt(), params, tokens, mask=[[0, 0, 1], [0, 1, 1]], **how)
+    assert not compiles
+    assert np.asarray(out)[:, :2].tolist() == [[6, int(out[0, 1])], [8, 9]]
+    assert out.shape == (2, 5)

@@ -93,22 +93,27 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "page",
+    ("page", "times"),
     [
+        *(
+            pytest.param(
+                *(page, 1),
+                id=str(page.relative_to(ROOT)),
+                marks=[
+                    *([pytest.mark.gpu_compile] if COMPILES in page.read_text() else []),
+                    *([pytest.mark.slow] if page.name in SLOW else []),
+                ],
+            )
+            for page in PAGES
+        ),
         pytest.param(
-            page,
-            id=str(page.relative_to(ROOT)),
-            marks=[
-                *([pytest.mark.gpu_compile] if COMPILES in page.read_text() else []),
-                *([pytest.mark.slow] if page.name in SLOW else []),
-            ],
-        )
-        for page in PAGES
+            *(TUTORIAL, 2), id="each cell twice", marks=[pytest.mark.gpu_compile, pytest.mark.sweep]
+        ),
     ],
 )
 @pytest.mark.usefixtures("quick_compile", "clone")
 def test_the_code_of_a_page_runs(
-    page: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    page: Path, times: int, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each cell of the tutorial may run twice, but the compiles for absent GPUs, on which no later
     cell depends."""
@@ -124,7 +129,7 @@ def test_the_code_of_a_page_runs(
             capsys.readouterr()
             exec(code, namespace)
             printed = capsys.readouterr().out
-            if page == TUTORIAL and COMPILES not in block.text:
+            for _ in range(1, times if COMPILES not in block.text else 1):
                 exec(code, namespace)
         elif block.info == PRINTS:
             assert printed.split() == block.text.split(), f"{page.name}:{block.line}"

@@ -30,7 +30,8 @@ def units(found: Record, kind: str) -> float:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        {"scan": False, "n_layer": 2},
+        pytest.param({}, marks=pytest.mark.sweep),
         pytest.param({"accumulate": 4}, marks=pytest.mark.sweep),
         pytest.param({"scan": False, "n_layer": 4}, marks=pytest.mark.sweep),
         pytest.param({"devices": 16, "replicas": 2, "accumulate": 4}, marks=pytest.mark.sweep),
@@ -51,6 +52,7 @@ def test_one_gather_an_update_and_as_many_scatters_as_before(changes: dict[str, 
     assert set(found.gather_dtypes) == {"bf16" if found.case.precision == "bf16" else "f16"}
 
 
+@pytest.mark.sweep
 def test_three_units_fall_to_two() -> None:
     dropped, kept = record(DROPPED), record(KEPT)
     total = [sum(units(each, kind) for kind in each.moved_bytes) for each in (dropped, kept)]

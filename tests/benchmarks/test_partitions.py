@@ -3,8 +3,10 @@ eight H100s."""
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from swept import swept
 
 from benchmarks.measure import (
     Case,
@@ -27,35 +29,49 @@ def compiled(case: Case) -> Compiled:
     return compile_step(case)
 
 
-@pytest.mark.gpu_compile
-@pytest.mark.usefixtures("require_gpu_compiler")
-@pytest.mark.parametrize(
-    ("changes", "passes"),
-    [
-        ({}, 2),
-        pytest.param({"accumulate": 2}, 3, marks=pytest.mark.sweep),
-        pytest.param({"scan": False, "n_layer": 4}, 2, marks=pytest.mark.sweep),
-        # Nothing divides by 24 here: two dimensions share the devices.
-        pytest.param({"devices": 24}, 2, marks=pytest.mark.sweep),
-    ],
-)
-def test_traffic_between_hosts_falls_from_3_passes_to_2(changes, passes):
-    flat, near = replace(FLAT, **changes), replace(NEAR, **changes)
-    found = {case: compiled(case) for case in (flat, near)}
-    sent = {case: between_hosts(one.executable.as_text()) for case, one in found.items()}
-    once = expected_between(flat, found[flat].parameters) / 3 / flat.accumulate
-    assert expected_between(near, found[near].parameters) == pytest.approx(passes * once, rel=1e-6)
+def assert_passes(case: Case, passes: int) -> None:
+    """Checks what is sent between hosts, in passes over all parameters."""
+    found = compiled(case)
+    sent = between_hosts(found.executable.as_text())
+    once = expected_between(replace(case, partition=1), found.parameters) / 3 / case.accumulate
+    assert expected_between(case, found.parameters) == pytest.approx(passes * once, rel=1e-6)
     # The tied table is two parameters to a step: one to look up in and one to multiply with. Where
     # it is gathered once, its gradient as a lookup changes places after the sum.
-    tables = 2 * flat.accumulate * flat.vocab_size * flat.n_embd / once
-    for case, theory in ((flat, 3 * flat.accumulate), (near, passes)):
-        assert sum(sent[case].values()) / once == pytest.approx(theory + tables, rel=0.01)
-        assert sent[case]["reduce-scatter"] / once > 0.95 * case.accumulate
-    record = measure(near, found[near])
+    tables = 2 * case.accumulate * case.vocab_size * case.n_embd / once
+    assert sum(sent.values()) / once == pytest.approx(passes + tables, rel=0.01)
+    assert sent["reduce-scatter"] / once > 0.95 * case.accumulate
+
+
+CHANGES = [
+    ({"scan": False, "n_layer": 2, "vocab_size": 1024}, 2),
+    ({}, 2),
+    ({"accumulate": 2}, 3),
+    ({"scan": False, "n_layer": 4}, 2),
+    ({"devices": 24}, 2),  # nothing divides by 24 here: two dimensions share the devices
+]
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+@pytest.mark.parametrize(("changes", "passes"), swept(CHANGES))
+def test_traffic_between_hosts_falls_to_2_passes(changes: dict[str, Any], passes: int) -> None:
+    near = replace(NEAR, **changes)
+    assert_passes(near, passes)
+    record = measure(near, compiled(near))
     assert record.total_moved_bytes < 1.09 * record.total_expected_moved_bytes
     # A lookup's gradient that two dimensions share, as on 24 devices, is all-reduced.
-    assert record.largest_all_reduce < (1.1e6 if case.devices == 16 else 9e6)
+    assert record.largest_all_reduce < (1.1e6 if near.devices == 16 else 9e6)
     assert record.all_to_all == 0
+
+
+@pytest.mark.sweep
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+@pytest.mark.parametrize("changes", [changes for changes, _ in CHANGES], ids=str)
+def test_from_3_passes_without(changes: dict[str, Any]) -> None:
+    """As many as a step sends within a host."""
+    flat = replace(FLAT, **changes)
+    assert_passes(flat, 3 * flat.accumulate)
 
 
 @pytest.mark.sweep

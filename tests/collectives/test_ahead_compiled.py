@@ -124,6 +124,7 @@ def test_a_layers_gradients_are_reduced_beside_the_next_ones_products(device: st
     assert all(span.products >= 1 for span in found), found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
 def test_the_same_test_fails_without(kind: str) -> None:
     assert any(span.products == 0 for span in of_kind(kind, "h100", overlap=False))
@@ -137,6 +138,7 @@ def test_only_the_first_gather_and_the_last_reduction_stand_without_products() -
     assert beside / sum(span.times * span.bytes for span in found) > 1 - 2.5 / (3 * LAYERS)
 
 
+@pytest.mark.sweep
 def test_it_costs_layers_of_memory_and_no_traffic() -> None:
     ahead, before = compiled("h100", None), compiled("h100", False)
     more = [each.memory_analysis().temp_size_in_bytes for each in (ahead, before)]

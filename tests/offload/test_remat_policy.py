@@ -1,5 +1,7 @@
 """Policies by name, and what leaves for the host where the config asks."""
 
+import functools
+from itertools import product
 from typing import Any
 
 import jax
@@ -9,10 +11,9 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
+from swept import swept
 
 import zerojax
-from benchmarks.measure import create_state_of, train_step_of
-from zerojax.models.gpt import GPT, SIZES, GPTConfig
 from zerojax.offload.activations import SMALLEST, smallest_away
 
 
@@ -84,23 +85,23 @@ def unrolled(ws: jax.Array, x: jax.Array) -> jax.Array:
     return x
 
 
+def create(shape: tuple[int, ...] = (LAYERS, WIDTH, WIDTH)) -> TrainState:
+    ws = jax.random.normal(jax.random.key(0), shape) / shape[-1]
+    return TrainState.create(apply_fn=None, params={"ws": ws}, tx=optax.sgd(0.1))
+
+
+def train_step(network: Any, state: TrainState, batch: jax.Array) -> Any:
+    def loss(params: Any) -> jax.Array:
+        return jnp.mean(jnp.square(network(params["ws"], batch).astype(jnp.float32)))
+
+    value, grads = zerojax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
+
+
 def step_of(network: Any, **config: Any) -> Any:
     """A state and a step of it on two devices."""
     zero = zerojax.zero(mesh=zerojax.mesh(2), **config)
-
-    def create() -> TrainState:
-        ws = jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)) / WIDTH
-        return TrainState.create(apply_fn=None, params={"ws": ws}, tx=optax.sgd(0.1))
-
-    @zero
-    def step(state: TrainState, batch: jax.Array) -> Any:
-        def loss(params: Any) -> jax.Array:
-            return jnp.mean(jnp.square(network(params["ws"], batch).astype(jnp.float32)))
-
-        value, grads = zerojax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    return zero.init(create), step
+    return zero.init(create), zero(lambda state, batch: train_step(network, state, batch))
 
 
 def batch(rows: int = ROWS) -> Any:
@@ -111,10 +112,7 @@ FP16 = {"fp16": True, "initial_scale_power": 30, "hysteresis": 1, "loss_scale_wi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "stage", [*(pytest.param(n, marks=pytest.mark.sweep) for n in (0, 1, 2)), 3]
-)
-@pytest.mark.parametrize("precision", [{}, FP16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(("stage", "precision"), swept(product([3, 0, 1, 2], [FP16, {}])))
 def test_same_numbers(stage: int, precision: dict[str, Any]) -> None:
     """Bit for bit, over 30 steps."""
     found, programs = [], []
@@ -160,19 +158,18 @@ def test_says_nothing_elsewhere(
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_what_a_gpu_saves() -> None:
-    """At least half of the blocks' inputs, where the backward pass needs the most memory."""
-    sizes = GPTConfig(**SIZES["gpt2-xl"], scan=True, remat=True)
-    rows, time = 4, sizes.block_size
-    model, device, host = GPT(sizes), [], []
+    """At least half of the layers' inputs, where the backward pass needs the most memory."""
+    layers, width, rows = 48, 2048, 16384
+    device, host = [], []
     for away in (False, True):
         mesh = zerojax.topology("h100", 1)
         zero = zerojax.zero(stage=3, mesh=mesh, bf16=True, cpu_checkpointing=away)
-        state = zero.abstract_state(create_state_of(model), jax.random.key(0))
-        tokens = {"tokens": jax.ShapeDtypeStruct((rows, time + 1), jnp.int32)}
-        step = zero(train_step_of(model))
-        memory = step.lower(state, tokens).compile().memory_analysis()
+        state = zero.abstract_state(functools.partial(create, (layers, width, width)))
+        inputs = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+        step = zero(lambda state, batch: train_step(scanned, state, batch))
+        memory = step.lower(state, inputs).compile().memory_analysis()
         device.append(memory.argument_size_in_bytes + memory.temp_size_in_bytes)
         host.append(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes)
-    residuals = 2 * sizes.n_layer * rows * time * sizes.n_embd
+    residuals = 2 * layers * rows * width
     assert device[0] - device[1] >= residuals / 2
     assert host[1] - host[0] >= residuals

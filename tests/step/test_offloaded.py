@@ -19,7 +19,6 @@ from offload.equal import CASES, Case
 import zerojax
 
 SCRIPT = Path(equal.__file__)
-PROCESSES = 2
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +32,17 @@ def told(
         if isinstance(item, pytest.Function) and "case" in getattr(item, "fixturenames", ())
         and item.module is request.module
     }  # fmt: skip
-    folder = tmp_path_factory.mktemp("equal")
-    names = [case.name for case in sorted(CASES, key=lambda c: c.model) if case.name in wanted]
-    half = -(-len(names) // PROCESSES)
+    out = tmp_path_factory.mktemp("equal") / "lines"
     flags = f"{os.environ['XLA_FLAGS']} {equal.FLAGS}"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder / str(i)), *names[i * half : (i + 1) * half]],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for i in range(PROCESSES) if names[i * half : (i + 1) * half]
-    ]  # fmt: skip
-    said = [process.communicate()[0] for process in running]
-    lines = [line for file in folder.iterdir() for line in file.read_text().splitlines()]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(out), *wanted],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    lines = out.read_text().splitlines() if out.exists() else []
     found = {line["case"]: line for line in map(json.loads, lines)}
-    missing = {"error": "\n".join(said)[-4000:] or "it said nothing"}
-    return {name: found.get(name, missing) for name in names}
+    missing = {"error": done.stdout[-4000:] or "it said nothing"}
+    return {name: found.get(name, missing) for name in wanted}
 
 
 def marked(case: Case) -> Any:

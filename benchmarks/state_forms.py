@@ -44,7 +44,7 @@ class Sizes:
 
 
 FULL = Sizes(layers=4, width=512, vocabulary=2048, rows=8, tokens=256)
-SMALL = Sizes(layers=3, width=256, vocabulary=512, rows=8, tokens=128)
+SMALL = Sizes(layers=2, width=256, vocabulary=512, rows=8, tokens=128)
 
 
 class Learner(NamedTuple):

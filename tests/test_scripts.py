@@ -304,7 +304,9 @@ def test_a_script_with_trainer(
     ("name", "folder", "options"),
     [
         ("run_glue_no_trainer", bert_folder, {}),
-        ("run_clm_no_trainer", gpt2_folder, {"block_size": 24}),
+        pytest.param(
+            *("run_clm_no_trainer", gpt2_folder, {"block_size": 24}), marks=pytest.mark.sweep
+        ),
     ],
 )
 def test_a_script_with_accelerate(

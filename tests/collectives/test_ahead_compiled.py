@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
+from collectives import unrolled
 
 import zerojax
 from benchmarks.measure import create_state_of, train_step_of
@@ -165,9 +166,10 @@ def test_a_loop_that_gathers_ahead_or_reduces_later_has_its_options() -> None:
 
 
 def test_an_unrolled_model_waits_for_the_first_gathers_of_a_pass_only() -> None:
-    """Matrices so large that XLA combines no two of them; of 4 layers, each gathered twice."""
-    options: Any = {"scan": False, "n_layer": 4, "n_embd": 4 * WIDTH, "n_head": 2 * HEADS}
-    found = spans(lowered(zero_of("h100"), **options).compile().as_text())
+    """Matrices so large that XLA combines no two of them; of 8 layers, each gathered twice."""
+    rows = 8 * ROWS * TOKENS
+    program: Any = unrolled.lowered(zero_of("h100"), 4 * WIDTH, LAYERS, rows).compile()
+    found = spans(program.as_text())
     gathers = [span for span in found if span.kind == "all-gather"]
     beside = sum(span.bytes for span in gathers if span.products)
     assert beside / sum(span.bytes for span in gathers) > 0.95

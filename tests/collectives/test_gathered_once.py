@@ -86,8 +86,8 @@ def units(lowered: Any, parameters: int) -> dict[str, float]:
 @functools.cache
 def gpt(scan: bool, dtype: Any) -> GPT:
     config = GPTConfig(
-        vocab_size=WORDS, block_size=TOKENS, n_layer=LAYERS, n_head=8, n_embd=WIDTH, remat=True,
-        scan=scan, dtype=dtype,
+        vocab_size=WORDS, block_size=TOKENS, n_layer=LAYERS if scan else 1, n_head=8,
+        n_embd=WIDTH, remat=True, scan=scan, dtype=dtype,
     )  # fmt: skip
     return GPT(config)
 

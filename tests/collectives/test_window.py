@@ -1,7 +1,6 @@
 """An unrolled model gathers as it goes: on the GPU compile, and with the numbers of plain jit."""
 
 import collections
-import functools
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from collectives import unrolled
 from equal import check_step
 from flax.training.train_state import TrainState
 from swept import swept
@@ -30,27 +30,9 @@ LAYER = 2 * 8 * WIDTH**2  # bytes of its matrices in bf16
 def test_no_more_than_two_layers_are_gathered_at_once() -> None:
     """On 64 GPUs the gathers of a layer take longer than its products: XLA would gather all layers
     first."""
-    shapes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-
-    def create() -> TrainState:
-        layers = [{name: jnp.zeros(shape) for name, shape in shapes.items()}] * LAYERS
-        return TrainState.create(apply_fn=None, params=layers, tx=optax.adamw(1e-3))
-
-    @jax.checkpoint
-    def layer(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
-        return x + jnp.tanh(x @ w["up"]) @ w["down"]
-
-    def step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
-        def loss(params: Any) -> jax.Array:
-            return jnp.mean(functools.reduce(layer, params, x).astype(jnp.float32) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
-
     zero = zerojax.zero(stage=3, bf16=True, mesh=zerojax.topology("h100", DEVICES))
-    batch = jax.ShapeDtypeStruct((512 * DEVICES, WIDTH), jnp.bfloat16)
-    lowered = zero(step).lower(zero.abstract_state(create), batch)
-    text = lowered.compile().as_text()
+    program: Any = unrolled.lowered(zero, WIDTH, LAYERS, rows=512 * DEVICES).compile()
+    text = program.as_text()
     assert peak_gathered_bytes(text) <= 2 * LAYER
     sent = collections.Counter[str]()
     for each in collectives(text):

@@ -74,6 +74,15 @@ def zero_of(stage: int, k: int = 1, loco: Any = LOCO, **more: Any) -> zerojax.Ze
     )
 
 
+gradient = jax.jit(jax.grad(loss))
+
+
+@functools.partial(jax.jit, static_argnames=("block", "form"))
+def coded(x: jax.Array, block: tuple[int, ...], form: Any) -> jax.Array:
+    """The numbers that a device sends of an array."""
+    return dequantize(*quantize(x, block, form), form, jnp.float32)
+
+
 class OnOneDevice:
     """The same arithmetic on one device: gradients by shard, quantized with their errors."""
 
@@ -86,7 +95,7 @@ class OnOneDevice:
         # In each micro-batch every device has its share of the rows.
         rows = np.arange(ROWS).reshape(self.k, N, -1).swapaxes(0, 1).reshape(N, -1)
         own = [{name: x[r] for name, x in b.items()} for r in rows]
-        grads = [jax.tree.map(lambda g: g / N, jax.grad(loss)(self.params, each)) for each in own]
+        grads = [jax.tree.map(lambda g: g / N, gradient(self.params, each)) for each in own]
         self.updates += 1
         self.params = {
             name: p - RATE * self._sum(name, [g[name] for g in grads])
@@ -103,9 +112,7 @@ class OnOneDevice:
         errors = self.errors.get(name, [jnp.zeros_like(g) for g in moved])
         total, after, beta = jnp.zeros_like(moved[0]), [], self.loco.err_beta
         for g, e in zip(moved, errors, strict=True):
-            sent = dequantize(
-                *quantize(g + e, block, self.how.format), self.how.format, jnp.float32
-            )
+            sent = coded(g + e, block, self.how.format)
             total += sent
             after.append(beta * e + (1 - beta) * (g + e - sent))
         if self.updates % self.loco.reset_T == 0:
@@ -256,16 +263,13 @@ def test_between_hosts_the_second_error_is_fed_back_too(form: Any) -> None:
     block = block_of_slice((96, 160), 8, sent.gradients)
     assert block is not None
 
-    def coded(x: Any) -> Any:
-        return np.asarray(dequantize(*quantize(jnp.asarray(x), block, form), form, jnp.float32))
-
     whole = np.moveaxis(parts, 2, 1) + errors[0]
-    first = np.stack([coded(x) for x in whole])
+    first = np.stack([coded(x, block, form) for x in whole])
     np.testing.assert_allclose(after[0], 0.5 * errors[0] + 0.5 * (whole - first), atol=1e-5)
     # Device 4 h + i has the pieces i and 4 + i of its host's sum.
     pieces = first.reshape(2, 4, 2, 4, 12, 160).sum(1).transpose(0, 2, 1, 3, 4).reshape(8, 24, 160)
     whole = pieces + errors[1]
-    second = np.stack([coded(x) for x in whole])
+    second = np.stack([coded(x, block, form) for x in whole])
     np.testing.assert_allclose(after[1], 0.5 * errors[1] + 0.5 * (whole - second), atol=1e-5)
     want = second.reshape(2, 4, 2, 12, 160).sum(0).transpose(1, 0, 2, 3).reshape(96, 160)
     np.testing.assert_allclose(total, want.T, atol=1e-4)

@@ -95,7 +95,7 @@ CASES = [
     Case("cpu, on the host", ON_HOST, 2, base=CLIP, exact=False),
     Case("nvme, stage 1", NVME, 1, base=CLIP, sweep=True),
     Case("nvme, stage 2", NVME, 2, base=CLIP, sweep=True),
-    Case("nvme, stage 3", NVME, 3, base=CLIP, devices=8, group=120),
+    Case("nvme, stage 3", NVME, 3, base=CLIP, devices=8, group=120, sweep=True),
     Case("nvme, stage 1, fp16", NVME, 1, base=FP16, sweep=True),
     Case("nvme, stage 2, fp16", NVME, 2, base=FP16, sweep=True),
     Case("nvme, one device", NVME, 2, base=CLIP, devices=1, group=500, sweep=True),

@@ -1,6 +1,7 @@
 """`zerojax plan`: from options to an exit status, on devices that are not there."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -20,6 +21,8 @@ from zerojax.__main__ import app
 from zerojax.cli.problem import explain_error
 from zerojax.devices.rates import Rates, rates
 from zerojax.foresight.choice import Choice
+from zerojax.tuning.cache import Cache
+from zerojax.tuning.study import Study
 
 HERE = Path(__file__).parent
 LEAST = 1_500_000_000
@@ -53,9 +56,17 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    """Compiles a program of several tests once."""
+    return Cache(tmp_path_factory.mktemp("measured"))
+
+
 @pytest.fixture
-def on_cpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+def on_cpus(monkeypatch: pytest.MonkeyPatch, measured: Cache) -> Any:
     """Compile for the eight CPU devices of the tests; `on_cpus(room)` leaves so much room."""
+    study = functools.partial(Study, measured=measured)
+    monkeypatch.setattr("zerojax.cli.plan_run.Study", study)
 
     def room(room: int = 10**9) -> None:
         made: Rates = dataclasses.replace(rates("h100"), memory=LEAST + room)
@@ -104,15 +115,6 @@ def test_a_step_that_fits_and_then_does_not(config: Path, on_cpus: Any) -> None:
     assert '"zero_optimization": {"stage": 1} ' in result.stdout
 
 
-@pytest.mark.slow
-def test_the_attention_is_named(config: Path, on_cpus: Any) -> None:
-    result = run(config, "--attention", "plain", "--json", model="mini")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["attention"] == "plain"
-    said = refused(run(config, "--attention", "flash", model="mini"))
-    assert "'flash' is unknown; there are auto, mosaic_gpu, cudnn, plain" in said
-
-
 @pytest.mark.parametrize("look", [True, False])
 def test_nothing_fits(config: Path, on_cpus: Any, look: bool) -> None:
     on_cpus(100)
@@ -126,7 +128,7 @@ def test_nothing_fits(config: Path, on_cpus: Any, look: bool) -> None:
 def test_a_picture(config: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "a.svg"
-    result = run(config, "--picture", picture)
+    result = run(config, "--batch", 16, "--picture", picture)
     assert result.exit_code == 0, result.output
     assert all(f"<!-- stage {n} -->" in picture.read_text() for n in range(4))
 
@@ -311,11 +313,14 @@ def test_options_that_will_not_do(config: Path, args: list[Any], says: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_cpus")
-def test_what_blocks_keep(config: Path) -> None:
+def test_the_attention_and_what_blocks_keep_are_named(config: Path) -> None:
     policy = ["--remat-policy", "names:c_fc"]
-    result = run(config, *policy, "--json", model="mini")
+    result = run(config, *policy, "--attention", "plain", "--json", model="mini")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["choice"]["remat"] == "names:c_fc"
+    found = json.loads(result.stdout)
+    assert (found["attention"], found["choice"]["remat"]) == ("plain", "names:c_fc")
+    said = refused(run(config, "--attention", "flash", model="mini"))
+    assert "'flash' is unknown; there are auto, mosaic_gpu, cudnn, plain" in said
     assert "leave out --no-remat" in refused(run(config, *policy, "--no-remat", model="mini"))
     said = refused(run(config, "--remat-policy", "dot", model="mini"))
     assert "no remat policy 'dot'; did you mean 'dots'?" in said
@@ -364,18 +369,11 @@ def test_the_module_runs(config: Path) -> None:
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_1024_gpus(config: Path) -> None:
-    """7B parameters in a scan, as from a shell."""
-    asked = ["--config", str(config), "--devices", "h100:1024", "--seq", "2048", "--json"]
-    command = [sys.executable, "-m", "zerojax", "plan", "--model", "zerojax.models.names:llama_7b"]
+    """7B parameters in a scan."""
     config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
-    done = subprocess.run(
-        [*command, *asked],
-        capture_output=True,
-        text=True,
-        cwd=Path(zerojax.__file__).parents[1],
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    model = "zerojax.models.names:llama_7b"
+    result = run(config, "--seq", 2048, "--json", model=model, devices="h100:1024")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
     assert found["devices"]["count"] == 1024
     assert found["parameters"] == 6_738_415_616

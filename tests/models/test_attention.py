@@ -1,6 +1,7 @@
 """The models' fused attention: what is chosen, and that it computes what their own does."""
 
 import dataclasses
+import functools
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
@@ -21,23 +22,34 @@ TOKENS = np.random.default_rng(0).integers(0, 96, (8, 16)).astype(np.int32)
 MASK = np.arange(16) >= np.arange(8)[:, None]  # padding on the left
 
 
-def models(**options: Any) -> list[Any]:
-    small = llama.LlamaConfig(**llama.SIZES["llama-tiny"], **options)
-    tiny = gpt.GPTConfig(**gpt.SIZES["tiny"], **options)
-    return [llama.Llama(small), gpt.GPT(tiny)]
+def model(number: int, **options: Any) -> Any:
+    """A Llama (0) or a GPT (1), scanned."""
+    if number == 0:
+        return llama.Llama(llama.LlamaConfig(**llama.SIZES["llama-tiny"], scan=True, **options))
+    return gpt.GPT(gpt.GPTConfig(**gpt.SIZES["tiny"], scan=True, **options))
 
 
-def gradients(model: Any, mask: Any = None) -> Any:
-    params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+@functools.cache
+def params_of(number: int) -> Any:
+    init = jax.jit(model(number).init)
+    return jax.device_get(init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"])
 
+
+def gradients(number: int, model: Any) -> Any:
     def loss(params: Any) -> jax.Array:
-        losses = model.apply({"params": params}, TOKENS, targets=TOKENS, attention_mask=mask)
+        losses = model.apply({"params": params}, TOKENS, targets=TOKENS, attention_mask=MASK)
         return losses.mean()
 
-    return jax.jit(jax.value_and_grad(loss))(params)
+    return jax.jit(jax.value_and_grad(loss))(params_of(number))
 
 
-def assert_same(got: Any, want: Any) -> None:
+@functools.cache
+def plain_gradients(number: int) -> Any:
+    return jax.device_get(gradients(number, model(number)))
+
+
+def assert_computes_the_same(number: int, changed: Any) -> None:
+    got, want = gradients(number, changed), plain_gradients(number)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
@@ -48,9 +60,7 @@ def assert_same(got: Any, want: Any) -> None:
 def test_fused_attention_computes_the_same(number: int) -> None:
     mesh = zerojax.mesh(axes={"data": 4, "model": 2})
     fused = fused_attention(zerojax.zero(stage=3, mesh=mesh), sharded={"model": 2})
-    model = models(scan=True)[number]
-    fused_model = dataclasses.replace(model, attention=fused)
-    assert_same(gradients(fused_model, MASK), gradients(model, MASK))
+    assert_computes_the_same(number, dataclasses.replace(model(number), attention=fused))
 
 
 @pytest.mark.slow
@@ -58,11 +68,10 @@ def test_fused_attention_computes_the_same(number: int) -> None:
 @pytest.mark.parametrize(("number", "is_fused"), [(0, True), (1, False)], ids=["Llama", "GPT"])
 def test_a_mask_of_rows_sharded_along_their_tokens(number: int, is_fused: bool) -> None:
     zero = zerojax.zero(stage=3, mesh=zerojax.mesh(axes={"data": 4, "seq": 2}))
-    model = models(scan=True, remat=True)[number]
-    sharded = dataclasses.replace(model, sequence=zero.sequence)
+    sharded = dataclasses.replace(model(number, remat=True), sequence=zero.sequence)
     if is_fused:
         sharded = dataclasses.replace(sharded, attention=fused_attention(zero))
-    assert_same(gradients(sharded, MASK), gradients(model, MASK))
+    assert_computes_the_same(number, sharded)
 
 
 @pytest.mark.slow
@@ -71,12 +80,11 @@ def test_a_mask_of_rows_sharded_along_their_tokens(number: int, is_fused: bool) 
 def test_pieces_of_the_sequence_compute_the_same(number: int) -> None:
     """The MLP in three pieces of 16 positions, and the Llama's loss."""
     more = {"loss_chunks": 3} if number == 0 else {}
-    model = models(scan=True, remat=True)[number]
-    config = dataclasses.replace(model.config, mlp_chunks=3, **more)
-    assert_same(gradients(dataclasses.replace(model, config=config)), gradients(model))
-    name = type(model.config).__name__
+    pieces = model(number, remat=True, mlp_chunks=3, **more)
+    assert_computes_the_same(number, pieces)
+    name = type(pieces.config).__name__
     with pytest.raises(ValueError, match=f"{name}.mlp_chunks must be a positive int, not 0"):
-        dataclasses.replace(model.config, mlp_chunks=0)
+        dataclasses.replace(pieces.config, mlp_chunks=0)
 
 
 @pytest.mark.slow

@@ -61,13 +61,14 @@ def train(fused: str | None, stage: int, devices: int = 8, **more: Any) -> list[
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
-        (0, {}),
+        (0, {"bf16": True}),
+        pytest.param(0, {}, marks=pytest.mark.sweep),
         pytest.param(2, {"remat": True, "dropout": 0.1}, marks=pytest.mark.sweep),
         (3, {"scan": True, "remat": True, "gradient_accumulation_steps": 2}),
-        (3, {"scan": True, "remat": True, "bf16": True}),
+        pytest.param(3, {"scan": True, "remat": True, "bf16": True}, marks=pytest.mark.sweep),
         pytest.param(2, {"scan": True, "fp16": True}, marks=pytest.mark.sweep),
     ],
-    ids=["stage 0", "dropout", "accumulation", "bf16", "fp16"],
+    ids=["stage 0 in bf16", "stage 0", "dropout", "accumulation", "bf16", "fp16"],
 )
 def test_fused_layers_compute_the_same(stage: int, more: dict[str, Any]) -> None:
     low = "bf16" in more or "fp16" in more

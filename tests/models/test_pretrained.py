@@ -57,7 +57,7 @@ def test_parameters_are_created_where_the_plan_puts_them(tmp_path: Path) -> None
 @pytest.mark.parametrize("zero", [None, zerojax.zero(stage=2)], ids=["plain", "zero"])
 def test_a_head_without_tensors_is_new(zero: zerojax.Zero | None, tmp_path: Path) -> None:
     config = DebertaConfig(**SIZES["deberta-tiny"])
-    body = Deberta(config).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    body = filled(Deberta(config))
     values = deberta.config_to_hf(config) | {"architectures": ["DebertaV2ForMaskedLM"]}
     zerojax.weights.save(tmp_path, {"deberta": body}, deberta.names(config), config=values)
     with pytest.raises(ValueError, match="DebertaV2ForMaskedLM of model_type 'deberta-v2' is not"):

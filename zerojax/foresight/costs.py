@@ -83,9 +83,16 @@ def measure(
       rates: The speeds of the devices.
       nodes: The node of each device, from :func:`zerojax.devices.network.nodes_of`.
     """
+    return measure_compiled(lowered, known, rates, nodes)[0]
+
+
+def measure_compiled(
+    lowered: jax.stages.Lowered, known: ParameterShapes, rates: Rates, nodes: tuple[int, ...]
+) -> tuple[Measurement, jax.stages.Compiled | None]:
+    """Returns :func:`measure`'s result and the executable; None if XLA refused the program."""
     measured, compiled = _compiled(lowered, compile_with_buffers, rates.room)
     if compiled is None:
-        return measured
+        return measured, None
     executable, held = compiled
     text = executable.as_text() or ""
     program, sent, copied = parse(text), collectives(text), host_copies(text)
@@ -99,7 +106,7 @@ def measure(
         for shape in each.shapes
     )
     spent = program_time(program, sent, copied, rates, nodes, records_graphs=graphs)
-    return dataclasses.replace(
+    measured = dataclasses.replace(
         measured,
         memory=attribute(text, held, memory.temp_size_in_bytes, known),
         between=lying_between(program, in_host(text)),
@@ -111,6 +118,7 @@ def measure(
         bytes_again=spent.bytes_again,
         seconds_again=spent.again,
     )
+    return measured, executable
 
 
 def _compiled(

@@ -17,7 +17,7 @@ from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.devices.network import nodes_of
 from zerojax.devices.rates import Rates
 from zerojax.foresight.attribution import ParameterShapes
-from zerojax.foresight.costs import Measurement, measure
+from zerojax.foresight.costs import Measurement, measure_compiled
 from zerojax.generation import weights as parameter_weights
 from zerojax.generation.beam_search import Search
 from zerojax.generation.decoders import Cache, decoder_of
@@ -149,16 +149,16 @@ def forecast(
     def tokens(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(on, spec))
 
-    def run(traced: jax.stages.Traced) -> tuple[jax.stages.Lowered, Measurement]:
-        lowered = compat.lower_for(traced, mesh)
-        return lowered, measure(lowered, ParameterShapes(frozenset(), 0), rates, nodes_of(mesh))
+    def run(traced: jax.stages.Traced) -> tuple[jax.stages.Compiled, Measurement]:
+        lowered, known = compat.lower_for(traced, mesh), ParameterShapes(frozenset(), 0)
+        measured, compiled = measure_compiled(lowered, known, rates, nodes_of(mesh))
+        return compiled or lowered.compile(), measured  # which raises XLA's error
 
     lengths = tokens(rows)
     traced = programs.start.trace(
         placed.arrays, tokens(rows, prompt + max_new_tokens), lengths, None, prompt
     )
-    lowered, reading = run(traced)
-    compiled = lowered.compile()
+    compiled, reading = run(traced)
     progress = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(on, sharding.spec)
@@ -166,8 +166,8 @@ def forecast(
         traced.out_info,
         compiled.output_shardings,
     )
-    lowered, token = run(programs.advance.trace(placed.arrays, progress, lengths, None))
-    program = parse(lowered.compile().as_text() or "")
+    compiled, token = run(programs.advance.trace(placed.arrays, progress, lengths, None))
+    program = parse(compiled.as_text() or "")
     moved = sum(
         work_of(program, r.computation, r.instruction).bytes * r.times for r in program.walk()
     )

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from zerojax.config.errors import closest
 from zerojax.distributed.failure import leave
 from zerojax.distributed.launched import launched
 
@@ -41,6 +40,9 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             if ctx.resilient_parsing:  # for a shell's completion
                 return None
+            # Imported here: it takes longer than all that ``launch`` needs.
+            from zerojax.config.errors import closest
+
             guess = closest(cmd_name, COMMANDS)
             hint = f"did you mean {guess!r}?" if guess else f"there are {', '.join(COMMANDS)}"
             ctx.fail(f"No such command {cmd_name!r}: {hint}")

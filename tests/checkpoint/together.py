@@ -25,9 +25,9 @@ def number(leaf: int, row: Any, column: Any) -> Any:
     return (row * 8191 + column * 127 + leaf * 31) & 0xFFFF
 
 
-def create_large(key: jax.Array) -> TrainState:
+def create_large(key: jax.Array, matrices: int = MATRICES) -> TrainState:
     """Matrices under AdamW, all of them, moments too, filled by :func:`number`."""
-    params = {f"w{i}": jnp.zeros(SHAPE) for i in range(MATRICES)}
+    params = {f"w{i}": jnp.zeros(SHAPE) for i in range(matrices)}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
     leaves, structure = jax.tree.flatten((state.params, state.opt_state))
     rows, columns = (jax.lax.broadcasted_iota(jnp.int32, SHAPE, d) for d in (0, 1))

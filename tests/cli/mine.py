@@ -34,9 +34,13 @@ def plain():
     return Model()
 
 
-def cut(zero, seq):
-    config = GPTConfig(vocab_size=64, block_size=seq, n_layer=2, n_head=4, n_embd=16)
+def cut(zero, seq, width=16):
+    config = GPTConfig(vocab_size=64, block_size=seq, n_layer=2, n_head=4, n_embd=width)
     return GPT(config, tensor=TensorParallel.of(zero.mesh))
+
+
+def wide(zero, seq):
+    return cut(zero, seq, width=128)
 
 
 def narrow():

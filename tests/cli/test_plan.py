@@ -14,6 +14,7 @@ import jax
 import pytest
 from cli.made_up import GB, GIVEN, cost, forecast, kept
 from jax.experimental.compilation_cache import compilation_cache
+from swept import swept
 from typer.testing import CliRunner
 
 import zerojax
@@ -368,12 +369,14 @@ def test_the_module_runs(config: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
-def test_1024_gpus(config: Path) -> None:
-    """7B parameters in a scan."""
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    swept([("mine:cut", 40_384), ("zerojax.models.names:llama_7b", 6_738_415_616)]),
+)
+def test_1024_gpus(config: Path, model: str, parameters: int) -> None:
     config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
-    model = "zerojax.models.names:llama_7b"
     result = run(config, "--seq", 2048, "--json", model=model, devices="h100:1024")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["devices"]["count"] == 1024
-    assert found["parameters"] == 6_738_415_616
+    assert found["parameters"] == parameters

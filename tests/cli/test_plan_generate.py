@@ -62,19 +62,20 @@ def found(result: Any) -> dict[str, Any]:
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_gpus(config: Path) -> None:
-    one = found(run(config, "--json"))
+    one = found(run(config, "--json", model="mine:wide"))
     assert (one["rows"], one["prompt"], one["new"], one["fits"]) == (1, 16, 4, True)
     assert one["weights"] == "gathered"
     assert one["peak"] > one["parameter_bytes"] + one["cache_bytes"]
 
     config.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
-    pair = {"devices": "h100:2"}
+    pair = {"devices": "h100:2", "model": "mine:wide"}
     two = found(run(config, "--mesh", "data=1,model=2", "--json", **pair))
     assert one["parameter_bytes"] / 2 < two["parameter_bytes"] < one["parameter_bytes"] * 0.6
     assert two["cache_bytes"] == one["cache_bytes"] / 2
     assert "all-reduce" in {each["kind"] for each in two["token"]["traffic"]}
 
-    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    everywhere = {"stage3_param_persistence_threshold": 0}
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}} | everywhere
     config.write_text(json.dumps({"zero_optimization": zero}))
     result = run(config, "--weights", "by_layer", "--quantize", "int8", **pair)
     assert result.exit_code == 0, result.output

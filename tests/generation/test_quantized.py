@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from generation.test_generate import NEW, PROMPTS, create, llama, params_of
+from swept import swept
 
 import zerojax
 from zerojax.trace.scaled_products import with_scaled_products
@@ -32,8 +33,10 @@ def test_tokens_are_those_of_dequantized_weights(bits: int, scan: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["gathered", "by_layer"])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("bits", "weights"),
+    swept([(8, "by_layer"), (4, "gathered"), (8, "gathered"), (4, "by_layer")], 2),
+)
 def test_sharded_codes_give_the_tokens_of_one_device(bits: int, weights: Any) -> None:
     model = llama(scan=True)
     quantized = zerojax.quantize_weights(params_of(model), bits, select=select)

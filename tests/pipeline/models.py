@@ -23,29 +23,27 @@ class Layer(nn.Module):
     """An MLP with a residual.
 
     Attributes:
-      kind: "dropout" draws a mask; "experts" routes tokens, and adds a loss of each row; "balanced"
-        adds a loss of the fractions of the global batch; "norm" normalizes over the batch.
+      kind: Words: "dropout" draws a mask; "experts" routes tokens, and adds a loss of each row;
+        "balanced" does so with a loss of the fractions of the global batch.
     """
 
-    kind: str = ""
+    kind: str
 
     @nn.compact
     def __call__(self, carry: Any, _: Any) -> Any:
         x, loss = carry
         d = x.shape[-1]
         h = nn.LayerNorm()(x)
-        if self.kind == "norm":
-            h = nn.BatchNorm(use_running_average=False)(h)
-        if self.kind in ("experts", "balanced"):
+        if "experts" in self.kind or "balanced" in self.kind:
             weights = nn.softmax(nn.Dense(4)(h))
             w = self.param("experts", nn.initializers.lecun_normal(), (4, d, d), x.dtype)
             y = jnp.einsum("btd,edf,bte->btf", h, w, weights)
-            over = (0, 1) if self.kind == "balanced" else 1
+            over = (0, 1) if "balanced" in self.kind else 1
             fractions = weights.mean(over) * (weights > 0.3).astype(x.dtype).mean(over)
             loss += fractions.sum(-1).mean()
         else:
             y = nn.Dense(d)(nn.gelu(nn.Dense(2 * d)(h)))
-        if self.kind == "dropout":
+        if "dropout" in self.kind:
             y = nn.Dropout(0.2, deterministic=False)(y)
         return (x + y, loss), None
 
@@ -54,23 +52,21 @@ class Stack(nn.Module):
     """A decoder with a tied table.
 
     Attributes:
-      kind: The kind of its layers.
+      kind: The kind of its layers; with the word "remat" the backward pass runs each layer again.
       layers: The number of layers.
-      remat: Whether the backward pass runs each layer again.
     """
 
     kind: str = ""
     layers: int = LAYERS
-    remat: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         table = nn.Embed(VOCABULARY, 16)
         x = table(tokens)
-        layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
+        layer = nn.remat(Layer, prevent_cse=False) if "remat" in self.kind else Layer
         stack = nn.scan(
             layer,
-            variable_axes={"params": 0, "batch_stats": 0},
+            variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
             length=self.layers,
         )
@@ -116,7 +112,7 @@ def stack(kind: str = "", **fields: Any) -> TrainState:
 
 
 def sgd_state() -> TrainState:
-    return state_of(Stack(remat=True), jnp.zeros((1, TOKENS), jnp.int32), tx=SGD)
+    return state_of(Stack("remat"), jnp.zeros((1, TOKENS), jnp.int32), tx=SGD)
 
 
 def llama_state() -> TrainState:
@@ -150,6 +146,12 @@ def t5_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array
 
     value, grads = zerojax.value_and_grad(loss)(state.params)
     return state.apply_gradients(grads=grads), value
+
+
+def create(model: str) -> TrainState:
+    """Returns the initial state of a model by its name, or of a stack by its kind."""
+    states = {"sgd": sgd_state, "llama": llama_state, "gpt": gpt_state, "t5": t5_state}
+    return states[model]() if model in states else stack(model)
 
 
 class NNXBlock(nnx.Module):

@@ -1,13 +1,13 @@
 """Steps with the schedule 1F1B against plain jit on one device."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from pipeline import models
-from pipeline.models import batches
-from pipeline.test_program import check, zero_on
+from pipeline.test_program import check, refused, zero_on, zero_over
 
 import zerojax
 from zerojax.models import gpt
@@ -15,42 +15,35 @@ from zerojax.models import gpt
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-def one_f_one_b(
-    stages: int, data: int, micro_batches: int, stage: int = 1, **keywords: Any
-) -> zerojax.Zero:
-    keywords |= {"pipeline_schedule": "1f1b"}
-    return zero_on(stages, data, micro_batches, stage, **keywords)
+one_f_one_b = functools.partial(zero_on, pipeline_schedule="1f1b")
 
 
 def test_numbers_are_those_of_plain_jit() -> None:
-    zero = one_f_one_b(2, 2, 4)
-    check(zero, models.sgd_state, steps=1, dtype="float32")
+    check(one_f_one_b(2, 2, 4), "sgd", steps=1, dtype="float32")
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("full_compile")
 @pytest.mark.parametrize(
-    ("stages", "data", "micro_batches", "stage"),
-    [(2, 1, 8, 0), (4, 2, 8, 1), (4, 1, 4, 2), (2, 2, 8, 3), (4, 1, 16, 1)],
+    ("model", "axes", "micro_batches", "stage"),
+    [
+        ("remat", {"data": 2, "stage": 4}, 8, 1),
+        ("", {"stage": 2, "data": 2}, 8, 3),
+        ("experts dropout", {"stage": 4, "data": 1}, 4, 2),
+        ("llama", {"stage": 4, "data": 1}, 16, 1),
+        ("gpt", {"replica": 2, "stage": 2, "data": 2}, 4, 2),
+        pytest.param("remat", {"stage": 2, "data": 1}, 8, 0, marks=pytest.mark.sweep),
+        pytest.param("remat", {"stage": 4, "data": 2}, 8, 1, marks=pytest.mark.sweep),
+        pytest.param("remat", {"stage": 4, "data": 1}, 16, 1, marks=pytest.mark.sweep),
+        pytest.param("", {"replica": 2, "stage": 2, "data": 2}, 4, 2, marks=pytest.mark.sweep),
+        pytest.param("dropout", {"stage": 2, "data": 2}, 4, 1, marks=pytest.mark.sweep),
+        pytest.param("experts", {"stage": 2, "data": 2}, 4, 1, marks=pytest.mark.sweep),
+    ],
+    ids=str,
 )
-def test_numbers_in_float64(stages: int, data: int, micro_batches: int, stage: int) -> None:
-    check(one_f_one_b(stages, data, micro_batches, stage), lambda: models.stack(remat=True))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("full_compile")
-@pytest.mark.parametrize("kind", ["", "dropout", "experts"])
-def test_layers_that_keep_values_with_dropout_and_with_further_losses(kind: str) -> None:
-    # On 8 CPU devices XLA may run a gather for the second loop beside the first, and wait forever.
-    check(one_f_one_b(2, 2, 4), lambda: models.stack(kind))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("full_compile")
-@pytest.mark.parametrize("model", ["llama", "gpt"])
-def test_models_of_zerojax(model: str) -> None:
-    create = getattr(models, f"{model}_state")
-    check(one_f_one_b(2, 2, 8), create, steps=10, dtype="float32")
+def test_numbers_of_models_and_meshes(
+    model: str, axes: dict[str, int], micro_batches: int, stage: int
+) -> None:
+    check(zero_over(axes, micro_batches, stage, pipeline_schedule="1f1b"), model)
 
 
 def weighted_step(state: Any, tokens: jax.Array) -> Any:
@@ -74,9 +67,8 @@ def weighted_step(state: Any, tokens: jax.Array) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("full_compile")
 def test_rows_and_sums_that_a_step_returns() -> None:
-    check(one_f_one_b(2, 2, 4), lambda: models.stack(remat=True), weighted_step)
+    check(one_f_one_b(2, 2, 4, 0), "remat", weighted_step)
 
 
 def contrastive_step(state: Any, tokens: jax.Array) -> Any:
@@ -90,25 +82,20 @@ def contrastive_step(state: Any, tokens: jax.Array) -> Any:
 
 
 def test_a_loss_between_rows_is_refused() -> None:
-    zero = one_f_one_b(2, 2, 4)
-    with pytest.raises(ValueError, match=r'between .* through the layers.* "schedule": "gpipe"'):
-        zero(contrastive_step)(zero.init(models.stack), batches(16, 1)[0])
+    match = r'between .* through the layers.* "schedule": "gpipe"'
+    refused(one_f_one_b(2, 2, 4), match, step=contrastive_step)
 
 
-@pytest.mark.slow
 def test_an_encoder_and_a_decoder_are_refused() -> None:
-    zero = one_f_one_b(2, 2, 4)
-    with pytest.raises(ValueError, match=r'has 4 loops over layers.* "schedule": "gpipe"'):
-        zero(models.t5_step)(zero.init(models.t5_state), batches(16, 1)[0])
+    match = r'has 4 loops over layers.* "schedule": "gpipe"'
+    refused(one_f_one_b(2, 2, 4), match, models.t5_state, models.t5_step)
 
 
 def test_rounds_and_uneven_micro_batches_are_refused() -> None:
-    zero = one_f_one_b(2, 2, 4, pipeline_rounds=2)
-    with pytest.raises(ValueError, match=r'"1f1b" with pipeline\.rounds = 2 is not supported'):
-        zero(models.train_step)(zero.init(models.stack), batches(16, 1)[0])
-    zero = one_f_one_b(2, 2, 3)
-    with pytest.raises(ValueError, match=r'"1f1b" needs micro-batches that the 2 stages divide'):
-        zero(models.train_step)(zero.init(models.stack), batches(24, 1)[0])
+    match = r'"1f1b" with pipeline\.rounds = 2 is not supported'
+    refused(one_f_one_b(2, 2, 4, pipeline_rounds=2), match)
+    match = r'"1f1b" needs micro-batches that the 2 stages divide'
+    refused(one_f_one_b(2, 2, 3), match, rows=24)
 
 
 def temporary_bytes(schedule: str) -> int:

@@ -1,5 +1,7 @@
 """Steps in pipeline stages against plain jit on one device."""
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,87 +21,115 @@ import zerojax
 STEPS = 3
 SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
-def zero_on(
-    stages: int, data: int, micro_batches: int, stage: int = 1, **keywords: Any
+
+def zero_over(
+    axes: dict[str, int], micro_batches: int, stage: int = 1, **keywords: Any
 ) -> zerojax.Zero:
-    mesh = zerojax.mesh(stages * data, axes={"stage": stages, "data": data})
+    mesh = zerojax.mesh(math.prod(axes.values()), axes=axes)
     keywords = {"gradient_clipping": 0.0, "stage3_param_persistence_threshold": 0} | keywords
     return zerojax.zero(
         stage=stage, gradient_accumulation_steps=micro_batches, mesh=mesh, **keywords
     )
 
 
+def zero_on(
+    stages: int, data: int, micro_batches: int, stage: int = 1, **keywords: Any
+) -> zerojax.Zero:
+    return zero_over({"stage": stages, "data": data}, micro_batches, stage, **keywords)
+
+
+@functools.cache
+def started(model: str, dtype: str) -> TrainState:
+    """Returns the initial state of a model of :func:`pipeline.models.create`, on one device."""
+
+    def cast(x: Any) -> Any:
+        return x.astype(dtype) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+
+    return jax.tree.map(cast, models.create(model))
+
+
+def follow(step: Callable[..., Any], state: TrainState, rows: int, steps: int) -> Any:
+    """Returns what a step returned in each of some steps, and the parameters at the end."""
+    results = []
+    for tokens in batches(rows, steps):
+        state, result = step(state, tokens)
+        results.append(result)
+    return host((results, state.params))
+
+
+@functools.cache
+def plain(model: str, dtype: str, step: Callable[..., Any], rows: int, steps: int) -> Any:
+    return follow(jax.jit(step), started(model, dtype), rows, steps)
+
+
 def check(
     zero: zerojax.Zero,
-    create: Callable[[], Any],
-    step: Callable[..., Any] = models.train_step,
+    model: str,
+    step: Callable[..., Any] | None = None,
     *,
     rows: int = 16,
     steps: int = STEPS,
-    dtype: str = "float64",
+    dtype: str | None = None,
 ) -> None:
-    """Fails where losses or parameters differ from plain jit."""
+    """Fails where losses or parameters differ from plain jit.
+
+    Args:
+      model: A model of :func:`pipeline.models.create`.
+      step: Its step; default that of a language model.
+      dtype: Of the numbers; default float64, except for models that compute in float32.
+    """
+    step = step or (models.t5_step if model == "t5" else models.train_step)
+    dtype = dtype or ("float32" if model in ("llama", "gpt", "t5") else "float64")
     with jax.enable_x64(dtype == "float64"):
-
-        def cast(x: Any) -> Any:
-            return x.astype(dtype) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
-
-        def start() -> Any:
-            return jax.tree.map(cast, create())
-
-        runs = []
-        for run, state in ((zero(step), zero.init(start)), (jax.jit(step), start())):
-            losses = []
-            for tokens in batches(rows, steps):
-                state, loss = run(state, tokens)
-                losses.append(loss)
-            runs.append(host((losses, state.params)))
-        assert_near(*runs, TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize(
-    ("stages", "data", "micro_batches", "stage"),
-    [
-        pytest.param(4, 2, 8, 1, marks=pytest.mark.slow),
-        pytest.param(2, 4, 2, 2, marks=pytest.mark.slow),
-        pytest.param(2, 1, 4, 0, marks=pytest.mark.slow),
-        pytest.param(4, 1, 4, 3, marks=pytest.mark.slow),
-        pytest.param(2, 2, 4, 3, marks=pytest.mark.slow),
-    ],
-)
-def test_numbers_are_those_of_plain_jit(
-    stages: int, data: int, micro_batches: int, stage: int
-) -> None:
-    check(zero_on(stages, data, micro_batches, stage), lambda: models.stack(remat=True))
+        state = started(model, dtype)
+        got = follow(zero(step), zero.init(lambda: state), rows, steps)
+        assert_near(got, plain(model, dtype, step, rows, steps), TOLERANCE[dtype])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [2, 6])
-def test_stages_need_not_divide_the_micro_batches(
-    micro_batches: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("model", "axes", "micro_batches", "stage"),
+    [
+        ("remat", {"data": 2, "stage": 4}, 8, 1),
+        ("experts dropout", {"stage": 2, "data": 2}, 4, 3),
+        ("", {"replica": 2, "stage": 2, "data": 2}, 4, 2),
+        ("gpt", {"stage": 2, "data": 1}, 4, 0),
+        ("llama", {"stage": 2, "data": 4}, 2, 2),
+        ("t5", {"stage": 4, "data": 1}, 4, 3),
+        pytest.param("remat", {"stage": 4, "data": 2}, 8, 1, marks=pytest.mark.sweep),
+        pytest.param("remat", {"stage": 2, "data": 4}, 2, 2, marks=pytest.mark.sweep),
+        pytest.param("remat", {"stage": 2, "data": 1}, 4, 0, marks=pytest.mark.sweep),
+        pytest.param("remat", {"stage": 4, "data": 1}, 4, 3, marks=pytest.mark.sweep),
+        pytest.param("dropout", {"stage": 2, "data": 2}, 4, 1, marks=pytest.mark.sweep),
+        pytest.param("experts", {"stage": 2, "data": 2}, 4, 1, marks=pytest.mark.sweep),
+    ],
+    ids=str,
+)
+def test_numbers_are_those_of_plain_jit(
+    model: str, axes: dict[str, int], micro_batches: int, stage: int
 ) -> None:
-    check(zero_on(4, 2, micro_batches), models.stack, rows=8 * micro_batches)
+    check(zero_over(axes, micro_batches, stage), model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "micro_batches", "stage"), [(2, 2, 1), (1, 6, 0)])
+def test_stages_need_not_divide_the_micro_batches(
+    data: int, micro_batches: int, stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(zero_on(4, data, micro_batches, stage), "", rows=4 * data * micro_batches)
     warnings = [x.getMessage() for x in caplog.records if "idles" in x.getMessage()]
     assert len(warnings) == (micro_batches == 2)  # the stages idle for 60% or 33%
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dropout", "experts"])
-def test_layers_with_dropout_and_with_further_losses(kind: str) -> None:
-    check(zero_on(2, 2, 4), lambda: models.stack(kind))
+def test_several_rounds() -> None:
+    check(zero_on(2, 2, 4, pipeline_rounds=2), "experts dropout remat")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama", "gpt", "t5"])
-def test_models_of_zerojax(model: str) -> None:
-    create = getattr(models, f"{model}_state")
-    step = models.t5_step if model == "t5" else models.train_step
-    check(zero_on(2, 2, 4), create, step, steps=10, dtype="float32")
-
-
-@pytest.mark.slow
-@SCHEDULES
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.sweep), "1f1b"])
 def test_nnx(schedule: str) -> None:
     losses = []
     for run in (zero_on(2, 2, 4, pipeline_schedule=schedule), nnx.jit):
@@ -108,26 +138,6 @@ def test_nnx(schedule: str) -> None:
         step = run(models.nnx_step)
         losses.append([float(step(model, optimizer, tokens)) for tokens in batches(16, 10)])
     np.testing.assert_allclose(*losses, rtol=1e-5)
-
-
-@pytest.mark.slow
-@SCHEDULES
-@pytest.mark.parametrize(
-    "axes", [{"replica": 2, "stage": 2, "data": 2}, {"data": 2, "stage": 4}], ids=str
-)
-def test_any_order_of_axes_and_replica_groups(axes: dict[str, int], schedule: str) -> None:
-    mesh = zerojax.mesh(axes=axes)
-    zero = zerojax.zero(
-        stage=2, gradient_accumulation_steps=4, gradient_clipping=0.0, mesh=mesh,
-        pipeline_schedule=schedule,
-    )  # fmt: skip
-    check(zero, models.stack)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dropout", "experts"])
-def test_several_rounds(kind: str) -> None:
-    check(zero_on(2, 2, 4, pipeline_rounds=2), lambda: models.stack(kind, remat=True))
 
 
 def refused(

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
+from swept import swept
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
@@ -173,12 +174,14 @@ def assert_near(got: Any, parts: Any, specs: Any, how: Quantization) -> None:
 @pytest.mark.parametrize(
     ("stage", "k", "form", "conv"),
     [
-        *(pytest.param(s, k, "int8", True, marks=SLOW) for s, k in ((1, 4), (2, 4), (3, 1))),
-        *(pytest.param(s, k, "int8", True, marks=SWEEP) for s, k in ((1, 1), (2, 1), (3, 4))),
         (1, 4, "int8", False),  # on lanes
         (3, 4, "int8", False),
-        pytest.param(1, 4, "int4", False, marks=SLOW),
+        pytest.param(1, 4, "int4", True, marks=SLOW),
+        pytest.param(2, 4, "int8", True, marks=SLOW),
         pytest.param(3, 1, "int4", True, marks=SLOW),
+        pytest.param(1, 4, "int4", False, marks=SWEEP),
+        *(pytest.param(s, 1, "int8", True, marks=SWEEP) for s in (1, 2, 3)),
+        *(pytest.param(s, 4, "int8", True, marks=SWEEP) for s in (1, 3)),
     ],
 )
 def test_gradients_are_sums_of_quantized_parts(stage: int, k: int, form: Any, conv: bool) -> None:
@@ -205,8 +208,8 @@ def value_and_gradient() -> Callable[..., Any]:
     [
         (3, 1, "int8"),
         (1, 4, "float8_e4m3fn"),
-        *(pytest.param(s, k, "int8", marks=SLOW) for s, k in ((2, 4), (3, 4))),
-        *(pytest.param(1, k, "int8", marks=SWEEP) for k in (1, 4)),
+        pytest.param(2, 4, "int8", marks=SLOW),
+        *(pytest.param(s, k, "int8", marks=SWEEP) for s, k in ((1, 1), (1, 4), (3, 4))),
         pytest.param(3, 1, "float8_e4m3fn", marks=SWEEP),
     ],
 )
@@ -255,7 +258,7 @@ def plain_nnx_losses() -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "k"), [pytest.param(1, 4, marks=SWEEP), (3, 1), (2, 4)])
+@pytest.mark.parametrize(("stage", "k"), swept([(3, 4), (1, 4), (3, 1), (2, 4)]))
 def test_nnx(stage: int, k: int) -> None:
     zero = zero_of(stage, k, **BOTH)
     values, want = nnx_losses(zero(nnx_step), *zero.init(nnx_create)), plain_nnx_losses()
@@ -294,7 +297,7 @@ def test_a_poisoned_shard_skips_the_step(stage: int, name: str) -> None:
     assert zerojax.telemetry(state)["skipped_steps"] == 1
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SWEEP), 3])
+@pytest.mark.parametrize("stage", swept([3, 1, 2]))
 def test_a_shard_of_zeros_and_an_outlier(stage: int) -> None:
     """Large but finite: the other blocks keep their precision."""
     zero, (create, step) = zero_of(stage, zero_quantized_gradients=True), linen(optax.sgd(1e-9))
@@ -315,13 +318,20 @@ def test_a_shard_of_zeros_and_an_outlier(stage: int) -> None:
 @pytest.mark.parametrize(
     ("axes", "keywords"),
     [
-        ({"replica": 2, "data": 4}, {}),
+        ({"replica": 2, "data": 4}, {"bf16": True}),
+        ({"data": 4, "model": 2}, {"fp16": True, "initial_scale_power": 8}),
         ({"data": 8}, {"zero_hpz_partition_size": 4}),
-        ({"data": 4, "model": 2}, {}),
-        ({"data": 8}, {"bf16": True}),
-        ({"data": 8}, {"fp16": True, "initial_scale_power": 8}),
-        pytest.param({"data": 8}, {"offload_optimizer": "cpu"}, marks=SWEEP),
         ({"data": 8}, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
+        *(
+            pytest.param(*case, marks=SWEEP)
+            for case in (
+                ({"replica": 2, "data": 4}, {}),
+                ({"data": 4, "model": 2}, {}),
+                ({"data": 8}, {"bf16": True}),
+                ({"data": 8}, {"fp16": True, "initial_scale_power": 8}),
+                ({"data": 8}, {"offload_optimizer": "cpu"}),
+            )
+        ),
     ],
     ids=str,
 )

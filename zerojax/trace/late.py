@@ -221,8 +221,9 @@ def _keeps_layers(eqn: Equation) -> bool:
             return same and jaxprs.param(eqn, "dimensions") is None
         case prims.transpose_p:
             return bool(jaxprs.param(eqn, "permutation")[0] == 0)
-        case _:
-            return True
+        case _:  # an operand of one row may stand for all rows
+            rows = {v.aval.shape[0] for v in jaxprs.variables(eqn.invars) if v.aval.ndim}
+            return rows <= {*out.aval.shape[:1]}
 
 
 def _has_layers(eqn: Equation, v: Atom) -> bool:

@@ -37,6 +37,7 @@ from zerojax.step.own_update import with_matrices
 from zerojax.step.program import StepSetting
 from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast
+from zerojax.trace.broadcasts import with_broadcasts_in_loops
 from zerojax.trace.dependence import check_late
 from zerojax.trace.explicit import automatic_update, typed_replicated
 from zerojax.trace.loss_scaling import replacements
@@ -164,12 +165,12 @@ def _trace(
     closed: AnyJaxpr
     if explicit is None:
         closed, shapes = hijax.trace(step, start, batch)
-        closed = without_ravels(closed)
+        closed = with_broadcasts_in_loops(without_ravels(closed))
         if setting.config.compute_grad_norm:
             closed = with_gradient_norm(closed, shapes)
     else:
         closed, shapes = explicit.trace(step, start, batch, setting.plan)
-        closed = without_ravels(closed)
+        closed = with_broadcasts_in_loops(without_ravels(closed))
     if setting.knows_parameters:
         return closed, shapes
     return with_matrices(closed, shapes, setting.plan.leaves["rest"], setting.inserter), shapes

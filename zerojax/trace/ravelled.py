@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import jax
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
@@ -60,20 +59,12 @@ class _Programs(Rewriter):
         """Rewrites the programs of an equation; a call takes arrays in their own shape if it only
         sums over them."""
         ravels = {i: r for i, v in enumerate(eqn.invars) if (r := _ravel(v, graph)) is not None}
-        if ravels and _is_plain_call(eqn):
+        if ravels and jaxprs.is_plain_call(eqn):
             call = self.inside(_ravelling(eqn, ravels), jaxprs.programs(eqn))
             (body,) = jaxprs.bodies(call)
             if not any(map(_is_ravel, body.eqns)):
                 return call
         return self.inside(eqn, jaxprs.programs(eqn))
-
-
-def _is_plain_call(eqn: Equation) -> bool:
-    """Returns whether an equation is a call that states no shardings of its operands."""
-    if eqn.primitive is not prims.jit_p:
-        return eqn.primitive is prims.closed_call_p
-    shardings = jaxprs.param(eqn, "in_shardings")
-    return not any(isinstance(each, jax.sharding.Sharding) for each in shardings)
 
 
 def _ravelling(eqn: Equation, ravels: Mapping[int, Equation]) -> Equation:

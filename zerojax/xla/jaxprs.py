@@ -84,6 +84,14 @@ def called_jaxpr(eqn: Equation) -> AnyJaxpr:
     return cast(AnyJaxpr, param(eqn, CALLS[eqn.primitive]))
 
 
+def is_plain_call(eqn: Equation) -> bool:
+    """Returns whether an equation is a call that states no shardings of its operands."""
+    if eqn.primitive is not prims.jit_p:
+        return eqn.primitive is prims.closed_call_p
+    shardings = param(eqn, "in_shardings")
+    return not any(isinstance(each, jax.sharding.Sharding) for each in shardings)
+
+
 def bodies(eqn: Equation) -> list[Jaxpr]:
     """Returns the open jaxprs of a call, or of the branches of a cond; [] for other equations."""
     programs = [called_jaxpr(eqn)] if eqn.primitive in CALLS else []

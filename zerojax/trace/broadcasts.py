@@ -1,0 +1,123 @@
+"""Broadcasts that a loop reads in each iteration, computed in the loop.
+
+JAX computes what is the same in all iterations before the loop when it differentiates a scan. For a
+mask that is broadcast to the shape of attention scores this takes the memory of the scores of one
+layer, from the forward to the end of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core
+from jax.extend.core import primitives as prims
+
+from zerojax.graph.def_use import Graph, graph_of
+from zerojax.xla import jaxprs
+from zerojax.xla.rewriter import Rewriter
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
+
+
+def with_broadcasts_in_loops(closed: AnyJaxpr) -> AnyJaxpr:
+    """Returns a traced program in which scans take the operands of broadcasts in place of their
+    results. The numbers are the same.
+
+    Calls, loops and branches are entered. A program without such scans is returned unchanged.
+
+    Args:
+      closed: The program's jaxpr and its constants.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> def function(x, xs):
+      ...     ones = jnp.broadcast_to(x, (4, 8))
+      ...     return jax.lax.scan(lambda c, x: (c + ones * x, None), jnp.zeros((4, 8)), xs)[0]
+      >>> traced = with_broadcasts_in_loops(jax.make_jaxpr(function)(jnp.ones(8), jnp.ones(3)))
+      >>> traced.eqns[-1].invars[0].aval.shape
+      (8,)
+    """
+    rewritten: AnyJaxpr = _Programs()(closed)
+    return rewritten
+
+
+class _Programs(Rewriter):
+    """Rewrites the programs of calls, loops and branches."""
+
+    def body(self, jaxpr: Jaxpr) -> Jaxpr:
+        graph = graph_of(jaxpr)
+        equations = [self._rewritten(eqn, graph) for eqn in jaxpr.eqns]
+        is_new = any(a is not b for a, b in zip(equations, jaxpr.eqns, strict=True))
+        return jaxpr.replace(eqns=equations) if is_new else jaxpr
+
+    def _rewritten(self, eqn: Equation, graph: Graph) -> Equation:
+        eqn = _broadcasting(eqn, graph) if eqn.primitive is prims.scan_p else eqn
+        return self.inside(eqn, jaxprs.programs(eqn))
+
+
+class _Broadcast(NamedTuple):
+    """A computation of a value from a smaller one.
+
+    Attributes:
+      equations: The broadcast, after conversions of its operand. Each has one operand.
+      operand: The operand of the first.
+    """
+
+    equations: Sequence[Equation]
+    operand: Atom
+
+    def computing(self, argument: Atom, result: Atom) -> Iterator[Equation]:
+        """Yields the equations with another operand and result."""
+        for eqn in self.equations:
+            is_last = eqn is self.equations[-1]
+            out = result if is_last else jaxprs.new_variable(eqn.outvars[0].aval)
+            yield eqn.replace(invars=[argument], outvars=[out])
+            argument = out
+
+
+def _broadcasting(eqn: Equation, graph: Graph) -> Equation:
+    """Returns a scan that broadcasts the constants of its iterations itself."""
+    constants = eqn.invars[: jaxprs.scan_counts(eqn).consts]
+    found = {i: b for i, v in enumerate(constants) if (b := _broadcast(v, graph)) is not None}
+    if not found:
+        return eqn
+    closed: Any = jaxprs.param(eqn, "jaxpr")
+    body, _ = jaxprs.open_jaxpr(closed)
+    arguments = {i: jaxprs.new_variable(b.operand.aval) for i, b in found.items()}
+    inside = [new for i, b in found.items() for new in b.computing(arguments[i], body.invars[i])]
+    new = body.replace(
+        invars=[arguments.get(i, v) for i, v in enumerate(body.invars)],
+        eqns=[*inside, *body.eqns],
+    )
+    return eqn.replace(
+        invars=[found[i].operand if i in found else v for i, v in enumerate(eqn.invars)],
+        params=eqn.params | {"jaxpr": jaxprs.with_body(closed, new)},
+    )
+
+
+def _broadcast(v: Atom, graph: Graph) -> _Broadcast | None:
+    """Returns the broadcast of a smaller array that computes a value, in a call too."""
+    eqn = graph.producer(v)
+    if eqn is None:
+        return None
+    if eqn.primitive is prims.broadcast_in_dim_p:
+        operand, *sizes = eqn.invars
+        is_larger = not sizes and v.aval.size > operand.aval.size
+        return _Broadcast([eqn], operand) if is_larger else None
+    if not jaxprs.is_plain_call(eqn):
+        return None
+    body, _ = jaxprs.open_jaxpr(jaxprs.called_jaxpr(eqn))
+    inner = graph_of(body)
+    found = _broadcast(body.outvars[eqn.outvars.index(v)], inner)
+    if found is None:
+        return None
+    while (
+        before := inner.producer(found.operand)
+    ) and before.primitive is prims.convert_element_type_p:
+        found = _Broadcast([before, *found.equations], before.invars[0])
+    if isinstance(found.operand, core.Literal):
+        return found
+    arguments = dict(zip(body.invars, eqn.invars, strict=True))
+    is_given = found.operand in arguments
+    return found._replace(operand=arguments[found.operand]) if is_given else None

@@ -21,7 +21,15 @@ from zerojax.generation.beam_search import Search, beam_search, begun, repeated
 from zerojax.generation.decoders import Cache, Decoder, Source, Traced
 from zerojax.generation.layers import Layered, Stacks, run, stacked, unstacked
 from zerojax.generation.sampling import Sampling
-from zerojax.xla.compiler import JitOnceDecided, Options, options, streaming
+from zerojax.xla.compiler import (
+    DISABLED_PASSES,
+    MERGED_PRODUCTS,
+    PRODUCTS_BY_ELEMENT,
+    JitOnceDecided,
+    Options,
+    options,
+    streaming,
+)
 
 
 class Progress(NamedTuple):
@@ -256,7 +264,14 @@ class Programs:
         def chosen() -> Options | None:
             if devices is None:
                 return None
-            return streaming(devices) if self.on_host else options(devices, overlap=True)
+            passes = [MERGED_PRODUCTS]
+            if devices.size > batch_devices(devices):
+                # Of small shards of weights, XLA would write the products by element in float32.
+                passes.append(PRODUCTS_BY_ELEMENT)
+            left_out: Options = {DISABLED_PASSES: ",".join(passes)}
+            if self.on_host:
+                return streaming(devices, left_out)
+            return options(devices, left_out, overlap=True)
 
         self.start = JitOnceDecided(generation.start, chosen, static_argnums=4)
         self.advance = JitOnceDecided(generation.advance, chosen, donate_argnums=1)

@@ -33,6 +33,12 @@ DISABLED_PASSES = "xla_disable_hlo_passes"
 REMATERIALIZATION = "rematerialization"
 """The pass that computes values again where XLA estimates that they do not fit."""
 
+MERGED_PRODUCTS = "dot-merger"
+"""The pass that concatenates small weights which multiply the same values, in each run."""
+
+PRODUCTS_BY_ELEMENT = "dot-strength-reduction"
+"""The pass that turns products of one row into element-by-element products and sums."""
+
 GPUS = ("gpu", "cuda")
 """The platforms of GPUs, as devices name them."""
 

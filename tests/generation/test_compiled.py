@@ -17,7 +17,7 @@ from zerojax.models.tensor_parallel import TensorParallel
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.slow]
 
-SMALL = SIZES["llama-7b"] | {"n_layer": 4, "vocab_size": 4096}
+SMALL = SIZES["llama-7b"] | {"n_layer": 2, "vocab_size": 4096}
 
 
 def found(
@@ -55,14 +55,16 @@ def test_13b_from_host_memory_fits_in_6_gb() -> None:
     assert copies.bytes < 1.05 * from_host.parameter_bytes
 
 
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 def test_a_token_reads_each_weight_once(bits: int) -> None:
     one = found(SMALL, bits=bits)
     assert one.token_bytes < 1.1 * (one.parameter_bytes + one.cache_bytes)
 
 
-def test_tensor_parallel_tokens_have_megatrons_collectives() -> None:
-    token = found(SMALL, devices=4).token
+def test_tensor_parallel_tokens_read_their_shards_once_and_have_megatrons_collectives() -> None:
+    one = found(SMALL, devices=8)
+    assert one.token_bytes < 1.1 * (one.parameter_bytes + one.cache_bytes)
+    token = one.token
     counts = {t.kind: (t.times, t.bytes) for t in token.traffic}
     # Two a layer, one after the embedding, one of the largest logits.
     assert counts["all-reduce"][0] <= 2 * SMALL["n_layer"] + 2

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from generation.test_generate import NEW, PROMPTS, gpt, params_of
@@ -12,13 +13,21 @@ from generation.test_generate import NEW, PROMPTS, gpt, params_of
 import zerojax
 from zerojax.models import gpt_nnx
 from zerojax.models.gpt import SIZES, GPTConfig
+from zerojax.models.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
+def loaded(tensor: TensorParallel | None = None, **fields: Any) -> gpt_nnx.GPT:
+    """Returns the twin of `gpt(**fields)` with its parameters."""
+    config = GPTConfig(**SIZES["tiny"] | fields)
+    model = nnx.eval_shape(lambda: gpt_nnx.GPT(config, rngs=nnx.Rngs(params=0), tensor=tensor))
+    nnx.update(model, params_of(gpt(**fields)))
+    return model
+
+
 def test_the_gpt_generates_what_its_linen_twin_generates() -> None:
-    model = nnx.eval_shape(lambda: gpt_nnx.GPT(GPTConfig(**SIZES["tiny"]), rngs=nnx.Rngs(params=0)))
-    nnx.update(model, params_of(gpt()))
+    model = loaded()
     before = jax.tree.structure(nnx.state(model))
     expected = zerojax.generate(gpt(), params_of(gpt()), PROMPTS, max_new_tokens=NEW)
     out = zerojax.generate(model, None, PROMPTS, max_new_tokens=NEW)
@@ -67,3 +76,36 @@ def test_a_decoder_by_flax_convention(beams: int) -> None:
 def test_a_model_without_cache_is_named() -> None:
     with pytest.raises(TypeError, match="the NNX model Linear keeps no keys and values"):
         zerojax.generate(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), None, [[1]], max_new_tokens=1)
+
+
+# Each pair of settings is in one of the runs.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_axis", "weights", "dtype", "offload"),
+    [
+        (1, "gathered", None, {}),
+        (1, "by_layer", jnp.bfloat16, {"offload_param": "cpu", "offload_optimizer": "cpu"}),
+        (2, "gathered", jnp.bfloat16, {"offload_param": "cpu", "offload_optimizer": "cpu"}),
+        (2, "by_layer", None, {"offload_param": "cpu", "offload_optimizer": "cpu"}),
+        (2, "by_layer", jnp.bfloat16, {}),
+    ],
+)
+def test_sharded_models_generate_what_one_device_generates(
+    model_axis: int, weights: Any, dtype: Any, offload: dict[str, Any]
+) -> None:
+    how: Any = dict(max_new_tokens=NEW, dtype=dtype)
+    expected = zerojax.generate(loaded(n_layer=1), None, 2 * PROMPTS, **how)
+    mesh = zerojax.mesh(axes={"data": 8 // model_axis, "model": model_axis})
+    tensor = TensorParallel(mesh) if model_axis > 1 else None
+    zero = zerojax.zero(
+        stage=3, mesh=mesh, specs=tensor.specs if tensor else None,
+        stage3_param_persistence_threshold=0, **offload,
+    )  # fmt: skip
+
+    def create() -> tuple[gpt_nnx.GPT, nnx.Optimizer[gpt_nnx.GPT]]:
+        model = loaded(tensor, n_layer=1)
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    model, _ = zero.init(create)
+    out = zerojax.generate(model, None, 2 * PROMPTS, weights=weights, **how)
+    np.testing.assert_array_equal(out, expected)

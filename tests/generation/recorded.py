@@ -98,8 +98,8 @@ def recorded(case: str, name: str) -> np.ndarray:
 
     - "greedy": the first `NEW` tokens of each row, int [3, NEW], without prompt or start token.
     - "ended": the greedy tokens with the end token "end", int []; `FILLER` follows the end.
-    - "beams", "beams_ended": the same by beam search with `BEAMS` beams, for seq2seq models, whose
-      end token in "beams" is `END`; "beams_scores", "beams_ended_scores" are fp32 [3].
+    - "beams", "beams_ended": the same by beam search with `BEAMS` beams; `END` ends "beams".
+      "beams_scores", "beams_ended_scores" are fp32 [3].
     - "lead": the least lead of a token of "greedy" over the next likely one, fp32 [].
     - "config", "shapes": the text of the model's JSON files.
     """
@@ -166,7 +166,7 @@ def compute(case: str) -> dict[str, np.ndarray]:
     greedy, lead = _write(model, END)
     end = _early_end(greedy)
     found = dict(greedy=greedy, lead=lead, end=np.array(end), ended=_write(model, end)[0])
-    for suffix, token in (("", END), ("_ended", end)) if is_seq2seq(case) else ():
+    for suffix, token in (("", END), ("_ended", end)):
         beams, scores = _write(model, token, num_beams=BEAMS)
         found |= {f"beams{suffix}": beams, f"beams{suffix}_scores": scores}
     _check(model, greedy, lead, found)
@@ -234,9 +234,8 @@ def _check(model: Any, greedy: np.ndarray, lead: np.ndarray, found: dict[str, An
                 x.copy_(original[name] * (1 + 3e-6 * torch.randn(x.shape, generator=generator)))
         end = int(found["end"])
         again = {"greedy": _write(model, END)[0], "ended": _write(model, end)[0]}
-        if "beams" in found:
-            again |= {"beams": _write(model, END, BEAMS)[0]}
-            again |= {"beams_ended": _write(model, end, BEAMS)[0]}
+        again |= {"beams": _write(model, END, BEAMS)[0]}
+        again |= {"beams_ended": _write(model, end, BEAMS)[0]}
         for name, tokens in again.items():
             if not np.array_equal(tokens, found[name]):
                 raise ValueError(f"{name} changes with rounding")

@@ -1,5 +1,6 @@
 """Pipeline stages beside kernels, tensor parallelism, fp16 and checkpoints."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,15 @@ def losses(step: Any, state: Any, rows: int = 16, steps: int = 3) -> tuple[list[
 
 
 @pytest.mark.slow
-@SCHEDULES
-@pytest.mark.parametrize("micro_batches", [2, 4])
+@pytest.mark.parametrize(
+    ("micro_batches", "schedule"),
+    [
+        (2, "gpipe"),
+        (4, "1f1b"),
+        pytest.param(4, "gpipe", marks=pytest.mark.sweep),
+        pytest.param(2, "1f1b", marks=pytest.mark.sweep),
+    ],
+)
 def test_a_kernel_runs_on_the_rows_of_a_micro_batch(micro_batches: int, schedule: str) -> None:
     zero = zero_on(2, 2, micro_batches, pipeline_schedule=schedule)
 
@@ -64,24 +72,31 @@ def test_tensor_parallelism(schedule: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+FP16: dict[str, Any] = {
+    "fp16": {"enabled": True, "initial_scale_power": 30},
+    "zero_optimization": {"stage": 1},
+    "gradient_clipping": 0.0,
+}
+
+
+def in_fp16(zero: zerojax.Zero) -> tuple[int, Any]:
+    """Returns the number of skipped steps of eight, and the parameters."""
+    _, state = losses(zero(models.train_step), zero.init(models.stack), steps=8)
+    return int(zerojax.telemetry(state)["skipped_steps"]), jax.device_get(state.params)
+
+
+@functools.cache
+def in_fp16_without_stages() -> tuple[int, Any]:
+    return in_fp16(zerojax.zero(FP16, mesh=zerojax.mesh(4)))
+
+
 @pytest.mark.slow
 @SCHEDULES
 def test_fp16_skips_as_without_stages(schedule: str) -> None:
-    found, steps = [], {"gradient_accumulation_steps": 4, "pipeline": {"schedule": schedule}}
-    config = {
-        "fp16": {"enabled": True, "initial_scale_power": 30},
-        "zero_optimization": {"stage": 1},
-        "gradient_clipping": 0.0,
-    }
-    staged = zerojax.mesh(4, axes={"stage": 2, "data": 2})
-    for zero in (
-        zerojax.zero(config | steps, mesh=staged),
-        zerojax.zero(config, mesh=zerojax.mesh(4)),
-    ):
-        _, state = losses(zero(models.train_step), zero.init(models.stack), steps=8)
-        skipped = zerojax.telemetry(state)["skipped_steps"]
-        found.append((int(skipped), jax.device_get(state.params)))
-    (skipped, params), (other, others) = found
+    steps = {"gradient_accumulation_steps": 4, "pipeline": {"schedule": schedule}}
+    mesh = zerojax.mesh(4, axes={"stage": 2, "data": 2})
+    skipped, params = in_fp16(zerojax.zero(FP16 | steps, mesh=mesh))
+    other, others = in_fp16_without_stages()
     assert skipped == other > 0
     for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-3)
@@ -103,7 +118,7 @@ def test_a_checkpoint_goes_to_other_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.sweep), 3])
 def test_a_sharded_teacher_as_a_further_argument(stage: int) -> None:
     def distill(state: Any, tokens: jax.Array, teacher: Any) -> Any:
         def loss(params: Any) -> jax.Array:

@@ -40,16 +40,19 @@ def test_numbers_are_those_of_plain_jit(rows: int, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-def test_layers_stay_on_their_stage(stage: int) -> None:
-    zero = zero_on(4, 1, 8, stage)
-    state = zero.init(models.gpt_state)
+@pytest.mark.parametrize(
+    ("model", "stages", "data", "stage"),
+    [("", 2, 2, 3), pytest.param("gpt", 4, 1, 1, marks=pytest.mark.sweep)],
+)
+def test_layers_stay_on_their_stage(model: str, stages: int, data: int, stage: int) -> None:
+    zero = zero_on(stages, data, 8 // data, stage)
+    state = zero.init(lambda: models.create(model))
     (program,) = zero.evaluate(evaluate).programs(state, batches(8, 1)[0])
     text = program.lowered.compile().as_text()
     gathers = re.findall(r"= (\S+) all-gather", text)
     assert "collective-permute" in text
     assert not [shape for shape in gathers if re.match(r"\w+\[4,.*,", shape)], gathers
-    check(zero, models.gpt_state, 8)
+    check(zero, lambda: models.create(model), 8)
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def batches(rows: int, steps: int) -> list[np.ndarray]:
 def state_of(model: nn.Module, *inputs: Any, tx: Any = None) -> TrainState:
     """Returns the initial state of a model."""
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    variables = model.init(keys, *inputs)
+    variables = jax.jit(model.init)(keys, *inputs)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)) if tx is None else tx
     return TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx)
 

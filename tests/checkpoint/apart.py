@@ -45,6 +45,17 @@ def small_files(most: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def act(
+    process: int, words: Path, saved: Path, extras: Path, disk: Path | None
+) -> dict[str, dict[str, Any]]:
+    """Calls the functions below, each with another folder."""
+    return {
+        "words": agree(process, words),
+        "saved": save_and_fail(process, saved, disk),
+        "extras": keep_own_extras(process, extras),
+    }
+
+
 def agree(process: int, folder: Path) -> dict[str, Any]:
     """Words, errors and folders that are not shared."""
 

@@ -23,8 +23,22 @@ from zerojax.checkpoint import record as records
 Run = Callable[..., list[dict[str, Any]]]
 
 
-def test_words_errors_and_folders(tmp_path: Path, in_two_processes: Run) -> None:
-    for process, found in enumerate(in_two_processes(apart.agree, tmp_path)):
+def test_words_errors_saves_and_extras(
+    small_disk: Path | None,
+    tmp_path_factory: pytest.TempPathFactory,
+    in_two_processes: Run,
+) -> None:
+    """In the same two processes, as most of the time is that of their start."""
+    words, saved, extras = map(tmp_path_factory.mktemp, ("words", "saved", "extras"))
+    with Checkpointer(saved / "held", zerojax.zero(stage=0)):
+        every = in_two_processes(apart.act, words, saved, extras, small_disk)
+    check_words_errors_and_folders([each["words"] for each in every])
+    check_one_that_cannot_save([each["saved"] for each in every], saved, small_disk)
+    check_each_keeps_its_own_extra([each["extras"] for each in every], extras)
+
+
+def check_words_errors_and_folders(every: list[dict[str, Any]]) -> None:
+    for process, found in enumerate(every):
         assert found["own"] == process
         assert found["told"] == ["n0", "n1"]
         assert found["first"] == "n0"
@@ -38,14 +52,9 @@ def test_words_errors_and_folders(tmp_path: Path, in_two_processes: Run) -> None
         assert found["left"] == []
 
 
-def test_one_that_cannot_save(
-    small_disk: Path | None,
-    tmp_path_factory: pytest.TempPathFactory,
-    in_two_processes: Run,
+def check_one_that_cannot_save(
+    every: list[dict[str, Any]], folder: Path, small_disk: Path | None
 ) -> None:
-    folder = tmp_path_factory.mktemp("shared")
-    with Checkpointer(folder / "held", zerojax.zero(stage=0)):
-        every = in_two_processes(apart.save_and_fail, folder, small_disk)
     for found in every:
         assert "another run writes to" in found["held"].said
         for rank in (0, 1):
@@ -81,27 +90,27 @@ def test_one_that_cannot_save(
         )
 
 
-def test_each_keeps_its_own_extra(tmp_path: Path, in_two_processes: Run) -> None:
-    for process, found in enumerate(in_two_processes(apart.keep_own_extras, tmp_path)):
+def check_each_keeps_its_own_extra(every: list[dict[str, Any]], folder: Path) -> None:
+    for process, found in enumerate(every):
         assert found["own"] == (10 + process, [0, process], 1)
         assert found["other"] == 11 - process
         said = "step of the state differs between the processes: 0 in process 0; 1 in process 1"
         assert found["step"].said.startswith(said)
         assert found["same"] == {"position": 20}
         assert found["steps"] == [1, 2]
-    assert not (tmp_path / "2" / "extra").exists()
-    assert inspect(tmp_path).damaged == ()
+    assert not (folder / "2" / "extra").exists()
+    assert inspect(folder).damaged == ()
     zero = zerojax.zero(stage=1)
     abstract = zero.abstract_state(create, jax.random.key(0))
-    with Checkpointer(tmp_path, zero, read_only=True) as checkpointer:
+    with Checkpointer(folder, zero, read_only=True) as checkpointer:
         assert [checkpointer.extra(1, process=n)["position"] for n in (0, 1)] == [10, 11]
         with pytest.raises(CheckpointError, match=r"other values of position, key\), and 1 would"):
             checkpointer.extra(1)
         checkpointer.restore(abstract, 1)
-    v1.load(tmp_path / "1", abstract)  # orbax alone, which finds a folder that it does not know
-    (tmp_path / "1" / "extra" / "1.json").write_text("{}")
+    v1.load(folder / "1", abstract)  # orbax alone, which finds a folder that it does not know
+    (folder / "1" / "extra" / "1.json").write_text("{}")
     with (
-        Checkpointer(tmp_path, zero, read_only=True) as checkpointer,
+        Checkpointer(folder, zero, read_only=True) as checkpointer,
         pytest.raises(DamagedCheckpointError, match=r"extra/1\.json has 2 bytes instead of"),
     ):
         checkpointer.extra(1, process=0)

@@ -83,9 +83,10 @@ def test_a_bucket(url: str) -> None:
 
 @pytest.mark.slow
 @bucket.require
-def test_what_a_killed_run_left_in_a_bucket_is_no_step(url: str) -> None:
-    zero = zero_of(0)
-    state = zero.init(create_linen, KEY)
+def test_what_a_killed_run_left_in_a_bucket_is_no_step(
+    url: str, small: tuple[zerojax.Zero, TrainState]
+) -> None:
+    zero, state = small
     with Checkpointer(url, zero) as checkpointer:
         checkpointer.save(1, state)
         checkpointer.wait()

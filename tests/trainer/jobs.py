@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 import zerojax
-from zerojax.models.gpt import GPT, GPTConfig
-from zerojax.trainer import TrainerCallback, causal_lm_loss
+from zerojax.models.gpt import GPTConfig
+from zerojax.trainer import TrainerCallback, classification_loss
 
 CONFIG = GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=32)
 _RNG = np.random.default_rng(0)
@@ -50,15 +50,14 @@ class Kill(TrainerCallback):
 
 
 def dropout_job(folder: str, **more: Any) -> zerojax.Trainer:
-    """A GPT with dropout, over two epochs of five updates of 16 rows, saved after each second."""
+    """Two epochs of five updates of 16 rows with dropout, saved after each second update."""
     arguments: dict[str, Any] = dict(num_train_epochs=2, save_steps=2, logging_steps=3)
     zero = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     args = zerojax.TrainingArguments(
         folder, per_device_train_batch_size=2, deepspeed=zero, **arguments
     )
-    model = GPT(GPTConfig(**(vars(CONFIG) | {"dropout": 0.1})))
-    rows = [*TOKENS, *TOKENS[:5]]
-    return zerojax.Trainer(model, args, train_dataset=rows, loss=causal_lm_loss, **more)
+    rows = [*POINTS, *POINTS[:5]]
+    return zerojax.Trainer(Classifier(), args, train_dataset=rows, loss=classification_loss, **more)
 
 
 if __name__ == "__main__":

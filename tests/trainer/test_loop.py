@@ -34,6 +34,7 @@ from zerojax.trainer import (
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 STEPS, WARMUP = 7, 3
+plain_logits = jax.jit(GPT(CONFIG).apply)
 
 
 def logged(trainer: Trainer, name: str) -> list[float]:
@@ -137,7 +138,7 @@ def check_evaluation(trainer: Trainer) -> tuple[list[dict[str, Any]], float, Pat
         rows.append({**row, "labels": np.where(counts, row["input_ids"], -100)})
     params = jax.device_get(trainer.train_state.params)
     tokens, labels = (np.stack([row[k] for row in rows]) for k in ("input_ids", "labels"))
-    logits = jax.jit(GPT(CONFIG).apply)({"params": params}, tokens)[:, :-1]
+    logits = plain_logits({"params": params}, tokens)[:, :-1]
     mask = labels[:, 1:] >= 0
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     expected = float((losses * mask).sum() / mask.sum())

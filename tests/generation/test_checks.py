@@ -135,9 +135,10 @@ OPTIONS: list[Bad] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "message"), [*PARAMS, *TOKENS, *OPTIONS], ids=lambda x: str(x)[:60]
-)
+CASES = [*PARAMS, *TOKENS, *OPTIONS]
+
+
+@pytest.mark.parametrize(("how", "error", "message"), CASES, ids=[case[2] for case in CASES])
 def test_bad_input(how: Any, error: type[Exception], message: str, compiles: list[str]) -> None:
     given = dict(model=gpt(), params=params_of(gpt()), tokens=[[1]], max_new_tokens=2)
     given |= how() if callable(how) else how

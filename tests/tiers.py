@@ -123,9 +123,7 @@ def expected_seconds(tests: Iterable[str]) -> dict[str, float]:
     record = json.loads(RECORD.read_text())
     known = record["sweep"]
     mean = sum(seconds for seconds, _ in known.values()) / sum(count for _, count in known.values())
-    of_file = {
-        file: seconds / count for file, (seconds, count) in (record["slow"] | known).items()
-    }
+    of_file = {file: seconds / count for file, (seconds, count) in (record["slow"] | known).items()}
     return {test: of_file.get(test.partition("::")[0], mean) for test in tests}
 
 

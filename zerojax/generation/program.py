@@ -24,7 +24,6 @@ from zerojax.generation.sampling import Sampling
 from zerojax.xla.compiler import (
     DISABLED_PASSES,
     MERGED_PRODUCTS,
-    PRODUCTS_BY_ELEMENT,
     JitOnceDecided,
     Options,
     options,
@@ -264,11 +263,7 @@ class Programs:
         def chosen() -> Options | None:
             if devices is None:
                 return None
-            passes = [MERGED_PRODUCTS]
-            if devices.size > batch_devices(devices):
-                # Of small shards of weights, XLA would write the products by element in float32.
-                passes.append(PRODUCTS_BY_ELEMENT)
-            left_out: Options = {DISABLED_PASSES: ",".join(passes)}
+            left_out: Options = {DISABLED_PASSES: MERGED_PRODUCTS}
             if self.on_host:
                 return streaming(devices, left_out)
             return options(devices, left_out, overlap=True)

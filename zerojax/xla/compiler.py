@@ -36,9 +36,6 @@ REMATERIALIZATION = "rematerialization"
 MERGED_PRODUCTS = "dot-merger"
 """The pass that concatenates small weights which multiply the same values, in each run."""
 
-PRODUCTS_BY_ELEMENT = "dot-strength-reduction"
-"""The pass that turns products of one row into element-by-element products and sums."""
-
 GPUS = ("gpu", "cuda")
 """The platforms of GPUs, as devices name them."""
 

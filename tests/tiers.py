@@ -118,8 +118,8 @@ def changed(since: str) -> list[str]:
 
 
 def expected_seconds(tests: Iterable[str]) -> dict[str, float]:
-    """CPU seconds that each sweep takes by the record: the mean of its file's sweeps, or else of the
-    file's slow tests, or else of all sweeps."""
+    """CPU seconds that each sweep takes by the record: the mean of its file's sweeps, else of its
+    file's slow tests, else of all sweeps."""
     record = json.loads(RECORD.read_text())
     known = record["sweep"]
     mean = sum(seconds for seconds, _ in known.values()) / sum(count for _, count in known.values())

@@ -76,7 +76,7 @@ def check_dtype(dtype: DTypeLike | None) -> None:
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"dtype = {jnp.dtype(dtype)} must be floating, as jax.numpy.bfloat16; "
-            "zerojax.quantize_weights makes integers of parameters"
+            "zerojax.quantize_weights turns parameters into integers"
         )
 
 

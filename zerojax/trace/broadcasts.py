@@ -7,15 +7,12 @@ layer, from the forward to the end of the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
-
 from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.graph.def_use import Graph, graph_of
 from zerojax.xla import jaxprs
-from zerojax.xla.rewriter import Rewriter
+from zerojax.xla.rewriter import Computation, Rewriter, computing
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
 
@@ -56,47 +53,14 @@ class _Programs(Rewriter):
         return self.inside(eqn, jaxprs.programs(eqn))
 
 
-class _Broadcast(NamedTuple):
-    """A computation of a value from a smaller one.
-
-    Attributes:
-      equations: The broadcast, after conversions of its operand. Each has one operand.
-      operand: The operand of the first.
-    """
-
-    equations: Sequence[Equation]
-    operand: Atom
-
-    def computing(self, argument: Atom, result: Atom) -> Iterator[Equation]:
-        """Yields the equations with another operand and result."""
-        for eqn in self.equations:
-            is_last = eqn is self.equations[-1]
-            out = result if is_last else jaxprs.new_variable(eqn.outvars[0].aval)
-            yield eqn.replace(invars=[argument], outvars=[out])
-            argument = out
-
-
 def _broadcasting(eqn: Equation, graph: Graph) -> Equation:
     """Returns a scan that broadcasts the constants of its iterations itself."""
     constants = eqn.invars[: jaxprs.scan_counts(eqn).consts]
     found = {i: b for i, v in enumerate(constants) if (b := _broadcast(v, graph)) is not None}
-    if not found:
-        return eqn
-    closed: Any = jaxprs.param(eqn, "jaxpr")
-    body, _ = jaxprs.open_jaxpr(closed)
-    arguments = {i: jaxprs.new_variable(b.operand.aval) for i, b in found.items()}
-    inside = [new for i, b in found.items() for new in b.computing(arguments[i], body.invars[i])]
-    new = body.replace(
-        invars=[arguments.get(i, v) for i, v in enumerate(body.invars)],
-        eqns=[*inside, *body.eqns],
-    )
-    return eqn.replace(
-        invars=[found[i].operand if i in found else v for i, v in enumerate(eqn.invars)],
-        params=eqn.params | {"jaxpr": jaxprs.with_body(closed, new)},
-    )
+    return computing(eqn, "jaxpr", found) if found else eqn
 
 
-def _broadcast(v: Atom, graph: Graph) -> _Broadcast | None:
+def _broadcast(v: Atom, graph: Graph) -> Computation | None:
     """Returns the broadcast of a smaller array that computes a value, in a call too."""
     eqn = graph.producer(v)
     if eqn is None:
@@ -104,7 +68,7 @@ def _broadcast(v: Atom, graph: Graph) -> _Broadcast | None:
     if eqn.primitive is prims.broadcast_in_dim_p:
         operand, *sizes = eqn.invars
         is_larger = not sizes and v.aval.size > operand.aval.size
-        return _Broadcast([eqn], operand) if is_larger else None
+        return Computation([eqn], operand) if is_larger else None
     if not jaxprs.is_plain_call(eqn):
         return None
     body, _ = jaxprs.open_jaxpr(jaxprs.called_jaxpr(eqn))
@@ -115,7 +79,7 @@ def _broadcast(v: Atom, graph: Graph) -> _Broadcast | None:
     while (
         before := inner.producer(found.operand)
     ) and before.primitive is prims.convert_element_type_p:
-        found = _Broadcast([before, *found.equations], before.invars[0])
+        found = Computation([before, *found.equations], before.invars[0])
     if isinstance(found.operand, core.Literal):
         return found
     arguments = dict(zip(body.invars, eqn.invars, strict=True))

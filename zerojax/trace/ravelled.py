@@ -7,7 +7,7 @@ to reshape it to a vector, unless the first dimension is the sharded one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jax.extend import core
 from jax.extend.core import primitives as prims
@@ -15,7 +15,7 @@ from jax.extend.core import primitives as prims
 from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import ELEMENTWISE, REDUCTIONS
 from zerojax.xla import jaxprs
-from zerojax.xla.rewriter import Rewriter
+from zerojax.xla.rewriter import Computation, Rewriter, computing
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
 _REDUCTIONS = REDUCTIONS - {"argmax", "argmin"}  # these return a position in the vector
@@ -60,35 +60,13 @@ class _Programs(Rewriter):
         sums over them."""
         ravels = {i: r for i, v in enumerate(eqn.invars) if (r := _ravel(v, graph)) is not None}
         if ravels and jaxprs.is_plain_call(eqn):
-            call = self.inside(_ravelling(eqn, ravels), jaxprs.programs(eqn))
+            own = {i: Computation([ravel], ravel.invars[0]) for i, ravel in ravels.items()}
+            call = computing(eqn, jaxprs.CALLS[eqn.primitive], own)
+            call = self.inside(call, jaxprs.programs(eqn))
             (body,) = jaxprs.bodies(call)
             if not any(map(_is_ravel, body.eqns)):
                 return call
         return self.inside(eqn, jaxprs.programs(eqn))
-
-
-def _ravelling(eqn: Equation, ravels: Mapping[int, Equation]) -> Equation:
-    """Returns a call that reshapes operands to vectors itself.
-
-    Args:
-      eqn: A call.
-      ravels: By position of an operand, the equation that reshapes an array to this operand.
-    """
-    called = jaxprs.called_jaxpr(eqn)
-    body, _ = jaxprs.open_jaxpr(called)
-    arguments = {i: jaxprs.new_variable(ravel.invars[0].aval) for i, ravel in ravels.items()}
-    inside = [
-        ravel.replace(invars=[arguments[i]], outvars=[body.invars[i]])
-        for i, ravel in ravels.items()
-    ]
-    new = body.replace(
-        invars=[arguments.get(i, v) for i, v in enumerate(body.invars)],
-        eqns=[*inside, *body.eqns],
-    )
-    return eqn.replace(
-        invars=[ravels[i].invars[0] if i in ravels else v for i, v in enumerate(eqn.invars)],
-        params=eqn.params | {jaxprs.CALLS[eqn.primitive]: jaxprs.with_body(called, new)},
-    )
 
 
 def _summed_in_shape(eqn: Equation, graph: Graph) -> Sequence[Equation]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Equation, Jaxpr
+from zerojax.xla.types import Atom, Equation, Jaxpr
 
 
 class Rewriter(abc.ABC):
@@ -41,3 +41,47 @@ class Rewriter(abc.ABC):
             is_new = any(a is not b for a, b in zip(new, value, strict=True))
             return new if is_new else value
         return self(value) if jaxprs.is_jaxpr(value) else value
+
+
+class Computation(NamedTuple):
+    """A computation of a value.
+
+    Attributes:
+      equations: Equations of one operand, of which each takes the result of the one before.
+      operand: The operand of the first.
+    """
+
+    equations: Sequence[Equation]
+    operand: Atom
+
+    def between(self, argument: Atom, result: Atom) -> Iterator[Equation]:
+        """Yields the equations with another operand and result."""
+        for eqn in self.equations:
+            is_last = eqn is self.equations[-1]
+            out = result if is_last else jaxprs.new_variable(eqn.outvars[0].aval)
+            yield eqn.replace(invars=[argument], outvars=[out])
+            argument = out
+
+
+def computing(eqn: Equation, name: str, found: Mapping[int, Computation]) -> Equation:
+    """Returns an equation whose program computes some of its operands itself.
+
+    Args:
+      eqn: A call or a loop.
+      name: The parameter with its program.
+      found: By position, the computation of an operand.
+    """
+    program = jaxprs.param(eqn, name)
+    body, _ = jaxprs.open_jaxpr(program)
+    arguments = {i: jaxprs.new_variable(each.operand.aval) for i, each in found.items()}
+    inside = [
+        new for i, each in found.items() for new in each.between(arguments[i], body.invars[i])
+    ]
+    new = body.replace(
+        invars=[arguments.get(i, v) for i, v in enumerate(body.invars)],
+        eqns=[*inside, *body.eqns],
+    )
+    return eqn.replace(
+        invars=[found[i].operand if i in found else v for i, v in enumerate(eqn.invars)],
+        params=eqn.params | {name: jaxprs.with_body(program, new)},
+    )

@@ -143,7 +143,9 @@ def chosen(
     """
     sweeps, paths = sorted(sweeps), [*paths]
     draw = random.Random(hashlib.sha256(seed.encode()).hexdigest())
-    affected = [name for name in sweeps if affects(paths, name)]
+    files = {name: name.partition("::")[0] for name in sweeps}
+    called = {file for file in {*files.values()} if affects(paths, file)}
+    affected = [name for name in sweeps if files[name] in called]
     rest = [name for name in sweeps if name not in {*affected}]
     drawn = draw.sample(affected, len(affected))
     totals = itertools.accumulate(seconds[name] for name in drawn)
@@ -151,9 +153,9 @@ def chosen(
     return {*drawn, *draw.sample(rest, min(sample, len(rest)))}
 
 
-def affects(paths: Iterable[str], test: str) -> bool:
-    """Whether a change of some files can affect a test."""
-    file = Path(test.partition("::")[0])
+def affects(paths: Iterable[str], tests: str) -> bool:
+    """Whether a change of some files can affect the tests of a file."""
+    file = Path(tests)
     for path in map(Path, paths):
         package, inner = path.parts[0], room_of(path)
         if package == "pallas_kernels" or path.name == "pyproject.toml":
@@ -175,9 +177,9 @@ def imported(file: Path) -> set[Path]:
     """The files in tests/ and zerojax/ that a file of tests imports, and those that these import;
     of the names that zerojax itself has only those that are used."""
     found: set[Path] = set()
-    left = [file, *(folder / "conftest.py" for folder in file.parents)]
+    left = [file, *existing(folder / "conftest.py" for folder in file.parents)]
     while left:
-        if (path := left.pop()) not in found and (ROOT / path).exists():
+        if (path := left.pop()) not in found:
             found.add(path)
             left += imports(path) if path not in CHOICE else []
     return found
@@ -185,7 +187,7 @@ def imported(file: Path) -> set[Path]:
 
 @functools.cache
 def imports(file: Path) -> list[Path]:
-    """Where the modules may lie that a file itself imports."""
+    """The files of the modules that a file itself imports."""
     text = (ROOT / file).read_text()
     # In the package itself such names stand in docstrings alone; a module's path uses no name.
     others = re.sub(IMPORT, "", text, flags=re.MULTILINE) if file.parts[0] != "zerojax" else ""
@@ -197,7 +199,11 @@ def imports(file: Path) -> list[Path]:
         Path(*stem.split(".")) if stem.startswith("zerojax.") else Path("tests", *stem.split("."))
         for stem in stems - {"zerojax"}
     ]
-    return [x for at in places for x in (at.with_suffix(".py"), at / "__init__.py")]
+    return existing(x for at in places for x in (at.with_suffix(".py"), at / "__init__.py"))
+
+
+def existing(paths: Iterable[Path]) -> list[Path]:
+    return [path for path in paths if (ROOT / path).exists()]
 
 
 def room_of(path: Path) -> str:

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 _TICK = 1.0  # s
 _PROCESSES_PER_TICK = 256  # more processes look less often, as process 0 answers all of them
-_ANSWER = 2.0  # s that process 0 may take to answer the thread
+ANSWER = 2.0  # s that process 0 may take to answer
 _QUIET = 5.0  # s before a process whose script has ended prints for which it waits
 _UP, _ENDED = "up", "ended"
 
@@ -147,7 +147,7 @@ class Coordinator(threading.Thread):
         """Runs the thread until the scripts of all processes have ended."""
         while self.client is _client():
             is_leaving = self._is_leaving.is_set()
-            self.answers = self.client is None or self.wait(_UP, 0, self.me, _ANSWER) is not None
+            self.answers = self.client is None or self.wait(_UP, 0, self.me, ANSWER) is not None
             pause = self._look(everything=is_leaving)
             if not is_leaving:
                 self._is_leaving.wait(pause)

@@ -6,7 +6,7 @@ import time
 
 import jax
 
-from zerojax.distributed.coordinator import Coordinator, coordinator
+from zerojax.distributed.coordinator import ANSWER, Coordinator, coordinator
 from zerojax.distributed.roll_call import format_indices
 
 
@@ -55,12 +55,14 @@ def gather(this: Coordinator, topic: str, number: int, mine: str, seconds: float
     """
     this.publish(topic, mine, number)
     deadline = time.monotonic() + seconds
-    received = [
-        this.wait(topic, number, process, deadline - time.monotonic())
-        for process in range(this.count)
-    ]
-    if missing := [process for process, text in enumerate(received) if text is None]:
+    came = {this.me: mine}
+    for process in {*range(this.count)} - {this.me}:
+        text = this.wait(topic, number, process, deadline - time.monotonic())
+        came |= {} if text is None else {process: text}
+    if len(came) < this.count and this.wait(topic, number, this.me, ANSWER) is not None:
+        came |= this.collect(topic, number)  # some came while others were waited for
+    if missing := [process for process in range(this.count) if process not in came]:
         raise ProcessesMissing(topic, missing, seconds)
     if number > 1:  # every process that is in this round has read the strings of the last round
         this.delete(topic, number - 1)
-    return [text for text in received if text is not None]
+    return [came[process] for process in range(this.count)]

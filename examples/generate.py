@@ -38,8 +38,9 @@ BYTES = 256
 app = typer.Typer(add_completion=False)
 
 
-def restored(run: pathlib.Path) -> tuple[GPT, Any]:
-    """Returns the model and the parameters of a run's newest checkpoint, sharded as at stage 3."""
+def restored(run: pathlib.Path) -> tuple[GPT, Any, str]:
+    """Returns a run's model, the parameters of its newest checkpoint, sharded as at stage 3, and
+    the fingerprint of its text."""
     if not run.is_dir():
         raise ValueError(
             f"--run {run} is not a folder: name the --output_dir of python -m examples.run_clm"
@@ -58,7 +59,8 @@ def restored(run: pathlib.Path) -> tuple[GPT, Any]:
                 f"--run {run} holds checkpoints of something else: name the --output_dir of "
                 "python -m examples.run_clm"
             )
-        if " bytes, " not in saved["run"]["identity"]["text"]:
+        text = saved["run"]["identity"]["text"]
+        if " bytes, " not in text:
             raise ValueError(
                 f"--run {run} was trained on a tokenizer's tokens, and this example writes bytes: "
                 "name a run without --tokenizer_name, or pass its tokens to zerojax.generate"
@@ -69,7 +71,7 @@ def restored(run: pathlib.Path) -> tuple[GPT, Any]:
             return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
         params = zero.abstract_state(create_params, jax.random.key(0))
-        return model, checkpointer.restore(params, step)
+        return model, checkpointer.restore(params, step), text
 
 
 def continuation(
@@ -130,7 +132,7 @@ def main(
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     with command(ValueError, OSError, CheckpointError) as console:
-        model, params = restored(run)
+        model, params, _ = restored(run)
         text = continuation(
             model, params, prompt, max_new_tokens,
             temperature=temperature, top_k=top_k, top_p=top_p, key=jax.random.key(seed),

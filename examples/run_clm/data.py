@@ -14,6 +14,7 @@ Example::
 """
 
 import dataclasses
+import hashlib
 import pathlib
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,12 @@ class Text:
     train: Tokens
     held_out: Tokens
     unit: str = "bytes"
+
+    @property
+    def fingerprint(self) -> str:
+        """Length and hash of what is trained on."""
+        digest = hashlib.sha256(self.train.tobytes()).hexdigest()[:12]
+        return f"{len(self.train)} {self.unit}, sha256 {digest}"
 
 
 def python_sources(max_bytes: int = 4_000_000) -> list[bytes]:

@@ -8,7 +8,6 @@ Example::
 """
 
 import dataclasses
-import hashlib
 import math
 import pathlib
 from collections.abc import Callable
@@ -151,14 +150,13 @@ class Job:
         del model["remat"], model["dtype"]
         free = {*BATCH, *OFFLOAD, *MEMORY, *LOGS, "notes"}
         settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-        digest = hashlib.sha256(text.train.tobytes()).hexdigest()[:12]
         return {
             **{f"model.{name}": value for name, value in model.items()},
             **{name: repr(value) for name, value in settings.items() if name not in free},
             "rows per update": rows,
             "seed": self.seed,
             # With the tokenizer, as it is the text's tokens that are summed.
-            "text": f"{len(text.train)} {text.unit}, sha256 {digest}"
+            "text": text.fingerprint
             + ", each block once an epoch" * (self.num_train_epochs is not None),
         }
 

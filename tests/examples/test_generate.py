@@ -1,22 +1,17 @@
 """The main job's checkpoint continues a prompt."""
 
-import dataclasses
 import pathlib
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
 from rich.control import strip_control_codes
+from saved_run import Saved, save
 from typer.testing import CliRunner, Result
 
 import zerojax
 from examples.generate import app, continuation, restored
-from examples.run_clm.run_folder import History, RunFolder
-from zerojax.models.gpt import GPT, SIZES, GPTConfig
+from zerojax.models.gpt import SIZES
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -24,41 +19,17 @@ PROMPT = "né"
 ROOM = SIZES["tiny"]["block_size"] - len(PROMPT.encode())
 
 
-class Saved(NamedTuple):
-    """A run's folder, and the model and state of its newest checkpoint."""
-
-    folder: pathlib.Path
-    model: GPT
-    state: TrainState
-
-    def expected(self) -> str:
-        """The most probable bytes after the prompt, by the state that was saved."""
-        rows = [list(PROMPT.encode())]
-        tokens = zerojax.generate(self.model, self.state, rows, max_new_tokens=ROOM, eos=0)
-        after = bytes(np.asarray(tokens)[0, -ROOM:].tolist()).partition(b"\0")[0]
-        return after.decode("utf-8", "replace")
-
-
-def save(folder: pathlib.Path, *, text: str = "9 bytes, sha256 0") -> Saved:
-    config = GPTConfig(**SIZES["tiny"], scan=True, remat=True, dropout=0.1)
-    model, zero = GPT(config), zerojax.zero(stage=2, mesh=zerojax.mesh(4))
-
-    def create_state(key: jax.Array) -> TrainState:
-        params = model.init(key, jnp.ones((1, 8), jnp.int32))["params"]
-        params = jax.tree.map(lambda x: 5 * x, params)  # so that bytes differ
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
-
-    about = dataclasses.asdict(config)
-    with RunFolder(folder, zero, {"text": text}, about) as run:
-        for step in (1, 2):
-            state = zero.init(create_state, jax.random.key(step))
-            assert run.save(step, state, History(), jax.random.key(0)) == ""
-    return Saved(folder, model, state)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, quick_compile: None) -> Saved:
     return save(tmp_path_factory.mktemp("run"))
+
+
+def expected(saved: Saved) -> str:
+    """The most probable bytes after the prompt, by the state that was saved."""
+    rows = [list(PROMPT.encode())]
+    tokens = zerojax.generate(saved.model, saved.state, rows, max_new_tokens=ROOM, eos=0)
+    after = bytes(np.asarray(tokens)[0, -ROOM:].tolist()).partition(b"\0")[0]
+    return after.decode("utf-8", "replace")
 
 
 def run(folder: pathlib.Path, prompt: str, *options: str) -> Result:
@@ -68,11 +39,11 @@ def run(folder: pathlib.Path, prompt: str, *options: str) -> Result:
 
 def test_it_prints_the_prompt_and_all_that_fits_the_block(saved: Saved) -> None:
     result = run(saved.folder, PROMPT, "--temperature", "0")
-    assert result.stdout == strip_control_codes(PROMPT + saved.expected()) + "\n"
+    assert result.stdout == strip_control_codes(PROMPT + expected(saved)) + "\n"
 
 
 def test_a_seed_decides_the_draws(saved: Saved) -> None:
-    model, params = restored(saved.folder)
+    model, params, _ = restored(saved.folder)
     how = {"temperature": 1.0, "top_k": 50, "top_p": 0.9}
 
     def drawn(seed: int) -> str:

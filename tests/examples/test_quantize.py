@@ -1,0 +1,72 @@
+"""The main job's checkpoint is quantized, and its held-out loss compared."""
+
+import pathlib
+from typing import NamedTuple
+
+import pytest
+from saved_run import save
+from typer.testing import CliRunner, Result
+
+from examples.quantize import app
+from examples.run_clm import data
+from zerojax.models.gpt import SIZES
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+class Run(NamedTuple):
+    folder: pathlib.Path
+    text: pathlib.Path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, quick_compile: None) -> Run:
+    folder = tmp_path_factory.mktemp("run")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} is followed by {i + 1}\n" for i in range(200)))
+    split = data.split([data.read_text(text)], SIZES["tiny"]["block_size"])
+    save(folder / "clm", text=split.fingerprint, n_embd=64)
+    return Run(folder / "clm", text)
+
+
+def quantize(trained: Run, *options: str, text: pathlib.Path | None = None) -> Result:
+    arguments = ["--run", str(trained.folder), "--text", str(text or trained.text), *options]
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_the_report_says_loss_and_bytes(trained: Run) -> None:
+    result = quantize(trained, "--bits", "4", "--max_loss", "100%")
+    assert result.exit_code == 0, result.stderr
+    columns = [line.split() for line in result.stdout.splitlines()]
+    assert columns[0] == ["original", "quantized", "change"]
+    before, after = map(float, columns[1][1:3])
+    assert before != after
+    assert abs(after / before - 1) < 0.2
+    assert float(columns[2][-2]) < 0.6
+
+
+def test_a_loss_above_the_limit_is_an_error(trained: Run) -> None:
+    result = quantize(trained, "--bits", "4", "--max_loss", "-50%")
+    assert result.exit_code == 2
+    assert "more than max_loss=-50.00%: write bits=8, a smaller group_size" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max_loss", "much"], "'much' is not a share: write 2% or 0.02"),
+        (["--bits", "5"], "bits=5: write bits=8 or bits=4"),
+    ],
+)
+def test_options_that_are_refused(trained: Run, options: list[str], message: str) -> None:
+    result = quantize(trained, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_another_text_is_refused(trained: Run, tmp_path: pathlib.Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("something else " * 100)
+    result = quantize(trained, text=other)
+    assert result.exit_code == 2
+    assert "name the files of its --text in the same order" in result.stderr

@@ -6,6 +6,7 @@ from flax import nnx
 
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.tensor_parallel import TensorParallel
+from zerojax.tuning.tasks import seq2seq
 from zerojax.tuning.workload import workload
 
 
@@ -104,6 +105,10 @@ def nnx_model():
 
 def complete_workload(zero, rows, seq):
     return workload(plain, zero, rows, seq)
+
+
+def translator(zero, rows, seq):
+    return seq2seq("blenderbot-tiny", zero, rows, seq)
 
 
 def short():

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import zerojax
 from zerojax.__main__ import app
 from zerojax.devices.rates import rates
+from zerojax.models.bart import SIZES
 
 HERE = Path(__file__).parent
 SMALL = dataclasses.replace(rates("h100"), memory=1_500_000_100)
@@ -94,6 +95,19 @@ def test_a_generation_that_does_not_fit(config: Path) -> None:
     assert "\ndoes not fit by " in result.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_cpus")
+def test_an_encoder_decoder(config: Path) -> None:
+    result = run(config, "--json", model="mine:translator")
+    assert result.exit_code == 3, "it needs more than 100 bytes"
+    planned = json.loads(result.stdout)["generation"]
+    assert (planned["rows"], planned["prompt"], planned["new"]) == (8, 16, 4)
+    sizes = SIZES["blenderbot-tiny"]
+    layers, width = sizes["decoder_layers"], sizes["d_model"]
+    # Keys and values of 16 source tokens and of 5 target tokens, in bf16, one row a device.
+    assert planned["cache_bytes"] == pytest.approx(2 * layers * width * 2 * (16 + 5), rel=0.05)
+
+
 @pytest.mark.usefixtures("on_cpus")
 @pytest.mark.parametrize(
     ("args", "model", "says"),
@@ -101,7 +115,7 @@ def test_a_generation_that_does_not_fit(config: Path) -> None:
         ((), "mine:plain", "a Model keeps no keys and values between tokens"),
         ((), "mine:CNN", "A bare model is taken as a language model"),
         ((), "mine:three", "a int is no flax model"),
-        ((), "mine:complete_workload", "takes a function that returns a flax model"),
+        ((), "mine:complete_workload", "zerojax.Workload(..., model=model)"),
         ((), "mine:short", "20 tokens in a row, but block_size = 8"),
         (("--mesh", "data=4,other=2"), "mine:cut", "cut over the mesh axis 'other'"),
         (("--attention", "plain"), "mine:cut", "model 'mine:cut' takes no `attention`"),

@@ -49,7 +49,7 @@ def run(
     Args:
       config: The config, whose stage and offload decide where the parameters are at rest.
       rows: Rows of a batch, over all devices; None for one per data device.
-      prompt: Tokens of each prompt.
+      prompt: Tokens of each prompt, or of each source of an encoder-decoder.
       new: New tokens of each row.
       weights: As for :func:`zerojax.generate`.
       bits: Bits of the quantized parameters; None for bfloat16.
@@ -99,17 +99,20 @@ def _abstract(
         return models[-1]
 
     work = workload(make, decorated, rows, seq)
-    if isinstance(models[0], Workload):
-        raise TypeError(
-            "--generate takes a function that returns a flax model; this one returns a "
-            "zerojax.Workload, of which only the training step is known"
-        )
+    model = models[0].model if isinstance(models[0], Workload) else models[0]
     if work.specs is not None:
         decorated = zero(quiet(config), mesh=mesh, specs=work.specs)
     state = decorated.abstract_state(work.create_state, jax.random.key(0))
     objects = state if isinstance(state, tuple) else (state,)
     check_axes(decorated.plan(*objects))
-    return (state[0], None) if isinstance(state, tuple) else (models[0], state.params)
+    if isinstance(state, tuple):
+        return state[0], None
+    if model is None:
+        raise TypeError(
+            "--generate takes a function that returns a flax model; this one returns a "
+            "zerojax.Workload without one: write zerojax.Workload(..., model=model)"
+        )
+    return model, state.params
 
 
 def to_json(found: GenerationForecast) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from zerojax.foresight.attribution import ParameterShapes
 from zerojax.foresight.costs import Measurement, measure_compiled
 from zerojax.generation import weights as parameter_weights
 from zerojax.generation.beam_search import Search
-from zerojax.generation.decoders import Cache, decoder_of
+from zerojax.generation.decoders import Cache, EncoderDecoder, Source, decoder_of
 from zerojax.generation.layers import Layered
 from zerojax.generation.program import Generation, Programs
 from zerojax.generation.sampling import Sampling
@@ -39,7 +39,7 @@ class GenerationForecast(Summarized):
     """The needs of a generation on each device, in bytes and seconds.
 
     Attributes:
-      rows, prompt, new: Rows of a batch, tokens of their prompts, new tokens of each.
+      rows, prompt, new: Rows of a batch, tokens of their prompts or sources, new tokens of each.
       rates: The speeds and the memory of the devices.
       weights: Where the parameters are, see :func:`zerojax.generate`.
       on_host: Whether they are in host memory.
@@ -126,7 +126,7 @@ def forecast(
       model: As for ``generate``.
       params: The parameters, abstract or concrete, with their shardings.
       rows: Rows of a batch, over all devices.
-      prompt: Tokens of each prompt.
+      prompt: Tokens of each prompt, or of each source of an encoder-decoder.
       max_new_tokens: New tokens of each row.
       mesh: The devices, which need not exist.
       rates: The speeds and the memory of the devices.
@@ -134,7 +134,11 @@ def forecast(
     """
     decoder, params = decoder_of(model, params)
     shapes = parameter_weights.shapes(params, dtype)
-    cache = Cache.of(decoder, shapes, rows, prompt + max_new_tokens)
+    start, source = prompt, None
+    if isinstance(decoder, EncoderDecoder):
+        start = 1
+        source = Source(*(jax.ShapeDtypeStruct((rows, prompt), x) for x in (jnp.int32, jnp.bool_)))
+    cache = Cache.of(decoder, shapes, rows, start + max_new_tokens, source)
     stacks = cache.stacks(decoder, shapes)
     placed = parameter_weights.place(
         jax.tree.leaves(params), weights, dtype, cache.bytes, stacks.params, mesh
@@ -146,17 +150,18 @@ def forecast(
     programs, on = Programs(generation, mesh), placed.mesh or mesh
     spec = PartitionSpec(batch_axes(mesh) if rows % batch_devices(mesh) == 0 else None)
 
-    def tokens(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(on, spec))
+    def placed_rows(*shape: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, spec))
 
     def run(traced: jax.stages.Traced) -> tuple[jax.stages.Compiled, Measurement]:
         lowered, known = compat.lower_for(traced, mesh), ParameterShapes(frozenset(), 0)
         measured, compiled = measure_compiled(lowered, known, rates, nodes_of(mesh))
         return compiled or lowered.compile(), measured  # which raises XLA's error
 
-    lengths = tokens(rows)
+    lengths = placed_rows(rows)
+    source = jax.tree.map(lambda x: placed_rows(*x.shape, dtype=x.dtype), source)
     traced = programs.start.trace(
-        placed.arrays, tokens(rows, prompt + max_new_tokens), lengths, None, prompt
+        placed.arrays, placed_rows(rows, start + max_new_tokens), lengths, source, start
     )
     compiled, reading = run(traced)
     progress = jax.tree.map(

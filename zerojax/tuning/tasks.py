@@ -10,6 +10,7 @@ meaning that `zerojax.models.names` describes, `remat`, `remat_policy` and `scan
 {'input_ids': (200, 128), 'attention_mask': (200, 128), 'labels': (200, 64)}
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import cast
@@ -82,7 +83,8 @@ def seq2seq(
 
     batch = _tokens(rows, seq) | {"labels": jax.ShapeDtypeStruct((rows, target), jnp.int32)}
     tokens = jnp.zeros((1, 8), jnp.int32)
-    return _workload(zero, partial(_params, model, tokens, tokens), loss, batch, seq + target)
+    work = _workload(zero, partial(_params, model, tokens, tokens), loss, batch, seq + target)
+    return dataclasses.replace(work, model=model)
 
 
 def _workload(

@@ -47,6 +47,8 @@ class Workload:
       args: Abstract arguments of the step after the batch, such as a dropout key.
       specs: The parameters' ``PartitionSpec`` on other axes of the mesh, as for
         :func:`zerojax.zero`; None if the model annotates its parameters, or has no such specs.
+      model: The linen module whose parameters a ``TrainState`` has; only ``zerojax plan
+        --generate`` needs it.
 
     Example: images, in ``my_models.py`` for ``zerojax plan --model my_models:images``
 
@@ -134,6 +136,7 @@ class Workload:
     tokens: int = 0
     args: tuple[PyTree, ...] = ()
     specs: PyTree = None
+    model: linen.Module | None = None
 
 
 def workload(make: Callable[[], Any], zero: Zero, rows: int, seq: int) -> Workload:

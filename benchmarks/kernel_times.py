@@ -49,7 +49,7 @@ def median_seconds(
     """Seconds of a call, the median over rounds of many calls without waiting between them.
 
     The GPU has its next call before it is done with one, which hides the host's time. Some calls
-    before do not count; the last of these determines the number of calls in a round."""
+    before do not count; the shortest of these determines the number of calls in a round."""
 
     def round_of(calls: int) -> float:
         begin = time.perf_counter()
@@ -58,7 +58,7 @@ def median_seconds(
         wait(results)
         return (time.perf_counter() - begin) / calls
 
-    once = [round_of(1) for _ in range(_WARM_UP)][-1]
+    once = min(round_of(1) for _ in range(_WARM_UP))
     calls = max(1, min(_MOST, int(_ROUND_SECONDS / once)))
     return statistics.median(round_of(calls) for _ in range(rounds))
 

@@ -1,7 +1,6 @@
 """Processes that are one job, each a program of its own, as a launcher starts them."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+from zerojax.launch.job import free_port
 
 TESTS = Path(__file__).parent
 LIMIT = 600.0  # s that a test waits at most, which a machine of any load stays below
@@ -32,9 +33,7 @@ def group(
 
     What they print goes to ``FOLDER/output.PROCESS``.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     begun: list[subprocess.Popen[bytes]] = []
     try:

@@ -2,7 +2,6 @@
 them, on the same number of devices."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,12 +16,14 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from groups import LIMIT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from swept import swept
 
 import zerojax
 from zerojax.distributed.row_agreement import RowAgreement
+from zerojax.launch.job import free_port
 from zerojax.step.batch import BatchLayout
 
 ROWS, STEPS = 32, 3
@@ -33,10 +34,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "quick_processes")
 @pytest.fixture
 def environment_of() -> Callable[[int], dict[str, str]]:
     """Of one of two processes, as torchrun sets it."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     common |= {"LOCAL_WORLD_SIZE": "2", "JAX_NUM_CPU_DEVICES": "2"}
     common |= {"PYTHONPATH": str(Path(__file__).parents[1])}
     return lambda i: {**os.environ, **common, "RANK": str(i), "LOCAL_RANK": str(i)}
@@ -317,7 +315,9 @@ CHANGES = """
 import sys, time
 import numpy as np
 import zerojax
+from zerojax.distributed import failure
 
+failure._LAST_WORDS = 600.0  # process 0 waits until the other has said why it ends
 zerojax.init_distributed()
 sys.path.insert(0, sys.argv[1])
 from test_processes import create_state, rows_of, train_step
@@ -352,7 +352,7 @@ def test_rows_that_change_in_one_process_end_all_with_the_reason(
         for i in range(2)
     ]
     for run in runs:
-        out, err = run.communicate(timeout=300)
+        out, err = run.communicate(timeout=LIMIT)
         assert run.returncode == 1, err
         assert "step 5" in out
         assert "numbers of rows at call 6: 8 in process 0, 24 in process 1" in err

@@ -194,7 +194,7 @@ def die_in_a_save(process: int, port: int, folder: Path) -> None:
     """Process 1 is killed when its arrays of step 1 are written; process 0 waits for it."""
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, process, heartbeat_timeout_seconds=10)
+    jax.distributed.initialize(f"localhost:{port}", 2, process, heartbeat_timeout_seconds=20)
     zero = zerojax.zero(stage=3)
     state = zero.init(create, jax.random.key(0))
     with Checkpointer(folder, zero) as checkpointer:

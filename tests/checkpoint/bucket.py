@@ -2,12 +2,13 @@
 
 import contextlib
 import importlib.util
-import socket
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
 import pytest
+
+from zerojax.launch.job import free_port
 
 NAME = "checkpoints"
 
@@ -36,9 +37,7 @@ def served(patch: pytest.MonkeyPatch) -> Iterator[str]:
     for _, methods in emulator.HANDLERS:
         for method in [m for m, handler in methods.items() if handler is plain]:
             patch.setitem(methods, method, download)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     patch.setenv("STORAGE_EMULATOR_HOST", url)
     patch.setenv("TENSORSTORE_GCS_HTTP_URL", url)

@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
+from groups import LIMIT
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
@@ -139,7 +140,7 @@ def at_a_fifo(file: Path, look: Callable[[], list[str]]) -> list[str]:
 
     looking = threading.Thread(target=begun, daemon=True)
     looking.start()
-    looking.join(5)
+    looking.join(LIMIT)
     waits = looking.is_alive()
     with contextlib.suppress(OSError):  # lets it go on
         os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))

@@ -275,7 +275,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Any]:
     return folder, (folder / "state" / "_METADATA").read_text(), read(folder)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_metadata_that_was_changed(plain: tuple[Path, str, Any], data: st.DataObject) -> None:
     folder, good, arrays = plain

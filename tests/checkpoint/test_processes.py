@@ -2,7 +2,6 @@
 
 import multiprocessing
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from orbax.checkpoint import v1
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, inspect
 from zerojax.checkpoint import record as records
+from zerojax.launch.job import free_port
 
 Run = Callable[..., list[dict[str, Any]]]
 
@@ -119,9 +119,7 @@ def check_each_keeps_its_own_extra(every: list[dict[str, Any]], folder: Path) ->
 @pytest.mark.sweep
 def test_one_that_dies_in_a_save(tmp_path: Path) -> None:
     """JAX ends the other; the last step stays, and one process goes on from there."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     spawn = multiprocessing.get_context("spawn")
     both = [spawn.Process(target=apart.die_in_a_save, args=(i, port, tmp_path)) for i in (0, 1)]
     for process in both:

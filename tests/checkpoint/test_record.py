@@ -237,9 +237,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[epath.Path, bytes]:
     return folder, (path / records.FILE).read_bytes()
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_record_that_was_changed_is_itself_or_one_error(
     sound: tuple[epath.Path, bytes], data: st.DataObject

@@ -154,7 +154,7 @@ def small() -> tuple[zerojax.Zero, TrainState]:
     return zero, zero.init(create, KEY)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @example(name="run[lr=0.1]")
 @example(name="a\\b")
 @example(name="a*?**")

@@ -30,7 +30,7 @@ FLOATS = st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False)
 
 
 @pytest.mark.parametrize("form", swept(INTEGERS))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(x=arrays.arrays(np.float32, (4, 12), elements=FLOATS))
 def test_within_half_a_step(form: Any, x: np.ndarray) -> None:
     for block in ((1, 12), (2, 6), (4, 2)):
@@ -40,7 +40,7 @@ def test_within_half_a_step(form: Any, x: np.ndarray) -> None:
         assert (np.abs(got - x) <= bound).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(x=arrays.arrays(np.float32, (2, 8), elements=FLOATS))
 def test_float8_within_its_rounding(x: np.ndarray) -> None:
     got, scales = sent(x, (1, 8), "float8_e4m3fn")
@@ -94,7 +94,7 @@ def test_four_bits_are_packed() -> None:
     assert (codes.shape, codes.dtype, scales.shape) == ((2, 8), jnp.uint8, (2, 1))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     piece=st.lists(st.integers(1, 3000), min_size=1, max_size=3),
     size=st.sampled_from([None, 64, 128, 256]),

@@ -174,7 +174,7 @@ def test_what_is_no_config_at_all(tmp_path):
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), TREES, max_size=6))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_any_dict_is_explained_as_it_is_loaded(config):
     rows, problems = explain(config)
     assert {row.key.partition(".")[0] for row in rows if row.given is not NOT_GIVEN} == {

@@ -108,7 +108,7 @@ def one_path(tmp_path_factory):
 
 
 @given(value=st.dictionaries(st.text(), VALUES, max_size=4))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_json_is_read_as_json(one_path, value):
     path = one_path
     path.write_text(json.dumps(value), encoding="utf-8")

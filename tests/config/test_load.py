@@ -347,7 +347,7 @@ TREES = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), TREES, max_size=6))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_any_dict_loads_or_is_refused(config):
     try:
         loaded = load(config)

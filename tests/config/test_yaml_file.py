@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutated import mutated
 
@@ -112,7 +112,7 @@ def texts(draw: Callable[..., Any]) -> tuple[str, str]:
 
 
 @given(texts())
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 def test_any_text_is_read_or_refused(written: tuple[str, str]) -> None:
     """By lines that name the file, in little memory."""
     ending, text = written

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 from zerojax.distributed.watchdog import paused, watchdog
 
-# s of the watchdog; on a busy machine a process may give no sign of life for seconds.
-LIMIT, LIMIT_ALONE = 10.0, 3.0
+# s of the watchdog; on a busy machine a process may give no sign of life for 5 s.
+LIMIT, LIMIT_ALONE = 20.0, 8.0
 LONG, LONG_ALONE = 1.3 * LIMIT, 1.3 * LIMIT_ALONE
 
 
@@ -29,13 +29,13 @@ def loader_without_data() -> None:
 
 
 def train(process: int, count: int, folder: Path, loader: bool) -> None:
-    """Steps without end. Process 1 takes long to compile, and with ``loader`` it then has no data
-    for a step."""
+    """Steps without end. Process 1 takes long to compile, or with ``loader`` has no data for a
+    step."""
     zero = zerojax.zero(stage=3)
 
     @zero
     def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
-        if process == 1:
+        if process == 1 and not loader:
             time.sleep(LONG)
         loss, grads = zerojax.value_and_grad(lambda p: (batch @ p["w"]).mean())(state.params)
         return state.apply_gradients(grads=grads), loss

@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+from groups import LIMIT
 
 from zerojax.distributed.addresses import proxied, split, unreachable, where_to_listen
 from zerojax.distributed.launched import Launched
@@ -59,7 +60,7 @@ def test_coordinator_at_a_loopback(coordinator: str, index: int, local: int, ref
 def test_two_nodes_on_one_machine() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         coordinator = f"{NAME}:{server.getsockname()[1]}"
-        assert not unreachable(Launched(coordinator, 2, 1, 1, 0, "srun"), seconds=0.3)
+        assert not unreachable(Launched(coordinator, 2, 1, 1, 0, "srun"), LIMIT)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Processes that join, from environments as launchers make them."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,13 +12,17 @@ from groups import LIMIT
 
 import zerojax
 from zerojax.distributed.launched import LaunchError
+from zerojax.launch.job import free_port
 
 pytestmark = pytest.mark.slow
 
-JOIN = """
+# All processes fail together; process 0 waits until the others have said why.
+JOIN = f"""
 import os, sys, time
 import zerojax
-zerojax.init_distributed({"zero_optimization": {"stage": 2}})
+from zerojax.distributed import failure
+failure._LAST_WORDS = {LIMIT}
+zerojax.init_distributed({{"zero_optimization": {{"stage": 2}}}})
 """
 
 TRAIN = f"""{JOIN}
@@ -48,10 +51,8 @@ time.sleep(3600)
 
 def launch(script: str, *differs: dict[str, str]) -> list[subprocess.Popen[str]]:
     """A process for each of ``differs``, what its environment has beside torchrun's variables."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(len(differs))}
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(len(differs))}
     return [
         subprocess.Popen(
             [sys.executable, "-c", script],

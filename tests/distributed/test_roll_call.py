@@ -1,10 +1,12 @@
 """The roll call, between threads that stand for processes."""
 
 import contextlib
+import json
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +15,21 @@ from groups import LIMIT
 from zerojax.distributed import roll_call
 from zerojax.distributed.launched import Launched, LaunchError
 from zerojax.distributed.roll_call import call_roll
+from zerojax.launch.job import free_port
 
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        number: int = free.getsockname()[1]
-    return number
+    return free_port()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds for which the roll call has slept; no others pass, unless a test adds them."""
+    slept = [0.0]
+    time = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr(roll_call, "time", time)
+    return slept
 
 
 def one(index: int, count: int, port: int, seconds: float = LIMIT, token: str = "") -> Any:
@@ -50,14 +59,23 @@ def test_the_port_is_free_at_once(port: int) -> None:
         all_of((0, 2, port), (1, 2, port))
 
 
-def test_who_is_missing(port: int) -> None:
-    for said in all_of((0, 5, port, 1.5), (3, 5, port, 1.5)):
-        assert f"waits at localhost:{port} for processes 1, 2, 4 of 5" in said
-        assert "did not come within 1.5 s. Present: 0 on n1; 3 on n2" in said
+def test_who_is_missing(port: int, clock: list[float]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(one, 0, 5, port, 1.5)
+        with connected(port) as guest, guest.makefile("rwb") as stream:
+            assert stream.readline() == b"zerojax roll call 1\n"
+            stream.write(b'{"index": 3, "count": 5, "host": "n2", "pid": 7}\n')
+            stream.flush()
+            clock.append(2.0)
+            told = json.loads(stream.readline())["problem"]
+        for said in (waits.result(LIMIT), told):
+            assert f"waits at localhost:{port} for processes 1, 2, 4 of 5" in said
+            assert "did not come within 1.5 s. Present: 0 on n1; 3 on n2" in said
 
 
-def test_process_0_is_missing(port: int) -> None:
+def test_process_0_is_missing(port: int, clock: list[float]) -> None:
     said = one(1, 2, port, 0.5)
+    assert len(clock) == 4
     assert f"on n1 did not reach process 0 at localhost:{port} within 0.5 s: Connection" in said
 
 
@@ -135,7 +153,7 @@ def test_a_port_that_is_taken(port: int) -> None:
     assert "Address already in use. Another program, or an earlier run" in said
 
 
-def test_another_program_at_the_port(port: int) -> None:
+def test_another_program_at_the_port(port: int, clock: list[float]) -> None:
     with socket.create_server(("127.0.0.1", port)) as server:
         threading.Thread(target=answer, args=(server,), daemon=True).start()
         said = one(1, 2, port, 0.5)

@@ -1,7 +1,6 @@
 """The examples, the main job and the commands as several processes: the same numbers, said once."""
 
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,10 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from groups import LIMIT
 from promised import EXAMPLES, numbered, promised
 from typer.testing import CliRunner
 
 from examples.run_clm.__main__ import app
+from zerojax.launch.job import free_port
 
 JOB = ["-m", "examples.run_clm", "--config_name", "tiny"]
 JOB += ["--max_train_steps", "4", "--eval_every", "2"]
@@ -30,9 +31,7 @@ def run(environment: dict[str, str]) -> Callable[..., Said]:
     """Runs a command in so many processes, as torchrun would, on four devices in all."""
 
     def run(count: int, *command: str | Path) -> Said:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "localhost"}
         common |= {"MASTER_PORT": port, "JAX_NUM_CPU_DEVICES": 4 // count}
         started = [
@@ -48,7 +47,7 @@ def run(environment: dict[str, str]) -> Callable[..., Said]:
         ]
         said: list[list[str]] = []
         for process in started:
-            out, err = process.communicate(timeout=300)
+            out, err = process.communicate(timeout=LIMIT)
             assert process.returncode == 0, err
             gloo = re.compile(r"\[Gloo\]|peer ranks")
             said.append([x for x in out.splitlines() if x.strip() and not gloo.search(x)])

@@ -1,6 +1,7 @@
 """The examples to copy: each ends with the number that its docstring promises."""
 
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,15 +28,19 @@ def test_killed_and_run_again_it_ends_as_its_docstring_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, folder = EXAMPLES / "resume.py", str(tmp_path)
-    before = []
-    command = [sys.executable, str(path), folder]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        for line in run.stdout:
-            before.append(line.strip())
-            if line.startswith("step  70"):
-                break
-        run.kill()
+    script = f"""
+import builtins, os, runpy, signal
+def said(line, print=print):
+    print(line, flush=True)
+    if line.startswith("step  70"):
+        os.kill(os.getpid(), signal.SIGKILL)
+builtins.print = said
+runpy.run_path({str(path)!r})
+"""
+    command = [sys.executable, "-c", script, folder]
+    killed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert killed.returncode == -signal.SIGKILL
+    before = [line.strip() for line in killed.stdout.splitlines()]
     monkeypatch.setattr(sys, "argv", [str(path), folder])
     runpy.run_path(str(path))
     first, *after = capsys.readouterr().out.splitlines()

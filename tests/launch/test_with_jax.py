@@ -1,5 +1,6 @@
 """A launch whose processes are one job of JAX's."""
 
+import re
 import signal
 import sys
 from pathlib import Path
@@ -82,7 +83,7 @@ def test_one_whose_script_ends_early(tmp_path: Path) -> None:
     script = TRAIN + "while me == 0: state, _ = train_step(state, batch)"
     told = launched(tmp_path, script, "--nproc-per-node=2")
     assert told.status == 1, told.err
-    assert "call 5 of zerojax is the end of the program in process 1" in told.err
+    assert re.search("call 5 of zerojax is .*the end of the program in process 1", told.err)
 
 
 starts_threads = pytest.mark.skipif(
@@ -117,7 +118,7 @@ def test_a_save_under_way_that_fails(tmp_path: Path) -> None:
 
 def test_one_that_is_stopped(tmp_path: Path) -> None:
     """JAX misses its heartbeat, long before the watchdog's limit; the stacks are shown."""
-    script = TRAIN.replace("init_distributed()", "init_distributed(heartbeat=6)")
+    script = TRAIN.replace("init_distributed()", "init_distributed(heartbeat=15)")
     script += """
 if me == 1: os.kill(os.getpid(), signal.SIGSTOP)
 while True: state, _ = train_step(state, batch)

@@ -41,7 +41,7 @@ def size(found: Group, arrays: list[ArrayPlacement]) -> int:
     return sum((p.rows or 0) * math.prod(arrays[p.cluster.inputs[0]].rows(MESH)[1:]) for p in found)
 
 
-@settings(deadline=None, max_examples=200, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=6),
     st.integers(1, 3000),

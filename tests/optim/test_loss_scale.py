@@ -65,7 +65,7 @@ patterns = st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=20).m
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(knobs(), patterns)
 def test_equals_the_plain_model(knobs: LossScale, pattern: list[bool]) -> None:
     model, state = Model(knobs), knobs.init()

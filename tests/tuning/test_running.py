@@ -37,7 +37,7 @@ def small_nnx() -> nnx.Module:
 @pytest.mark.parametrize("make", [Small, small_nnx])
 def test_a_language_model(make: Any) -> None:
     zero = zerojax.zero(stage=3)
-    assert 0 < seconds_of_a_step(zero, workload(make, zero, 8, 4), steps=2) < 60
+    assert seconds_of_a_step(zero, workload(make, zero, 8, 4), steps=2) > 0
 
 
 def test_a_step_that_takes_a_key() -> None:

@@ -186,7 +186,7 @@ def outcome(path: pathlib.Path) -> None:
 
 
 @given(damaged_files())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_any_damaged_file_is_read_or_refused(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, SINGLE)
@@ -195,7 +195,7 @@ def test_any_damaged_file_is_read_or_refused(data: bytes) -> None:
 
 
 @given(changed_trees({"metadata": {"total_size": 19}, "weight_map": dict.fromkeys(TENSORS, "w")}))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_any_damaged_index_is_read_or_refused(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "w").write_bytes(GOOD)

@@ -23,7 +23,7 @@ _TICK = 1.0  # s
 _PROCESSES_PER_TICK = 256  # more processes look less often, as process 0 answers all of them
 ANSWER = 2.0  # s that process 0 may take to answer
 _QUIET = 5.0  # s before a process whose script has ended prints for which it waits
-_UP, _ENDED = "up", "ended"
+_UP, _ENDED, _PARTED = "up", "ended", "parted"
 
 
 @dataclass
@@ -203,6 +203,33 @@ def coordinator() -> Coordinator:
     started.start()
     atexit.register(started.leave)  # runs before JAX's shutdown, which was registered earlier
     return started
+
+
+def part(me: int, others: int, seconds: float) -> None:
+    """Returns when this process may end without JAX's shutdown: process 0 last.
+
+    JAX aborts processes that have lost the coordination service of process 0. The other processes
+    call this function when nothing is left to do.
+
+    Args:
+      me: Index of this process.
+      others: Number of processes whose calls process 0 awaits.
+      seconds: The longest time that process 0 waits for them.
+    """
+    client = _client()
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        if client is None:
+            return
+        if me:
+            client.blocking_key_value_get(_key(_UP, 0, me), round(1000 * ANSWER))
+            client.key_value_set(_key(_PARTED, 0, me), "", True)
+            return
+        deadline = time.monotonic() + seconds
+        while len(client.key_value_dir_get(_key(_PARTED, 0))) < others:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
+        time.sleep(0.5)  # from their calls to their ends
 
 
 def _client() -> Any:

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-_LAST_WORDS = 1.0
-"""Seconds that the other processes have to print an error that all raise."""
+_LAST_WORDS = 5.0
+"""Seconds at most that the other processes have to print an error that all raise."""
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
 
@@ -28,7 +28,7 @@ def leave(name: str, index: int, text: str = "") -> None:
             print(f"zerojax: cannot write {name}.{index}: {error}", file=sys.stderr)
 
 
-def end_at_once(index: int) -> None:
+def end_at_once(index: int, count: int) -> None:
     """Sets an exception hook that ends this process without JAX's shutdown.
 
     The shutdown waits 300 s for processes that wait for this process in a collective. The hook
@@ -36,6 +36,8 @@ def end_at_once(index: int) -> None:
     line. The exit status is 130 after Ctrl-C, the code of a ``SystemExit`` (which Python itself
     does not pass to the hook), and 1 otherwise.
     """
+    from zerojax.distributed.coordinator import part  # loads JAX, which launchers do without
+
     previous_hook = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -50,8 +52,7 @@ def end_at_once(index: int) -> None:
             previous_hook(kind, error, trace)
             sys.stdout.flush()
             sys.stderr.flush()
-            if index == 0:  # the coordinator ends the others, which may still be printing
-                time.sleep(_LAST_WORDS)
+            part(index, count - 1, _LAST_WORDS)  # the others may still be printing
         finally:
             os._exit(status)
 

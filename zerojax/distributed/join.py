@@ -72,7 +72,7 @@ def init_distributed(
     if me is None:
         leave("joined", 0)
         return
-    end_at_once(me.index)
+    end_at_once(me.index, me.count)
     faulthandler.enable()  # JAX aborts processes whose peers are missing
     if compat.backends_are_initialized():
         raise LaunchError(

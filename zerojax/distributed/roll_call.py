@@ -75,12 +75,13 @@ class _Roll:
         start, has_reported = time.monotonic(), False
         while len(self.present) < self.me.count:
             waited = time.monotonic() - start
-            if waited >= seconds:
-                return self._missing(seconds)
             if not has_reported and waited >= _PATIENCE:
                 has_reported = True
                 print(f"zerojax: {self._waits()}", file=sys.stderr, flush=True)
-            for key, _ in self._waiting.select(min(seconds - waited, 1.0)):
+            ready = self._waiting.select(max(0.0, min(seconds - waited, 1.0)))
+            if not ready and waited >= seconds:  # else some came while this process was stopped
+                return self._missing(seconds)
+            for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._admit()
                 elif problem := self._hear(key.data):
@@ -200,11 +201,11 @@ def _listen(me: Launched, bind: str) -> socket.socket:
 def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
     """Calls the roll in the other processes, which try until process 0 listens."""
     deadline, reason, was_admitted = time.monotonic() + seconds, "", False
-    while (left := deadline - time.monotonic()) > 0:
-        reply, timeout = None, max(1.0, min(left, _GRACE))  # the last attempt has at least a second
+    while True:
+        reply = None
         try:
             with (
-                socket.create_connection(split(me.coordinator), timeout) as connection,
+                socket.create_connection(split(me.coordinator), _GRACE) as connection,
                 connection.makefile("rwb") as stream,
             ):
                 reason = "what listens there is no process 0 of zerojax that waits"
@@ -217,12 +218,13 @@ def _answer(me: Launched, mine: Record, seconds: float) -> list[Record]:
                     deadline = min(deadline, time.monotonic() + _RETURN)
         except OSError as error:
             reason = error.strerror or str(error)
-        if reply is None:
-            time.sleep(0.2)
-        elif reply["problem"]:
-            raise LaunchError(reply["problem"])
-        else:
+        if reply is not None:
+            if reply["problem"]:
+                raise LaunchError(reply["problem"])
             return reply["records"]  # type: ignore[no-any-return]
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.2)
     if was_admitted:
         raise LaunchError(
             f"process 0 at {me.coordinator} ended before all {me.count} processes had come: look "

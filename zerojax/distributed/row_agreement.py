@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Mapping
 
 import jax
@@ -14,7 +13,8 @@ from zerojax.distributed.exchange import ProcessesMissing, gather
 from zerojax.distributed.failure import end_with
 from zerojax.distributed.roll_call import by_value
 
-_GRACE = 5.0  # s in which the main thread may raise itself
+_READING = 60.0  # s in which the others may read the answers
+_GRACE = 5  # looks in which the main thread may raise itself
 _ANSWERING = 0.1  # s between looks for the answers of the others
 
 
@@ -38,12 +38,12 @@ class RowAgreement:
         self._name, self._seconds = name, seconds
         self._coordinator: Coordinator | None = None
         self._topic = ""
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._calls, self._rows = 0, ""
         self._round = 0  # the last that this process has answered
         self._answering, self._answer = 0, ""  # the round that the thread answers; 0 for none
         self._problem: ValueError | None = None
-        self._is_raised, self._end_at = False, 0.0
+        self._is_raised, self._looks_left = False, _GRACE
 
     def agree(self, rows: str) -> None:
         """Begins a call.
@@ -58,6 +58,8 @@ class RowAgreement:
         if jax.process_count() == 1:
             return
         with self._lock:
+            if rows != self._rows:  # the next round begins once the thread has compared the last
+                self._lock.wait_for(lambda: not self._answering, self._seconds)
             if self._problem is not None:
                 self._is_raised = True
                 raise self._problem
@@ -96,7 +98,7 @@ class RowAgreement:
             return None
         with contextlib.suppress(ProcessesMissing, jax.errors.JaxRuntimeError):
             # Process 0 must not end before all have read the answers.
-            gather(this, f"{self._topic}, read", number, "", _GRACE)
+            gather(this, f"{self._topic}, read", number, "", _READING)
         counts = ", ".join(f"{rows} in {who}" for rows, who in groups.items())
         return ValueError(
             f"{self._name}: the processes pass different numbers of rows at call {first}: {counts}."
@@ -107,7 +109,8 @@ class RowAgreement:
     def _look(self, this: Coordinator) -> float:
         """Answers a round of others at whose call this process's rows did not change."""
         if self._problem is not None:
-            if time.monotonic() > self._end_at and not self._is_raised:
+            self._looks_left -= 1
+            if self._looks_left < 0 and not self._is_raised:
                 end_with(self._problem)
             return this.tick
         number = self._answering or self._round + 1
@@ -123,5 +126,5 @@ class RowAgreement:
             problem = self._mismatch(this, answers, number)
             with self._lock:
                 self._answering, self._problem = 0, problem
-                self._end_at = time.monotonic() + _GRACE
+                self._lock.notify_all()
         return _ANSWERING if self._answering else this.tick

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from zerojax.distributed.coordinator import Coordinator, coordinator
+from zerojax.distributed.coordinator import Coordinator, coordinator, part
 from zerojax.distributed.roll_call import format_indices
 from zerojax.distributed.signs import Signs
 from zerojax.xla import compat
@@ -29,7 +29,7 @@ _LEAST = 300.0  # s
 _STEPS = 30  # of median duration
 _LONGEST = 3600.0  # s that compiles and saves may add between two steps
 _TICK = 15.0  # s at most; otherwise an eighth of the limit
-_GRACE = 3.0  # s in which the processes write their stacks
+_GRACE = 15.0  # s in which the processes write their stacks
 _DEBUGGER = "a debugger"
 _STALLED, _WRITTEN = "stalled", "stacks are written"
 
@@ -157,8 +157,7 @@ class Watchdog:
                 present = self._count - len(missing)
                 while time.monotonic() < deadline and len(this.collect(_WRITTEN)) < present:
                     time.sleep(0.05)
-        if has_others and self._me == 0:
-            time.sleep(0.5)  # without the coordination service JAX aborts the others
+                part(self._me, present - 1, _GRACE)
         os._exit(STALLED)
 
     def _write_stacks(self, about: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from config.accelerate import yamls
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerojax.config import ConfigError, load
@@ -160,7 +160,7 @@ PAIRS = st.tuples(st.sampled_from([*KEYS, "fsdp_config.sharding_strategy", "noth
 
 
 @given(st.sampled_from(["FSDP", "DEEPSPEED", "MULTI_GPU", None]), st.lists(PAIRS, max_size=8))
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 def test_any_file_is_explained_as_it_is_loaded(kind: str | None, pairs: list[Any]) -> None:
     file: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind}
     for path, value in pairs:

@@ -21,6 +21,7 @@ from zerojax.generation.beam_search import Search, beam_search, begun, repeated
 from zerojax.generation.decoders import Cache, Decoder, Source, Traced
 from zerojax.generation.layers import Layered, Stacks, run, stacked, unstacked
 from zerojax.generation.sampling import Sampling
+from zerojax.trace.single_rows import SmallProducts, with_repeated_rows
 from zerojax.xla.compiler import (
     DISABLED_PASSES,
     MERGED_PRODUCTS,
@@ -69,6 +70,7 @@ class Generation:
       mesh: The devices; None for parameters that are on no mesh.
       shards: The sharding of each parameter that is gathered or copied where it is used.
       search: The beam search, if there is more than one beam.
+      small_products: The products of one row that compute two; None for none.
     """
 
     decoder: Decoder
@@ -82,6 +84,7 @@ class Generation:
     mesh: Mesh | AbstractMesh | None
     shards: tuple[NamedSharding | None, ...]
     search: Search
+    small_products: SmallProducts | None = None
 
     def start(
         self,
@@ -144,8 +147,10 @@ class Generation:
         traced = Traced.of(
             self.decoder, self.structure, self.cache.structure, params, before, tokens, positions
         )
-        given = [*params, *jax.tree.leaves(before), tokens, positions]
-        logits, *after = run(traced.closed, given, unroll=bool(self.stacks))
+        given, closed = [*params, *jax.tree.leaves(before), tokens, positions], traced.closed
+        if self.small_products:
+            closed = with_repeated_rows(closed, self.small_products)
+        logits, *after = run(closed, given, unroll=bool(self.stacks))
         result = unstacked(after, self.stacks.cache)
         if isinstance(cache, Source):
             return logits, result
@@ -259,6 +264,9 @@ class Programs:
 
     def __init__(self, generation: Generation, devices: Mesh | None) -> None:
         self.on_host = weights.on_host(generation.shards)
+        if devices is not None and not any(generation.shards):
+            small = SmallProducts.on(devices)
+            generation = dataclasses.replace(generation, small_products=small)
 
         def chosen() -> Options | None:
             if devices is None:

@@ -21,7 +21,7 @@ from jax.extend.core import primitives as prims
 
 from zerojax.graph.def_use import Graph, graph_of
 from zerojax.xla import jaxprs
-from zerojax.xla.rewriter import Rewriter
+from zerojax.xla.rewriter import Rewriter, replaced
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
 
@@ -118,19 +118,4 @@ def _scaled_after(eqn: Equation, side: int, factors: _Factors) -> list[Equation]
         shape += ((1,) * others + own) if side else (own + (1,) * others)
         return result * lax.reshape(scales, shape).astype(result.dtype)
 
-    given = eqn.invars[1 - side], factors.codes, factors.scales
-    with jaxprs.traced_where(eqn):
-        closed = jax.make_jaxpr(run)(*(jaxprs.like(v.aval) for v in given))
-    jaxpr, _ = jaxprs.open_jaxpr(closed)
-    names: dict[Atom, Atom] = dict(zip(jaxpr.invars, given, strict=True))
-    names |= dict(zip(jaxpr.outvars, eqn.outvars, strict=True))
-
-    def named(v: Atom) -> Atom:
-        return v if isinstance(v, core.Literal) else names.get(v, v)
-
-    return [
-        each.replace(
-            invars=[named(v) for v in each.invars], outvars=[named(v) for v in each.outvars]
-        )
-        for each in jaxpr.eqns
-    ]
+    return replaced(eqn, run, (eqn.invars[1 - side], factors.codes, factors.scales))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
 
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr
@@ -85,3 +88,24 @@ def computing(eqn: Equation, name: str, found: Mapping[int, Computation]) -> Equ
         invars=[found[i].operand if i in found else v for i, v in enumerate(eqn.invars)],
         params=eqn.params | {name: jaxprs.with_body(program, new)},
     )
+
+
+def replaced(
+    eqn: Equation, function: Callable[..., jax.Array], operands: Sequence[Atom]
+) -> list[Equation]:
+    """Returns the equations of a function of `operands`, which compute the result of `eqn`."""
+    with jaxprs.traced_where(eqn):
+        closed = jax.make_jaxpr(function)(*(jaxprs.like(v.aval) for v in operands))
+    jaxpr, _ = jaxprs.open_jaxpr(closed)
+    names: dict[Atom, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
+    names |= dict(zip(jaxpr.outvars, eqn.outvars, strict=True))
+
+    def named(v: Atom) -> Atom:
+        return v if isinstance(v, core.Literal) else names.get(v, v)
+
+    return [
+        each.replace(
+            invars=[named(v) for v in each.invars], outvars=[named(v) for v in each.outvars]
+        )
+        for each in jaxpr.eqns
+    ]

@@ -21,9 +21,14 @@ SMALL = SIZES["llama-7b"] | {"n_layer": 2, "vocab_size": 4096}
 
 
 def found(
-    sizes: Any, devices: int = 1, weights: Any = "gathered", bits: int = 16, **keywords: Any
+    sizes: Any,
+    devices: int = 1,
+    weights: Any = "gathered",
+    bits: int = 16,
+    kind: str = "h100",
+    **keywords: Any,
 ) -> GenerationForecast:
-    mesh, rates = parse_devices(f"h100:{devices}")
+    mesh, rates = parse_devices(f"{kind}:{devices}")
     tensor = None
     if devices > 1:
         mesh = laid_out(mesh, {"data": 1, "model": devices})
@@ -58,6 +63,17 @@ def test_13b_from_host_memory_fits_in_6_gb() -> None:
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_a_token_reads_each_weight_once(bits: int) -> None:
     one = found(SMALL, bits=bits)
+    assert one.token_bytes < 1.1 * (one.parameter_bytes + one.cache_bytes)
+
+
+@pytest.mark.parametrize(("kind", "devices"), [("a100", 8), ("a100", 4), ("h100", 2)])
+def test_a_token_reads_each_shard_once(kind: str, devices: int) -> None:
+    one = found(SMALL, devices, kind=kind)
+    assert one.token_bytes < 1.1 * (one.parameter_bytes + one.cache_bytes)
+
+
+def test_a_token_reads_small_weights_once() -> None:
+    one = found(SMALL | {"n_head": 8, "n_embd": 1024, "n_inner": 2816})
     assert one.token_bytes < 1.1 * (one.parameter_bytes + one.cache_bytes)
 
 

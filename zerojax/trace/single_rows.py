@@ -86,7 +86,10 @@ class _Programs(Rewriter):
         self._products = products
 
     def body(self, jaxpr: Jaxpr) -> Jaxpr:
-        return jaxpr.replace(eqns=[new for eqn in jaxpr.eqns for new in self._rewritten(eqn)])
+        equations = [new for eqn in jaxpr.eqns for new in self._rewritten(eqn)]
+        if all(a is b for a, b in zip(equations, jaxpr.eqns, strict=False)):
+            return jaxpr
+        return jaxpr.replace(eqns=equations)
 
     def _rewritten(self, eqn: Equation) -> list[Equation]:
         if eqn.primitive is prims.dot_general_p:

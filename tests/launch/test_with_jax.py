@@ -21,8 +21,10 @@ say("sum", multihost_utils.process_allgather(jax.numpy.ones(1) * jax.process_ind
 
 def test_processes_join_fail_and_start_again(tmp_path: Path) -> None:
     script = SCRIPT + """
-if me == 1 and sys.argv[1:] != ["again"] and not os.path.exists("failed"):
+if me == 0: open("said", "w").close()
+if me == 1 and not os.path.exists("failed"):
     open("failed", "w").close()
+    until("said")  # the launcher ends process 0 soon
     raise ValueError("lost")
 multihost_utils.sync_global_devices("end")
 """  # fmt: skip

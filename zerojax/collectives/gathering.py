@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.collectives.adjacent import GatheredArrays
+from zerojax.collectives.held import MOST
 from zerojax.collectives.host import Host, fetch_to_device
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.quantization import dequantize, quantize
@@ -131,6 +132,7 @@ class Gatherer:
       keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers where
         used, drops, and gathers again (stage 3).
       sent: The formats in which parameters and gradients are sent.
+      most_held: The most elements of parameters that a loop gathers before its first iteration.
 
     Attributes:
       sent_unquantized: Large gradients that are sent unquantized despite the config: the primitive
@@ -142,10 +144,20 @@ class Gatherer:
     axis: str
     keep: bool
     sent: Sent
+    most_held: int
     replicas: int
     ledger: Ledger
 
-    def __init__(self, mesh: Mesh, axis: str, *, keep: bool, sent: Sent = UNQUANTIZED) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        axis: str,
+        *,
+        keep: bool,
+        sent: Sent = UNQUANTIZED,
+        most_held: int = MOST,
+    ) -> None:
+        self.most_held = most_held
         self.mesh, self.axis, self.keep, self.sent = mesh, axis, keep, sent
         self.replicas = mesh.shape.get(REPLICA, 1)
         self._lane_axes: frozenset[str] = frozenset()

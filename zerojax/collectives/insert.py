@@ -79,6 +79,7 @@ class Inserter(Scans):
       overlap: whether loops gather one iteration ahead and reduce one iteration later, and gathers
         outside loops wait for the window, see :mod:`zerojax.collectives.window`.
       sent: the formats in which parameters and gradients are sent.
+      most_held: the most elements of parameters that a loop gathers before its first iteration.
     """
 
     share: bool
@@ -97,8 +98,9 @@ class Inserter(Scans):
         away: int | None = None,
         overlap: bool = True,
         sent: Sent = UNQUANTIZED,
+        most_held: int = held.MOST,
     ) -> None:
-        super().__init__(mesh, axis, keep=keep, sent=sent)
+        super().__init__(mesh, axis, keep=keep, sent=sent, most_held=most_held)
         self.share, self.overlap, self.layers = share or keep, overlap, []
         self.devices = batch_devices(mesh)
         shares = self.devices * sequence_size(mesh)
@@ -432,7 +434,8 @@ class Inserter(Scans):
         def closed(
             jaxpr: AnyJaxpr, consts: Sequence[object], want: Sequence[Spec | None]
         ) -> Callable[[Sequence[jax.Array]], list[Any]]:
-            consts = self.held(held.decide(jaxpr, consts, self.mesh), consts, scope)
+            needed = held.decide(jaxpr, consts, self.mesh, self.most_held)
+            consts = self.held(needed, consts, scope)
 
             def run(carry: Sequence[jax.Array]) -> list[Any]:
                 with self.ledger.place(decisions.LOOP):

@@ -110,7 +110,9 @@ def decide(
         sums=sums,
         carried=carried,
         updated=updated,
-        held=set() if over_micro_batches else held.decide(jaxpr, consts, gatherer.mesh),
+        held=set()
+        if over_micro_batches
+        else held.decide(jaxpr, consts, gatherer.mesh, gatherer.most_held),
         gathered=gathered,
         ahead=prefetched,
         filled={

@@ -60,15 +60,14 @@ class Window:
         if not isinstance(result, jax.Array) or not jnp.issubdtype(result.dtype, jnp.floating):
             return
         # [rows, ...], or [rows, tokens, ...] if devices share the tokens of a row.
-        counts = self._parts if self._parts[1] > 1 else self._parts[:1]
-        sizes = zip(result.shape, counts, strict=False)
-        if result.ndim > len(counts) and result.size and all(n % size == 0 for n, size in sizes):
+        if result.ndim > (2 if self._parts[1] > 1 else 1) and result.size:
             self._uses.append(_Use(sum(x.value.size for x in shards), result))
 
     def after(self, shard: Shard) -> jax.Array:
         """Returns a shard's array that depends on the latest use at least ``AHEAD`` elements back.
 
-        Each device waits for an element of its own rows, so that the wait sends nothing.
+        Each device waits for an element of its own rows, so that the wait sends nothing. Rows that
+        the devices do not divide are on all of them.
         """
         remaining, result = AHEAD, None
         for use in reversed(self._uses):
@@ -93,8 +92,10 @@ class Window:
 
     def _first(self, result: jax.Array) -> jax.Array:
         """Returns one element from each device of an array sharded by rows, or by rows and
-        tokens."""
+        tokens; a single one if devices do not divide them."""
         rows, shared = self._parts
+        if result.shape[0] % rows or (shared > 1 and result.shape[1] % shared):
+            return jnp.broadcast_to(result[(0,) * result.ndim], (rows * shared,))
         if shared == 1:
             return result[(slice(None), *(0,) * (result.ndim - 1))].reshape(rows, -1)[:, 0]
         tokens = result[(slice(None), slice(None), *(0,) * (result.ndim - 2))]

@@ -145,7 +145,7 @@ def forecast(
     )
     generation = Generation(
         decoder, cache, Sampling(), max_new_tokens, (), 0, jax.tree.structure(params),
-        placed.stacks(stacks), placed.mesh or mesh, placed.shards, Search(),
+        placed.cache_layers(stacks), placed.mesh or mesh, placed.shards, Search(),
     )  # fmt: skip
     programs, on = Programs(generation, mesh), placed.mesh or mesh
     spec = PartitionSpec(batch_axes(mesh) if rows % batch_devices(mesh) == 0 else None)

@@ -1,8 +1,9 @@
 """Stacks of layers, unstacked for the loop over tokens.
 
 A loop over layers copies each layer out of its stack before it multiplies by it: with few rows this
-takes three times the memory traffic of the weights themselves. Generation therefore keeps an array
-for each layer, and runs the layers one after another; XLA reads an array of its own in place.
+takes three times the memory traffic of the weights themselves. Generation therefore runs the layers
+one after another. XLA then reads a layer of the parameters in place, whether it is an array or a
+slice; a layer of the cache is an array, so that a token is written in place.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import primitives as prims
 
 from zerojax.collectives.uses import readers
@@ -40,9 +42,6 @@ class Stacks(NamedTuple):
         layers = [_layers(closed, v) for v in jaxpr.invars[: n_params + n_cache]]
         return cls(tuple(layers[:n_params]), tuple(layers[n_params:]))
 
-    def __bool__(self) -> bool:
-        return any(self.params) or any(self.cache)
-
 
 def _layers(closed: AnyJaxpr, v: Any) -> int:
     loops = [*readers(closed, v)]
@@ -50,24 +49,48 @@ def _layers(closed: AnyJaxpr, v: Any) -> int:
     return int(v.aval.shape[0]) if is_stack else 0
 
 
-def stacked(arrays: Layered) -> list[jax.Array]:
-    """Returns arrays with the layers of each tuple stacked."""
-    return [jnp.stack(x) if isinstance(x, tuple) else x for x in arrays]
+def shapes(arrays: Layered) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of arrays, those of the stack for a tuple of layers."""
+    return [
+        jax.ShapeDtypeStruct((len(x), *x[0].shape), x[0].dtype)
+        if isinstance(x, tuple)
+        else jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for x in arrays
+    ]
 
 
 def unstacked(arrays: Sequence[jax.Array], layers: Sequence[int]) -> Layered:
     """Returns arrays with a tuple of `layers` arrays in place of each stack."""
-    return [tuple(x[i] for i in range(n)) if n else x for x, n in zip(arrays, layers, strict=True)]
+    pairs = zip(arrays, layers, strict=True)
+    return [tuple(_layer(x, i) for i in range(n)) if n else x for x, n in pairs]
 
 
-def run(closed: AnyJaxpr, args: Sequence[Any], *, unroll: bool) -> list[Any]:
-    """Runs a traced program; with `unroll` the layers of its loops run one after another."""
-    return jaxprs.evaluate(closed, args, _unrolled if unroll else jaxprs.bind_in_context)
+def run(closed: AnyJaxpr, args: Layered) -> list[Any]:
+    """Runs a traced program; the layers of a loop that takes unstacked ones run one after another.
+
+    The loop's other stacks are sliced at fixed indices, so that XLA reads each slice in place.
+    """
+    return jaxprs.evaluate(closed, args, _run)
 
 
-def _unrolled(eqn: Equation, values: Sequence[Any]) -> Sequence[Any]:
-    if eqn.primitive is not prims.scan_p:
-        return jaxprs.bind_in_context(eqn, values)
-    with jaxprs.context(eqn):
-        length = jaxprs.param(eqn, "length")
-        return jaxprs.bind(eqn, values, {**eqn.params, "unroll": length})
+def _run(eqn: Equation, values: Sequence[Any]) -> Sequence[Any]:
+    first, n = jaxprs.scan_counts(eqn) if eqn.primitive is prims.scan_p else (len(values), 0)
+    consts, carry, stacks = values[:first], values[first : first + n], values[first + n :]
+    if not any(isinstance(x, tuple) for x in stacks):
+        arrays = [jnp.stack(x) if isinstance(x, tuple) else x for x in values]
+        with jaxprs.traced_where(eqn):
+            return jaxprs.bind(eqn, arrays)
+    order = [*range(jaxprs.param(eqn, "length"))]
+    outs: dict[int, Sequence[Any]] = {}
+    for i in reversed(order) if jaxprs.param(eqn, "reverse") else order:
+        layer = [_layer(x, i) for x in stacks]
+        body = [*consts, *carry, *layer]
+        with jaxprs.traced_where(eqn):
+            outs[i] = jaxprs.evaluate(jaxprs.param(eqn, "jaxpr"), body, _run)
+        carry = outs[i][:n]
+    results = zip(*(outs[i][n:] for i in order), strict=True)
+    return [*carry, *(jnp.stack(layers) for layers in results)]
+
+
+def _layer(x: Any, i: int) -> Any:
+    return x[i] if isinstance(x, tuple) else lax.index_in_dim(x, i, keepdims=False)

@@ -19,7 +19,7 @@ from zerojax.devices.mesh import batch_axes, batch_devices
 from zerojax.generation import weights
 from zerojax.generation.beam_search import Search, beam_search, begun, repeated
 from zerojax.generation.decoders import Cache, Decoder, Source, Traced
-from zerojax.generation.layers import Layered, Stacks, run, stacked, unstacked
+from zerojax.generation.layers import Layered, run, shapes, unstacked
 from zerojax.generation.sampling import Sampling
 from zerojax.trace.single_rows import SmallProducts, with_repeated_rows
 from zerojax.xla.compiler import (
@@ -66,7 +66,8 @@ class Generation:
       eos: The tokens that end a row.
       pad: The token after the end of a row.
       structure: `jax.tree.structure` of the parameters.
-      stacks: The arrays that are unstacked; none if the parameters stay at rest.
+      cache_layers: For each array of the cache the number of layers that are unstacked; 0 for an
+        array that is not.
       mesh: The devices; None for parameters that are on no mesh.
       shards: The sharding of each parameter that is gathered or copied where it is used.
       search: The beam search, if there is more than one beam.
@@ -80,7 +81,7 @@ class Generation:
     eos: tuple[int, ...]
     pad: int
     structure: PyTreeDef
-    stacks: Stacks
+    cache_layers: tuple[int, ...]
     mesh: Mesh | AbstractMesh | None
     shards: tuple[NamedSharding | None, ...]
     search: Search
@@ -128,10 +129,9 @@ class Generation:
             return function(arrays, *args)  # type: ignore[no-any-return]
         traced = tuple(x for x in args if not isinstance(x, int))
         static = [x for x in args if isinstance(x, int)]
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
         closed, out = jax.make_jaxpr(
             lambda arrays, *traced: function(arrays, *traced, *static), return_shape=True
-        )(shapes, *traced)
+        )(shapes(arrays), *traced)
         inserter = weights.inserter_of(self.mesh)
         values = weights.entered(arrays, self.shards, inserter)
         outs = inserter(closed, [*values, *jax.tree.leaves(traced)])
@@ -142,21 +142,21 @@ class Generation:
         self, arrays: Layered, cache: Layered | Source, tokens: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, Layered]:
         """Calls the decoder; unstacked layers run one after another."""
-        before: Any = cache if isinstance(cache, Source) else stacked(cache)
-        params = stacked(arrays)
+        before: Any = cache if isinstance(cache, Source) else shapes(cache)
         traced = Traced.of(
-            self.decoder, self.structure, self.cache.structure, params, before, tokens, positions
-        )
-        given, closed = [*params, *jax.tree.leaves(before), tokens, positions], traced.closed
+            self.decoder, self.structure, self.cache.structure, shapes(arrays), before, tokens,
+            positions,
+        )  # fmt: skip
+        given = [*arrays, *(cache if isinstance(cache, list) else jax.tree.leaves(cache))]
+        closed = traced.closed
         if self.small_products:
             closed = with_repeated_rows(closed, self.small_products)
-        logits, *after = run(closed, given, unroll=bool(self.stacks))
-        result = unstacked(after, self.stacks.cache)
+        logits, *after = run(closed, [*given, tokens, positions])
         if isinstance(cache, Source):
-            return logits, result
+            return logits, unstacked(after, self.cache_layers)
         # An array that does not change keeps its layers, so that a beam search sees that.
-        kept = zip(cache, before, after, result, strict=True)
-        return logits, [old if x is y else new for old, x, y, new in kept]
+        layers = zip(cache, after, self.cache_layers, strict=True)
+        return logits, [old if old is x else unstacked([x], [n])[0] for old, x, n in layers]
 
     def _start(
         self,
@@ -168,7 +168,7 @@ class Generation:
     ) -> Progress:
         rows = len(tokens)
         empty = [*map(self._empty, self.cache.shapes, self.cache.rows)]
-        cache = unstacked(empty, self.stacks.cache)
+        cache = unstacked(empty, self.cache_layers)
         at = lengths - 1
         if source is not None:
             _, start = self._read(arrays, source, tokens[:, :1], jnp.zeros((rows, 1), jnp.int32))
@@ -230,7 +230,7 @@ class Generation:
 
     def _search_beams(self, arrays: Layered, progress: Progress, lengths: jax.Array) -> Progress:
         count, rows = self.search.num_beams, len(lengths)
-        layers = zip(self.cache.rows, self.stacks.cache, strict=True)
+        layers = zip(self.cache.rows, self.cache_layers, strict=True)
         axes = [(axis - 1,) * n if n else axis for axis, n in layers]
         first = jnp.repeat(lengths - 1, count)
 

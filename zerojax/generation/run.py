@@ -122,7 +122,7 @@ class Run(NamedTuple):
         placed = weights.place(jax.tree.leaves(params), how, dtype, kept, stacks.params)
         generation = Generation(
             decoder, cache, sampling, max_new_tokens, ends, pad, jax.tree.structure(params),
-            placed.stacks(stacks), placed.mesh, placed.shards, search,
+            placed.cache_layers(stacks), placed.mesh, placed.shards, search,
         )  # fmt: skip
         padded = np.full((rows, total), pad, np.int32)
         padded[:, :longest] = np.where(prompts.mask, prompts.tokens, pad)

@@ -44,26 +44,21 @@ class Placed(NamedTuple):
       mesh: The devices; None for parameters that are on no mesh.
       shards: The sharding of each parameter that is gathered or copied where it is used, None for
         the others; empty if the parameters are gathered.
-      is_unstacked: Whether stacks are unstacked.
     """
 
     arrays: Layered
     mesh: Mesh | AbstractMesh | None
     shards: tuple[NamedSharding | None, ...]
-    is_unstacked: bool
 
     @property
     def by_layer(self) -> bool:
         """True if uses of parameters gather them, or copy them from host memory."""
         return any(self.shards)
 
-    def stacks(self, found: Stacks) -> Stacks:
-        """Returns the stacks that are unstacked."""
-        return (
-            found
-            if self.is_unstacked
-            else Stacks((0,) * len(found.params), (0,) * len(found.cache))
-        )
+    def cache_layers(self, found: Stacks) -> tuple[int, ...]:
+        """Returns for each array of the cache the number of layers, which run one after another; 0
+        for another array, and if a loop copies the layers of the parameters from host memory."""
+        return (0,) * len(found.cache) if on_host(self.shards) else found.cache
 
 
 def mesh_of(arrays: Sequence[Any]) -> Mesh | AbstractMesh | None:
@@ -111,9 +106,9 @@ def place(
         }
         log.info("generate: the parameters %s.", ways[weights])
     if weights == "gathered":
-        return Placed([*map(_gathered, arrays, stacks)], mesh, (), is_unstacked=True)
+        return Placed([*map(_gathered, arrays, stacks)], mesh, ())
     shards = tuple(x.sharding if _is_shard(x) else None for x in arrays)
-    return Placed(arrays, mesh, shards, is_unstacked=False)
+    return Placed(arrays, mesh, shards)
 
 
 def entered(
@@ -233,4 +228,4 @@ def _unstack(layers: int, target: Sharding) -> Callable[[jax.Array], tuple[jax.A
 
 def inserter_of(mesh: Any) -> Inserter:
     """Returns an inserter that gathers each parameter where it is used."""
-    return Inserter(mesh, zero_axis(mesh), keep=False, share=True)
+    return Inserter(mesh, zero_axis(mesh), keep=False, share=True, most_held=0)

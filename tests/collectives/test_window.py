@@ -11,11 +11,13 @@ import pytest
 from collectives import unrolled
 from equal import check_step
 from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from swept import swept
 
 import zerojax
 from benchmarks.lifetimes import peak_gathered_bytes
-from zerojax.collectives import window
+from zerojax.collectives import Inserter, Shard, window
 from zerojax.collectives.window import Window
 from zerojax.devices.mesh import zero_axis
 from zerojax.hlo.traffic import collectives
@@ -73,3 +75,32 @@ def test_the_numbers_of_plain_jit(axes: dict[str, int], monkeypatch: pytest.Monk
         lowered = zero(step).lower(start(), batch).as_text()
     assert ("bitcast_convert" in lowered) == (Window.of(mesh, zero_axis(mesh)) is not None)
     check_step(zero, step, start, batch)
+
+
+@pytest.mark.parametrize("rows", [16, 3])
+def test_products_in_a_while_loop_wait(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each iteration gathers anew; rows that the devices do not divide are waited for as well."""
+    monkeypatch.setattr(window, "AHEAD", 20_000)
+    rng = np.random.default_rng(0)
+    weights = [jnp.asarray(rng.normal(size=(96, 96)) / 10, jnp.float32) for _ in range(4)]
+    x = jnp.asarray(rng.normal(size=(rows, 96)), jnp.float32)
+
+    def loop(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        def body(state: Any) -> Any:
+            count, x = state
+            for w in weights:
+                x = jnp.tanh(x @ w)
+            return count + 1, x
+
+        return lax.while_loop(lambda state: state[0] < 2, body, (0, x))[1]
+
+    mesh = zerojax.mesh(axes={"data": 8})
+    inserter = Inserter(mesh, "data", keep=False, share=True, most_held=0)
+    closed = jax.make_jaxpr(loop)(x, *weights)
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    sharded = [jax.device_put(w, sharding) for w in weights]
+    inserted = jax.jit(
+        lambda x, *ws: inserter(closed, [x, *(Shard(w, ("data", None)) for w in ws)])[0]
+    )
+    assert "bitcast_convert" in inserted.lower(x, *sharded).as_text()
+    np.testing.assert_allclose(inserted(x, *sharded), loop(x, *weights), rtol=1e-5, atol=1e-6)

@@ -26,11 +26,13 @@ def found(
     weights: Any = "gathered",
     bits: int = 16,
     kind: str = "h100",
+    rows: int = 1,
+    axis: str = "model",
     **keywords: Any,
 ) -> GenerationForecast:
     mesh, rates = parse_devices(f"{kind}:{devices}")
     tensor = None
-    if devices > 1:
+    if devices > 1 and axis == "model":
         mesh = laid_out(mesh, {"data": 1, "model": devices})
         tensor = TensorParallel(mesh)
     model = Llama(LlamaConfig(**sizes | {"scan": True}), tensor=tensor)
@@ -45,7 +47,7 @@ def found(
     params = zero.abstract_state(create).params
     params = params if bits == 16 else zerojax.quantize_weights(params, bits)
     return forecast(
-        model, params, rows=1, prompt=128, max_new_tokens=128, mesh=mesh, rates=rates,
+        model, params, rows=rows, prompt=128, max_new_tokens=128, mesh=mesh, rates=rates,
         weights=weights,
     )  # fmt: skip
 
@@ -75,6 +77,22 @@ def test_a_token_reads_each_shard_once(kind: str, devices: int) -> None:
 def test_a_token_reads_small_weights_once() -> None:
     one = found(SMALL | {"n_head": 8, "n_embd": 1024, "n_inner": 2816})
     assert one.token_bytes < 1.1 * (one.parameter_bytes + one.cache_bytes)
+
+
+def test_by_layer_a_token_reads_each_shard_once() -> None:
+    """Rows are sent, and weights stay sharded: no layer is copied out of its stack."""
+    at_rest = found(SMALL, devices=8, weights="by_layer", rows=8, axis="data")
+    least = at_rest.parameter_bytes + at_rest.cache_bytes
+    assert at_rest.token_bytes < 1.15 * least
+    assert sum(at_rest.token.memory.values()) < 1.1 * least
+
+
+@pytest.mark.parametrize("rows", [8, 1])
+def test_few_layers_are_gathered_at_once(rows: int) -> None:
+    sizes = SMALL | {"n_layer": 6}
+    at_rest = found(sizes, devices=8, weights="by_layer", bits=8, rows=rows, axis="data")
+    layer = 8 * at_rest.parameter_bytes / sizes["n_layer"]
+    assert at_rest.token.memory["gathered parameters"] < 1.5 * layer
 
 
 def test_tensor_parallel_tokens_have_megatrons_collectives() -> None:

@@ -65,7 +65,7 @@ class Scope:
       all_rows: the activations that products with sharded weights gathered, oldest first.
       adjacent: the gathers that an equation, and the equations of a function that it calls, share
         with adjacent equations; None if the equation shares no gather.
-      window: delays gathers outside loops; None if gathers are not delayed.
+      window: delays gathers outside loops over stacks; None if gathers are not delayed.
       cotangent: the cotangent of the last block of the backward pass that was held back.
       batch_rows: the number of rows of the batch; None if unknown.
       behind: whether loops directly in the scope reduce gradients one iteration later; only in the

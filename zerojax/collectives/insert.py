@@ -438,9 +438,12 @@ class Inserter(Scans):
             consts = self.held(needed, consts, scope)
 
             def run(carry: Sequence[jax.Array]) -> list[Any]:
+                iteration = within()
+                if scope.window is not None:
+                    iteration.window = Window.of(self.mesh, self.axis)
                 with self.ledger.place(decisions.LOOP):
                     args = (*consts, *self.carried(carry, updated))
-                    return self.run(jaxpr, args, within(), want)
+                    return self.run(jaxpr, args, iteration, want)
 
             return run
 

@@ -13,7 +13,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.collectives.adjacent import GatheredArrays
-from zerojax.collectives.held import MOST
 from zerojax.collectives.host import Host, fetch_to_device
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.quantization import dequantize, quantize
@@ -132,7 +131,8 @@ class Gatherer:
       keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers where
         used, drops, and gathers again (stage 3).
       sent: The formats in which parameters and gradients are sent.
-      most_held: The most elements of parameters that a loop gathers before its first iteration.
+      most_held: The most elements of parameters that a loop gathers before its first iteration;
+        None for :data:`zerojax.collectives.held.MOST`.
 
     Attributes:
       sent_unquantized: Large gradients that are sent unquantized despite the config: the primitive
@@ -144,7 +144,7 @@ class Gatherer:
     axis: str
     keep: bool
     sent: Sent
-    most_held: int
+    most_held: int | None
     replicas: int
     ledger: Ledger
 
@@ -155,7 +155,7 @@ class Gatherer:
         *,
         keep: bool,
         sent: Sent = UNQUANTIZED,
-        most_held: int = MOST,
+        most_held: int | None = None,
     ) -> None:
         self.most_held = most_held
         self.mesh, self.axis, self.keep, self.sent = mesh, axis, keep, sent

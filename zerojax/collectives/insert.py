@@ -79,7 +79,8 @@ class Inserter(Scans):
       overlap: whether loops gather one iteration ahead and reduce one iteration later, and gathers
         outside loops wait for the window, see :mod:`zerojax.collectives.window`.
       sent: the formats in which parameters and gradients are sent.
-      most_held: the most elements of parameters that a loop gathers before its first iteration.
+      most_held: the most elements of parameters that a loop gathers before its first iteration;
+        None for :data:`zerojax.collectives.held.MOST`.
     """
 
     share: bool
@@ -98,7 +99,7 @@ class Inserter(Scans):
         away: int | None = None,
         overlap: bool = True,
         sent: Sent = UNQUANTIZED,
-        most_held: int = held.MOST,
+        most_held: int | None = None,
     ) -> None:
         super().__init__(mesh, axis, keep=keep, sent=sent, most_held=most_held)
         self.share, self.overlap, self.layers = share or keep, overlap, []

@@ -70,21 +70,8 @@ class Run(NamedTuple):
         dtype: DTypeLike | None,
     ) -> Run:
         check_values(params=params, tokens=tokens, mask=mask, key=key)
-        if (max_new_tokens := integer("max_new_tokens", max_new_tokens)) < 1:
-            raise ValueError(f"max_new_tokens = {max_new_tokens} must be 1 or more")
-        if not sampling.is_greedy and key is None:
-            raise ValueError(
-                f"temperature = {sampling.temperature} draws tokens: pass key=jax.random.key(seed)"
-            )
-        if not sampling.is_greedy:
-            check_key(key)
-        if search.num_beams > 1 and not sampling.is_greedy:
-            raise ValueError(
-                f"num_beams = {search.num_beams} beside temperature = {sampling.temperature}: a "
-                "beam search draws no tokens; leave one of the two out"
-            )
-        if how not in (None, "gathered", "by_layer"):
-            raise ValueError(f'weights = {how!r} must be "gathered", "by_layer" or None')
+        max_new_tokens = integer("max_new_tokens", max_new_tokens)
+        _check_options(max_new_tokens, sampling, search, key, how)
         check_dtype(dtype)
         decoder, params = decoder_of(model, params)
         check_values(params=params)
@@ -96,21 +83,12 @@ class Run(NamedTuple):
             source = Source(given.tokens, given.mask)
             prompts = Prompts.of([[decoder.start]] * len(given.tokens), None)
         rows, longest = prompts.tokens.shape
-        total, limit = longest + max_new_tokens, decoder.limit()
-        if limit is not None and total > limit:
-            raise ValueError(
-                f"the longest row starts with {longest} tokens, padding included, and "
-                f"max_new_tokens = {max_new_tokens}: the model has positions for {limit}. Shorten "
-                f"the prompt, or pass max_new_tokens = {max(limit - longest, 0)} or less"
-            )
+        total = longest + max_new_tokens
+        _check_room(longest, max_new_tokens, decoder.limit())
         shapes = weights.shapes(params, dtype)
         cache = Cache.of(decoder, shapes, rows, total, source)
-        given.check(vocabulary := cache.vocabulary)
-        ends = integers("eos", eos)
-        pad = integer("pad", next(iter(ends), 0) if pad is None else pad)
-        for name, token in (*(("eos", end) for end in ends), ("pad", pad)):
-            if not 0 <= token < vocabulary:
-                raise ValueError(f"{name} = {token} is not among the model's {vocabulary} tokens")
+        given.check(cache.vocabulary)
+        ends, pad = _end_tokens(eos, pad, cache.vocabulary)
         stacks = cache.stacks(decoder, shapes)
         kept = search.num_beams * cache.bytes
         mesh = weights.mesh_of(jax.tree.leaves(params))
@@ -185,6 +163,53 @@ class Run(NamedTuple):
             progress = self.programs.advance(self.arrays, progress, self.lengths, self.key)
             self.check(progress)
             yield progress
+
+
+def _check_options(
+    max_new_tokens: int, sampling: Sampling, search: Search, key: object, how: Weights | None
+) -> None:
+    """Rejects options that are out of range, or that exclude each other."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens = {max_new_tokens} must be 1 or more")
+    if not sampling.is_greedy:
+        if key is None:
+            raise ValueError(
+                f"temperature = {sampling.temperature} draws tokens: pass key=jax.random.key(seed)"
+            )
+        check_key(key)
+        if search.num_beams > 1:
+            raise ValueError(
+                f"num_beams = {search.num_beams} beside temperature = {sampling.temperature}: a "
+                "beam search draws no tokens; leave one of the two out"
+            )
+    if how not in (None, "gathered", "by_layer"):
+        raise ValueError(f'weights = {how!r} must be "gathered", "by_layer" or None')
+
+
+def _check_room(longest: int, max_new_tokens: int, limit: int | None) -> None:
+    """Rejects rows that are longer than the model's longest."""
+    if limit is not None and longest + max_new_tokens > limit:
+        raise ValueError(
+            f"the longest row starts with {longest} tokens, padding included, and "
+            f"max_new_tokens = {max_new_tokens}: the model has positions for {limit}. Shorten "
+            f"the prompt, or pass max_new_tokens = {max(limit - longest, 0)} or less"
+        )
+
+
+def _end_tokens(
+    eos: int | Sequence[int] | None, pad: int | None, vocabulary: int
+) -> tuple[tuple[int, ...], int]:
+    """Returns the tokens that end a row, and the one after the end.
+
+    Raises:
+      ValueError: A token is not in the vocabulary.
+    """
+    ends = integers("eos", eos)
+    pad = integer("pad", next(iter(ends), 0) if pad is None else pad)
+    for name, token in (*(("eos", end) for end in ends), ("pad", pad)):
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"{name} = {token} is not among the model's {vocabulary} tokens")
+    return ends, pad
 
 
 def _on(mesh: Mesh, spec: PartitionSpec, values: PyTree) -> PyTree:

@@ -66,11 +66,10 @@ def test_a_decoder_by_flax_convention(beams: int) -> None:
         assert out.shape == (2, 8)
         return
     model.eval()
-    for row, prompt in zip(out, prompts, strict=True):
-        expected = [*prompt]
-        for _ in range(4):
-            expected.append(int(model(jnp.array([expected]))[0, -1].argmax()))
-        assert row.tolist() == expected
+    # Tokens after a position do not change its logits.
+    best = nnx.jit(lambda model, rows: model(rows).argmax(-1))(model, out)
+    np.testing.assert_array_equal(out[:, 4:], best[:, 3:-1])
+    np.testing.assert_array_equal(out[:, :4], prompts)
 
 
 def test_a_model_without_cache_is_named() -> None:

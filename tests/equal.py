@@ -136,12 +136,22 @@ def plain(name: str, dtype: str, rows: int = ROWS, steps: int = STEPS) -> Run:
 
 @functools.cache
 def created(name: str, dtype: str) -> Any:
+    """The state, of numpy's arrays but for keys; of an NNX program its graph and the rest."""
     program = PROGRAMS[name]
-    with jax.ensure_compile_time_eval():  # ``zero.init`` may trace the first call
+    with jax.core.eval_context():  # ``zero.init`` may trace the first call
         if program.nnx:
             graph, leaves = nnx.split(nnx.jit(program.create)(jax.random.key(5)))
-            return graph, cast(leaves, dtype)
-        return cast(jax.jit(program.create)(jax.random.key(5)), dtype)
+            return graph, cast(jax.tree.map(fetched, leaves), dtype)
+        return cast(jax.tree.map(fetched, jax.jit(program.create)(jax.random.key(5))), dtype)
+
+
+def fetched(x: jax.Array) -> Any:
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+
+
+def copied(x: Any) -> jax.Array:
+    """Without a program for each shape, which takes most of a small test's time."""
+    return jnp.copy(x) if isinstance(x, jax.Array) else jax.device_put(x.copy())
 
 
 def start(name: str, dtype: str) -> Any:
@@ -149,8 +159,8 @@ def start(name: str, dtype: str) -> Any:
     state = created(name, dtype)
     if PROGRAMS[name].nnx:
         graph, leaves = state
-        return nnx.merge(graph, jax.tree.map(jnp.copy, leaves))
-    return jax.tree.map(jnp.copy, state)
+        return nnx.merge(graph, jax.tree.map(copied, leaves))
+    return jax.tree.map(copied, state)
 
 
 def cast(tree: Any, dtype: Any) -> Any:

@@ -48,11 +48,8 @@ def decide(
         for i, (v, spec) in enumerate(zip(opened.invars, specs, strict=False))
         if spec is not None and _Needs(mesh).unsharded(opened, v, spec, varies)
     }
-    return (
-        needed
-        if sum(opened.invars[i].aval.size for i in needed) <= (MOST if most is None else most)
-        else set()
-    )
+    most = MOST if most is None else most
+    return needed if sum(opened.invars[i].aval.size for i in needed) <= most else set()
 
 
 class _Needs(NamedTuple):

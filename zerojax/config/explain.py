@@ -99,11 +99,8 @@ def explain(
         try:
             world = devices_of_stage(devices, stages)
             train, micro, accumulation = (reading.fields[name] for name in TRIANGLE)
-            if elasticity := reading.fields.get("elasticity"):
-                sizes = elasticity.sizes(world, stages)
-            else:
-                key = "train_batch_size: "
-                sizes = solve(train, micro, accumulation, world, stages)
+            key = "train_batch_size: "
+            sizes = solve(train, micro, accumulation, world, stages)
             check_stages(sizes, world, stages)
         except ConfigError as error:
             problems += [f"{key}{problem}" for problem in error.problems]

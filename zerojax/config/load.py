@@ -23,7 +23,7 @@ from zerojax.config.named import (
     known_types,
     resolve_type,
 )
-from zerojax.config.notes import Note, Status, elastic_notes
+from zerojax.config.notes import Note, Status
 from zerojax.config.sections import SWITCHED, missing, read_offload
 from zerojax.config.text_file import source_of
 from zerojax.config.together import contradictions, idle
@@ -177,7 +177,6 @@ class ConfigReading:
         self.problems += problems
         self._set_fields(values)
         self._note_keys(values)
-        self.notes += elastic_notes(self.fields)
         for section, cls in NAMED.items():
             if isinstance(raw.get(section), dict):
                 self.fields[section] = self._named(section, cls, raw[section])

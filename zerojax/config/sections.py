@@ -5,7 +5,6 @@ from collections.abc import Container, Iterator, Mapping, Set
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
-from zerojax.config.elasticity import Elasticity
 from zerojax.config.errors import ConfigError, as_text, problems_of, quote_name, suggestion
 from zerojax.config.keys import KEYS, OLD_SWITCHES
 from zerojax.config.keys.row import FLAG, ZERO
@@ -53,7 +52,6 @@ SWITCHED: dict[str, type[Section]] = {
     "tensorboard": MonitorConfig,
     "csv_monitor": MonitorConfig,
     "wandb": WandbConfig,
-    "elasticity": Elasticity,
     "flops_profiler": FlopsProfilerConfig,
     "comms_logger": CommsLoggerConfig,
     "autotuning": AutotuningConfig,

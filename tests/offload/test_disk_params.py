@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from offload.watched_store import WatchedStore
 
-from zerojax.experimental.disk_params import ParamReader
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.disk.store import DiskStateError
+from zerojax.offload.disk_params import ParamReader
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -66,7 +66,6 @@ def test_each_entry_is_read_once_in_either_direction(
     for i in order:
         np.testing.assert_array_equal(stored.reader.read(3, 1, i), VALUES[i, 2:, :3])
     if isinstance(order, range):
-        stored.reader._pool.shutdown()
         assert len(issued) == len(set(issued)) == 5
 
 

@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, SupportsInt, cast
+from typing import NamedTuple, Self, SupportsInt, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from zerojax.config import OffloadParam
+from zerojax.config import OffloadParam, ZeroConfig
 from zerojax.offload.disk.array import DiskArray
+from zerojax.plan.leaf import Leaf
+from zerojax.plan.places import DISK
 from zerojax.xla.types import PyTree
+
+V = TypeVar("V")
 
 _ENTIRE = -1
 """Value in place of an entry: the entire parameter."""
@@ -42,8 +46,7 @@ class _Read(NamedTuple):
 
 
 class ParamReader:
-    """A :class:`zerojax.offload.program_reader.ProgramReader`, which prefetches the next entry of a
-    stack in either direction.
+    """The reads of one program, with a prefetch of the next entry of a stack in either direction.
 
     Args:
       config: Its ``buffer_count`` is the most reads under way; None if no parameter is offloaded.
@@ -61,6 +64,13 @@ class ParamReader:
         self._ahead: dict[_Read, Future[np.ndarray]] = {}
         self._last: dict[tuple[int, int], int] = {}
         self._failed: Exception | None = None
+
+    @classmethod
+    def of(cls, config: ZeroConfig) -> Self | None:
+        """Returns a reader for one program; None if the config keeps nothing on disk."""
+        sections = config.offload_optimizer, config.offload_param
+        on_disk = any(section is not None and section.device == "nvme" for section in sections)
+        return cls(config.offload_param) if on_disk else None
 
     def use(self, values: Sequence[object]) -> None:
         """Sets the arrays of the next run: the arrays of ``values`` that are stored on disk."""
@@ -84,7 +94,13 @@ class ParamReader:
     def array(
         self, number: int, shape: Sequence[int], dtype: np.dtype, sharding: NamedSharding
     ) -> DiskParam:
-        """Returns an array on disk in a traced program."""
+        """Returns an array on disk in a traced program.
+
+        Args:
+          number: Index of the array in ``values`` of :meth:`use`.
+          shape, dtype: Global shape and dtype.
+          sharding: Sharding on the devices.
+        """
         return DiskParam(self, number, shape, dtype, sharding)
 
     def read(self, number: int, position: SupportsInt, entry: SupportsInt) -> np.ndarray:
@@ -169,3 +185,8 @@ class DiskParam:
             read_shard, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False
         )
         return cast(jax.Array, read_shards(jnp.asarray(entry, jnp.int32)))
+
+
+def beside_disk(values: Sequence[V | None], leaves: Sequence[Leaf]) -> list[V | None]:
+    """Returns ``values`` as a program takes them: None in place of each leaf on disk."""
+    return [None if leaf.place == DISK else x for x, leaf in zip(values, leaves, strict=True)]

@@ -13,7 +13,7 @@ from offload.watched_store import WatchedStore
 
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.disk.store import DiskStateError
-from zerojax.offload.disk_params import ParamReader
+from zerojax.offload.disk_params import DiskParam, ParamReader
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -32,7 +32,7 @@ class Stored:
         self.array: DiskArray = leaf.advance()
         self.store = store
         self.reader = ParamReader(None)
-        self.param = self.reader.array(3, VALUES.shape, VALUES.dtype, SHARDING)
+        self.param = DiskParam(self.reader, 3, VALUES.shape, VALUES.dtype, SHARDING)
         self.reader.use([None, None, None, self.array])
 
 

@@ -66,7 +66,7 @@ def flat_micro(
     ((k, rows),) = {x.shape[:2] for x in jax.tree.leaves(batch) if x.shape}
     sizes = Sizes(k * rows, rows, devices=devices)
     try:
-        closed = trace(one_of(batch, sizes.traced))[0]
+        closed = trace(_with_rows(batch, lambda *_: sizes.traced))[0]
     except Exception as e:  # the same step has been traced on the global batch
         raise _number_written_out(e, sizes.traced, k * rows) from e
     return micro_batch(global_flat, flatten(closed, roles.learned, roles.batch), sizes)
@@ -89,11 +89,6 @@ def _number_written_out(error: Exception, rows: int, global_rows: int) -> Uneven
 def rows_together(batch: PyTree) -> PyTree:
     """Returns the shapes of the global batch: leaves [k, rows, ...] become [k * rows, ...]."""
     return _with_rows(batch, lambda k, rows: k * rows)
-
-
-def one_of(batch: PyTree, rows: int | None = None) -> PyTree:
-    """Returns the shapes of one micro-batch, with ``rows`` rows if given."""
-    return _with_rows(batch, lambda _, own: rows or own)
 
 
 def _with_rows(batch: PyTree, rows: Callable[[int, int], int]) -> PyTree:
@@ -158,10 +153,10 @@ class MicroBatches:
         k: int,
         blocks: int,
         inserter: Inserter,
-        want: Sequence[Spec | None] = (),
+        want: Sequence[Spec | None],
         *,
         sharded: bool,
-        lanes: Lanes | None = None,
+        lanes: Lanes | None,
         dtype: jax.typing.DTypeLike | None,
     ) -> None:
         self._k, self._blocks, self._inserter = k, blocks, inserter
@@ -305,10 +300,8 @@ class MicroBatches:
                 results[i] = jax.vmap(lambda x, kind=kind: rows_of_all(x, kind))(results[i])
             if kind.rows and kind.outer is not None:
                 results[i] = _in_order(results[i], kind.dim, kind.outer, self._blocks)
-            if k == 1:
-                results[i] = results[i][0]
         for i in self._divided.averaged:
-            results[i] = jnp.mean(results[i], axis=0)  # no results if k is 1
+            results[i] = jnp.mean(results[i], axis=0)
         return [results[i] for i in range(len(results))]
 
     def _as_given(self, argument: object, value: jax.Array) -> jax.Array | Shard:

@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple, Self, SupportsInt, TypeVar, cast
 
 import jax
@@ -91,18 +92,6 @@ class ParamReader:
         if self._failed is not None:
             raise self._failed
 
-    def array(
-        self, number: int, shape: Sequence[int], dtype: np.dtype, sharding: NamedSharding
-    ) -> DiskParam:
-        """Returns an array on disk in a traced program.
-
-        Args:
-          number: Index of the array in ``values`` of :meth:`use`.
-          shape, dtype: Global shape and dtype.
-          sharding: Sharding on the devices.
-        """
-        return DiskParam(self, number, shape, dtype, sharding)
-
     def read(self, number: int, position: SupportsInt, entry: SupportsInt) -> np.ndarray:
         """Returns a shard, see :class:`_Read`, or zeros if the read fails.
 
@@ -139,47 +128,45 @@ class ParamReader:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class DiskParam:
     """A parameter on disk in a traced program: a :class:`zerojax.collectives.host.Fetchable`.
 
-    Args:
+    Attributes:
       reader: Reads the parameter.
-      number: Index of the parameter, for ``reader``.
+      number: Index of the parameter in ``values`` of :meth:`ParamReader.use`.
       shape, dtype: Global shape and dtype.
       sharding: Sharding on the devices.
     """
 
-    def __init__(
-        self,
-        reader: ParamReader,
-        number: int,
-        shape: Sequence[int],
-        dtype: np.dtype,
-        sharding: NamedSharding,
-    ) -> None:
-        self.shape: tuple[int, ...]
-        self.dtype: np.dtype
-        self.ndim: int
-        self.shape, self.dtype, self.ndim = tuple(shape), dtype, len(shape)
-        self._read = functools.partial(reader.read, number)
-        self._sharding = sharding
+    reader: ParamReader
+    number: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: NamedSharding
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
 
     def fetched(self) -> jax.Array:
         """Reads the entire parameter onto the devices, sharded."""
-        return self._brought(_ENTIRE, self.shape, self._sharding.spec)
+        return self._brought(_ENTIRE, self.shape, self.sharding.spec)
 
     def entry(self, index: ArrayLike) -> jax.Array:
         """Reads one entry of the first dimension onto the devices, sharded."""
-        return self._brought(index, self.shape[1:], PartitionSpec(*self._sharding.spec[1:]))
+        return self._brought(index, self.shape[1:], PartitionSpec(*self.sharding.spec[1:]))
 
     def _brought(self, entry: ArrayLike, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-        mesh = self._sharding.mesh
+        mesh = self.sharding.mesh
+        read = functools.partial(self.reader.read, self.number)
         local = NamedSharding(mesh, spec).shard_shape(shape)
 
         def read_shard(entry: jax.Array) -> jax.Array:
             result = jax.ShapeDtypeStruct(local, self.dtype)
             position = lax.axis_index(mesh.axis_names)
-            return cast(jax.Array, jax.pure_callback(self._read, result, position, entry))
+            return cast(jax.Array, jax.pure_callback(read, result, position, entry))
 
         read_shards = jax.shard_map(
             read_shard, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False

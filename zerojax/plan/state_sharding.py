@@ -250,7 +250,7 @@ class Plan(Summarized):
 
     def summary(self) -> Summary:
         """Returns the title, the totals and the parameters, equal layers as one row."""
-        totals = Table(table.totals_rows(self._groups()), right=(1, 2, 3, 4), has_heads=True)
+        totals = Table(table.totals_rows(self._groups()), right=(1, 2, 3, 4))
         note = f"plan.table() has all {len(self.leaves['params']):,} parameters and the notes"
         parameters = leaves_table(self.leaves["params"])
         return Summary(self._title(), (totals, parameters), (self._total(), note))

@@ -6,13 +6,7 @@ from typing import Literal, NamedTuple
 
 from zerojax.config.accelerate import KEYS as YAML_KEYS
 from zerojax.config.accelerate import SECTIONS
-from zerojax.config.batch import (
-    BATCH_SIZES,
-    BatchSizes,
-    check_stages,
-    devices_of_stage,
-    solve,
-)
+from zerojax.config.batch import BATCH_SIZES, BatchSizes, devices_of_stage, solve
 from zerojax.config.errors import ConfigError, quote_name
 from zerojax.config.keys import KEYS, NULLABLE, renamed, sections
 from zerojax.config.keys.named_types import NAMED_TYPES
@@ -101,7 +95,6 @@ def explain(
             train, micro, accumulation = (reading.fields[name] for name in TRIANGLE)
             key = "train_batch_size: "
             sizes = solve(train, micro, accumulation, world, stages)
-            check_stages(sizes, world, stages)
         except ConfigError as error:
             problems += [f"{key}{problem}" for problem in error.problems]
     table = _Table(reading, problems, sizes, devices)

@@ -148,7 +148,7 @@ def _reformed(computation: Computation, instruction: Instruction) -> bool:
 
 def _shards(leaf: Leaf, plan: Plan) -> Iterator[Dims]:
     """Yields the shape of a device's shard, and that after an all-gather over ZeRO's axis."""
-    spec = layout.full(leaf.spec, len(leaf.shape))
+    spec = leaf.full_spec
     for each in (spec, layout.without(spec, plan.axis)):
         yield layout.shard_shape(leaf.shape, each, plan.mesh)
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.plan import layout, rule
+from zerojax.plan import rule
 from zerojax.plan.layout import Spec
 from zerojax.plan.state_sharding import Leaf
 from zerojax.xla.types import Aval, PyTree, Shaped
@@ -29,12 +29,10 @@ class ParameterForm(NamedTuple):
 
     Attributes:
       tree: ``jax.tree.structure`` of the parameters.
-      shapes: The shape of each, in order.
       leaves: The leaf at rest of each, in order.
     """
 
     tree: jax.tree_util.PyTreeDef
-    shapes: tuple[tuple[int, ...], ...]
     leaves: tuple[Leaf, ...]
 
     def holds(self, value: PyTree, *, shapes: bool = True) -> bool:
@@ -44,7 +42,8 @@ class ParameterForm(NamedTuple):
         if structure != self.tree:
             return False
         found = tuple(tuple(x.shape) for x in jax.tree.leaves(value))
-        return found == self.shapes if shapes else any(found)
+        own = tuple(leaf.shape for leaf in self.leaves)
+        return found == own if shapes else any(found)
 
 
 class ExtraState:
@@ -98,8 +97,8 @@ class ExtraState:
             Leaf.of(
                 leaf.path.replace("params", path, 1),
                 x,
-                layout.full(leaf.spec, x.ndim),
-                layout.full(leaf.own_spec, x.ndim),
+                leaf.spec,
+                leaf.own_spec,
                 leaf.reason,
                 self._mesh,
             )
@@ -109,14 +108,13 @@ class ExtraState:
 
     def _array(self, path: str, x: Aval, of_optimizer: bool) -> Leaf:
         if reason := self._why_replicated(x, of_optimizer):
-            replicated = (None,) * x.ndim
-            return Leaf.of(path, x, replicated, replicated, reason, self._mesh)
+            return Leaf.of(path, x, (), (), reason, self._mesh)
         return self._at_rest(path, x, None)
 
     def _why_replicated(self, x: Aval, of_optimizer: bool) -> str:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return "keys are replicated"
-        if self._params.shapes and x.size <= rule.SMALL:
+        if self._params.leaves and x.size <= rule.SMALL:
             return f"extra state of at most {rule.SMALL:,} elements is replicated"
         if self._stage in (1, 2) and not of_optimizer:
             return f"stage {self._stage} replicates extra state, stage 3 shards it"

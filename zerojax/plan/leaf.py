@@ -21,8 +21,7 @@ class Leaf:
 
     Attributes:
       path: the array's path in the state.
-      spec: its PartitionSpec at rest, without None at its end; :func:`zerojax.plan.layout.full`
-        returns the spec with an entry for each dimension.
+      spec: its PartitionSpec at rest, without None at its end.
       own_spec: its PartitionSpec without ZeRO: the user's spec, also without None at its end.
       reason: why ZeRO does not shard the array over all of the axis; empty if it does.
       bytes: the bytes of the full array; ``bytes_per_device`` those of the largest shard.
@@ -45,8 +44,17 @@ class Leaf:
     padded: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, path: str, x: Shaped, spec: Spec, own_spec: Spec, reason: str, mesh: Mesh) -> Leaf:
+    def of(
+        cls,
+        path: str,
+        x: Shaped,
+        spec: PartitionSpec | Spec,
+        own_spec: PartitionSpec | Spec,
+        reason: str,
+        mesh: Mesh,
+    ) -> Leaf:
         """Builds the leaf of an array, abstract or concrete, with this spec, on the device."""
+        spec = layout.full(spec, len(x.shape))
         named = not hasattr(x.dtype, "itemsize")  # a type, such as jnp.float32
         itemsize = jnp.dtype(x.dtype).itemsize if named else x.dtype.itemsize
         shard_shape = layout.shard_shape(x.shape, spec, mesh)
@@ -61,6 +69,11 @@ class Leaf:
             bytes_per_device=math.prod(shard_shape) * itemsize,
             padded=layout.padded_shape(x.shape, spec, mesh),
         )
+
+    @property
+    def full_spec(self) -> Spec:
+        """The PartitionSpec with an entry for each dimension."""
+        return layout.full(self.spec, len(self.shape))
 
     @property
     def sharded(self) -> bool:
@@ -88,7 +101,7 @@ class Leaf:
         return self.even and not self.divided
 
 
-def _trimmed(spec: Spec) -> PartitionSpec:
+def _trimmed(spec: PartitionSpec | Spec) -> PartitionSpec:
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()

@@ -21,8 +21,6 @@ from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import axis_size, micro_batch_devices
-from zerojax.plan import layout
-from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.places import DEVICE
 from zerojax.plan.rule import is_small
@@ -49,10 +47,9 @@ class Live:
         self._able = [leaf for leaf in compute if self._may_stay(leaf)] if drops else []
         chosen = self._chosen()
         self.leaves: tuple[Leaf, ...] = tuple(
-            Leaf.of(leaf.path, leaf, unsharded, unsharded, "", mesh)
+            Leaf.of(leaf.path, leaf, leaf.own_spec, leaf.own_spec, "", mesh)
             for leaf in self._able
             if leaf.path in chosen
-            for unsharded in [layout.full(leaf.own_spec, len(leaf.shape))]
         )
 
     def __bool__(self) -> bool:
@@ -113,8 +110,8 @@ class Live:
 
     def _may_stay(self, leaf: Leaf) -> bool:
         """Returns whether a parameter is gathered at each use; small ones are gathered once."""
-        spec: Spec = layout.full(leaf.spec, len(leaf.shape))
-        return leaf.sharded and leaf.place == DEVICE and not is_small(leaf.shape, spec, self._axis)
+        is_gathered_once = is_small(leaf.shape, leaf.full_spec, self._axis)
+        return leaf.sharded and leaf.place == DEVICE and not is_gathered_once
 
     def _chosen(self) -> set[str]:
         room, farthest = self._asked

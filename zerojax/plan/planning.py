@@ -49,9 +49,7 @@ def make_plan(
     params, places = _parameters(parts.params, own, at_rest, config)
     param_tree = jax.tree.unflatten(jax.tree.structure(parts.params), params)
     moments = {leaf.path: place.moments for leaf, place in zip(params, places, strict=True)}
-    form = ParameterForm(
-        jax.tree.structure(parts.params), tuple(leaf.shape for leaf in params), tuple(params)
-    )
+    form = ParameterForm(jax.tree.structure(parts.params), tuple(params))
     opt_tree = _optimizer_leaves(parts, tx, form, at_rest, mesh, moments)
     # A state with unknown parameters has all its arrays in ``rest``.
     stage = 3 if config.stage and not params else config.stage
@@ -170,8 +168,7 @@ def _optimizer_leaves(
             return pair  # optax.masked puts a node without arrays for parameters it skips
         path, x = pair
         if tuple(x.shape) == param.shape:
-            spec, own_spec = (layout.full(s, len(x.shape)) for s in (param.spec, param.own_spec))
-            leaf = Leaf.of(path, x, spec, own_spec, param.reason, mesh)
+            leaf = Leaf.of(path, x, param.spec, param.own_spec, param.reason, mesh)
             leaf = dataclasses.replace(leaf, n_copies=param.n_copies)
         else:
             leaf = at_rest(path, x, None)  # factored statistics have a shape of their own
@@ -186,8 +183,7 @@ def _optimizer_leaves(
 
     def unowned_leaf(pair: tuple[str, Shaped]) -> Leaf:
         path, x = pair
-        empty = (None,) * len(x.shape)
-        return Leaf.of(path, x, empty, empty, "belongs to no parameter", mesh)
+        return Leaf.of(path, x, (), (), "belongs to no parameter", mesh)
 
     params = jax.tree.unflatten(form.tree, form.leaves)
 

@@ -160,7 +160,7 @@ class QuantizedWeights:
         return self._block(leaf) is not None
 
     def _block(self, leaf: Leaf) -> tuple[int, ...] | None:
-        spec = layout.full(leaf.spec, len(leaf.shape))
+        spec = leaf.full_spec
         block = block_of(leaf.shape, spec, self._mesh, self._axis, self._how)
         block_size = None if self._how is None else self._how.block_size
         if block_size and block is None:

@@ -301,12 +301,11 @@ class Plan(Summarized):
     def _far(self) -> list[str]:
         """Notes the parameters that hpZ leaves to be gathered over all devices at each use."""
         size = self.config.zero_hpz_partition_size
-        specs = [layout.full(leaf.spec, len(leaf.shape)) for leaf in self.compute]
         far = [
             leaf
-            for leaf, spec in zip(self.compute, specs, strict=True)
-            if layout.dimensions(spec, self.axis)
-            and not is_small(leaf.shape, spec, self.axis)
+            for leaf in self.compute
+            if layout.dimensions(leaf.full_spec, self.axis)
+            and not is_small(leaf.shape, leaf.full_spec, self.axis)
             and self.secondary_spec(leaf) is None
             and leaf.path not in self.live.paths
         ]
@@ -336,10 +335,7 @@ class Plan(Summarized):
         """Returns the compute parameters as one partition stores them during a step (hpZ)."""
         return tuple(
             dataclasses.replace(
-                Leaf.of(
-                    leaf.path, leaf, spec, layout.full(leaf.own_spec, len(spec)), "", self.mesh
-                ),
-                place=leaf.place,
+                Leaf.of(leaf.path, leaf, spec, leaf.own_spec, "", self.mesh), place=leaf.place
             )
             for leaf in self.compute
             if (spec := self.secondary_spec(leaf)) is not None
@@ -349,7 +345,7 @@ class Plan(Summarized):
         """Returns the spec of a parameter's secondary shard (hpZ), which is gathered from the other
         partitions; None without a secondary shard."""
         size, n = self.config.zero_hpz_partition_size, axis_size(self.mesh, self.axis)
-        spec = layout.full(leaf.spec, len(leaf.shape))
+        spec = leaf.full_spec
         if leaf.path in self.live.paths:  # is gathered from all other devices at once
             return None
         if not 1 < size < n or is_small(leaf.shape, spec, self.axis):
@@ -368,14 +364,7 @@ class Plan(Summarized):
         specs = jax.tree.leaves(self.grads, is_leaf=_is_spec)
         return tuple(
             dataclasses.replace(
-                Leaf.of(
-                    leaf.path,
-                    jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-                    layout.full(spec, len(leaf.shape)),
-                    layout.full(leaf.own_spec, len(leaf.shape)),
-                    leaf.reason,
-                    self.mesh,
-                ),
+                Leaf.of(leaf.path, leaf, spec, leaf.own_spec, leaf.reason, self.mesh),
                 place=DEVICE if compute_leaf.place == DEVICE else HOST,
             )
             for leaf, spec, compute_leaf in zip(

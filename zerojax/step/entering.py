@@ -12,7 +12,6 @@ from zerojax.collectives.host import unpadded
 from zerojax.collectives.kept import KeptGather
 from zerojax.collectives.shard import Gathering
 from zerojax.offload.disk_params import DiskParam, ParamReader
-from zerojax.plan import layout
 from zerojax.plan.places import DEVICE, DISK
 from zerojax.plan.state_sharding import Leaf, Plan
 from zerojax.xla.types import PyTree
@@ -58,7 +57,7 @@ def enter(
     entered: list[jax.Array | Shard | None] = []
     quantized = plan.quantized.paths
     for i, (x, leaf) in enumerate(zip(values, leaves, strict=True)):
-        spec, is_offloaded = layout.full(leaf.spec, len(leaf.shape)), leaf.place != DEVICE
+        spec, is_offloaded = leaf.full_spec, leaf.place != DEVICE
         if leaf.place == DISK:
             assert reader is not None
             x = DiskParam(reader, i, leaf.padded, leaf.dtype, plan.sharding(leaf))

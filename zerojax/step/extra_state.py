@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.graph.def_use import graph_of
-from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.state_sharding import Plan
 from zerojax.trace import marks
@@ -44,5 +43,5 @@ def wanted_specs(plan: Plan, jaxpr: Jaxpr, results: tuple[Parts, PyTree]) -> lis
         out = jaxpr.outvars[i]
         floating = jnp.issubdtype(out.aval.dtype, jnp.inexact)
         if floating and not origins(out, new_params, graph_of(jaxpr)):
-            specs[i] = layout.full(leaf.spec, len(leaf.shape))
+            specs[i] = leaf.full_spec
     return specs

@@ -41,7 +41,7 @@ class ArgumentReader:
         self._form: PyTreeDef = jax.tree.structure(plan.params, is_leaf=_is_spec)
         leaves = plan.leaves["params"]
         self._own_shapes = [leaf.shape for leaf in leaves]
-        self._own_specs = [layout.full(leaf.spec, len(leaf.shape)) for leaf in leaves]
+        self._own_specs = [leaf.full_spec for leaf in leaves]
         # Cached, because every step asks for every array.
         self._by_rule, self._spec = functools.cache(self._rule), functools.cache(self._spec_of)
 

@@ -11,7 +11,6 @@ from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.matrices import MatrixUpdate
 from zerojax.collectives.matrices.find import computes_with_matrices, known_specs
 from zerojax.graph.search import contains
-from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
 from zerojax.trace import marks
@@ -44,7 +43,7 @@ def with_matrices(
         return closed
     given: list[Spec | None] = [None] * len(jaxpr.invars)
     for i, leaf in zip(state, leaves, strict=True):
-        given[i] = layout.full(leaf.spec, len(leaf.shape))
+        given[i] = leaf.full_spec
     known = known_specs(jaxpr, given, gatherer.mesh)
     specs = [known.get(v) for v in update.operands]
     program = jaxpr.replace(

@@ -7,8 +7,8 @@
 The model is that of the main job (examples/run_clm) in small, with plain attention and no dropout,
 on 8 devices at stage 3; the config is configs/zero3.json with precision and quantization switched
 on. Batches are the same for all, and so is the start but for the last run, whose start is another:
-the distance of that run shows the part of chance. To expect: with weights and gradients in int8 and
-error feedback the held-out loss at the end is within 1% of bf16's; else the exit status is 1.
+the distance of that run shows the part of chance. To expect: with weights and gradients in int8 the
+held-out loss at the end is within 1% of bf16's; else the exit status is 1.
 """
 
 import argparse
@@ -44,13 +44,12 @@ EVALUATIONS = 5
 EVALUATION_ROWS, EVALUATION_BATCHES = 128, 8
 WINDOW = 20  # steps that a mean of the training loss covers
 ALLOWED = 0.01
-BASE, CLAIM = "bf16", "qwZ + qgZ, LoCo"
+BASE, CLAIM = "bf16", "qwZ + qgZ"
 CODES = ("s8", "u8")  # dtypes of int8, and of two int4 in a byte
 
 _QWZ = {"zero_quantized_weights": True}
 _QGZ = {"zero_quantized_gradients": True}
 _INT4 = _QGZ | {"zero_quantized_gradients_dtype": "int4"}
-_LOCO = {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,11 +71,8 @@ VARIANTS: Mapping[str, Variant] = {
     "fp32": Variant(bf16=False),
     "qwZ": Variant(zero=_QWZ),
     "qgZ": Variant(zero=_QGZ),
-    "qwZ + qgZ": Variant(zero=_QWZ | _QGZ),
-    "qgZ, LoCo": Variant(zero=_QGZ | _LOCO),
-    CLAIM: Variant(zero=_QWZ | _QGZ | _LOCO),
+    CLAIM: Variant(zero=_QWZ | _QGZ),
     "qgZ int4": Variant(zero=_INT4),
-    "qgZ int4, LoCo": Variant(zero=_INT4 | _LOCO),
     "bf16, other start": Variant(start=1),
 }
 
@@ -209,7 +205,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     """A panel for each run but the first: its losses' distance from the first's, up to 1.5 times
     ``ALLOWED``."""
     figure, panels = plt.subplots(
-        3, 3, sharex=True, sharey=True, figsize=(10, 7.5), dpi=110, layout="constrained"
+        2, 3, sharex=True, sharey=True, figsize=(10, 5), dpi=110, layout="constrained"
     )
     base = runs[0]
     for panel, each in zip(panels.flat, runs[1:], strict=False):

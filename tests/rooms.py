@@ -23,7 +23,6 @@ ROOMS = (
     "foresight",
     "step",
     "evaluation",
-    "experimental",
     "api",
     "weights",
     "checkpoint",

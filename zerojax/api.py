@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
@@ -29,7 +28,6 @@ from zerojax.devices.mesh import mesh as all_devices
 from zerojax.distributed import log
 from zerojax.distributed.join import require_joined
 from zerojax.evaluation.decorated import Evaluation
-from zerojax.experimental.choice import OPTIMIZERS, exchange_of, reader_of
 from zerojax.foresight.guard import Guard
 from zerojax.monitor import lines
 from zerojax.optim.named import named_optimizer
@@ -94,8 +92,6 @@ class Zero(Summarized):
             axis,
             specs,
             params,
-            exchange=exchange_of(config, self.mesh, axis),
-            reader=functools.partial(reader_of, config),
         )
         self._donate, self._check_memory = donate, check_memory
 
@@ -291,7 +287,6 @@ class Zero(Summarized):
             config.optimizer,
             config.scheduler,
             weight_decay_mask=weight_decay_mask,
-            further_rules=OPTIMIZERS,
             compute_dtype=DTYPES[config.compute_dtype],
         )
         return wrap(tx, learning_rate=learning_rate, **features(config))

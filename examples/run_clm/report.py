@@ -78,7 +78,6 @@ def at_stage(config: zerojax.ZeroConfig, stage: int) -> zerojax.ZeroConfig:
         zero_quantized_weights=config.zero_quantized_weights and some,
         zero_quantized_nontrainable_weights=config.zero_quantized_nontrainable_weights and some,
         zero_quantized_gradients=config.zero_quantized_gradients and some,
-        zeropp_loco_param=config.zeropp_loco_param if some else None,
     )
 
 

@@ -21,7 +21,7 @@ def trained(name: str) -> Run:
 
 
 @pytest.mark.usefixtures("quick_compile")
-def test_error_feedback_follows_bf16(tmp_path: Path) -> None:
+def test_quantized_collectives_follow_bf16(tmp_path: Path) -> None:
     base, quantized = trained(BASE), trained(CLAIM)
     assert base.held_out[-1][1] < base.held_out[0][1] - 0.2  # it learns
     assert (base.gathered, base.exchanged, base.weights) == (0, 0, [])

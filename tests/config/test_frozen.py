@@ -60,6 +60,8 @@ def test_notes_do_not_make_configs_differ():
         ({"fp16": {"enabled": True}}, "fp16: expected true or false"),
         ({"fp16": True, "bf16": True}, "bfloat16 and fp16 modes cannot be simultaneously enabled"),
         ({"comet": {}}, "comet: not supported: use tensorboard, csv_monitor or wandb"),
+        ({"elasticity": {}}, "elasticity: not supported: JAX has no agent that changes the number"),
+        ({"zeropp_loco_param": {}}, "zeropp_loco_param: not supported: zerojax feeds no errors"),
         ({"steps_per_print": -1}, "steps_per_print: expected an integer of at least 0 or null"),
         ({"steps_per_print": True}, "steps_per_print: expected"),
         ({"csv_monitor": "logs"}, "csv_monitor: expected MonitorConfig, a mapping"),

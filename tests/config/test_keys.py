@@ -42,8 +42,7 @@ INSIDE = {
 }
 SECTIONS = """flops_profiler comms_logger checkpoint autotuning elasticity tensor_parallel aio
     data_efficiency"""
-OPTIMIZERS = """Adam AdamW FusedAdam CPUAdam Lamb Lion Muon Adagrad SGD OneBitAdam ZeroOneAdam
-    OneBitLamb"""
+OPTIMIZERS = """Adam AdamW FusedAdam CPUAdam Lamb Lion Muon Adagrad SGD"""
 SCHEDULERS = "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest"
 
 NAMED = TOP.split() + [

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from zerojax.config import (
-    Elasticity,
     MonitorConfig,
     OffloadOptimizer,
     OffloadParam,
@@ -16,14 +15,8 @@ from zerojax.config import (
     load,
 )
 from zerojax.config.keys import BY_FIELD
-from zerojax.config.keys.loco import Loco
 from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
 
-ELASTIC = {
-    "max_train_batch_size": 100,
-    "micro_batch_sizes": [2, 4],
-    "ignore_non_elastic_batch_info": True,
-}
 # Each field: the JSON that sets it, and its value from keywords and typed.
 FIELDS = {
     "stage": ({"zero_optimization": {"stage": 3}}, 3),
@@ -44,10 +37,6 @@ FIELDS = {
     "gradient_accumulation_steps": ({"gradient_accumulation_steps": 4}, 4),
     "train_batch_size": ({"train_batch_size": 64}, 64),
     "train_micro_batch_size_per_gpu": ({"train_micro_batch_size_per_gpu": 2}, 2),
-    "elasticity": (
-        {"elasticity": {**ELASTIC, "enabled": True}},
-        Elasticity(**ELASTIC),
-    ),
     "grad_accum_dtype": ({"data_types": {"grad_accum_dtype": "fp32"}}, "fp32"),
     "stage3_param_persistence_threshold": (
         {"zero_optimization": {"stage3_param_persistence_threshold": 8}},
@@ -97,10 +86,6 @@ FIELDS = {
     "sub_group_size": ({"zero_optimization": {"sub_group_size": 1e6}}, 1_000_000),
     "partition_activations": ({"activation_checkpointing": {"partition_activations": True}}, True),
     "cpu_checkpointing": ({"activation_checkpointing": {"cpu_checkpointing": True}}, True),
-    "zeropp_loco_param": (
-        {"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.5}}},
-        Loco(err_beta=0.5),
-    ),
     **{
         name: ({"xla": {name: value}}, value)
         for name, value in {
@@ -160,7 +145,6 @@ BESIDE = {
     "zero_quantized_weights": 1,
     "zero_quantized_nontrainable_weights": 1,
     "zero_quantized_gradients": 1,
-    "zeropp_loco_param": 1,
 }
 
 
@@ -173,8 +157,6 @@ def test_every_field_is_here():
 def test_three_ways_to_say_it(name):
     json, value = FIELDS[name]
     beside = {"stage": BESIDE[name]} if name in BESIDE else {}
-    if name == "zeropp_loco_param":
-        beside["zero_quantized_gradients"] = True
     typed = ZeroConfig(**{name: value}, **beside)
     zero = json.get("zero_optimization", {})
     mapping = json.get(name, zero.get(name)) if dataclasses.is_dataclass(value) else value
@@ -188,7 +170,6 @@ def test_three_ways_to_say_it(name):
 def test_all_at_once():
     names = set(FIELDS) - {
         "bf16", "check_grad_overflow", "train_batch_size", "zero_hpz_partition_size",
-        "zeropp_loco_param",
     }  # fmt: skip
     json: dict[str, object] = {}
     for name in names:

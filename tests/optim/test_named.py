@@ -243,8 +243,7 @@ def test_a_mask_without_decay_is_reported():
         ("AdamW", {"lr": float("nan")}, "a finite number of at least 0"),
         ("Muon", {"per_head_muon": True}, "leave it out"),
         ("Muon", {"ns_steps": 6}, "unknown parameter of Muon"),
-        ("ZeroOneAdam", {"local_step_clipper": 2}, "set it to 1"),
-        ("OneBitAdam", {"eps_inside_sqrt": True}, "leave it out"),
+        ("OneBitLamb", {}, 'write "Lamb"'),
     ],
 )
 def test_bad_optimizers(kind, params, says):

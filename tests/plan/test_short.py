@@ -27,9 +27,6 @@ def test_a_plan_has_equal_layers_as_one_row_and_counts_the_rest() -> None:
     assert layers.split()[1:4] == ["30", "256x512", "float32"]
     assert "  ... 17 more rows" in lines  # 1 + 26 rows, of which 10 are shown
     assert len(str(plan).splitlines()) > 56
-    html = plan._repr_html_()
-    assert html.count("<table>") == 2
-    assert "params[&#x27;block_*&#x27;][&#x27;w&#x27;]" in html
 
 
 def test_zero_shows_its_stage_and_what_was_set() -> None:
@@ -77,11 +74,9 @@ def test_telemetry_is_a_dict_to_jax_too() -> None:
 
 
 @pytest.mark.parametrize("more", [0, 2])
-def test_text_and_html_have_the_same_rows(more: int) -> None:
-    table = Table([("name", "bytes"), ("a<b", "12"), ("c", "3")], (1,), has_heads=True, more=more)
+def test_rows_are_aligned_and_the_rest_is_counted(more: int) -> None:
+    table = Table([("name", "bytes"), ("a<b", "12"), ("c", "3")], (1,), more=more)
     shown = Summary("title", (table,), ("a note",))
     rest = ["  ... 2 more rows"] if more else []
     expected = ["title", "  name  bytes", "  a<b      12", "  c         3", *rest, "a note"]
     assert str(shown).splitlines() == expected
-    assert '<td style="text-align:left">a&lt;b</td>' in shown.html()
-    assert ("2 more rows" in shown.html()) == bool(more)

@@ -109,11 +109,6 @@ CONFIGS: dict[str, Any] = {
     },
     "quantized": {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True},
     "secondary partition": {"stage": 3, "zero_hpz_partition_size": 2},
-    "quantized with its error": {
-        "stage": 2,
-        "zero_quantized_gradients": True,
-        "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024},
-    },
 }
 
 

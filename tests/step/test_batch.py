@@ -85,7 +85,6 @@ def test_rows_are_sharded() -> None:
             BATCH, {"gradient_accumulation_steps": 2},
             "batch_axis=1 with gradient_accumulation_steps = 2.*set it to 1.*moveaxis",
         ),
-        (BATCH, {"optimizer": {"type": "OneBitAdam", "params": {}}}, "batch_axis=1 with optimizer"),
         (
             BATCH, {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2},
             "batch_axis=1 with the mesh axis \"stage\": micro-batches are cut",

@@ -110,7 +110,6 @@ def test_what_the_json_leaves_out_is_the_arguments() -> None:
          "[0.9, 0.999] (adam_beta1 = 0.9, adam_beta2 = 0.999)"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 300}}},
          "scheduler.params.total_num_steps = 300, but TrainingArguments say 10"),
-        ({"elasticity": {"enabled": True}}, "elasticity: the Trainer's batch follows from"),
         ({"gradient_cliping": 1.0}, "did you mean `gradient_clipping`?"),
     ],
 )  # fmt: skip

@@ -277,21 +277,6 @@ def test_what_a_config_gives_is_kept() -> None:
         left_open({"train_batch_size": 64}, 32, 8, [None])
 
 
-def test_elasticity_sets_the_batch_and_stays() -> None:
-    section = {"enabled": True, "max_train_batch_size": 50, "micro_batch_sizes": [2, 4]}
-    space, rest = left_open({"elasticity": section}, None, 6, [None])
-    assert (space.sizes(), space.accumulation) == ([4], 2)
-    with pytest.raises(ConfigError, match="48 in the config, but 36"):
-        left_open(rest, 36, 6, [None])
-    config = load(rest)
-    choice = Choice.of(config, 48, 6)
-    assert (choice.micro, choice.accumulation) == (4, 2)
-    assert choice.config(config, 6).batch(6) == config.batch(6)
-    halved = dataclasses.replace(choice, micro=2, accumulation=4)
-    assert halved.config(config, 6).batch(6) == (48, 2, 4)
-    assert choice.json(rest, 6) == {"elasticity": section, "zero_optimization": {"stage": 0}}
-
-
 def test_an_offload_that_is_auto_is_open() -> None:
     whole = {"zero_optimization": {"offload_optimizer": "auto"}}
     device = {"zero_optimization": {"offload_optimizer": {"device": "auto", "ratio": 0.5}}}

@@ -10,8 +10,7 @@ micro-batch by micro-batch. In the order of the work:
   ``sum_rules``. ``pairs`` matches the equations of both traces. ``reductions``: sum, max and so on.
 - ``roles``: the results that each micro-batch computes, and the state that it passes to the next.
 - ``split``, ``literals``: the programs that run per micro-batch and once.
-- ``lanes``: micro-batches side by side, one per device. ``own_sums``: checks of such a step.
-  ``exchange``: the protocol of gradients that are sent with errors.
+- ``lanes``: micro-batches side by side, one per device.
 - ``lines``: the user's line of an equation, for the messages of all rooms.
 
 :mod:`zerojax.evaluation.rows` splits functions of a batch with the same modules.

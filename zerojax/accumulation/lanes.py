@@ -31,7 +31,7 @@ from zerojax.graph.search import equations
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Equation, MaybeNone
+from zerojax.xla.types import Equation
 
 
 class Lanes(NamedTuple):
@@ -104,14 +104,10 @@ class Lanes(NamedTuple):
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes, *rest))
         return lax.with_sharding_constraint(value, sharding)
 
-    def obstacle(self, program: Any) -> Equation | MaybeNone:
-        """Returns the innermost equation that cannot run on all lanes side by side, in loops and
-        calls too; None if all can."""
-        found, inside = None, equations(program)
-        while (first := next(filter(self._is_obstacle, inside), None)) is not None:
-            found = first
-            inside = (eqn for body in jaxprs.inner(first) for eqn in equations(body))
-        return found
+    def suit(self, program: Any) -> bool:
+        """Returns whether all equations of a program, in loops and calls too, can run on all lanes
+        side by side."""
+        return not any(map(self._is_obstacle, equations(program)))
 
     def may_suit(self, program: Any) -> bool:
         """Returns whether lanes may suit a step, traced on the global batch, so that a trace on a

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.accumulation import own_sums
 from zerojax.accumulation.analysis import Analysis
-from zerojax.accumulation.exchange import Reducer
 from zerojax.accumulation.flat import Flat, flatten
 from zerojax.accumulation.kinds import RowKind
 from zerojax.accumulation.lanes import Lanes, rows_of_all
@@ -23,7 +21,6 @@ from zerojax.accumulation.resize import micro_batch
 from zerojax.accumulation.resolve import analyse
 from zerojax.accumulation.roles import (
     REMEDY,
-    RESULTS_REMEDY,
     Roles,
     carried,
     per_micro_batch,
@@ -37,7 +34,7 @@ from zerojax.collectives.reduction import add_up, is_quantized, of_all
 from zerojax.devices.mesh import REPLICA
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.xla.types import AnyJaxpr, Atom, Aval, PyTree
+from zerojax.xla.types import AnyJaxpr, Aval, PyTree
 
 Trace = Callable[[PyTree], tuple[AnyJaxpr, PyTree]]
 """Function from a batch to the jaxpr of the step, and the shapes of its results."""
@@ -69,7 +66,7 @@ def flat_micro(
     ((k, rows),) = {x.shape[:2] for x in jax.tree.leaves(batch) if x.shape}
     sizes = Sizes(k * rows, rows, devices=devices)
     try:
-        closed = trace(one_of(batch, sizes.traced))[0]
+        closed = trace(_with_rows(batch, lambda *_: sizes.traced))[0]
     except Exception as e:  # the same step has been traced on the global batch
         raise _number_written_out(e, sizes.traced, k * rows) from e
     return micro_batch(global_flat, flatten(closed, roles.learned, roles.batch), sizes)
@@ -92,11 +89,6 @@ def _number_written_out(error: Exception, rows: int, global_rows: int) -> Uneven
 def rows_together(batch: PyTree) -> PyTree:
     """Returns the shapes of the global batch: leaves [k, rows, ...] become [k * rows, ...]."""
     return _with_rows(batch, lambda k, rows: k * rows)
-
-
-def one_of(batch: PyTree, rows: int | None = None) -> PyTree:
-    """Returns the shapes of one micro-batch, with ``rows`` rows if given."""
-    return _with_rows(batch, lambda _, own: rows or own)
 
 
 def _with_rows(batch: PyTree, rows: Callable[[int, int], int]) -> PyTree:
@@ -144,7 +136,6 @@ class MicroBatches:
       sharded: Whether gradients are reduce-scattered as soon as they are computed.
       lanes: Lanes that sum separately until the end, used if the step can run on them.
       dtype: Dtype in which gradients are summed; None for their own, float32 at least.
-      feedback: Reduces gradients with their errors; if given, the step runs on lanes.
 
     Attributes:
       lanes: The lanes on which the step runs; None if it runs without.
@@ -162,28 +153,21 @@ class MicroBatches:
         k: int,
         blocks: int,
         inserter: Inserter,
-        want: Sequence[Spec | None] = (),
+        want: Sequence[Spec | None],
         *,
         sharded: bool,
-        lanes: Lanes | None = None,
+        lanes: Lanes | None,
         dtype: jax.typing.DTypeLike | None,
-        feedback: Reducer | None = None,
     ) -> None:
         self._k, self._blocks, self._inserter = k, blocks, inserter
         self._dtype, self._roles = dtype, roles
         flat = flatten(global_jaxpr, roles.learned, roles.batch)
         self._want = [*want] or [None] * len(flat.outvars)
         self._wants = wanted.trace_back(flat, self._want, inserter.mesh)
-        self._sharded, self._feedback = sharded and feedback is None, feedback
-        self._parameters: dict[Atom, int] = {}
-        if feedback is not None:
-            assert lanes is not None
-            self.lanes: Lanes | None = lanes
-            self._divided = self._divide_for(feedback, lanes, trace, flat, batch)
-            return
+        self._sharded = sharded
         try:
             divided = None if lanes is None else self._divide_into(lanes, trace, flat, batch)
-            self.lanes = None if divided is None else lanes
+            self.lanes: Lanes | None = None if divided is None else lanes
             # Without lanes each micro-batch's gradients are reduced; quantization needs shards.
             self._sharded |= divided is None and inserter.sent.gradients is not None
             self._divided = divided or self._divide(trace, flat, batch)
@@ -212,50 +196,7 @@ class MicroBatches:
             divided = self._divide(trace, flat, jax.tree.map(lanes.divided, batch))
         except (UnevenError, ValueError):
             return None
-        return divided if self._obstacle(divided, lanes) is None else None
-
-    def _obstacle(self, divided: _Divided, lanes: Lanes) -> str | None:
-        """Returns why lanes cannot compute a step's numbers, or not as fast; None if they can."""
-        split, own = divided.split, [i for i, kind in divided.kinds.items() if not kind.rows]
-        why = own_sums.obstacle(split, divided.analysis, lanes.obstacle(split.micro))
-        if why is None and own:
-            return f"{self._roles.paths[own[0]]} would be a number of each device's own"
-        return why
-
-    def _divide_for(
-        self, feedback: Reducer, lanes: Lanes, trace: Trace, flat: Flat, batch: PyTree
-    ) -> _Divided:
-        """Divides the step into each lane's micro-batches; gradients are sent with their errors.
-
-        Raises:
-          ValueError: The devices cannot run the step separately.
-        """
-        name, paths = self._roles.name, self._roles.paths
-        chosen = [i for i, errors in enumerate(feedback.after) if errors]
-        names = paths[: len(feedback.after)]
-        self._parameters = own_sums.parameters_of(flat, names, chosen, feedback.key)
-        remedy = own_sums.remedy(feedback.key)
-        prefix = f"{feedback.key} has each device sum up its own rows of {name}, and"
-        if not lanes.may_suit(flat):
-            what = own_sums.where(lanes.obstacle(flat))
-            raise ValueError(
-                f"{prefix} {what} cannot run for each device by itself: leave it out of the step, "
-                f"{remedy}."
-            )
-        try:
-            divided = self._divide(trace, flat, jax.tree.map(lanes.divided, batch))
-        except (UnevenError, ValueError) as e:
-            message = str(e).replace(REMEDY, "").replace(RESULTS_REMEDY, "").strip()
-            raise ValueError(
-                f"{prefix} devices are like micro-batches: {message} Make the loss a sum or a mean "
-                f"over rows, {remedy}."
-            ) from e
-        if (why := self._obstacle(divided, lanes)) is not None:
-            raise ValueError(f"{prefix} {why}: leave it out of the step, {remedy}.")
-        own_sums.check_sums(
-            divided.split, flat, divided.analysis, names, self._parameters, feedback.key
-        )
-        return divided
+        return divided if _suits_lanes(divided, lanes) else None
 
     def _divide(self, trace: Trace, flat: Flat, batch: PyTree) -> _Divided:
         """Divides the step into the micro-batches of a batch with leaves [k, rows, ...]."""
@@ -268,7 +209,7 @@ class MicroBatches:
         if not self._sharded:
             wants = {v: layout.without(spec, axis) for v, spec in wants.items()}
         return _Divided(
-            split(flat, small, analysis, choices.first, stacked, carry, wants, self._parameters),
+            split(flat, small, analysis, choices.first, stacked, carry, wants),
             analysis,
             {i: analysis.kind(flat.outvars[i]).added for i in stacked},
             averaged,
@@ -359,10 +300,8 @@ class MicroBatches:
                 results[i] = jax.vmap(lambda x, kind=kind: rows_of_all(x, kind))(results[i])
             if kind.rows and kind.outer is not None:
                 results[i] = _in_order(results[i], kind.dim, kind.outer, self._blocks)
-            if k == 1:
-                results[i] = results[i][0]
         for i in self._divided.averaged:
-            results[i] = jnp.mean(results[i], axis=0)  # no results if k is 1
+            results[i] = jnp.mean(results[i], axis=0)
         return [results[i] for i in range(len(results))]
 
     def _as_given(self, argument: object, value: jax.Array) -> jax.Array | Shard:
@@ -405,10 +344,7 @@ class MicroBatches:
     def _reduced(self, x: Crossing, totals: jax.Array) -> jax.Array:
         """Sums over all lanes; devices send the dtype of the gradients, as with one micro-batch."""
         assert self.lanes is not None
-        spec, parameter = self._wants.get(x.variable), self._parameters.get(x.variable)
-        if self._feedback is not None and parameter is not None:
-            assert spec is not None  # only sharded gradients have errors
-            return self._feedback.reduced(parameter, totals, spec).astype(totals.dtype)
+        spec = self._wants.get(x.variable)
         low = totals.astype(x.variable.aval.dtype)
         if spec is not None and is_quantized(low.shape[1:], spec, self._inserter):
             return of_all(low, spec, self._inserter).astype(totals.dtype)
@@ -423,6 +359,16 @@ class MicroBatches:
             else:
                 total = self._inserter.scatter_parts(add_up(low, 0), spec)
         return total.astype(totals.dtype)
+
+
+def _suits_lanes(divided: _Divided, lanes: Lanes) -> bool:
+    """Returns whether lanes compute a step's numbers, as fast as without."""
+    split, analysis = divided.split, divided.analysis
+    # Noise in the batch's shape would be the same on all lanes, statistics would be of each lane's
+    # own rows, and state that the batch changes would differ from lane to lane.
+    differs = analysis.drawn or analysis.owners or split.carry or split.n_last
+    all_rows = all(kind.rows for kind in divided.kinds.values())
+    return not differs and all_rows and lanes.suit(split.micro)
 
 
 def _in_order(x: jax.Array, dim: int, outer: int, blocks: int) -> jax.Array:

@@ -77,7 +77,6 @@ def split(
     stacked: Sequence[int],
     carry: Mapping[int, Atom],
     wants: Mapping[Atom, Spec],
-    prefer: Collection[Atom] = (),
 ) -> Split:
     """Splits a step.
 
@@ -88,11 +87,9 @@ def split(
       stacked: Positions of results that each micro-batch computes.
       carry: By position among the arguments, the variable with the next micro-batch's argument.
       wants: The specs of gradients, by variable.
-      prefer: Variables that are gradients in the form of their parameters. A gradient crosses at
-        the earliest of these, if there is one.
     """
     early = [v for eqn in global_flat.eqns for v in eqn.outvars if v in first]
-    chosen = _Once(global_flat, analysis, {*early}, {*carry.values()}, wants, prefer)
+    chosen = _Once(global_flat, analysis, {*early}, {*carry.values()}, wants)
     done = [i for i in range(len(global_flat.outvars)) if i not in {*stacked}]
     chosen.need(global_flat.outvars[i] for i in done)
     chosen.need(v for pair in chosen.effects() for v in pair.global_eqn.invars)
@@ -143,9 +140,8 @@ class _Once:
         early: set[Atom],
         passed: set[Atom],
         wants: Mapping[Atom, Spec],
-        prefer: Collection[Atom],
     ) -> None:
-        self._analysis, self._wants, self._prefer = analysis, wants, prefer
+        self._analysis, self._wants = analysis, wants
         self._available = {*global_flat.invars, *global_flat.constvars, *early}
         self._passed, self._graph = passed, graph_of(global_flat)
         self.eqns: set[int] = set()
@@ -185,8 +181,7 @@ class _Once:
         chain = [v]
         while (before := self._one_to_one(chain[-1])) is not None:
             chain.append(before)
-        known = [i for i, x in enumerate(chain) if x in self._prefer]
-        known = known or [i for i, x in enumerate(chain) if x in self._wants]
+        known = [i for i, x in enumerate(chain) if x in self._wants]
         position = known[-1] if known else len(chain) - 1
         self.crossing[chain[position]] = None
         return [x for y in chain[:position] for x in self._take(y) if x not in chain]

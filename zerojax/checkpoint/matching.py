@@ -1,9 +1,8 @@
 """Matching of the arrays of a target state to saved arrays, although the two trees may differ.
 
-Four differences are allowed: a loss scale on only one side (fp16 against fp32 or bf16), errors of
-quantized gradients that the other side lacks or stores for other devices, an optimizer state that
-zerojax has not wrapped yet, and a target of only parameters. The width of a float or an integer may
-differ too.
+Three differences are allowed: a loss scale on only one side (fp16 against fp32 or bf16), an
+optimizer state that zerojax has not wrapped yet, and a target of only parameters. The width of a
+float or an integer may differ too.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ import numpy as np
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.saved import SavedArray
 from zerojax.checkpoint.state_tree import NUMBERS, OPTIMIZER, Form, Path, is_key
-from zerojax.distributed import log
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.xla.types import Shaped
 
-INNER, LOSS_SCALE, ERROR = "inner", "loss_scale", "error"
+INNER, LOSS_SCALE = "inner", "loss_scale"
 FRESH = [name for name in ZeroOptState._fields if name != INNER]
 _OLD_FIELDS = ("steps", "skipped", "grad_norm")
 SHOWN = 2
@@ -46,8 +44,7 @@ def match(
 
     Returns:
       The saved path for each target path; None for a new array: fields of ``ZeroOptState`` that a
-      plain optimizer state lacks, a loss scale, errors that were saved for other devices, arrays
-      without elements.
+      plain optimizer state lacks, a loss scale, arrays without elements.
 
     Raises:
       CheckpointError: other arrays are missing, surplus, or differ in shape or kind.
@@ -61,31 +58,21 @@ def match(
     for path, leaf in wanted.items():
         field = path[n] if n and path[:n] == numbers else None
         source = saved_paths.get(path)
-        if field == ERROR:
-            fits = source is not None and not _mismatch(path, leaf, saved[source])
-            sources[path] = source if fits else None
-        elif source is not None:
+        if source is not None:
             sources[path] = source
             problems += _mismatch(path, leaf, saved[source])
         elif is_full_state and (0 in leaf.shape or field in new_fields):
             sources[path] = None
         else:
             problems.append(f"only in the state: {_described(path, leaf)}")
-    dropped = (*numbers, LOSS_SCALE), (*numbers, ERROR)
     used = set(sources.values())
     problems += [
         f"only in the checkpoint: {_described(path, saved[source])}"
         for path, source in saved_paths.items()
-        if is_full_state and source not in used and path[: n + 1] not in dropped
+        if is_full_state and source not in used and path[: n + 1] != (*numbers, LOSS_SCALE)
     ]
     if problems:
         raise CheckpointError(_differences(where, problems))
-    errors = [path for path in wanted if n and path[: n + 1] == (*numbers, ERROR)]
-    if new_errors := [path for path in errors if sources[path] is None]:
-        log.warning(
-            "%s: %d of %d errors of quantized gradients are missing or of other devices, and start "
-            "from zero.", where, len(new_errors), len(errors),
-        )  # fmt: skip
     return sources
 
 

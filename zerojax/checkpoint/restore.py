@@ -20,7 +20,7 @@ from zerojax.api import Zero
 from zerojax.checkpoint import piecewise, state_tree
 from zerojax.checkpoint.checksum import begin_checksums, finish_checksum, share
 from zerojax.checkpoint.errors import CheckpointError, DamagedCheckpointError, cannot_be_read
-from zerojax.checkpoint.matching import ERROR, match
+from zerojax.checkpoint.matching import match
 from zerojax.checkpoint.processes import LONGEST, call_on_all, gather_strings
 from zerojax.checkpoint.saved import SavedArray, SavedStep
 from zerojax.checkpoint.state_tree import Path, is_key
@@ -436,11 +436,6 @@ def _fresh(
     fresh: dict[Path, object] = {}
     for path, struct in wanted.leaves.items():
         if path in restored:
-            continue
-        if path[: len(numbers) + 1] == (*numbers, ERROR):
-            # Created sharded, because errors are larger than all of the state.
-            zeros = functools.partial(jnp.zeros, struct.shape, struct.dtype)
-            fresh[path] = jax.jit(zeros, out_shardings=struct.sharding)()
             continue
         value = values[path] if path in values else jnp.zeros(struct.shape, struct.dtype)
         if path in wanted.on_disk:

@@ -5,7 +5,7 @@ quantized shards that are added up on arrival (qgZ of ZeRO++).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,6 @@ from zerojax.devices.mesh import SEQUENCE, axis_size, batch_axes, joined_axes, s
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SpecEntry, SubAxis
 from zerojax.plan.quantized import Format, block_of_slice
-
-FeedBack = Callable[[jax.Array, Sequence[SpecEntry], Sequence[int]], jax.Array]
-"""Function of ``(x, spec, block)`` that returns the array to send in place of ``x``. ``spec`` is
-the spec of both, ``block`` the extent of a quantized block in their last dimensions."""
 
 
 def axes_of(gatherer: Gatherer) -> list[tuple[str, ...]]:
@@ -42,9 +38,7 @@ def of_all(parts: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
     )
 
 
-def reduce_partial_sums(
-    value: jax.Array, spec: Spec, gatherer: Gatherer, feed_back: FeedBack | None = None
-) -> jax.Array:
+def reduce_partial_sums(value: jax.Array, spec: Spec, gatherer: Gatherer) -> jax.Array:
     """Returns the sum of partial sums, sharded by ``spec``: reduce-scattered within each replica
     group, and then all-reduced over the groups.
 
@@ -56,7 +50,6 @@ def reduce_partial_sums(
       value: [devices, *shape], each device's partial sum on that device, with the dimension that is
         split first in ``shape``.
       spec: The spec of the sum's shard.
-      feed_back: Corrects the array that is sent quantized, each time that it is sent.
     """
     axis, mesh, axes = gatherer.axis, gatherer.mesh, sum(axes_of(gatherer), ())
     (at,), n = layout.dimensions(spec, axis), axis_size(mesh, axis)
@@ -73,7 +66,7 @@ def reduce_partial_sums(
     if block is None or how is None:
         x = _scattered(x, devices, parts, gatherer)
     else:
-        x = _exchanged(x, devices, parts, split_order, block, how.format, gatherer, feed_back)
+        x = _exchanged(x, devices, parts, split_order, block, how.format, gatherer)
     groups, unsharded = [a for a in axes if a not in joined_axes(axis)], (None,) * (value.ndim - 2)
     if groups:
         shard_spec = tuple(split_order), *unsharded
@@ -114,7 +107,6 @@ def _exchanged(
     block: Sequence[int],
     form: Format,
     gatherer: Gatherer,
-    feed_back: FeedBack | None,
 ) -> jax.Array:
     """Adds up partial sums like :func:`_scattered`, but sends codes and scales: each device
     dequantizes and adds up the slices of its shard.
@@ -126,7 +118,6 @@ def _exchanged(
       split_order: The same parts in the order in which they split the dimension, outermost first.
       block: The extent of a block in each dimension of a device's shard.
       form: The format of the codes.
-      feed_back: See :func:`reduce_partial_sums`.
     """
     sizes, shape = (
         [layout.parts(name, gatherer.mesh) for name in split_order],
@@ -140,8 +131,6 @@ def _exchanged(
             spec.index(name),
             len(spec) - len(shard_shape) - len(split_order) + split_order.index(name),
         )
-        if feed_back is not None:
-            x = feed_back(x, spec, block)
         new_spec = list(spec)
         new_spec[source], new_spec[target] = None, name
         widths = [*(1 for _ in range(x.ndim - len(shard_shape))), *block]

@@ -8,13 +8,12 @@ order:
 - `text_file`, `yaml_file`, `json_file`: a file as plain dicts. `accelerate`: YAML to JSON.
 - `load`: the checks of a JSON; `auto`: each "auto"; `together`: contradictions, and fields that
   have no effect next to others; `notes`: the treatment of a key.
-- `frozen`: `ZeroConfig`, also from keywords; `sections`, `profiling`, `elasticity`, `named`,
+- `frozen`: `ZeroConfig`, also from keywords; `sections`, `profiling`, `named`,
   `batch`: its parts.
 - `explain`, `resolved`: tables of a config, whether or not it loads, and after it was loaded.
 """
 
 from zerojax.config.batch import BatchSizes as BatchSizes
-from zerojax.config.elasticity import Elasticity as Elasticity
 from zerojax.config.errors import ConfigError as ConfigError
 from zerojax.config.frozen import ZeroConfig as ZeroConfig
 from zerojax.config.load import load as load

@@ -49,10 +49,11 @@ def solve(
       micro: `train_micro_batch_size_per_gpu`.
       accumulation: `gradient_accumulation_steps`.
       world: The number of data-parallel devices, of one pipeline stage.
-      stages: Pipeline stages, for a message.
+      stages: Pipeline stages, whose devices share the rows of a batch equally.
 
     Raises:
-      ConfigError: No integers satisfy the equation; the message suggests sizes that do.
+      ConfigError: No integers satisfy the equation, and the message suggests sizes that do; or the
+        devices of all stages cannot share the rows.
 
     Example:
       >>> solve(64, None, 4, world=8)
@@ -63,9 +64,9 @@ def solve(
             f"world: expected an integer number of devices, at least 1, got {world!r}"
         )
     if train is None:
-        steps = accumulation or 1
-        return BatchSizes(micro * steps * world if micro else None, micro, steps)
-    if micro is None:
+        steps, remainder = accumulation or 1, 0
+        sizes = BatchSizes(micro * steps * world if micro else None, micro, steps)
+    elif micro is None:
         steps = accumulation or 1
         size, remainder = divmod(train, steps * world)
         sizes = BatchSizes(train, size, steps)
@@ -75,17 +76,8 @@ def solve(
     else:
         remainder = train - micro * accumulation * world
         sizes = BatchSizes(train, micro, accumulation)
-    if remainder or not sizes.micro or not sizes.accumulation:
+    if train is not None and (remainder or not sizes.micro or not sizes.accumulation):
         raise ConfigError(_mismatch(train, micro, accumulation, world, stages))
-    return sizes
-
-
-def check_stages(sizes: BatchSizes, world: int, stages: int) -> None:
-    """Checks that the devices of all pipeline stages can share the rows of a batch equally.
-
-    Raises:
-      ConfigError: They cannot.
-    """
     if sizes.train is not None and sizes.train % (world * stages):
         raise ConfigError(
             f"the {world * stages} devices of {stages} pipeline stages share the rows of a batch, "
@@ -93,6 +85,7 @@ def check_stages(sizes: BatchSizes, world: int, stages: int) -> None:
             f"{sizes.accumulation} micro-batches on each of {world} devices of a stage): make "
             f"gradient_accumulation_steps a multiple of {stages}"
         )
+    return sizes
 
 
 def devices_of_stage(devices: int, stages: int, words: str = "") -> int:

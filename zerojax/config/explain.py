@@ -6,13 +6,7 @@ from typing import Literal, NamedTuple
 
 from zerojax.config.accelerate import KEYS as YAML_KEYS
 from zerojax.config.accelerate import SECTIONS
-from zerojax.config.batch import (
-    BATCH_SIZES,
-    BatchSizes,
-    check_stages,
-    devices_of_stage,
-    solve,
-)
+from zerojax.config.batch import BATCH_SIZES, BatchSizes, devices_of_stage, solve
 from zerojax.config.errors import ConfigError, quote_name
 from zerojax.config.keys import KEYS, NULLABLE, renamed, sections
 from zerojax.config.keys.named_types import NAMED_TYPES
@@ -99,12 +93,8 @@ def explain(
         try:
             world = devices_of_stage(devices, stages)
             train, micro, accumulation = (reading.fields[name] for name in TRIANGLE)
-            if elasticity := reading.fields.get("elasticity"):
-                sizes = elasticity.sizes(world, stages)
-            else:
-                key = "train_batch_size: "
-                sizes = solve(train, micro, accumulation, world, stages)
-            check_stages(sizes, world, stages)
+            key = "train_batch_size: "
+            sizes = solve(train, micro, accumulation, world, stages)
         except ConfigError as error:
             problems += [f"{key}{problem}" for problem in error.problems]
     table = _Table(reading, problems, sizes, devices)

@@ -4,15 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from zerojax.config.batch import BatchSizes, check_stages, solve
-from zerojax.config.elasticity import Elasticity
+from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.errors import ConfigError, as_text, closest, hint, problems_of, quote_name
 from zerojax.config.keys import BY_FIELD, KEYS
-from zerojax.config.keys.loco import Loco
 from zerojax.config.keys.row import ZERO
 from zerojax.config.keys.xla import XLA
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
-from zerojax.config.notes import Note, elastic_notes
+from zerojax.config.notes import Note
 from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
 from zerojax.config.sections import (
     OFFLOAD,
@@ -55,8 +53,6 @@ class ZeroConfig:
       gradient_accumulation_steps: Micro-batches per update.
       train_batch_size: Rows per update, over all devices.
       train_micro_batch_size_per_gpu: Rows of one device in one micro-batch.
-      elasticity: The settings that derive these three sizes from the device count; None if the
-        three sizes are set directly.
       grad_accum_dtype: The dtype of the sum over micro-batches; None for the gradient's own.
       stage3_param_persistence_threshold: The number of elements below which a parameter is not
         sharded.
@@ -83,8 +79,6 @@ class ZeroConfig:
       zero_quantized_gradients_dtype: The dtype of reduced blocks, "int8" or "int4".
       zero_quantized_block_size: Elements of a block; None for a size near 256 that suits each
         array.
-      zeropp_loco_param: The error feedback of quantized gradients (LoCo), which sends their errors
-        with the next gradients; None for no feedback.
       offload_optimizer: The place of master weights and moments, from stage 1 on; None for the
         accelerator.
       offload_param: The place of parameters, at stage 3; None for the accelerator.
@@ -134,7 +128,6 @@ class ZeroConfig:
     gradient_accumulation_steps: int | None = None
     train_batch_size: int | None = None
     train_micro_batch_size_per_gpu: int | None = None
-    elasticity: Elasticity | None = None
     grad_accum_dtype: str | None = None
     stage3_param_persistence_threshold: int = 100_000
     stage3_max_live_parameters: int = 0
@@ -152,7 +145,6 @@ class ZeroConfig:
     zero_quantized_gradients: bool = False
     zero_quantized_gradients_dtype: str = "int8"
     zero_quantized_block_size: int | None = None
-    zeropp_loco_param: Loco | None = None
     offload_optimizer: OffloadOptimizer | None = None
     offload_param: OffloadParam | None = None
     sub_group_size: int = 1_000_000_000
@@ -208,11 +200,11 @@ class ZeroConfig:
         largest = BY_FIELD["sub_group_size"].default
         object.__setattr__(self, "sub_group_size", self.sub_group_size or largest)
         own_notes, idle_notes = self._own_notes(), _idle_notes(checked, self.notes)
-        object.__setattr__(self, "notes", (*own_notes, *elastic_notes(checked), *idle_notes))
+        object.__setattr__(self, "notes", (*own_notes, *idle_notes))
 
     def _own_notes(self) -> Iterator[Note]:
         """Yields the notes of the config's file; notes on keywords are computed anew."""
-        keyword_names = {*BY_FIELD, *OFFLOAD, "elasticity"}
+        keyword_names = {*BY_FIELD, *OFFLOAD}
         return (
             n for n in self.notes if n.key in KEYS or n.key.partition(".")[0] not in keyword_names
         )
@@ -269,24 +261,17 @@ class ZeroConfig:
     def batch(self, world: int, stages: int = 1) -> BatchSizes:
         """Returns the batch sizes on `world` data-parallel devices.
 
-        `elasticity` computes them if given, else `zerojax.config.batch.solve`.
-
         Args:
           world: The data-parallel devices of each pipeline stage.
           stages: Pipeline stages, for the check that the sizes suit them.
         """
-        if self.elasticity is not None:
-            sizes = self.elasticity.sizes(world, stages)
-        else:
-            sizes = solve(
-                self.train_batch_size,
-                self.train_micro_batch_size_per_gpu,
-                self.gradient_accumulation_steps,
-                world,
-                stages,
-            )
-        check_stages(sizes, world, stages)
-        return sizes
+        return solve(
+            self.train_batch_size,
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+            world,
+            stages,
+        )
 
     def words(self, field: str) -> str:
         """Returns "key = value" for a field that one key sets, as in the file that set the field.
@@ -351,8 +336,9 @@ def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[
 
 def _unknown_keyword(name: str, known: list[str]) -> str:
     sections = {path.split(".")[0] for path in KEYS}
-    if f"{name}.enabled" in KEYS and (key := KEYS[f"{name}.enabled"]).treatment == "off only":
-        return f"{name}: not supported: {key.why}"
+    for key in map(KEYS.get, (f"{name}.enabled", f"{ZERO}.{name}")):
+        if key is not None and key.treatment == "off only":
+            return f"{name}: not supported: {key.why}"
     if name in sections:
         return f"{name}: a key of the JSON, not a keyword; pass the complete config as a dict"
     others = f"some are {', '.join(known[:5])}; help(zerojax.ZeroConfig) has all"

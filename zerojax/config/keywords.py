@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from zerojax.config.elasticity import Elasticity
-from zerojax.config.keys.loco import Loco
 from zerojax.config.named import OptimizerConfig, SchedulerConfig
 from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
 from zerojax.config.sections import MonitorConfig, OffloadOptimizer, OffloadParam, WandbConfig
@@ -32,7 +30,6 @@ class Keywords(TypedDict, total=False):
     gradient_accumulation_steps: int | None
     train_batch_size: int | None
     train_micro_batch_size_per_gpu: int | None
-    elasticity: Elasticity | Mapping[str, Any] | None
     grad_accum_dtype: str | None
     stage3_param_persistence_threshold: int
     stage3_max_live_parameters: int
@@ -50,7 +47,6 @@ class Keywords(TypedDict, total=False):
     zero_quantized_gradients: bool
     zero_quantized_gradients_dtype: str
     zero_quantized_block_size: int | None
-    zeropp_loco_param: Loco | Mapping[str, Any] | None
     offload_optimizer: OffloadOptimizer | Mapping[str, Any] | str | None
     offload_param: OffloadParam | Mapping[str, Any] | str | None
     sub_group_size: int

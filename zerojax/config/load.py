@@ -23,8 +23,8 @@ from zerojax.config.named import (
     known_types,
     resolve_type,
 )
-from zerojax.config.notes import Note, Status, elastic_notes
-from zerojax.config.sections import SWITCHED, missing, read_offload
+from zerojax.config.notes import Note, Status
+from zerojax.config.sections import SWITCHED, read_offload
 from zerojax.config.text_file import source_of
 from zerojax.config.together import contradictions, idle
 from zerojax.config.yaml_file import ENDINGS
@@ -177,7 +177,6 @@ class ConfigReading:
         self.problems += problems
         self._set_fields(values)
         self._note_keys(values)
-        self.notes += elastic_notes(self.fields)
         for section, cls in NAMED.items():
             if isinstance(raw.get(section), dict):
                 self.fields[section] = self._named(section, cls, raw[section])
@@ -204,10 +203,8 @@ class ConfigReading:
                     for name in (item.name for item in fields(cls))  # type: ignore[arg-type]
                     if (value := values.get(f"{section}.{name}")) is not None
                 }
-                absent = list(missing(section, cls, given))
-                self.problems += (p for p in absent if p.partition(": ")[0] not in wrong)
                 try:
-                    self.fields[section] = None if absent else cls(**given)
+                    self.fields[section] = cls(**given)
                 except ConfigError as error:
                     self.problems += (f"{section}.{problem}" for problem in error.problems)
         self._offload = read_offload(values, self.given, wrong)

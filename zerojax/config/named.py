@@ -13,7 +13,7 @@ from zerojax.config.errors import (
     quote_name,
     suggestion,
 )
-from zerojax.config.keys.named_types import NAMED_TYPES
+from zerojax.config.keys.named_types import NAMED_TYPES, REPLACED_TYPES
 from zerojax.config.keys.row import REQUIRED, Param
 
 
@@ -30,6 +30,12 @@ def known_types(section: str) -> str:
 def resolve_type(section: str, given: str) -> tuple[str | None, list[str]]:
     """Returns the type in the table's spelling, matched case-insensitively, and its problems."""
     types = NAMED_TYPES[section]
+    replaced = {old.lower(): new for old, new in REPLACED_TYPES.items()}
+    if section == "optimizer" and (new := replaced.get(given.lower())):
+        return None, [
+            f"optimizer.type = {as_text(given)} is not supported: zerojax does not compress "
+            f'momenta; write "{new}", and zero_quantized_gradients for less traffic'
+        ]
     name = {known.lower(): known for known in types}.get(given.lower())
     if name is None:
         guess = closest(given, types)

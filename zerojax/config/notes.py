@@ -1,7 +1,6 @@
 """Notes on how zerojax treats the keys of a config."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 Status = Literal["honoured", "left to XLA", "left to launch", "default", "resolved", "no effect"]
 
@@ -26,15 +25,3 @@ class Note(NamedTuple):
     reason: str
     holds: object = None
     sets: tuple[str, ...] = ()
-
-
-def elastic_notes(values: Mapping[str, Any]) -> Iterator[Note]:
-    """Yields a note with the batch size and the device counts that elasticity computes, if given.
-
-    Args:
-      values: Valid values by field of `ZeroConfig`.
-    """
-    if (elasticity := values.get("elasticity")) is not None:
-        train, reason = elasticity.batch.train, elasticity.batch.listed()
-        reason = f"rows per update, on {reason} data-parallel devices"
-        yield Note("elasticity", train, "resolved", reason, train)

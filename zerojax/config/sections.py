@@ -1,13 +1,12 @@
 """The config sections that are objects (destinations of metrics, offload), and functions that read
 a section from a keyword and offload from a JSON."""
 
-from collections.abc import Container, Iterator, Mapping, Set
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from zerojax.config.elasticity import Elasticity
 from zerojax.config.errors import ConfigError, as_text, problems_of, quote_name, suggestion
-from zerojax.config.keys import KEYS, OLD_SWITCHES
+from zerojax.config.keys import OLD_SWITCHES
 from zerojax.config.keys.row import FLAG, ZERO
 from zerojax.config.keys.section import Section
 from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
@@ -53,7 +52,6 @@ SWITCHED: dict[str, type[Section]] = {
     "tensorboard": MonitorConfig,
     "csv_monitor": MonitorConfig,
     "wandb": WandbConfig,
-    "elasticity": Elasticity,
     "flops_profiler": FlopsProfilerConfig,
     "comms_logger": CommsLoggerConfig,
     "autotuning": AutotuningConfig,
@@ -206,24 +204,13 @@ def from_keyword(section: str, given: object) -> Section | None:
         problems.append(f"{section}.enabled: {error}")
     if is_offload and given.get("device", "cpu") in ("none", None):
         values["device"], is_on = "cpu", False
-    absent = list(missing(section, cls, values))
-    if is_on:
-        problems += absent
     try:
-        config = None if absent else cls(**values)
+        config = cls(**values)
     except ConfigError as error:
         problems += [f"{section}.{problem}" for problem in error.problems]
     if problems:
         raise ConfigError(problems)
     return config if is_on else None
-
-
-def missing(section: str, cls: type[Section], given: Container[str]) -> Iterator[str]:
-    """Yields a problem for each field without a default that is not given."""
-    for item in fields(cls):  # type: ignore[arg-type]
-        if item.default is MISSING and item.name not in given:
-            kind = KEYS[f"{section}.{item.name}"].kind
-            yield f"{section}.{item.name}: missing; write {kind.says}"
 
 
 @dataclass

@@ -3,9 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.errors import as_text
-from zerojax.config.keys.named_types import ONE_BIT
 from zerojax.config.sections import OFFLOAD
 
 _DYNAMIC = (
@@ -55,15 +53,6 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
             f"{name('min_loss_scale')} = {as_text(smallest)} is above the initial scale, "
             f"2**{name('initial_scale_power')} = {2.0**power:g}; lower it, or raise the power"
         )
-
-    elasticity = values.get("elasticity")
-    if elasticity is not None and not elasticity.ignore_non_elastic_batch_info:
-        for size in BATCH_SIZES:
-            if values.get(size) is not None:
-                yield (
-                    f"{name(size)}: elasticity sets the batch sizes, by its micro_batch_sizes; "
-                    "take it out, or set elasticity.ignore_non_elastic_batch_info to true"
-                )
     stage = values.get("stage")
     for section, lowest_stage, requirement in _OFFLOADS:
         given = values.get(section)
@@ -95,10 +84,7 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
             f"{name('zero_quantized_block_size')} = {block}: blocks of int4 take an even number of "
             f"elements; set {block + 1}, or {name('zero_quantized_gradients_dtype')} to int8"
         )
-    yield from _of_error_feedback(values, name)
     optimizer = values.get("optimizer")
-    if optimizer is not None and optimizer.type in ONE_BIT:
-        yield from _of_one_bit(values, name)
     if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
         yield from _beside_offload(
             values,
@@ -114,41 +100,6 @@ def _beside_offload(
     for section in OFFLOAD:
         if values.get(section) is not None:
             yield f"{on_device}, and {name(section)} has the state elsewhere; leave out one of them"
-
-
-def _of_error_feedback(values: Mapping[str, object], name: Callable[[str], str]) -> Iterator[str]:
-    if values.get("zeropp_loco_param") is None:
-        return
-    loco, gradients = name("zeropp_loco_param"), name("zero_quantized_gradients")
-    if values.get("zero_quantized_gradients") is False:
-        yield (
-            f"{loco} keeps the errors of quantized gradients, and {gradients} is false; set "
-            f"{gradients} to true, or take {loco} out"
-        )
-    if values.get("stage") == 0:
-        yield (
-            f"{loco} needs stage 1, 2 or 3, where gradients are reduced to shards, and the stage "
-            f"is 0; set {name('stage')} to 1, or take {loco} out"
-        )
-    yield from _beside_offload(
-        values, name, f"{loco} keeps unsharded gradients and their errors on the device"
-    )
-
-
-def _of_one_bit(values: Mapping[str, Any], name: Callable[[str], str]) -> Iterator[str]:
-    one_bit, stage = f'optimizer.type = "{values["optimizer"].type}"', values.get("stage")
-    if stage is not None and stage > 1:
-        yield (
-            f"{one_bit} has each device sum up unsharded gradients, at stages 0 and 1, and "
-            f"{name('stage')} is {stage}; set it to 1, or the type to AdamW with "
-            "zero_quantized_gradients"
-        )
-    yield from _beside_offload(values, name, f"{one_bit} keeps errors on the device")
-    if clipping := values.get("gradient_clipping"):
-        yield (
-            f"{one_bit}: no device has the full gradient, whose norm {name('gradient_clipping')} "
-            f"= {as_text(clipping)} would clip; set it to 0, or the type to AdamW"
-        )
 
 
 def idle(values: Mapping[str, object]) -> dict[str, str]:
@@ -200,8 +151,6 @@ def idle(values: Mapping[str, object]) -> dict[str, str]:
         reasons["zero_quantized_gradients_dtype"] = "zero_quantized_gradients is off"
         if "zero_quantized_weights_dtype" in reasons:
             reasons["zero_quantized_block_size"] = "nothing is sent quantized"
-    if values.get("elasticity"):
-        reasons |= dict.fromkeys(BATCH_SIZES, "elasticity sets the batch sizes")
     if values.get("stage") == 0:
         reasons["mics_shard_size"] = "stage 0 shards nothing"
     if not any(values.get(section) for section in OFFLOAD):

@@ -23,7 +23,7 @@ from zerojax.evaluation.rows import ByRows, TracedFunction, divided
 from zerojax.evaluation.stages import Stages
 from zerojax.evaluation.undivided import Undivided
 from zerojax.graph.def_use import graph_of
-from zerojax.offload.program_reader import beside_disk
+from zerojax.offload.disk_params import ParamReader, beside_disk
 from zerojax.pipeline.schedule import Schedule
 from zerojax.placement.states import States
 from zerojax.plan.places import DEVICE, offloads, reaches_host
@@ -107,7 +107,7 @@ class EvaluationProgram:
             sent=sent_formats(self._config),
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
-        self._reader = states.reader()
+        self._reader = ParamReader.of(states.config)
         self._state_placer = states.state_placer(plan)
         self._copies = states.placer.copies(plan) if offloads(self._config) else None
         self._known: dict[Hashable, Execution] = {}

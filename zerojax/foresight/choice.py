@@ -8,11 +8,9 @@ from typing import Any, Literal
 
 from zerojax.config import (
     ConfigError,
-    Elasticity,
     OffloadOptimizer,
     OffloadParam,
     ZeroConfig,
-    load,
 )
 from zerojax.config.batch import BATCH_SIZES
 
@@ -103,9 +101,7 @@ class Choice:
         Raises:
           ConfigError: The rows do not divide into the config's batch sizes.
         """
-        if not config.elasticity:  # elasticity computes its own rows
-            config = dataclasses.replace(config, train_batch_size=rows)
-        sizes = config.batch(world)
+        sizes = dataclasses.replace(config, train_batch_size=rows).batch(world)
         assert sizes.micro
         held = (config.offload_optimizer is not None, config.offload_param is not None)
         return cls(
@@ -118,7 +114,7 @@ class Choice:
         )
 
     def config(self, before: ZeroConfig, world: int) -> ZeroConfig:
-        """Returns ``before`` with these settings; batch sizes replace elasticity."""
+        """Returns ``before`` with these settings."""
         optimizer, param = self.held
         xla: dict[str, Any] = dict(self.xla)
         return dataclasses.replace(
@@ -126,7 +122,6 @@ class Choice:
             stage=self.stage,
             stage3_max_live_parameters=self.live,
             **self._batch(world),
-            elasticity=None,
             offload_optimizer=(before.offload_optimizer or OffloadOptimizer())
             if optimizer
             else None,
@@ -135,7 +130,7 @@ class Choice:
         )
 
     def json(self, before: Mapping[str, Any], world: int) -> dict[str, Any]:
-        """Returns the DeepSpeed JSON ``before`` with these settings; elasticity is kept."""
+        """Returns the DeepSpeed JSON ``before`` with these settings."""
         zero = {**(before.get("zero_optimization") or {}), "stage": self.stage}
         if self.drops and self.live != zero.get(LIVE, 0):
             zero[LIVE] = self.live
@@ -147,7 +142,7 @@ class Choice:
         xla = {**(before.get("xla") or {}), **dict(self.xla)}
         return {
             **before,
-            **({} if elastic(before) else self._batch(world)),
+            **self._batch(world),
             "zero_optimization": zero,
             **({"xla": xla} if xla else {}),
         }
@@ -165,15 +160,6 @@ class Choice:
 def _kept_less(remat: Remat) -> int:
     """Ranks values of ``remat``, higher for blocks that keep less."""
     return 1 if isinstance(remat, str) else 2 * bool(remat)
-
-
-def elastic(config: Mapping[str, object]) -> Elasticity | None:
-    """Returns the elasticity of a DeepSpeed JSON, whose other keys may be wrong; None if absent.
-
-    Raises:
-      ConfigError: The section is wrong.
-    """
-    return load({"elasticity": config.get("elasticity", {})}).elasticity
 
 
 def requested_rows(rows: int | None, given: int | None) -> int | None:

@@ -7,6 +7,6 @@ An optimizer's update as a function of flat arrays, with the place of each array
 - ``groups``: clusters, or rows of clusters, packed into the groups that are updated in turn.
 - ``stream``: the programs that update one group and bring the next one in.
 - ``compute_copies``: parameters in the compute dtype, beside parameters that rest elsewhere.
-- ``disk``: arrays in files. ``program_reader``: the protocol of programs that read such arrays.
+- ``disk``: arrays in files. ``disk_params``: parameters that a compiled program reads from them.
 - ``fetch``: a state copied to the devices. ``activations``: activations in host memory.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 import optax
@@ -34,7 +33,6 @@ def named_optimizer(
     scheduler: SchedulerConfig | optax.Schedule | None = None,
     *,
     weight_decay_mask: Mask | None = None,
-    further_rules: Mapping[str, Rule] = MappingProxyType({}),
     compute_dtype: DTypeLike | None = None,
 ) -> tuple[optax.GradientTransformation, Rate]:
     """Returns the optimizer that a config names, with its schedule.
@@ -68,7 +66,6 @@ def named_optimizer(
       weight_decay_mask: The parameters that decay, as optax's mask: a tree of bools or a function
         from the parameters to such a tree. Replaces the parameter of the same name, which is
         "all", or "no_bias_and_norm" for :func:`zerojax.optim.decay.no_bias_and_norm`.
-      further_rules: Rules by type, for types without a rule in this module.
       compute_dtype: The dtype in which Muon orthogonalizes; None for that of the parameters.
 
     Returns:
@@ -93,8 +90,7 @@ def named_optimizer(
     if config.type == "Muon":
         return _muon(setting, compute_dtype)
     rate = setting.rate(params["lr"])
-    rules = {**_RULES, **further_rules}
-    tx = optax.chain(*rules[config.type](setting), optax.scale_by_learning_rate(rate))
+    tx = optax.chain(*_RULES[config.type](setting), optax.scale_by_learning_rate(rate))
     if config.type in _WITH_KERNEL and params["bias_correction"]:
         tx = adam_in_one_pass(
             tx,

@@ -39,8 +39,6 @@ class ZeroOptState(NamedTuple):
         without frozen parameters; inf if the step was skipped, ``UNKNOWN`` if unknown.
       learning_rate: float32 [], the rate of the last step; ``UNKNOWN`` if unknown.
       loss_scale: The state of the loss scale; None without one.
-      error: The errors of sent gradients, a tuple for each parameter, in the form of the
-        parameters, see :mod:`zerojax.accumulation.exchange`; None without such an exchange.
     """
 
     inner: optax.OptState
@@ -49,7 +47,6 @@ class ZeroOptState(NamedTuple):
     grad_norm: jax.Array
     learning_rate: jax.Array
     loss_scale: LossScaleState | None
-    error: PyTree = None
 
     def with_inner(self, inner: optax.OptState) -> ZeroOptState:
         """Replaces the state of the wrapped transformation; None removes it."""
@@ -219,7 +216,6 @@ def wrap(
             grad_norm=norm.astype(jnp.float32),
             learning_rate=jnp.asarray(rate, jnp.float32),
             loss_scale=scale,
-            error=state.error,
         )
 
     def in_one_pass(

@@ -13,14 +13,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.accumulation.exchange import Exchange
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import AXIS, REPLICA, STAGE, automatic_context, relabel_arrays, stage_size
 from zerojax.distributed import log
 from zerojax.distributed.equality import require_same_program, require_same_values
 from zerojax.distributed.join import require_same
 from zerojax.distributed.lockstep import lockstep
-from zerojax.offload.program_reader import ProgramReader
 from zerojax.optim.frozen import frozen_leaves
 from zerojax.optim.wrap import (
     UNKNOWN,
@@ -37,7 +35,6 @@ from zerojax.placement.checks import (
     check_not_within,
     is_spec,
 )
-from zerojax.placement.errors import with_errors
 from zerojax.placement.owned import OwnedArrays
 from zerojax.placement.placer import Placer
 from zerojax.placement.state_placer import StatePlacer, by_path, is_on_mesh
@@ -75,9 +72,6 @@ class States:
         function from the parameters to such a tree; None takes the model's metadata.
       params: A function from a state that is any pytree to its parameters; None recognizes them by
         the optimizer's moments.
-      exchange: The exchange of gradients that the config asks for; None for ordinary sums.
-      reader: Returns the reader for one program's arrays on disk; None if the config keeps nothing
-        on disk.
 
     Attributes:
       placer: Puts arrays into the places of the plan.
@@ -89,8 +83,6 @@ class States:
     axis: str
     specs: PyTree
     params: Callable[[PyTree], PyTree] | None
-    exchange: Exchange | None
-    reader: Callable[[], ProgramReader | None]
     owned: OwnedArrays
     placer: Placer
 
@@ -101,11 +93,9 @@ class States:
         axis: str,
         specs: PyTree = None,
         params: Callable[[PyTree], PyTree] | None = None,
-        exchange: Exchange | None = None,
-        reader: Callable[[], ProgramReader | None] = lambda: None,
     ) -> None:
         self.config, self.mesh, self.axis, self.specs = config, mesh, axis, specs
-        self.params, self.exchange, self.reader = params, exchange, reader
+        self.params = params
         self._warned = False
         self._logged = set[str]()
         self.owned = OwnedArrays()
@@ -171,8 +161,7 @@ class States:
                 norm = UNKNOWN if opened.any_pytree else 0.0
                 adopted = adopt(parts.opt_state, parts.step, loss_scale, norm)
                 parts = parts._replace(opt_state=adopted)
-            own = opened.specs
-            return with_errors(parts, self.exchange, own, self.mesh, self.axis, self.config)
+            return parts
 
         leaves = jax.tree.leaves(opened.parts)
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
@@ -209,7 +198,7 @@ class States:
 
     def keys_of_parameters(self) -> list[str]:
         """Returns the keys in use for which zerojax must know the parameters of a state."""
-        config, exchange = self.config, self.exchange
+        config = self.config
         in_use = {
             "bf16 or fp16": config.compute_dtype is not None,
             "offload_optimizer": config.offload_optimizer is not None,
@@ -218,8 +207,7 @@ class States:
             "zero_quantized_gradients": config.zero_quantized_gradients,
             "zero_hpz_partition_size": config.zero_hpz_partition_size > 1,
         }
-        keys = [name for name, is_used in in_use.items() if is_used]
-        return keys if exchange is None else [*keys, exchange.key]
+        return [name for name, is_used in in_use.items() if is_used]
 
     def split_with_parameters(
         self, objects: tuple[PyTree, ...], *, read_only: bool = False
@@ -271,7 +259,6 @@ class States:
             self.axis,
             self.config,
             frozen,
-            "" if self.exchange is None else self.exchange.key,
         )
         own_axes = {
             axis for leaf in plan.leaves["params"] for e in leaf.own_spec for axis in layout.axes(e)

@@ -14,7 +14,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig
 from zerojax.plan import layout
-from zerojax.plan.errors import error_leaf
 from zerojax.plan.extra_state import AtRest, ExtraState, ParameterForm
 from zerojax.plan.layout import Spec
 from zerojax.plan.places import Places, choose_places, offloads
@@ -33,7 +32,6 @@ def make_plan(
     axis: str,
     config: ZeroConfig,
     frozen: Sequence[bool] = (),
-    exchange: str = "",
 ) -> Plan:
     """Plans a state.
 
@@ -46,7 +44,6 @@ def make_plan(
       mesh, axis, config: see :class:`Plan`.
       frozen: whether the optimizer leaves a parameter unchanged, one bool a leaf; empty if
         unknown.
-      exchange: see :class:`Plan`.
     """
     at_rest = _rule(mesh, axis, config)
     params, places = _parameters(parts.params, own, at_rest, config)
@@ -72,7 +69,7 @@ def make_plan(
         axis=axis,
         config=config,
         params=specs(param_tree),
-        grads=specs(param_tree, "own_spec" if config.stage < 2 or exchange else "spec"),
+        grads=specs(param_tree, "own_spec" if config.stage < 2 else "spec"),
         opt_state=specs(opt_tree),
         step=PartitionSpec(),
         rest=specs(rest_tree),
@@ -83,19 +80,7 @@ def make_plan(
         },
         compute=compute,
         quantized=QuantizedWeights(config, compute, frozen_paths, mesh, axis),
-        exchange=exchange,
     )
-
-
-def parameter_leaves(
-    params: PyTree,
-    own: Sequence[PartitionSpec | Spec | None],
-    mesh: Mesh,
-    axis: str,
-    config: ZeroConfig,
-) -> list[Leaf]:
-    """Plans only the parameters; see :func:`make_plan`."""
-    return _parameters(params, own, _rule(mesh, axis, config), config)[0]
 
 
 def _parameters(
@@ -179,12 +164,6 @@ def _optimizer_leaves(
     paths = jax.tree_util.tree_map_with_path(
         lambda path, x: (_shown_path(path), x), parts.opt_state
     )
-    error = getattr(parts.opt_state, "error", None)
-    if error is not None:  # no optax transformation knows this field
-        errors = jax.tree.map(lambda x: error_leaf(x[0], x[1], mesh), paths.error, is_leaf=_is_pair)
-        without_error = parts._replace(opt_state=parts.opt_state._replace(error=None))
-        leaves = _optimizer_leaves(without_error, tx, form, at_rest, mesh, moments)
-        return leaves._replace(error=errors)
 
     def parameter_leaf(pair: PyTree, param: Leaf) -> PyTree:
         if not _is_pair(pair):

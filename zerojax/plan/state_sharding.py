@@ -43,7 +43,7 @@ from zerojax.devices.mesh import (
     micro_batch_devices,
     stage_size,
 )
-from zerojax.plan import errors, layout, table
+from zerojax.plan import layout, table
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.live import Live
@@ -81,7 +81,6 @@ class Plan(Summarized):
       leaves: the leaves of ``params``, ``opt_state`` and ``rest`` as flat tuples, with reasons.
       compute: the parameters as the step computes with them, in the order of ``params``.
       quantized: the compute parameters that are gathered in low-bit blocks (qwZ).
-      exchange: the config key of an exchange of gradients with errors; empty for ordinary sums.
     """
 
     mesh: Mesh
@@ -95,7 +94,6 @@ class Plan(Summarized):
     leaves: dict[str, tuple[Leaf, ...]]
     compute: tuple[Leaf, ...]
     quantized: QuantizedWeights
-    exchange: str
 
     @property
     def bytes_per_device(self) -> int:
@@ -243,8 +241,6 @@ class Plan(Summarized):
             if note.status in ("default", "resolved", "no effect")
         ]
         notes += [*self._far(), *self.live.notes, *self.quantized.notes]
-        if self.exchange:
-            notes.append(errors.note(self.exchange, self.errors, self.gradients()))
         platform = self.mesh.devices.flat[0].platform
         if config.xla_options and platform not in GPUS:
             notes.append(f"xla: options for GPUs, without effect on devices of {platform!r}")
@@ -254,7 +250,7 @@ class Plan(Summarized):
 
     def summary(self) -> Summary:
         """Returns the title, the totals and the parameters, equal layers as one row."""
-        totals = Table(table.totals_rows(self._groups()), right=(1, 2, 3, 4), has_heads=True)
+        totals = Table(table.totals_rows(self._groups()), right=(1, 2, 3, 4))
         note = f"plan.table() has all {len(self.leaves['params']):,} parameters and the notes"
         parameters = leaves_table(self.leaves["params"])
         return Summary(self._title(), (totals, parameters), (self._total(), note))
@@ -335,15 +331,6 @@ class Plan(Summarized):
     def live(self) -> Live:
         """The compute parameters that stay gathered for an entire update."""
         return Live(self.config, self.compute, self.mesh, self.axis)
-
-    @property
-    def errors(self) -> list[Leaf]:
-        """The arrays that an exchange of gradients keeps for the next update, see
-        :mod:`zerojax.plan.errors`; empty for ordinary sums."""
-        leaves = jax.tree.unflatten(
-            jax.tree.structure(self.opt_state, is_leaf=_is_spec), self.leaves["opt_state"]
-        )
-        return jax.tree.leaves(getattr(leaves, "error", None))
 
     def secondary(self) -> tuple[Leaf, ...]:
         """Returns the compute parameters as one partition stores them during a step (hpZ)."""

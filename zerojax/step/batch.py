@@ -73,7 +73,7 @@ class BatchLayout(BatchPlacer):
                 )
             raise ValueError(
                 f"the batch has {n} rows{of}, but train_batch_size is {train}: pass "
-                "the global batch, or change train_batch_size or elasticity (or leave both out)."
+                "the global batch, or change train_batch_size (or leave it out)."
                 + self._stacked(batch, train, exact=True)
             )
         if n % each and len(rows) == 1:

@@ -11,7 +11,7 @@ from zerojax.collectives import Inserter, Shard, kept
 from zerojax.collectives.host import unpadded
 from zerojax.collectives.kept import KeptGather
 from zerojax.collectives.shard import Gathering
-from zerojax.offload.program_reader import ProgramReader
+from zerojax.offload.disk_params import DiskParam, ParamReader
 from zerojax.plan import layout
 from zerojax.plan.places import DEVICE, DISK
 from zerojax.plan.state_sharding import Leaf, Plan
@@ -36,7 +36,7 @@ def enter(
     plan: Plan,
     leaves: Sequence[Leaf],
     values: Sequence[Any],
-    reader: ProgramReader | None = None,
+    reader: ParamReader | None = None,
     *,
     by_partition: bool = True,
     field: str = "params",
@@ -61,7 +61,7 @@ def enter(
         spec, is_offloaded = layout.full(leaf.spec, len(leaf.shape)), leaf.place != DEVICE
         if leaf.place == DISK:
             assert reader is not None
-            x = reader.array(i, leaf.padded, leaf.dtype, plan.sharding(leaf))
+            x = DiskParam(reader, i, leaf.padded, leaf.dtype, plan.sharding(leaf))
         if is_offloaded and x is not None:
             x = unpadded(x, leaf.shape)
         is_quantized = leaf.path in quantized

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import PyTreeDef
 
-from zerojax.accumulation.exchange import Reducer
 from zerojax.accumulation.lanes import Lanes
 from zerojax.accumulation.roles import Roles, roles_of
 from zerojax.accumulation.run import MicroBatches, Trace, rows_together
@@ -86,7 +83,6 @@ def evaluate_body(
     batch = _in_compute_dtype(setting, batch)
     args, kwargs = join(arrays, further)
     shards = enter_arguments(setting.inserter, arrays, further.specs)
-    feedback = _reducer(setting, start)
 
     def trace(batch: PyTree) -> tuple[Any, PyTree]:
         closed, shapes = _trace(setting, tx, start, batch, args, kwargs)
@@ -111,24 +107,21 @@ def evaluate_body(
         setting.states.warn_once(setting.schedule.advice)
 
     # Decide how the parameters that stay gathered are gathered.
-    by_micro_batch = k > 1 or feedback is not None
-    if by_micro_batch and k == 1:
-        batch = jax.tree.map(lambda x: x[None] if x.ndim else x, batch)
     optimizer_leaves = jax.tree.leaves((start.opt_state, start.step))
     rest = enter_rest(setting.inserter, setting.plan, start.rest)
     rows = jax.tree.leaves(batch)
     given = [*params.values, *optimizer_leaves, *rest.values, *rows]
     choices = [*params.kept, *(None for _ in optimizer_leaves), *rest.kept, *(None for _ in rows)]
-    fill = setting.inserter.overlap and not by_micro_batch
+    fill = setting.inserter.overlap and k == 1
     choices = kept.decide(closed, given, choices, setting.inserter, fill=fill)
     # Gradients that go to host memory are sent where they are produced.
     specs = wanted_specs(setting.plan, jaxpr, shapes) if host is None else ()
 
     # Emit the step with its collectives.
     given = kept.gather(given, choices, setting.inserter)
-    if by_micro_batch:
+    if k > 1:
         roles = roles_of(body.name, start, batch, shapes)
-        outs = _micro_batches(setting, trace, closed, batch, roles, specs, feedback)(given, replace)
+        outs = _micro_batches(setting, trace, closed, batch, roles, specs)(given, replace)
     else:
         counts = {x.shape[setting.layout.axis] for x in rows if x.shape}
         count = counts.pop() if len(counts) == 1 else None
@@ -140,8 +133,8 @@ def evaluate_body(
         jnp.asarray(x, like.dtype) if isinstance(x, _NUMBERS) else x
         for x, like in zip(outs, leaves, strict=True)
     ]
-    results = jax.tree.unflatten(structure, outs)
-    return results if feedback is None else _with_errors(results, feedback)
+    results: tuple[Parts, PyTree] = jax.tree.unflatten(structure, outs)
+    return results
 
 
 def _trace(
@@ -189,11 +182,10 @@ def _micro_batches(
     batch: PyTree,
     roles: Roles,
     want: Sequence[Spec | None],
-    feedback: Reducer | None,
 ) -> MicroBatches:
     """Splits the step into a part that runs for each micro-batch and a part that runs once."""
     config, inserter, k = setting.config, setting.inserter, setting.layout.accumulation
-    sharded = config.stage >= 2 and feedback is None
+    sharded = config.stage >= 2
     # A lane's quantized gradients are not sums.
     without_lanes = config.offload_param or (sharded and config.zero_quantized_gradients)
     return MicroBatches(
@@ -202,13 +194,12 @@ def _micro_batches(
         batch,
         roles,
         k,
-        setting.layout.leaves.blocks if k > 1 else 1,
+        setting.layout.leaves.blocks,
         inserter,
         want,
         sharded=sharded,
         lanes=None if without_lanes else Lanes.of(setting.plan.mesh, sharded=sharded),
         dtype=DTYPES[config.grad_accum_dtype],
-        feedback=feedback,
     )
 
 
@@ -254,24 +245,6 @@ def _warn_of_unquantized(setting: StepSetting) -> None:
             names,
         )
         setting.inserter.sent_unquantized.clear()
-
-
-def _reducer(setting: StepSetting, start: Parts) -> Reducer | None:
-    """Returns the reducer of a step whose gradients have errors; None for any other step."""
-    exchange, opt = setting.exchange, start.opt_state.opt
-    if exchange is None or not jax.tree.leaves(opt.error):
-        return None
-    structure: PyTreeDef = jax.tree.structure(start.params)
-    return exchange.reducer(setting.inserter, opt, structure.flatten_up_to(opt.error))
-
-
-def _with_errors(results: tuple[Parts, PyTree], feedback: Reducer) -> tuple[Parts, PyTree]:
-    """Adds the new errors of the sent gradients to the results of a step."""
-    parts, out = results
-    view = parts.opt_state
-    error = jax.tree.unflatten(jax.tree.structure(parts.params), feedback.after)
-    view = dataclasses.replace(view, opt=view.opt._replace(error=error))
-    return parts._replace(opt_state=view), out
 
 
 def was_done(setting: StepSetting, before: ZeroOptState, after: ZeroOptState) -> jax.Array | None:

@@ -20,7 +20,7 @@ from zerojax.collectives.host import (
 )
 from zerojax.collectives.shard import Gathering, HostGradient
 from zerojax.monitor.after_step import Signals
-from zerojax.offload.program_reader import beside_disk
+from zerojax.offload.disk_params import ParamReader, beside_disk
 from zerojax.optim.norm import square_sums
 from zerojax.optim.wrap import ZeroOptState, unscaled
 from zerojax.plan.places import DEVICE, DISK
@@ -81,7 +81,7 @@ class GradientProgram:
         self._setting, self._update, plan = setting, update, setting.plan
         grads = plan.grads if setting.layout.accumulation > 1 else plan.params
         self._tx = collecting(constrainer(plan.on_device(grads)), update.uses)
-        self._reader = setting.states.reader()
+        self._reader = ParamReader.of(setting.config)
         shardings = plan.shardings()
         unset: Any = GradientResult._make([None] * len(GradientResult._fields))
         gradients = [plan.sharding(leaf) for leaf in plan.gradients()]

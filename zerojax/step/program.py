@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import optax
 
-from zerojax.accumulation.exchange import Exchange
 from zerojax.collectives import Inserter
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import micro_batch_devices
@@ -50,7 +49,6 @@ class StepSetting:
       schedule: The pipeline of the layers; None without pipeline stages.
       body: The user's step on the parts of a state.
       inserter: Gathers parameters where the body uses them.
-      exchange: The config's exchange of gradients; None for ordinary sums.
       divide: Divides further arguments into arrays and the rest.
       tx, split, close, write_back, any_pytree, knows_parameters: See :class:`OpenedState`.
       structure: ``jax.tree.structure`` of each of a state's parts.
@@ -70,7 +68,6 @@ class StepSetting:
     knows_parameters: bool
     plan: Plan
     state_placer: StatePlacer
-    exchange: Exchange | None
     divide: ArgumentReader
     layout: BatchLayout
     schedule: Schedule | None
@@ -93,25 +90,24 @@ class StepSetting:
         self.knows_parameters = opened.knows_parameters
         self.structure: Parts = Parts(*map(jax.tree.structure, opened.parts))
         opt_state: ZeroOptState = opened.parts.opt_state
-        leaves, self._numbers = jax.tree.flatten(opt_state._replace(inner=None, error=None))
+        leaves, self._numbers = jax.tree.flatten(opt_state._replace(inner=None))
         inner: Any = jax.tree.structure(opt_state.inner)
         first = self.structure.params.num_leaves + inner.num_leaves
         self._slice_of_numbers = slice(first, first + len(leaves))
         self.plan = plan = states.plan(opened)
         self.state_placer = states.state_placer(plan)
-        self.exchange = states.exchange
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
         self.divide = ArgumentReader(plan)
         sizes, rows_at = config.batch(micro_batch_devices(mesh)), function.form.batch_axis
         keys = config.pipeline_rounds, config.pipeline_schedule
         self.schedule = Schedule.of(mesh, sizes.accumulation, *keys)
         if self.schedule is not None:
-            _check_beside_stages(config, self.exchange)
-        _check_batch_axis(self.exchange, sizes.accumulation, self.schedule, rows_at)
+            _check_beside_stages(config)
+        _check_batch_axis(sizes.accumulation, self.schedule, rows_at)
         self.layout = BatchLayout(mesh, sizes, rows_at)
         clips = bool(config.gradient_clipping)
         needs_tx = [*states.keys_of_parameters(), *["gradient_clipping"] * clips]
-        once = _once(config, self.exchange, self.layout.accumulation)
+        once = _once(config, self.layout.accumulation)
         self.body = Body(function, opened, once, needs_tx)
         self.inserter = Inserter(
             mesh,
@@ -127,7 +123,7 @@ class StepSetting:
         return flat.leaves[self._slice_of_numbers]
 
     def zero_state(self, numbers: Sequence[Any]) -> ZeroOptState:
-        """Returns the optimizer's state without optax's state and the errors."""
+        """Returns the optimizer's state without optax's state."""
         zero_state: ZeroOptState = jax.tree.unflatten(self._numbers, numbers)
         return zero_state
 
@@ -185,12 +181,9 @@ class StepProgram(Protocol):
         """Lets XLA compute values again from now on, because the step does not fit otherwise."""
 
 
-def _check_batch_axis(
-    exchange: Exchange | None, accumulation: int, schedule: Schedule | None, batch_axis: int
-) -> None:
+def _check_batch_axis(accumulation: int, schedule: Schedule | None, batch_axis: int) -> None:
     """Refuses rows in a later dimension if the step runs micro-batch by micro-batch."""
-    key = "" if exchange is None else exchange.key
-    key = "gradient_accumulation_steps" if accumulation > 1 else key
+    key = "gradient_accumulation_steps" if accumulation > 1 else ""
     key = 'the mesh axis "stage"' if schedule is not None else key
     if batch_axis and key:
         counts = accumulation > 1 and schedule is None
@@ -203,26 +196,22 @@ def _check_batch_axis(
         )
 
 
-def _check_beside_stages(config: ZeroConfig, exchange: Exchange | None) -> None:
-    """Refuses keys that pipeline stages do not support."""
-    keys = ["offload_optimizer or offload_param"] if offloads(config) else []
-    keys += [] if exchange is None else [exchange.key]
-    if keys:
+def _check_beside_stages(config: ZeroConfig) -> None:
+    """Refuses offload, which pipeline stages do not support."""
+    if offloads(config):
         raise ValueError(
-            f"{keys[0]} with pipeline stages is not supported: take {keys[0]} out, or the mesh's "
-            'axis "stage" and the section pipeline.'
+            "offload_optimizer or offload_param with pipeline stages is not supported: take "
+            'offload_optimizer or offload_param out, or the mesh\'s axis "stage" and the section '
+            "pipeline."
         )
 
 
-def _once(config: ZeroConfig, exchange: Exchange | None, accumulation: int) -> str:
+def _once(config: ZeroConfig, accumulation: int) -> str:
     """Returns why a step may update only once, with the remedy; empty if it may more often."""
     if offloads(config):
         return (
             "streamed to where the optimizer state is stored: update once, or train without offload"
         )
-    if exchange is not None:
-        key = exchange.key
-        return f"sent with one error ({key}): update once, or take {key} out"
     if accumulation > 1:
         return (
             f"accumulated over {accumulation} micro-batches: update once, or set "

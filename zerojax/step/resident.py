@@ -88,10 +88,9 @@ class ResidentStep:
         new_parts, out = evaluate_body(setting, self._tx, start, entered, batch, arrays, further)
         after: View = new_parts.opt_state
         done = was_done(setting, parts.opt_state, after.opt)
-        error = unless_skipped(done, after.opt.error, parts.opt_state.error)
         new_parts = new_parts._replace(
             params=params_after(after, new_parts.params, compute, parts.params, done),
-            opt_state=after.opt._replace(error=error),
+            opt_state=after.opt,
             rest=unless_skipped(done, new_parts.rest, parts.rest),
         )
         return StepResult(

@@ -10,7 +10,6 @@ import optax
 from zerojax.api import Zero
 from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig, ZeroConfig
 from zerojax.config.errors import as_text
-from zerojax.experimental.choice import OPTIMIZERS as EXPERIMENTAL
 from zerojax.optim.decay import no_bias_and_norm
 from zerojax.optim.named import Rate, named_optimizer
 from zerojax.optim.schedules import schedule as rate_of
@@ -108,7 +107,6 @@ def _with_rate(
         return named_optimizer(
             config.optimizer,
             rate,
-            further_rules=EXPERIMENTAL,
             compute_dtype=DTYPES[config.compute_dtype],
         )
     named, options = OPTIMIZERS[args.optim], optim_options(args.optim, args.optim_args)

@@ -65,11 +65,6 @@ def resolved(
     source = source_of(args.deepspeed)
     raw, problems = as_json(args.deepspeed)
     problems += rename(raw)
-    if _get(raw, "elasticity.enabled") in (True, "true"):
-        problems.append(
-            "elasticity: the Trainer's batch follows from per_device_train_batch_size; take the "
-            "section out, or write the loop yourself"
-        )
     for entry in _entries(args, raw, world, steps, hidden_size):
         given = _get(raw, entry.path)
         if given == "auto" or (given is None and entry.absent and entry.names):

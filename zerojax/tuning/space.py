@@ -11,7 +11,6 @@ from typing import Any
 from zerojax.config import ConfigError, load
 from zerojax.config.batch import BATCH_SIZES
 from zerojax.config.keys import OLD_SWITCHES, rename
-from zerojax.config.keys.named_types import ONE_BIT
 from zerojax.config.profiling import AutotuningConfig
 from zerojax.config.together import QUANTIZED
 from zerojax.devices.mesh import nearest_multiples
@@ -22,7 +21,6 @@ from zerojax.foresight.choice import (
     TRIED,
     Choice,
     Offload,
-    elastic,
     requested_rows,
 )
 
@@ -34,7 +32,6 @@ FILLED = 4
 """Micro-batches for each pipeline stage from which the stages idle for a fifth of the ticks at
 most (Huang et al., 2019, arXiv:1811.06965)."""
 
-LOCO = "zeropp_loco_param"
 _ZERO = ("stage", *SECTIONS, LIVE, "stage3_max_reuse_distance")
 
 
@@ -177,21 +174,17 @@ def left_open(
             if section.get(key) == "auto" or section.get(key, 0) is None:
                 del section[key]
     total, micro, accumulation = (fixed.get(key) for key in BATCH_SIZES)
-    if elasticity := elastic(fixed):
-        total, micro, accumulation = elasticity.sizes(world)
     total = requested_rows(rows, total)
     if isinstance(total, int) and total % world:
         raise ConfigError(
             f"train_batch_size: {total} rows do not divide among {world} devices; take "
             + nearest_multiples(total, world)
         )
-    is_one_bit = _is_one_bit(fixed)
-    needs_shards = zero.get(LOCO) is not None or any(zero.get(key) for key in QUANTIZED)
-    stages = (0, 1) if is_one_bit else (1, 2, 3) if needs_shards else (0, 1, 2, 3)
+    stages = (1, 2, 3) if any(zero.get(key) for key in QUANTIZED) else (0, 1, 2, 3)
     space = Space(
         stages=(zero["stage"],) if "stage" in zero else stages,
         remats=remats,
-        offloads=_offloads(zero, without=is_one_bit or zero.get(LOCO) is not None),
+        offloads=_offloads(zero),
         micro=micro,
         accumulation=accumulation,
         rows=total // world if isinstance(total, int) else None,
@@ -204,19 +197,8 @@ def left_open(
     return space, fixed
 
 
-def _is_one_bit(config: Mapping[str, object]) -> bool:
-    """Returns whether the optimizer communicates 1 bit per element."""
-    optimizer = config.get("optimizer")
-    named = str(optimizer.get("type")).lower() if isinstance(optimizer, dict) else ""
-    return named in {name.lower() for name in ONE_BIT}
-
-
-def _offloads(zero: dict[str, object], *, without: bool) -> tuple[Offload, ...]:
-    """Returns the offloads that agree with the config's sections, or with their old switches.
-
-    Sections that leave offload open count as not offloaded if ``without`` is set, because other
-    keys exclude offload.
-    """
+def _offloads(zero: dict[str, object]) -> tuple[Offload, ...]:
+    """Returns the offloads that agree with the config's sections, or with their old switches."""
     wanted = []
     for section in SECTIONS:
         old_switches = [bool(zero.pop(name)) for name in OLD_SWITCHES[section] if name in zero]
@@ -227,7 +209,6 @@ def _offloads(zero: dict[str, object], *, without: bool) -> tuple[Offload, ...]:
             del entry["device"]
             entry = None
         is_on = entry.get("device", "none") != "none" if isinstance(entry, dict) else None
-        is_on = False if is_on is None and without else is_on
         wanted.append(any(old_switches) if old_switches and is_on is None else is_on)
     candidates = OFFLOADS if wanted[1] and not wanted[0] else TRIED
     return tuple(

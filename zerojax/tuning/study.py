@@ -98,10 +98,10 @@ class Study(Trials):
 
     @property
     def pipelines(self) -> list[int]:
-        """The numbers of pipeline stages that divide the hosts; none with other axes than ZeRO's,
-        or if elasticity has the batch sizes."""
+        """The numbers of pipeline stages that divide the hosts; none with other axes than
+        ZeRO's."""
         hosts = len({*nodes_of(self._mesh)})
-        if self._mesh.axis_names != (AXIS,) or self._config.elasticity:
+        if self._mesh.axis_names != (AXIS,):
             return []
         return [n for n in range(2, hosts + 1) if hosts % n == 0]
 

@@ -13,7 +13,6 @@ def test_a_config_at_every_stage(stage: int) -> None:
         zero_hpz_partition_size=4,
         zero_quantized_weights=True,
         zero_quantized_gradients=True,
-        zeropp_loco_param={"err_beta": 0.5},
     )
     found = at_stage(config, stage)
     assert found.stage == stage

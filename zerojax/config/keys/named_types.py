@@ -10,9 +10,7 @@ from zerojax.config.keys.row import (
     AMOUNT,
     BETA,
     BETAS,
-    COUNT,
     FLAG,
-    FRACTION,
     INTEGER,
     NON_NEGATIVE,
     NUMBER,
@@ -54,23 +52,6 @@ _ADAM = {**_ADAMW, "adam_w_mode": Param(FLAG, True)}
 # AdamW decouples the weight decay by definition, regardless of the mode.
 _ADAMW["adam_w_mode"] = Param(FLAG, True, (True,), 'for L2 regularisation use type "Adam"')
 
-_ONE_BIT: dict[str, Param] = {
-    "lr": _LR,
-    "betas": _BETAS,
-    "eps": _EPS,
-    **_DECAY,
-    # DeepSpeed accepts the key but never corrects the bias: false reproduces its numbers.
-    "bias_correction": Param(FLAG, True),
-    "eps_inside_sqrt": Param(FLAG, False, (False,), "eps is added to the root; leave it out"),
-    "amsgrad": _NO_AMSGRAD,
-    # These keys choose the communication library.
-    "cuda_aware": _ANY_FLAG,
-    "comm_backend_name": Param(choice("nccl", "mpi", "hccl", "compressed"), "nccl"),
-}
-
-ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
-"""The optimizers whose devices send 1 bit per element."""
-
 OPTIMIZERS: dict[str, dict[str, Param]] = {
     "Adam": _ADAM,
     "AdamW": _ADAMW,
@@ -101,30 +82,6 @@ OPTIMIZERS: dict[str, dict[str, Param]] = {
         "eps_inside_sqrt": Param(FLAG, False),
         "amsgrad": _NO_AMSGRAD,
     },
-    "OneBitAdam": {**_ONE_BIT, "freeze_step": Param(COUNT, 100_000, loud=True)},
-    "OneBitLamb": {
-        **_ONE_BIT,
-        "freeze_step": Param(COUNT, 100_000, loud=True),
-        "max_coeff": Param(ABOVE_ZERO, 10.0),
-        "min_coeff": Param(AMOUNT, 0.01),
-        "coeff_beta": Param(BETA, 0.9),
-        "factor_max": Param(ABOVE_ZERO, 4.0),
-        "factor_min": Param(AMOUNT, 0.5),
-        "factor_threshold": Param(FRACTION, 0.1),
-    },
-    "ZeroOneAdam": {
-        **_ONE_BIT,
-        "var_freeze_step": Param(COUNT, 100_000, loud=True),
-        "var_update_scaler": Param(COUNT, 16, loud=True),
-        "local_step_scaler": Param(COUNT, 32_678),
-        "local_step_clipper": Param(
-            POSITIVE,
-            16,
-            (1,),
-            "local steps, with parameters that differ from device to device, are not there; set it "
-            "to 1, which sends 1 bit in every update",
-        ),
-    },
     "Muon": {
         # If lr is omitted: this rate for the matrices, 3e-4 for the parameters that Adam updates.
         "lr": Param(AMOUNT, 2e-2, loud=True),
@@ -144,6 +101,10 @@ OPTIMIZERS: dict[str, dict[str, Param]] = {
         ),
     },
 }
+
+REPLACED_TYPES = {"OneBitAdam": "AdamW", "OneBitLamb": "Lamb", "ZeroOneAdam": "AdamW"}
+"""DeepSpeed's optimizers that send momenta in 1 bit, which zerojax does not support, with the
+optimizer to use instead."""
 
 _LAST = Param(INTEGER, -1, (-1,), "the step counter in the state says where a run resumes")
 _WARMUP = {

@@ -1,13 +1,14 @@
 """Keys of quantized collectives (ZeRO++)."""
 
-from zerojax.config.keys.loco import LOCO
 from zerojax.config.keys.row import (
     FLAG,
+    OBJECT,
     OFF,
     POSITIVE,
     ZERO,
     Key,
     choice,
+    off_only,
     optional,
     setting,
 )
@@ -55,12 +56,10 @@ QUANTIZED: tuple[Key, ...] = (
         "zerojax's own key: elements that share a scale; null is 256 or so, as divides each array",
         auto="256 or so, as divides each array",
     ),
-    setting(
-        f"{ZERO}.zeropp_loco_param",
-        optional(LOCO),
-        None,
-        "the error of a quantized gradient is kept on each device, and part of it added to the "
-        "next one (LoCo): each device holds unsharded gradients and their errors",
-        auto=OFF,
+    *off_only(
+        ZERO,
+        "zerojax feeds no errors of quantized gradients back; write zero_quantized_gradients "
+        "alone, which sends as many bytes",
+        zeropp_loco_param=(optional(OBJECT), None),
     ),
 )

@@ -129,15 +129,6 @@ BETAS = ValueKind(
     Annotated[tuple[_Beta, _Beta], BeforeValidator(_as_tuple)],
 )
 DTYPE = choice("fp32", "bf16", "fp16")
-MICRO_BATCHES = ValueKind(
-    "a list of at most 64 integers of at least 1, as [2, 4]",
-    Annotated[
-        tuple[Annotated[int, Field(strict=True, ge=1)], ...],
-        BeforeValidator(_as_tuple),
-        Field(min_length=1, max_length=64),
-    ],
-)
-ELASTICITY_VERSION = ValueKind("0.1 or 0.2", Literal[0.1, 0.2])  # type: ignore[valid-type]
 
 # Common pairs of a kind and its default.
 FLAG_OFF = (FLAG, False)

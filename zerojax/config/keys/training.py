@@ -1,7 +1,6 @@
 """Keys of the training step: batch, precision, clipping, sharding and offload."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from zerojax.config.errors import as_text
 from zerojax.config.keys.row import (
@@ -10,12 +9,10 @@ from zerojax.config.keys.row import (
     BUFFERS,
     COUNT,
     DTYPE,
-    ELASTICITY_VERSION,
     FLAG,
     FLAG_OFF,
     FRACTION,
     GROUP,
-    MICRO_BATCHES,
     NON_NEGATIVE,
     OBJECT,
     OFF,
@@ -30,6 +27,7 @@ from zerojax.config.keys.row import (
     Key,
     ValueKind,
     choice,
+    free,
     honoured,
     left_to_xla,
     no_effect,
@@ -50,18 +48,6 @@ _SIZES = (
     ("gradient_accumulation_steps", "micro-batches per update"),
 )
 
-_ELASTICITY: tuple[tuple[str, ValueKind, Any, str], ...] = (
-    ("max_train_batch_size", COUNT, 2000, "the most rows per update"),
-    ("micro_batch_sizes", MICRO_BATCHES, (2, 4, 6), "rows of one device in one micro-batch"),
-    ("min_gpus", POSITIVE, 1, "the fewest devices"),
-    ("max_gpus", POSITIVE, 10_000, "the most devices"),
-    ("prefer_larger_batch", FLAG, True, "of two batches for as many numbers of devices"),
-    ("ignore_non_elastic_batch_info", *FLAG_OFF, "true: other batch sizes have no effect"),
-    ("version", ELASTICITY_VERSION, 0.2, "0.2 knows nodes and model-parallel devices"),
-    ("num_gpus_per_node", POSITIVE, 1, "devices come and go by nodes of so many"),
-    ("model_parallel_size", POSITIVE, 1, "devices that share the rows of one"),
-)
-
 _SCALING: tuple[tuple[str, ValueKind, object, str], ...] = (
     ("auto_cast", *FLAG_OFF, "true: float leaves of the batch are cast to the compute dtype"),
     ("loss_scale", SCALE_OR_ZERO, 0.0, "0 is a dynamic scale, all else a static one"),
@@ -77,15 +63,15 @@ TRAINING: tuple[Key, ...] = (
         setting(name, POSITIVE, None, why, auto="taken from the batch that comes")
         for name, why in _SIZES
     ),
-    honoured(
-        "elasticity.enabled",
-        FLAG,
-        False,
-        "true: one batch for many numbers of devices; the micro-batch follows from the number",
-        auto=OFF,
+    *off_section(
+        "elasticity",
+        "JAX has no agent that changes the number of devices in a run; write train_batch_size and "
+        "train_micro_batch_size_per_gpu for the devices of this run",
+        **free(
+            "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time prefer_larger_batch "
+            "ignore_non_elastic_batch_info version num_gpus_per_node model_parallel_size"
+        ),
     ),
-    *(honoured(f"elasticity.{name}", *key) for name, *key in _ELASTICITY),
-    *no_effect("elasticity", "the cluster's scheduler reads it", min_time=(NON_NEGATIVE, 0)),
     setting(
         "gradient_clipping",
         AMOUNT,
@@ -333,7 +319,7 @@ OFFLOAD: tuple[Key, ...] = (
     *_offload_keys(
         "offload_param",
         5,
-        "parameters are stored in host memory (cpu) or on disk (nvme, experimental), and fetched "
+        "parameters are stored in host memory (cpu) or on disk (nvme), and fetched "
         "before their use",
     ),
     honoured(

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from offload.watched_store import WatchedStore
 
-from zerojax.experimental.disk_params import ParamReader
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.disk.store import DiskStateError
+from zerojax.offload.disk_params import DiskParam, ParamReader
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -32,7 +32,7 @@ class Stored:
         self.array: DiskArray = leaf.advance()
         self.store = store
         self.reader = ParamReader(None)
-        self.param = self.reader.array(3, VALUES.shape, VALUES.dtype, SHARDING)
+        self.param = DiskParam(self.reader, 3, VALUES.shape, VALUES.dtype, SHARDING)
         self.reader.use([None, None, None, self.array])
 
 
@@ -66,7 +66,6 @@ def test_each_entry_is_read_once_in_either_direction(
     for i in order:
         np.testing.assert_array_equal(stored.reader.read(3, 1, i), VALUES[i, 2:, :3])
     if isinstance(order, range):
-        stored.reader._pool.shutdown()
         assert len(issued) == len(set(issued)) == 5
 
 

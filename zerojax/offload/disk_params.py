@@ -10,7 +10,8 @@ import functools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, SupportsInt, cast
+from dataclasses import dataclass
+from typing import NamedTuple, Self, SupportsInt, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from zerojax.config import OffloadParam
+from zerojax.config import OffloadParam, ZeroConfig
 from zerojax.offload.disk.array import DiskArray
+from zerojax.plan.leaf import Leaf
+from zerojax.plan.places import DISK
 from zerojax.xla.types import PyTree
+
+V = TypeVar("V")
 
 _ENTIRE = -1
 """Value in place of an entry: the entire parameter."""
@@ -42,8 +47,7 @@ class _Read(NamedTuple):
 
 
 class ParamReader:
-    """A :class:`zerojax.offload.program_reader.ProgramReader`, which prefetches the next entry of a
-    stack in either direction.
+    """The reads of one program, with a prefetch of the next entry of a stack in either direction.
 
     Args:
       config: Its ``buffer_count`` is the most reads under way; None if no parameter is offloaded.
@@ -61,6 +65,13 @@ class ParamReader:
         self._ahead: dict[_Read, Future[np.ndarray]] = {}
         self._last: dict[tuple[int, int], int] = {}
         self._failed: Exception | None = None
+
+    @classmethod
+    def of(cls, config: ZeroConfig) -> Self | None:
+        """Returns a reader for one program; None if the config keeps nothing on disk."""
+        sections = config.offload_optimizer, config.offload_param
+        on_disk = any(section is not None and section.device == "nvme" for section in sections)
+        return cls(config.offload_param) if on_disk else None
 
     def use(self, values: Sequence[object]) -> None:
         """Sets the arrays of the next run: the arrays of ``values`` that are stored on disk."""
@@ -80,12 +91,6 @@ class ParamReader:
             jax.block_until_ready(results)
         if self._failed is not None:
             raise self._failed
-
-    def array(
-        self, number: int, shape: Sequence[int], dtype: np.dtype, sharding: NamedSharding
-    ) -> DiskParam:
-        """Returns an array on disk in a traced program."""
-        return DiskParam(self, number, shape, dtype, sharding)
 
     def read(self, number: int, position: SupportsInt, entry: SupportsInt) -> np.ndarray:
         """Returns a shard, see :class:`_Read`, or zeros if the read fails.
@@ -123,49 +128,52 @@ class ParamReader:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class DiskParam:
     """A parameter on disk in a traced program: a :class:`zerojax.collectives.host.Fetchable`.
 
-    Args:
+    Attributes:
       reader: Reads the parameter.
-      number: Index of the parameter, for ``reader``.
+      number: Index of the parameter in ``values`` of :meth:`ParamReader.use`.
       shape, dtype: Global shape and dtype.
       sharding: Sharding on the devices.
     """
 
-    def __init__(
-        self,
-        reader: ParamReader,
-        number: int,
-        shape: Sequence[int],
-        dtype: np.dtype,
-        sharding: NamedSharding,
-    ) -> None:
-        self.shape: tuple[int, ...]
-        self.dtype: np.dtype
-        self.ndim: int
-        self.shape, self.dtype, self.ndim = tuple(shape), dtype, len(shape)
-        self._read = functools.partial(reader.read, number)
-        self._sharding = sharding
+    reader: ParamReader
+    number: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: NamedSharding
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
 
     def fetched(self) -> jax.Array:
         """Reads the entire parameter onto the devices, sharded."""
-        return self._brought(_ENTIRE, self.shape, self._sharding.spec)
+        return self._brought(_ENTIRE, self.shape, self.sharding.spec)
 
     def entry(self, index: ArrayLike) -> jax.Array:
         """Reads one entry of the first dimension onto the devices, sharded."""
-        return self._brought(index, self.shape[1:], PartitionSpec(*self._sharding.spec[1:]))
+        return self._brought(index, self.shape[1:], PartitionSpec(*self.sharding.spec[1:]))
 
     def _brought(self, entry: ArrayLike, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-        mesh = self._sharding.mesh
+        mesh = self.sharding.mesh
+        read = functools.partial(self.reader.read, self.number)
         local = NamedSharding(mesh, spec).shard_shape(shape)
 
         def read_shard(entry: jax.Array) -> jax.Array:
             result = jax.ShapeDtypeStruct(local, self.dtype)
             position = lax.axis_index(mesh.axis_names)
-            return cast(jax.Array, jax.pure_callback(self._read, result, position, entry))
+            return cast(jax.Array, jax.pure_callback(read, result, position, entry))
 
         read_shards = jax.shard_map(
             read_shard, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False
         )
         return cast(jax.Array, read_shards(jnp.asarray(entry, jnp.int32)))
+
+
+def beside_disk(values: Sequence[V | None], leaves: Sequence[Leaf]) -> list[V | None]:
+    """Returns ``values`` as a program takes them: None in place of each leaf on disk."""
+    return [None if leaf.place == DISK else x for x, leaf in zip(values, leaves, strict=True)]

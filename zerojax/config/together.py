@@ -99,12 +99,6 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
     optimizer = values.get("optimizer")
     if optimizer is not None and optimizer.type in ONE_BIT:
         yield from _of_one_bit(values, name)
-    if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
-        yield from _beside_offload(
-            values,
-            name,
-            'optimizer.params.implementation: "mosaic_gpu" updates what is on the device',
-        )
 
 
 def _beside_offload(

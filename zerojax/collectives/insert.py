@@ -161,12 +161,6 @@ class Inserter(Scans):
         )
 
         for eqn in decided.order.equations:
-            if eqn.outvars and eqn.outvars[0] in decided.replaced:
-                (out,) = eqn.outvars
-                # The same object if the dtype is the same: the step recognizes its array.
-                new = plain(jaxprs.read(decided.replaced[out], env))
-                env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
-                continue
             values = [jaxprs.read(v, env) for v in eqn.invars]
             if not decided.shrinking.results.isdisjoint(eqn.outvars):
                 with jaxprs.traced_where(eqn):

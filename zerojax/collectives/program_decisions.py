@@ -12,7 +12,6 @@ from zerojax.collectives import adjacent, in_place, residuals, reuse, shrinking,
 from zerojax.collectives.adjacent import GatheredArrays
 from zerojax.collectives.gathering import Gatherer, Scope
 from zerojax.plan.layout import Spec
-from zerojax.trace import changes
 from zerojax.xla.types import Atom, Equation, Jaxpr
 
 
@@ -29,7 +28,6 @@ class ProgramDecisions:
         these equations runs.
       shrinking: The equations that run on each device's own sum.
       leaving: The stacks that wait in host memory for the backward pass.
-      replaced: By variable, the variable that already has the same value.
       in_place: By variable, the product of which each device computes its own shard of a gradient.
       reused: The gradients from which the program computes further values.
     """
@@ -40,7 +38,6 @@ class ProgramDecisions:
     shared: Mapping[int, GatheredArrays]
     shrinking: shrinking.OwnSumEquations
     leaving: set[Atom]
-    replaced: Mapping[Atom, Atom]
     in_place: Mapping[Atom, in_place.Product]
     reused: reuse.ReusedGradients
 
@@ -89,7 +86,6 @@ def decide(
         shared=shared,
         shrinking=shrinking.find(jaxpr, wants, scope.batch_rows, gatherer),
         leaving=set() if smallest is None else residuals.find(jaxpr, smallest),
-        replaced=changes.find_sums(jaxpr),
         in_place=products,
         reused=reused,
     )

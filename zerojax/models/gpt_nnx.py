@@ -85,10 +85,7 @@ class MLP(nnx.Module):
         self.c_proj: nnx.Linear = _linear(4 * c.n_embd, c.n_embd, c.residual_std, c, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self.kernels:
-            h = self.kernels.dense_gelu(self.c_fc, x)
-        else:
-            h = nnx.gelu(self.c_fc(x), approximate=True)
+        h = nnx.gelu(self.c_fc(x), approximate=True)
         return self.c_proj(self.layout.features(h))
 
 

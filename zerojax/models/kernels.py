@@ -60,18 +60,6 @@ class Kernels:
         fused = self.per_device(layer_norm, replicated=[2, 3])
         return fused(x, residual, weights["scale"], weights["bias"])
 
-    def dense_gelu(self, dense: nn.Dense | nnx.Linear, x: jax.Array) -> jax.Array:
-        """Computes gelu(dense(x)), [B, T, 4D]; the activation's kernel adds the bias."""
-
-        def bias_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
-            return pallas_kernels.bias_gelu(x, bias, implementation=self.implementation)
-
-        weights = parameters(dense)
-        x, kernel, bias = nn.dtypes.promote_dtype(
-            x, weights["kernel"], weights["bias"], dtype=dense.dtype
-        )
-        return self.per_device(bias_gelu, replicated=[1])(jnp.dot(x, kernel), bias)
-
     def causal_attention(
         self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None
     ) -> jax.Array:

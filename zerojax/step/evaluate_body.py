@@ -35,7 +35,7 @@ from zerojax.step.program import StepSetting
 from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast
 from zerojax.trace.broadcasts import with_broadcasts_in_loops
-from zerojax.trace.dependence import check_late
+from zerojax.trace.dependence import check_late, with_updated_copies
 from zerojax.trace.explicit import automatic_update, typed_replicated
 from zerojax.trace.loss_scaling import replacements
 from zerojax.trace.ravelled import without_ravels
@@ -164,6 +164,7 @@ def _trace(
     else:
         closed, shapes = explicit.trace(step, start, batch, setting.plan)
         closed = with_broadcasts_in_loops(without_ravels(closed))
+    closed = with_updated_copies(closed, start, shapes)
     if setting.knows_parameters:
         return closed, shapes
     return with_matrices(closed, shapes, setting.plan.leaves["rest"], setting.inserter), shapes

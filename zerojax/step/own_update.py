@@ -1,4 +1,4 @@
-"""Functions of matrices in the update of a step that updates its state itself."""
+"""Matrices in the update of a step that updates its state itself."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from zerojax.collectives.gathering import Gatherer
-from zerojax.collectives.matrices import MatrixUpdate
-from zerojax.collectives.matrices.find import computes_with_matrices, known_specs
+from zerojax.collectives.matrices import MatrixUpdate, is_of_matrices, known_specs
 from zerojax.graph.search import contains
+from zerojax.optim.over_matrices import with_muon_calls
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
@@ -24,8 +24,8 @@ from zerojax.xla.types import AnyJaxpr, Atom, Equation, PyTree
 def with_matrices(
     closed: AnyJaxpr, results: tuple[Parts, PyTree], leaves: Sequence[Leaf], gatherer: Gatherer
 ) -> AnyJaxpr:
-    """Returns a traced step with the functions of matrices in its update distributed over the
-    devices, see :mod:`zerojax.collectives.matrices`.
+    """Returns a traced step with the matrices of its update distributed over the devices, see
+    :mod:`zerojax.collectives.matrices`.
 
     The updates of an optimizer that zerojax wraps are distributed when they are traced. In other
     steps the dataflow shows which equations are the update.
@@ -36,11 +36,12 @@ def with_matrices(
       leaves: The leaves of ``rest``, which is the state.
       gatherer: Records the collectives; has the devices.
     """
+    closed = with_muon_calls(closed)
     jaxpr = jaxprs.open_jaxpr(closed)[0]
     index = jax.tree.unflatten(jax.tree.structure(results), range(len(jaxpr.outvars)))[0]
     state = jax.tree.leaves(index.rest)
     update = find_update(jaxpr, state)
-    if update is None or not any(contains(e, computes_with_matrices) for e in update.equations):
+    if update is None or not any(contains(e, is_of_matrices) for e in update.equations):
         return closed
     given: list[Spec | None] = [None] * len(jaxpr.invars)
     for i, leaf in zip(state, leaves, strict=True):

@@ -27,12 +27,13 @@ from zerojax.collectives.gathering import Gatherer
 from zerojax.distributed import log
 from zerojax.graph.primitives import ELEMENTWISE, FACTORIZATIONS, PRODUCTS
 from zerojax.graph.search import contains
-from zerojax.optim.over_matrices import is_call, program_for_one, run_call
+from zerojax.optim.over_matrices import is_call, program_for_one, run_call, with_muon_calls
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.leaf import Leaf
 from zerojax.plan.state_sharding import Plan
 from zerojax.plan.stored import pad
+from zerojax.trace import marks
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr
 
@@ -53,6 +54,7 @@ class MatrixUpdate:
       gatherer: Records the collectives; has the devices.
       shapes, specs: The shapes and the specs of the update's arguments, flat; None for an unknown
         spec.
+      advises: Whether to advise, once, of products of sharded matrices outside of calls.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class MatrixUpdate:
         gatherer: Gatherer,
         shapes: Sequence[tuple[int, ...]],
         specs: Sequence[Spec | None],
+        *,
+        advises: bool = True,
     ) -> None:
         self._gatherer, self._shapes, self._specs = gatherer, shapes, specs
-        self._advised = False
+        self._advises = advises
 
     @classmethod
     def of(cls, gatherer: Gatherer, plan: Plan, opt_state: Sequence[Leaf]) -> MatrixUpdate:
@@ -93,11 +97,9 @@ class MatrixUpdate:
         eqns = jaxprs.open_jaxpr(closed)[0].eqns
         if not any(contains(eqn, is_of_matrices) for eqn in eqns):
             return jaxprs.evaluate(closed, args, opens=lambda eqn: False)
-        jaxpr, consts = jaxprs.open_jaxpr(
-            jaxprs.without_calls(closed, opens=lambda eqn: not is_call(eqn))
-        )
+        jaxpr, consts = jaxprs.open_jaxpr(jaxprs.without_calls(closed, _opens))
         specs = known_specs(jaxpr, given, self._gatherer.mesh)
-        self._advised = self._advised or advise(jaxpr.eqns, specs)
+        self._advises = self._advises and not advise(jaxpr.eqns, specs)
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         left = [*jaxpr.eqns]
         while left:
@@ -120,8 +122,14 @@ class MatrixUpdate:
     ) -> Sequence[Any]:
         """Runs an equation that is not a call."""
         if not (eqn.primitive is prims.cond_p and contains(eqn, is_call)):
-            return jaxprs.bind_in_context(eqn, values)
+            with jaxprs.traced_where(eqn):
+                return jaxprs.bind(eqn, values)
         given = [None if isinstance(v, core.Literal) else specs.get(v) for v in eqn.invars[1:]]
+        which, *operands = values
+        operands = [
+            x if spec is None else marks.mark(x, marks.SHARD)
+            for x, spec in zip(operands, given, strict=True)
+        ]
 
         def branch(jaxpr: AnyJaxpr) -> Callable[..., list[jax.Array]]:
             def run(*args: jax.Array) -> list[jax.Array]:
@@ -132,7 +140,7 @@ class MatrixUpdate:
 
         branches = [branch(jaxpr) for jaxpr in jaxprs.param(eqn, "branches")]
         with jaxprs.context(eqn):
-            outs: list[jax.Array] = lax.switch(values[0], branches, *values[1:])
+            outs: list[jax.Array] = lax.switch(which, branches, *operands)
         return outs
 
     def _run(
@@ -146,7 +154,7 @@ class MatrixUpdate:
           spec: The spec of each stack; None if it is unknown.
         """
         shared = [jaxprs.read(v, env) for v in calls[0].invars[:-1]]
-        stacks = [env[call.invars[-1]] for call in calls]
+        stacks = [marks.mark(env[call.invars[-1]], marks.SHARD) for call in calls]
         results = [call.outvars[0] for call in calls]
         steps = self._exchanges(spec)
         if not steps:
@@ -195,6 +203,31 @@ class MatrixUpdate:
             with place, gatherer.ledger.exchanges(x, before, devices):
                 x = gatherer.constrain_always(x, spec)
         return x
+
+
+def with_matrices(closed: AnyJaxpr, specs: Sequence[Spec | None], gatherer: Gatherer) -> AnyJaxpr:
+    """Returns a traced step, which updates its state itself, with the matrices of its update
+    distributed over the devices. The updates of an optimizer that zerojax wraps are distributed
+    when they are traced.
+
+    Args:
+      closed: The step's jaxpr.
+      specs: The specs of its arguments; None for an unknown spec.
+      gatherer: Records the collectives; has the devices.
+    """
+    closed = with_muon_calls(closed)
+    jaxpr, _ = jaxprs.open_jaxpr(closed)
+    if not any(contains(eqn, is_call) for eqn in jaxpr.eqns):
+        return closed
+    shapes = [v.aval.shape for v in jaxpr.invars]
+    run = MatrixUpdate(gatherer, shapes, specs, advises=False)
+    arguments = map(jaxprs.like, (v.aval for v in jaxpr.invars))
+    return jax.make_jaxpr(lambda *args: run(closed, args))(*arguments)
+
+
+def _opens(eqn: Equation) -> bool:
+    """Returns whether a call is inlined: not one of matrices, nor one of the model."""
+    return not is_call(eqn) and not contains(eqn, jaxprs.is_differentiated)
 
 
 def computes_with_matrices(eqn: Equation) -> bool:

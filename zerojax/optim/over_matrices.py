@@ -15,11 +15,9 @@ from types import CodeType
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as prims
-from jax.tree_util import KeyPath
 from optax.contrib import MuonDimensionNumbers, _muon
 
 from zerojax.graph.def_use import graph_of
@@ -67,18 +65,19 @@ def over_matrices(fn: Function) -> Callable[[PyTree], PyTree]:
     """
 
     def zerojax_over_matrices(stack: jax.Array) -> jax.Array:
-        return lax.map(fn, stack)
+        outs: jax.Array = lax.map(fn, stack)
+        return outs
 
     call = jax.jit(zerojax_over_matrices)
 
-    def of_leaf(path: KeyPath, x: jax.Array) -> jax.Array:
+    def of_leaf(path: tuple[object, ...], x: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path) or "the array"
         if x.ndim < 2:
             raise ValueError(
                 f"over_matrices: {name} has shape {x.shape}, not [..., m, n]: pass only matrices "
                 "and stacks of matrices (optax.partition or optax.masked select them)."
             )
-        out = call(x.reshape(-1, *x.shape[-2:]))
+        out: jax.Array = call(x.reshape(-1, *x.shape[-2:]))
         if out.shape[1:] != x.shape[-2:]:
             raise ValueError(
                 f"over_matrices: for {name} the function returns shape {out.shape[1:]}, not that "
@@ -219,11 +218,9 @@ def _traced_to(block: Jaxpr) -> Callable[[jax.Array, jax.Array], jax.Array] | No
     """Returns optax's function, with the arguments with which it traces to a program of a stack
     [count, m, n] and coefficients; None if none are found."""
     inside = [*equations(block)]
-    literals = (v.val for eqn in inside for v in eqn.invars if isinstance(v, core.Literal))
-    numbers = (
-        float(x) for x in literals if np.ndim(x) == 0 and np.issubdtype(x.dtype, np.floating)
-    )
-    small = [*dict.fromkeys(x for x in numbers if 0 < x < 1e-3)] or [1e-8]
+    literals = (v for eqn in inside for v in eqn.invars if isinstance(v, core.Literal))
+    numbers = (float(jaxprs.read(v, {})) for v in literals if not v.aval.ndim)
+    small = [*dict.fromkeys(x for x in numbers if 0 < x < 1e-2)] or [1e-8]
     steps = [jaxprs.param(e, "length") for e in inside if e.primitive is prims.scan_p] or [5]
     shapes = [jaxprs.like(v.aval) for v in block.invars]
     for kind, eps in itertools.product(("frobenius", "aol", "schatten", "spectral"), small):

@@ -20,7 +20,7 @@ program that is being traced. Read ``insert`` first, then ``shard`` and ``gather
 - Rules for one kind of equation: ``propagate`` (specs through moves), ``lookups``, ``in_place``
   (products with weights that stay sharded), ``convolutions``, ``gradients``, ``uneven``,
   ``copies``, ``widening``, ``minibatches``.
-- The optimizer's update: ``matrices`` (functions of matrices, of which each device runs some).
+- The optimizer's update: ``matrices`` (each device computes with some of the matrices).
 - Order of the program, for XLA: ``order``, ``window``. ``layer``: the size of a layer, for options
   of XLA.
 - Reports: ``decisions`` (one collective as data), ``ledger`` (the record of them).

@@ -170,7 +170,7 @@ def wrap(
 
         # Parameters may contain functions (of an Equinox module), which cannot be arguments.
         arrays = all(isinstance(x, jax.Array) for x in jax.tree.leaves((state.inner, params)))
-        given = (state.inner, params) if run is not None and arrays else ()
+        given = (state.inner, params) if arrays else ()
         inner_update = TracedUpdate(update_inner, grads, *given)
         used = inner_update.uses
         # Gradients that have been offloaded come with their square sums.

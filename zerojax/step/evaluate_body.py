@@ -15,6 +15,7 @@ from zerojax.accumulation.roles import Roles, roles_of
 from zerojax.accumulation.run import MicroBatches, Trace, rows_together
 from zerojax.collectives import kept
 from zerojax.collectives.host import Host
+from zerojax.collectives.matrices import with_matrices
 from zerojax.devices.mesh import STAGE
 from zerojax.distributed import log
 from zerojax.optim.wrap import ZeroOptState, choose
@@ -30,7 +31,6 @@ from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import WithShards, enter_arguments
 from zerojax.step.gradient_norm import with_gradient_norm
 from zerojax.step.loop_advice import advise
-from zerojax.step.own_update import with_matrices
 from zerojax.step.program import StepSetting
 from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast
@@ -167,7 +167,12 @@ def _trace(
     closed = with_updated_copies(closed, start, shapes)
     if setting.knows_parameters:
         return closed, shapes
-    return with_matrices(closed, shapes, setting.plan.leaves["rest"], setting.inserter), shapes
+    leaves, tree = jax.tree.flatten((start, batch))
+    specs: list[Spec | None] = [None] * len(leaves)
+    state = jax.tree.leaves(jax.tree.unflatten(tree, range(len(leaves)))[0].rest)
+    for i, leaf in zip(state, setting.plan.leaves["rest"], strict=True):
+        specs[i] = layout.full(leaf.spec, len(leaf.shape))
+    return with_matrices(closed, specs, setting.inserter), shapes
 
 
 def _in_compute_dtype(setting: StepSetting, batch: PyTree) -> PyTree:

@@ -189,8 +189,6 @@ def _equation(
         return [_placed(values[0], requested, mesh)]
     if eqn.primitive is prims.sharding_constraint_p and requested is not None:
         return [_placed(values[0], requested, mesh)]
-    if eqn.primitive.name == "shard_map" and not explicit_axes(jaxprs.param(eqn, "mesh")):
-        return jaxprs.bind(eqn, values)  # of the optimizer, see zerojax.collectives.matrices
     if eqn.primitive.name == "shard_map":
         raise NotImplementedError(
             "jax.shard_map in a step under jax.set_mesh with explicit axes: make the mesh with "

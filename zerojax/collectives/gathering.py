@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.collectives.adjacent import GatheredArrays
 from zerojax.collectives.host import Host, fetch_to_device
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.quantization import dequantize, quantize
@@ -45,8 +44,7 @@ class Scope:
 
     ``share``, ``replace``, ``host``, ``window``, ``batch_rows``, ``behind``, ``row_sums``,
     ``of_layer`` and ``of_step`` are set when the scope begins. The other attributes record what the
-    equations that have run in the scope gathered, used and reduced; ``adjacent`` is set for each
-    equation.
+    equations that have run in the scope gathered, used and reduced.
 
     Attributes:
       share: whether one gather serves all uses in the scope.
@@ -62,8 +60,6 @@ class Scope:
       rows: the rows last looked up in a gathered table; the gather of the next such table waits for
         them.
       all_rows: the activations that products with sharded weights gathered, oldest first.
-      adjacent: the gathers that an equation, and the equations of a function that it calls, share
-        with adjacent equations; None if the equation shares no gather.
       window: delays gathers outside loops over stacks; None if gathers are not delayed.
       cotangent: the cotangent of the last block of the backward pass that was held back.
       batch_rows: the number of rows of the batch; None if unknown.
@@ -85,7 +81,6 @@ class Scope:
     used_unsharded: set[int] = field(default_factory=set)
     rows: jax.Array | None = None
     all_rows: AllRows = field(default_factory=dict)
-    adjacent: GatheredArrays | None = None
     window: Window | None = None
     cotangent: jax.Array | None = None
     batch_rows: int | None = None
@@ -281,9 +276,8 @@ class Gatherer:
         gathering = shard.gathering
         if gathering.narrow is not None:  # half the bytes, or less
             return gathering.narrow.widen(self.gather(gathering.narrow.shard, scope, rest))
-        gathered = scope.gathered if scope.adjacent is None else scope.adjacent
-        if id(shard) in gathered:
-            return gathered[id(shard)][1]
+        if id(shard) in scope.gathered:
+            return scope.gathered[id(shard)][1]
         if gathering.host:
             unsharded = self.all_gather(
                 fetch_to_device(shard.value), shard.spec, quantized=gathering.quantized
@@ -300,8 +294,8 @@ class Gatherer:
                 (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), scope.token
             )
         unsharded = self.all_gather(value, shard.spec, quantized=gathering.quantized)
-        if scope.share or scope.adjacent is not None:
-            gathered[id(shard)] = shard, unsharded
+        if scope.share:
+            scope.gathered[id(shard)] = shard, unsharded
         return unsharded
 
     def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:

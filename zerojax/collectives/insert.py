@@ -154,13 +154,12 @@ class Inserter(Scans):
         """
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         decided = program_decisions.decide(jaxpr, args, want, self, scope, self.smallest)
-        scope.used_unsharded |= decided.reused.used_unsharded
-        outer = scope.adjacent  # shared by the call that runs this jaxpr
+        scope.used_unsharded |= decided.used_unsharded
         env: dict[Atom, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
 
-        for eqn in decided.order.equations:
+        for eqn in jaxpr.eqns:
             if eqn.outvars and eqn.outvars[0] in decided.replaced:
                 (out,) = eqn.outvars
                 # The same object if the dtype is the same: the step recognizes its array.
@@ -168,10 +167,6 @@ class Inserter(Scans):
                 env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
                 continue
             values = [jaxprs.read(v, env) for v in eqn.invars]
-            if not decided.shrinking.results.isdisjoint(eqn.outvars):
-                with jaxprs.traced_where(eqn):
-                    env[eqn.outvars[0]] = decided.shrinking.run(eqn, values, decided.wants, self)
-                continue
             if any(isinstance(v, PartialSum) for v in values):
                 if partial_sums.links(eqn):
                     env[eqn.outvars[0]] = values[0].then(eqn)
@@ -179,7 +174,6 @@ class Inserter(Scans):
                 values = [
                     partial_sums.total(v, self) if isinstance(v, PartialSum) else v for v in values
                 ]
-            scope.adjacent = decided.shared.get(id(eqn), outer)
             with jaxprs.traced_where(eqn):
                 if (
                     any(isinstance(v, Shard | HostStack) for v in values)
@@ -194,11 +188,7 @@ class Inserter(Scans):
                     outs = jaxprs.bind(eqn, values)
                     at = minibatches.rows_at(eqn, scope.batch_rows) if scope.of_step else None
                     outs = outs if at is None else [self.by_rows(outs[0], at)]
-            env.update(
-                (v, decided.reused.as_shard(v, x, decided.wants))
-                for v, x in zip(eqn.outvars, outs, strict=True)
-            )
-            decided.order.follow(eqn, env)
+            env.update(zip(eqn.outvars, outs, strict=True))
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
 
     def _equation(

@@ -124,11 +124,6 @@ def test_stages_need_not_divide_the_micro_batches(
 
 
 @pytest.mark.slow
-def test_several_rounds() -> None:
-    check(zero_on(2, 2, 4, pipeline_rounds=2), "experts dropout remat")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.sweep), "1f1b"])
 def test_nnx(schedule: str) -> None:
     losses = []
@@ -150,13 +145,6 @@ def refused(
     """Fails unless a step is refused as soon as it is traced."""
     with pytest.raises(ValueError, match=match):
         zero(step).lower(zero.abstract_state(create), batches(rows, 1)[0])
-
-
-def test_rounds_must_divide_layers_and_micro_batches() -> None:
-    match = r"rounds = 3 does not divide the 2 layers .* of \[1, 2\]"
-    refused(zero_on(2, 2, 4, pipeline_rounds=3), match)
-    match = r"pipeline\.rounds = 2 needs micro-batches that the 2"
-    refused(zero_on(2, 2, 3, pipeline_rounds=2), match, rows=24)
 
 
 def test_rows_that_a_layer_combines_are_refused() -> None:

@@ -53,9 +53,8 @@ class Planned:
     def schedule(self) -> Schedule | None:
         """The order in which pipeline stages run micro-batches; None without stages."""
         plan = self.forecast.plan
-        config = plan.config
-        keys = config.pipeline_rounds, config.pipeline_schedule
-        return Schedule.of(plan.mesh, self.choice.accumulation, *keys)
+        order = plan.config.pipeline_schedule
+        return Schedule.of(plan.mesh, self.choice.accumulation, order)
 
     @property
     def reserve(self) -> int:

@@ -91,9 +91,9 @@ class EvaluationProgram:
         ]
         self._placer = BatchPlacer(plan.lowering_mesh)
         sizes = self._config.batch(micro_batch_devices(plan.mesh))
-        rounds, self._micro = self._config.pipeline_rounds, sizes.micro
+        self._micro = sizes.micro
         self._stages: Stages | None = None
-        if schedule := Schedule.of(plan.lowering_mesh, sizes.accumulation, rounds):
+        if schedule := Schedule.of(plan.lowering_mesh, sizes.accumulation):
             self._stages = Stages(function.__name__, plan, schedule, states.warn_once)
             self._micro = sizes.train and sizes.train // batch_devices(plan.mesh)
         overlap = self._config.overlap_comm is not False

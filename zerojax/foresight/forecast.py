@@ -229,8 +229,7 @@ class Forecast:
         model_flops = 3 * sum(each.times * each.forward for each in self.programs)
         mesh, config = self.plan.mesh, self.plan.config
         accumulation = config.batch(self.row_devices).accumulation
-        keys = config.pipeline_rounds, config.pipeline_schedule
-        if schedule := Schedule.of(mesh, accumulation, *keys):
+        if schedule := Schedule.of(mesh, accumulation, config.pipeline_schedule):
             model_flops *= 1 - schedule.bubble
         return model_flops / (self.seconds * max(self.rates.matrix.values()))
 

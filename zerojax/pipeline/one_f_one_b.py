@@ -226,8 +226,8 @@ class _Program:
             if kind.rows
         }
         state = _State(
-            State(arriving, streams, {}, forward.empty()),
-            State(back, leaving, {}, self.backward.empty()),
+            State(arriving, streams, forward.empty()),
+            State(back, leaving, self.backward.empty()),
             [self._empty(v) for v in plan.middle.crossing],
         )
         n, m = schedule.stages - 1, schedule.micro_batches
@@ -309,7 +309,7 @@ class _Program:
             key: lax.dynamic_update_index_in_dim(state.streams[key], stage.sent(x, -1), slot, 0)
             for key, x in streams.items()
         }
-        return State({k: stage.sent(x, 1) for k, x in leaving.items()}, streams, {}, results), env
+        return State({k: stage.sent(x, 1) for k, x in leaving.items()}, streams, results), env
 
     def _backward(
         self,
@@ -353,7 +353,7 @@ class _Program:
         for j, x in state.streams.items():
             leaving = stage.sent(jnp.where(last, sent[j], entry(x, slot)), 1)
             streams[j] = lax.dynamic_update_index_in_dim(x, leaving, slot, 0)
-        return State({j: stage.sent(x, 1) for j, x in sent.items()}, streams, {}, results)
+        return State({j: stage.sent(x, 1) for j, x in sent.items()}, streams, results)
 
     def _empty(self, v: Atom) -> jax.Array:
         """Returns a crossing value before the first tick."""

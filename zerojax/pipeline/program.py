@@ -156,13 +156,6 @@ class Pipeline:
     ) -> None:
         """Refuses a loop whose layers the stages do not divide, or do not store."""
         n, stages = jaxprs.param(eqn, "length"), self._schedule.stages
-        if n % stages == 0 and n % (stages * self._schedule.rounds):
-            fits = [k for k in range(1, n + 1) if n // stages % k == 0]
-            raise ValueError(
-                f"{self._name}: pipeline.rounds = {self._schedule.rounds} does not divide the "
-                f"{n // stages} layers of each stage in the loop at {where(eqn)}: take one of "
-                f"{fits}."
-            )
         if n % stages:
             fits = [k for k in range(1, n + 1) if n % k == 0]
             raise ValueError(
@@ -274,8 +267,7 @@ class Pipeline:
                 return v.val
             if v not in env and v in stored:
                 x, dim = stored[v]
-                x = slots.in_order(x[:-1], 1, self._schedule)
-                env[v] = slots.from_slots(x, dim, self._schedule)
+                env[v] = slots.from_slots(x[:-1], dim, self._schedule)
             return env[v]
 
         def operand(loop: LayerLoop, i: int, v: Atom) -> jax.Array:
@@ -284,8 +276,7 @@ class Pipeline:
                 return read(v) if same is None else self._one_for_all(*same, read)
             if v in stored:
                 return stored[v][0]
-            x = slots.to_slots(read(v), loop.operands[i].dim, self._schedule)
-            return slots.interleaved(x, 1, self._schedule)
+            return slots.to_slots(read(v), loop.operands[i].dim, self._schedule)
 
         def run(i: int, eqn: Equation) -> None:
             with jaxprs.traced_where(eqn):

@@ -159,13 +159,11 @@ OTHERS: tuple[Key, ...] = (
         field="pipeline_stages",
         auto='the mesh decides: its axis "stage", if it has one',
     ),
-    honoured(
-        "pipeline.rounds",
-        POSITIVE,
-        1,
-        "each stage has this many groups of layers, and micro-batches pass all stages as often "
-        "(the circular schedule); 1 is GPipe; a key of zerojax",
-        field="pipeline_rounds",
+    *off_only(
+        "pipeline",
+        "a stage has one group of layers; for a smaller bubble set gradient_accumulation_steps "
+        "higher",
+        rounds=(POSITIVE, 1),
     ),
     honoured(
         "pipeline.schedule",

@@ -151,13 +151,13 @@ class Stage:
             i: jnp.zeros_like(streams[i][0]) if i in streams else jnp.zeros_like(values[i])
             for i in self.moving
         }
-        start = State(arriving, streams, self.empty())
+        start = State(arriving, streams, self._empty())
 
         def tick(state: State, t: jax.Array) -> tuple[State, None]:
             return self._tick(state, t, place, values), None
 
         state, _ = lax.scan(tick, start, jnp.arange(schedule.ticks))
-        return [self.result(i, state) for i in range(len(self.loop.results))]
+        return [self._result(i, state) for i in range(len(self.loop.results))]
 
     def _tick(
         self, state: State, t: jax.Array, place: jax.Array, values: Sequence[jax.Array]
@@ -167,24 +167,23 @@ class Stage:
         busy = (entered >= 0) & (entered < m)
         slot, first, last = t % schedule.slots, place == 0, place == schedule.stages - 1
         micro_batch = self.streams.micro_batch(jnp.clip(entered, 0, m - 1))
-        streams = {i: entry(x, slot) for i, x in state.streams.items()}
+        streams = {i: _entry(x, slot) for i, x in state.streams.items()}
         given = [*values]
         for i in self.moving:
             given[i] = jnp.where(first, streams.get(i, values[i]), state.arriving[i])
         number = self.loop.rows
         rows = layer.Rows(self.streams.first_row(micro_batch, number), number, schedule.axes)
-        kept = micro_batch, jnp.where(busy, micro_batch, m)  # the last slot is never read
-        outs, results = self.run_layers(given, state.results, rows, busy, kept)
+        outs, results = self._run_layers(given, state.results, rows, busy, micro_batch)
         leaving = {i: given[i] for i in self.moving} | dict(zip(self.carry, outs, strict=True))
-        streaming = {i: self.sent(x, -1) for i, x in streams.items()}
+        streaming = {i: self._sent(x, -1) for i, x in streams.items()}
         for i in self.carry:
             if i in streaming:
                 streaming[i] = jnp.where(last, leaving[i], streaming[i])
         for i in range(self.n):
             if i in results:
-                results[i] = self.next_sum(i, state.results[i], outs[i], busy & last)
+                results[i] = self._next_sum(i, state.results[i], outs[i], busy & last)
         return State(
-            {i: self.sent(x, 1) for i, x in leaving.items()},
+            {i: self._sent(x, 1) for i, x in leaving.items()},
             {
                 i: lax.dynamic_update_index_in_dim(state.streams[i], x, slot, 0)
                 for i, x in streaming.items()
@@ -192,13 +191,13 @@ class Stage:
             results,
         )
 
-    def run_layers(
+    def _run_layers(
         self,
         given: Sequence[jax.Array],
         results: dict[int, jax.Array],
         rows: layer.Rows,
         busy: jax.Array,
-        kept: tuple[jax.Array, jax.Array],
+        micro_batch: jax.Array,
     ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
         """Runs the stage's layers on one micro-batch. Returns the carry and the
         results, which are written layer by layer, so that no stack of one micro-batch exists.
@@ -208,25 +207,27 @@ class Stage:
           results: The results so far.
           rows: The rows of the micro-batch on this device.
           busy: Whether the results count.
-          kept: The slots where stored operands are read, and stored results written.
+          micro_batch: The slot where stored operands are read, and stored results written.
         """
         first, n, loop = self.carry.start, self.n, self.loop
+        # The last slot is never read.
+        target = jnp.where(busy, micro_batch, self.schedule.micro_batches)
         pair = EquationPair(loop.global_equation, loop.equation)
 
         def run(state: Any, i: jax.Array) -> Any:
             carry, results = state
             entries = [
-                entry(entry(x, kept[0]), i) if loop.is_stored(k) else entry(x, i)
+                _entry(_entry(x, micro_batch), i) if loop.is_stored(k) else _entry(x, i)
                 for k, x in enumerate(given)
                 if k >= self.carry.stop
             ]
             outs = layer.run(pair, [*given[:first], *carry, *entries], rows)
             written = dict(results)
             for k in range(n, len(outs)):
-                place = (kept[1], i) if loop.stores(k) else (i,)
+                place = (target, i) if loop.stores(k) else (i,)
                 new, rest = outs[k], results[k].ndim - len(place)
                 if not loop.stores(k):
-                    new = self.next_sum(k, entry(results[k], i), new, busy)
+                    new = self._next_sum(k, _entry(results[k], i), new, busy)
                 start = (*place, *[jnp.zeros((), i.dtype)] * rest)
                 new = new.reshape((1,) * len(place) + new.shape)
                 written[k] = lax.dynamic_update_slice(results[k], new, start)
@@ -236,19 +237,19 @@ class Stage:
         (carry, results), _ = lax.scan(run, start, jnp.arange(self.length), reverse=self.reverse)
         return carry, results
 
-    def next_sum(self, i: int, old: jax.Array, new: jax.Array, counts: jax.Array) -> jax.Array:
+    def _next_sum(self, i: int, old: jax.Array, new: jax.Array, counts: jax.Array) -> jax.Array:
         """Returns a sum so far, or the latest value, after a value that may count."""
         if self.loop.results[i].reduced:
             both = REDUCTIONS[self.loop.results[i].name].of_two
             new = both(old, new.astype(old.dtype))
         return jnp.where(counts, new, old)
 
-    def sent(self, x: jax.Array, by: int) -> jax.Array:
+    def _sent(self, x: jax.Array, by: int) -> jax.Array:
         """Sends an array ``by`` stages on in the direction of the pipeline."""
         n, by = self.schedule.stages, -by if self.reverse else by
         return lax.ppermute(x, STAGE, [(i, (i + by) % n) for i in range(n)])
 
-    def empty(self) -> dict[int, jax.Array]:
+    def _empty(self) -> dict[int, jax.Array]:
         """Returns the results before the first tick, except those that come back in the streams."""
         empty = {}
         for i, (v, kind) in enumerate(
@@ -258,7 +259,7 @@ class Stage:
             if i >= self.n:
                 shape = (self.length, *shape[1:])
             if self.loop.stores(i):
-                empty[i] = jnp.zeros((self.schedule.kept_slots, *shape), dtype)
+                empty[i] = jnp.zeros((self.schedule.micro_batches + 1, *shape), dtype)
             elif kind.reduced:
                 dtype = self.loop.dtypes[i]
                 empty[i] = jnp.full(shape, REDUCTIONS[kind.name].neutral(dtype), dtype)
@@ -266,7 +267,7 @@ class Stage:
                 empty[i] = jnp.zeros(shape, dtype)
         return empty
 
-    def result(self, i: int, state: State) -> jax.Array:
+    def _result(self, i: int, state: State) -> jax.Array:
         kind, schedule = self.loop.results[i], self.schedule
         if i < self.n and kind.rows:
             return self.streams.close(state.streams[self.carry[i]], kind.dim)
@@ -279,5 +280,5 @@ class Stage:
         return value[None] if kind.reduced else value
 
 
-def entry(x: jax.Array, i: jax.Array) -> jax.Array:
+def _entry(x: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(x, i, keepdims=False)

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
-from zerojax.devices.mesh import STAGE, batch_axes, nearest_multiples, stage_size
+from zerojax.devices.mesh import STAGE, batch_axes, stage_size
 
 
 class Schedule(NamedTuple):
-    """GPipe over the axis "stage" of a mesh (Huang et al., 2019, arXiv:1811.06965), or 1F1B
-    (:mod:`zerojax.pipeline.one_f_one_b`).
+    """GPipe over the axis "stage" of a mesh (Huang et al., 2019, arXiv:1811.06965).
 
     At tick t the p-th stage from the entrance runs micro-batch t - p: M micro-batches pass S stages
     in M + S - 1 ticks. Of these ticks every stage idles for S - 1.
@@ -20,53 +19,15 @@ class Schedule(NamedTuple):
     Attributes:
       mesh: The devices.
       micro_batches: Micro-batches a step, M.
-      joined: Whether the passes forward and backward share ticks (1F1B).
     """
 
     mesh: Mesh | AbstractMesh
     micro_batches: int
-    joined: bool = False
 
     @classmethod
-    def of(
-        cls, mesh: Mesh | AbstractMesh, micro_batches: int, order: str = "gpipe"
-    ) -> Schedule | None:
-        """Returns the schedule on a mesh; None if the mesh has no pipeline stages.
-
-        Args:
-          order: "gpipe" or "1f1b".
-
-        Raises:
-          ValueError: With 1F1B the stages do not divide the micro-batches.
-        """
-        if stage_size(mesh) == 1:
-            return None
-        schedule = cls(mesh, micro_batches, order == "1f1b")
-        if schedule.joined and not schedule.is_even:
-            raise ValueError(
-                f'pipeline.schedule = "1f1b" needs micro-batches that the {schedule.stages} stages '
-                f"divide, not gradient_accumulation_steps = {micro_batches}: take "
-                f"{nearest_multiples(micro_batches, schedule.stages)}, or "
-                'pipeline.schedule = "gpipe".'
-            )
-        return schedule
-
-    @property
-    def name(self) -> str:
-        """The name of the schedule in the literature."""
-        return "1F1B" if self.joined else "GPipe"
-
-    @property
-    def kept(self) -> int:
-        """Micro-batches of which a stage keeps what their backward pass needs: M, or with 1F1B at
-        most 2 S - 1."""
-        most = self.micro_batches
-        return min(most, 2 * self.stages - 1) if self.joined else most
-
-    @property
-    def kept_slots(self) -> int:
-        """Slots for what a stage keeps: one more for idle ticks if all micro-batches have one."""
-        return self.kept + (self.kept == self.micro_batches)
+    def of(cls, mesh: Mesh | AbstractMesh, micro_batches: int) -> Schedule | None:
+        """Returns the schedule on a mesh; None if the mesh has no pipeline stages."""
+        return None if stage_size(mesh) == 1 else cls(mesh, micro_batches)
 
     @property
     def stages(self) -> int:

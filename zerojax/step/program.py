@@ -103,7 +103,7 @@ class StepSetting:
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
         self.divide = ArgumentReader(plan)
         sizes, rows_at = config.batch(micro_batch_devices(mesh)), function.form.batch_axis
-        self.schedule = Schedule.of(mesh, sizes.accumulation, config.pipeline_schedule)
+        self.schedule = Schedule.of(mesh, sizes.accumulation)
         if self.schedule is not None:
             _check_beside_stages(config, self.exchange)
         _check_batch_axis(self.exchange, sizes.accumulation, self.schedule, rows_at)

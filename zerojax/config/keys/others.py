@@ -165,13 +165,11 @@ OTHERS: tuple[Key, ...] = (
         "higher",
         rounds=(POSITIVE, 1),
     ),
-    honoured(
-        "pipeline.schedule",
-        choice("gpipe", "1f1b"),
-        "gpipe",
-        '"1f1b" runs the backward pass of a micro-batch among the forward passes of later ones: '
-        "each of S stages keeps activations of at most 2 S - 1 micro-batches; a key of zerojax",
-        field="pipeline_schedule",
+    *off_only(
+        "pipeline",
+        "the schedule is GPipe's; where the activations of all micro-batches do not fit, let the "
+        "layers rematerialise, or train at stage 3 without pipeline stages",
+        schedule=(choice("gpipe", "1f1b"), "gpipe"),
     ),
     *no_effect(
         "pipeline",

@@ -11,11 +11,9 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
 from jaxprs import Spec, equations, gathers, the
-from swept import swept
 
 import zerojax
 from zerojax.collectives import Inserter, Shard, kept
@@ -100,15 +98,6 @@ def test_what_is_inserted_is_an_identity(name: str) -> None:
     assert exact.differing(inserted(CASES[name]), plain, weights(), X) == []
 
 
-@pytest.mark.parametrize("name", swept(CASES))
-def test_same_numbers(name: str) -> None:
-    tolerance = 1e-6 if name == "rounded" else 1e-12
-    with jax.enable_x64(True):
-        got = jax.jit(inserted(CASES[name]))(weights(), X)
-        for a, b in zip(got, jax.jit(jax.value_and_grad(CASES[name]))(weights(), X), strict=True):
-            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-
-
 @functools.cache
 def moves(name: str, *, overlap: bool = True, layers: int = LAYERS) -> list[tuple[str, ...]]:
     """What each gather stands in."""
@@ -155,22 +144,14 @@ def test_what_an_iteration_keeps_is_stacked_as_a_shard() -> None:
     assert "data" in makers[v].params["sharding"].spec
 
 
-@pytest.mark.parametrize("remat", swept([False, True]))
-def test_a_widened_stack_is_gathered_before_it_is_widened(remat: bool) -> None:
-    loss = scanned(moved, remat=remat)
-
+def test_a_widened_stack_is_gathered_before_it_is_widened() -> None:
     def widened(ws: Any, x: Any) -> Any:
-        return loss(ws.astype("float32"), x)
+        return CASES["moved"](ws.astype("float32"), x)
 
     arrays = jnp.asarray(weights(), "bfloat16"), jnp.asarray(X, "float32")
     found = gathers(jax.make_jaxpr(inserted(widened))(*arrays))
     ahead = [move.inside for move in found if move.dtype == "bfloat16"]
     assert ahead.count(()) == 2 * ahead.count(("scan",)) >= 4
-    for a, b in zip(
-        jax.jit(inserted(widened))(*arrays), jax.jit(jax.value_and_grad(widened))(*arrays),
-        strict=True,
-    ):  # fmt: skip
-        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -253,28 +234,13 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    remat: bool = True
-
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
+        layer = nn.remat(Layer, prevent_cse=False)
         scanned = nn.scan(
             layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
         )
         return nn.Dense(N)(scanned()(nn.Dense(N)(x), None)[0])
-
-
-class NNXStack(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        make = nnx.vmap(lambda rngs: nnx.Linear(N, N, rngs=rngs, param_dtype="float64"))
-        self.layers = make(rngs.split(LAYERS))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        def run(x: jax.Array, layer: nnx.Linear) -> jax.Array:
-            return jnp.tanh(layer(x))
-
-        return run(x, self.layers)
 
 
 BATCH = np.random.default_rng(2).normal(size=(32, N))
@@ -288,17 +254,11 @@ def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     return state.apply_gradients(grads=grads), value
 
 
-def create(remat: bool = True) -> TrainState:
-    model = Stack(remat)
+def create() -> TrainState:
+    model = Stack()
     params = model.init(jax.random.key(0), jnp.ones((1, N)))["params"]
     params = jax.tree.map(lambda x: x.astype("float64"), params)
     return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
-
-
-def nnx_step(model: Any, optimizer: Any, batch: Any) -> Any:
-    value, grads = nnx.value_and_grad(lambda model: jnp.mean(model(batch) ** 2))(model)
-    optimizer.update(model, grads)
-    return value
 
 
 def zero_of(**keywords: Any) -> zerojax.Zero:
@@ -307,18 +267,11 @@ def zero_of(**keywords: Any) -> zerojax.Zero:
 
 @pytest.mark.parametrize(
     "keywords",
-    swept(
-        [
-            {"cpu_checkpointing": True},
-            {"gradient_accumulation_steps": 4},
-            {},
-            {"zero_hpz_partition_size": 4},
-            {"mesh": zerojax.mesh(replicas=2), "gradient_accumulation_steps": 4},
-            {"offload_optimizer": "cpu", "offload_param": "cpu"},
-            {"overlap_comm": False},
-        ]
-    ),
-    ids=lambda keywords: ", ".join(keywords) or "plain",
+    [
+        {"cpu_checkpointing": True, "zero_hpz_partition_size": 4},
+        {"mesh": zerojax.mesh(replicas=2), "gradient_accumulation_steps": 2},
+    ],
+    ids=lambda keywords: ", ".join(keywords),
 )
 def test_a_training_step(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "SMALL", 0)
@@ -331,24 +284,4 @@ def test_a_training_step(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPat
             losses.append((loss, plain_loss))
         np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-9)
         for a, b in zip(*map(jax.tree.leaves, (got.params, want.params)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_an_nnx_scan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "SMALL", 0)
-
-    def create() -> tuple[Any, Any]:
-        model = NNXStack(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-    with jax.enable_x64(True):
-        zero = zero_of(gradient_accumulation_steps=4)
-        want = create()
-        got = zero.init(lambda: nnx.merge(*nnx.split(want)))
-        step, plain = zero(nnx_step), nnx.jit(nnx_step)
-        for _ in range(2):
-            np.testing.assert_allclose(step(*got, BATCH), plain(*want, BATCH), rtol=1e-9)
-        states = [jax.tree.leaves(nnx.state(model[0])) for model in (got, want)]
-        for a, b in zip(*states, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)

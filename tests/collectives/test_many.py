@@ -1,7 +1,6 @@
 """Small parameters: one all-gather for all of them, at every stage that cuts them."""
 
 from collections import Counter
-from itertools import product
 from typing import Any
 
 import flax.linen as nn
@@ -12,7 +11,6 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jaxprs import gathers
-from swept import swept
 
 import zerojax
 from zerojax.collectives import Shard, kept, many
@@ -113,8 +111,7 @@ def sent(stage: int, leaves: int, **more: Any) -> tuple[Counter[str], Counter[st
 
 
 @pytest.mark.parametrize(
-    ("stage", "more"),
-    swept(product([3, 2, 1], [{"gradient_accumulation_steps": 2}, {}, {"bf16": True}])),
+    ("stage", "more"), [(3, {"gradient_accumulation_steps": 2}), (1, {"bf16": True})]
 )
 def test_one_gather_for_all(stage: int, more: dict[str, Any]) -> None:
     counts, moved = sent(stage, 12, **more)
@@ -122,11 +119,10 @@ def test_one_gather_for_all(stage: int, more: dict[str, Any]) -> None:
     assert moved["all-gather"] == 12 * 8 * 4 * 7 / 8  # XLA for CPU gathers bf16 as float32
 
 
-@pytest.mark.parametrize("stage", swept([3, 1]))
-def test_the_numbers_and_the_cut_stay(stage: int) -> None:
+def test_the_numbers_and_the_cut_stay() -> None:
     x = np.random.default_rng(0).normal(size=(ROWS, 8))
     with jax.enable_x64(True):
-        zero, key = zero_for(stage), jax.random.key(0)
+        zero, key = zero_for(3), jax.random.key(0)
         state, plain = zero.init(creating(6), key), creating(6)(key)
         decorated, jitted = zero(step), jax.jit(step)
         for _ in range(3):

@@ -1,7 +1,6 @@
 """Stacks that loops take layer by layer are not transposed once they are gathered."""
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import exact
@@ -10,18 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from collectives import large_layers
 from flax.training.train_state import TrainState
 from jax import lax
 from jaxprs import gathers
-from swept import swept
 
 import zerojax
-from benchmarks.measure import Case, compile_case
 from zerojax.collectives import Inserter, Shard, kept
 from zerojax.xla.unused import without_unused
 
 MESH = zerojax.mesh()
-LAYERS, INTO, OUT = 3, 512, 256
+LAYERS, INTO, OUT = 3, 128, 96
 SPECS = [(None, "data", None), (None, None, "data")]
 
 
@@ -104,28 +102,14 @@ def test_what_is_gathered(function: Callable[..., Any], spec: Any) -> None:
     assert [move.shape for move in found] == [shape]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("function", [*MOVED, *UNQUANTIZED], ids=lambda f: f.__name__)
 def test_what_is_inserted_is_an_identity(function: Callable[..., Any], spec: Any) -> None:
     assert exact.differing(inserted(function, spec), function, *arguments()) == []
 
 
-@pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize(
-    ("spec", "function"), swept(product(SPECS, [loop, *MOVED[1:], *UNQUANTIZED]))
-)
-def test_same_values(function: Callable[..., Any], spec: Any) -> None:
-    want = jax.jit(function)(*arguments())
-    got = jax.jit(inserted(function, spec))(*arguments())
-    for a, b in zip(got, jax.tree.leaves(want), strict=True):
-        near = 1e-5 if b.dtype == jnp.float32 and "rounded" not in function.__name__ else 1e-2
-        np.testing.assert_allclose(a, b, rtol=near, atol=near * float(np.max(np.abs(b))))
-
-
 @pytest.mark.usefixtures("quick_compile", "in_float64")
-@pytest.mark.parametrize("k", swept([2, 1]))
-def test_micro_batches_read_them_too(k: int) -> None:
+def test_micro_batches_read_them_too() -> None:
     """Stage 1 sums up once an update, each device apart from the others until then."""
 
     def create() -> TrainState:
@@ -136,7 +120,7 @@ def test_micro_batches_read_them_too(k: int) -> None:
         value, grads = jax.value_and_grad(lambda p: loss(p["w"], x) / len(x))(state.params)
         return state.apply_gradients(grads=grads), value
 
-    zero = zerojax.zero(stage=1, gradient_accumulation_steps=k)
+    zero = zerojax.zero(stage=1, gradient_accumulation_steps=2)
     x = np.random.default_rng(1).normal(size=(16, INTO))
     want, loss_alone = jax.jit(step)(create(), x)
     lowered = zero(step).lower(state := zero.init(create), x)
@@ -151,14 +135,10 @@ def test_micro_batches_read_them_too(k: int) -> None:
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 def test_no_stack_is_held_twice() -> None:
-    """A GPT of 16 layers at stage 2, of whose parameters a stack is a third. The gradients are
-    shards, but for the layer that is reduced behind; one is gathered ahead. XLA has either twice,
-    as two iterations are one."""
-    found = compile_case(
-        Case(
-            stage=2, scan=True, n_layer=16, n_embd=1024, n_head=16, vocab_size=1024, block_size=64,
-            micro_batch=1,
-        )
-    )  # fmt: skip
-    layer = 2 * 12 * 1024**2
-    assert found.temporary_bytes < (1 + 1 / 8) * 2 * found.parameters + 4 * layer
+    """Two stacks of 16 layers at stage 2. The gradients are shards, but for the layer that is
+    reduced behind; one is gathered ahead. XLA has either twice, as two iterations are one."""
+    zero = zerojax.zero(stage=2, bf16=True, mesh=zerojax.topology("h100", 8))
+    compiled: Any = large_layers.lowered(zero, 512, 16, rows=512, scan=True).compile()
+    layer = 2 * 8 * 512**2
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < (1 + 1 / 8) * 16 * layer + 4 * layer

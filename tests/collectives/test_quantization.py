@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from swept import swept
 
 from zerojax.collectives.quantization import LARGEST, dequantize, quantize
 from zerojax.plan.quantized import extents
@@ -29,8 +28,8 @@ def sent(x: Any, block: tuple[int, ...], form: Any) -> tuple[np.ndarray, np.ndar
 FLOATS = st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False)
 
 
-@pytest.mark.parametrize("form", swept(INTEGERS))
-@settings(max_examples=30)
+@pytest.mark.parametrize("form", INTEGERS)
+@settings(max_examples=10)
 @given(x=arrays.arrays(np.float32, (4, 12), elements=FLOATS))
 def test_within_half_a_step(form: Any, x: np.ndarray) -> None:
     for block in ((1, 12), (2, 6), (4, 2)):
@@ -40,7 +39,7 @@ def test_within_half_a_step(form: Any, x: np.ndarray) -> None:
         assert (np.abs(got - x) <= bound).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(x=arrays.arrays(np.float32, (2, 8), elements=FLOATS))
 def test_float8_within_its_rounding(x: np.ndarray) -> None:
     got, scales = sent(x, (1, 8), "float8_e4m3fn")
@@ -76,8 +75,8 @@ def test_zeros_and_an_outlier(form: Any) -> None:
     np.testing.assert_allclose(got, x, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", swept([jnp.bfloat16, jnp.float16, jnp.float32]))
-def test_dtypes(dtype: Any) -> None:
+def test_dtypes() -> None:
+    dtype = jnp.bfloat16
     x = jax.random.normal(jax.random.key(1), (4, 64)).astype(dtype)
     codes, scales = quantize(x, (1, 64), "int8")
     assert codes.dtype == jnp.int8

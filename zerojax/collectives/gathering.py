@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.collectives import held
 from zerojax.collectives.host import Host, fetch_to_device
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.collectives.shard import ReducedGradient, Shard
-from zerojax.collectives.window import Window
+from zerojax.collectives.window import AHEAD, Window
 from zerojax.devices.mesh import REPLICA, batch_axes, batch_devices, sequence_size
 from zerojax.devices.network import near
 from zerojax.plan import layout
@@ -32,6 +33,25 @@ Replacements = Mapping[str, Callable[[jax.Array], jax.Array]]
 
 AllRows = dict[int, tuple[jax.Array, jax.Array | None]]
 """By ``id`` of an array of activations, the array, and all its rows unless they were dropped."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Numbers of elements from which the decisions on parameters depend.
+
+    Attributes:
+      held: The most elements of parameters, and of their gradients, that one loop gathers before
+        its first iteration, and reduces after the last one.
+      ahead: The elements of parameters between a use and the gathers that wait for it, see
+        :mod:`zerojax.collectives.window`.
+      in_place: The fewest elements of a weight that stays sharded in its products, see
+        :mod:`zerojax.collectives.in_place`: a smaller one is gathered in hardly more time than any
+        collective takes.
+    """
+
+    held: int = held.MOST
+    ahead: int = AHEAD
+    in_place: int = 2**20
 
 
 @dataclass
@@ -126,8 +146,7 @@ class Gatherer:
       keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers where
         used, drops, and gathers again (stage 3).
       sent: The formats in which parameters and gradients are sent.
-      most_held: The most elements of parameters that a loop gathers before its first iteration;
-        None for :data:`zerojax.collectives.held.MOST`.
+      limits: The sizes from which decisions depend.
 
     Attributes:
       sent_unquantized: Large gradients that are sent unquantized despite the config: the primitive
@@ -139,7 +158,7 @@ class Gatherer:
     axis: str
     keep: bool
     sent: Sent
-    most_held: int | None
+    limits: Limits
     replicas: int
     ledger: Ledger
 
@@ -150,9 +169,9 @@ class Gatherer:
         *,
         keep: bool,
         sent: Sent = UNQUANTIZED,
-        most_held: int | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        self.most_held = most_held
+        self.limits = limits or Limits()
         self.mesh, self.axis, self.keep, self.sent = mesh, axis, keep, sent
         self.replicas = mesh.shape.get(REPLICA, 1)
         self._lane_axes: frozenset[str] = frozenset()

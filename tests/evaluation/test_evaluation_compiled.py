@@ -101,7 +101,7 @@ def test_all_micro_batches_gather_once_at_stage_2() -> None:
 @pytest.mark.slow
 def test_peak_is_a_layer_above_the_inputs() -> None:
     # The layer in use, as gathered and in the layout of its products, and the next layer.
-    assert cost(SMALL, 8).temporaries < 3 * LAYER
+    assert cost(SMALL, 8).temporaries < 3.2 * LAYER
 
 
 @pytest.mark.sweep

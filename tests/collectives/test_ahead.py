@@ -13,12 +13,11 @@ import pytest
 from equal import check_step
 from flax.training.train_state import TrainState
 from jax import lax
-from jaxprs import Spec, equations, gathers, the
+from jaxprs import Spec, equations, gathers
 
 import zerojax
 from zerojax.collectives import Inserter, Shard, kept
-from zerojax.collectives.ahead import LEAST, PrefetchedStacks, decide
-from zerojax.collectives.shard import Gathering, HostStack
+from zerojax.collectives.ahead import LEAST
 from zerojax.xla import jaxprs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -175,51 +174,6 @@ def test_not_in_a_shorter_loop_nor_where_it_is_turned_off() -> None:
     within = [("scan",), ("scan",)]
     assert sorted(moves("forward and backward", layers=LAYERS - 1)) == within
     assert sorted(moves("forward and backward", overlap=False)) == within
-
-
-class TestStacks:
-    """Entries come in from host memory likewise, see test_host.py."""
-
-    STACK = np.arange(12, dtype="float32").reshape(4, 3)
-
-    class Twice:
-        """A :class:`zerojax.collectives.host.Fetchable` of twice the stack."""
-
-        def fetched(self) -> jax.Array:
-            return jnp.asarray(2 * TestStacks.STACK)
-
-        def entry(self, index: Any) -> jax.Array:
-            return self.fetched()[index]
-
-    def ahead(self, xs: list[Any], *, reverse: bool = False) -> PrefetchedStacks:
-        inserter = Inserter(MESH, "data", keep=False)
-        stacks = [self.STACK for _ in xs]
-        jaxpr = jax.make_jaxpr(
-            lambda *xs: lax.scan(lambda c, x: (c, [y + 1 for y in x]), 0.0, xs, reverse=reverse)
-        )(*stacks)
-        scan = the(jaxpr, "scan")
-        return PrefetchedStacks(scan, xs, decide(scan, xs, inserter, gathers=True), inserter)
-
-    @pytest.mark.parametrize("reverse", [False, True])
-    def test_each_iteration_has_its_entries(self, reverse: bool) -> None:
-        stack = jnp.asarray(self.STACK)
-        host = Shard(self.Twice(), (None, None), gathering=Gathering(host=True))  # type: ignore[arg-type]
-        ahead = self.ahead([stack, HostStack(stack), host], reverse=reverse)
-
-        def body(come: Any, at: Any) -> Any:
-            index, rest = at
-            return ahead.read(index), ahead.merged(come, rest)
-
-        loop = (ahead.order(), ahead.rest())
-        scan = functools.partial(lax.scan, body, length=len(self.STACK), reverse=reverse)
-        _, got = jax.jit(lambda: scan(ahead.first(), loop))()
-        for y, factor in zip(got, [1, 1, 2], strict=True):
-            np.testing.assert_array_equal(y, factor * self.STACK)
-
-    def test_without_any_there_is_nothing_to_order(self) -> None:
-        ahead = self.ahead([jnp.asarray(self.STACK)])
-        assert ahead.order() is None
-        assert ahead.first() == []
 
 
 WIDE = 48

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from equal import check_step
 from flax.training.train_state import TrainState
 from jax import lax
 
@@ -76,21 +77,13 @@ def chosen(f: Callable[..., Any]) -> Callable[..., Any]:
     return lambda p, b: lax.cond(b["x"][0, 0, 0, 0] < 9, f, f, p, b)
 
 
-def run(step: Callable[..., Any], tx: optax.GradientTransformation, groups: int) -> Any:
-    state = TrainState.create(apply_fn=None, params=params(groups), tx=tx)
-    for _ in range(2):
-        state, out = step(state, images())
-    return jax.tree.map(np.asarray, (state.params, out))
-
-
 def assert_same(
     step: Callable[..., Any], tx: optax.GradientTransformation, groups: int, **config: Any
 ) -> None:
-    with jax.enable_x64(True):
-        zero = zerojax.zero(stage3_param_persistence_threshold=0, **config)
-        got, want = run(zero(step), tx, groups), run(jax.jit(step), tx, groups)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+    def create() -> TrainState:
+        return TrainState.create(apply_fn=None, params=params(groups), tx=tx)
+
+    check_step(zerojax.zero(stage3_param_persistence_threshold=0, **config), step, create, images())
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,10 @@ def test_pipeline_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert "batch 64 = 4 x 8 x 2 (micro-batch x accumulation x devices of a stage)" in lines[1]
     assert lines[2] == (
         "pipeline: GPipe, 4 stages, 8 micro-batches in 11 ticks, in 27% of which a stage idles "
-        "(the bubble); a stage keeps activations of 8 at a time; 1 GB at a boundary"
+        "(the bubble); a stage keeps activations of all of them; 1 GB at a boundary"
     )
     assert to_json(made)["pipeline"] == {
-        "schedule": "GPipe", "stages": 4, "micro_batches": 8, "kept": 8, "ticks": 11,
-        "bubble": 3 / 11, "boundary": GB,
+        "stages": 4, "micro_batches": 8, "ticks": 11, "bubble": 3 / 11, "boundary": GB,
     }  # fmt: skip
     assert found.mfu == pytest.approx(forecast().mfu * 8 / 11)  # idle ticks compute for nothing
 

@@ -56,8 +56,6 @@ FIELDS = {
     ),
     "overlap_comm": ({"zero_optimization": {"overlap_comm": False}}, False),
     "pipeline_stages": ({"pipeline": {"stages": 4}}, 4),
-    "pipeline_rounds": ({"pipeline": {"rounds": 2}}, 2),
-    "pipeline_schedule": ({"pipeline": {"schedule": "1f1b"}}, "1f1b"),
     "mics_shard_size": ({"zero_optimization": {"mics_shard_size": 4}}, 4),
     "zero_hpz_partition_size": ({"zero_optimization": {"zero_hpz_partition_size": 8}}, 8),
     **{

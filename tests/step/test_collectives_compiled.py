@@ -61,6 +61,9 @@ EXPECTED: dict[str, str] = {
     "gradients_chosen-3-1": "reduce 7 for 1,022; scatter 504 for 0",
     # Gradients of gradients, of which XLA reduces some elsewhere.
     "sharpness-3-1": "scatter 952 for 1,008",
+    "sharpness_wide-3-1": "scatter 230,720 for 461,440",
+    "hessian_wide-3-1": "gather 920,192 for 1,178,688; reduce 7 for 229,390",
+    "hessian_nnx-3-1": "gather 920,192 for 1,178,688; reduce 7 for 229,390",
     "meta_learning-3-1": "scatter 1,680 for 1,736",
     "penalty_wide-3-1": "reduce 7 for 2,702",
     "reused_curved-3-1": "reduce 7 for 114,709; scatter 64,512 for 35,840",

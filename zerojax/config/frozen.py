@@ -67,8 +67,6 @@ class ZeroConfig:
         has a copy; -1 (or 0) for one group of all devices.
       pipeline_stages: Devices along the mesh's axis "stage", over which loops over layers run as
         pipelines; None if the mesh decides.
-      pipeline_rounds: Groups of layers a pipeline stage.
-      pipeline_schedule: The order of a pipeline's passes: "gpipe", or "1f1b".
       zero_hpz_partition_size: The number of devices, usually those of a host, that together keep a
         secondary shard of the parameters during a step at stage 3; 1 for none.
       zero_quantized_weights: Whether parameters are gathered in low-bit blocks (qwZ).
@@ -136,8 +134,6 @@ class ZeroConfig:
     overlap_comm: bool | None = None
     mics_shard_size: int = -1
     pipeline_stages: int | None = None
-    pipeline_rounds: int = 1
-    pipeline_schedule: str = "gpipe"
     zero_hpz_partition_size: int = 1
     zero_quantized_weights: bool = False
     zero_quantized_nontrainable_weights: bool = False

@@ -38,8 +38,6 @@ class Keywords(TypedDict, total=False):
     overlap_comm: bool | None
     mics_shard_size: int
     pipeline_stages: int | None
-    pipeline_rounds: int
-    pipeline_schedule: str
     zero_hpz_partition_size: int
     zero_quantized_weights: bool
     zero_quantized_nontrainable_weights: bool

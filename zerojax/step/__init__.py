@@ -19,7 +19,6 @@ out. In reading order:
 - ``offloaded``, ``gradient_program``, ``optimizer_update``: the state is stored elsewhere; several
   programs.
 - ``emitted``, ``collective_origins``, ``collectives_table``: the table of a step's collectives.
-- ``loop_advice``, ``ragged_products``: warnings.
 - ``sequence``, ``per_device``: rows sharded along their tokens, and a kernel within a step, both
   for the authors of models.
 """

@@ -30,9 +30,7 @@ from zerojax.step.entering import BodyArrays, enter_rest
 from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import WithShards, enter_arguments
 from zerojax.step.gradient_norm import with_gradient_norm
-from zerojax.step.loop_advice import advise
 from zerojax.step.program import StepSetting
-from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast
 from zerojax.trace.broadcasts import with_broadcasts_in_loops
 from zerojax.trace.dependence import check_late, with_updated_copies
@@ -95,9 +93,6 @@ def evaluate_body(
     closed, shapes = trace(given_batch)
     jaxpr = jaxprs.open_jaxpr(closed)[0]
     body.check(jaxpr, start, shapes[0])
-    warn_of_ragged_products(body.name, jaxpr, setting.layout.world)
-    by_row = k == 1 and setting.layout.axis == 0 and setting.layout.world > 1
-    advise(body.name, jaxpr, len(jax.tree.leaves(batch)), by_row=by_row)
     if offloads(config):
         check_late(jaxpr, start, shapes, body.name)
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}

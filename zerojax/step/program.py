@@ -99,8 +99,7 @@ class StepSetting:
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
         self.divide = ArgumentReader(plan)
         sizes, rows_at = config.batch(micro_batch_devices(mesh)), function.form.batch_axis
-        keys = config.pipeline_rounds, config.pipeline_schedule
-        self.schedule = Schedule.of(mesh, sizes.accumulation, *keys)
+        self.schedule = Schedule.of(mesh, sizes.accumulation)
         if self.schedule is not None:
             _check_beside_stages(config)
         _check_batch_axis(sizes.accumulation, self.schedule, rows_at)

@@ -159,21 +159,17 @@ OTHERS: tuple[Key, ...] = (
         field="pipeline_stages",
         auto='the mesh decides: its axis "stage", if it has one',
     ),
-    honoured(
-        "pipeline.rounds",
-        POSITIVE,
-        1,
-        "each stage has this many groups of layers, and micro-batches pass all stages as often "
-        "(the circular schedule); 1 is GPipe; a key of zerojax",
-        field="pipeline_rounds",
+    *off_only(
+        "pipeline",
+        "a stage has one group of layers; for a smaller bubble set gradient_accumulation_steps "
+        "higher",
+        rounds=(POSITIVE, 1),
     ),
-    honoured(
-        "pipeline.schedule",
-        choice("gpipe", "1f1b"),
-        "gpipe",
-        '"1f1b" runs the backward pass of a micro-batch among the forward passes of later ones: '
-        "each of S stages keeps activations of at most 2 S - 1 micro-batches; a key of zerojax",
-        field="pipeline_schedule",
+    *off_only(
+        "pipeline",
+        "the schedule is GPipe's; where the activations of all micro-batches do not fit, let the "
+        "layers rematerialise, or train at stage 3 without pipeline stages",
+        schedule=(choice("gpipe", "1f1b"), "gpipe"),
     ),
     *no_effect(
         "pipeline",

@@ -155,7 +155,6 @@ def test_advice_counts_the_devices_of_all_pipeline_stages():
         (SMALL | {"version": 0.1, "model_parallel_size": 2}, "take model_parallel_size out"),
         (NODES | {"model_parallel_size": 16}, "= 8 is no multiple of model_parallel_size = 16"),
         (NODES | {"max_gpus": 4}, "max_gpus = 4 is less than a node, num_gpus_per_node = 8"),
-        (SMALL | {"min_time": -1}, "min_time: expected an integer of at least 0"),
         (SMALL | {"micro_batch_size": [2]}, "did you mean `elasticity.micro_batch_sizes`?"),
     ],
 )

@@ -11,8 +11,8 @@ from flax import nnx
 from trainer.jobs import CONFIG, Classifier
 
 import zerojax
+from examples.nnx_gpt import GPT as NnxGPT
 from zerojax.models.gpt import GPT
-from zerojax.models.gpt_nnx import GPT as NnxGPT
 from zerojax.models.losses import IGNORED, causal_lm_loss, classification_loss, model_loss
 from zerojax.trainer.limits import Limits
 from zerojax.trainer.losses import Forward

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -14,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_day import forecasts, kernels, models, plan, summary, wheels, worker
-from benchmarks.gpu_day.__main__ import main, parts_of, run
-from benchmarks.gpu_day.journal import CUT, Journal
-from benchmarks.gpu_day.measurement import ERROR, PARTS, Measurement, attempts, errors
+from benchmarks.gpu_day import forecasts, kernels, models, plan, summary, worker
+from benchmarks.gpu_day.__main__ import main, run
+from benchmarks.gpu_day.journal import Journal
+from benchmarks.gpu_day.measurement import ERROR, PARTS, Measurement, errors
 from benchmarks.gpu_day.processes import Workers
 from benchmarks.kernels import Cost
 from zerojax.devices.rates import rates
@@ -115,39 +114,6 @@ def test_a_day_goes_on_after_errors_within_its_budget_and_where_it_ended(tmp_pat
     assert not Journal(tmp_path, "another device").known("a")
 
 
-def test_what_the_budget_cut_off_is_tried_again(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, H100)
-    journal.write("a", {"figure": 1, CUT: "after 9 s"})
-    assert not Journal(tmp_path, H100).known("a")
-    assert "cut off" in summary.overview([_measurement("a", 1)], journal.results)[1][-1]
-
-
-def test_a_worker_that_fails_and_one_that_is_cut_off() -> None:
-    workers = Workers(toy=True)
-    try:
-        missing = Measurement(name="x", part=1, tier=1, function="smoke:nothing", seconds=1)
-        found = workers.run(missing, 1200, more=True)
-        assert "nothing" in found[ERROR]
-        assert "AttributeError" in found["traceback"]
-        # More steps than there is time for in the second that is left at the least.
-        slow = next(each for each in plan.measurements(toy=True) if each.name == "GPT-2 XL")
-        slow = dataclasses.replace(slow, arguments={**slow.arguments, "steps": 10**9})
-        assert [CUT in each for each in workers.together([slow, slow], 0.1)] == [True, True]
-    finally:
-        workers.close()
-
-
-def test_an_error_is_a_figure_and_the_next_try_goes_on() -> None:
-    def fails() -> None:
-        raise ValueError("no such memory kind")
-
-    first, second = attempts({"a": fails, "b": lambda: {"x": 1}})
-    assert first["a"][ERROR] == "ValueError: no such memory kind"
-    assert "Traceback" in first["a"]["traceback"]
-    assert second == {"b": {"x": 1}}
-    assert list(errors({"in": first})) == [("in/a", "ValueError: no such memory kind")]
-
-
 def test_the_command_lists_what_is_owed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--toy", "--list", "--part", "3", "--record", str(tmp_path)])
     said = capsys.readouterr().out
@@ -155,13 +121,6 @@ def test_the_command_lists_what_is_owed(tmp_path: Path, capsys: pytest.CaptureFi
     assert "owed" in said
     assert "kernels, 1" not in said
     assert [*tmp_path.iterdir()] == []
-
-
-def test_parts_by_number() -> None:
-    assert parts_of("1..3") == [1, 2, 3]
-    assert parts_of("2,5..6") == [2, 5, 6]
-    with pytest.raises(Exception, match="no part 7"):
-        parts_of("7")
 
 
 def test_rates_are_proposed_as_shares_of_the_peaks() -> None:
@@ -233,9 +192,3 @@ def test_flops_of_gpt2_and_llama() -> None:
     parameters = 8.03e9 - 128256 * 4096  # without the table that is only looked up
     attention = 12 * 32 * 4096 * 8192
     assert models.flops_a_token(whole, 8192) == pytest.approx(6 * parameters + attention, 1e-2)
-
-
-def test_wheels_are_those_of_the_gpu_machine() -> None:
-    command = wheels.command(Path("there"))
-    assert {"--no-deps", "--python-version", "flax==0.12.12"} <= set(command)
-    assert any(word.startswith("pydantic-core==") for word in command)

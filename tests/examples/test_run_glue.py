@@ -12,7 +12,6 @@ from examples.run_glue import data
 from examples.run_glue.__main__ import app
 from examples.run_glue.metrics import f1
 
-CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 GUIDE = """
 deepspeed_config:
   gradient_accumulation_steps: 1

@@ -338,4 +338,4 @@ def _unknown_keyword(name: str, known: list[str]) -> str:
     if name in sections:
         return f"{name}: a key of the JSON, not a keyword; pass the complete config as a dict"
     others = f"some are {', '.join(known[:5])}; help(zerojax.ZeroConfig) has all"
-    return f"{quote_name(name)}: unknown keyword; {hint(name, closest(name, known), others)}"
+    return f"{quote_name(name)}: unknown keyword; {hint(closest(name, known), others)}"

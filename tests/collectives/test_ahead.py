@@ -21,7 +21,6 @@ import zerojax
 from zerojax.collectives import Inserter, Shard, kept
 from zerojax.collectives.ahead import LEAST, PrefetchedStacks, decide
 from zerojax.collectives.shard import Gathering, HostStack
-from zerojax.plan import rule
 from zerojax.xla import jaxprs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -320,10 +319,9 @@ def zero_of(**keywords: Any) -> zerojax.Zero:
     ),
     ids=lambda keywords: ", ".join(keywords) or "plain",
 )
-def test_a_training_step(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "SMALL", 0)
+def test_a_training_step(keywords: dict[str, Any]) -> None:
     with jax.enable_x64(True):
-        want, losses, zero = create(), [], zero_of(**keywords)
+        want, losses, zero = create(), [], zero_of(small_array_size=0, **keywords)
         got = zero.init(lambda start=want: jax.tree.map(jnp.copy, start))
         step, plain = zero(train_step), jax.jit(train_step)
         for _ in range(2):
@@ -335,15 +333,13 @@ def test_a_training_step(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_an_nnx_scan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "SMALL", 0)
-
+def test_an_nnx_scan() -> None:
     def create() -> tuple[Any, Any]:
         model = NNXStack(nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
     with jax.enable_x64(True):
-        zero = zero_of(gradient_accumulation_steps=4)
+        zero = zero_of(gradient_accumulation_steps=4, small_array_size=0)
         want = create()
         got = zero.init(lambda: nnx.merge(*nnx.split(want)))
         step, plain = zero(nnx_step), nnx.jit(nnx_step)

@@ -19,7 +19,6 @@ from zerojax.collectives import in_place
 from zerojax.hlo.traffic import collectives
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.loss import loss_fn
-from zerojax.plan import rule
 
 WIDTH, LAYERS, WORDS, TOKENS = 512, 2, 4096, 16
 STEPS = 3
@@ -256,12 +255,9 @@ def zero_for(stage: int, accumulation: int, **more: Any) -> zerojax.Zero:
     ("flavour", "stage", "accumulation"),
     swept(product(["linen", "nnx"], [2, 1, 3], [4, 1, 8])),
 )
-def test_the_numbers_of_plain_jit(
-    flavour: str, stage: int, accumulation: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rule, "SMALL", 32)
+def test_the_numbers_of_plain_jit(flavour: str, stage: int, accumulation: int) -> None:
     run, jit = (linen_run, jax.jit) if flavour == "linen" else (nnx_run, nnx.jit)
-    zero = zero_for(stage, accumulation)
+    zero = zero_for(stage, accumulation, small_array_size=32)
     losses, params = run(zero, zero.init, "float64")
     want_losses, want = run(jit, lambda create: create(), "float64")
     np.testing.assert_allclose(losses, want_losses, rtol=1e-9)
@@ -274,10 +270,9 @@ def test_the_numbers_of_plain_jit(
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "accumulation"), swept(product([3, 2], [4, 1])))
-def test_with_a_loss_scale(stage: int, accumulation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_loss_scale(stage: int, accumulation: int) -> None:
     """fp16 as without ZeRO, to rounding."""
-    monkeypatch.setattr(rule, "SMALL", 32)
-    zero, alone = (zero_for(s, accumulation, fp16=True) for s in (stage, 0))
+    zero, alone = (zero_for(s, accumulation, fp16=True, small_array_size=32) for s in (stage, 0))
     losses, _ = linen_run(zero, zero.init, "float32")
     want, _ = linen_run(alone, alone.init, "float32")
     np.testing.assert_allclose(losses, want, rtol=5e-3)

@@ -16,7 +16,6 @@ from jaxprs import gathers
 import zerojax
 from zerojax.collectives import Inserter, Shard
 from zerojax.hlo.traffic import collectives
-from zerojax.plan import rule
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -150,28 +149,26 @@ def test_how_often_the_table_is_gathered(loss: Loss, times: int) -> None:
         (weighed, 1),  # takes rows apart
     ],
 )
-def test_the_numbers_of_plain_jit(
-    loss: Loss, accumulation: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rule, "SMALL", 0)
-
+def test_the_numbers_of_plain_jit(loss: Loss, accumulation: int) -> None:
     def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
         value, grads = jax.value_and_grad(loss)(state.params, *batch)
         return state.apply_gradients(grads=grads), value
 
     tolerance = 1e-4 if loss is cast else TOLERANCE["float64"]
     batch = tokens(8 * accumulation)
-    check_step(zero_for(k=accumulation), step, create, batch, tolerance)
+    check_step(zero_for(k=accumulation, small_array_size=0), step, create, batch, tolerance)
 
 
 @pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
-def test_what_8_h100s_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_8_h100s_gather() -> None:
     """The table three times: for the lookups, for the output and for its backward pass."""
-    monkeypatch.setattr(rule, "SMALL", 0)
     zero = zerojax.zero(
-        stage=3, mesh=zerojax.topology("h100", 8), stage3_param_persistence_threshold=0
+        stage=3,
+        mesh=zerojax.topology("h100", 8),
+        stage3_param_persistence_threshold=0,
+        small_array_size=0,
     )
 
     @zero
@@ -190,10 +187,9 @@ def test_what_8_h100s_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gathered == pytest.approx(4 * (3 * WORDS * WIDTH + matrices), rel=0.1)
 
 
-def test_two_tables_are_sent_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_tables_are_sent_quantized() -> None:
     """One after the other, as each is gathered for its lookup."""
-    monkeypatch.setattr(rule, "SMALL", 0)
-    zero = zero_for(zero_quantized_weights=True)
+    zero = zero_for(zero_quantized_weights=True, small_array_size=0)
 
     def loss(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
         return jnp.mean((p["table"][source] @ p["encoder"] + p["rows"][target]) ** 2)

@@ -17,7 +17,6 @@ from programs import PROGRAMS, Kind
 
 import zerojax
 from zerojax.hlo.traffic import Collective, collectives
-from zerojax.plan import rule
 from zerojax.step.collectives_table import CollectivesTable
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("require_gpu_compiler")]
@@ -182,12 +181,9 @@ def cells() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "stage", "k"), list(cells()))
-def test_the_table_is_what_the_program_sends(
-    name: str, stage: int, k: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_is_what_the_program_sends(name: str, stage: int, k: int) -> None:
     """Each array is gathered on its own, however small."""
-    monkeypatch.setattr(rule, "SMALL", 0)
-    check(name, stage, k)
+    check(name, stage, k, small_array_size=0)
 
 
 class Layer(nn.Module):

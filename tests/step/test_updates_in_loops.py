@@ -23,8 +23,6 @@ from train_state.test_pytree import (
     updated,
 )
 
-from zerojax.plan import rule
-
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 UPDATES = 4
@@ -179,14 +177,12 @@ def cells() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("loop", "stage"), list(cells()))
-def test_the_numbers_of_plain_jit(
-    loop: Callable[..., Any], stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rule, "SMALL", 0)
+def test_the_numbers_of_plain_jit(loop: Callable[..., Any], stage: int) -> None:
     with jax.enable_x64(True):
         batch = jax.tree.map(jnp.asarray, BATCH)
         got, want = (
-            arrays(run(loop)(*params_and_opt_state(), batch)) for run in (zero_for(stage), jax.jit)
+            arrays(run(loop)(*params_and_opt_state(), batch))
+            for run in (zero_for(stage, small_array_size=0), jax.jit)
         )
     assert_near(got, want, TOLERANCE["float64"])
 
@@ -197,15 +193,14 @@ def over_seeds() -> Any:
 
 
 @pytest.mark.parametrize("loop", [updated, epochs, until], ids=lambda loop: loop.__name__)
-def test_over_seeds(loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_seeds(loop: Callable[..., Any]) -> None:
     """One state for each of several seeds, with the same batch."""
-    monkeypatch.setattr(rule, "SMALL", 0)
     with jax.enable_x64(True):
         batch, params = jax.tree.map(jnp.asarray, BATCH), over_seeds()
         step = jax.vmap(loop, in_axes=(0, 0, None))
         got, want = (
             arrays(run(step)(params, jax.vmap(TX.init)(params), batch))
-            for run in (zero_for(3), jax.jit)
+            for run in (zero_for(3, small_array_size=0), jax.jit)
         )
     assert_near(got, want, TOLERANCE["float64"])
 
@@ -228,9 +223,8 @@ def alternating(critic: Any, actor: Any, critic_opt: Any, actor_opt: Any, batch:
     return lax.scan(body, (critic, actor, critic_opt, actor_opt), None, length=UPDATES)
 
 
-def test_train_states_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_states_over_seeds() -> None:
     """One ``TrainState`` with a leading dimension of seeds, its counter too."""
-    monkeypatch.setattr(rule, "SMALL", 0)
     step = jax.vmap(in_train_state, in_axes=(0, None))
 
     def several() -> TrainState:
@@ -238,7 +232,7 @@ def test_train_states_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with jax.enable_x64(True):
         batch = jax.tree.map(jnp.asarray, BATCH)
-        zero = zero_for(3)
+        zero = zero_for(3, small_array_size=0)
         got, want = (
             arrays(run(step)(state, batch))
             for run, state in ((zero, zero.init(several)), (jax.jit, several()))
@@ -250,12 +244,11 @@ SGD = optax.sgd(0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_two_optimizers(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "SMALL", 0)
+def test_two_optimizers(stage: int) -> None:
     with jax.enable_x64(True):
         batch = jax.tree.map(jnp.asarray, BATCH)
         results = []
-        for run in (zero_for(stage), jax.jit):
+        for run in (zero_for(stage, small_array_size=0), jax.jit):
             critic, actor = network(0), network(1)
             state = critic, actor, TX.init(critic), SGD.init(actor)
             results.append(arrays(run(alternating)(*state, batch)))
@@ -272,12 +265,9 @@ def in_train_state(state: TrainState, batch: Any) -> Any:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("form", ["arguments", "TrainState"])
-def test_an_update_moves_what_a_step_moves(
-    form: str, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_moves_what_a_step_moves(form: str, stage: int) -> None:
     """No loop carries gathered parameters."""
-    monkeypatch.setattr(rule, "SMALL", 0)
-    zero = zero_for(stage)
+    zero = zero_for(stage, small_array_size=0)
 
     def once(state: TrainState, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_of)(state.params, batch)

@@ -23,6 +23,7 @@ from zerojax.devices.network import near
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.plan.quantized import UNQUANTIZED, Sent, block_of
+from zerojax.plan.rule import SMALL
 from zerojax.trace import marks
 from zerojax.xla.types import Atom, Equation
 
@@ -133,6 +134,7 @@ class Gatherer:
       sent: The formats in which parameters and gradients are sent.
       most_held: The most elements of parameters that a loop gathers before its first iteration;
         None for :data:`zerojax.collectives.held.MOST`.
+      small: The most elements of a parameter that is gathered with others, once a step.
 
     Attributes:
       sent_unquantized: Large gradients that are sent unquantized despite the config: the primitive
@@ -145,6 +147,7 @@ class Gatherer:
     keep: bool
     sent: Sent
     most_held: int | None
+    small: int
     replicas: int
     ledger: Ledger
 
@@ -156,8 +159,9 @@ class Gatherer:
         keep: bool,
         sent: Sent = UNQUANTIZED,
         most_held: int | None = None,
+        small: int = SMALL,
     ) -> None:
-        self.most_held = most_held
+        self.most_held, self.small = most_held, small
         self.mesh, self.axis, self.keep, self.sent = mesh, axis, keep, sent
         self.replicas = mesh.shape.get(REPLICA, 1)
         self._lane_axes: frozenset[str] = frozenset()

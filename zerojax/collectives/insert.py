@@ -59,6 +59,7 @@ from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.quantized import UNQUANTIZED, Sent
+from zerojax.plan.rule import SMALL
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation
@@ -81,6 +82,7 @@ class Inserter(Scans):
       sent: the formats in which parameters and gradients are sent.
       most_held: the most elements of parameters that a loop gathers before its first iteration;
         None for :data:`zerojax.collectives.held.MOST`.
+      small: the most elements of a parameter that is gathered with others, once a step.
     """
 
     share: bool
@@ -100,8 +102,9 @@ class Inserter(Scans):
         overlap: bool = True,
         sent: Sent = UNQUANTIZED,
         most_held: int | None = None,
+        small: int = SMALL,
     ) -> None:
-        super().__init__(mesh, axis, keep=keep, sent=sent, most_held=most_held)
+        super().__init__(mesh, axis, keep=keep, sent=sent, most_held=most_held, small=small)
         self.share, self.overlap, self.layers = share or keep, overlap, []
         self.devices = batch_devices(mesh)
         shares = self.devices * sequence_size(mesh)
@@ -309,7 +312,7 @@ class Inserter(Scans):
     def _on_shards(self, eqn: Equation, values: Sequence[object], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; ``spec`` is the spec of its result."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
-        gathered = copies.follow(eqn, values, self.axis)
+        gathered = copies.follow(eqn, values, self.axis, self.small)
         narrow = None
         if isinstance(values[0], Shard) and (source := values[0].gathering.narrow) is not None:
             if source.is_cast and propagate.follows(eqn):
@@ -426,7 +429,7 @@ class Inserter(Scans):
         each iteration needs unsharded are gathered before the loop."""
         loop = jaxprs.while_parts(eqn)
         a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
-        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self.axis)
+        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self)
         specs = [updated.get(i) for i in range(len(values) - b)]
         start = [plain(v) if i in updated else v for i, v in enumerate(values[b:])]
         consts = self._gathered(values[:b], scope) if self.keep else values[:b]

@@ -71,7 +71,7 @@ def decide(
         host memory; None keeps all residuals on the devices.
     """
     mesh = gatherer.mesh
-    reused = reuse.ReusedGradients(jaxpr, args, gatherer.axis)
+    reused = reuse.ReusedGradients(jaxpr, args, gatherer.axis, gatherer.small)
     others = {} if gatherer.lanes_on_axis else reused.gradients
     wants = wanted.trace_back(jaxpr, want or [None] * len(jaxpr.outvars), mesh, others)
     products = in_place.find_gradients(jaxpr, wants, gatherer)

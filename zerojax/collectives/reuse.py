@@ -25,7 +25,7 @@ from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.primitives import ELEMENTWISE, LABELS, LINEAR, PRODUCTS, REDUCTIONS, SLICES
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
-from zerojax.plan.rule import is_small
+from zerojax.plan.rule import SMALL, is_small
 from zerojax.trace import marks
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr
@@ -90,6 +90,7 @@ class ReusedGradients:
       jaxpr: An open jaxpr.
       args: Its arguments, some of them a :class:`Shard`.
       axis: The shard axis.
+      small: The most elements of a parameter that is gathered with others.
 
     Attributes:
       gradients: By variable the spec of its shard, for the gradients that have the shape of a
@@ -99,13 +100,13 @@ class ReusedGradients:
         unsharded.
     """
 
-    def __init__(self, jaxpr: Jaxpr, args: Sequence[object], axis: str) -> None:
-        self._needed, self._axis = used_unsharded(jaxpr), axis
+    def __init__(self, jaxpr: Jaxpr, args: Sequence[object], axis: str, small: int = SMALL) -> None:
+        self._needed, self._axis, self._small = used_unsharded(jaxpr), axis, small
         params = {v: x for v, x in zip(jaxpr.invars, args, strict=True) if isinstance(x, Shard)}
         self.used_unsharded: set[int] = {id(x) for v, x in params.items() if v in self._needed}
         specs: dict[tuple[int, ...], set[Spec]] = {}
         for v, x in params.items():
-            if not is_small(v.aval.shape, x.spec, axis):
+            if not is_small(v.aval.shape, x.spec, axis, small):
                 specs.setdefault(v.aval.shape, set()).add(x.spec)
         only = {shape: choices.pop() for shape, choices in specs.items() if len(choices) == 1}
         likely = {v for v in self._needed - params.keys() if v.aval.shape in only}
@@ -121,7 +122,9 @@ class ReusedGradients:
         if v not in self._needed or v not in wants or isinstance(value, Shard | HostStack):
             return value
         spec = wants[v]
-        if is_small(v.aval.shape, spec, self._axis) or not layout.dimensions(spec, self._axis):
+        if is_small(v.aval.shape, spec, self._axis, self._small):
+            return value
+        if not layout.dimensions(spec, self._axis):
             return value
         return Shard(value, spec)
 

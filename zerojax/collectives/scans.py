@@ -71,7 +71,7 @@ class Scans(Gatherer):
         a, n = jaxprs.scan_counts(eqn)
         values = [scope.as_filled(v) for v in values]
         moved = [moved_stacks.of(x) for x in values[a + n :]]
-        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self.axis)
+        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self)
         known = self.all_known(values, scope)
         values = [v if i - a in updated else known[i] for i, v in enumerate(values)]
         prefetch = self.overlap and not self.keep

@@ -35,6 +35,7 @@ class Keywords(TypedDict, total=False):
     elasticity: Elasticity | Mapping[str, Any] | None
     grad_accum_dtype: str | None
     stage3_param_persistence_threshold: int
+    small_array_size: int
     stage3_max_live_parameters: int
     stage3_max_reuse_distance: int | None
     stage3_gather_16bit_weights_on_model_save: bool

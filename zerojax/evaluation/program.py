@@ -105,6 +105,7 @@ class EvaluationProgram:
             share=True,
             overlap=overlap,
             sent=sent_formats(self._config),
+            small=self._config.small_array_size,
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
         self._reader = states.reader()

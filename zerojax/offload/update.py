@@ -99,7 +99,7 @@ class Update:
         mesh, largest = plan.lowering_mesh, plan.config.sub_group_size
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placements[: len(own)]]
         self.separated = SeparatedUpdate(function, shapes, own)
-        gatherer = Gatherer(mesh, plan.axis, keep=False)
+        gatherer = Gatherer(mesh, plan.axis, keep=False, small=plan.config.small_array_size)
         self.programs = GroupPrograms(
             self.separated, placements, target, gatherer, streaming(plan.mesh), on_host
         )

@@ -120,6 +120,7 @@ class StepSetting:
             away=smallest_away(config),
             overlap=config.overlap_comm is not False,
             sent=sent_formats(config),
+            small=config.small_array_size,
         )
 
     def numbers(self, flat: FlatParts) -> Sequence[Any]:

@@ -80,6 +80,8 @@ class Scans(Gatherer):
         )
         self.layers.append(decided.layer)
         sums, kept = decided.sums, decided.carried
+        # A gradient may start from the shard of an earlier one, to which the loop only adds.
+        updated = {i: spec for i, spec in updated.items() if i in kept}
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
         consts = self.held(decided.held, consts, scope, values)
         with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):

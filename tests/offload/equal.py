@@ -38,7 +38,6 @@ class Case:
       model: in ``MODELS``; ``tx``: see :func:`optimizer`.
       base: keywords of both; ``offload`` those of one of them.
       exact: bit for bit, or close.
-      cut: leaves are updated in several pieces.
       sweep: shows what other cases show, elsewhere.
     """
 
@@ -52,7 +51,6 @@ class Case:
     replicas: int | None = None
     group: int = 240
     exact: bool = True
-    cut: bool = True
     sweep: bool = False
 
     @property
@@ -72,58 +70,31 @@ HALF = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
 ON_HOST = {"offload_optimizer": {"device": "cpu", "compute_on": "host"}}
 
 CASES = [
-    Case("cpu, stage 1", CPU, 1, base=CLIP, sweep=True),
-    Case("cpu, stage 2", CPU, 2, base=CLIP, devices=8, group=120, sweep=True),
     Case("cpu, stage 3", CPU, 3, base=CLIP, sweep=True),
     Case("cpu, stage 1, fp16", CPU, 1, base=FP16, sweep=True),
     Case("cpu, stage 2, fp16", CPU, 2, base=FP16),
-    Case("cpu, stage 3, fp16", CPU, 3, base=FP16, sweep=True),
-    Case("cpu, stage 2, bf16", CPU, 2, base={"bf16": True}, sweep=True),
-    Case("cpu, one group", CPU, 2, base=CLIP, group=10**9, cut=False, sweep=True),
-    Case("cpu, one device", CPU, 2, base=CLIP, devices=1, group=500, sweep=True),
+    Case("cpu, stage 2, bf16", CPU, 2, base={"bf16": True}, devices=8, group=120, sweep=True),
+    Case("cpu, one group", CPU, 2, base=CLIP, devices=1, group=10**9, sweep=True),
     Case("cpu, accumulation", CPU, 1, base=CLIP | TWICE),
-    Case("cpu, accumulation, fp16", CPU, 2, base=FP16 | TWICE, sweep=True),
     Case("cpu, ratio", HALF, 2, base=CLIP),
-    Case("cpu, sgd", CPU, 3, tx="sgd", sweep=True),
-    Case("cpu, lamb", CPU, 2, tx="lamb", cut=False),
-    Case("cpu, adafactor", CPU, 2, tx="adafactor", cut=False, sweep=True),
+    Case("cpu, lamb", CPU, 2, tx="lamb", sweep=True),
+    Case("cpu, adafactor", CPU, 2, tx="adafactor", sweep=True),
     Case("cpu, mask", CPU, 2, tx="mask", sweep=True),
     Case("cpu, clip in the chain", CPU, 3, tx="chain", sweep=True),
-    Case("cpu, nnx", CPU, 3, "nnx", sweep=True),
     Case("cpu, batch_stats and dropout", CPU, 2, "stateful", sweep=True),
-    Case("cpu, scanned", CPU, 3, "scanned", base=CLIP, sweep=True),
     Case("cpu, on the host", ON_HOST, 2, base=CLIP, exact=False),
-    Case("nvme, stage 1", NVME, 1, base=CLIP, sweep=True),
-    Case("nvme, stage 2", NVME, 2, base=CLIP, sweep=True),
     Case("nvme, stage 3", NVME, 3, base=CLIP, devices=8, group=120, sweep=True),
-    Case("nvme, stage 1, fp16", NVME, 1, base=FP16, sweep=True),
-    Case("nvme, stage 2, fp16", NVME, 2, base=FP16, sweep=True),
-    Case("nvme, one device", NVME, 2, base=CLIP, devices=1, group=500, sweep=True),
-    Case("nvme, accumulation", NVME, 1, base=CLIP | TWICE, sweep=True),
-    Case("nvme, lamb", NVME, 2, tx="lamb", cut=False, sweep=True),
+    Case("nvme, stage 1, fp16", NVME, 1, base=FP16 | TWICE, sweep=True),
     Case("nvme, nnx", NVME, 3, "nnx", sweep=True),
-    Case("nvme, batch_stats and dropout, fp16", NVME, 3, "stateful", base=FP16, sweep=True),
-    Case("both, scanned", BOTH, 3, "scanned", base=CLIP, devices=8, group=120, sweep=True),
     Case(
         "both, scanned, replicas", BOTH, 3, "scanned", base=CLIP, devices=8, replicas=2, group=120,
     ),
     Case("both nvme, replicas", BOTH_NVME, 3, base=FP16, devices=8, replicas=4, sweep=True),
-    Case("both, scanned, fp16", BOTH, 3, "scanned", base=FP16, sweep=True),
-    Case(
-        "both, scanned, one device", BOTH, 3, "scanned", base=CLIP, devices=1, group=500,
-        sweep=True,
-    ),
-    Case("both, scanned, accumulation", BOTH, 3, "scanned", base=CLIP | TWICE, sweep=True),
-    Case("both, unrolled", BOTH, 3, "unrolled", base=CLIP, sweep=True),
-    Case("both, unrolled, fp16", BOTH, 3, "unrolled", base=FP16, sweep=True),
+    Case("both, unrolled, fp16", BOTH, 3, "unrolled", base=FP16 | TWICE, sweep=True),
     Case("both, ratio", BOTH | HALF, 3, base=CLIP, sweep=True),
-    Case("both, nnx", BOTH, 3, "nnx", sweep=True),
-    Case("both, batch_stats and dropout, fp16", BOTH, 3, "stateful", base=FP16, sweep=True),
     Case("param", PARAM, 3, "scanned", base=CLIP),
     Case("param, fp16", PARAM, 3, base=FP16, sweep=True),
-    Case("param, sgd", PARAM, 3, tx="sgd", sweep=True),
     Case("both nvme", BOTH_NVME, 3, "scanned", base=CLIP),
-    Case("both nvme, fp16", BOTH_NVME, 3, base=FP16, sweep=True),
     Case("param on the host, state nvme", BOTH | NVME, 3, "unrolled", base=CLIP, sweep=True),
 ]  # fmt: skip
 
@@ -181,7 +152,6 @@ def compared(case: Case, disk: Path) -> dict[str, Any]:
         "fell": want["losses"][-1] < 0.9 * want["losses"][0],
         "skipped": got["skipped"],
         "moved": got["moved"],
-        "pieces": got["pieces"],
         "places": got["places"],
     }
 
@@ -216,18 +186,10 @@ def train(case: Case, keywords: dict[str, Any]) -> dict[str, Any]:
             pairs = zip(arrays, now, strict=True)
             moved += sum(a is not b for (name, a), (_, b) in pairs if "rest" not in name)
         arrays, skipped = now, overflows
-    (program,) = step._programs.values()
-    groups = (
-        [turn.update.group for turn in program.update.by_groups.turns]
-        if "sub_group_size" in keywords
-        else []
-    )
-    pieces = [piece.cluster.outputs for group in groups for piece in group]
     return {
         "losses": losses,
         "skipped": skipped,
         "moved": moved,
-        "pieces": max((pieces.count(x) for x in pieces), default=0),
         "places": kinds,
         "arrays": [(name, np.asarray(x)) for name, x in scalars_too(state)],
     }
@@ -437,7 +399,7 @@ def optimizer(name: str) -> Any:
         return optax.chain(optax.clip_by_global_norm(0.1), optax.adam(2e-2))
     if name == "adafactor":
         return optax.adafactor(2e-2, min_dim_size_to_factor=8)
-    return {"sgd": optax.sgd, "lamb": optax.lamb}[name](0.1 if name == "sgd" else 2e-2)
+    return optax.lamb(2e-2)
 
 
 @functools.cache

@@ -421,13 +421,6 @@ class TestPlan:
             moments = jax.tree.leaves(plan.opt_state, is_leaf=is_spec)
             assert [spec for spec in moments if spec != P()] == [s for s in params * 2 if s != P()]
 
-    def test_the_largest_dimension_is_cut(self) -> None:
-        shapes = {"a": (8, 16, 24), "b": (24, 16, 9), "c": (7, 9), "d": ()}
-        params = {name: np.ones(shape) for name, shape in shapes.items()}
-        state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
-        plan = zero_for(3).plan(state)
-        assert plan.params == {"a": P(None, None, "data"), "b": P("data"), "c": P(), "d": P()}
-
     @pytest.mark.parametrize("name", ["mlp", "nnx_mlp"])
     def test_of_born_abstract_and_plain_states_alike(self, name: str) -> None:
         zero = zero_for(3)

@@ -177,7 +177,10 @@ class Emitted(NamedTuple):
 def emitted(source: Source, mesh: Any = None, specs: Any = None, **config: Any) -> Emitted:
     """The program for a step of a source, by the config's keywords."""
     config = {"stage3_param_persistence_threshold": 0, **config}
-    zero = zerojax.zero(mesh=mesh, specs=specs, **config)
+    return emitted_by(zerojax.zero(mesh=mesh, specs=specs, **config), source)
+
+
+def emitted_by(zero: zerojax.Zero, source: Source) -> Emitted:
     step = source.step_on(zero) if source.step_on else source.step
     arguments, states = Arguments(step, **source.options), zero.states
     call = called(source, arguments)
@@ -229,6 +232,15 @@ def check(source: Source, stage: int = 3, k: int = 1, mesh: Any = None, **config
     """
     program = emitted(source, mesh, stage=stage, gradient_accumulation_steps=k, **config)
     assert differing(by_hand(source) if config.get("bf16") else source, program) == []
+
+
+def check_step(
+    zero: zerojax.Zero, step: Callable[..., Any], create: Callable[[], Any], batch: Any
+) -> None:
+    """The same for a step on a ``TrainState`` by a ``Zero``."""
+    rows = next(len(x) for x in jax.tree.leaves(batch) if np.ndim(x))
+    source = Source(create, step, (in_float32(batch, rows),), rows=rows)
+    assert differing(source, emitted_by(zero, source)) == []
 
 
 @functools.cache

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from equal import check, check_step
+from emitted import check_step
+from equal import check
 from flax.training.train_state import TrainState
 from swept import swept
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from equal import check_step, zero_for
+from emitted import check_step
+from equal import zero_for
 from flax.training.train_state import TrainState
 
 import zerojax

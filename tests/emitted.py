@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from equal import cast, with_masters
 from flax import nnx
+from flax.training.train_state import TrainState
 from programs import PROGRAMS, ROWS, Kind, Program
 from programs.basic import gpt
 
@@ -146,18 +147,46 @@ def users(source: Source) -> Users:
     arguments = Arguments(source.step, **source.options)
     call = called(source, arguments)
     opened = split_state(call.objects)
-    body = Body(arguments.rearranged(call.form), opened, "", ())
     arrays, static = divide(call.args, call.kwargs)
+    given = opened.parts, call.batch, arrays
+    mine = numbers(given, 1)
 
     def run(parts: Any, batch: Any, arrays: list[Any]) -> Any:
+        """The step of NNX objects or of any pytree, on the state's parts."""
         args, kwargs = join(arrays, static)
+        body = Body(arguments.rearranged(call.form), opened, "", ())
         return body(parts, opened.tx, batch, args, kwargs)
 
-    given = opened.parts, call.batch, arrays
+    if source.call is Source.call and isinstance(call.objects[0], TrainState):
+        run, given, inputs = directly(source, call.objects[0], given, mine)
+    else:
+        inputs = jax.tree.leaves(mine)
     closed, shapes = hijax.trace(run, *given)
-    given = numbers(given, 1)
-    outs = exact.run(closed, jax.tree.leaves(given))
-    return Users(call, given, jax.tree.unflatten(jax.tree.structure(shapes), outs))
+    outs = exact.run(closed, inputs)
+    return Users(call, mine, jax.tree.unflatten(jax.tree.structure(shapes), outs))
+
+
+def directly(source: Source, state: TrainState, given: Any, mine: Any) -> tuple[Any, Any, Any]:
+    """The call of a step as its user writes it, so that zerojax has no part in it.
+
+    Returns:
+      A function from the arrays among the state and the arguments to the state's parts and the
+      other results; those arrays; and the numbers that stand for them.
+    """
+    number = {id(x): y for x, y in zip(*map(jax.tree.leaves, (given, mine)), strict=True)}
+    leaves, tree = jax.tree.flatten((state, source.arguments))
+    at = [i for i, x in enumerate(leaves) if id(x) in number]
+
+    def run(*arrays: Any) -> Any:
+        placed = [*leaves]
+        for i, x in zip(at, arrays, strict=True):
+            placed[i] = x
+        own, arguments = jax.tree.unflatten(tree, placed)
+        result = source.step(own, *arguments)
+        new, *rest = result if isinstance(result, tuple) else (result,)
+        return split_state((new,)).parts, rest
+
+    return run, [leaves[i] for i in at], [number[id(leaves[i])] for i in at]
 
 
 class Emitted(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from equal import TOLERANCE, assert_near, check, host, start, zero_for
-from programs import PROGRAMS, ROWS, Kind
+from programs import PROGRAMS, ROWS, Kind, shapes
 
 WITHOUT_AXES = {name: program for name, program in PROGRAMS.items() if not program.axes}
 """The specs of the others name axes of other meshes: test_features.py."""
@@ -93,8 +93,12 @@ def test_what_is_not_equal_by_micro_batch_is_told(
 
 
 def compiled_cells() -> Iterator[Any]:
-    """Every third program, stages, micro-batches and dtypes in turn; half of them in the sweep."""
-    for i, (name, program) in enumerate([*WITHOUT_AXES.items()][::3]):
+    """Every form in which a step is called, and one of five other programs: stages, micro-batches
+    and dtypes in turn, half of them in the sweep."""
+    forms = [program.name for program in shapes.PROGRAMS]
+    others = [name for name in WITHOUT_AXES if name not in forms]
+    for i, name in enumerate([*forms, *others[::5]]):
+        program = PROGRAMS[name]
         by_part = i % 2 == 1 and program.accumulated.kind is not Kind.REFUSED
         low = i % 4 == 2 and "bfloat16" in program.dtypes
         dtype = "bfloat16" if low else program.dtypes[0]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from equal import check_step
+from emitted import check_step
 from flax.training.train_state import TrainState
 from jax import lax
 from jaxprs import Spec, equations, gathers

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from equal import check_step
+from emitted import check_step
 from flax.training.train_state import TrainState
 from jax import lax
 

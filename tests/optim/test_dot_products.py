@@ -62,6 +62,7 @@ def moved(tx: Any) -> dict[str, int]:
     zero = zerojax.zero(
         stage=3,
         stage3_param_persistence_threshold=0,
+        small_array_size=0,
         mesh=zerojax.topology("h100", DEVICES),
     )
     state = zero.abstract_state(functools.partial(create, tx), jax.random.key(0))

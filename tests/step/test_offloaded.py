@@ -99,10 +99,10 @@ def host(state: Any) -> list[np.ndarray]:
 WHERE = pytest.mark.parametrize("where", ["cpu", "both", "param", "nvme"])
 
 
-@pytest.mark.one_in(2)
 @WHERE
 @pytest.mark.usefixtures("quick_compile")
 def test_where_it_lies_stays(tmp_path: Path, where: str) -> None:
+    """And a state that was used up is refused."""
     zero = zero_for(tmp_path, where)
     state = zero.init(create)
     kinds = [x.sharding.memory_kind for x in jax.tree.leaves(state)]
@@ -113,23 +113,12 @@ def test_where_it_lies_stays(tmp_path: Path, where: str) -> None:
         assert [x.sharding.memory_kind for x in jax.tree.leaves(state)] == kinds
         assert [type(x) for x in jax.tree.leaves(state)] == types
     assert len({*zip(kinds, types, strict=True)}) == 2
-
-
-@pytest.mark.one_in(2)
-@WHERE
-@pytest.mark.usefixtures("quick_compile")
-def test_a_state_that_was_used_up_is_refused(tmp_path: Path, where: str) -> None:
-    zero = zero_for(tmp_path, where)
-    old = zero.init(create)
-    step = zero(train_step)
-    new, _ = step(old, BATCH)
+    used, (state, _) = state, step(state, BATCH)
     with pytest.raises(ValueError, match="passed to an earlier step"):
-        step(old, BATCH)
-    step(new, BATCH)
+        step(used, BATCH)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("where", ["cpu", "both", "param"])
+@pytest.mark.parametrize("where", ["cpu", "both"])
 @pytest.mark.usefixtures("quick_compile")
 def test_a_state_that_is_kept_can_be_used_again(tmp_path: Path, where: str) -> None:
     zero = zero_for(tmp_path, where, donate=False)
@@ -155,7 +144,6 @@ def test_what_lies_on_disk_cannot_be_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", ["both", "nvme"])
 @pytest.mark.usefixtures("quick_compile")
 def test_a_state_from_elsewhere_is_placed(tmp_path: Path, where: str) -> None:
@@ -182,24 +170,3 @@ def test_a_skipped_step_moves_nothing(tmp_path: Path, where: str) -> None:
     assert zerojax.telemetry(state)["skipped_steps"] == 1
     after = jax.tree.leaves((state.params, state.opt_state[0].mu))
     assert all(a is b for a, b in zip(before, after, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
-def test_the_copies_of_the_last_step_are_the_next_ones(tmp_path: Path) -> None:
-    """The masters are fetched to be updated, and not once more to compute with."""
-    zero = zero_for(tmp_path, "cpu", bf16=True)
-    state = zero.init(create)
-    step = zero(train_step)
-    state, _ = step(state, BATCH)
-    (program,) = step._programs.values()
-    params = jax.tree.leaves(state.params)
-    kept = program._copies.of(params)
-    assert all(x.dtype == jnp.bfloat16 and x.sharding.memory_kind == "device" for x in kept)
-    assert all(a is b for a, b in zip(kept, program._copies.of(params), strict=True))
-    for copy, master in zip(kept, params, strict=True):
-        np.testing.assert_array_equal(copy, np.asarray(master).astype(jnp.bfloat16))
-    other = jax.tree.leaves(zero.init(create).params)
-    made = program._copies.of(other)
-    for copy, master in zip(made, other, strict=True):
-        np.testing.assert_array_equal(copy, np.asarray(master).astype(jnp.bfloat16))

@@ -23,6 +23,7 @@ from zerojax.devices.network import near
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.plan.quantized import UNQUANTIZED, Sent, block_of
+from zerojax.plan.rule import SMALL
 from zerojax.trace import marks
 from zerojax.xla.types import Atom, Equation
 
@@ -47,11 +48,13 @@ class Limits:
       in_place: The fewest elements of a weight that stays sharded in its products, see
         :mod:`zerojax.collectives.in_place`: a smaller one is gathered in hardly more time than any
         collective takes.
+      small: The most elements of a parameter that is gathered with others, once a step.
     """
 
     held: int = held.MOST
     ahead: int = AHEAD
     in_place: int = 2**20
+    small: int = SMALL
 
 
 @dataclass

@@ -292,7 +292,7 @@ class Inserter(Scans):
     def _on_shards(self, eqn: Equation, values: Sequence[object], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; ``spec`` is the spec of its result."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
-        gathered = copies.follow(eqn, values, self.axis)
+        gathered = copies.follow(eqn, values, self.axis, self.limits.small)
         narrow = None
         if isinstance(values[0], Shard) and (source := values[0].gathering.narrow) is not None:
             if source.is_cast and propagate.follows(eqn):
@@ -409,7 +409,7 @@ class Inserter(Scans):
         each iteration needs unsharded are gathered before the loop."""
         loop = jaxprs.while_parts(eqn)
         a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
-        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self.axis)
+        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self)
         specs = [updated.get(i) for i in range(len(values) - b)]
         start = [plain(v) if i in updated else v for i, v in enumerate(values[b:])]
         consts = self._gathered(values[:b], scope) if self.keep else values[:b]

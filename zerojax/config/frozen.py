@@ -56,6 +56,9 @@ class ZeroConfig:
       grad_accum_dtype: The dtype of the sum over micro-batches; None for the gradient's own.
       stage3_param_persistence_threshold: The number of elements below which a parameter is not
         sharded.
+      small_array_size: The most elements of a small array. Such an array is not padded and is sent
+        unquantized, a small parameter is gathered with others, once a step, and small arrays beside
+        the parameters are replicated. No key of the JSON sets the field.
       stage3_max_live_parameters: The most elements of parameters that stay gathered over an update
         at stage 3; 0 for none.
       stage3_max_reuse_distance: The most elements of other parameters that the step may use before
@@ -128,6 +131,7 @@ class ZeroConfig:
     train_micro_batch_size_per_gpu: int | None = None
     grad_accum_dtype: str | None = None
     stage3_param_persistence_threshold: int = 100_000
+    small_array_size: int = 8192
     stage3_max_live_parameters: int = 0
     stage3_max_reuse_distance: int | None = None
     stage3_gather_16bit_weights_on_model_save: bool = False

@@ -32,6 +32,7 @@ class Keywords(TypedDict, total=False):
     train_micro_batch_size_per_gpu: int | None
     grad_accum_dtype: str | None
     stage3_param_persistence_threshold: int
+    small_array_size: int
     stage3_max_live_parameters: int
     stage3_max_reuse_distance: int | None
     stage3_gather_16bit_weights_on_model_save: bool

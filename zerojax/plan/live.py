@@ -114,7 +114,8 @@ class Live:
     def _may_stay(self, leaf: Leaf) -> bool:
         """Returns whether a parameter is gathered at each use; small ones are gathered once."""
         spec: Spec = layout.full(leaf.spec, len(leaf.shape))
-        return leaf.sharded and leaf.place == DEVICE and not is_small(leaf.shape, spec, self._axis)
+        small = is_small(leaf.shape, spec, self._axis, self._config.small_array_size)
+        return leaf.sharded and leaf.place == DEVICE and not small
 
     def _chosen(self) -> set[str]:
         room, farthest = self._asked

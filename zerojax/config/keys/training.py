@@ -26,7 +26,6 @@ from zerojax.config.keys.row import (
     Key,
     ValueKind,
     choice,
-    free,
     honoured,
     left_to_xla,
     no_effect,
@@ -66,10 +65,8 @@ TRAINING: tuple[Key, ...] = (
         "elasticity",
         "JAX has no agent that changes the number of devices in a run; write train_batch_size and "
         "train_micro_batch_size_per_gpu for the devices of this run",
-        **free(
-            "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time prefer_larger_batch "
-            "ignore_non_elastic_batch_info version num_gpus_per_node model_parallel_size"
-        ),
+        "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time prefer_larger_batch "
+        "ignore_non_elastic_batch_info version num_gpus_per_node model_parallel_size",
     ),
     setting(
         "gradient_clipping",

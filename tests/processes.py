@@ -3,17 +3,22 @@
 A fork server that has imported JAX and zerojax starts them, as each import takes seconds.
 """
 
+import atexit
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from groups import LIMIT
 from tiers import cpu_seconds
+
+from zerojax.launch.job import free_port
 
 
 def fork_server() -> ForkServerContext:
@@ -37,6 +42,14 @@ def take_environment(environment: Mapping[str, str]) -> None:
     jax.config.update("jax_disable_most_optimizations", quick)
 
 
+def join(process: int, count: int, port: int, devices: int) -> None:
+    """Makes this process one of several, with so many devices each."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", count, process, initialization_timeout=300)
+
+
 def joined(
     task: Callable[..., Any],
     process: int,
@@ -52,12 +65,64 @@ def joined(
     """
     begin = cpu_seconds()
     take_environment(environment)
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8 // count)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", count, process, initialization_timeout=300)
+    join(process, count, port, 8 // count)
     try:
         result = task(process, *arguments)
     finally:
         jax.distributed.shutdown()
     return result, cpu_seconds() - begin
+
+
+@contextmanager
+def group(
+    program: Callable[..., None], count: int, folder: Path, *arguments: Any, **environment: str
+) -> Iterator[list[ForkServerProcess]]:
+    """Starts ``program(PROCESS, FOLDER, ARGUMENTS...)`` in so many with a device each; none
+    outlives the block.
+
+    What they print goes to ``FOLDER/output.PROCESS``.
+    """
+    port, variables = free_port(), {**os.environ, **environment}
+    begun = [
+        fork_server().Process(
+            target=printing, args=(program, i, count, port, variables, folder, *arguments)
+        )
+        for i in range(count)
+    ]
+    try:
+        for each in begun:
+            each.start()
+        yield begun
+    finally:
+        for each in begun:
+            each.kill()
+            each.join()
+
+
+def ends(processes: Sequence[ForkServerProcess]) -> list[int | None]:
+    """Waits for the end of each; returns their statuses, a signal's with a minus."""
+    for each in processes:
+        each.join(LIMIT)
+    return [each.exitcode for each in processes]
+
+
+def printing(
+    program: Callable[..., None],
+    process: int,
+    count: int,
+    port: int,
+    environment: Mapping[str, str],
+    folder: Path,
+    *arguments: Any,
+) -> None:
+    """Runs ``program`` as one of several processes, what it prints in a file."""
+    output = os.open(folder / f"output.{process}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    take_environment(environment)
+    if count > 1:
+        join(process, count, port, 1)
+    try:
+        program(process, folder, *arguments)
+    finally:
+        atexit._run_exitfuncs()  # as a script does, and a process of multiprocessing does not

@@ -36,7 +36,6 @@ class Setting(NamedTuple):
     Attributes:
       kind: "linen" or "nnx".
       away: What lies in host memory or on a disk.
-      all_rows: Count in fp16 too.
     """
 
     kind: str
@@ -44,12 +43,11 @@ class Setting(NamedTuple):
     fp16: bool = False
     accumulation: int = 1
     away: str = ""
-    all_rows: bool = False
 
     def __str__(self) -> str:
         words = [f"{self.kind} at stage {self.stage}", "fp16" if self.fp16 else "fp32"]
         words += [f"{self.accumulation} micro-batches"] * (self.accumulation > 1)
-        return ", ".join(words + [self.away] * bool(self.away) + ["all rows"] * self.all_rows)
+        return ", ".join(words + [self.away] * bool(self.away))
 
     def zero(self, folder: str) -> zerojax.Zero:
         options: dict[str, Any] = {"gradient_accumulation_steps": self.accumulation}
@@ -72,7 +70,7 @@ class Setting(NamedTuple):
             x, y, weights = rng.normal(size=(ROWS, 16)), rng.normal(size=(ROWS, 8)), np.ones(ROWS)
             if self.fp16 and step == BAD_STEP:
                 x[-1] *= 1e30
-            if self.fp16 and not self.all_rows:
+            if self.fp16:
                 # The second may be in the first's micro-batch or not: sums of both would differ.
                 rows = [7 * step % ROWS, (7 * step + ROWS // 2) % ROWS][: 3 - self.accumulation]
                 weights = np.isin(np.arange(ROWS), rows) * ROWS / len(rows)
@@ -228,34 +226,24 @@ def distance(several: Sequence[Trajectory], one: Trajectory) -> Distance:
 def fault(setting: Setting, several: Sequence[Trajectory], one: Trajectory) -> str:
     """What is too far off; empty where nothing is."""
     apart = distance(several, one)
-    bounds = EQUAL if not setting.fp16 else NEAR if setting.all_rows else SAME
+    bounds = SAME if setting.fp16 else EQUAL
     if apart.losses > bounds.losses or apart.parameters > bounds.parameters:
         return f"{setting}: losses {apart.losses:.1e}, parameters {apart.parameters:.1e} off"
     told = [each.told for each in several if each.told != one.told]
     return f"{setting}: {told[0]}, and {one.told} of one process" if told else ""
 
 
-SAME, EQUAL, NEAR = Distance(0, 0), Distance(1e-6, 1e-5), Distance(1e-3, 1e-2)
+SAME, EQUAL = Distance(0, 0), Distance(1e-6, 1e-5)
 EVERY_STAGE = [
     Setting(kind, stage, fp16, 1 + (stage + fp16) % 2)
     for stage in range(4)
     for fp16 in (False, True)
     for kind in [("linen", "nnx")[(stage // 2 + fp16) % 2]]
 ]
-AWAY = [
-    Setting("nnx", 2, True, 1, "optimizer"),
+SOME = [
+    Setting("linen", 2),
+    Setting("nnx", 3, True, 2),
     Setting("linen", 3, False, 2, "optimizer and parameters"),
-    Setting("linen", 3, True, 1, "optimizer on disk"),
-]
-SOME = [Setting("linen", 2), Setting("nnx", 3, True, 2), AWAY[1]]
-MORE = [
-    *(x._replace(kind="nnx" if x.kind == "linen" else "linen") for x in EVERY_STAGE),
-    Setting("linen", 1, False, 2, "optimizer"),
-    Setting("linen", 3, True, 2, "optimizer"),
-    Setting("linen", 3, True, 1, "optimizer and parameters"),
-    Setting("nnx", 3, False, 1, "optimizer and parameters"),
-    Setting("linen", 3, False, 1, "optimizer and parameters on disk"),
-    Setting("linen", 2, True, all_rows=True),
 ]
 
 
@@ -284,9 +272,7 @@ def test_one_process_is_near_plain_jax(kind: str, jit: Callable[..., Any]) -> No
     ("count", "settings"),
     [
         pytest.param(2, SOME, id="2"),
-        pytest.param(2, MORE, id="2 in other ways", marks=pytest.mark.sweep),
         pytest.param(4, EVERY_STAGE, id="4", marks=pytest.mark.sweep),
-        pytest.param(8, EVERY_STAGE[::3], id="8", marks=pytest.mark.sweep),
     ],
 )
 def test_trajectories_are_those_of_one_process(

@@ -70,9 +70,8 @@ def test_the_only_process_notes_its_own_signal() -> None:
 
 def test_a_later_signal_ends_the_process() -> None:
     script = (
-        "import os, signal, time; from zerojax.checkpoint import preemption\n"
-        "preemption._SAME = 0.1\n"
-        "with preemption.Preemption():\n"
+        "import os, signal, time; from zerojax.checkpoint import Preemption\n"
+        "with Preemption(same_notice=0.1):\n"
         "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.2)\n"
         "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(3600)\n"
     )

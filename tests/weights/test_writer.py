@@ -57,10 +57,9 @@ def test_the_library_knows_dtypes_that_numpy_lacks(dtype: str, tmp_path: pathlib
         assert file.get_slice("a").get_shape() == [3, 2]
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_blocks_come_in_any_order(dtype: Any, step: int, tmp_path: pathlib.Path) -> None:
-    arrays = drawn({f"x{i}": shape for i, shape in enumerate(SHAPES)}, dtype)
+@pytest.mark.parametrize("step", [1, 2])
+def test_blocks_come_in_any_order(step: int, tmp_path: pathlib.Path) -> None:
+    arrays = drawn({f"x{i}": shape for i, shape in enumerate(SHAPES)}, ml_dtypes.bfloat16)
     blocks = [
         (name, start)
         for name, x in arrays.items()

@@ -16,14 +16,13 @@ import numpy as np
 
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.saved import SavedArray
-from zerojax.checkpoint.state_tree import NUMBERS, OPTIMIZER, Form, Path, is_key
+from zerojax.checkpoint.state_tree import NUMBERS, Form, Path, is_key
 from zerojax.distributed import log
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.xla.types import Shaped
 
 INNER, LOSS_SCALE, ERROR = "inner", "loss_scale", "error"
 FRESH = [name for name in ZeroOptState._fields if name != INNER]
-_OLD_FIELDS = ("steps", "skipped", "grad_norm")
 SHOWN = 2
 """Differences of a kind that a message lists."""
 
@@ -52,21 +51,20 @@ def match(
     Raises:
       CheckpointError: other arrays are missing, surplus, or differ in shape or kind.
     """
-    saved_paths, numbers = _current_paths(saved, form), NUMBERS.get(form, ()) if form else ()
+    numbers = NUMBERS.get(form, ()) if form else ()
     is_full_state, n = form is not None, len(numbers)
-    is_wrapped = (*numbers, "steps") in saved_paths
+    is_wrapped = (*numbers, "steps") in saved
     new_fields = [LOSS_SCALE] if is_wrapped else FRESH
     sources: dict[Path, Path | None] = {}
     problems = []
     for path, leaf in wanted.items():
         field = path[n] if n and path[:n] == numbers else None
-        source = saved_paths.get(path)
         if field == ERROR:
-            fits = source is not None and not _mismatch(path, leaf, saved[source])
-            sources[path] = source if fits else None
-        elif source is not None:
-            sources[path] = source
-            problems += _mismatch(path, leaf, saved[source])
+            fits = path in saved and not _mismatch(path, leaf, saved[path])
+            sources[path] = path if fits else None
+        elif path in saved:
+            sources[path] = path
+            problems += _mismatch(path, leaf, saved[path])
         elif is_full_state and (0 in leaf.shape or field in new_fields):
             sources[path] = None
         else:
@@ -74,9 +72,9 @@ def match(
     dropped = (*numbers, LOSS_SCALE), (*numbers, ERROR)
     used = set(sources.values())
     problems += [
-        f"only in the checkpoint: {_described(path, saved[source])}"
-        for path, source in saved_paths.items()
-        if is_full_state and source not in used and path[: n + 1] not in dropped
+        f"only in the checkpoint: {_described(path, leaf)}"
+        for path, leaf in saved.items()
+        if is_full_state and path not in used and path[: n + 1] not in dropped
     ]
     if problems:
         raise CheckpointError(_differences(where, problems))
@@ -87,21 +85,6 @@ def match(
             "from zero.", where, len(new_errors), len(errors),
         )  # fmt: skip
     return sources
-
-
-def _current_paths(saved: Mapping[Path, SavedArray], form: Form | None) -> dict[Path, Path]:
-    """Returns the saved paths by today's paths; older versions of zerojax stored its own numbers
-    around the optimizer's state."""
-    optimizer = OPTIMIZER[form] if form else ()
-    n = len(optimizer)
-    has_old_layout = form and {(*optimizer, name) for name in _OLD_FIELDS} <= {*saved}
-
-    def current_path(path: Path) -> Path:
-        if not (form and has_old_layout) or path[:n] != optimizer:
-            return path
-        return (*optimizer, *path[n + 1 :]) if path[n] == INNER else (*NUMBERS[form], *path[n:])
-
-    return {current_path(path): path for path in saved}
 
 
 def _mismatch(path: Path, wanted: Shaped, saved: SavedArray) -> list[str]:

@@ -164,7 +164,7 @@ class Relay(threading.Thread):
             return
         if source.log is not None:
             self._put(source.log.fileno(), chunk)
-        if self._at_start and _is_of_gloo(chunk):
+        if self._at_start and is_of_gloo(chunk):
             return
         if self._open is not source:
             self._end_line()
@@ -201,5 +201,6 @@ class Relay(threading.Thread):
         self._say(2, f"zerojax launch: output is lost: {why}\n".encode())
 
 
-def _is_of_gloo(line: bytes) -> bool:
+def is_of_gloo(line: bytes) -> bool:
+    """Returns whether a line has only words with which gloo logs a connection."""
     return (b"[Gloo]" in line or b"peer ranks" in line) and _GLOO.fullmatch(line) is not None

@@ -278,12 +278,6 @@ def test_a_wrong_number_is_found(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_the_extra_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(CheckpointError, match=r"pip install -e '\.\[export\]'"):
-        export(folder, tmp_path / "out")
-
-
 # Memory
 
 MEASURED = """

@@ -5,15 +5,12 @@ import fcntl
 import os
 from pathlib import Path
 
-import pytest
 from groups import LIMIT
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zerojax.launch.failure import Failure, reported
-from zerojax.launch.relay import Relay, Source, is_of_gloo
-
-GLOO = b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+from zerojax.launch.relay import Relay, Source
 
 
 def split(*pieces: bytes) -> tuple[list[bytes], bytes]:
@@ -43,30 +40,6 @@ def test_a_line_without_end_takes_one_pass() -> None:
     source = Source(b"", 1, None)
     passed = sum(len(line) for _ in range(100_000) for line in source.lines(b"." * 100))
     assert passed + len(source.take()) == 10_000_000
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"1 " * 30_000 + b" peer ranks. x",
-        b"[Gloo] Rank " * 5000 + b"[Gloo",
-    ],
-)
-def test_no_line_is_searched_twice(line: bytes) -> None:
-    assert not is_of_gloo(line)
-
-
-@given(
-    st.permutations([b"[Gloo] Rank ", b"0", b" is connected to ", b"17", b" peer ranks. ", b"\n"])
-)
-def test_words_of_gloo_in_any_order(words: list[bytes]) -> None:
-    assert is_of_gloo(b"".join(words))
-
-
-def test_gloo_and_what_looks_like_it() -> None:
-    assert is_of_gloo(GLOO + b"\n")
-    assert not is_of_gloo(GLOO + b" and more\n")
-    assert not is_of_gloo(b"12\n")
 
 
 @given(st.binary(max_size=40))

@@ -38,31 +38,14 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
         return {name: x.read(np.empty(x.shape, x.dtype)) for name, x in tensors.items() if x.dtype}
 
 
-def twice(outer: str, inner: str = "") -> bytes:
-    text = json.dumps(HEADER)
-    for old in (outer, inner):
-        text = text.replace(old, f"{old}, {old}", 1) if old else text
-    return file_of(text)
-
-
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (file_of(DEEP), "recursion"),
-        (with_a(shape="22"), 'a has the shape "22"'),
-        (with_a(shape=[True, 4]), r"a has the shape \[true, 4\]"),
-        (with_a(shape=[-2, -2]), r"a has the shape \[-2, -2\]"),
-        (with_a(shape=[1] * 100), "a has the shape"),
-        (with_a(dtype=["F32"]), "a has the dtype"),
-        (with_a(data_offsets=[0, 2**64]), "a has the data_offsets"),
-        (with_a(data_offsets=[0, 12]), "12"),
-        (file_of(json.dumps(HEADER | {"a": None})), "a has no shape"),
-        (file_of(json.dumps(HEADER | {"a": HEADER["b.c"]})), "bytes"),
-        (file_of(json.dumps([HEADER])), "a JSON list"),
-        (twice('"shape": [2, 2]'), "shape is there twice"),
-        (twice(json.dumps(HEADER)[1:-1]), "is there twice"),
-        (b"\xff" * 8 + DATA, "header would have"),
-        (file_of('{"a": {"shape": [1' + "0" * 5000 + "]}}"), "4300 digits"),
+        (file_of(DEEP), "invalid JSON"),
+        (with_a(shape=[-2, -2]), "invalid value: integer `-2`"),
+        (with_a(data_offsets=[0, 12]), "invalid shape, data type, or offset"),
+        (file_of(json.dumps(HEADER), DATA[:-1]), "not fully covered"),
+        (b"\xff" * 8 + DATA, "header too large"),
     ],
 )  # fmt: skip
 def test_a_header_that_no_writer_writes(data: bytes, says: str, tmp_path: pathlib.Path) -> None:

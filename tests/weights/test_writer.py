@@ -3,7 +3,6 @@
 import itertools
 import json
 import pathlib
-import sys
 from typing import Any
 
 import ml_dtypes
@@ -152,9 +151,3 @@ def test_a_size_that_is_none(size: Any, tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="positive int in bytes"):
         write(tmp_path / "out", {}, max_bytes=size)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_extra_is_named(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[export\]'"):
-        write(tmp_path, {})

@@ -19,11 +19,9 @@ from benchmarks.extra_state import FULL, adversarial, low_rank, low_rank_nnx, pr
 from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.moved_programs import (
     Language,
-    curved,
     experts,
     frozen,
     head_in_float32,
-    penalized,
     tables,
     taken_apart,
     tied,
@@ -188,13 +186,12 @@ def gathered_once() -> list[Claim]:
 
 
 def uses() -> list[Claim]:
-    """A head in float32, frozen parameters, gradients used again, and experts."""
+    """A head in float32, frozen parameters, a table used twice, and experts."""
     head, twice = head_in_float32(), used_twice()
     table, stack = 50304 * 1024, 24 * 8 * 1024 * 1024
     size = table + stack
     small = Language(layers=16)
     trained = small.layers * small.width**2 / small.parameters
-    sizes = Language()
     return [
         Claim(
             program=head, figure="units gathered",
@@ -205,15 +202,6 @@ def uses() -> list[Claim]:
             program=frozen(small), figure="units reduced",
             theory=trained + small.looked_up(),
             parts="the trained 6.6%; the rows looked up",
-        ),
-        Claim(
-            program=curved(sizes), figure="units sent", theory=8,
-            parts="forward and backward, both again beside the gradient: 6 gathers; 2 gradients",
-        ),
-        Claim(
-            program=penalized(sizes), figure="units sent", theory=8,
-            parts="forward and backward, both transposed, the latter beside the gradient: 5 "
-            "gathers; 3 gradients",
         ),
         Claim(
             program=twice, figure="units reduced", theory=1,

@@ -15,25 +15,14 @@ Peer = Callable[[], Any]
 def peers(call: Measured, device: str = "cuda") -> Iterator[tuple[str, Peer]]:
     """Name and function of each way that torch knows to make a call; none without torch.
 
-    "torch" is ``torch.optim.AdamW(fused=True)`` on float32 gradients for ``fused_adamw``, and
-    ``torch.compile`` of the plain formula for other kernels. Norms' weights are in the dtype of x,
-    which torch requires.
+    "torch" is ``torch.compile`` of the plain formula. Norms' weights are in the dtype of x, which
+    torch requires.
     """
     if importlib.util.find_spec("torch") is None:
         return
     torch: Any = importlib.import_module("torch")
-    if call.kernel == "fused_adamw":
-        yield "torch", _adamw(torch, call, device)
-        return
     for name, formula in _formulas(torch, call.kernel):
         yield name, _run(torch, call, formula, device)
-
-
-def _adamw(torch: Any, call: Measured, device: str) -> Peer:
-    params = [torch.nn.Parameter(torch.rand(x.shape, device=device)) for x in call.arguments[1]]
-    for p in params:
-        p.grad = torch.rand_like(p)
-    return torch.optim.AdamW(params, lr=1e-4, weight_decay=0.1, fused=True).step
 
 
 def _formulas(torch: Any, kernel: str) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -43,8 +32,6 @@ def _formulas(torch: Any, kernel: str) -> Iterator[tuple[str, Callable[..., Any]
     plain: dict[str, Callable[..., Any]] = {
         "layer_norm": lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b, 1e-6),
         "rms_norm": lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6),
-        "bias_gelu": lambda x, b: torch.nn.functional.gelu(x + b, approximate="tanh"),
-        "swiglu": lambda gate, up: torch.nn.functional.silu(gate) * up,
         "softmax_cross_entropy": lambda h, w, y: torch.nn.functional.cross_entropy(
             h @ w.T, y, reduction="sum"
         ),
@@ -58,7 +45,6 @@ def _formulas(torch: Any, kernel: str) -> Iterator[tuple[str, Callable[..., Any]
     ways: dict[str, Callable[..., Any]] = {
         "layer_norm": lambda x, w, b: liger.liger_layer_norm(x, w, b, 1e-6),
         "rms_norm": lambda x, w: liger.liger_rms_norm(x, w, 1e-6),
-        "swiglu": liger.liger_swiglu,
         "softmax_cross_entropy": lambda h, w, y: liger.liger_fused_linear_cross_entropy(
             h, w, y, reduction="sum"
         ),

@@ -19,7 +19,7 @@ from zerojax.models.kernels import Kernels
 DEVICES, STAGE = 8, 3
 ABOUT = (
     "Bytes of one of 8 H100s at stage 3 in bf16, blocks scanned and rematerialised, AdamW; the\n"
-    "norms, activations and loss by Mosaic kernels. Attention is the model's own in all of them:\n"
+    "norms and loss by Mosaic kernels. Attention is the model's own in all of them:\n"
     "cuDNN, which the fused layers take on a GPU, cannot be compiled without a GPU, and\n"
     "at 1024 positions the scores of its backward pass are the peak."
 )

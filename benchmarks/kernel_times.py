@@ -18,16 +18,9 @@ _ROUND_SECONDS, _MOST = 0.02, 200
 
 
 def timed(call: Measured, compiled: Callable[..., Any]) -> float:
-    """Seconds of a call. Results that are written over arguments are those of the next call."""
-    arguments = list(jax.tree.map(random_like, call.arguments))
-
-    def once() -> Any:
-        results = compiled(*arguments)
-        for at, result in zip(call.in_place, results if call.in_place else (), strict=False):
-            arguments[at] = result
-        return results
-
-    return median_seconds(once, jax.block_until_ready)
+    """Seconds of a call."""
+    arguments = jax.tree.map(random_like, call.arguments)
+    return median_seconds(lambda: compiled(*arguments), jax.block_until_ready)
 
 
 def timed_peer(call: Callable[[], object]) -> float:

@@ -23,24 +23,14 @@ from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.kernel_peers import peers
 from benchmarks.kernel_times import copy_rate, timed, timed_peer
 from pallas_kernels import compat, dispatch
-from pallas_kernels.activations.arguments import MEASURED as ACTIVATIONS
 from pallas_kernels.arguments import Measured
 from pallas_kernels.cross_entropy.arguments import MEASURED as CROSS_ENTROPY
-from pallas_kernels.fused_adamw.arguments import MEASURED as ADAMW
-from pallas_kernels.grad_norm_finite.arguments import MEASURED as GRAD_NORM
 from pallas_kernels.norms.arguments import MEASURED as NORMS
 from pallas_kernels.quantize.arguments import MEASURED as QUANTIZE
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 STEP = "step"
-CALLS: tuple[Measured, ...] = (
-    *ADAMW,
-    *GRAD_NORM,
-    *NORMS,
-    *ACTIVATIONS,
-    *CROSS_ENTROPY,
-    *QUANTIZE,
-)
+CALLS: tuple[Measured, ...] = (*NORMS, *CROSS_ENTROPY, *QUANTIZE)
 KERNELS = tuple(dict.fromkeys(call.kernel for call in CALLS))
 
 
@@ -121,7 +111,7 @@ def _compiled(
         arguments = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
         )
-    lowered = jax.jit(function, donate_argnums=call.in_place).lower(*arguments)
+    lowered = jax.jit(function).lower(*arguments)
     return lowered.compile(), time.perf_counter() - begin
 
 

@@ -1,7 +1,7 @@
 """Training steps that need only a small part of what they could hold or send.
 
 Tables of which few rows are looked up, a table tied to the output, a head in float32, a frozen
-base, gradients of gradients, and experts that choose among all tokens: programs that
+base, and experts that choose among all tokens: programs that
 ``held_or_moved.py`` compiles beside those of ``extra_state.py``.
 """
 
@@ -156,30 +156,6 @@ def frozen(sizes: Language) -> Program:
 def label(path: Any) -> str:
     """The label of a frozen base's parameter."""
     return "moves" if "['attn']['c_proj']['kernel']" in jax.tree_util.keystr(path) else "still"
-
-
-def curved(sizes: Language) -> Program:
-    """A gradient and its product with the Hessian."""
-
-    def step(state: TrainState, tokens: jax.Array) -> Any:
-        def grad(params: Any) -> Any:
-            return jax.grad(sizes.loss)(params, tokens)
-
-        first = grad(state.params)
-        _, second = jax.jvp(grad, (state.params,), (first,))
-        return state.apply_gradients(grads=jax.tree.map(lambda a, b: a + 0.1 * b, first, second))
-
-    return sizes.program("a Hessian-vector product", step=step)
-
-
-def penalized(sizes: Language) -> Program:
-    """A loss with the square of its gradient's norm."""
-
-    def penalty(params: Any, tokens: jax.Array) -> jax.Array:
-        value, grads = jax.value_and_grad(sizes.loss)(params, tokens)
-        return value + 0.1 * optax.tree.norm(grads, squared=True)
-
-    return sizes.program("a gradient penalty", step=descend(penalty))
 
 
 def used_twice(layers: int = 24, width: int = 1024, vocabulary: int = 50304) -> Program:

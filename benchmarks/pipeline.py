@@ -1,9 +1,9 @@
 """Pipeline stages beside stage 3 and ZeRO++, for Llama 2 70B on 64 absent GPUs; no GPU.
 
-    python -m benchmarks.pipeline                              # 20 compiles, 20 minutes
+    python -m benchmarks.pipeline                              # 12 compiles, 12 minutes
     python -m benchmarks.pipeline --record benchmarks/records
 
-An update of 128 rows of 8192 tokens, in two cases of 256, on H100s with 400 Gb/s for each device
+An update of 128 rows of 8192 tokens, in one case of 256, on H100s with 400 Gb/s for each device
 between nodes, and on A100s with 100 Gb/s for each node. Needs ``pip install -e '.[compile]'`` and
 no GPU.
 """
@@ -40,15 +40,11 @@ class Case(NamedTuple):
     Attributes:
       stages: Pipeline stages.
       zero: The section ``zero_optimization``.
-      rounds: Groups of layers a stage.
-      order: The schedule of the passes.
       rows: Rows an update.
     """
 
     stages: int
     zero: dict[str, Any]
-    rounds: int = 1
-    order: str = "gpipe"
     rows: int = ROWS
 
     @property
@@ -60,7 +56,7 @@ class Case(NamedTuple):
     @property
     def schedule(self) -> Schedule | None:
         mesh, _ = parse_devices(f"h100:{DEVICES}")
-        return Schedule.of(laid_out(mesh, self.axes), self.micro_batches, self.rounds, self.order)
+        return Schedule.of(laid_out(mesh, self.axes), self.micro_batches)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -79,19 +75,14 @@ CASES = {
     "ZeRO++ (hpZ, qwZ, qgZ)": Case(1, PLUS_PLUS),
     "8 stages x 8, stage 1": Case(8, {"stage": 1}),
     "16 stages x 4, stage 1": Case(16, {"stage": 1}),
-    "8 stages x 8, 2 rounds": Case(8, {"stage": 1}, 2),
-    "16 stages x 4, 5 rounds": Case(16, {"stage": 1}, 5),
-    "8 stages x 8, 1F1B": Case(8, {"stage": 1}, order="1f1b"),
     "8 stages x 8, 256 rows": Case(8, {"stage": 1}, rows=2 * ROWS),
-    "8 stages x 8, 1F1B, 256 rows": Case(8, {"stage": 1}, order="1f1b", rows=2 * ROWS),
 }
 NOTE = (
     f"Llama 2 70B, {ROWS} rows (or 256) of {SEQ} tokens an update, {DEVICES} GPUs, bf16, remat, "
     "cuDNN's attention assumed, gradients added up in bf16. With stages a micro-batch is one row a "
-    "device, without stages a device takes its two rows at once. Theory: (M v + S - 1) ticks, in "
+    "device, without stages a device takes its two rows at once. Theory: (M + S - 1) ticks, in "
     "each of which a stage sends the boundary and the stream of inputs or outputs, forward and "
-    f"backward: 4 (M v + S - 1) of {BOUNDARY / 1e6:.0f} MB. Bubble: (S - 1) / (M v + S - 1), "
-    "with v rounds."
+    f"backward: 4 (M + S - 1) of {BOUNDARY / 1e6:.0f} MB. Bubble: (S - 1) / (M + S - 1)."
 )
 
 
@@ -102,7 +93,6 @@ def forecast(kind: str, case: Case) -> Forecast:
     config = load(CONFIG | {
         "zero_optimization": case.zero, "gradient_accumulation_steps": case.micro_batches,
         "train_batch_size": case.rows,
-        "pipeline": {"rounds": case.rounds, "schedule": case.order},
     })  # fmt: skip
     model = functools.partial(llama_70b, attention="cudnn")
     study = Study(model, config, mesh, rates, rows=case.rows, seq=SEQ)

@@ -28,8 +28,10 @@ from benchmarks.checkpoint_memory import forget_peak, resident
 from benchmarks.frame import Answer, Table, argument, question, say
 from benchmarks.separate import in_a_process
 from examples.run_clm.devices import data_mesh
-from zerojax.models.hugging_face.llama import names, shapes_of
+from zerojax.models.hugging_face.folder import abstract, by_path
+from zerojax.models.hugging_face.llama import names
 from zerojax.models.llama import SIZES, Llama, LlamaConfig
+from zerojax.weights.names import link
 from zerojax.weights.reader import open_tensors
 from zerojax.weights.writer import TensorSpec, writing
 
@@ -86,7 +88,10 @@ class Loaded:
 def write(folder: Path, model: str) -> None:
     """Random weights in several files."""
     rng = np.random.default_rng(0)
-    shapes = shapes_of(LlamaConfig(**MODELS[model]))
+    model_of = Llama(LlamaConfig(**MODELS[model], scan=True))
+    shapes = link(
+        names(model_of.config), {path: x.shape for path, x in by_path(abstract(model_of)).items()}
+    ).tensors
     tensors = [TensorSpec(name, shape, BF16) for name, shape in shapes.items()]
     with writing(folder, tensors, max_bytes=FILE_BYTES) as put:
         for tensor in tensors:

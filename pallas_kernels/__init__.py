@@ -5,14 +5,8 @@ Each kernel is one public function with ``implementation=None | "mosaic_gpu" | "
 (the shapes that tests and benchmark share).
 """
 
-from pallas_kernels.activations import bias_gelu as bias_gelu
-from pallas_kernels.activations import swiglu as swiglu
 from pallas_kernels.attention import attention as attention
 from pallas_kernels.cross_entropy import softmax_cross_entropy as softmax_cross_entropy
-from pallas_kernels.fused_adamw import AdamWResult as AdamWResult
-from pallas_kernels.fused_adamw import fused_adamw as fused_adamw
-from pallas_kernels.grad_norm_finite import NormFinite as NormFinite
-from pallas_kernels.grad_norm_finite import grad_norm_finite as grad_norm_finite
 from pallas_kernels.norms import layer_norm as layer_norm
 from pallas_kernels.norms import rms_norm as rms_norm
 from pallas_kernels.quantize import Quantized as Quantized

@@ -20,7 +20,6 @@ class Measured:
       arguments: trees of abstract arrays. On a GPU they are filled with random numbers.
       bytes: the number of bytes that any implementation must read or write.
       flops: the number of operations, if operations and not bytes bound the time.
-      in_place: positions of the arguments that the results overwrite.
     """
 
     kernel: str
@@ -29,7 +28,6 @@ class Measured:
     arguments: tuple[Any, ...]
     bytes: int
     flops: int = 0
-    in_place: tuple[int, ...] = ()
 
 
 def and_backward(call: Callable[[str], Callable[..., Any]]) -> Callable[[str], Callable[..., Any]]:

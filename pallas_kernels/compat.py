@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,8 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _callbacks
 from jax._src.pallas.mosaic_gpu.interpret import params as _params
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-IN_PLACE = jax.version.__version_info__ >= (0, 11)
-"""True if a kernel can overwrite its arguments; in older jax, results have separate buffers."""
+_BEFORE_11 = jax.version.__version_info__ < (0, 11)
 
 
 class RaceError(Exception):
@@ -69,7 +68,15 @@ def kernels_in(compiled: jax.stages.Compiled) -> int:
 
 def laid_out(x: Any, layout: Any) -> Any:
     """Casts a kernel's value to a layout; the simulator of jax 0.10 has no layouts."""
-    return x if simulated() and not IN_PLACE else plgpu.layout_cast(x, layout)
+    return x if simulated() and _BEFORE_11 else plgpu.layout_cast(x, layout)
+
+
+def load(ref: Any, at: tuple[Any, ...], layout: Any) -> Any:
+    """Reads GPU memory in any layout, without shared memory between."""
+    if simulated():
+        return ref[at]
+    index = ((),) if _BEFORE_11 else ()  # jax 0.10 needs an index
+    return plgpu.load(ref.at[at], *index, layout=layout, optimized=False)
 
 
 def store(ref: Any, at: tuple[Any, ...], value: Any) -> None:
@@ -81,34 +88,6 @@ def store(ref: Any, at: tuple[Any, ...], value: Any) -> None:
         ref[at] = value
     else:
         plgpu.store(ref.at[at], value, optimized=False)
-
-
-def launch(
-    body: Callable[..., None],
-    inputs: Sequence[jax.Array],
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    over: Mapping[int, int],
-    **keywords: Any,
-) -> list[jax.Array]:
-    """Runs ``body(*input refs, *output refs)`` as a Mosaic GPU kernel.
-
-    Args:
-      over: for an output, the input that it overwrites. If jax does not support this, the output
-        has a separate buffer; the body must be correct in both cases.
-    """
-    if not IN_PLACE or not over:
-        return [*plgpu.kernel(body, out_type=[*outputs], **keywords)(*inputs)]
-    refs = {i: jax.new_ref(inputs[i]) for i in over.values()}
-    fresh = [k for k in range(len(outputs)) if k not in over]
-
-    def in_place(*args: Any) -> None:
-        ins, outs = args[: len(inputs)], iter(args[len(inputs) :])
-        body(*ins, *(ins[over[k]] if k in over else next(outs) for k in range(len(outputs))))
-
-    arguments = [refs.get(i, x) for i, x in enumerate(inputs)]
-    kernel = plgpu.kernel(in_place, out_type=[outputs[k] for k in fresh], **keywords)
-    results = iter(kernel(*arguments))
-    return [refs[over[k]][...] if k in over else next(results) for k in range(len(outputs))]
 
 
 def tokamax_attention() -> Any:

@@ -38,11 +38,6 @@ def available(at: Target) -> tuple[Implementation, ...]:
     return ("xla", "mosaic_gpu") if is_supported or compat.simulated() else ("xla",)
 
 
-def in_place(at: Target) -> Implementation:
-    """Returns "mosaic_gpu" if it works and can overwrite its arguments, else "xla"."""
-    return "mosaic_gpu" if compat.IN_PLACE and "mosaic_gpu" in available(at) else "xla"
-
-
 def choose(kernel: str, asked: str | None) -> Implementation:
     """Chooses the implementation to run.
 

@@ -9,5 +9,5 @@ FASTER: Mapping[str, tuple[str, ...]] = {
     "quantize_blockwise": ("H200",),
 }
 """Substrings of device kinds, by kernel, from benchmarks/records/2026-11-27-gpu_day.md. Measured
-there too, and not faster than XLA on every call: the other kernels but those of activations with
-dropout and of grouped quantization. Other GPUs are not yet measured."""
+there too, and not faster than XLA on every call: the other kernels. Other GPUs are not yet
+measured."""

@@ -5,7 +5,6 @@ import ctypes
 import functools
 import gc
 import importlib.util
-import multiprocessing
 import os
 import subprocess
 import tempfile
@@ -30,8 +29,9 @@ os.environ.setdefault(
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
-from processes import joined
+from processes import fork_server, joined
 from tiers import (
+    OF_FORKED,
     pytest_addoption,
     pytest_collection_modifyitems,
     pytest_configure,
@@ -207,19 +207,21 @@ def in_float64() -> Iterator[None]:
 
 
 @pytest.fixture
-def in_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
+def in_processes() -> Iterator[Callable[..., list[Any]]]:
     """Runs a module's function in so many, with the number of the process and what else it is
     given, and returns what each returned."""
-    # What they free goes back to the system at once: their peak is of what they held.
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "500000")
     with contextlib.ExitStack() as pools:
 
         def run(count: int, task: Callable[..., Any], *arguments: Any) -> list[Any]:
-            port = free_port()
-            spawn = multiprocessing.get_context("spawn")
-            pool = pools.enter_context(ProcessPoolExecutor(count, mp_context=spawn))
-            begun = [pool.submit(joined, task, i, count, port, *arguments) for i in range(count)]
-            return [each.result() for each in begun]
+            port, environment = free_port(), dict(os.environ)
+            pool = pools.enter_context(ProcessPoolExecutor(count, mp_context=fork_server()))
+            begun = [
+                pool.submit(joined, task, i, count, port, environment, *arguments)
+                for i in range(count)
+            ]
+            results, seconds = zip(*[each.result() for each in begun], strict=True)
+            OF_FORKED.extend(seconds)
+            return [*results]
 
         yield run
 

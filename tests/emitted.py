@@ -4,31 +4,39 @@ Both are traced, neither is compiled: see ``tests/exact.py``. The programs are t
 ``tests/programs``, and models with as many layers as it takes for a loop to gather ahead.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
+from equal import cast, with_masters
 from flax import nnx
+from flax.training.train_state import TrainState
 from programs import PROGRAMS, ROWS, Kind, Program
 from programs.basic import gpt
 
 import zerojax
 from zerojax.collectives.ahead import LEAST
+from zerojax.devices.mesh import automatic_context
+from zerojax.monitor.after_step import AfterStep
 from zerojax.placement.states import abstract, split_state
 from zerojax.step.arguments import Arguments
 from zerojax.step.body import Body
 from zerojax.step.call import Call, divide, join
-from zerojax.train_state.state_parts import FlatParts
+from zerojax.step.find_optimizer import find_optimizer
+from zerojax.step.program import StepSetting
+from zerojax.step.resident import ResidentStep
 from zerojax.xla import hijax
 
 LAYERS = LEAST  # as many as it takes for a loop to gather ahead
 
 
-class Source(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
     """A training program.
 
     Attributes:
@@ -37,15 +45,17 @@ class Source(NamedTuple):
       arguments: Arguments after the state, on the host.
       call: Calls the step with the state and the arguments.
       options: Options of the decorator.
-      nnx: Whether the state is a tuple of NNX objects.
+      step_on: ``step_on(zero)`` is the step as written for a ``Zero``, where it uses one.
+      rows: Rows of the batch.
     """
 
     create: Callable[[], Any]
     step: Callable[..., Any]
     arguments: tuple[Any, ...]
-    call: Callable[..., Any]
-    options: dict[str, Any]
-    nnx: bool
+    call: Callable[..., Any] = lambda step, state, arguments: step(state, *arguments)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    step_on: Callable[[Any], Callable[..., Any]] | None = None
+    rows: int = ROWS
 
 
 class Users(NamedTuple):
@@ -62,16 +72,21 @@ class Users(NamedTuple):
     outputs: Any
 
 
-def of_program(program: Program) -> Source:
-    def call(step: Any, state: Any, arguments: Any) -> Any:
-        if program.call is not None:
-            return program.call(step, state, arguments)
-        return step(*state, *arguments) if program.nnx else step(state, *arguments)
+def in_arguments(step: Any, state: Any, arguments: Any) -> Any:
+    """Calls a step whose state is several arguments."""
+    return step(*state, *arguments)
 
-    batch = in_float32(program.batch(np.random.default_rng(0)))
-    create = functools.partial(program.create, jax.random.key(5))
+
+@functools.cache
+def source(name: str, rows: int = ROWS) -> Source:
+    """A program by name, with that many rows of its batch."""
+    program = ALL[name]
+    usual = in_arguments if program.nnx else Source.call
+    arguments = in_float32(program.batch(np.random.default_rng(0)), rows)
     return Source(
-        create, program.step, batch, call, {**program.jit, **program.zero}, program.nnx
+        functools.partial(program.create, jax.random.key(5)), program.step, arguments,
+        program.call or usual, {**program.jit, **program.zero},
+        program.step_on if program.tokens else None, rows,
     )  # fmt: skip
 
 
@@ -79,19 +94,20 @@ LAYERED = tuple(
     gpt(name, layers=LAYERS, scan=True, remat=remat)
     for name, remat in (("layered", False), ("layered_remat", True))
 )
-SOURCES: dict[str, Callable[[], Source]] = {
-    program.name: functools.partial(of_program, program)
-    for program in (*PROGRAMS.values(), *LAYERED)
-    if program.once.kind is Kind.EQUAL
-}
+ALL: dict[str, Program] = PROGRAMS | {program.name: program for program in LAYERED}
+NAMES = [name for name, program in ALL.items() if program.once.kind is Kind.EQUAL]
 
 
-def in_float32(tree: Any) -> Any:
-    def cast(x: Any) -> Any:
-        floating = isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.floating)
-        return x.astype(np.float32) if floating else x
+def in_float32(tree: Any, rows: int = ROWS) -> Any:
+    """Host arrays, the first rows of those that have rows."""
 
-    return jax.tree.map(cast, tree)
+    def taken(x: Any) -> Any:
+        if not isinstance(x, np.ndarray):
+            return x
+        x = x[:rows] if x.ndim and len(x) == ROWS else x
+        return x.astype(np.float32) if np.issubdtype(x.dtype, np.floating) else x
+
+    return jax.tree.map(taken, tree)
 
 
 def numbers(tree: Any, seed: int) -> Any:
@@ -111,39 +127,66 @@ class Called(Exception):
     """Carries the arguments of a call."""
 
 
-def called(arguments: Arguments, run: Callable[[Callable[..., Any]], Any]) -> Call:
-    """The arguments with which ``run`` calls the step that it is given."""
+def called(source: Source, arguments: Arguments) -> Call:
+    """The arguments with which a source calls its step, the state abstract."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         raise Called(arguments.sort(args, kwargs))
 
+    state = nnx.eval_shape(source.create)
     try:
-        run(step)
+        source.call(step, state, source.arguments)
     except Called as call:
         return call.args[0]
     raise AssertionError("not called")
 
 
 @functools.cache
-def users(name: str) -> Users:
+def users(source: Source) -> Users:
     """The undecorated step with its own optimizer."""
-    source = SOURCES[name]()
-    state = (nnx.eval_shape if source.nnx else jax.eval_shape)(source.create)
     arguments = Arguments(source.step, **source.options)
-    call = called(arguments, lambda step: source.call(step, state, source.arguments))
+    call = called(source, arguments)
     opened = split_state(call.objects)
-    body = Body(arguments.rearranged(call.form), opened, "", ())
     arrays, static = divide(call.args, call.kwargs)
+    given = opened.parts, call.batch, arrays
+    mine = numbers(given, 1)
 
     def run(parts: Any, batch: Any, arrays: list[Any]) -> Any:
+        """The step of NNX objects or of any pytree, on the state's parts."""
         args, kwargs = join(arrays, static)
+        body = Body(arguments.rearranged(call.form), opened, "", ())
         return body(parts, opened.tx, batch, args, kwargs)
 
-    given = opened.parts, call.batch, arrays
+    if source.call is Source.call and isinstance(call.objects[0], TrainState):
+        run, given, inputs = directly(source, call.objects[0], given, mine)
+    else:
+        inputs = jax.tree.leaves(mine)
     closed, shapes = hijax.trace(run, *given)
-    given = numbers(given, 1)
-    outs = exact.run(closed, jax.tree.leaves(given))
-    return Users(call, given, jax.tree.unflatten(jax.tree.structure(shapes), outs))
+    outs = exact.run(closed, inputs)
+    return Users(call, mine, jax.tree.unflatten(jax.tree.structure(shapes), outs))
+
+
+def directly(source: Source, state: TrainState, given: Any, mine: Any) -> tuple[Any, Any, Any]:
+    """The call of a step as its user writes it, so that zerojax has no part in it.
+
+    Returns:
+      A function from the arrays among the state and the arguments to the state's parts and the
+      other results; those arrays; and the numbers that stand for them.
+    """
+    number = {id(x): y for x, y in zip(*map(jax.tree.leaves, (given, mine)), strict=True)}
+    leaves, tree = jax.tree.flatten((state, source.arguments))
+    at = [i for i, x in enumerate(leaves) if id(x) in number]
+
+    def run(*arrays: Any) -> Any:
+        placed = [*leaves]
+        for i, x in zip(at, arrays, strict=True):
+            placed[i] = x
+        own, arguments = jax.tree.unflatten(tree, placed)
+        result = source.step(own, *arguments)
+        new, *rest = result if isinstance(result, tuple) else (result,)
+        return split_state((new,)).parts, rest
+
+    return run, [leaves[i] for i in at], [number[id(leaves[i])] for i in at]
 
 
 class Emitted(NamedTuple):
@@ -152,50 +195,97 @@ class Emitted(NamedTuple):
     Attributes:
       jaxpr: The program.
       parts: Shapes of the state's parts at rest.
-      results: The tree of results.
       k: Micro-batches.
     """
 
     jaxpr: Any
     parts: Any
-    results: Any
     k: int
 
 
-def emitted(name: str, mesh: Any = None, **config: Any) -> Emitted:
-    source, call = SOURCES[name](), users(name).call
-    zero = zerojax.zero(mesh=mesh, **{"stage3_param_persistence_threshold": 0, **config})
-    step = zero(source.step, **source.options)
-    opened = step._states.open(call.objects)
-    program: Any = step._program(opened, call, None)
-    setting = program.setting
+def emitted(source: Source, mesh: Any = None, specs: Any = None, **config: Any) -> Emitted:
+    """The program for a step of a source, by the config's keywords."""
+    config = {"stage3_param_persistence_threshold": 0, **config}
+    return emitted_by(zerojax.zero(mesh=mesh, specs=specs, **config), source)
+
+
+def emitted_by(zero: zerojax.Zero, source: Source) -> Emitted:
+    step = source.step_on(zero) if source.step_on else source.step
+    arguments, states = Arguments(step, **source.options), zero.states
+    call = called(source, arguments)
+    function = arguments.rearranged(call.form)
+    with automatic_context(zero.mesh):
+        opened = states.open(call.objects)
+        if opened.optimizer_in_step:
+            opened = dataclasses.replace(opened, tx=find_optimizer(function, opened, call))
+        setting = StepSetting(function, states, opened, None, True, AfterStep(zero.config).signals)
+        setting.layout.check(call.batch)
+        setting.layout.check_more(call.args, call.kwargs, call.batch)
+        traced = ResidentStep(setting).traced(opened.parts, call.batch, call.args, call.kwargs)
     parts = abstract(opened.parts, setting.plan, at_rest=True)
-    flat, batch = FlatParts.of(parts), setting.layout.abstract(call.batch)
-    traced = program._jitted.trace(flat, batch, *setting.divide(call.args, call.kwargs))
-    return Emitted(traced.jaxpr, parts, traced.out_info, setting.layout.accumulation)
+    return Emitted(traced.jaxpr, parts, setting.layout.accumulation)
 
 
-def differing(name: str, program: Emitted) -> list[str]:
+def differing(source: Source, program: Emitted) -> list[str]:
     """The paths of the results in which an emitted program and the user's step differ."""
-    own, k = users(name), program.k
+    own, k = users(source), program.k
     mine, batch, arrays = own.inputs
     opt_state = numbers(program.parts.opt_state, 10_000)._replace(inner=mine.opt_state)
     start = jax.tree.map(padded, mine._replace(opt_state=opt_state), program.parts)
     batch = jax.tree.map(lambda x: by_micro_batch(x, k), batch)
     outs = exact.run(program.jaxpr, jax.tree.leaves((start, batch, arrays)))
-    result = jax.tree.unflatten(jax.tree.structure(program.results), outs)
-    parts = result.flat.parts()
-    made = parts._replace(opt_state=parts.opt_state.inner), result.out
+    n = len(jax.tree.leaves(start))
+    parts = jax.tree.unflatten(jax.tree.structure(program.parts), outs[:n])
     after, out = own.outputs
     out = jax.tree.map(
-        lambda x: by_micro_batch(x, k) if len(x.shape) and len(x) == ROWS else x, out
+        lambda x: by_micro_batch(x, k) if len(x.shape) and len(x) == source.rows else x, out
     )
+    state = jax.tree.leaves(parts._replace(opt_state=parts.opt_state.inner))
+    made = [*state, *outs[n:]]  # the signals of the step come last
     want = jax.tree_util.tree_leaves_with_path((after, out))
     return [
         jax.tree_util.keystr(path)
-        for (path, x), y in zip(want, jax.tree.leaves(made), strict=True)
+        for (path, x), y in zip(want, made, strict=False)
         if not np.array_equal(x, y[tuple(map(slice, x.shape))])
     ]
+
+
+def check(source: Source, stage: int = 3, k: int = 1, mesh: Any = None, **config: Any) -> None:
+    """Fails where the program for a step does not compute what the user's step computes.
+
+    Under ``bf16`` that is mixed precision written by hand.
+
+    Args:
+      k: Micro-batches.
+      config: Further keywords of ``zerojax.zero``.
+    """
+    program = emitted(source, mesh, stage=stage, gradient_accumulation_steps=k, **config)
+    assert differing(by_hand(source) if config.get("bf16") else source, program) == []
+
+
+def check_step(
+    zero: zerojax.Zero, step: Callable[..., Any], create: Callable[[], Any], batch: Any
+) -> None:
+    """The same for a step on a ``TrainState`` by a ``Zero``."""
+    rows = next(len(x) for x in jax.tree.leaves(batch) if np.ndim(x))
+    source = Source(create, step, (in_float32(batch, rows),), rows=rows)
+    assert differing(source, emitted_by(zero, source)) == []
+
+
+@functools.cache
+def by_hand(source: Source) -> Source:
+    """The step of a ``TrainState`` that computes in bfloat16, with masters in float32."""
+
+    def step(state: Any, *arguments: Any, **more: Any) -> Any:
+        low = state.replace(
+            params=cast(state.params, jnp.bfloat16), tx=with_masters(state.tx),
+            opt_state=(state.params, state.opt_state),
+        )  # fmt: skip
+        new, *out = source.step(low, *arguments, **more)
+        params, opt_state = new.opt_state
+        return new.replace(params=params, opt_state=opt_state, tx=state.tx), *out
+
+    return dataclasses.replace(source, step=step)
 
 
 def padded(x: np.ndarray, like: Any) -> np.ndarray:

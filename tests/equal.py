@@ -104,25 +104,6 @@ def check(
                 np.testing.assert_allclose(x, want, rtol=0.5)  # other noise, but no other scale
 
 
-def check_step(
-    zero: zerojax.Zero,
-    step: Callable[..., Any],
-    create: Callable[[], Any],
-    batch: Any,
-    tolerance: float = TOLERANCE["float64"],
-) -> None:
-    """Fails where a step that is not a program of ``PROGRAMS`` differs from plain jit in float64.
-
-    Args:
-      step: from a ``TrainState`` and a batch to the next state and the results.
-      create: returns the state; both runs start from one of their own.
-    """
-    with jax.enable_x64(True):
-        runs = [run(step)(create(), batch) for run in (zero, jax.jit)]
-        got, want = (host((state.params, results)) for state, results in runs)
-    assert_near(got, want, tolerance)
-
-
 @functools.cache
 def plain(name: str, dtype: str, rows: int = ROWS, steps: int = STEPS) -> Run:
     """The undecorated step under ``jax.jit`` (``nnx.jit``) on one device."""

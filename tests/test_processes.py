@@ -4,6 +4,7 @@ them, on the same number of devices."""
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ from flax.training.train_state import TrainState
 from groups import LIMIT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from swept import swept
 
 import zerojax
 from zerojax.distributed.row_agreement import RowAgreement
@@ -182,8 +182,17 @@ def everything(process: int, counts: Sequence[int]) -> Any:
     results["global arrays"] = trained(at_stage(2), "linen", as_global)
     results["mixed"] = trained(at_stage(2), "linen", mixed)
     results["batches stacked by step"] = stacked()
+    results["clipped"] = trained(at_stage(2, gradient_clipping=0.1), "nnx")
+    results["state in host memory"] = trained(at_stage(3, **AWAY), "linen")
+    with tempfile.TemporaryDirectory() as folder:
+        disk = {"device": "nvme", "nvme_path": folder}
+        results["optimizer on a disk"] = trained(at_stage(3, offload_optimizer=disk), "linen")
+    results["fp16"] = trained(at_stage(1, fp16=True, initial_scale_power=8), "linen")
     results["evaluation"] = evaluated(counts)
     return results
+
+
+AWAY: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 
 
 def leaves(results: Any) -> Any:
@@ -193,17 +202,17 @@ def leaves(results: Any) -> Any:
 COUNTS = [32, 12, 36]
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.sweep)])
 def test_own_rows_give_the_results_of_one_process(
-    count: int, in_processes: Callable[..., list[Any]]
+    in_processes: Callable[..., list[Any]],
 ) -> None:
-    counts = [32, 40] if count == 8 else COUNTS  # eight processes with a device each
-    alone = everything(0, counts)
-    for found in in_processes(count, everything, counts):
+    alone = everything(0, COUNTS)
+    for found in in_processes(2, everything, COUNTS):
         for case, results in found.items():
             assert jax.tree.structure(results) == jax.tree.structure(alone[case])
+            # gloo adds up in another order than XLA, which fp16 shows.
+            near = 2e-3 if case == "fp16" else 1e-6
             np.testing.assert_allclose(
-                leaves(results), leaves(alone[case]), rtol=1e-6, atol=1e-6, err_msg=case
+                leaves(results), leaves(alone[case]), rtol=near, atol=near, err_msg=case
             )
 
 
@@ -315,9 +324,10 @@ CHANGES = """
 import sys, time
 import numpy as np
 import zerojax
-from zerojax.distributed import failure
-
-failure._LAST_WORDS = 600.0  # process 0 waits until the other has said why it ends
+from zerojax.distributed import coordinator
+part = coordinator.part
+# Process 0 waits until the other has said why it ends.
+coordinator.part = lambda me, others, _: part(me, others, 600.0)
 zerojax.init_distributed()
 sys.path.insert(0, sys.argv[1])
 from test_processes import create_state, rows_of, train_step
@@ -325,22 +335,19 @@ import jax
 
 zero = zerojax.zero(stage=3)
 step, state = zero(train_step), zero.init(create_state, jax.random.key(0))
-process, reads = jax.process_index(), sys.argv[2] == "reads"
+process = jax.process_index()
 for at, rows in enumerate([8, 8, 16, 16, 8, 24 if process else 8, 8, 8]):
-    if rows == 24 and not reads:
+    if rows == 24:
         time.sleep(3)  # the other's script has ended
     state, results = step(state, rows_of(at, rows))
-    if reads:
-        float(results["loss"])
     print("step", at + 1, flush=True)
 """
 
 
-@pytest.mark.parametrize("reads", swept(["runs ahead", "reads"], 1))
 def test_rows_that_change_in_one_process_end_all_with_the_reason(
-    reads: str, tmp_path: Path, environment_of: Callable[..., dict[str, str]]
+    environment_of: Callable[..., dict[str, str]],
 ) -> None:
-    command = [sys.executable, "-c", CHANGES, str(Path(__file__).parent), reads]
+    command = [sys.executable, "-c", CHANGES, str(Path(__file__).parent)]
     runs = [
         subprocess.Popen(
             command,

@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
-from swept import swept
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
@@ -28,7 +27,7 @@ INT8 = Quantization("int8")
 BOTH = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 APART = 1e-5
 """Losses that differ by more were quantized differently; rounding in float32 differs by less."""
-SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
+SLOW = pytest.mark.slow
 
 
 class Model(nn.Module):
@@ -179,9 +178,6 @@ def assert_near(got: Any, parts: Any, specs: Any, how: Quantization) -> None:
         pytest.param(1, 4, "int4", True, marks=SLOW),
         pytest.param(2, 4, "int8", True, marks=SLOW),
         pytest.param(3, 1, "int4", True, marks=SLOW),
-        pytest.param(1, 4, "int4", False, marks=SWEEP),
-        *(pytest.param(s, 1, "int8", True, marks=SWEEP) for s in (1, 2, 3)),
-        *(pytest.param(s, 4, "int8", True, marks=SWEEP) for s in (1, 3)),
     ],
 )
 def test_gradients_are_sums_of_quantized_parts(stage: int, k: int, form: Any, conv: bool) -> None:
@@ -209,8 +205,6 @@ def value_and_gradient() -> Callable[..., Any]:
         (3, 1, "int8"),
         (1, 4, "float8_e4m3fn"),
         pytest.param(2, 4, "int8", marks=SLOW),
-        *(pytest.param(s, k, "int8", marks=SWEEP) for s, k in ((1, 1), (1, 4), (3, 4))),
-        pytest.param(3, 1, "float8_e4m3fn", marks=SWEEP),
     ],
 )
 def test_parameters_are_gathered_quantized(stage: int, k: int, form: Any) -> None:
@@ -258,36 +252,22 @@ def plain_nnx_losses() -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "k"), swept([(3, 4), (1, 4), (3, 1), (2, 4)]))
-def test_nnx(stage: int, k: int) -> None:
-    zero = zero_of(stage, k, **BOTH)
+def test_nnx() -> None:
+    zero = zero_of(3, 4, **BOTH)
     values, want = nnx_losses(zero(nnx_step), *zero.init(nnx_create)), plain_nnx_losses()
     assert np.abs(values - want).max() > APART
     np.testing.assert_allclose(values, want, rtol=0.02)
 
 
-BAD = {"nan": np.nan, "inf": np.inf, "1e30": 1e30}
-POISONED = {("nan", 1), ("1e30", 2)}
-"""Those that are slow beside ("inf", 3), which is fast: each number and each stage once."""
-
-
 @pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        ("inf", 3),
-        *(
-            pytest.param(*(name, stage), marks=SLOW if (name, stage) in POISONED else SWEEP)
-            for name in BAD
-            for stage in (1, 2, 3)
-            if (name, stage) != ("inf", 3)
-        ),
-    ],
+    ("bad_number", "stage"),
+    [(np.inf, 3), pytest.param(np.nan, 1, marks=SLOW), pytest.param(1e30, 2, marks=SLOW)],
 )
-def test_a_poisoned_shard_skips_the_step(stage: int, name: str) -> None:
+def test_a_poisoned_shard_skips_the_step(stage: int, bad_number: float) -> None:
     """One row of one device makes gradients that are not finite: nothing changes, as without."""
     zero, (create, step) = zero_of(stage, check_finite=True, **BOTH), linen(optax.adam(1e-2))
     state, bad = zero.init(create), batch()
-    bad["y"][5] = BAD[name]
+    bad["y"][5] = bad_number
     before, one = jax.device_get(state.params), zero(step)
     state, _ = one(state, bad)
     assert zerojax.telemetry(state)["skipped_steps"] == 1
@@ -297,10 +277,9 @@ def test_a_poisoned_shard_skips_the_step(stage: int, name: str) -> None:
     assert zerojax.telemetry(state)["skipped_steps"] == 1
 
 
-@pytest.mark.parametrize("stage", swept([3, 1, 2]))
-def test_a_shard_of_zeros_and_an_outlier(stage: int) -> None:
+def test_a_shard_of_zeros_and_an_outlier() -> None:
     """Large but finite: the other blocks keep their precision."""
-    zero, (create, step) = zero_of(stage, zero_quantized_gradients=True), linen(optax.sgd(1e-9))
+    zero, (create, step) = zero_of(3, zero_quantized_gradients=True), linen(optax.sgd(1e-9))
     rows = batch()
     rows["y"][:4] = np.asarray(Model().apply({"params": initial()}, rows["tokens"][:4]))
     rows["y"][9] = 1e9
@@ -322,16 +301,6 @@ def test_a_shard_of_zeros_and_an_outlier(stage: int) -> None:
         ({"data": 4, "model": 2}, {"fp16": True, "initial_scale_power": 8}),
         ({"data": 8}, {"zero_hpz_partition_size": 4}),
         ({"data": 8}, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
-        *(
-            pytest.param(*case, marks=SWEEP)
-            for case in (
-                ({"replica": 2, "data": 4}, {}),
-                ({"data": 4, "model": 2}, {}),
-                ({"data": 8}, {"bf16": True}),
-                ({"data": 8}, {"fp16": True, "initial_scale_power": 8}),
-                ({"data": 8}, {"offload_optimizer": "cpu"}),
-            )
-        ),
     ],
     ids=str,
 )

@@ -128,7 +128,7 @@ class TestBorn:
         state = zero_for(3).init(create("convnet"), KEY)
         assert set(specs(state.batch_stats)) == {P()}
 
-    @pytest.mark.parametrize("stage", [1, 2, 3])
+    @pytest.mark.parametrize("stage", [1, 3])
     def test_no_device_ever_holds_the_model(self, stage: int) -> None:
         """Neither in the result nor while it is made: the program that makes it is partitioned."""
         zero = zero_for(stage)
@@ -187,8 +187,7 @@ class TestAbstract:
             assert (a.shape, a.dtype) == (x.shape, x.dtype)
             assert x.sharding.is_equivalent_to(a.sharding, x.ndim)
 
-    @pytest.mark.one_in(2)
-    @pytest.mark.parametrize("name", ["mlp", "gpt", "nnx_mlp"])
+    @pytest.mark.parametrize("name", ["mlp", "nnx_mlp"])
     def test_lowers_and_compiles(self, name: str) -> None:
         """From shapes alone; with abstract batches and concrete ones."""
         zero = zero_for(3)
@@ -208,10 +207,7 @@ def mesh_of(name: str) -> Any:
 
 
 class TestPlaced:
-    @pytest.mark.one_in(2)
-    @pytest.mark.parametrize(
-        ("name", "stage"), [("mlp", 0), ("mlp", 3), ("odd", 3), ("vae_key_in_state", 3)]
-    )
+    @pytest.mark.parametrize(("name", "stage"), [("mlp", 0), ("odd", 3), ("vae_key_in_state", 3)])
     def test_the_users_own_arrays_stay_readable(self, name: str, stage: int) -> None:
         """A plain state is copied on to the devices, and what was passed is still there."""
         state = unplaced(name)
@@ -224,11 +220,10 @@ class TestPlaced:
             assert not x.is_deleted()
             np.testing.assert_array_equal(jax.random.key_data(x) if is_key(x) else x, old)
 
-    @pytest.mark.parametrize("devices", [1, 2, 8])
-    def test_readable_on_any_number_of_devices(self, devices: int) -> None:
+    def test_readable_on_one_device(self) -> None:
         state = unplaced("mlp")
         before = copy(state)
-        zero = zero_for(1, mesh=zerojax.mesh(devices))
+        zero = zero_for(1, mesh=zerojax.mesh(1))
         zero(PROGRAMS["mlp"].step)(state, *arguments("mlp"))
         assert_same(state, before)
 
@@ -306,10 +301,7 @@ def is_key(x: Any) -> bool:
 
 
 class TestKept:
-    @pytest.mark.one_in(2)
-    @pytest.mark.parametrize(
-        ("stage", "accumulation"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, 4), (3, 4)]
-    )
+    @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 4), (3, 1)])
     def test_shardings_stay_over_steps(self, stage: int, accumulation: int) -> None:
         zero = zero_for(stage, k=accumulation)
         state = zero.init(create("average_in_state"), KEY)
@@ -319,9 +311,9 @@ class TestKept:
             state, _ = step(state, *arguments("average_in_state", i))
             assert specs(state) == born
 
-    @pytest.mark.one_in(2)
-    @pytest.mark.parametrize("name", ["mlp", "vae_key_in_state", "nnx_norm"])
-    @pytest.mark.parametrize("born", [True, False])
+    @pytest.mark.parametrize(
+        ("name", "born"), [("mlp", False), ("vae_key_in_state", True), ("nnx_norm", False)]
+    )
     def test_compiles_once(self, name: str, born: bool) -> None:
         """Steps after the first trace nothing, however the state came."""
         case, traces = PROGRAMS[name], []
@@ -381,21 +373,17 @@ class TestBatch:
         assert int(others[1]) == 3
         assert [s.is_fully_replicated for s in seen] == [True, False, True, True]
 
-    @pytest.mark.parametrize("how", ["tuple", "array", "dataclass", "placed", "list"])
-    def test_any_pytree(self, how: str) -> None:
+    def test_any_pytree(self) -> None:
+        """A placed batch is not used up."""
         x = np.arange(32.0, dtype=np.float32).reshape(16, 2)
-        sharded = jax.device_put(x, NamedSharding(zerojax.mesh(), P("data")))
+        placed = jax.device_put(x, NamedSharding(zerojax.mesh(), P("data")))
         batch = {
-            "tuple": (x, x), "array": x, "list": [x], "placed": sharded,
+            "tuple": (x, x), "list": [x], "placed": placed,
             "dataclass": optax.EmaState(jnp.zeros(()), x),
-        }[how]  # fmt: skip
+        }  # fmt: skip
         _, (out, _) = self.sees(zero_for(2), batch)
         jax.tree.map(np.testing.assert_array_equal, out, batch)
-
-    def test_a_placed_batch_is_not_used_up(self) -> None:
-        sharded = jax.device_put(np.ones((16, 2)), NamedSharding(zerojax.mesh(), P("data")))
-        self.sees(zero_for(2), sharded)
-        assert not sharded.is_deleted()
+        assert not placed.is_deleted()
 
     def test_printing_from_a_step(self, capfd: pytest.CaptureFixture[str]) -> None:
         def step(state: TrainState, batch: Any) -> Any:
@@ -432,13 +420,6 @@ class TestPlan:
             assert jax.tree.leaves(plan.grads, is_leaf=is_spec) == grads
             moments = jax.tree.leaves(plan.opt_state, is_leaf=is_spec)
             assert [spec for spec in moments if spec != P()] == [s for s in params * 2 if s != P()]
-
-    def test_the_largest_dimension_is_cut(self) -> None:
-        shapes = {"a": (8, 16, 24), "b": (24, 16, 9), "c": (7, 9), "d": ()}
-        params = {name: np.ones(shape) for name, shape in shapes.items()}
-        state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
-        plan = zero_for(3).plan(state)
-        assert plan.params == {"a": P(None, None, "data"), "b": P("data"), "c": P(), "d": P()}
 
     @pytest.mark.parametrize("name", ["mlp", "nnx_mlp"])
     def test_of_born_abstract_and_plain_states_alike(self, name: str) -> None:
@@ -503,8 +484,7 @@ def last_gradient(case: Program, state: Any, batch: Any) -> Any:
 class TestTelemetry:
     KEYS = ("loss_scale", "skipped_steps", "grad_norm", "learning_rate", "step")
 
-    @pytest.mark.one_in(2)
-    @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (2, 4), (3, 1)])
+    @pytest.mark.parametrize(("stage", "accumulation"), [(2, 4), (3, 1)])
     def test_values(self, stage: int, accumulation: int) -> None:
         zero = zero_for(stage, k=accumulation)
         plain = unplaced("mlp")
@@ -561,7 +541,7 @@ class TestTelemetry:
         born = zero_for(1).init(create("mlp"), KEY)
         assert math.isnan(zerojax.telemetry(born)["learning_rate"])
 
-    @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (2, 4), (3, 1)])
+    @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (3, 4)])
     def test_clipping_is_that_of_optax(self, stage: int, accumulation: int) -> None:
         """Up to the 1e-6 that DeepSpeed adds to the norm."""
         limit = 0.1

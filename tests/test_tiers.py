@@ -13,12 +13,14 @@ from tiers import (
     CORE,
     ROOT,
     SLACK,
+    SMOKE,
     SWEEP_SECONDS,
     Durations,
     affects,
     chosen,
     cpu_seconds,
     expected_seconds,
+    is_toy,
     peak,
     resident,
 )  # fmt: skip
@@ -64,6 +66,15 @@ def test_a_room_affects_those_above_it() -> None:
     assert names("tests/equal.py") == ["tests/test_features.py"]
     assert names("tests/launch/launched.py") == ["tests/launch/test_kubernetes.py"]
     assert names("README.md", "tests/tiers.py", "docs/stages.md", ".ci/run") == []
+
+
+def test_toys_are_the_examples_and_benchmarks_but_for_a_few() -> None:
+    assert is_toy("tests/benchmarks/test_memory.py::test_a[1]")
+    assert not is_toy("tests/benchmarks/test_calls.py::test_a")
+    assert not is_toy("tests/checkpoint/test_kill.py::test_a")
+    for name in SMOKE:
+        file, _, test = name.partition("::")
+        assert f"def {test}" in (ROOT / file).read_text()
 
 
 def test_a_sample_of_the_others_follows_from_the_seed() -> None:

@@ -1,6 +1,7 @@
 """Bounds and durations of tests, and the choice of the sweeps that a change calls for.
 
-A test belongs to one tier: "fast" (no mark), "slow" or "sweep". ``conftest.py`` imports the hooks.
+A test belongs to one tier: "fast" (no mark), "slow", "sweep" or "toy". ``conftest.py`` imports the
+hooks.
 """
 
 import functools
@@ -22,7 +23,7 @@ from rooms import ROOMS
 
 import zerojax
 
-BOUNDS = {"fast": 3.0, "slow": 90.0, "sweep": 90.0}
+BOUNDS = {"fast": 3.0, "slow": 90.0, "sweep": 90.0, "toy": 90.0}
 """CPU seconds of a test, with its fixtures and the processes that it waits for."""
 SLACK = 2.0
 """A test is reported from so many times its bound, as a busy or slow machine takes longer."""
@@ -30,15 +31,17 @@ REMEDY = {
     "fast": "mark it slow",
     "slow": "make it smaller, or a sweep",
     "sweep": "make it smaller, or split it",
+    "toy": "make it smaller, or split it",
 }
 GREW = 1.3, 5.0
 """Factor and seconds by which a file's CPU seconds grow before the file is reported."""
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / ".ci" / "durations.json"
 """By tier and file: the CPU seconds of the tests that ran, and their number."""
-SWEEP_SECONDS = 60.0
+SWEEP_SECONDS = 30.0
 """CPU seconds by that record that the sweeps of one run may take. It was written while compiled
-programs were kept; without them sweeps take four times as long."""
+programs were kept; without them sweeps take four times as long. They repeat what a fast or slow
+test shows once, so a run draws few; ``.ci/run --all`` has all."""
 
 # A change in one of these can change what any step computes.
 CORE = {
@@ -47,9 +50,23 @@ CORE = {
 }  # fmt: skip
 # They change which tests are run, not what a test finds.
 CHOICE = {Path("tests/tiers.py"), Path("tests/rooms.py")}
-# Benchmarks at toy size and examples end to end; tests that start processes by these fixtures;
-# examples in docstrings that compile a model.
-SLOW_FOLDERS = {"benchmarks", "examples"}
+# Benchmarks at toy size and examples end to end, which take a quarter of the time of all slow
+# tests: only `.ci/run --all` runs them. What the package does is shown by the tests of its rooms;
+# that these programs call it rightly is shown by the few that are slow tests like others, by files
+# or tests: those that need no step, one benchmark, and the examples that the README has.
+TOY_FOLDERS = {"benchmarks", "examples"}
+SMOKE = {
+    f"tests/{name}" for name in (
+        "benchmarks/test_calls.py", "benchmarks/test_frame.py", "benchmarks/test_measure.py",
+        "benchmarks/test_memory.py::test_peak_falls_from_stage_to_stage",
+        "benchmarks/test_offload.py", "benchmarks/test_overlap.py", "benchmarks/test_published.py",
+        "examples/run_clm/test_data.py", "examples/test_command.py", "examples/test_public_api.py",
+        "examples/test_run_clm.py::test_trains_resumes_and_knows_when_it_is_done",
+        "examples/test_scripts.py::test_it_ends_as_its_docstring_says",
+        "examples/test_tables.py",
+    )
+}  # fmt: skip
+# Tests that start processes by these fixtures; examples in docstrings that compile a model.
 SLOW_FIXTURES = {"in_processes", "in_two_processes", "quick_processes"}
 SLOW_EXAMPLES = {
     "zerojax.models.hugging_face.gpt2", "zerojax.models.hugging_face.llama", "zerojax.models.llama",
@@ -67,18 +84,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--changed-since", metavar="COMMIT",
         help="of the sweeps run those that a change since this commit can affect, and a sample",
     )  # fmt: skip
-    group.addoption("--sample", type=int, default=60, help="size of that sample")
+    group.addoption("--sample", type=int, default=30, help="size of that sample")
     group.addoption("--seed", default="", help="of that sample; default the commit's name")
 
 
 def tier(item: pytest.Item) -> str:
-    return next((name for name in ("sweep", "slow") if item.get_closest_marker(name)), "fast")
+    tiers = ("toy", "sweep", "slow")
+    return next((name for name in tiers if item.get_closest_marker(name)), "fast")
+
+
+def is_toy(name: str) -> bool:
+    """Whether only ``.ci/run --all`` runs a test."""
+    file, test = name.partition("::")[0], name.partition("[")[0]
+    return in_toy_folder(name) and not {file, test} & SMOKE
+
+
+def in_toy_folder(name: str) -> bool:
+    return name.split("/")[1] in TOY_FOLDERS
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests by their folder, their fixtures and ``one_in``, before the mark expression is
-    applied. Leaves out sweeps that the expression does not name, or that no change affects."""
+    applied. Leaves out sweeps and toys that the expression does not name, and sweeps that no change
+    affects."""
     combinations: Counter[str] = Counter()
     for item in items:
         if (mark := item.get_closest_marker("one_in")) is not None:
@@ -86,16 +115,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if combinations[test] % mark.args[0]:
                 item.add_marker("sweep")
             combinations[test] += 1
-        folder = item.path.relative_to(ROOT).parts[1]
         fixtures = SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))
-        if folder in SLOW_FOLDERS or fixtures or item.name in SLOW_EXAMPLES:
+        if is_toy(item.nodeid):
+            item.add_marker("toy")
+        elif in_toy_folder(item.nodeid) or fixtures or item.name in SLOW_EXAMPLES:
             item.add_marker("slow")
     expression, since = config.getoption("markexpr"), config.getoption("changed_since")
-    keep = set(items)
-    if expression and "sweep" not in expression:
-        keep = {item for item in items if tier(item) != "sweep"}
-    elif since:
-        sweeps = {item.nodeid: item for item in items if tier(item) == "sweep"}
+    left_out = [name for name in ("sweep", "toy") if expression and name not in expression]
+    keep = {item for item in items if tier(item) not in left_out}
+    if since:
+        sweeps = {item.nodeid: item for item in keep if tier(item) == "sweep"}
         sample, seed = config.getoption("sample"), config.getoption("seed") or head()
         names = chosen(sweeps, changed(since), sample, seed, expected_seconds(sweeps))
         keep -= {item for name, item in sweeps.items() if name not in names}
@@ -217,10 +246,14 @@ def floor(path: Path) -> int:
     return rooms.index(name) if name in rooms else len(rooms)
 
 
+OF_FORKED: list[float] = []
+"""CPU seconds of the processes that a fork server started, for which it waits itself."""
+
+
 def cpu_seconds() -> float:
-    """Of this process and of those that it waited for."""
+    """Of this process, of those that it waited for, and of those that were forked for it."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    return sum((each.ru_utime + each.ru_stime for each in used), start=sum(OF_FORKED))
 
 
 def resident() -> float:

@@ -40,6 +40,7 @@ if _TYPE_CHECKING:
     from zerojax.offload.disk.folder import DiskError as DiskError
     from zerojax.offload.fetch import on_device as on_device
     from zerojax.optim.loss_scale import LossScale as LossScale
+    from zerojax.optim.over_matrices import over_matrices as over_matrices
     from zerojax.optim.schedules import schedule as schedule
     from zerojax.optim.telemetry import telemetry as telemetry
     from zerojax.optim.wrap import wrap as wrap
@@ -87,6 +88,7 @@ _MODULES = {
     "mesh": "devices.mesh",
     "models": "models",
     "on_device": "offload.fetch",
+    "over_matrices": "optim.over_matrices",
     "process_rows": "devices.rows",
     "quantization_report": "quantize.report",
     "quantize_weights": "quantize.weights",

@@ -16,7 +16,6 @@ _IN_EACH_PROCESS = (["report"], ["launch"])
 """The subcommands that every process of a launch runs; only process 0 runs the others."""
 
 COMMANDS = {
-    "config": "A config, by question and answer.",
     "estimate": "Memory of a model by DeepSpeed's formulas.",
     "explain": "The effect of every key of a config.",
     "export": "A checkpoint's parameters as safetensors.",
@@ -25,7 +24,6 @@ COMMANDS = {
     "launch": "A script in several processes.",
     "plan": "Memory, traffic and time of a step.",
     "report": "This machine, and what works on it.",
-    "watch": "The figures of a run, drawn as it trains.",
 }
 """The subcommands, with their line in the help."""
 

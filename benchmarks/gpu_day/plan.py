@@ -26,7 +26,7 @@ _SMALL: dict[str, Any] = {"family": "gpt", **SIZES["mini"], "block_size": 256}
 _FIRST_CASES = (0, 4, 8, 11)
 """Positions in ``prediction.CASES``: small, medium, GPT-2 XL, and both offloads."""
 KERNELS = tuple(dict.fromkeys(call.kernel for call in CALLS))
-FIRST_KERNELS = ("layer_norm", "softmax_cross_entropy", "fused_adamw")
+FIRST_KERNELS = ("layer_norm", "softmax_cross_entropy")
 PLAIN = "plain jit"
 """The way of training with which the others of the same model are compared."""
 

@@ -90,7 +90,7 @@ def main(
     dropout: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
     kernels: Annotated[
         Fused | None,
-        typer.Option(help="fused norms, activations, attention and loss; auto: the faster ones"),
+        typer.Option(help="fused norms, attention and loss; auto: the faster ones"),
     ] = None,
     output_dir: Annotated[
         pathlib.Path, typer.Option(help="checkpoints and the curve; continued from if there")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat, tiles
 from pallas_kernels.cross_entropy.rows import SKIP, Factors, Statistics
@@ -100,7 +101,7 @@ def statistics(logits: jax.Array, labels: jax.Array, vocabulary: int, total: boo
                 result[row] = jnp.float32(0)
 
     outputs = [jax.ShapeDtypeStruct(labels.shape, jnp.float32)] * (3 if total else 2)
-    arrays = _launch(body, [logits, labels], outputs, {}, "statistics")
+    arrays = _launch(body, [logits, labels], outputs, "statistics")
     return Statistics(arrays[0], arrays[1], arrays[2] if total else None)
 
 
@@ -112,7 +113,7 @@ def gradient(
     factors: Factors,
     dtype: Any,
 ) -> jax.Array:
-    """Computes :func:`pallas_kernels.cross_entropy.rows.gradient`; if float32, over the logits."""
+    """Computes :func:`pallas_kernels.cross_entropy.rows.gradient`."""
     cut = _Row(logits.shape[1], vocabulary, _WRITTEN)
 
     def body(logit: Any, label: Any, *refs: Any) -> None:
@@ -138,11 +139,12 @@ def gradient(
 
         @pl.when(y != SKIP)
         def _() -> None:
-            # Read the last tile before any of it is overwritten.
-            last_logits = None if cut.last is None else tiles.load(logit, (row,), cut.last)
-            for_each_tile(lambda tile: tile_gradient(tile, tiles.load(logit, (row,), tile)))
+            def of_logits(tile: Tile) -> Any:
+                return tile_gradient(tile, tiles.load(logit, (row,), tile))
+
+            for_each_tile(of_logits)
             if cut.last is not None:
-                write(cut.last, tile_gradient(cut.last, last_logits))
+                write(cut.last, of_logits(cut.last))
 
         @pl.when(y == SKIP)
         def _() -> None:
@@ -150,26 +152,22 @@ def gradient(
             if cut.last is not None:
                 write(cut.last, cut.full(uniform))
 
-    aliases = {0: 0} if jnp.dtype(dtype) == logits.dtype else {}
     like = jax.ShapeDtypeStruct(logits.shape, dtype)
-    return _launch(body, [logits, labels, lse, *factors], [like], aliases, "gradient")[0]
+    return _launch(body, [logits, labels, lse, *factors], [like], "gradient")[0]
 
 
 def _launch(
     body: Callable[..., None],
     inputs: list[jax.Array],
     outputs: list[jax.ShapeDtypeStruct],
-    over: dict[int, int],
     name: str,
 ) -> list[jax.Array]:
     """Launches one block per row."""
-    return compat.launch(
+    return plgpu.kernel(  # type: ignore[no-any-return]
         body,
-        inputs,
-        outputs,
-        over,
+        out_type=outputs,
         grid=(len(inputs[0]),),
         grid_names=("row",),
         compiler_params=tiles.params(),
         kernel_name=f"cross_entropy_{name}",
-    )
+    )(*inputs)

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm, fused with the preceding dropout and sum, in one pass over memory."""
+"""Layer norm and RMS norm, fused with the preceding sum, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import checks, dropout
+from pallas_kernels import checks
 from pallas_kernels.dispatch import choose
 from pallas_kernels.norms import mosaic_gpu, passes
 from pallas_kernels.norms.reference import How
@@ -23,8 +23,6 @@ def layer_norm(
     bias: jax.typing.ArrayLike | None = None,
     *,
     residual: jax.typing.ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
     eps: float = 1e-6,
     implementation: str | None = None,
 ) -> Any:
@@ -32,18 +30,17 @@ def layer_norm(
 
     .. math::
 
-        h = r + x \frac{m}{1 - p}, \quad m \sim \operatorname{Bernoulli}(1 - p), \quad
+        h = r + x, \quad
         \mu = \operatorname{mean}(h), \quad \sigma^2 = \operatorname{mean}((h - \mu)^2), \\
         y = w \frac{h - \mu}{\sqrt{\sigma^2 + \epsilon}} + b
 
     and :math:`h = x` without a residual. Source: Ba, Kiros and Hinton, arXiv:1607.06450; Liger's
-    ``layer_norm.py`` and DeepSpeed's ``normalize_kernels.cu``, ``dropout_kernels.cu``. The
-    computation is in float32, but y is computed from h as returned, rounded to the dtype of x.
+    ``layer_norm.py`` and DeepSpeed's ``normalize_kernels.cu``. The computation is in float32, but y
+    is computed from h as returned, rounded to the dtype of x.
 
-    The forward pass saves h, two float32 numbers per row, the scale and the key. The backward pass
-    reads h and the cotangents once, and writes float32 partial sums of the scale's and the bias's
-    cotangents for a few hundred blocks. XLA draws the mask of dropout in both passes, each of which
-    writes and reads one byte per element for it.
+    The forward pass saves h, two float32 numbers per row, and the scale. The backward pass reads h
+    and the cotangents once, and writes float32 partial sums of the scale's and the bias's
+    cotangents for a few hundred blocks.
 
     With ``"mosaic_gpu"``, XLA still handles widths below 128 or above 16384, and ``jax.shard_map``
     needs ``check_vma=False``.
@@ -53,8 +50,6 @@ def layer_norm(
       scale: :math:`w`, floats [width].
       bias: :math:`b`, floats [width]; None is 0.
       residual: :math:`r`, like x.
-      dropout_rate: :math:`p`, at least 0 and below 1; only for a residual.
-      dropout_key: a key of :mod:`jax.random`; needed if the rate is not 0.
       eps: :math:`\epsilon`, not negative; 1e-6 as in flax (torch has 1e-5).
       implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
 
@@ -62,8 +57,8 @@ def layer_norm(
       y, or (y, h) if there is a residual; in the shape and dtype of x.
 
     Raises:
-      ValueError: x is empty, shapes do not match, a number is out of range, the key is missing,
-        dropout has no residual, or the implementation does not work on this device.
+      ValueError: x is empty, shapes do not match, a number is out of range,
+        or the implementation does not work on this device.
       TypeError: an array does not have a float dtype, or residual has another dtype than x.
 
     Example:
@@ -71,7 +66,7 @@ def layer_norm(
       >>> layer_norm(jnp.array([1.0, 2.0, 3.0]), jnp.ones(3), jnp.full(3, 0.5)).round(3)
       Array([-0.725,  0.5  ,  1.725], dtype=float32)
     """
-    return _norm(LAYER, x, scale, bias, residual, dropout_rate, dropout_key, eps, implementation)
+    return _norm(LAYER, x, scale, bias, residual, eps, implementation)
 
 
 def rms_norm(
@@ -79,8 +74,6 @@ def rms_norm(
     scale: jax.typing.ArrayLike,
     *,
     residual: jax.typing.ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
     eps: float = 1e-6,
     implementation: str | None = None,
 ) -> Any:
@@ -88,7 +81,7 @@ def rms_norm(
 
     .. math::
 
-        h = r + x \frac{m}{1 - p}, \quad m \sim \operatorname{Bernoulli}(1 - p), \quad
+        h = r + x, \quad
         y = w \frac{h}{\sqrt{\operatorname{mean}(h^2) + \epsilon}}
 
     Source: Zhang and Sennrich, arXiv:1910.07467; Liger's ``rms_norm.py`` and
@@ -99,8 +92,6 @@ def rms_norm(
       x: floats [..., width].
       scale: :math:`w`, floats [width].
       residual: :math:`r`, like x.
-      dropout_rate: :math:`p`, at least 0 and below 1; only for a residual.
-      dropout_key: a key of :mod:`jax.random`; needed if the rate is not 0.
       eps: :math:`\epsilon`, not negative; 1e-6 as in flax.
       implementation: None, ``"mosaic_gpu"`` or ``"xla"``, see :func:`dispatch.choose`.
 
@@ -116,7 +107,7 @@ def rms_norm(
       >>> y.round(1), h
       (Array([0.2, 1.4], dtype=float32), Array([1., 7.], dtype=float32))
     """
-    return _norm(RMS, x, scale, None, residual, dropout_rate, dropout_key, eps, implementation)
+    return _norm(RMS, x, scale, None, residual, eps, implementation)
 
 
 def _norm(
@@ -125,8 +116,6 @@ def _norm(
     scale: Any,
     bias: Any,
     residual: Any,
-    rate: float,
-    key: jax.Array | None,
     eps: float,
     implementation: str | None,
 ) -> Any:
@@ -142,17 +131,12 @@ def _norm(
             raise TypeError(
                 f"{name}: residual has dtype {residual.dtype}, x has {x.dtype}; cast one of them"
             )
-    elif rate > 0:
-        raise ValueError(
-            f"{name}: dropout_rate is {rate} without a residual; dropout is of what is added to one"
-        )
-    rate = dropout.checked(name, rate, key)
     if not 0 <= float(eps) < math.inf:
         raise ValueError(f"{name}: eps is {eps}; it must be finite and not negative")
     chosen = choose(name, implementation)
     if not mosaic_gpu.SMALLEST <= width <= mosaic_gpu.LARGEST:
         chosen = "xla"
     dtype = None if bias is None else bias.dtype
-    how = How(name, name == LAYER, float(eps), rate, dtype, chosen)
-    arrays = alike(x, scale, bias, residual, key if rate > 0 else None)
+    how = How(name, name == LAYER, float(eps), dtype, chosen)
+    arrays = alike(x, scale, bias, residual)
     return passes.norm(*arrays, how)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tiles
-from pallas_kernels.dropout import dropped
 from pallas_kernels.norms.reference import Forward, How, normalized
 from pallas_kernels.norms.row import Row, launch
 
@@ -24,7 +23,6 @@ def forward(
     weight: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
-    kept: jax.Array | None,
     how: How,
 ) -> Forward:
     """Computes :func:`pallas_kernels.norms.reference.forward`."""
@@ -44,9 +42,8 @@ def forward(
             h = read("x", row, k)
             if residual is None:
                 return h
-            mask = None if kept is None else read("kept", row, k) != 0
-            h = dropped(h.astype(jnp.float32), mask, how.rate)
-            return (read("residual", row, k).astype(jnp.float32) + h).astype(x.dtype)
+            sum_in_float32 = read("residual", row, k).astype(jnp.float32) + h.astype(jnp.float32)
+            return sum_in_float32.astype(x.dtype)
 
         loaded: list[list[Any]] = [[] for _ in group_rows]
         if cut.held:
@@ -91,8 +88,7 @@ def forward(
 
         cut.each(write)
 
-    inputs = {"x": tiles.rows(x), "residual": tiles.rows(residual), "kept": tiles.rows(kept)}
-    inputs |= {"weight": weight, "bias": bias}
+    inputs = {"x": tiles.rows(x), "residual": tiles.rows(residual), "weight": weight, "bias": bias}
     like = jax.ShapeDtypeStruct((rows, width), x.dtype)
     row_statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     outputs = {

@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import compat, tiles
-from pallas_kernels.dropout import dropped
 from pallas_kernels.norms.reference import Backward, How, normalized
 from pallas_kernels.norms.row import Row, launch
 
@@ -24,7 +23,6 @@ def backward(
     weight: jax.Array,
     mean: jax.Array | None,
     scale: jax.Array,
-    kept: jax.Array | None,
     dy: jax.Array,
     dh: jax.Array | None,
     how: How,
@@ -86,11 +84,7 @@ def backward(
                     g = (g - corrections[i][1] if how.centered else g) * scales[i]
                     if dh is not None:
                         g = g + read("dh", row, k).astype(jnp.float32)
-                        refs["d_residual"][row, cut.part(k)] = g.astype(h.dtype)
-                    if kept is not None:
-                        g = dropped(g, read("kept", row, k) != 0, how.rate)
-                    if dh is None or kept is not None:
-                        refs["dx"][row, cut.part(k)] = g.astype(h.dtype)
+                    refs["dx"][row, cut.part(k)] = g.astype(h.dtype)
                 for ref, total in zip(sums, totals, strict=True):
                     ref[cut.own(k)] = total
 
@@ -116,25 +110,17 @@ def backward(
         "h": tiles.rows(h),
         "dy": tiles.rows(dy),
         "dh": tiles.rows(dh),
-        "kept": tiles.rows(kept),
     }
     inputs |= {"weight": weight, "scale": scale.reshape(-1)}
     inputs |= {"mean": None if mean is None else mean.reshape(-1)}
-    like = jax.ShapeDtypeStruct((rows, width), h.dtype)
-    outputs: dict[str, Any] = {
-        # With a residual and no dropout, dx equals d_residual.
-        "dx": like if dh is None or kept is not None else None,
-        "d_residual": None if dh is None else like,
-    }
+    outputs: dict[str, Any] = {"dx": jax.ShapeDtypeStruct((rows, width), h.dtype)}
     outputs |= {
         f"d_{name}": jax.ShapeDtypeStruct((blocks, width), jnp.float32) for name in param_names
     }
     scratch = [cut.sums() for _ in param_names]
     results = launch(f"{how.name}_backward", body, inputs, outputs, blocks, scratch)
-    d_residual = None if dh is None else results["d_residual"].reshape(h.shape)
     return Backward(
-        results["dx"].reshape(h.shape) if "dx" in results else d_residual,
-        d_residual,
+        results["dx"].reshape(h.shape),
         jnp.sum(results["d_weight"], axis=0),
         None if how.bias is None else jnp.sum(results["d_bias"], axis=0),
     )

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.dropout import dropped
 
 
 class How(NamedTuple):
@@ -19,7 +18,6 @@ class How(NamedTuple):
       name: the name of the function.
       centered: True if the mean is subtracted, as in layer norm.
       eps: the number added to the variance.
-      rate: the dropout rate.
       bias: the dtype of the bias, or None without a bias.
       chosen: the implementation.
     """
@@ -27,7 +25,6 @@ class How(NamedTuple):
     name: str
     centered: bool
     eps: float
-    rate: float
     bias: Any
     chosen: Implementation
 
@@ -52,14 +49,12 @@ class Backward(NamedTuple):
     """Cotangents.
 
     Attributes:
-      x: an array like x.
-      residual: an array like x; None without a residual.
+      x: an array like x; also that of a residual.
       scale: float32 [width].
       bias: float32 [width]; None without a bias.
     """
 
     x: Any
-    residual: Any
     scale: Any
     bias: Any
 
@@ -74,14 +69,12 @@ def forward(
     weight: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
-    kept: jax.Array | None,
     how: How,
 ) -> Forward:
-    """Normalizes rows of x [..., width]; ``kept``, bool like x, is dropout's mask (None: all)."""
+    """Normalizes rows of x [..., width], or of the sum with ``residual``."""
     h = x
     if residual is not None:
-        added = dropped(x.astype(jnp.float32), kept, how.rate)
-        h = (residual.astype(jnp.float32) + added).astype(x.dtype)
+        h = (residual.astype(jnp.float32) + x.astype(jnp.float32)).astype(x.dtype)
     z = h.astype(jnp.float32)
     mean = jnp.mean(z, axis=-1, keepdims=True) if how.centered else None
     deviation = z if mean is None else z - mean
@@ -96,7 +89,6 @@ def backward(
     weight: jax.Array,
     mean: jax.Array | None,
     scale: jax.Array,
-    kept: jax.Array | None,
     dy: jax.Array,
     dh: jax.Array | None,
     how: How,
@@ -123,8 +115,7 @@ def backward(
         total += dh.astype(jnp.float32)
     rows = tuple(range(h.ndim - 1))
     return Backward(
-        dropped(total, kept, how.rate).astype(h.dtype),
-        None if dh is None else total.astype(h.dtype),
+        total.astype(h.dtype),
         jnp.sum(d * hat, axis=rows),
         None if how.bias is None else jnp.sum(d, axis=rows),
     )

@@ -117,16 +117,14 @@ def launch(
         count = len(ins) + len(outs)
         body(*refs[count:], **dict(zip([*ins, *outs], refs[:count], strict=True)))
 
-    results = compat.launch(
+    results = plgpu.kernel(
         with_names,
-        [*ins.values()],
-        [*outs.values()],
-        {},
+        out_type=[*outs.values()],
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=[*scratch],
         # Each thread reads only scratch memory that it wrote itself.
         compiler_params=tiles.params(unsafe_no_auto_barriers=True),
         kernel_name=name,
-    )
+    )(*ins.values())
     return dict(zip(outs, results, strict=True))

@@ -40,13 +40,6 @@ def _layout(width: int, *dtypes: Any) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-def _load(ref: Any, at: tuple[Any, ...], layout: Any) -> Any:
-    if compat.simulated():
-        return ref[at]
-    index = () if compat.IN_PLACE else ((),)  # jax 0.10 needs an index
-    return plgpu.load(ref.at[at], *index, layout=layout, optimized=False)  # without shared memory
-
-
 def _launch(
     name: str,
     work: Callable[..., None],
@@ -80,16 +73,14 @@ def _launch(
         begin = (programs - 1) * blocks_per_program
         pl.when(program == programs - 1)(lambda: run_range(begin, blocks - begin))
 
-    return compat.launch(
+    return plgpu.kernel(  # type: ignore[no-any-return]
         body,
-        inputs,
-        outputs,
-        {},
+        out_type=outputs,
         grid=(programs,),
         grid_names=("program",),
         compiler_params=tiles.params(unsafe_no_auto_barriers=True),
         kernel_name=name,
-    )
+    )(*inputs)
 
 
 def quantize(x: jax.Array, noise: jax.Array | None, bits: int) -> tuple[jax.Array, jax.Array]:
@@ -103,7 +94,7 @@ def quantize(x: jax.Array, noise: jax.Array | None, bits: int) -> tuple[jax.Arra
         *ins, codes, scales = refs
         loaded = [
             [
-                [_load(r, (pl.ds(start, WARPS), pl.ds(i, width)), layout) for r in ins]
+                [compat.load(r, (pl.ds(start, WARPS), pl.ds(i, width)), layout) for r in ins]
                 for i in range(0, size, width)
             ]
             for start in starts
@@ -133,8 +124,8 @@ def dequantize(codes: jax.Array, scales: jax.Array, bits: int, dtype: Any) -> ja
         codes, scales, out = refs
         loaded = [
             (
-                _load(codes, (pl.ds(start, WARPS), pl.ds(0, width)), layout),
-                _load(scales, (pl.ds(start, WARPS),), layout.reduce(1)),
+                compat.load(codes, (pl.ds(start, WARPS), pl.ds(0, width)), layout),
+                compat.load(scales, (pl.ds(start, WARPS),), layout.reduce(1)),
             )
             for start in starts
         ]

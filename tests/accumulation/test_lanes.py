@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import emitted
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,20 +127,26 @@ AT = [
     (3, "2 groups of 4"),
     (1, "4 beside 2"),
 ]
-IN_LANES = [mean, masked]
 NOT_IN_LANES = [convolved, laid_out, chosen]
+
+
+@pytest.mark.parametrize(("stage", "mesh"), AT)
+@pytest.mark.parametrize("loss", [mean, masked])
+def test_exactly(stage: int, mesh: str, loss: Callable[[Any, Any], jax.Array]) -> None:
+    source = emitted.Source(start, step_of(loss), (emitted.in_float32(batch()),))
+    emitted.check(source, stage, K, zerojax.mesh(axes=MESHES[mesh]))
 
 
 @pytest.mark.parametrize(
     ("stage", "mesh", "loss"),
-    swept(
-        ((*at, loss) for at in AT for loss in [*IN_LANES, *NOT_IN_LANES]),
-        lambda *cell: cell in [(1, "4 beside 2", masked), (3, "2 groups of 4", convolved)],
-    ),
+    [
+        (1, "4 beside 2", masked),
+        (3, "2 groups of 4", convolved),
+        (1, "8", laid_out),
+        (2, "8", chosen),
+    ],
 )
-def test_the_numbers_of_plain_jit(
-    stage: int, mesh: str, loss: Callable[[Any, Any], jax.Array]
-) -> None:
+def test_compiled(stage: int, mesh: str, loss: Callable[[Any, Any], jax.Array]) -> None:
     step = step_of(loss)
     with jax.set_mesh(zerojax.mesh(axes=MESHES[mesh])):
         want, found = jax.jit(step)(start(), batch())

@@ -4,13 +4,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import emitted
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from swept import swept
 
 import zerojax
 
@@ -114,27 +114,34 @@ def assert_same(got: Any, want: Any) -> None:
 WHERE = [(1, ROWS, 3), (1, 2, 3), (2, 4, 3), (2, 4, 1), (4, 4, 0)]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("devices", "k", "stage", "kind"),
-    swept(
-        ((*at, kind) for at in WHERE for kind in KINDS),
-        lambda *cell: list(KINDS).index(cell[-1]) % len(WHERE) == WHERE.index(cell[:-1]),
-    ),
-)
-def test_losses(kind: str, devices: int, k: int, stage: int) -> None:
-    """With micro-batches of one row, too, for which jax writes other programs."""
-    loss = losses(kind)
-
+def with_loss(loss: Callable[[Any, Any], jax.Array]) -> Callable[..., Any]:
     def step(state: State, b: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(state.params, b)
         return state.apply_gradients(grads=grads), value
 
-    plain, mine = plain_and_accumulated(step, dict, devices, k, stage)
-    assert_same((mine[0].params, mine[1]), (plain[0].params, plain[1]))
+    return step
 
 
-@pytest.mark.parametrize("stage", swept([3, 1]))
+def exactly(
+    step: Callable[..., Any], devices: int, k: int, stage: int = 3, **fields: Callable[[], Any]
+) -> None:
+    """Without a compile, see ``tests/emitted.py``."""
+
+    def create() -> State:
+        return start(**{name: make() for name, make in fields.items()})
+
+    source = emitted.Source(create, step, (emitted.in_float32(batch(), ROWS),), rows=ROWS)
+    emitted.check(source, stage, k, zerojax.mesh(devices))
+
+
+@pytest.mark.parametrize(("devices", "k", "stage"), WHERE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses(kind: str, devices: int, k: int, stage: int) -> None:
+    """With micro-batches of one row, too, for which jax writes other programs."""
+    exactly(with_loss(losses(kind)), devices, k, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
 def test_what_follows_runs_once(stage: int) -> None:
     def step(state: State, b: Any) -> Any:
         def loss(p: Any) -> Any:
@@ -161,11 +168,7 @@ def test_what_follows_runs_once(stage: int) -> None:
             "confusion": jnp.zeros((4, 4), int).at[b["label"], out.argmax(-1)].add(1),
         }  # fmt: skip
 
-    fields = lambda: {"average": params(), "seen": jnp.zeros(2, int)}  # noqa: E731
-    plain, mine = plain_and_accumulated(step, fields, 2, 4, stage)
-    for name in ("params", "average", "seen", "step"):
-        assert_same(getattr(mine[0], name), getattr(plain[0], name))
-    assert_same(mine[1], plain[1])
+    exactly(step, 2, 4, stage, average=params, seen=lambda: jnp.zeros(2, int))
 
 
 def test_counts_that_the_state_keeps() -> None:
@@ -173,8 +176,7 @@ def test_counts_that_the_state_keeps() -> None:
         grads = jax.grad(losses("sum"))(state.params, b)
         return state.apply_gradients(grads=grads, seen=state.seen.at[b["label"]].add(1.5)), None
 
-    plain, mine = plain_and_accumulated(step, lambda: {"seen": jnp.arange(4.0)}, 2, 4)
-    assert_same(mine[0].seen, plain[0].seen)
+    exactly(step, 2, 4, seen=lambda: jnp.arange(4.0))
 
 
 def test_products_and_bits_over_rows() -> None:
@@ -187,13 +189,12 @@ def test_products_and_bits_over_rows() -> None:
     assert_same(mine[1], plain[1])
 
 
-@pytest.mark.parametrize("stage", swept([3, 1]))
-def test_arrays_of_rows_come_by_micro_batch(stage: int) -> None:
+def test_arrays_of_rows_come_by_micro_batch() -> None:
     def step(state: State, b: Any) -> Any:
         grads = jax.grad(losses("sum"))(state.params, b)
         return state.apply_gradients(grads=grads), apply(state.params, b["x"])
 
-    plain, mine = plain_and_accumulated(step, dict, 2, 4, stage)
+    plain, mine = plain_and_accumulated(step, dict, 2, 4)
     assert mine[1].shape == (4, 4, 4)
     assert_same(mine[1].reshape(ROWS, 4), plain[1])
 
@@ -216,14 +217,6 @@ def test_keys_pass_from_micro_batch_to_micro_batch(caplog: pytest.LogCaptureFixt
     for _ in range(8):
         key, _ = jax.random.split(key)
     np.testing.assert_array_equal(jax.random.key_data(mine[0].key), jax.random.key_data(key))
-
-
-def with_loss(loss: Callable[[Any, Any], jax.Array]) -> Callable[..., Any]:
-    def step(state: State, b: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(state.params, b)
-        return state.apply_gradients(grads=grads), value
-
-    return step
 
 
 def on_the_host(x: jax.Array) -> jax.Array:

@@ -1,24 +1,12 @@
 """What recurrent models send, asserted on what the benchmark prints; and that all models run."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from itertools import product
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
-from swept import swept
 
-import zerojax
 from benchmarks.architecture_models import Sizes, architectures
 from benchmarks.architectures import DEVICES, STAGES, WITHIN, missed, sent, table
 from benchmarks.compiled import Cost, Program, compile_program, lower_program
-from zerojax.hlo.traffic import collectives
 
 TINY = Sizes(
     layers=2,
@@ -41,11 +29,6 @@ gpu_compile = [
 ]
 
 
-@functools.cache
-def cost(stage: int) -> Cost:
-    return compile_program(LSTM, stage, DEVICES)
-
-
 class TestCompiled:
     pytestmark = gpu_compile
 
@@ -57,89 +40,14 @@ class TestCompiled:
             _, parameters = lower_program(architecture, stage, DEVICES)
             assert parameters > 500_000
 
-    @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.sweep), 3])
-    def test_an_lstm_sends_what_theory_asks_for(self, stage: int) -> None:
-        found = cost(stage)
+    def test_an_lstm_sends_what_theory_asks_for(self) -> None:
+        stage = 3
+        found = compile_program(LSTM, stage, DEVICES)
         assert sent(found) < WITHIN
         assert found.units["all-gather"] < 1.1 * (stage - 1)
         assert found.units["reduce-scatter"] < 1.1
         assert found.units["all-reduce"] < 0.02
         assert missed([found]) == []
-
-    @pytest.mark.parametrize(("model", "stage"), swept(product(["by hand", "gru"], [3, 2])))
-    def test_other_loops_over_time_do_too(self, model: str, stage: int) -> None:
-        """Weights of 512 x 512 and more; a unit is their bf16 once. Stage 1 is stage 2's program
-        without accumulation."""
-        units = {"gru": gru_units, "by hand": scan_units}[model](stage)
-        assert units["all-gather"] < 1.1 * (stage - 1)
-        assert units["reduce-scatter"] < 1.1
-        assert units.get("all-reduce", 0) < 0.02
-
-
-class GRU(nnx.Module):
-    """[B, T, 512] -> the same."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        cell = nnx.GRUCell(512, 512, dtype=jnp.bfloat16, rngs=rngs)
-        self.rnn = nnx.RNN(cell, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.rnn(x.astype(jnp.bfloat16))
-
-
-def gru_units(stage: int) -> dict[str, float]:
-    mesh = zerojax.topology("h100", DEVICES)
-    zero = zerojax.zero(stage=stage, bf16=True, mesh=mesh)
-
-    def create() -> tuple[Any, Any]:
-        model = GRU(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-
-    @zero
-    def step(model: Any, optimizer: Any, batch: Any) -> Any:
-        loss, grads = nnx.value_and_grad(lambda model: (model(batch) ** 2).mean())(model)
-        optimizer.update(model, grads)
-        return loss
-
-    state = zero.abstract_state(create)
-    return units(step.lower(*state, jax.ShapeDtypeStruct((16, 64, 512), jnp.float32)), 512 * 3072)
-
-
-def scan_units(stage: int) -> dict[str, float]:
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        def cell(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            h = jnp.tanh(h @ params["within"] + x @ params["into"])
-            return h, h
-
-        x = x.astype(params["into"].dtype)
-        return (jax.lax.scan(cell, jnp.zeros(x.shape[1:], x.dtype), x)[1] ** 2).mean()
-
-    return units(lowered(loss, stage), 2 * 512 * 512)
-
-
-def lowered(loss: Callable[..., jax.Array], stage: int) -> jax.stages.Lowered:
-    mesh = zerojax.topology("h100", DEVICES)
-    zero = zerojax.zero(stage=stage, bf16=True, mesh=mesh)
-
-    def create(key: jax.Array) -> TrainState:
-        params = {"within": jnp.zeros((512, 512)), "into": jnp.zeros((512, 512))}
-        return TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
-
-    @zero
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        value, grads = jax.value_and_grad(loss)(state.params, batch.swapaxes(0, 1))
-        return state.apply_gradients(grads=grads), value
-
-    state = zero.abstract_state(create, jax.random.key(0))
-    return step.lower(state, jax.ShapeDtypeStruct((16, 64, 512), jnp.float32))
-
-
-def units(lowered: jax.stages.Lowered, parameters: int) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for each in collectives(lowered.compile().as_text()):
-        share = each.times * each.payload_bytes / (2 * parameters)
-        found[each.kind] = found.get(each.kind, 0) + share
-    return found
 
 
 def test_the_table_says_what_was_measured_beside_the_theory() -> None:

@@ -71,14 +71,14 @@ QUESTIONS = sorted(
 )
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
 def test_every_question_has_help(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = importlib.import_module(f"benchmarks.{name}")
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        module.main()
-    said = capsys.readouterr().out
-    assert "--record FOLDER" in said
-    assert f"python -m benchmarks.{name}" in said
+    for name in QUESTIONS:
+        module = importlib.import_module(f"benchmarks.{name}")
+        monkeypatch.setattr(sys, "argv", [name, "--help"])
+        with pytest.raises(SystemExit, match="0"):
+            module.main()
+        said = capsys.readouterr().out
+        assert "--record FOLDER" in said
+        assert f"python -m benchmarks.{name}" in said

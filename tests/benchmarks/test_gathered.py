@@ -27,20 +27,8 @@ def units(found: Record, kind: str) -> float:
     return found.moved_bytes.get(kind, 0) / (2 * found.parameters * (devices - 1) / devices)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"scan": False, "n_layer": 2},
-        pytest.param({}, marks=pytest.mark.sweep),
-        pytest.param({"accumulate": 4}, marks=pytest.mark.sweep),
-        pytest.param({"scan": False, "n_layer": 4}, marks=pytest.mark.sweep),
-        pytest.param({"devices": 16, "replicas": 2, "accumulate": 4}, marks=pytest.mark.sweep),
-        pytest.param({"devices": 16, "partition": 8}, marks=pytest.mark.sweep),
-        pytest.param({"precision": "fp16"}, marks=pytest.mark.sweep),
-    ],
-)
-def test_one_gather_an_update_and_as_many_scatters_as_before(changes: dict[str, int]) -> None:
-    found = record(replace(KEPT, **changes))
+def test_one_gather_an_update_and_as_many_scatters_as_before() -> None:
+    found = record(replace(KEPT, scan=False, n_layer=2))
     k, case = found.case.accumulate, found.case
     # The tied table's gradients, as a lookup and as a head, meet before they are reduced in a
     # scanned model of one group alone: elsewhere the head's does not wait for the lookup's.
@@ -60,12 +48,3 @@ def test_three_units_fall_to_two() -> None:
     # The parameters unsharded, and not twice; what lies between steps is the same.
     assert kept.resting_bytes == dropped.resting_bytes
     assert kept.peak_bytes - dropped.peak_bytes < 1.25 * 2 * kept.parameters
-
-
-@pytest.mark.sweep
-def test_what_stays_is_gathered_once_and_the_rest_as_before() -> None:
-    """One of the two largest stacks."""
-    stack = 8 * 4 * 1024 * 1024
-    found, dropped = record(replace(KEPT, live=stack + 1)), record(DROPPED)
-    saved = units(dropped, "all-gather") - units(found, "all-gather")
-    assert saved == pytest.approx(stack / found.parameters, rel=0.01)

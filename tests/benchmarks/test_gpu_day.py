@@ -2,65 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
 import json
-import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu_day import forecasts, kernels, models, plan, summary, wheels, worker
-from benchmarks.gpu_day.__main__ import main, parts_of, run
-from benchmarks.gpu_day.journal import CUT, Journal
-from benchmarks.gpu_day.measurement import ERROR, PARTS, Measurement, attempts, errors
-from benchmarks.gpu_day.processes import Workers
+from benchmarks.gpu_day import forecasts, kernels, models, plan, summary
+from benchmarks.gpu_day.measurement import ERROR, PARTS
 from benchmarks.kernels import Cost
 from zerojax.devices.rates import rates
 
-TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 H100 = "NVIDIA H100 80GB HBM3"
-FIRST = {
-    "losses beside plain jit, 1",
-    "rates of the device",
-    "GPT-2 XL",
-    "kernels, 1",
-    "update from the host",
-}
-"""One of each kind for every run of the tests; the others are sweeps."""
-
-
-def _rehearsals() -> list[Any]:
-    made = []
-    for each in plan.measurements(toy=True):
-        marks = [] if each.name in FIRST else [pytest.mark.sweep]
-        if each.function.startswith("torch_peers:"):
-            reason = "torch and transformers are not installed"
-            marks.append(pytest.mark.skipif(not TORCH, reason=reason))
-        if each.part == PARTS.index("XLA options") + 1:
-            marks.append(pytest.mark.gpu_compile)
-        made.append(pytest.param(each, id=each.name, marks=marks))
-    return made
-
-
-@pytest.mark.parametrize("measurement", _rehearsals())
-def test_a_measurement_at_toy_size(
-    measurement: Measurement, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    compiles = request.node.get_closest_marker("gpu_compile")
-    request.getfixturevalue("require_gpu_compiler" if compiles else "quick_compile")
-    arguments = json.loads(json.dumps(dict(measurement.arguments)))  # as a worker has them
-    out = tmp_path / "figures.json"
-    found = worker.perform(measurement.function, arguments, out)
-    assert json.loads(out.read_text()).keys() == found.keys()
-    # No simulator is as fast as to be timed, and DeepSpeed is not installed for tests.
-    expected = ("mosaic_gpu", "fused kernels")
-    wrong = [(at, text) for at, text in errors(found) if not any(e in at for e in expected)]
-    assert [text for _, text in wrong if "deepspeed is not installed" not in text] == []
 
 
 @pytest.mark.parametrize("toy", [False, True])
@@ -76,92 +31,6 @@ def test_every_order_can_be_carried_out(toy: bool) -> None:
         function = getattr(importlib.import_module(f"benchmarks.gpu_day.{module}"), name)
         inspect.signature(function).bind(**json.loads(json.dumps(dict(each.arguments))))
         assert each.seconds < 9 * 60
-
-
-class FakeWorkers(Workers):
-    """Measures nothing, and notes what was asked for."""
-
-    def __init__(self) -> None:
-        self.ran: list[str] = []
-
-    def run(self, measurement: Measurement, seconds: float, more: bool) -> dict[str, Any]:
-        self.ran.append(measurement.name)
-        return {ERROR: "broken"} if measurement.name == "b" else {"figure": 1.0}
-
-    def together(self, measurements: Sequence[Measurement], seconds: float) -> list[dict[str, Any]]:
-        self.ran.append(" and ".join(each.name for each in measurements))
-        return [{"figure": 1.0} for _ in measurements]
-
-    def close(self) -> None:
-        pass
-
-
-def _measurement(name: str, seconds: float, together: bool = False) -> Measurement:
-    function = "smoke:report"
-    return Measurement(
-        name=name, part=1, tier=1, function=function, seconds=seconds, together=together
-    )
-
-
-def test_a_day_goes_on_after_errors_within_its_budget_and_where_it_ended(tmp_path: Path) -> None:
-    wanted = [_measurement(*each) for each in (("a", 5e3), ("b", 5e3), ("long", 5e4), ("c", 5e3))]
-    wanted += [_measurement(name, 5e3, together=True) for name in ("x", "y")]
-    first, second = FakeWorkers(), FakeWorkers()
-    run(wanted, Journal(tmp_path, H100), time.monotonic() + 2e4, first)
-    assert first.ran == ["x and y", "a", "b", "c"]
-    run(wanted, Journal(tmp_path, H100), time.monotonic() + 1e5, second)
-    assert second.ran == ["long"]
-    assert Journal(tmp_path, H100).failed() == ["b"]
-    assert not Journal(tmp_path, "another device").known("a")
-
-
-def test_what_the_budget_cut_off_is_tried_again(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, H100)
-    journal.write("a", {"figure": 1, CUT: "after 9 s"})
-    assert not Journal(tmp_path, H100).known("a")
-    assert "cut off" in summary.overview([_measurement("a", 1)], journal.results)[1][-1]
-
-
-def test_a_worker_that_fails_and_one_that_is_cut_off() -> None:
-    workers = Workers(toy=True)
-    try:
-        missing = Measurement(name="x", part=1, tier=1, function="smoke:nothing", seconds=1)
-        found = workers.run(missing, 1200, more=True)
-        assert "nothing" in found[ERROR]
-        assert "AttributeError" in found["traceback"]
-        # More steps than there is time for in the second that is left at the least.
-        slow = next(each for each in plan.measurements(toy=True) if each.name == "GPT-2 XL")
-        slow = dataclasses.replace(slow, arguments={**slow.arguments, "steps": 10**9})
-        assert [CUT in each for each in workers.together([slow, slow], 0.1)] == [True, True]
-    finally:
-        workers.close()
-
-
-def test_an_error_is_a_figure_and_the_next_try_goes_on() -> None:
-    def fails() -> None:
-        raise ValueError("no such memory kind")
-
-    first, second = attempts({"a": fails, "b": lambda: {"x": 1}})
-    assert first["a"][ERROR] == "ValueError: no such memory kind"
-    assert "Traceback" in first["a"]["traceback"]
-    assert second == {"b": {"x": 1}}
-    assert list(errors({"in": first})) == [("in/a", "ValueError: no such memory kind")]
-
-
-def test_the_command_lists_what_is_owed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--toy", "--list", "--part", "3", "--record", str(tmp_path)])
-    said = capsys.readouterr().out
-    assert "GPT-2 XL, torch FSDP2" in said
-    assert "owed" in said
-    assert "kernels, 1" not in said
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_parts_by_number() -> None:
-    assert parts_of("1..3") == [1, 2, 3]
-    assert parts_of("2,5..6") == [2, 5, 6]
-    with pytest.raises(Exception, match="no part 7"):
-        parts_of("7")
 
 
 def test_rates_are_proposed_as_shares_of_the_peaks() -> None:
@@ -233,9 +102,3 @@ def test_flops_of_gpt2_and_llama() -> None:
     parameters = 8.03e9 - 128256 * 4096  # without the table that is only looked up
     attention = 12 * 32 * 4096 * 8192
     assert models.flops_a_token(whole, 8192) == pytest.approx(6 * parameters + attention, 1e-2)
-
-
-def test_wheels_are_those_of_the_gpu_machine() -> None:
-    command = wheels.command(Path("there"))
-    assert {"--no-deps", "--python-version", "flax==0.12.12"} <= set(command)
-    assert any(word.startswith("pydantic-core==") for word in command)

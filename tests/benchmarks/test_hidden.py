@@ -1,20 +1,17 @@
 """The table of what a step hides of its collectives."""
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.hidden import (
-    HEADINGS,
     MODELS,
     UNROLLED_LAYERS,
     Case,
     cases,
     compile_case,
     overlap_of,
-    table,
 )
 from zerojax.foresight.forecast import Traffic
 
@@ -37,17 +34,6 @@ def test_copies_to_the_host_are_no_collectives() -> None:
     assert found.gathered == 8 * GB
 
 
-def test_a_row_for_each_case() -> None:
-    case = Case(model="llama-7b", scan=True, devices="h100:64", micro=1, overlap=True)
-    results = {case: overlap_of(forecast())}
-    heads, row = table(results)
-    assert heads == HEADINGS
-    assert row == [
-        "llama-7b, scanned", "h100:64", "1", "on",
-        "1500.0", "1480.0", "400.0", "95%", "20.0", "8.00", "6.00",
-    ]  # fmt: skip
-
-
 def test_each_model_on_all_devices_without_and_with_overlap() -> None:
     chosen = cases([*MODELS], ["h100:8", "a100:8"])
     assert len(chosen) == len(set(chosen)) == 2 * 2 * 2 * 2 * 2
@@ -67,14 +53,3 @@ def test_an_unrolled_model_hides_most_before_hopper() -> None:
     """With one collective under way at a time the share is 64%."""
     case = Case(model="llama-7b", scan=False, devices="a100:8", micro=1, overlap=True)
     assert compile_case(case).hidden > 0.75
-
-
-@pytest.mark.sweep
-@pytest.mark.gpu_compile
-@pytest.mark.usefixtures("require_gpu_compiler")
-@pytest.mark.parametrize(("way", "share"), [("stage 2", 0.95), ("groups of 8", 0.95)])
-def test_stage_2_and_replica_groups_hide_theirs(way: str, share: float) -> None:
-    case = Case(model="llama-7b", scan=True, devices="h100:64", micro=4, overlap=True, way=way)
-    assert compile_case(case).hidden > share
-    before = compile_case(dataclasses.replace(case, overlap=False))
-    assert before.hidden < share

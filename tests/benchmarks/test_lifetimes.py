@@ -132,21 +132,6 @@ def test_into_a_loop_and_out_again() -> None:
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
 class TestCompiledForH100:
-    @pytest.mark.parametrize("scan", [False, True])
-    def test_every_layer_is_a_parameter(self, scan: bool) -> None:
-        lifetimes = gather_lifetimes(compile_mlp(scan=scan, remat=True))
-        assert all(each.of_parameter for each in lifetimes)
-        assert len(lifetimes) == (2 if scan else 2 * LAYERS)
-
-    @pytest.mark.parametrize("scan", [False, True])
-    def test_rematerialised_layers_do_not_cross(self, scan: bool) -> None:
-        assert not any(e.crosses for e in gather_lifetimes(compile_mlp(scan=scan, remat=True)))
-
-    def test_saved_layers_cross(self) -> None:
-        # The first layer's input needs no gradient, so the backward pass never asks for it.
-        crossing = [e.crosses for e in gather_lifetimes(compile_mlp(scan=False, remat=False))]
-        assert sorted(crossing) == [False] + [True] * (LAYERS - 1)
-
     def test_layers_stacked_by_a_scan_cross(self) -> None:
         (layer,) = gather_lifetimes(compile_mlp(scan=True, remat=False))
         assert layer.stacked

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.offload import GIGA, Results, full, quick, run
 from benchmarks.offload_largest import CLEARLY, LADDER, parameters, search
 from benchmarks.offload_programs import Costs, OffloadCase
-from benchmarks.offload_tables import Limit, overlap, parts
+from benchmarks.offload_tables import overlap, parts
 
 BOTH = quick().sizes[0][1]
 
@@ -38,16 +38,6 @@ class TestCompiled:
         assert found.between_bytes < 0.01 * 4 * found.parameters
         assert found.host_bytes == pytest.approx(16 * found.parameters, rel=0.01)
 
-    @pytest.mark.parametrize("which", ["sizes", "optimizer"])
-    def test_between_programs_lies_what_the_plan_says(self, which: str) -> None:
-        """So that nothing of the masters and moments is counted as allowed."""
-        case = BOTH if which == "sizes" else quick().optimizer[0]
-        found = compiled()[1][case]
-        light = found.between_bytes - found.planned_bytes  # the batch, the seed, scalars
-        assert 0 < light < 10_000
-        if which == "optimizer":
-            assert found.planned_bytes == pytest.approx(4 * found.parameters / 8, rel=0.01)
-
     def test_updates_hold_three_halves_of_a_sub_group(self) -> None:
         """A third more than the state: gradients and compute parameters stream, too."""
         found = both()
@@ -77,11 +67,6 @@ class TestCompiled:
                 assert load.spans or any(load.beside(other) for other in others)
 
 
-def test_a_limit_says_whether_it_was_held() -> None:
-    assert str(Limit("toy", 1.0, 2.0)).endswith("held")
-    assert str(Limit("toy", 2.5, 2.0)) == "toy: 2.50 GB, limit 2.00: MISSED"
-
-
 def test_the_limits_are_those_of_the_full_run() -> None:
     assert [(name, limit // GIGA) for name, _, limit in full().sizes] == [
         ("GPT-2 XL", 3),
@@ -95,13 +80,7 @@ def test_the_limits_are_those_of_the_full_run() -> None:
 SIZES = [parameters(*size) for size in LADDER]
 
 
-def test_the_ladder_rises() -> None:
-    assert sorted(SIZES) == SIZES
-    assert 0.1e9 < SIZES[0] < 0.2e9
-    assert SIZES[-1] > 500e9
-
-
-@pytest.mark.parametrize("room", [1e8, 2e9, 22.5e9, 38.5e9, 78.5e9, 1e14])
+@pytest.mark.parametrize("room", [1e8, 38.5e9, 1e14])
 @pytest.mark.parametrize(("fixed", "each"), [(0.5e9, 16), (1.0e9, 4.1), (0.7e9, 0.1)])
 def test_search_finds_the_last_that_fits(room: float, fixed: float, each: float) -> None:
     true = [round(fixed + each * size) for size in SIZES]

@@ -3,10 +3,8 @@ eight H100s."""
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from swept import swept
 
 from benchmarks.measure import (
     Case,
@@ -42,36 +40,15 @@ def assert_passes(case: Case, passes: int) -> None:
     assert sent["reduce-scatter"] / once > 0.95 * case.accumulate
 
 
-CHANGES = [
-    ({"scan": False, "n_layer": 2, "vocab_size": 1024}, 2),
-    ({}, 2),
-    ({"accumulate": 2}, 3),
-    ({"scan": False, "n_layer": 4}, 2),
-    ({"devices": 24}, 2),  # nothing divides by 24 here: two dimensions share the devices
-]
-
-
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
-@pytest.mark.parametrize(("changes", "passes"), swept(CHANGES))
-def test_traffic_between_hosts_falls_to_2_passes(changes: dict[str, Any], passes: int) -> None:
-    near = replace(NEAR, **changes)
-    assert_passes(near, passes)
+def test_traffic_between_hosts_falls_to_2_passes() -> None:
+    near = replace(NEAR, scan=False, n_layer=2, vocab_size=1024)
+    assert_passes(near, 2)
     record = measure(near, compiled(near))
     assert record.total_moved_bytes < 1.09 * record.total_expected_moved_bytes
-    # A lookup's gradient that two dimensions share, as on 24 devices, is all-reduced.
-    assert record.largest_all_reduce < (1.1e6 if near.devices == 16 else 9e6)
+    assert record.largest_all_reduce < 1.1e6
     assert record.all_to_all == 0
-
-
-@pytest.mark.sweep
-@pytest.mark.gpu_compile
-@pytest.mark.usefixtures("require_gpu_compiler")
-@pytest.mark.parametrize("changes", [changes for changes, _ in CHANGES], ids=str)
-def test_from_3_passes_without(changes: dict[str, Any]) -> None:
-    """As many as a step sends within a host."""
-    flat = replace(FLAT, **changes)
-    assert_passes(flat, 3 * flat.accumulate)
 
 
 @pytest.mark.sweep

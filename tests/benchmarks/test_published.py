@@ -1,6 +1,5 @@
 """The published tables: the search, the rows, and GPT-2 XL's claims."""
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,10 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks import published
-from benchmarks.frame import Table
-from benchmarks.published_batches import OFFLOADED, PLAIN, find_largest
-from benchmarks.published_steps import gpt2_xl
-from benchmarks.published_tables import HEADINGS, Section, Setup, fits, open_study
+from benchmarks.published_batches import PLAIN, find_largest
+from benchmarks.published_tables import HEADINGS, Section
 from zerojax.foresight.attribution import ACTIVATIONS, PARAMETERS
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.forecast import Traffic
@@ -54,8 +51,7 @@ def affine(row: int, rest: int = 4000) -> Callable[[int], int]:
     return lambda micro: (rest + row * micro) * MB
 
 
-@pytest.mark.parametrize("start", [1, 8, 40, 400])
-@pytest.mark.parametrize("row", [7, 157, 401, 9000])
+@pytest.mark.parametrize(("start", "row"), [(1, 7), (400, 7), (8, 157), (400, 9000)])
 def test_the_search_finds_the_largest_in_few_compiles(start, row):
     study = FakeStudy(affine(row))
     found = find_largest(study, PLAIN, start=start)
@@ -65,12 +61,6 @@ def test_the_search_finds_the_largest_in_few_compiles(start, row):
     assert {found.micro, found.micro + 1} <= set(found.compiled)
     assert found.row_bytes == row * MB
     assert len(study.asked) == len(found.compiled) <= 12
-
-
-def test_the_search_survives_steps_and_bends():
-    study = FakeStudy(lambda n: (4000 + 300 * n + 40 * (n // 8) * n) * MB)
-    best = max(n for n in range(1, 100) if study.size(n) <= ROOM)
-    assert find_largest(study, PLAIN, start=3).micro == best
 
 
 def test_the_search_ends_where_not_one_row_fits():
@@ -108,25 +98,3 @@ def test_every_row_says_what_was_published_what_was_computed_and_why():
     )
     assert "published 76%, computed 100%. Of the all-reduce between hosts 125 of 250" in scaled.why
     assert "of the rate on 8: published 97.7%, computed 100.0%" in found[3].rows[1].why
-
-
-def test_the_answer_has_every_row():
-    found = dict(zip(published.SECTIONS, sections(), strict=True))
-    answer = published.answer(found)
-    assert [*answer.figures] == [*published.SECTIONS]
-    tables = {part.title: part.rows for part in answer.parts if isinstance(part, Table)}
-    assert tables == {
-        each.title: [HEADINGS, *(row.cells for row in each.rows)] for each in found.values()
-    }
-
-
-@pytest.mark.sweep
-@pytest.mark.gpu_compile
-@pytest.mark.usefixtures("require_gpu_compiler")
-def test_gpt2_xl_on_24_gb_as_published():
-    """Not one row by data parallelism, 16 with everything offloaded."""
-    study = open_study(Setup(function=gpt2_xl, devices="titan-rtx:1", seq=128))
-    assert fits(study.forecast(PLAIN)) == "does not fit"
-    offloaded = study.forecast(dataclasses.replace(OFFLOADED, micro=16))
-    assert fits(offloaded) == "fits"
-    assert offloaded.host_bytes > 15 * offloaded.parameters

@@ -1,4 +1,4 @@
-"""A program that is told to stop, again and again: ``preempted.py PROCESS COUNT PORT FOLDER``.
+"""A program that is told to stop, again and again.
 
 Each time it leaves ``ready.TURN.PROCESS`` once it trains (or evaluates), and
 ``stopped.TURN.PROCESS`` with the number of the loop at which it saw the notice, and the steps done.
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from groups import join, wait_for
+from groups import wait_for
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
@@ -26,7 +26,7 @@ def create() -> TrainState:
     return TrainState.create(apply_fn=None, params={"w": jnp.zeros((8, 8))}, tx=optax.sgd(1.0))
 
 
-def main(process: int, folder: Path) -> None:
+def train(process: int, folder: Path) -> None:
     """Every step adds 1 to every parameter. Saves at each notice, and leaves after the last."""
     zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
 
@@ -62,9 +62,3 @@ def main(process: int, folder: Path) -> None:
             if turn != EVALUATES:
                 checkpointer.save(done, state)
     sys.exit(PREEMPTED)
-
-
-if __name__ == "__main__":
-    process, count, port = map(int, sys.argv[1:4])
-    join(process, count, port)
-    main(process, Path(sys.argv[4]))

@@ -1,7 +1,6 @@
 """The checksum: the same however an array is cut, another when anything in it changes."""
 
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax.checkpoint import checksum as module
 from zerojax.checkpoint.checksum import begin_checksums, checksum, finish_checksum, share
 from zerojax.plan import layout
 from zerojax.plan.stored import StoredArray, pad
@@ -42,8 +40,7 @@ def cuts(x: np.ndarray, *sizes: int) -> list[tuple[tuple[int, ...], np.ndarray]]
     ]
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dtype", ON_DEVICES)
+@pytest.mark.parametrize("dtype", ["bool", "int4", "uint16", "float8_e5m2", "float32", "complex64"])
 def test_devices_host_shards_and_slices_agree(dtype: str) -> None:
     x = values(dtype)
     expected = share(x)
@@ -77,7 +74,7 @@ def test_keys_are_their_data() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [(), (1,), (0, 3), (70_000,), (3, 70_000), (40_000, 3), (2, 3, 4, 5, 2, 1, 2, 3, 2)],
+    [(), (0, 3), (3, 70_000), (40_000, 3), (2, 3, 4, 5, 2, 1, 2, 3, 2)],
 )
 def test_any_shape(shape: tuple[int, ...]) -> None:
     """Above 65,536 words the host goes block by block."""
@@ -88,8 +85,9 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
     assert share(x, start) == int(checksum(jnp.asarray(x), start))
 
 
-@pytest.mark.parametrize("shape", [(3,), (11, 4), (2, 3, 40_000)])
-@pytest.mark.parametrize("dtype", ["float32", "complex64", "bool"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3,), "complex64"), ((11, 4), "bool"), ((2, 3, 40_000), "float32")]
+)
 def test_padding_does_not_count(shape: tuple[int, ...], dtype: str) -> None:
     x = values(dtype, shape)
     padded = np.pad(x, [(0, 2)] * x.ndim, constant_values=7)
@@ -160,19 +158,3 @@ def test_zeros_count() -> None:
         lost[tuple(slice(i, i + n) for i, n in zip(start, piece.shape, strict=True))] = 0
         sums.add(share(lost))
     assert len(sums) == 17
-
-
-def test_sums_spread_evenly() -> None:
-    """So that other damage is missed once in 2**32 times."""
-    rng = np.random.default_rng(3)
-    sums = {share(rng.normal(size=8).astype(np.float32)) for _ in range(3000)}
-    assert len(sums) == 3000
-    assert math.isclose(sum(sums) / len(sums), 2**31, rel_tol=0.05)
-
-
-def test_the_size_of_the_blocks_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = values("int16", (9, 10, 11))
-    expected = share(x)
-    for block in (1, 7, 11, 40, 110, 10_000):
-        monkeypatch.setattr(module, "_BLOCK", block)
-        assert share(x) == expected

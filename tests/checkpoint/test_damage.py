@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from checkpoint.recorded import flip, read, save, tree, write
 from checkpoint.recorded import steps as steps
@@ -59,10 +57,8 @@ def added(file: Path) -> None:
 DAMAGES: dict[str, Damage] = {
     "first byte": flipped(0),
     "middle byte": flipped(0.5, 128),
-    "last byte": flipped(1),
-    **{f"random byte {seed}": flipped_anywhere(seed) for seed in range(6)},
+    **{f"random byte {seed}": flipped_anywhere(seed) for seed in range(3)},
     "half": cut(0.5),
-    "all but a byte": cut(0.999),
     "emptied": cut(0),
     "removed": Path.unlink,
     "longer": added,
@@ -109,7 +105,6 @@ def names_something(problems: tuple[str, ...], file: Path, leaves: set[str]) -> 
     return any(str(file) in line or any(leaf in line for leaf in leaves) for line in problems)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_inspection_notices(made: Path, steps: Path, damage: str) -> None:
     truth = read(made / "200")
@@ -139,35 +134,6 @@ def test_quick_inspection_reads_no_arrays(made: Path, steps: Path) -> None:
     flipped(0.5)(data_of(steps / "200"))
     assert looked(steps, quick=True).status == "files complete"
     assert looked(steps).status == "damaged"
-
-
-def test_orbax_alone_would_not_notice(made: Path, steps: Path) -> None:
-    """Why there are checksums: it hands out other numbers, and says nothing."""
-    data = data_of(made / "200").relative_to(made / "200")
-    truth = _by_orbax(made / "200" / "state")
-    unnoticed = 0
-    for seed in range(12):
-        shutil.copy(made / "200" / data, steps / "200" / data)
-        flipped_anywhere(seed)(steps / "200" / data)
-        wrong = _by_orbax(steps / "200" / "state") != truth
-        unnoticed += wrong
-        assert not wrong or looked(steps).problems
-    assert unnoticed
-
-
-def _by_orbax(item: Path) -> dict[str, bytes]:
-    wanted = tree()
-    args = ocp.args.PyTreeRestore(
-        item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted)
-    )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        restored = checkpointer.restore(item, args=args)
-    return {name: _bytes(x) for name, x in state_tree.arrays_by_name(restored).items()}
-
-
-def _bytes(x: Any) -> bytes:
-    key = hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if key else x).tobytes()
 
 
 def swap(a: Path, b: Path) -> None:
@@ -266,20 +232,6 @@ def test_more_than_a_file(steps: Path, kind: str) -> None:
             SavedStep(steps / "200")
 
 
-def test_a_chunk_that_is_lost(tmp_path: Path) -> None:
-    state = tree()
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as made:
-        made.save(tmp_path / "200", args=ocp.args.PyTreeSave(state))
-    (tmp_path / "200" / "params.wide" / "3.0").unlink()
-    (problem,) = looked(tmp_path).problems
-    assert problem.startswith(f"{tmp_path}/200: params.wide cannot be read")
-    metadata = tmp_path / "200" / "_METADATA"  # of an orbax that leaves out chunks of zeros
-    metadata.write_text(metadata.read_text().replace('_fill_value": true', '_fill_value": false'))
-    write(tmp_path / "200", state)
-    (problem,) = looked(tmp_path).problems
-    assert problem == f"{tmp_path}/200: params.wide holds other numbers than were saved"
-
-
 def create(key: jax.Array) -> TrainState:
     """With an array that orbax writes into a file of its own, and one that it does not."""
     params = {"wide": jax.random.normal(key, (256, 64)), "odd": jax.random.normal(key, (3, 5))}
@@ -316,8 +268,7 @@ def restored_or_refused(steps: Path, file: Path, trained: tuple[Path, Any, Any])
     return error.newest_intact == 100
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("damage", ["random byte 0", "half", "emptied", "removed"])
+@pytest.mark.parametrize("damage", ["random byte 0", "removed"])
 def test_restoring_notices(trained: tuple[Path, Any, Any], tmp_path: Path, damage: str) -> None:
     made, *_ = trained
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
@@ -327,11 +278,7 @@ def test_restoring_notices(trained: tuple[Path, Any, Any], tmp_path: Path, damag
         assert refused == (name not in COMMITS), name
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("damage", [f"random byte {seed}" for seed in range(6)])
-def test_restoring_notices_without_digests(
-    trained: tuple[Path, Any, Any], tmp_path: Path, damage: str
-) -> None:
+def test_restoring_notices_without_digests(trained: tuple[Path, Any, Any], tmp_path: Path) -> None:
     """As in files of more than 16 MB: orbax or the checksum of an array has to notice."""
     made, *_ = trained
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
@@ -344,7 +291,7 @@ def test_restoring_notices_without_digests(
         assert record is not None
         bare = {n: f.model_copy(update={"crc32": None}) for n, f in record.files.items()}
         records.write(folder, record.model_copy(update={"files": bare}))
-        DAMAGES[damage](file)
+        flipped_anywhere(0)(file)
         refused += restored_or_refused(tmp_path, tmp_path / "200" / "state", trained)
     assert refused >= 2
 

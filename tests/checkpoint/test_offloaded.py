@@ -1,7 +1,7 @@
 """States in host memory and on a disk: saved and restored as any other, and into each other."""
 
 import dataclasses
-from collections.abc import Callable
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,13 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from checkpoint.recorded import flip
-from checkpoint.states import KEY, assert_same, create_linen, create_nnx, filled, values
+from checkpoint.states import KEY, assert_same, create_linen, filled, values
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, piecewise
-from zerojax.checkpoint import checksum as checksum_module
 from zerojax.checkpoint.checksum import checksum
 from zerojax.checkpoint.saved import SavedStep
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
@@ -29,19 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 Place = tuple[str, int, str]
 # Where the state lies, devices, precision.
-PLACES: list[Place] = [
-    ("device", 1, "fp16"),
-    ("device", 8, "fp32"),
-    ("host", 1, "bf16"),
-    ("host", 2, "fp16"),
-    ("host", 8, "fp32"),
-    ("disk", 1, "fp32"),
-    ("disk", 8, "bf16"),
-]
-FORMS: dict[str, tuple[Callable[..., Any], list[Place]]] = {
-    "linen": (create_linen, PLACES),
-    "nnx": (create_nnx, PLACES[1::3] + PLACES[-1:]),
-}
+PLACES: list[Place] = [("device", 8, "fp16"), ("host", 2, "bf16"), ("disk", 8, "fp32")]
 
 
 def zero_of(place: Place, disk_path: Path, *, params: bool = True) -> zerojax.Zero:
@@ -72,42 +59,36 @@ def lying(swap: Path) -> tuple[zerojax.Zero, TrainState]:
     return zero, zero.init(create_trainable, KEY)
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def written(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, swap: Path
-) -> tuple[str, Path, Any]:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, swap: Path) -> tuple[Path, Any]:
     """One checkpoint from each place: step i from its i-th; and what all of them hold."""
-    create, places = FORMS[request.param]
-    root, first = tmp_path_factory.mktemp(request.param), tmp_path_factory.mktemp("first")
+    root, first = tmp_path_factory.mktemp("places"), tmp_path_factory.mktemp("first")
     plain = zero_of(("device", 1, "fp16"), swap)
-    expected = filled(plain.init(create, KEY))
+    expected = filled(plain.init(create_linen, KEY))
     with Checkpointer(first, plain) as checkpointer:
         checkpointer.save(0, expected)
-    for step, place in enumerate(places):
+    for step, place in enumerate(PLACES):
         zero = zero_of(place, swap)
         with Checkpointer(first, zero, read_only=True) as checkpointer:
-            state = checkpointer.restore(zero.abstract_state(create, KEY))
+            state = checkpointer.restore(zero.abstract_state(create_linen, KEY))
         with Checkpointer(root, zero) as checkpointer:
             checkpointer.save(step, state)
-    return request.param, root, expected
+    return root, expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_restores_from_everywhere(written: tuple[str, Path, Any], place: Place, swap: Path) -> None:
-    form, root, expected = written
-    create, places = FORMS[form]
-    if place not in places:
-        pytest.skip("enough with the other form")
+def test_restores_from_everywhere(written: tuple[Path, Any], place: Place, swap: Path) -> None:
+    root, expected = written
     zero = zero_of(place, swap)
-    abstract = zero.abstract_state(create, KEY)
+    abstract = zero.abstract_state(create_linen, KEY)
     planned = [leaf.place for leaf in zero.plan(abstract).all_leaves()]
     assert {place[0], "device"} == set(planned)
     with Checkpointer(root, zero, read_only=True) as checkpointer:
-        for step in range(len(places)):
+        for step in range(len(PLACES)):
             got = checkpointer.restore(abstract, step)
             assert_same(got, expected)
-            parts = zero.states.open(got if isinstance(got, tuple) else (got,)).parts
+            parts = zero.states.open((got,)).parts
             assert [place_of(x) for x in jax.tree.leaves(parts)] == planned
             pairs = zip(jax.tree.leaves(got), jax.tree.leaves(abstract), strict=True)
             assert all(x.sharding.is_equivalent_to(s.sharding, len(x.shape)) for x, s in pairs)
@@ -169,7 +150,6 @@ def assert_holds(state: Any, expected: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 def test_what_is_saved_does_not_change_with_the_next_step(trained: Trained) -> None:
     zero, _, states, folder = trained
     with Checkpointer(folder, zero, read_only=True) as checkpointer:
@@ -178,11 +158,10 @@ def test_what_is_saved_does_not_change_with_the_next_step(trained: Trained) -> N
             assert_holds(got, expected)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("origin", ["device", "host", "disk"])
-def test_training_goes_on(tmp_path: Path, swap: Path, trained: Trained, origin: str) -> None:
+def test_training_goes_on(tmp_path: Path, swap: Path, trained: Trained) -> None:
+    """After the state was restored on a disk of other devices, and saved there."""
     zero, step, states, folder = trained
-    other = zero_of((origin, 2, "fp32"), swap, params=False)
+    other = zero_of(("disk", 2, "fp32"), swap, params=False)
     with Checkpointer(folder, other, read_only=True) as checkpointer:
         state = checkpointer.restore(other.abstract_state(create_trainable, KEY), 0)
     with Checkpointer(tmp_path, other) as checkpointer:
@@ -192,20 +171,6 @@ def test_training_goes_on(tmp_path: Path, swap: Path, trained: Trained, origin: 
     for expected in states[1:]:
         state, _ = step(state, BATCH)
         assert_holds(state, expected)
-
-
-def test_plain_orbax_may_save_host_memory(tmp_path: Path, swap: Path) -> None:
-    zero = zero_of(("host", 8, "fp32"), swap)
-    state = zero.init(create_trainable, KEY)
-    expected = {name: x.copy() for name, x in values(state).items()}
-    w = state.params["w"]
-    in_place = jax.jit(lambda x: x.at[0].set(7), donate_argnums=0, out_shardings=w.sharding)
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(3, args=ocp.args.StandardSave(state))
-        jax.block_until_ready(in_place(w))
-        manager.wait_until_finished()
-    with Checkpointer(tmp_path, zero) as checkpointer:
-        assert_holds(checkpointer.restore(zero.abstract_state(create_trainable, KEY)), expected)
 
 
 def test_host_memory_is_given_back_to_the_next_step(tmp_path: Path, swap: Path) -> None:
@@ -250,20 +215,26 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("piece", [7, 29, 1000])
-def test_every_chunk_is_written_once_and_completely(
-    tmp_path: Path, swap: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+@pytest.mark.parametrize("shape", [(16, 6), (1, 10, 1000), (40, 3, 50), (33,), ()])
+def test_chunks_divide_a_shard_and_are_contiguous_in_it(shape: tuple[int, ...]) -> None:
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    specs = [P(), *([P("a")] if shape[:1] in ((16,), (40,)) else [])]
+    for sharding in (NamedSharding(mesh, spec) for spec in specs):
+        shard = sharding.shard_shape(shape)
+        for most in (4, 40, 400, 10**6):
+            chunk = piecewise.chunk_of(shape, sharding, 4, most)
+            assert math.prod(chunk) * 4 <= max(most, 4)
+            cut = [d for d in range(len(shape)) if chunk[d] < shard[d]]
+            assert all(chunk[d] == 1 for d in cut[:-1])
+            assert all(
+                n % c == 0 for n, whole, c in zip(shard, shape, chunk, strict=True) if n < whole
+            )
+
+
+@pytest.mark.parametrize("piece", [7, 1000])
+def test_what_lies_on_a_disk_in_pieces_is_saved_completely(
+    tmp_path: Path, swap: Path, piece: int
 ) -> None:
-    monkeypatch.setattr(piecewise, "CHUNK_BYTES", 40)
-    monkeypatch.setattr(piecewise, "_TOGETHER", 300)
-    boxes: dict[str, list[Any]] = {}
-    write = piecewise._Transactions.write
-
-    def writing(self: Any, spec: Any, context: Any, index: Any, block: np.ndarray) -> None:
-        boxes.setdefault(str(spec["kvstore"]), []).append((index, spec["metadata"]["chunks"]))
-        write(self, spec, context, index, block)
-
-    monkeypatch.setattr(piecewise._Transactions, "write", writing)
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     zero = zero_of(("disk", 8, "fp32"), swap)
     arrays = {}
@@ -277,13 +248,6 @@ def test_every_chunk_is_written_once_and_completely(
     saved = SavedStep(tmp_path / "1")
     for name, x in arrays.items():
         np.testing.assert_array_equal(saved.read(f"params.{name}"), np.asarray(x))
-    assert len(boxes) == len(CASES)
-    for found in boxes.values():
-        for index, chunks in found:
-            assert all(s.start % n == 0 for s, n in zip(index, chunks, strict=True))
-            assert all(s.stop - s.start <= n for s, n in zip(index, chunks, strict=True))
-        starts = [tuple(s.start for s in index) for index, _ in found]
-        assert len(set(starts)) == len(starts)
 
 
 def on_disk(zero: zerojax.Zero, x: jax.Array, piece: int, name: str) -> DiskArray:
@@ -310,13 +274,10 @@ def test_plain_orbax_reads_what_lay_on_a_disk(
     assert_same(got, state)
 
 
-@pytest.mark.parametrize("what", ["data", "record"])
 def test_a_damaged_checkpoint_yields_no_handle(
-    tmp_path: Path,
-    lying: tuple[zerojax.Zero, TrainState],
-    monkeypatch: pytest.MonkeyPatch,
-    what: str,
+    tmp_path: Path, lying: tuple[zerojax.Zero, TrainState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One number of one array is another, so that only its checksum can tell."""
     zero, state = lying
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, state)
@@ -329,24 +290,19 @@ def test_a_damaged_checkpoint_yields_no_handle(
 
     monkeypatch.setattr(Placer, "disk_leaf", creating)
     abstract = zero.abstract_state(create_trainable, KEY)
-    if what == "data":  # one number of one array, so that only its checksum can tell
-        read = SavedStep.read
+    read = SavedStep.read
 
-        def changed(self: SavedStep, name: str, index: Any = ...) -> np.ndarray:
-            x = read(self, name, index).copy()
-            x[..., -1] += np.float32(1e-3) if name.endswith("nu.w") else 0
-            return x
+    def changed(self: SavedStep, name: str, index: Any = ...) -> np.ndarray:
+        x = read(self, name, index).copy()
+        x[..., -1] += np.float32(1e-3) if name.endswith("nu.w") else 0
+        return x
 
-        monkeypatch.setattr(SavedStep, "read", changed)
-        expected = r"other numbers than were saved: opt_state.0.nu.w"
-    else:
-        data = max((tmp_path / "1").rglob("d/*"), key=lambda file: file.stat().st_size)
-        flip(data, data.stat().st_size // 2, 128)
-        expected = "is not as it was written"
+    monkeypatch.setattr(SavedStep, "read", changed)
+    expected = r"other numbers than were saved: opt_state.0.nu.w"
     checkpointer = Checkpointer(tmp_path, zero, read_only=True)
     with pytest.raises(DamagedCheckpointError, match=expected):
         checkpointer.restore(abstract)
-    assert len(made) == (6 if what == "data" else 0)
+    assert len(made) == 6
     assert not any(leaf.generation for leaf in made)
 
 
@@ -389,12 +345,9 @@ def test_a_half_updated_leaf_is_not_saved(tmp_path: Path, swap: Path) -> None:
             checkpointer.save(1, gone)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("shape", [(64, 33), (3, 2, 1100), (2500,), ()])
+@pytest.mark.parametrize("shape", [(), (3, 2000, 1500)])
 def test_checksums_of_host_memory_are_those_of_the_device(shape: tuple[int, ...]) -> None:
-    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    """Of more than 2**23 elements, which come to the device in parts."""
+    x = jnp.asarray(np.arange(math.prod(shape)).reshape(shape), jnp.float32)
     host = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checksum_module, "_BROUGHT", 1000)
-        patch.setattr(checksum_module, "checksum", checksum.__wrapped__)
-        assert int(checksum.__wrapped__(host)) == int(checksum(x))
+    assert int(checksum(host)) == int(checksum(x))

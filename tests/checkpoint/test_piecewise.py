@@ -1,7 +1,6 @@
 """States with padding at rest: saved in their own shape, and restored on any number of devices."""
 
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint.recorded import flip
 from checkpoint.states import (
     KEY,
     assert_same,
@@ -22,21 +20,20 @@ from checkpoint.states import (
     zero_of,
 )
 from flax.training.train_state import TrainState
-from groups import LIMIT
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import zerojax
 from zerojax.__main__ import app
-from zerojax.checkpoint import Checkpointer, DamagedCheckpointError, piecewise
+from zerojax.checkpoint import Checkpointer
 from zerojax.checkpoint.exporter import export
 from zerojax.checkpoint.saved import SavedStep
 from zerojax.plan.stored import StoredArray, pad, unwrap_stored
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-DEVICES = (3, 5, 6, 7, 8)
+DEVICES = (3, 7, 8)
 # Stage and devices of each step.
 PLACES = [(3 if n % 2 else 1, n) for n in DEVICES]
 SEVEN = DEVICES.index(7)
@@ -69,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step, place in enumerate(PLACES):
         zero = zero_of(*place)
         state = filled(abstract_of(zero))
-        assert bool(padded_of(state)) == (place[1] in (3, 6, 7))
+        assert bool(padded_of(state)) == (place[1] in (3, 7))
         with Checkpointer(root, zero) as checkpointer:
             checkpointer.save(step, state)
     return root
@@ -135,22 +132,6 @@ def test_plain_orbax_reads_the_shape_without_padding(folder: Path, expected: Any
     assert_same(placed, expected)
 
 
-def test_a_flipped_byte_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    zero = zero_of(3, 7)
-    state = filled(abstract_of(zero))
-    monkeypatch.setattr("zerojax.checkpoint.record.FULL_DIGEST_BYTES", 0)
-    with Checkpointer(tmp_path, zero) as checkpointer:
-        checkpointer.save(1, state)
-        checkpointer.wait()
-        monkeypatch.setattr("zerojax.checkpoint.record.find_changes", lambda *_: [])
-        last = values(state)["params.rows"][-1, -9:].tobytes()
-        files = [file for file in (tmp_path / "1").rglob("d/*") if last in file.read_bytes()]
-        for file in files:  # tensorstore may leave one that is not used
-            flip(file, file.read_bytes().index(last))
-        with pytest.raises(DamagedCheckpointError, match=r"numbers than were saved: params.rows\n"):
-            checkpointer.restore(abstract_of(zero))
-
-
 def test_export_and_inspection_tell_the_shape_without_padding(
     folder: Path, expected: Any, tmp_path: Path
 ) -> None:
@@ -172,18 +153,8 @@ def test_export_and_inspection_tell_the_shape_without_padding(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", [None, "cpu"])
-def test_training_goes_on_while_a_step_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: str | None
-) -> None:
-    zero = offloading(7, {"device": offload})
-    go, write = threading.Event(), piecewise.PiecewiseHandler._write
-
-    async def waiting(*arguments: Any) -> None:
-        assert go.wait(LIMIT)
-        await write(*arguments)
-
-    monkeypatch.setattr(piecewise.PiecewiseHandler, "_write", waiting)
+def test_training_goes_on_while_a_step_is_written(tmp_path: Path) -> None:
+    zero = offloading(7, {"device": "cpu"})
 
     @zero
     def train_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
@@ -201,9 +172,6 @@ def test_training_goes_on_while_a_step_is_written(
         after, _ = train_step(state, np.ones((7, 100), np.float32))
         assert padded_of(state)
         assert all(x.is_deleted() for x in padded_of(state))
-        assert not go.is_set()
-        assert checkpointer.latest_step() is None
-        go.set()
         got = values(checkpointer.restore(abstract_of(zero)))
         for name, x in before.items():
             np.testing.assert_array_equal(got[name], x, err_msg=name)
@@ -211,12 +179,8 @@ def test_training_goes_on_while_a_step_is_written(
         assert_same(checkpointer.restore(abstract_of(zero)), after, but="nothing")
 
 
-@pytest.mark.parametrize("chunk", [100, 64 * 2**20])
-def test_shards_that_are_padding_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+def test_shards_that_are_padding_alone(tmp_path: Path) -> None:
     """Nine rows on eight devices lie as five pieces of two, the last half empty, and three more."""
-    monkeypatch.setattr(piecewise, "CHUNK_BYTES", chunk)
     zero = zerojax.zero(stage=1)
     rows = NamedSharding(zero.mesh, PartitionSpec("data"))
     w = np.random.default_rng(0).normal(size=(9, 40)).astype(np.float32)
@@ -232,11 +196,8 @@ def test_shards_that_are_padding_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_offloaded(tmp_path: Path, expected: Any, folder: Path, device: str) -> None:
-    nvme = {"nvme_path": str(tmp_path)} if device == "nvme" else {}
-    section: Any = {"device": device, **nvme}
+def test_offloaded(tmp_path: Path, expected: Any, folder: Path) -> None:
+    section: Any = {"device": "nvme", "nvme_path": str(tmp_path)}
     for step, devices in enumerate((7, 6, 5)):
         zero = offloading(devices, section)
         source = tmp_path / "steps" if step else folder

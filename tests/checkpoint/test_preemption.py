@@ -1,5 +1,6 @@
 """SIGTERM to real processes of one job: one step for all, wherever the signal came first."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 from checkpoint import preempted
-from groups import LIMIT, group, wait_for
+from groups import wait_for
+from processes import ends, group
 
 import zerojax
 from zerojax.checkpoint import PREEMPTED, Checkpointer, Preemption
@@ -28,15 +30,17 @@ def test_all_processes_stop_at_the_same_step(tmp_path: Path) -> None:
     def told() -> str:
         return "\n\n".join(file.read_text() for file in sorted(tmp_path.glob("output.*")))
 
-    with group(Path(preempted.__file__), COUNT, tmp_path) as processes:
+    with group(preempted.train, COUNT, tmp_path) as processes:
         for turn, signals in enumerate(SIGNALS):
             ready = [tmp_path / f"ready.{turn}.{i}" for i in range(COUNT)]
             wait_for(lambda ready=ready: all(file.exists() for file in ready), told)
             for process, milliseconds in signals:
-                processes[process].send_signal(signal.SIGTERM)
+                pid = processes[process].pid
+                assert pid is not None
+                os.kill(pid, signal.SIGTERM)
                 time.sleep(milliseconds / 1000)
             (tmp_path / f"sent.{turn}").touch()
-        assert [each.wait(LIMIT) for each in processes] == [PREEMPTED] * COUNT, told()
+        assert ends(processes) == [PREEMPTED] * COUNT, told()
 
     steps = []
     for turn in range(preempted.TURNS):
@@ -66,9 +70,8 @@ def test_the_only_process_notes_its_own_signal() -> None:
 
 def test_a_later_signal_ends_the_process() -> None:
     script = (
-        "import os, signal, time; from zerojax.checkpoint import preemption\n"
-        "preemption._SAME = 0.1\n"
-        "with preemption.Preemption():\n"
+        "import os, signal, time; from zerojax.checkpoint import Preemption\n"
+        "with Preemption(same_notice=0.1):\n"
         "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.2)\n"
         "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(3600)\n"
     )

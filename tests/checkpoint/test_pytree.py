@@ -11,7 +11,6 @@ from flax.training.train_state import TrainState
 from train_state.test_pytree import BATCH, FORMS, new_state, train_state
 
 from zerojax.checkpoint import Checkpointer, CheckpointError
-from zerojax.plan import rule
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -23,17 +22,14 @@ def same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["arguments", "dict", "NamedTuple", "TrainStates"])
-def test_is_restored_at_another_stage(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rule, "SMALL", 0)
+def test_is_restored_at_another_stage(form: str, tmp_path: Path) -> None:
     step, create = FORMS[form]
-    zero, made = zero_for(3), create()
+    zero, made = zero_for(3, small_array_size=0), create()
     state = new_state(form, zero(step)(*made, BATCH), len(made))
     saved = state if len(state) > 1 else state[0]
     with Checkpointer(tmp_path, zero) as checkpointer:
         checkpointer.save(1, saved)
-    other = zero_for(1)
+    other = zero_for(1, small_array_size=0)
 
     def start() -> Any:
         made = create()

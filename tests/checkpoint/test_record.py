@@ -93,12 +93,11 @@ def test_files_that_cannot_be_read(folder: epath.Path, monkeypatch: pytest.Monke
     def fails(*_: Any) -> Any:
         raise OSError(5, "Input/output error")
 
-    for name, what in (("_crc32", f"{folder}/state/_METADATA"), ("sizes", f"{folder}")):
-        monkeypatch.setattr(records, name, fails)
-        (problem,) = problems(folder)
-        said = f"{what} cannot be read on {socket.gethostname()}: [Errno 5] Input/output error. "
-        assert str(problem).startswith(said)
-        assert not isinstance(problem, DamagedCheckpointError)
+    monkeypatch.setattr(records, "sizes", fails)
+    (problem,) = problems(folder)
+    said = f"{folder} cannot be read on {socket.gethostname()}: [Errno 5] Input/output error. "
+    assert str(problem).startswith(said)
+    assert not isinstance(problem, DamagedCheckpointError)
 
 
 def test_a_folder_of_another_name(folder: epath.Path) -> None:
@@ -111,8 +110,6 @@ def test_a_folder_of_another_name(folder: epath.Path) -> None:
     ("text", "says"),
     [
         ("", "JSONDecodeError"),
-        ("[]", "TypeError"),
-        ("{}", "KeyError: 'format'"),
         ('{"format": 1}', "KeyError: 'sha256'"),
         ("\xff", "UnicodeDecodeError"),
     ],
@@ -123,13 +120,6 @@ def test_what_cannot_be_read(folder: epath.Path, text: str, says: str) -> None:
         records.read(folder)
     assert f"{folder}/{records.FILE}" in str(caught.value)
     assert len(str(caught.value)) < 300
-
-
-def test_a_folder_in_its_place(folder: epath.Path) -> None:
-    (folder / records.FILE).unlink()
-    (folder / records.FILE).mkdir()
-    with pytest.raises(DamagedCheckpointError, match="IsADirectoryError"):
-        records.read(folder)
 
 
 def test_flipped_bits(folder: epath.Path) -> None:
@@ -146,43 +136,9 @@ def test_flipped_bits(folder: epath.Path) -> None:
         file.write_bytes(whole)
 
 
-def test_edited_fields(folder: epath.Path) -> None:
-    file = Path(folder) / records.FILE
-    text = json.loads(file.read_text())
-    text["record"]["step"] = 9
-    file.write_text(json.dumps(text))
-    with pytest.raises(DamagedCheckpointError, match="its sha256 differs"):
-        records.read(folder)
-
-
-def test_a_newer_format(folder: epath.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as newer:
-        newer.setattr(records, "FORMAT", 2)
-        write(Path(folder), {})
-    with pytest.raises(CheckpointError, match=r"has format 2, .* up to 1: update zerojax") as error:
-        records.read(folder)
-    assert not isinstance(error.value, DamagedCheckpointError)
-
-
-def test_a_flipped_version_is_damage(folder: epath.Path) -> None:
-    file = Path(folder) / records.FILE
-    file.write_text(file.read_text().replace('{"format": 1', '{"format": 3'))
-    with pytest.raises(DamagedCheckpointError, match="its sha256 differs"):
-        records.read(folder)
-
-
-def test_a_record_of_other_fields(folder: epath.Path) -> None:
-    file = Path(folder) / records.FILE
-    body = {"step": 3}
-    digest = records._sha256(1, body)
-    file.write_text(json.dumps({"format": 1, "sha256": digest, "record": body}))
-    with pytest.raises(DamagedCheckpointError, match="Field required"):
-        records.read(folder)
-
-
 def sealed(folder: epath.Path, body: Any, version: Any = 1) -> None:
     """Writes a record whose digest is right, whatever it says."""
-    digest = records._sha256(version, body)
+    digest = records.seal(version, body)
     text = {"format": version, "sha256": digest, "record": body}
     (Path(folder) / records.FILE).write_text(json.dumps(text))
 
@@ -191,7 +147,14 @@ def body_of(folder: epath.Path) -> Any:
     return json.loads((Path(folder) / records.FILE).read_text())["record"]
 
 
-@pytest.mark.parametrize("version", ["9", None, [1], {}, 1.5, True, 0, -3])
+def test_a_newer_format(folder: epath.Path) -> None:
+    sealed(folder, body_of(folder), 2)
+    with pytest.raises(CheckpointError, match=r"has format 2, .* up to 1: update zerojax") as error:
+        records.read(folder)
+    assert not isinstance(error.value, DamagedCheckpointError)
+
+
+@pytest.mark.parametrize("version", ["9", True, 0])
 def test_a_format_that_is_no_number(folder: epath.Path, version: Any) -> None:
     sealed(folder, body_of(folder), version)
     with pytest.raises(DamagedCheckpointError, match=r"zerojax\.json has format .*no number"):
@@ -202,26 +165,15 @@ def test_a_format_that_is_no_number(folder: epath.Path, version: Any) -> None:
     "text",
     [
         "[" * 100_000,
-        '{"format": 1, "sha256": "", "record": ' + "[" * 900 + "]" * 900 + "}",
-        '{"a":' * 50_000,
         "9" * 5000,
     ],
-    ids=["lists", "a record", "mappings", "digits"],
+    ids=["lists", "digits"],
 )
 def test_what_is_nested_or_long_beyond_all_bounds(folder: epath.Path, text: str) -> None:
     (Path(folder) / records.FILE).write_text(text)
     with pytest.raises(DamagedCheckpointError, match=r"zerojax\.json ") as caught:
         records.read(folder)
     assert len(str(caught.value)) < 1500
-
-
-def test_many_wrong_fields_are_one_line(folder: epath.Path) -> None:
-    body = body_of(folder)
-    body["leaves"] = {f"w{i}": {"shape": "x" * 1000} for i in range(100)}
-    sealed(folder, body)
-    with pytest.raises(DamagedCheckpointError, match="and 399 more are wrong") as caught:
-        records.read(folder)
-    assert len(str(caught.value)) < 1000
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +189,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[epath.Path, bytes]:
     return folder, (path / records.FILE).read_bytes()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_record_that_was_changed_is_itself_or_one_error(
     sound: tuple[epath.Path, bytes], data: st.DataObject
@@ -280,8 +232,3 @@ def test_a_fifo_is_refused(folder: epath.Path, name: str) -> None:
     file = Path(folder) / name
     told = at_a_fifo(file, lambda: changed(folder))
     assert any(f"{file} is not a regular file" in line for line in told), told
-
-
-def test_a_copy_of_another_number_is_compared_alone(folder: epath.Path) -> None:
-    elsewhere = folder.rename(folder.parent / "٨")
-    assert changed(elsewhere) == []

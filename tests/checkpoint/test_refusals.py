@@ -3,7 +3,6 @@
 import gc
 import multiprocessing
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from checkpoint.states import KEY, create_linen, create_nnx, zero_of
+from checkpoint.states import KEY, create_linen, zero_of
 from flax.training.train_state import TrainState
+from processes import fork_server
 
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError
@@ -52,21 +52,6 @@ def restore(folder: Path, zero: zerojax.Zero, make: Any, step: int | None = None
         return checkpointer.restore(zero.abstract_state(make, KEY), step)
 
 
-def test_a_folder_without_checkpoints(tmp_path: Path, zero: zerojax.Zero) -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint: it is empty"):
-        restore(tmp_path, zero, create(a=(8,)))
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint: it holds notes\.txt"):
-        restore(tmp_path, zero, create(a=(8,)))
-    with pytest.raises(CheckpointError, match="nowhere does not exist"):
-        restore(tmp_path / "nowhere", zero, create(a=(8,)))
-
-
-def test_a_step_that_is_not_there(there: Path, zero: zerojax.Zero) -> None:
-    with pytest.raises(CheckpointError, match="has no step 15; it has 10, 20"):
-        restore(there, zero, create(a=(8, 4), b=(3,)), 15)
-
-
 def test_another_model(there: Path, zero: zerojax.Zero) -> None:
     with pytest.raises(CheckpointError) as told:
         restore(there, zero, create(a=(8, 5), c=(2,)))
@@ -85,22 +70,6 @@ def test_another_optimizer(there: Path, zero: zerojax.Zero) -> None:
     assert "only in the state: opt_state.0.trace.a [8, 4] float32" in said
     assert "only in the checkpoint: opt_state.0.mu.a [8, 4] float32" in said
     assert "params" not in said.split("Create the state")[0].split("optimizer:")[1]
-
-
-def test_other_parameters_alone(there: Path, zero: zerojax.Zero) -> None:
-    params = {"a": jax.ShapeDtypeStruct((8, 5), jnp.float32)}
-    with (
-        Checkpointer(there, zero, read_only=True) as checkpointer,
-        pytest.raises(
-            CheckpointError, match=r"params.a: saved as \[8, 4\], the state has \[8, 5\]"
-        ),
-    ):
-        checkpointer.restore(params)
-
-
-def test_nnx_for_linen(there: Path, zero: zerojax.Zero) -> None:
-    with pytest.raises(CheckpointError, match=r"only in the state: 0\.linear\.bias \[16\]"):
-        restore(there, zero, create_nnx)
 
 
 def test_keys_of_another_kind(tmp_path: Path) -> None:
@@ -197,25 +166,18 @@ def as_nobody(folder: str) -> None:
     assert Checkpointer(folder, zerojax.zero(stage=0), read_only=True).all_steps() == [7]
 
 
-@pytest.mark.parametrize("directory", ["az://bucket/run", Path("s3://bucket/run"), "memory://x"])
-@pytest.mark.parametrize("read_only", [False, True])
 def test_a_url_that_orbax_does_not_write_to(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    zero: zerojax.Zero,
-    directory: Any,
-    read_only: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zero: zerojax.Zero
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    scheme = os.fspath(directory).partition(":")[0]
-    says = rf"directory: {scheme}:.* is a URL \({scheme}://\).*Give a local folder, or a mounted"
+    says = r"directory: s3:.* is a URL \(s3://\).*Give a local folder, .* or a mounted"
     with pytest.raises(CheckpointError, match=says):
-        Checkpointer(directory, zero, read_only=read_only)
+        Checkpointer(Path("s3://bucket/run"), zero)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_url_of_a_file_and_a_colon_in_a_name(tmp_path: Path, zero: zerojax.Zero) -> None:
-    with pytest.raises(CheckpointError, match=f"or only the path: {tmp_path}/run"):
+    with pytest.raises(CheckpointError, match=f"Give a local folder, {tmp_path}/run for file://"):
         Checkpointer(f"file://{tmp_path}/run", zero)
     with Checkpointer(tmp_path / "run:1", zero) as checkpointer:
         assert checkpointer.all_steps() == []
@@ -224,9 +186,7 @@ def test_a_url_of_a_file_and_a_colon_in_a_name(tmp_path: Path, zero: zerojax.Zer
 def test_no_permission_to_write(open_to_all: Path) -> None:
     (open_to_all / "7").mkdir()
     open_to_all.chmod(0o555)
-    process = multiprocessing.get_context("forkserver").Process(
-        target=as_nobody, args=(str(open_to_all),)
-    )
+    process = fork_server().Process(target=as_nobody, args=(str(open_to_all),))
     process.start()
     process.join()
     assert process.exitcode == 0
@@ -240,9 +200,7 @@ def hold(folder: str, connection: Any) -> None:
 
 def test_two_runs_in_one_folder(tmp_path: Path, zero: zerojax.Zero) -> None:
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("forkserver").Process(
-        target=hold, args=(str(tmp_path), theirs)
-    )
+    process = fork_server().Process(target=hold, args=(str(tmp_path), theirs))
     process.start()
     pid = ours.recv()
     with pytest.raises(
@@ -281,7 +239,6 @@ def _move_and_make_anew(folder: Path) -> None:
 
 
 LOST: dict[str, Callable[[Path], Any]] = {
-    "removed": shutil.rmtree,
     "replaced": _move_and_make_anew,
     "lock removed": lambda folder: (folder / ".writer").unlink(),
 }

@@ -1,7 +1,6 @@
 """Steps read from their files: whoever wrote them, and what is said where there are none."""
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from checkpoint.recorded import flip, save, save_plain, tree, write
 from orbax.checkpoint import v1
 
 from zerojax.checkpoint import CheckpointError, DamagedCheckpointError
-from zerojax.checkpoint import record as records
-from zerojax.checkpoint import saved as saved_module
 from zerojax.checkpoint.saved import SavedStep, find
 from zerojax.checkpoint.steps_folder import folders
 
@@ -64,8 +61,14 @@ def ours(path: Path) -> None:
     save(path, 5, STATE)
 
 
+def another_name(path: Path) -> None:
+    with ocp.CheckpointManager(path) as made:
+        made.save(5, args=ocp.args.Composite(train_state=ocp.args.StandardSave(STATE)))
+
+
 WRITERS = {
     "manager": manager,
+    "another name": another_name,
     "standard": standard,
     "zarr": pytree(use_ocdbt=False),
     "zarr3": pytree(use_zarr3=True),
@@ -123,10 +126,7 @@ def test_arrays_that_are_named_by_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at_most", [100, 999, 10**6])
 @pytest.mark.parametrize("compressed", [False, True])
-def test_blocks_add_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_most: int, compressed: bool
-) -> None:
-    monkeypatch.setattr(saved_module, "_BLOCK_BYTES", at_most)
+def test_blocks_add_up(tmp_path: Path, at_most: int, compressed: bool) -> None:
     handler = ocp.PyTreeCheckpointHandler(use_compression=compressed)
     with ocp.Checkpointer(handler) as made:
         made.save(tmp_path / "5", args=ocp.args.PyTreeSave(tree()))
@@ -136,14 +136,14 @@ def test_blocks_add_up(
         got, seen = np.zeros_like(whole), np.zeros(whole.shape, int)
         cut = 8 if leaf.name in ("params.wide", "params.half") else 1
         least = leaf.bytes // cut if compressed else leaf.dtype.itemsize
-        for start, block in saved.blocks(leaf.name):
+        for start, block in saved.blocks(leaf.name, at_most):
             index = tuple(slice(i, i + n) for i, n in zip(start, block.shape, strict=True))
             got[index] = block
             seen[index] += 1
             assert block.nbytes <= max(at_most, least)
         assert (seen == 1).all()
         assert got.tobytes() == whole.tobytes()
-    n = len([*saved.blocks("params.wide")])  # 64 rows of 96 bytes, in chunks of 8
+    n = len([*saved.blocks("params.wide", at_most)])  # 64 rows of 96 bytes, in chunks of 8
     assert n == ({100: 8, 999: 8} if compressed else {100: 64, 999: 7}).get(at_most, 1)
 
 
@@ -182,25 +182,6 @@ def test_a_step_that_is_not_there(tmp_path: Path) -> None:
         find(tmp_path, 11)
 
 
-def test_a_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as newer:
-        newer.setattr(records, "FORMAT", 2)
-        save(tmp_path, 5, STATE)
-    with pytest.raises(CheckpointError, match="update zerojax") as caught:
-        find(tmp_path)
-    assert not isinstance(caught.value, DamagedCheckpointError)
-
-
-def emptied(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-def replaced(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("")
-
-
 def without(*names: str) -> Callable[[Path], None]:
     def remove(folder: Path) -> None:
         for name in names:
@@ -227,13 +208,9 @@ METADATA = "state/_METADATA"
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (emptied, "5 holds no arrays (state/_METADATA or the like): it is empty"),
-        (replaced, "5 holds no arrays (state/_METADATA or the like): it is a file"),
-        (without("zerojax.json"), "zerojax.json is missing"),
         (without(METADATA), f"{METADATA} is missing"),
         (without("state/manifest.ocdbt"), "state/manifest.ocdbt is missing"),
         (without(METADATA, "zerojax.json"), "holds no arrays"),
-        (lambda folder: flip(folder / METADATA, 9), f"{METADATA} is not as it was written"),
         (rewritten(METADATA, '"tree_metadata"', '"tree"'), "KeyError: 'tree_metadata'"),
         (rewritten(METADATA, "{", "["), "cannot be read: JSONDecodeError"),
         (rewritten(METADATA, '"key": "w"', '"key": "u"'), "params.w is missing"),
@@ -304,11 +281,8 @@ def test_no_device_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "extra",
     [
-        {"$key": "threefry2x32", "data": ["x"]},
         {"$key": "no such kind", "data": [1, 2]},
-        {"$key": "threefry2x32", "data": [-1, 2]},
         {"$key": "threefry2x32"},
-        {"$key": ["fry"], "data": [1, 2]},
     ],
 )
 def test_an_extra_with_a_key_that_is_none(tmp_path: Path, extra: Any) -> None:

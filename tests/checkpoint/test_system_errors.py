@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import resource
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from checkpoint.recorded import flip
 from checkpoint.states import KEY, assert_same
 from flax.training.train_state import TrainState
+from processes import fork_server
 
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, inspect
@@ -85,8 +85,10 @@ def test_too_many_open_files(saved: tuple[Path, zerojax.Zero, Any]) -> None:
         assert_same(checkpointer.restore(state), state)
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.EIO, errno.ESTALE])
-@pytest.mark.parametrize("raises", ["record", "arrays", "files"])
+@pytest.mark.parametrize(
+    ("raises", "number"),
+    [("record", errno.EIO), ("arrays", errno.EACCES), ("arrays", errno.ESTALE)],
+)
 def test_each_place_that_reads(
     saved: tuple[Path, zerojax.Zero, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -104,7 +106,6 @@ def test_each_place_that_reads(
     place: Any = {
         "record": (records.json, "loads"),
         "arrays": (zerojax.checkpoint.restore.ocp.PyTreeCheckpointHandler, "restore"),
-        "files": (records, "_crc32"),
     }[raises]
     with Checkpointer(folder, zero, read_only=True) as checkpointer:
         monkeypatch.setattr(*place, fails)
@@ -163,9 +164,7 @@ def test_no_permission_to_read(open_to_all: Path) -> None:
             checkpointer.save(2, zero.init(create, KEY))
     for path, mode in (("run/1", 0o700), ("run/2/state", 0o700), ("hidden", 0o700)):
         (open_to_all / path).chmod(mode)
-    process = multiprocessing.get_context("forkserver").Process(
-        target=as_nobody, args=(str(open_to_all),)
-    )
+    process = fork_server().Process(target=as_nobody, args=(str(open_to_all),))
     process.start()
     process.join()
     assert process.exitcode == 0

@@ -56,10 +56,6 @@ def three():
     return 3
 
 
-def demanding(width):
-    return Model(width)
-
-
 class CNN(nn.Module):
     """Images in, classes out."""
 
@@ -67,23 +63,6 @@ class CNN(nn.Module):
     def __call__(self, images):
         x = nn.relu(nn.Conv(8, (3, 3))(images))
         return nn.Dense(10)(x.mean((1, 2)))
-
-
-class EncoderDecoder(nn.Module):
-    """Two sequences in."""
-
-    @nn.compact
-    def __call__(self, source, target):
-        table = nn.Embed(64, 16)
-        return table.attend(table(target) + table(source).mean(1, keepdims=True))
-
-
-class Classifier(nn.Module):
-    """Tokens in, classes out."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        return nn.Dense(10)(nn.Embed(64, 16)(tokens).mean(1))
 
 
 class Normalized(nn.Module):

@@ -1,8 +1,6 @@
 """`zerojax estimate --model`: a model's parameters, counted."""
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +9,6 @@ from typer.testing import CliRunner
 from zerojax.__main__ import app
 from zerojax.cli.estimate import JSON
 from zerojax.cli.estimate_run import assumed_layer, counted
-
-
-@pytest.fixture(autouse=True)
-def _models(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    yield
-    sys.modules.pop("mine", None)
 
 
 def run(*args: str) -> Any:
@@ -61,7 +52,6 @@ def test_nnx_and_workloads() -> None:
     [
         ([], "give either --params, with or without --largest-layer, or --model"),
         (["--params", "7e9", "--model", "mine:sound"], "give either --params"),
-        (["--model", "mine:sound", "--largest-layer", "5"], "give either --params"),
         (["--model", "none-such"], "unknown model 'none-such'."),
         (["--model", "mine:three"], "model 'mine:three' cannot be counted: a int is no flax"),
         (["--model", "mine:raises"], "KeyError: 'no such thing'\n  File "),

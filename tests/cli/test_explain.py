@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from zerojax.__main__ import app
-from zerojax.cli.explain import JSON, show
-from zerojax.config import ConfigError, load
+from zerojax.cli.explain import JSON
+from zerojax.config import load
 from zerojax.config.explain import explain
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
@@ -62,17 +61,6 @@ def test_one_line_a_key_where_it_is_piped(path):
     assert "1 refused" in lines[at - 1]
 
 
-def test_a_terminal_has_its_own_width(path, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("TERM", "xterm")
-    show("a.json", explain(path))
-    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    table = [line.rstrip() for line in plain.partition("a.json: ")[0].splitlines()]
-    assert 80 < max(map(len, table)) <= 100
-    assert table[table.index(" zero_optimization") + 1].startswith("   stage ")
-
-
 def test_json_says_the_same(path):
     result = run(path, "--json")
     assert result.exit_code == 2
@@ -90,13 +78,6 @@ def test_json_says_the_same(path):
         "why": "DeepSpeed's default, a global norm of 1.0",
     }
     assert "given" not in rows["scheduler.params.warmup_num_steps"]
-
-
-def test_json_of_a_number_too_large(path):
-    path.write_text('{"gradient_clipping": 1e999, "optimizer": {"params": {"betas": [1e999]}}}')
-    result = run(path, "--json")
-    assert result.exit_code == 2
-    assert json.loads(result.output, parse_constant=pytest.fail)["keys"][0]["given"] == "inf"
 
 
 def test_stand_ins(path):
@@ -151,18 +132,6 @@ def test_what_cannot_be_read(tmp_path, text, says):
     assert says in result.stderr
     assert str(path) in result.stderr
     assert result.stdout == ""
-
-
-def test_the_status_is_that_of_loading(tmp_path):
-    for n, config in enumerate([LONG, {}, {"fp16": {"enabled": True}}, {"fp16": 1}, {"x": {}}]):
-        path = tmp_path / f"{n}.json"
-        path.write_text(json.dumps(config))
-        try:
-            load(path)
-            status = 0
-        except ConfigError:
-            status = 2
-        assert run(path).exit_code == status
 
 
 def test_the_module_runs(path):

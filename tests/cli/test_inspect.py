@@ -3,23 +3,21 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.recorded import flip, save, save_plain, tree, write
+from checkpoint.recorded import flip, save_plain, tree, write
 from checkpoint.recorded import made as made
 from checkpoint.recorded import steps as steps
 from typer.testing import CliRunner
 
 from zerojax.__main__ import app
-from zerojax.checkpoint import record as records
 from zerojax.checkpoint.inspection import inspect
 from zerojax.cli.inspect import JSON
-from zerojax.cli.inspect_table import SHOWN, show
+from zerojax.cli.inspect_table import SHOWN
 
 
 def damage(folder: Path) -> Path:
@@ -111,23 +109,6 @@ def test_what_is_offered_where_less_was_looked_at(
     assert result.output.splitlines()[-1] == says
 
 
-def test_no_step_is_complete(steps: Path) -> None:
-    damage(steps / "100")
-    shutil.rmtree(steps / "90")
-    (steps / "90").mkdir()
-    output = run(steps).output
-    assert f"  {steps}/90 holds no arrays" in output
-    assert output.splitlines()[-1] == "no step is known to be complete"
-
-
-def test_the_last_step_that_holds_arrays_is_told_of(steps: Path) -> None:
-    (steps / "110").mkdir()
-    output = run(steps).output
-    assert "step 100:\n" in output
-    assert "step 110 is damaged:" in output
-    assert output.splitlines()[-1] == "step 100 is complete: restore(abstract_state, step=100)"
-
-
 def test_many_problems_are_cut_short(steps: Path) -> None:
     record = write(steps / "100", tree(100))
     gone = {f"state/gone{i}": record.files["state/_METADATA"] for i in range(SHOWN + 7)}
@@ -205,30 +186,6 @@ def test_no_checkpoint(tmp_path: Path, made: Path) -> None:
         assert result.stdout == ""
         assert says in result.stderr
         assert len(result.stderr.splitlines()) == 1
-
-
-def test_markup_in_names(tmp_path: Path) -> None:
-    folder = tmp_path / "[red]x[/red]"
-    save(folder, 5, tree())
-    (folder / "5" / records.FILE).unlink()
-    (folder / "6").mkdir()
-    output = run(folder).output
-    assert f"  {folder}/6 holds no arrays" in output
-
-
-def test_a_terminal_has_its_own_width(
-    steps: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    damage(steps / "100")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "90")
-    monkeypatch.setenv("TERM", "xterm")
-    show(inspect(steps), leaves=True)
-    out = capsys.readouterr().out
-    assert "\x1b[1;31mstep 100 is damaged:" in out
-    assert "\x1b[1;31mdamaged" in out
-    plain = [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", out).splitlines()]
-    assert 60 < max(len(line) for line in plain if "─" in line) <= 90
 
 
 @pytest.mark.slow

@@ -1,51 +1,35 @@
 """`zerojax plan`: from options to an exit status, on devices that are not there."""
 
 import dataclasses
-import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 from cli.made_up import GB, GIVEN, cost, forecast, kept
-from jax.experimental.compilation_cache import compilation_cache
-from swept import swept
 from typer.testing import CliRunner
 
 import zerojax
 from zerojax.__main__ import app
 from zerojax.cli.problem import explain_error
-from zerojax.devices.rates import Rates, rates
 from zerojax.foresight.choice import Choice
-from zerojax.tuning.cache import Cache
-from zerojax.tuning.study import Study
 
 HERE = Path(__file__).parent
-LEAST = 1_500_000_000
-"""Of device memory: what no step gets."""
 
 
 @pytest.fixture(autouse=True)
-def _models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """`mine` is a module, and `named` a name, as a package would add it."""
+def _names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`named` is a name, as a package would add it."""
     info = tmp_path / "other-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[zerojax.models]\nnamed-model = mine:sound\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.syspath_prepend(HERE)
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
-    sys.modules.pop("mine", None)
 
 
 @pytest.fixture
@@ -55,27 +39,6 @@ def config(tmp_path: Path) -> Path:
     batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
     path.write_text(json.dumps({"zero_optimization": zero, **batch}))
     return path
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Cache:
-    """Compiles a program of several tests once."""
-    return Cache(tmp_path_factory.mktemp("measured"))
-
-
-@pytest.fixture
-def on_cpus(monkeypatch: pytest.MonkeyPatch, measured: Cache) -> Any:
-    """Compile for the eight CPU devices of the tests; `on_cpus(room)` leaves so much room."""
-    study = functools.partial(Study, measured=measured)
-    monkeypatch.setattr("zerojax.cli.plan_run.Study", study)
-
-    def room(room: int = 10**9) -> None:
-        made: Rates = dataclasses.replace(rates("h100"), memory=LEAST + room)
-        devices = lambda text, network: (zerojax.mesh(), made)  # noqa: E731
-        monkeypatch.setattr("zerojax.cli.plan_run.parse_devices", devices)
-
-    room()
-    return room
 
 
 def run(config: Path, *args: Any, model: str = "mine:sound", devices: str = "h100:8") -> Any:
@@ -122,16 +85,6 @@ def test_nothing_fits(config: Path, on_cpus: Any, look: bool) -> None:
     result = run(config, f"--{'' if look else 'no-'}remedies", "--json", model="mine:plain")
     assert result.exit_code == 3, result.output
     assert json.loads(result.stdout)["remedies"] == ([] if look else None)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("on_cpus")
-def test_a_picture(config: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "a.svg"
-    result = run(config, "--batch", 16, "--picture", picture)
-    assert result.exit_code == 0, result.output
-    assert all(f"<!-- stage {n} -->" in picture.read_text() for n in range(4))
 
 
 class MadeUp:
@@ -226,18 +179,6 @@ def test_a_module_that_raises(config: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("on_cpus")
 @pytest.mark.parametrize(
-    ("model", "says"),
-    [
-        ("three", "model 'mine:three' cannot be planned: a int is no flax model: return"),
-        ("demanding", "demanding wants width; it may take zero, rows, seq, remat, remat_policy"),
-    ],
-)
-def test_what_gives_no_model(config: Path, model: str, says: str) -> None:
-    assert refused(run(config, model=f"mine:{model}")).startswith(says)
-
-
-@pytest.mark.usefixtures("on_cpus")
-@pytest.mark.parametrize(
     ("model", "error", "line"),
     [
         (
@@ -267,8 +208,6 @@ def test_the_users_own_errors(config: Path, model: str, error: str, line: str) -
     ("model", "says"),
     [
         ("CNN", "CNN fails on tokens int32[1, 16]:\n"),
-        ("EncoderDecoder", "missing 1 required positional argument: 'target'"),
-        ("Classifier", "Classifier gives float32[1, 10] for tokens int32[1, 16], which are no log"),
         ("Normalized", "Normalized has batch_stats beside its parameters"),
         ("nnx_cnn", "Conv fails on tokens int32[8, 16]:\n"),
     ],
@@ -293,9 +232,7 @@ def test_xlas_own_errors() -> None:
     ("args", "says"),
     [
         (["--seq", 0], "--seq"),
-        (["--batch", 0], "--batch"),
         (["--remat"], "--remat: model 'mine:plain' takes no `remat`"),
-        (["--no-remat"], "--no-remat: model 'mine:plain' takes no `remat`"),
         (
             ["--remat-policy", "dots"],
             "--remat-policy: model 'mine:plain' takes no `remat` and `remat_policy`",
@@ -303,7 +240,6 @@ def test_xlas_own_errors() -> None:
         (["--attention", "plain"], "--attention: model 'mine:plain' takes no `attention`"),
         (["--picture", "a.pdf"], "--picture a.pdf: give a file that ends in .png or .svg"),
         (["--devices", "h10:8"], "unknown device kind 'h10'. Did you mean 'h100'?"),
-        (["--devices", "8"], "devices '8': give KIND:N, as h100:8"),
         (["--network", "fast"], "network 'fast': give gigabits a second for each device as 400gb"),
         (["--auto", "a"], "expected KEY=VALUE"),
     ],
@@ -369,14 +305,10 @@ def test_the_module_runs(config: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.gpu_compile
 @pytest.mark.usefixtures("require_gpu_compiler")
-@pytest.mark.parametrize(
-    ("model", "parameters"),
-    swept([("mine:cut", 40_384), ("zerojax.models.names:llama_7b", 6_738_415_616)]),
-)
-def test_1024_gpus(config: Path, model: str, parameters: int) -> None:
+def test_1024_gpus(config: Path) -> None:
     config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
-    result = run(config, "--seq", 2048, "--json", model=model, devices="h100:1024")
+    result = run(config, "--seq", 2048, "--json", model="mine:cut", devices="h100:1024")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["devices"]["count"] == 1024
-    assert found["parameters"] == parameters
+    assert found["parameters"] == 40_384

@@ -2,32 +2,19 @@
 
 import inspect
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from typer.testing import CliRunner
 
-import zerojax
 from zerojax.__main__ import app
-from zerojax.devices.rates import rates
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
-def _models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`mine` is a module, and the devices are the CPUs of the tests."""
-    monkeypatch.syspath_prepend(HERE)
-    devices = lambda text, network: (zerojax.mesh(), rates("h100"))  # noqa: E731
-    monkeypatch.setattr("zerojax.cli.plan_run.parse_devices", devices)
+def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, on_cpus: Any) -> None:
     monkeypatch.setattr(jax.stages.Lowered, "compile", _no_compile)
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
 
 
 def _no_compile(*args: Any, **kwargs: Any) -> None:

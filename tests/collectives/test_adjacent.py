@@ -1,4 +1,4 @@
-"""Which products share a gather, and which gradients are added up before they are reduced."""
+"""Which gradients are added up before they are reduced."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +15,6 @@ MESH = zerojax.mesh()
 SPEC: Spec = ("data", None)
 
 
-def groups(function: Callable[..., Any]) -> int:
-    """How many products share the gather of a matrix with another one."""
-    jaxpr = jax.make_jaxpr(function)(*abstract((16, 16), (4, 16))).jaxpr
-    uses, w = adjacent.uses(jaxpr), jaxpr.invars[0]
-    found = [id(uses[id(e)]) for e in jaxpr.eqns if id(e) in uses and any(v is w for v in e.invars)]
-    return sum(found.count(group) > 1 for group in found)
-
-
 def sums(
     function: Callable[..., Any], *shapes: tuple[int, ...], of_layer: bool = False
 ) -> tuple[int, int]:
@@ -33,25 +25,6 @@ def sums(
     found = adjacent.sums(jaxpr, wants, MESH, of_layer=of_layer)
     products = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
     return len(found.reduced), sum(e.outvars[0] in found.added for e in products)
-
-
-def test_a_product_and_its_tangent_share() -> None:
-    assert groups(lambda w, x: jax.jvp(lambda x: x @ w, (x,), (x + 1,))) == 2
-
-
-def test_products_that_wait_for_each_other_do_not() -> None:
-    assert groups(lambda w, x: jnp.tanh(x @ w) @ w) == 0
-    assert groups(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w))) == 0
-
-
-def test_products_far_apart_do_not() -> None:
-    def function(w: Any, x: Any) -> Any:
-        one = x @ w
-        for _ in range(adjacent.NEAR):
-            one = jnp.tanh(one)
-        return one + x @ w
-
-    assert groups(function) == 0
 
 
 def twice(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -66,9 +66,7 @@ def doubled_last(grads: Any) -> Any:
     return {"w": grads["w"].at[-1].multiply(2.0)}
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("in_optimizer", [False, True])
-@pytest.mark.parametrize("change", [without_first, doubled_last])
+@pytest.mark.parametrize(("change", "in_optimizer"), [(without_first, False), (doubled_last, True)])
 def test_a_step_that_changes_one_row_of_a_gradient(
     change: Callable[[Any], Any], in_optimizer: bool
 ) -> None:
@@ -95,8 +93,7 @@ def test_a_step_that_changes_one_row_of_a_gradient(
     np.testing.assert_allclose(state.params["w"], want.params["w"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_one_element_of_a_large_vector_is_looked_up(stage: int) -> None:
+def test_one_element_of_a_large_vector_is_looked_up() -> None:
     def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
         def loss_fn(p: Any) -> jax.Array:
             return jnp.mean((batch * jnp.take(p["v"], 5, mode="fill")) ** 2)
@@ -108,7 +105,7 @@ def test_one_element_of_a_large_vector_is_looked_up(stage: int) -> None:
         return TrainState.create(apply_fn=None, params={"v": jnp.ones(262_144)}, tx=optax.sgd(0.5))
 
     batch = np.arange(16, dtype=np.float32) / 16
-    zero = zerojax.zero(stage=stage, stage3_param_persistence_threshold=0)
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
     state, loss = zero(step)(zero.init(create), batch)
     plain, want = jax.jit(step)(create(), batch)
     np.testing.assert_allclose(loss, want, rtol=1e-6)

@@ -12,7 +12,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxprs import Move, Spec, gathers, primitives, scatters
-from swept import swept
 
 import zerojax
 from zerojax.collectives import Inserter, Shard
@@ -43,18 +42,6 @@ class Inserted:
     def check(self, params: list[np.ndarray], *others: Any) -> None:
         """Compares what it computes with the function, without a compile."""
         assert exact.differing(self, self.function, params, *others) == []
-
-    def check_compiled(self, params: list[np.ndarray], *others: Any) -> None:
-        """Runs it on eight devices and on one."""
-        want = jax.jit(self.function)(params, *others)
-        placed = [
-            jax.device_put(x, NamedSharding(MESH, PartitionSpec(*spec)))
-            for x, spec in zip(params, self.specs, strict=True)
-        ]
-        got = jax.jit(self)(placed, *others)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), got, want
-        )
 
     def jaxpr(self, params: list[np.ndarray], *others: Any) -> Any:
         return jax.make_jaxpr(self)(params, *others)
@@ -262,14 +249,6 @@ def test_same_gradients(name: str, keep: bool) -> None:
 
     with jax.enable_x64(True):
         Inserted(both, specs, keep=keep).check(params, X)
-
-
-@pytest.mark.parametrize("keep", swept([False, True]))
-@pytest.mark.parametrize("name", swept(CASES))
-def test_compiled(name: str, keep: bool) -> None:
-    function, params, specs = CASES[name]
-    with jax.enable_x64(True):
-        Inserted(function, specs, keep=keep).check_compiled(params, X)
 
 
 def cut(x: jax.Array, spec: Spec) -> jax.Array:

@@ -8,13 +8,17 @@ import jax.numpy as jnp
 import pytest
 from collectives.test_ahead import scanned
 from collectives.test_loops import COLUMNS, MESH, ROWS, STACK, TIMES, N, plain, weight
+from collectives.test_loops import layers as layers_over_time
+from jax import lax
 from jaxprs import Spec, equations
 
-from zerojax.collectives import Inserter, Shard, loop_decisions
+from zerojax.collectives import Inserter, Shard, held, loop_decisions, loops
 from zerojax.collectives.ahead import LEAST
 from zerojax.collectives.gathering import Scope
 from zerojax.collectives.loop_decisions import LoopDecisions
 from zerojax.collectives.shard import Gathering
+from zerojax.graph.def_use import graph_of
+from zerojax.xla import jaxprs
 
 
 def layer(x: Any, w: Any) -> Any:
@@ -90,3 +94,55 @@ def test_a_loop_over_time_holds_its_weight_and_adds_up_its_gradient(spec: Spec) 
     assert forward.held == backward.held == {0}
     assert len(backward.sums.terms) == 1
     assert not backward.of_layer
+
+
+ONE = (N, N)
+LAYERS = (4, N, N)
+
+
+def is_held(function: Callable[..., Any], spec: Any, *shapes: tuple[int, ...]) -> bool:
+    """Whether a body that takes a constant first needs it unsharded; the rest is carried."""
+    jaxpr = jax.make_jaxpr(function)(*(weight(*shape) for shape in shapes), 0)
+    return held.decide(jaxpr, [Shard(weight(*shapes[0]), spec)], MESH) == {0}
+
+
+def test_what_an_iteration_needs() -> None:
+    def remat(w: Any, x: Any, i: Any) -> Any:
+        return jax.checkpoint(lambda w, x: layers_over_time(w.astype("bfloat16"), x))(w, x)
+
+    turned = jax.jit(lambda w, x, i: x @ w.T.astype("bfloat16"))
+    assert is_held(lambda w, x, i: x @ w, ROWS, ONE, ONE)
+    assert is_held(turned, ROWS, ONE, ONE)
+    assert is_held(lambda w, x, i: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x), ROWS, ONE, ONE)
+    assert not is_held(lambda w, x, i: layers_over_time(w, x), STACK, LAYERS, (3, 8, N))
+    assert not is_held(lambda w, x, i: (w, x), ROWS, ONE, ONE)
+    assert not is_held(remat, STACK, LAYERS, (3, 8, N))
+
+
+def test_a_layer_an_iteration() -> None:
+    def by_call(w: Any, x: Any, i: Any) -> Any:
+        return jax.jit(lambda w, i: x @ w[i])(w.transpose(0, 2, 1), i)
+
+    assert not is_held(lambda w, x, i: x @ w[i], STACK, LAYERS, ONE)
+    assert not is_held(by_call, STACK, LAYERS, ONE)
+    # The same layer in each iteration; a dimension that is sharded; rows of a table.
+    assert is_held(lambda w, x, i: x @ w[1], STACK, LAYERS, ONE)
+    assert is_held(lambda w, x, i: x @ w[i], ("data", None, None), LAYERS, ONE)
+    assert is_held(lambda w, x, i: x + w[i], (None, "data"), ONE, ONE)
+
+
+@pytest.mark.parametrize(("dimensions", "stacks"), [(3, True), (2, False)])
+def test_the_gradient_of_a_layer_stays_in_its_stack(dimensions: int, stacks: bool) -> None:
+    shape = LAYERS[-dimensions:]
+
+    def loss(w: Any, x: Any) -> Any:
+        def body(i: Any, x: Any) -> Any:
+            return jnp.tanh(x * w[i].sum(0) if stacks else x * w[i])
+
+        return lax.fori_loop(0, len(w), body, x).sum()
+
+    closed = jax.make_jaxpr(jax.grad(loss))(weight(*shape), weight(8, N))
+    *_, loop = graph_of(jaxprs.open_jaxpr(closed)[0]).named("scan")
+    specs = [(None,) * (v.aval.ndim - 1) + ("data",) if v.aval.shape == shape else None
+             for v in loop.outvars]  # fmt: skip
+    assert bool(loops.Sums(loop, specs).stacks) is stacks

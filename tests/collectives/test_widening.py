@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jaxprs import gathers
-from swept import swept
 
 import zerojax
 from zerojax.collectives import Inserter, Shard
@@ -102,17 +101,6 @@ def test_what_is_inserted_is_an_identity(name: str) -> None:
     function, spec = CASES[name]
     plain = jax.grad(lambda w, x: jnp.sum(function(w, x) ** 2), argnums=(0, 1))
     assert exact.differing(inserted(function, spec), plain, *arguments(spec)) == []
-
-
-@pytest.mark.parametrize("name", swept(CASES))
-def test_same_gradients(name: str) -> None:
-    function, spec = CASES[name]
-    w, x = arguments(spec)
-    want = jax.jit(jax.grad(lambda w, x: jnp.sum(function(w, x) ** 2), argnums=(0, 1)))(w, x)
-    for a, b in zip(jax.jit(inserted(function, spec))(w, x), want, strict=True):
-        assert a.dtype == b.dtype
-        size = float(jnp.abs(b).max())
-        np.testing.assert_allclose(np.float32(a), np.float32(b), atol=size / 100)
 
 
 SCALES = jnp.linspace(0.01, 0.02, N)

@@ -1,24 +1,22 @@
 """An unrolled model gathers as it goes: on the GPU compile, and with the numbers of plain jit."""
 
 import collections
+from collections.abc import Callable
 from typing import Any
 
+import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from collectives import unrolled
-from equal import check_step
-from flax.training.train_state import TrainState
+from collectives import large_layers
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
-from swept import swept
+from jaxprs import primitives
 
 import zerojax
 from benchmarks.lifetimes import peak_gathered_bytes
-from zerojax.collectives import Inserter, Shard, window
-from zerojax.collectives.window import Window
+from zerojax.collectives import Inserter, Shard
+from zerojax.collectives.gathering import Limits
 from zerojax.devices.mesh import zero_axis
 from zerojax.hlo.traffic import collectives
 
@@ -33,7 +31,7 @@ def test_no_more_than_two_layers_are_gathered_at_once() -> None:
     """On 64 GPUs the gathers of a layer take longer than its products: XLA would gather all layers
     first."""
     zero = zerojax.zero(stage=3, bf16=True, mesh=zerojax.topology("h100", DEVICES))
-    program: Any = unrolled.lowered(zero, WIDTH, LAYERS, rows=512 * DEVICES).compile()
+    program: Any = large_layers.lowered(zero, WIDTH, LAYERS, rows=512 * DEVICES).compile()
     text = program.as_text()
     assert peak_gathered_bytes(text) <= 2 * LAYER
     sent = collections.Counter[str]()
@@ -44,63 +42,47 @@ def test_no_more_than_two_layers_are_gathered_at_once() -> None:
     assert sent == {"all-gather": 2 * once, "reduce-scatter": once}
 
 
+def layered(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def looped(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    """Each iteration gathers anew."""
+
+    def body(state: Any) -> Any:
+        return state[0] + 1, layered(state[1], *weights)
+
+    return lax.while_loop(lambda state: state[0] < 2, body, (0, x))[1]
+
+
 @pytest.mark.parametrize(
-    "axes",
-    swept([{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "seq": 4}, {"data": 1, "seq": 8}]),
+    ("function", "axes", "rows"),
+    [
+        (layered, {"data": 8}, (16,)),
+        (layered, {"data": 8}, (3,)),  # rows that the devices do not divide
+        (layered, {"data": 2, "seq": 4}, (16, 8)),
+        (layered, {"data": 4, "model": 2}, (16,)),
+        (looped, {"data": 8}, (16,)),
+    ],
 )
-@pytest.mark.usefixtures("quick_compile")
-def test_the_numbers_of_plain_jit(axes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "AHEAD", 20_000)  # so that these matrices wait for each other
+def test_what_is_inserted_is_an_identity(
+    function: Callable[..., jax.Array], axes: dict[str, int], rows: tuple[int, ...]
+) -> None:
     rng = np.random.default_rng(0)
-    params = {f"w{i}": rng.normal(size=(96, 96)) / 10 for i in range(4)}
-    rows = (16, 8, 96) if "seq" in axes else (16, 96)
-    batch = {"x": rng.normal(size=rows), "y": rng.normal(size=rows)}
+    weights = [rng.normal(size=(96, 96)).astype("float32") for _ in range(4)]
+    x = rng.normal(size=(*rows, 96)).astype("float32")
+    mesh = zerojax.mesh(axes=axes)
+    axis = zero_axis(mesh)
+    # So that these matrices wait for each other.
+    limits = Limits(ahead=20_000, held=0)
+    inserter = Inserter(mesh, axis, keep=False, share=function is looped, limits=limits)
 
-    def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, jax.Array]:
-        def loss(p: dict[str, jax.Array]) -> jax.Array:
-            x = batch["x"]
-            for i in range(4):
-                x = jnp.tanh(x @ p[f"w{i}"])
-            return jnp.mean((x - batch["y"]) ** 2)
+    def run(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        closed = jax.make_jaxpr(function)(x, *weights)
+        return inserter(closed, [x, *(Shard(w, (axis, None)) for w in weights)])[0]
 
-        value, grads = jax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    def start() -> TrainState:
-        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
-
-    with jax.enable_x64(True):
-        mesh = zerojax.mesh(axes=axes)
-        zero = zerojax.zero(stage=3, mesh=mesh, stage3_param_persistence_threshold=0)
-        lowered = zero(step).lower(start(), batch).as_text()
-    assert ("bitcast_convert" in lowered) == (Window.of(mesh, zero_axis(mesh)) is not None)
-    check_step(zero, step, start, batch)
-
-
-@pytest.mark.parametrize("rows", [16, 3])
-def test_products_in_a_while_loop_wait(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each iteration gathers anew; rows that the devices do not divide are waited for as well."""
-    monkeypatch.setattr(window, "AHEAD", 20_000)
-    rng = np.random.default_rng(0)
-    weights = [jnp.asarray(rng.normal(size=(96, 96)) / 10, jnp.float32) for _ in range(4)]
-    x = jnp.asarray(rng.normal(size=(rows, 96)), jnp.float32)
-
-    def loop(x: jax.Array, *weights: jax.Array) -> jax.Array:
-        def body(state: Any) -> Any:
-            count, x = state
-            for w in weights:
-                x = jnp.tanh(x @ w)
-            return count + 1, x
-
-        return lax.while_loop(lambda state: state[0] < 2, body, (0, x))[1]
-
-    mesh = zerojax.mesh(axes={"data": 8})
-    inserter = Inserter(mesh, "data", keep=False, share=True, most_held=0)
-    closed = jax.make_jaxpr(loop)(x, *weights)
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    sharded = [jax.device_put(w, sharding) for w in weights]
-    inserted = jax.jit(
-        lambda x, *ws: inserter(closed, [x, *(Shard(w, ("data", None)) for w in ws)])[0]
-    )
-    assert "bitcast_convert" in inserted.lower(x, *sharded).as_text()
-    np.testing.assert_allclose(inserted(x, *sharded), loop(x, *weights), rtol=1e-5, atol=1e-6)
+    waits = "bitcast_convert_type" in primitives(jax.make_jaxpr(run)(x, *weights))
+    assert waits == (axes.get("model") is None)
+    assert exact.differing(run, function, x, *weights) == []

@@ -3,7 +3,6 @@
 import pytest
 
 from zerojax.config import ConfigError, SchedulerConfig, ZeroConfig, load
-from zerojax.config.keys import KEYS
 
 STEPS = "scheduler.params.total_num_steps"
 CONFIG = {
@@ -73,19 +72,6 @@ def test_nothing_is_auto_there():
     with pytest.raises(ConfigError, match="set its fields"):
         load(ZeroConfig(), auto={"gradient_clipping": 1.0})
     assert load(ZeroConfig(), auto={}) == ZeroConfig()
-
-
-@pytest.mark.parametrize(
-    "path", [path for path, key in KEYS.items() if key.treatment == "off only"]
-)
-def test_what_is_not_done_is_off_when_auto(path):
-    config: object = "auto"
-    for name in reversed(path.split(".")):
-        config = {name: config}
-    if path.startswith("optimizer."):
-        config["optimizer"]["type"] = "Adam"
-    (note,) = [note for note in load(config).notes if note.key == path]
-    assert (note.status, note.holds) == ("resolved", KEYS[path].default)
 
 
 @pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR"])

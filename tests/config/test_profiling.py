@@ -88,8 +88,6 @@ def test_off_sections_set_nothing():
     ("config", "says"),
     [
         ({"flops_profiler": {"module_depth": -2}}, "module_depth: expected -1 (every depth)"),
-        ({"flops_profiler": {"output_file": 3}}, "output_file: expected a string or null, got 3"),
-        ({"comms_logger": {"prof_ops": "all_reduce"}}, 'prof_ops: expected a list of names, as ["'),
         (
             {"comms_logger": {"enabled": True, "prof_ops": ["allreduce"]}},
             'comms_logger.prof_ops: "allreduce" is no collective; did you mean `all_reduce`?',
@@ -100,7 +98,6 @@ def test_off_sections_set_nothing():
             {"autotuning": {"enabled": True, "min_train_batch_size": 9, "max_train_batch_size": 8}},
             "autotuning.min_train_batch_size = 9 is above max_train_batch_size = 8",
         ),
-        ({"memory_breakdown": 1}, "memory_breakdown: expected true or false, got 1"),
     ],
 )
 def test_bad_values(config, says):

@@ -1,4 +1,4 @@
-"""Programs that come to stand still: ``stalled.py PROCESS COUNT PORT FOLDER [loader]``."""
+"""Programs that come to stand still."""
 
 import sys
 import time
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from groups import join
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
@@ -28,7 +27,7 @@ def loader_without_data() -> None:
     time.sleep(3600)
 
 
-def train(process: int, count: int, folder: Path, loader: bool) -> None:
+def train(process: int, folder: Path, loader: bool = False) -> None:
     """Steps without end. Process 1 takes long to compile, or with ``loader`` has no data for a
     step."""
     zero = zerojax.zero(stage=3)
@@ -51,7 +50,7 @@ def train(process: int, count: int, folder: Path, loader: bool) -> None:
                 loader_without_data()
 
 
-def alone(folder: Path) -> None:
+def alone(process: int, folder: Path) -> None:
     """All that takes long without being a stall, and a stall."""
     there = watchdog()
     assert there is not None
@@ -73,11 +72,3 @@ def alone(folder: Path) -> None:
 
 def stopped_at_a_breakpoint() -> None:
     time.sleep(LONG_ALONE)
-
-
-if __name__ == "__main__":
-    process, count, port = map(int, sys.argv[1:4])
-    if count == 1:
-        alone(Path(sys.argv[4]))
-    join(process, count, port)
-    train(process, count, Path(sys.argv[4]), "loader" in sys.argv)

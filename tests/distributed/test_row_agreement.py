@@ -8,7 +8,6 @@ import jax
 import pytest
 from groups import LIMIT
 
-from zerojax.distributed import row_agreement
 from zerojax.distributed.coordinator import Coordinator
 from zerojax.distributed.row_agreement import RowAgreement
 
@@ -47,26 +46,24 @@ def test_the_next_round_waits_for_the_one_that_the_thread_answers(
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     texts: dict[tuple[str, int, int], str] = {}
     both = [Shared(me, texts) for me in range(2)]
-    agreements = [RowAgreement("step", LIMIT) for _ in both]
+    agreements = [RowAgreement("step", LIMIT, this) for this in both]
 
     def agree(process: int, *rows: str) -> None:
         for each in rows:
             agreements[process].agree(each)
 
-    for this in both:
-        monkeypatch.setattr(row_agreement, "coordinator", lambda this=this: this)
-        agreements[this.me]._start()
     with ThreadPoolExecutor(2) as threads:
         begun = threads.submit(agree, 0, "8"), threads.submit(agree, 1, "8", "8")
         for each in begun:
             each.result(LIMIT)
         first = threads.submit(agree, 0, "9")
         (look,) = both[1].looks
-        while not agreements[1]._answering:
+        while ("rows of step", 2, 1) not in texts:
             look()
         second = threads.submit(agree, 1, "9")
-        while agreements[1]._problem is None:
+        while not second.done():
             look()
+            time.sleep(0.01)
         for told in (first, second):
             with pytest.raises(ValueError, match="at call 2: 9 in process 0, 8 in process 1"):
                 told.result(LIMIT)

@@ -1,5 +1,6 @@
 """Real processes that stand still, for a reason or without one."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -7,14 +8,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 from distributed import stalled
-from groups import LIMIT, group, wait_for
+from groups import wait_for
+from processes import ends, group
 
 from zerojax.distributed.coordinator import Coordinator, coordinator
 from zerojax.distributed.watchdog import STALLED, Watchdog, watchdog
 
 pytestmark = pytest.mark.slow
-
-SCRIPT = Path(stalled.__file__)
 
 
 def told(folder: Path) -> str:
@@ -27,12 +27,14 @@ def told(folder: Path) -> str:
 def test_a_stopped_process_ends_the_others(tmp_path: Path, count: int, stopped: int) -> None:
     """A long compile of one process, for which the others wait in a collective, does not."""
     environment = {"ZEROJAX_WATCHDOG": str(stalled.LIMIT), "ZEROJAX_RUN_DIR": str(tmp_path)}
-    with group(SCRIPT, count, tmp_path, **environment) as processes:
+    with group(stalled.train, count, tmp_path, **environment) as processes:
         up = [tmp_path / f"up.{i}" for i in range(count)]
         wait_for(lambda: all(file.exists() for file in up), lambda: told(tmp_path))
-        processes[stopped].send_signal(signal.SIGSTOP)
+        stop = processes[stopped].pid
+        assert stop is not None
+        os.kill(stop, signal.SIGSTOP)
         others = [i for i in range(count) if i != stopped]
-        assert [processes[i].wait(LIMIT) for i in others] == [STALLED] * len(others)
+        assert ends([processes[i] for i in others]) == [STALLED] * len(others)
     who = "No sign of life from process 2." if stopped else "Process 0, the coordinator, does not"
     assert sorted(tmp_path.glob("stacks.*")) == [tmp_path / f"stacks.{i}" for i in others]
     for i in others:
@@ -46,8 +48,8 @@ def test_a_stopped_process_ends_the_others(tmp_path: Path, count: int, stopped: 
 
 def test_a_process_that_never_comes_to_its_step(tmp_path: Path) -> None:
     environment = {"ZEROJAX_WATCHDOG": str(stalled.LIMIT), "ZEROJAX_RUN_DIR": str(tmp_path)}
-    with group(SCRIPT, 2, tmp_path, "loader", **environment) as processes:
-        assert [each.wait(LIMIT) for each in processes] == [STALLED] * 2, told(tmp_path)
+    with group(stalled.train, 2, tmp_path, True, **environment) as processes:
+        assert ends(processes) == [STALLED] * 2, told(tmp_path)
     stacks = [(tmp_path / f"stacks.{i}").read_text() for i in range(2)]
     assert all("All 2 processes are alive." in text for text in stacks)
     assert ["in loader_without_data" in text for text in stacks] == [False, True]
@@ -55,8 +57,8 @@ def test_a_process_that_never_comes_to_its_step(tmp_path: Path) -> None:
 
 def test_a_debugger_a_pause_and_a_compile_are_no_stall(tmp_path: Path) -> None:
     environment = {"ZEROJAX_WATCHDOG": str(stalled.LIMIT_ALONE), "ZEROJAX_RUN_DIR": str(tmp_path)}
-    with group(SCRIPT, 1, tmp_path, **environment) as (process,):
-        assert process.wait(LIMIT) == STALLED, told(tmp_path)
+    with group(stalled.alone, 1, tmp_path, **environment) as processes:
+        assert ends(processes) == [STALLED], told(tmp_path)
     for done in ("debugged", "paused", "compiled"):
         assert (tmp_path / done).exists(), told(tmp_path)
     stacks = (tmp_path / "stacks.0").read_text()

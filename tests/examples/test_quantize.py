@@ -49,24 +49,3 @@ def test_a_loss_above_the_limit_is_an_error(trained: Run) -> None:
     result = quantize(trained, "--bits", "4", "--max_loss", "-50%")
     assert result.exit_code == 2
     assert "more than max_loss=-50.00%: write bits=8, a smaller group_size" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--max_loss", "much"], "'much' is not a share: write 2% or 0.02"),
-        (["--bits", "5"], "bits=5: write bits=8 or bits=4"),
-    ],
-)
-def test_options_that_are_refused(trained: Run, options: list[str], message: str) -> None:
-    result = quantize(trained, *options)
-    assert result.exit_code == 2
-    assert message in result.stderr
-
-
-def test_another_text_is_refused(trained: Run, tmp_path: pathlib.Path) -> None:
-    other = tmp_path / "other.txt"
-    other.write_text("something else " * 100)
-    result = quantize(trained, text=other)
-    assert result.exit_code == 2
-    assert "name the files of its --text in the same order" in result.stderr

@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 from examples.run_seq2seq import model as models
 from examples.run_seq2seq.__main__ import app
 from examples.run_seq2seq.model import MINI, Source
-from examples.run_seq2seq.pairs import docstrings, of_text, restoring
+from examples.run_seq2seq.pairs import restoring
 from examples.run_seq2seq.report import bleu
-from examples.run_seq2seq.tokens import encoded, in_order, shuffled, texts_of, trained
+from examples.run_seq2seq.tokens import encoded, texts_of, trained
 from zerojax.models.bart import Bart, BartConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -85,68 +85,16 @@ def test_from_a_folder_to_a_folder(
     assert losses[1][0] < losses[0][0]  # the same rows, after what the first run learned
 
 
-CPU = {"device": "cpu"}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "stage 0": {},
-    "stage 3, offload": {
-        "zero_optimization": {"stage": 3, "offload_param": CPU, "offload_optimizer": CPU}
-    },
-    "stage 3, fp16": {
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "fp16": {"enabled": True},
-    },
-}
-
-
-@pytest.mark.sweep
-def test_the_same_losses_at_stages_0_and_3_with_offload_and_in_fp16(
-    tmp_path: pathlib.Path, folder: pathlib.Path, files: list[Any]
-) -> None:
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
-    losses = {}
-    for name, settings in CONFIGS.items():
-        config, out = tmp_path / f"{name}.json", tmp_path / name
-        config.write_text(json.dumps({"optimizer": optimizer} | settings))
-        result = run(
-            "--config",
-            config,
-            "--model_name_or_path",
-            folder,
-            *files,
-            *SHORT[:-2],
-            "--output_dir",
-            out,
-        )
-        assert result.exit_code == 0, result.stderr
-        losses[name] = report_of(out)["losses"]
-    exact, *others = losses.values()
-    for name, values, rtol in zip([*CONFIGS][1:], others, [1e-5, 2e-3], strict=True):
-        np.testing.assert_allclose(values, exact, rtol=rtol, err_msg=name)
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--train_file", "none.csv", "--validation_file", "b.csv"], "none.csv does not exist"),
         (["--train_file", "a.csv"], "give --train_file and --validation_file"),
         (["--target_column", "z"], "has no column 'z', only x, y"),
-        (["--train_file", "empty.csv"], "empty.csv has no rows"),
-        (["--text", "none.txt"], "none.txt"),
         (["--model_name_or_path", "none"], "none is no folder, and none of mini"),
-        (
-            ["--model_name_or_path", "blenderbot-tiny"],
-            "a model of 96 tokens has none for each byte",
-        ),
         (["--model_name_or_path", "other"], "does not fit the model"),
-        (["--model_name_or_path", "untold"], "tokenizer.json is not there"),
         (["--max_target_length", 200], "--max_target_length 200, but .* has 128 positions"),
-        (["--val_min_target_length", 65], "is more than --max_target_length"),
-        (["--val_max_target_length", 4, "--val_min_target_length", 5], "than --val_max_target_len"),
-        (["--n_train", 7], "7 rows to train on are fewer than the 8"),
-        (["--dataset_name", "."], "or --dataset_name, or --text alone"),
         (["--per_device_train_batch_size", 4], "24 rows to train on are fewer than the 32"),
         (["--config", "fixed.json", "--learning_rate", 0.1], "has optimizer.params.lr = 0.01"),
-        (["--config", "fixed.json"], "makes 8 rows an update, but .* says 16"),
     ],
 )
 def test_what_is_refused(
@@ -197,32 +145,12 @@ def test_rows_of_tokens() -> None:
     assert texts_of(tokenizer, targets, TINY) == [target for _, target in PAIRS]
 
 
-def test_each_epoch_has_each_row_once_and_an_evaluation_too() -> None:
-    mesh = jax.make_mesh((8,), ("data",))
-    rows = {"labels": np.arange(24, dtype=np.int32)}
-    epochs = [batch["labels"] for batch in shuffled(rows, 8, 6, 0, mesh)]
-    for epoch in (epochs[:3], epochs[3:]):
-        assert sorted(np.concatenate(epoch)) == [*range(24)]
-    assert [*np.concatenate([b["labels"] for b in in_order(rows, 16, mesh)])] == [*range(24)]
-
-
 def test_text_loses_case_and_punctuation() -> None:
     lines = [" = Lobster = ", "The <unk> crab", "In 1 @,@ 000 lakes , they 've lived ; see ( 2 ) ."]
     assert restoring(lines, 4) == [
         ("in 1000 lakes they", "In 1,000 lakes, they"),
         ("'ve lived see 2", "'ve lived; see (2)."),
     ]
-
-
-def test_the_library_has_sentences_enough() -> None:
-    assert sum(1 for _ in zip(docstrings(), range(100), strict=False)) == 100
-
-
-def test_what_is_held_out_is_spread_over_the_text(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "text").write_text("\n".join(f"Line {i}." for i in range(100, 130)))
-    pairs = of_text(tmp_path / "text", 2)
-    assert not set(pairs.train) & set(pairs.held_out)
-    assert len(pairs.train) == len(pairs.held_out) == 15
 
 
 def test_bleu_is_100_for_what_is_equal() -> None:

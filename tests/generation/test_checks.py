@@ -12,7 +12,7 @@ from flax import nnx
 from generation.test_generate import create, gpt, params_of
 
 import zerojax
-from zerojax.models import gpt_nnx
+from examples import nnx_gpt as example
 from zerojax.models.gpt import SIZES, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -30,10 +30,10 @@ class NoParams(NamedTuple):
     opt_state: Any
 
 
-def nnx_gpt(**fields: Any) -> gpt_nnx.GPT:
+def nnx_gpt(**fields: Any) -> example.GPT:
     """Returns an abstract model."""
     config = GPTConfig(**SIZES["tiny"] | fields)
-    return nnx.eval_shape(lambda: gpt_nnx.GPT(config, rngs=nnx.Rngs(params=0)))
+    return nnx.eval_shape(lambda: example.GPT(config, rngs=nnx.Rngs(params=0)))
 
 
 def of_nnx(**fields: Any) -> dict[str, Any]:

@@ -11,17 +11,16 @@ from flax import nnx
 from generation.test_generate import NEW, PROMPTS, gpt, params_of
 
 import zerojax
-from zerojax.models import gpt_nnx
+from examples.nnx_gpt import GPT
 from zerojax.models.gpt import SIZES, GPTConfig
-from zerojax.models.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-def loaded(tensor: TensorParallel | None = None, **fields: Any) -> gpt_nnx.GPT:
+def loaded(**fields: Any) -> GPT:
     """Returns the twin of `gpt(**fields)` with its parameters."""
     config = GPTConfig(**SIZES["tiny"] | fields)
-    model = nnx.eval_shape(lambda: gpt_nnx.GPT(config, rngs=nnx.Rngs(params=0), tensor=tensor))
+    model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(params=0)))
     nnx.update(model, params_of(gpt(**fields)))
     return model
 
@@ -80,29 +79,21 @@ def test_a_model_without_cache_is_named() -> None:
 # Each pair of settings is in one of the runs.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model_axis", "weights", "dtype", "offload"),
+    ("weights", "dtype", "offload"),
     [
-        (1, "gathered", None, {}),
-        (1, "by_layer", jnp.bfloat16, {"offload_param": "cpu", "offload_optimizer": "cpu"}),
-        (2, "gathered", jnp.bfloat16, {"offload_param": "cpu", "offload_optimizer": "cpu"}),
-        (2, "by_layer", None, {"offload_param": "cpu", "offload_optimizer": "cpu"}),
-        (2, "by_layer", jnp.bfloat16, {}),
+        ("gathered", None, {}),
+        ("by_layer", jnp.bfloat16, {"offload_param": "cpu", "offload_optimizer": "cpu"}),
     ],
 )
 def test_sharded_models_generate_what_one_device_generates(
-    model_axis: int, weights: Any, dtype: Any, offload: dict[str, Any]
+    weights: Any, dtype: Any, offload: dict[str, Any]
 ) -> None:
     how: Any = dict(max_new_tokens=NEW, dtype=dtype)
     expected = zerojax.generate(loaded(n_layer=1), None, 2 * PROMPTS, **how)
-    mesh = zerojax.mesh(axes={"data": 8 // model_axis, "model": model_axis})
-    tensor = TensorParallel(mesh) if model_axis > 1 else None
-    zero = zerojax.zero(
-        stage=3, mesh=mesh, specs=tensor.specs if tensor else None,
-        stage3_param_persistence_threshold=0, **offload,
-    )  # fmt: skip
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, **offload)
 
-    def create() -> tuple[gpt_nnx.GPT, nnx.Optimizer[gpt_nnx.GPT]]:
-        model = loaded(tensor, n_layer=1)
+    def create() -> tuple[GPT, nnx.Optimizer[GPT]]:
+        model = loaded(n_layer=1)
         return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
     model, _ = zero.init(create)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -42,18 +41,6 @@ def with_gradients(
         return y, vjp(cotangents)
 
     return run(implementation, both, cotangents, *arguments)
-
-
-def calls_of(module: Any, name: str, eager: Callable[[], Any]) -> list[int]:
-    """How often a function was called after ``eager()``, and after it once more, in the
-    simulator."""
-    counts = []
-    counted = mock.patch.object(module, name, wraps=getattr(module, name))
-    with compat.simulator(), counted as function:
-        for _ in range(2):
-            jax.block_until_ready(eager())
-            counts.append(function.call_count)
-    return counts
 
 
 def compiled_for_h100(

@@ -9,23 +9,20 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat, tiles
 
 
-def launched(body: Callable[..., None], x: jax.Array, **changes: Any) -> jax.Array:
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    with compat.simulator(**changes):
-        (made,) = compat.launch(
+def launched(body: Callable[..., None], x: jax.Array) -> jax.Array:
+    with compat.simulator():
+        (made,) = plgpu.kernel(
             body,
-            [x],
-            [out],
-            {},
+            out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
             grid=(2,),
             grid_names=("block",),
             compiler_params=tiles.params(),
-            kernel_name="tried",
-        )
+        )(x)
         return jax.block_until_ready(made)
 
 
@@ -59,23 +56,3 @@ def test_reads_beyond_the_end_are_errors() -> None:
 
     with pytest.raises(Exception, match=r"[Oo]ut-of-bounds|out of bounds"):
         launched(body, X)
-
-
-@pytest.mark.skipif(not compat.IN_PLACE, reason="jax 0.10 does not write over arguments")
-def test_in_place() -> None:
-    def body(x: Any, y: Any) -> None:
-        at = pl.ds(lax.axis_index("block") * 128, 128)
-        y[at] = x[at] * 2
-
-    keywords: dict[str, Any] = {"grid": (2,), "grid_names": ("block",)}
-    with compat.simulator():
-        (made,) = compat.launch(
-            body,
-            [X],
-            [jax.ShapeDtypeStruct(X.shape, X.dtype)],
-            {0: 0},
-            compiler_params=tiles.params(),
-            **keywords,
-        )
-    np.testing.assert_array_equal(made, X * 2)
-    np.testing.assert_array_equal(X, jnp.arange(256.0))

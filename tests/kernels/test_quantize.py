@@ -12,7 +12,7 @@ from kernels.running import DTYPES, IMPLEMENTATIONS, compiled_for_h100, random, 
 
 from pallas_kernels.compat import kernels_in
 from pallas_kernels.quantize import Quantized, dequantize_blockwise, quantize_blockwise
-from pallas_kernels.quantize.arguments import MEASURED, TESTED
+from pallas_kernels.quantize.arguments import TESTED
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -78,11 +78,6 @@ def test_all_implementations_agree_on_every_code(bits: int, block_size: int) -> 
             for i in IMPLEMENTATIONS
         )
         jax.tree.map(np.testing.assert_array_equal, one, two)
-
-
-def test_ties_go_to_the_even_code() -> None:
-    x = jnp.asarray([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
-    assert unpacked(quantize_blockwise(x, block_size=6)).tolist() == [[127, 0, 2, 2, 0, -2]]
 
 
 @pytest.mark.one_in(2)
@@ -161,12 +156,6 @@ def test_one_launch_each_on_h100(devices: int, bits: int) -> None:
     assert kernels_in(found) == 3
     # What was drawn, and the codes and scales that do not leave.
     assert found.memory_analysis().temp_size_in_bytes < 3.2 * 2**20
-
-
-def test_what_is_measured_is_what_it_says() -> None:
-    for m, bits in zip(MEASURED, (8, 8, 4, 4), strict=True):
-        assert m.bytes == 2**26 * 2 + 2**26 * bits // 8 + 2**18 * 4
-        jax.eval_shape(m.call("xla"), *m.arguments)
 
 
 def test_bad_input() -> None:

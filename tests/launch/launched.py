@@ -40,7 +40,11 @@ class Told(NamedTuple):
 
 
 # The launcher leaves processes that another one's failure or Ctrl-C ends all the time they take.
-PATIENT = "from zerojax.launch import group\ngroup._ENDING_SECONDS = 3600.0"
+PATIENT = """
+import functools
+from zerojax.launch import local
+local.Group = functools.partial(local.Group, ending=3600.0)
+"""
 
 
 def command(patch: str = "") -> list[str]:

@@ -10,7 +10,7 @@ import yaml
 from launch.launched import launched
 
 from zerojax.launch.job import Job
-from zerojax.launch.kubernetes import Kind, as_yaml, manifest
+from zerojax.launch.kubernetes import as_yaml, manifest
 
 JOB = Job(("/app/Train_2.py", "--lr", "3"), grace=45.0, max_restarts=3)
 CPU = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "/here"}
@@ -32,28 +32,20 @@ def unknown_fields(ours: Any, read: Any, place: str = "") -> Iterator[str]:
 def against_schema(document: dict[str, Any]) -> list[str]:
     """Unknown fields; raises where a field is missing, or of another type."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the `test` extra")
-    types = {
-        "JobSet": models.JobsetV1alpha2JobSet,
-        "Job": models.IoK8sApiBatchV1Job,
-        "Service": models.IoK8sApiCoreV1Service,
-    }
-    read = types[document["kind"]].from_dict(document)
+    read = models.JobsetV1alpha2JobSet.from_dict(document)
     return list(unknown_fields(document, json.loads(read.to_json())))
 
 
-@pytest.mark.parametrize("kind", [*Kind])
 @pytest.mark.parametrize("environ", [{}, CPU], ids=["gpu", "cpu"])
-def test_manifests_fit_their_schemas(kind: Kind, environ: dict[str, str]) -> None:
-    documents = [*yaml.safe_load_all(as_yaml(manifest(JOB, kind, "image:1", 2, 8, environ)))]
-    assert [each["kind"] for each in documents] == (
-        ["JobSet"] if kind is Kind.JOBSET else ["Service", "Job"]
-    )
-    assert [against_schema(each) for each in documents] == [[]] * len(documents)
+def test_manifests_fit_their_schema(environ: dict[str, str]) -> None:
+    document = yaml.safe_load(as_yaml(manifest(JOB, "image:1", 2, 8, environ)))
+    assert document["kind"] == "JobSet"
+    assert against_schema(document) == []
 
 
 def test_words_are_the_script_s_own_whatever_kubernetes_would_put_in() -> None:
     job = Job(("/app/train.py", "$(POD_INDEX)", "$(HOME)", "$$", "a$b"))
-    [document] = manifest(job, Kind.JOBSET, "image:1", 2, 8, {"XLA_FLAGS": "$(HOME)"})
+    document = manifest(job, "image:1", 2, 8, {"XLA_FLAGS": "$(HOME)"})
     text = json.dumps(document)
     assert text.count('"$(POD_INDEX)"') == 1  # the launcher's own
     words = ["$$(POD_INDEX)", "$$(HOME)", "$$$$", "a$$b"]
@@ -61,49 +53,32 @@ def test_words_are_the_script_s_own_whatever_kubernetes_would_put_in() -> None:
     assert '"value": "$$(HOME)"' in text
 
 
-def test_a_wrong_field_is_found() -> None:
-    [document] = manifest(JOB, Kind.JOBSET, "image:1", 2, 8, {})
-    document["spec"]["failurePolicy"]["maxRestart"] = 3
-    assert against_schema(document) == [".spec.failurePolicy.maxRestart"]
-
-
-def pods(kind: Kind, environ: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def pods(environ: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A Job's spec, and its pods'."""
-    document = manifest(JOB, kind, "image:1", 2, 8, environ)[-1]
-    spec = document["spec"]
-    if kind is Kind.JOBSET:
-        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    (replicated,) = manifest(JOB, "image:1", 2, 8, environ)["spec"]["replicatedJobs"]
+    spec = replicated["template"]["spec"]
     return spec, spec["template"]["spec"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "first"),
-    [(Kind.JOBSET, "train-2-workers-0-0.train-2"), (Kind.JOB, "train-2-0.train-2")],
-)
-def test_pods_find_the_first_by_name(kind: Kind, first: str) -> None:
-    spec, pod = pods(kind, {})
+def test_pods_find_the_first_by_name_and_preempted_ones_are_no_failures() -> None:
+    spec, pod = pods({})
     command = pod["containers"][0]["command"]
     assert command[:4] == ["python", "-m", "zerojax", "launch"]
-    assert command[command.index("--coordinator") + 1] == f"{first}:8476"
+    assert command[command.index("--coordinator") + 1] == "train-2-workers-0-0.train-2:8476"
     assert command[command.index("--node-rank") + 1] == "$(POD_INDEX)"
     assert command[-3:] == list(JOB.script)
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
-
-
-@pytest.mark.parametrize(("kind", "action"), [(Kind.JOBSET, "FailJob"), (Kind.JOB, "Ignore")])
-def test_preempted_pods_are_no_failures(kind: Kind, action: str) -> None:
-    spec, pod = pods(kind, {})
     first, second = spec["podFailurePolicy"]["rules"]
-    assert first == {"action": action, "onExitCodes": {"operator": "In", "values": [75]}}
-    assert (second["action"], second["onPodConditions"][0]["type"]) == (action, "DisruptionTarget")
+    assert first == {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [75]}}
+    assert second["onPodConditions"][0]["type"] == "DisruptionTarget"
     assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 75)
 
 
 def test_gpus_and_their_shared_memory_or_cpus() -> None:
-    container = pods(Kind.JOBSET, {})[1]["containers"][0]
+    container = pods({})[1]["containers"][0]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
     assert container["volumeMounts"] == [{"name": "shm", "mountPath": "/dev/shm"}]
-    container = pods(Kind.JOBSET, CPU)[1]["containers"][0]
+    container = pods(CPU)[1]["containers"][0]
     assert "resources" not in container
     told = {each["name"]: each.get("value") for each in container["env"]}
     assert told["JAX_PLATFORMS"] == "cpu"

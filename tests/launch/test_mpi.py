@@ -50,6 +50,7 @@ def names_of_this_machine(folder: Path) -> Path:
     return hosts
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_processes_of_all_hosts_are_one_job(tmp_path: Path) -> None:
     hosts = names_of_this_machine(tmp_path)
@@ -63,6 +64,7 @@ def test_processes_of_all_hosts_are_one_job(tmp_path: Path) -> None:
     assert logs == {"0.log", "1.log", "2.log"}
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_the_earliest_failure_of_all_hosts_is_shown_and_all_start_again(tmp_path: Path) -> None:
     script = """
@@ -87,6 +89,7 @@ raise ValueError(f"lost {me}")
     assert told.err.endswith("[2] ValueError: lost 2\n")
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_sigterm_lets_all_hosts_save(tmp_path: Path) -> None:
     script = """
@@ -120,7 +123,7 @@ def hostfile(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.sweep
 @needs_mpirun
 @needs_namespaces
-@pytest.mark.parametrize("who", ["a process of zjb", "the launcher", "mpirun"])
+@pytest.mark.parametrize("who", ["a process of zjb", "mpirun"])
 def test_two_hosts_end_together(tmp_path: Path, hostfile: Path, who: str) -> None:
     script = "subprocess.Popen(['sleep', '3600'], start_new_session=True)\ntime.sleep(3600)"
     before = {*descendants()}  # of other tests, multiprocessing's own

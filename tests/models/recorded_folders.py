@@ -63,8 +63,6 @@ def compute() -> Arrays:
             weights = {key: drawn(case, key, tuple(shape)) for key, shape in shapes.items()}
             save_file(weights, file, metadata={"format": "pt"})
             found |= {f"{case}.{call}": x for call, x in logits(case, folder).items()}
-            if case == "whisper":
-                found["whisper.targets"] = encoders.whisper_targets(opened(case, folder))
             found[f"{case}.config"] = np.array((Path(folder) / "config.json").read_text("utf-8"))
         found[f"{case}.shapes"] = np.array(json.dumps(shapes))
     return found

@@ -1,7 +1,6 @@
 """BART and BlenderBot: transformers' numbers, their options, cached decoding, a sharded step."""
 
 import dataclasses
-import json
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,7 @@ from models import recorded
 from models.by_name import parameters
 
 from zerojax.models.bart import Bart, BartConfig
-from zerojax.models.hugging_face.bart import config_from_hf, config_to_hf, export_names, names
-from zerojax.trainer.run_folder import _fields
+from zerojax.models.hugging_face.bart import config_from_hf, config_to_hf, names
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -31,18 +29,7 @@ def weights(name: str, config: BartConfig) -> Any:
     return parameters(shapes, names(config), partial(recorded.drawn, name))
 
 
-SWEEP = pytest.mark.sweep
-
-
-@pytest.mark.parametrize(
-    ("name", "scan"),
-    [
-        ("bart", True),
-        ("blenderbot", False),
-        pytest.param("bart", False, marks=SWEEP),
-        pytest.param("blenderbot", True, marks=SWEEP),
-    ],
-)
+@pytest.mark.parametrize(("name", "scan"), [("bart", True), ("blenderbot", False)])
 def test_logits_are_transformers(name: str, scan: bool) -> None:
     config = dataclasses.replace(CONFIGS[name], scan=scan, remat=scan)
     apply = jax.jit(Bart(config).apply)
@@ -67,15 +54,12 @@ def test_layerdrop_leaves_whole_blocks_out() -> None:
     assert (draw(SOURCE) == draw(SOURCE[::-1])).all()
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_parameters_decide_the_compute_dtype(name: str, dtype: Any) -> None:
+def test_parameters_decide_the_compute_dtype(name: str) -> None:
     config = dataclasses.replace(CONFIGS[name], scan=True)
-    half = jax.tree.map(lambda leaf: leaf.astype(dtype), weights(name, config))
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights(name, config))
     program = str(jax.make_jaxpr(Bart(config).apply)({"params": half}, SOURCE, TARGET, MASK))
-    narrow = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[dtype]
-    assert recorded.dtypes(program, "dot_general") == {narrow}
+    assert recorded.dtypes(program, "dot_general") == {"bf16"}
     assert recorded.dtypes(program, "exp") == recorded.dtypes(program, "rsqrt") == {"f32"}
 
 
@@ -96,21 +80,6 @@ def test_too_long_a_row_is_refused() -> None:
     long = np.zeros((1, 25), np.int32)
     with pytest.raises(ValueError, match="25 tokens in a row, but max_position_embeddings = 24"):
         jax.eval_shape(Bart(CONFIGS["bart"]).init, jax.random.key(0), SOURCE, long)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_config_json_goes_both_ways(name: str) -> None:
-    assert config_from_hf(config_to_hf(CONFIGS[name])) == CONFIGS[name]
-
-
-def test_a_checkpoint_says_its_names_and_config() -> None:
-    config = CONFIGS["bart"]
-    model = json.loads(json.dumps(_fields(config)))  # as the Trainer's checkpoints have it
-    renamed = export_names({}, {"model": model})
-    assert renamed.names == names(config)
-    assert json.loads(renamed.texts["config.json"]) == config_to_hf(config)
-    with pytest.raises(ValueError, match="are needed"):
-        export_names({}, None)
 
 
 def test_config_json_of_another_model_is_refused() -> None:

@@ -1,7 +1,6 @@
 """DeBERTa: transformers' numbers, its options, and a sharded step."""
 
 import dataclasses
-import json
 from functools import partial
 from typing import Any
 
@@ -20,8 +19,7 @@ from zerojax.models.deberta import (
     bucket_of,
     rows_by_distance,
 )
-from zerojax.models.hugging_face.deberta import config_from_hf, config_to_hf, export_names, names
-from zerojax.trainer.run_folder import _fields
+from zerojax.models.hugging_face.deberta import config_from_hf, names
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -35,19 +33,7 @@ def weights(name: str, config: DebertaConfig) -> Any:
     return parameters(shapes, names(config), partial(recorded.drawn, name))
 
 
-SWEEP = pytest.mark.sweep
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("name", "scan"),
-    [
-        ("xlarge", True),
-        ("other", False),
-        pytest.param("xlarge", False, marks=SWEEP),
-        pytest.param("other", True, marks=SWEEP),
-    ],
-)
+@pytest.mark.parametrize(("name", "scan"), [("xlarge", True), ("other", False)])
 def test_logits_and_features_are_transformers(name: str, scan: bool) -> None:
     config = dataclasses.replace(CONFIGS[name], scan=scan, remat=scan)
     params, mask, expected = weights(name, config), recorded.TEXT_MASK, np.load(recorded.FILE)
@@ -93,15 +79,13 @@ def test_dropout_draws_by_key() -> None:
     assert not jnp.allclose(draw(0), draw(1))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_parameters_decide_the_compute_dtype(dtype: Any) -> None:
+def test_parameters_decide_the_compute_dtype() -> None:
     config = dataclasses.replace(XLARGE, scan=True)
-    half = jax.tree.map(lambda leaf: leaf.astype(dtype), weights("xlarge", config))
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights("xlarge", config))
     apply = DebertaClassifier(config).apply
     program = str(jax.make_jaxpr(apply)({"params": half}, recorded.TEXT, recorded.TEXT_MASK))
-    narrow = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[dtype]
-    assert recorded.dtypes(program, "dot_general") == {narrow}
-    assert recorded.dtypes(program, "conv_general_dilated") == {narrow}
+    for product in ("dot_general", "conv_general_dilated"):
+        assert recorded.dtypes(program, product) == {"bf16"}
     assert recorded.dtypes(program, "exp") == recorded.dtypes(program, "rsqrt") == {"f32"}
 
 
@@ -125,21 +109,6 @@ def test_too_long_a_row_is_refused_where_positions_end() -> None:
     model = DebertaClassifier(CONFIGS["other"])
     with pytest.raises(ValueError, match="25 tokens in a row, but max_position_embeddings = 24"):
         jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 25), np.int32))
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_config_json_goes_both_ways(name: str) -> None:
-    assert config_from_hf(config_to_hf(CONFIGS[name])) == CONFIGS[name]
-
-
-def test_a_checkpoint_says_its_names_and_config() -> None:
-    config = CONFIGS["other"]
-    model = json.loads(json.dumps(_fields(config)))  # as the Trainer's checkpoints have it
-    renamed = export_names({}, {"model": model})
-    assert renamed.names == names(config)
-    assert json.loads(renamed.texts["config.json"]) == config_to_hf(config)
-    with pytest.raises(ValueError, match="are needed"):
-        export_names({}, None)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import pytest
 from zerojax.models.bart import Bart
 from zerojax.models.gpt import GPT
 from zerojax.models.hugging_face import bart, deberta, gpt2, llama
-from zerojax.trainer.run_folder import _fields
+from zerojax.models.llama import Llama
+from zerojax.trainer.run_folder import model_fields
 from zerojax.weights import load, save
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -67,7 +68,7 @@ def leaves_of(module: ModuleType, config: Any) -> dict[str, tuple[int, ...]]:
     """Of those whose `export_names` looks at the parameters."""
     if module not in (gpt2, llama):
         return {}
-    model: Any = GPT(config) if module is gpt2 else llama.Llama(config)
+    model: Any = GPT(config) if module is gpt2 else Llama(config)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): x.shape
@@ -86,7 +87,7 @@ def test_what_came_from_a_folder_goes_back(
     assert "torch_dtype" not in about
     assert module.config_from_hf(about) == config
     # As a Trainer's checkpoint has it, in words of JSON.
-    model = json.loads(json.dumps(_fields(config)))
+    model = json.loads(json.dumps(model_fields(config)))
     renamed = module.export_names(leaves_of(module, config), {"model": model})
     assert json.loads(renamed.texts["config.json"]) == json.loads(json.dumps(about))
     assert json.loads(renamed.texts["generation_config.json"]) == GENERATION

@@ -1,7 +1,6 @@
-"""The Llama: its parts, its variants, and a sharded step. test_hf_llama.py has transformers'."""
+"""The Llama: its parts, its variants, and a sharded step."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ from flax.training.train_state import TrainState
 
 import zerojax
 from zerojax.models.blocks import causal_attention, grouped_attention
-from zerojax.models.llama import SIZES, Llama, LlamaConfig
+from zerojax.models.llama import Llama, LlamaConfig
 from zerojax.models.loss import loss_fn
 from zerojax.models.rope import RopeConfig, rotary_tables, rotate
 from zerojax.weights import stacked
@@ -42,29 +41,6 @@ def params(drawn: dict[str, Any]) -> dict[str, Any]:
 
 def logits_of(params: Any, config: LlamaConfig = GROUPED, tokens: Any = TOKENS) -> jax.Array:
     return jax.jit(Llama(config).apply)({"params": params}, tokens)
-
-
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("llama-tiny", 41_120),
-        ("llama-7b", 6_738_415_616),
-        ("llama-13b", 13_015_864_320),
-        ("llama-30b", 32_528_943_616),
-        ("llama-65b", 65_285_660_672),
-        ("llama-70b", 68_976_648_192),
-    ],
-)
-def test_sizes_have_llamas_parameter_counts(name: str, count: int) -> None:
-    config = LlamaConfig(**SIZES[name], scan=True)
-    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-    shapes = jax.eval_shape(Llama(config).init, jax.random.key(0), tokens)
-    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == count
-
-
-@pytest.mark.slow
-def test_initial_loss_is_that_of_a_guess(drawn: dict[str, Any]) -> None:
-    assert loss_fn(logits_of(drawn), TOKENS) == pytest.approx(math.log(GROUPED.vocab_size), abs=0.2)
 
 
 def test_no_position_sees_what_follows(params: dict[str, Any]) -> None:
@@ -115,10 +91,8 @@ def unrolled(params: dict[str, Any]) -> tuple[jax.Array, Any]:
     return loss_and_grads(params, GROUPED)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
-    ("scan", "remat"),
-    [(False, True), (True, False), (True, True), (True, "dots_no_batch"), (False, "names:q_proj")],
+    ("scan", "remat"), [(True, True), (True, "dots_no_batch"), (False, "names:q_proj")]
 )
 def test_scan_and_remat_change_nothing(
     params: dict[str, Any], unrolled: tuple[jax.Array, Any], scan: bool, remat: bool | str
@@ -132,10 +106,9 @@ def test_scan_and_remat_change_nothing(
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), grads, expected)
 
 
-@pytest.mark.parametrize("scan", [False, True])
-def test_parameters_decide_the_compute_dtype(params: dict[str, Any], scan: bool) -> None:
-    config = dataclasses.replace(GROUPED, scan=scan)
-    stacks = stacked(params, "layers_{}") if scan else params
+def test_parameters_decide_the_compute_dtype(params: dict[str, Any]) -> None:
+    config = dataclasses.replace(GROUPED, scan=True)
+    stacks = stacked(params, "layers_{}")
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), stacks)
     logits = logits_of(half, config)
     fixed = logits_of(stacks, dataclasses.replace(config, dtype=jnp.bfloat16))
@@ -170,23 +143,13 @@ def create_state(params: Any, config: LlamaConfig) -> TrainState:
 BATCH = np.random.default_rng(2).integers(0, GROUPED.vocab_size, (8, 13))
 
 
-@pytest.fixture(scope="module")
-def plain(params: dict[str, Any]) -> tuple[TrainState, jax.Array]:
-    return jax.jit(train_step)(create_state(params, GROUPED), BATCH)
-
-
 @pytest.mark.slow
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("scan", "remat"), [(False, False), (True, True), (True, "names:o_proj,up_proj")]
-)
-def test_a_decorated_step_at_stage_3_is_the_plain_one(
-    params: dict[str, Any], plain: tuple[TrainState, jax.Array], scan: bool, remat: bool | str
-) -> None:
-    config = dataclasses.replace(GROUPED, scan=scan, remat=remat)
-    expected = stacked(plain[0].params, "layers_{}") if scan else plain[0].params
+def test_a_decorated_step_at_stage_3_is_the_plain_one(params: dict[str, Any]) -> None:
+    plain = jax.jit(train_step)(create_state(params, GROUPED), BATCH)
+    config = dataclasses.replace(GROUPED, scan=True, remat="names:o_proj,up_proj")
+    expected = stacked(plain[0].params, "layers_{}")
     zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
-    stacks = stacked(params, "layers_{}") if scan else params
+    stacks = stacked(params, "layers_{}")
     start = zero.init(lambda params: create_state(params, config), stacks)
     assert not any(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(start.params))
     state, loss = zero(train_step)(start, BATCH)
@@ -210,16 +173,13 @@ def test_products_that_blocks_compute_again_have_names(params: dict[str, Any], s
     ("change", "message"),
     [
         ({"n_layer": 0}, "n_layer must be a positive int, not 0"),
-        ({"n_inner": 2.0}, "n_inner must be a positive int, not 2.0"),
         ({"n_kv_head": True}, "n_kv_head must be a positive int, not True"),
         ({"n_kv_head": 3}, "n_head = 4 does not divide among n_kv_head = 3"),
         ({"n_embd": 36}, "n_embd = 36 .* an even size.* a multiple of 8"),
         ({"rope_theta": 0}, "rope_theta must be a positive number, not 0"),
-        ({"rope_theta": math.inf}, "rope_theta must be a positive number, not inf"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a positive number, not '1e-5'"),
         ({"remat": "full"}, "no remat policy 'full'.*'dots'"),
         ({"remat": 1}, "remat must be True or False, not 1"),
-        ({"scan": 1}, "scan must be True or False, not 1"),
         ({"tie_word_embeddings": None}, "tie_word_embeddings must be True or False, not None"),
     ],
 )

@@ -24,12 +24,8 @@ CONFIG = LlamaConfig(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "axes",
-    [pytest.param({"data": 1, "seq": 8}, marks=pytest.mark.sweep), {"data": 2, "seq": 4}],
-    ids=str,
-)
-def test_heads_change_places_and_no_row_is_gathered(axes: dict[str, int]) -> None:
+def test_heads_change_places_and_no_row_is_gathered() -> None:
+    axes = {"data": 2, "seq": 4}
     zero = zerojax.zero(stage=3, bf16=True, mesh=zerojax.topology("h100", 8, axes=axes))
     attention = planned_attention(zero, "cudnn")
     assert attention is not None

@@ -103,10 +103,7 @@ def run_with_a_bad_batch(zero: zerojax.Zero, bad: float = np.nan) -> tuple[Train
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {"stage": 0},
-    {"stage": 3, "bf16": True},
     {"stage": 2, "gradient_accumulation_steps": 2},
-    {"stage": 2, "offload_optimizer": "cpu"},
     {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "bf16": True},
 ]
 
@@ -124,15 +121,13 @@ def test_the_first_step_that_is_not_finite_is_named_once(
         assert remedy in said
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("keywords", SETTINGS, ids=str)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_check_finite_skips_such_a_step(
-    caplog: pytest.LogCaptureFixture, keywords: dict[str, Any], bad: float
+    caplog: pytest.LogCaptureFixture, keywords: dict[str, Any]
 ) -> None:
     zero = zerojax.zero(**keywords, check_finite=True)
-    state, decorated = run_with_a_bad_batch(zero, bad)
+    state, decorated = run_with_a_bad_batch(zero, np.inf)
     want = zero.init(start)
     for at, batch in enumerate(batches(5), 1):
         if at != 3:

@@ -147,12 +147,6 @@ def test_a_norm_that_was_not_computed_is_left_out(backlog, kept):
     ]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_])
-def test_values_of_any_dtype(backlog, kept, dtype):
-    backlog.push(Figures(8, 1, {"x": jnp.ones((), dtype)}))
-    assert kept.events == [("x", 1.0, 8)]
-
-
 def test_a_step_that_failed_on_the_device_leaves_the_others_theirs(backlog, kept, slow):
     class Broken(slow):
         def __float__(self):

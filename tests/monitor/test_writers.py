@@ -45,10 +45,9 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, report):
         reporter.record(report(), None, 8)
 
 
-@pytest.mark.parametrize("section", ["csv_monitor", "tensorboard"])
 @pytest.mark.parametrize(
-    ("path", "why"),
-    [("file", "Not a directory"), ("a\0b", "null"), ("n" * 300, "File name too long")],
+    ("section", "path", "why"),
+    [("csv_monitor", "file", "Not a directory"), ("tensorboard", "a\0b", "null")],
 )
 def test_the_key_and_the_path_are_named(tmp_path, section, path, why):
     (tmp_path / "file").touch()

@@ -13,7 +13,6 @@ from equal import assert_near, host
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.plan import rule
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -129,10 +128,7 @@ COMMON = {(name, "all") for name in ("shape", "mask", "clip", "adafactor", "nois
     ],
 )
 @pytest.mark.usefixtures("in_float64")
-def test_optimizers_see_no_padding(
-    name: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rule, "SMALL", 0)
+def test_optimizers_see_no_padding(name: str, where: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     params = {
         "up": rng.normal(size=(10, 20)),
@@ -161,6 +157,7 @@ def test_optimizers_see_no_padding(
     zero = zerojax.zero(
         stage=STAGES[where],
         mesh=zerojax.mesh(devices=3),
+        small_array_size=0,
         offload_optimizer=nvme if where == "disk" else "cpu",
         **{
             "offload_param": nvme if where == "disk" else "cpu",

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+import zerojax
 from zerojax.hlo.traffic import collectives
 from zerojax.offload.separate import Cluster, SeparatedUpdate
 from zerojax.optim.loss_scale import LossScale
@@ -211,7 +212,8 @@ def test_equal_scalars_of_leaves_are_one() -> None:
     """The cast of a bias correction for each leaf: else no leaf's program would equal another's."""
 
     def update(count: Any, *leaves: Any) -> list[Any]:
-        return [x @ x.mT @ x / (1 - 0.9**count).astype(x.dtype) for x in leaves]
+        cubed = zerojax.over_matrices(lambda x: x @ x.T @ x)(leaves)
+        return [x / (1 - 0.9**count).astype(x.dtype) for x in cubed]
 
     shapes = [jax.ShapeDtypeStruct((), "float32"), *[jax.ShapeDtypeStruct((4, 4), "bfloat16")] * 3]
     separated = SeparatedUpdate(update, shapes, [False, True, True, True])

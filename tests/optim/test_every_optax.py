@@ -18,8 +18,6 @@ import pytest
 from equal import STEPS, TOLERANCE, assert_near, host, zero_for
 from flax.training.train_state import TrainState
 
-from zerojax.plan import rule
-
 pytestmark = [
     pytest.mark.usefixtures("quick_compile"),
     pytest.mark.filterwarnings(
@@ -339,18 +337,15 @@ def cells() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "stage"), list(cells()))
-def test_the_numbers_of_plain_jit(
-    name: str, stage: int, monkeypatch: pytest.MonkeyPatch, in_float64: None
-) -> None:
+def test_the_numbers_of_plain_jit(name: str, stage: int, in_float64: None) -> None:
     """Of three steps, the state as two arguments and as a ``TrainState``."""
-    monkeypatch.setattr(rule, "SMALL", 0)
     for steps in (steps_of_arguments, steps_of_train_state):
         k = 4 if stage == 2 else 1
         if k > 1 and name in EVALUATE_THE_LOSS:
             with pytest.raises(ValueError, match="cannot be accumulated over 4 micro-batches"):
-                steps(name, zero_for(stage, k))
+                steps(name, zero_for(stage, k, small_array_size=0))
             k = 1
-        got = steps(name, zero_for(stage, k))
+        got = steps(name, zero_for(stage, k, small_array_size=0))
         assert_near(got, plain(name), TOLERANCE["float64"])
 
 

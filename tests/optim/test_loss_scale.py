@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,15 +76,6 @@ def test_equals_the_plain_model(knobs: LossScale, pattern: list[bool]) -> None:
         assert bool(state.exhausted) == model.exhausted, i
 
 
-def test_the_first_doubling_takes_one_step_more_than_the_window() -> None:
-    scale = LossScale(loss_scale_window=3, initial_scale_power=1)
-    state, seen = scale.init(), []
-    for _ in range(8):
-        state = scale.next(state, True)
-        seen.append(float(state.scale))
-    assert seen == [2, 2, 2, 4, 4, 4, 8, 8]
-
-
 def test_the_scale_stays_finite() -> None:
     scale = LossScale(loss_scale_window=1, initial_scale_power=126)
     state = scale.init()
@@ -107,9 +97,7 @@ def test_a_static_scale_never_moves_and_skips() -> None:
     np.testing.assert_array_equal(params["w"], 0.0)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
-@pytest.mark.parametrize("element", [0, 37, 63])
+@pytest.mark.parametrize(("bad", "element"), [(jnp.nan, 0), (-jnp.inf, 63)])
 def test_one_bad_element_of_one_shard_skips_the_step_everywhere(bad: float, element: int) -> None:
     mesh = zerojax.mesh()
     cut = jax.NamedSharding(mesh, jax.P("data"))
@@ -154,30 +142,8 @@ def test_the_schedule_counts_only_steps_that_were_made() -> None:
     assert seen == [0.0, 0.0, 0.0, 0.25, 0.25, 0.25, 0.5]
 
 
-def test_around_any_optimizer_without_the_decorator() -> None:
-    """fp16 parameters, a loss that needs the scale: without it the gradient is lost to zero."""
-
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.sum((w * x) * jnp.float16(1e-4)).astype(jnp.float32)
-
-    tx = zerojax.wrap(optax.sgd(1e7), loss_scale=LossScale(initial_scale_power=10))
-
-    @jax.jit
-    def step(w: jax.Array, state: optax.OptState, x: jax.Array) -> Any:
-        scale = zerojax.telemetry(state)["loss_scale"]
-        grads = zerojax.grad(loss, loss_scale=scale)(w, x)
-        updates, state = tx.update(grads, state, w)
-        return optax.apply_updates(w, updates), state
-
-    w, x = jnp.ones(4, jnp.float16), jnp.full(4, 1e-4, jnp.float16)
-    new, _ = step(w, tx.init(w), x)
-    assert not jnp.any(jax.grad(loss)(w, x))
-    np.testing.assert_allclose(new, 1 - 0.1, rtol=2e-2)
-
-
-@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9), optax.lion(0.1)])
-def test_moments_of_fp16_parameters_are_float32(tx: optax.GradientTransformation) -> None:
-    wrapped = zerojax.wrap(tx, loss_scale=LossScale())
+def test_moments_of_fp16_parameters_are_float32() -> None:
+    wrapped = zerojax.wrap(optax.adam(0.1), loss_scale=LossScale())
     params = {"w": jnp.ones(4, jnp.float16)}
     state = wrapped.init(params)
     assert jnp.float16 not in {x.dtype for x in jax.tree.leaves(state.inner)}

@@ -11,7 +11,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.models import gpt, llama, t5
+from zerojax.models import llama, t5
 
 SGD = optax.sgd(0.1, momentum=0.9)
 """Adam would divide gradients that are zero but for rounding, as those of keys' biases, by
@@ -123,13 +123,6 @@ def llama_state() -> TrainState:
     return state_of(llama.Llama(config), jnp.zeros((1, TOKENS), jnp.int32), tx=SGD)
 
 
-def gpt_state() -> TrainState:
-    config = gpt.GPTConfig(
-        vocab_size=VOCABULARY, block_size=TOKENS, n_layer=4, n_head=2, n_embd=16, scan=True
-    )
-    return state_of(gpt.GPT(config), jnp.zeros((1, TOKENS), jnp.int32), tx=SGD)
-
-
 def t5_state() -> TrainState:
     """An encoder and a decoder, which reads the encoder's output in every layer."""
     config = t5.T5Config(
@@ -150,7 +143,7 @@ def t5_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array
 
 def create(model: str) -> TrainState:
     """Returns the initial state of a model by its name, or of a stack by its kind."""
-    states = {"sgd": sgd_state, "llama": llama_state, "gpt": gpt_state, "t5": t5_state}
+    states = {"sgd": sgd_state, "llama": llama_state, "t5": t5_state}
     return states[model]() if model in states else stack(model)
 
 

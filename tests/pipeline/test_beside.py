@@ -1,6 +1,5 @@
 """Pipeline stages beside kernels, tensor parallelism, fp16 and checkpoints."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from pipeline import models
 from pipeline.models import batches
-from pipeline.test_program import SCHEDULES, zero_on
+from pipeline.test_program import zero_on
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
@@ -29,17 +28,8 @@ def losses(step: Any, state: Any, rows: int = 16, steps: int = 3) -> tuple[list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("micro_batches", "schedule"),
-    [
-        (2, "gpipe"),
-        (4, "1f1b"),
-        pytest.param(4, "gpipe", marks=pytest.mark.sweep),
-        pytest.param(2, "1f1b", marks=pytest.mark.sweep),
-    ],
-)
-def test_a_kernel_runs_on_the_rows_of_a_micro_batch(micro_batches: int, schedule: str) -> None:
-    zero = zero_on(2, 2, micro_batches, pipeline_schedule=schedule)
+def test_a_kernel_runs_on_the_rows_of_a_micro_batch() -> None:
+    zero = zero_on(2, 2, 4)
 
     def create(per_device: Any) -> Any:
         model = models.KernelStack(per_device)
@@ -52,13 +42,12 @@ def test_a_kernel_runs_on_the_rows_of_a_micro_batch(micro_batches: int, schedule
 
 
 @pytest.mark.slow
-@SCHEDULES
-def test_tensor_parallelism(schedule: str) -> None:
+def test_tensor_parallelism() -> None:
     mesh = zerojax.mesh(axes={"stage": 2, "data": 2, "model": 2})
     tensor = TensorParallel(mesh)
     zero = zerojax.zero(
         stage=1, gradient_accumulation_steps=4, gradient_clipping=0.0, mesh=mesh,
-        specs=tensor.specs, pipeline_schedule=schedule,
+        specs=tensor.specs,
     )  # fmt: skip
     config = LlamaConfig(
         vocab_size=32, block_size=8, n_layer=4, n_head=4, n_kv_head=2, n_embd=16, n_inner=32,
@@ -80,23 +69,16 @@ FP16: dict[str, Any] = {
 
 
 def in_fp16(zero: zerojax.Zero) -> tuple[int, Any]:
-    """Returns the number of skipped steps of eight, and the parameters."""
-    _, state = losses(zero(models.train_step), zero.init(models.stack), steps=8)
+    """Returns the number of skipped steps of four, and the parameters."""
+    _, state = losses(zero(models.train_step), zero.init(models.stack), steps=4)
     return int(zerojax.telemetry(state)["skipped_steps"]), jax.device_get(state.params)
 
 
-@functools.cache
-def in_fp16_without_stages() -> tuple[int, Any]:
-    return in_fp16(zerojax.zero(FP16, mesh=zerojax.mesh(4)))
-
-
 @pytest.mark.slow
-@SCHEDULES
-def test_fp16_skips_as_without_stages(schedule: str) -> None:
-    steps = {"gradient_accumulation_steps": 4, "pipeline": {"schedule": schedule}}
+def test_fp16_skips_as_without_stages() -> None:
     mesh = zerojax.mesh(4, axes={"stage": 2, "data": 2})
-    skipped, params = in_fp16(zerojax.zero(FP16 | steps, mesh=mesh))
-    other, others = in_fp16_without_stages()
+    skipped, params = in_fp16(zerojax.zero(FP16 | {"gradient_accumulation_steps": 4}, mesh=mesh))
+    other, others = in_fp16(zerojax.zero(FP16, mesh=zerojax.mesh(4)))
     assert skipped == other > 0
     for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-3)
@@ -118,8 +100,7 @@ def test_a_checkpoint_goes_to_other_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.sweep), 3])
-def test_a_sharded_teacher_as_a_further_argument(stage: int) -> None:
+def test_a_sharded_teacher_as_a_further_argument() -> None:
     def distill(state: Any, tokens: jax.Array, teacher: Any) -> Any:
         def loss(params: Any) -> jax.Array:
             (logits, _), (other, _) = (
@@ -137,7 +118,7 @@ def test_a_sharded_teacher_as_a_further_argument(stage: int) -> None:
         return state.replace(params=jax.tree.map(lambda x: x * factor, state.params))
 
     found = []
-    zero = zero_on(2, 2, 4, stage)
+    zero = zero_on(2, 2, 4, 3)
     for step, init in ((zero(distill), zero.init), (jax.jit(distill), lambda create: create())):
         state, teacher = init(create), init(lambda: create(0.5)).params
         for tokens in batches(24, 2):

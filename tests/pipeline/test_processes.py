@@ -45,17 +45,10 @@ def trained_twice(process: int, folder: str) -> tuple[list[float], list[float]]:
     return first, trained(process, folder, 2, 4)
 
 
-@pytest.mark.parametrize(
-    "processes", ["kept", pytest.param("started again", marks=pytest.mark.sweep)]
-)
 def test_a_run_that_is_started_again_goes_on_bit_for_bit(
-    processes: str, in_processes: Callable[..., list[Any]], tmp_path: Path
+    in_processes: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    if processes == "kept":
-        first, again = zip(*in_processes(2, trained_twice, str(tmp_path)), strict=True)
-    else:
-        first = in_processes(2, trained, str(tmp_path), 0, 4)
-        again = in_processes(2, trained, str(tmp_path), 2, 4)
+    first, again = zip(*in_processes(2, trained_twice, str(tmp_path)), strict=True)
     assert first[0] == first[1]
     assert [run[2:] for run in first] == [*again]
     plain, state = jax.jit(models.train_step), models.stack()

@@ -8,15 +8,6 @@ import zerojax
 from zerojax.pipeline.schedule import Schedule
 
 
-@pytest.mark.parametrize(("micro_batches", "kept"), [(4, 4), (8, 7), (64, 7)])
-def test_1f1b_keeps_few_micro_batches(micro_batches: int, kept: int) -> None:
-    mesh = zerojax.mesh(4, axes={"stage": 4, "data": 1})
-    schedule = Schedule.of(mesh, micro_batches, order="1f1b")
-    assert schedule is not None
-    assert (schedule.name, schedule.kept) == ("1F1B", kept)
-    assert Schedule(mesh, micro_batches).kept == micro_batches
-
-
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "says"),
     [

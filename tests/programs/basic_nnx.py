@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from examples.nnx_gpt import GPT
 from programs.basic import ADAMW, MOMENTUM, tokens, vectors
 from programs.program import Program, told
-from zerojax.models.gpt_nnx import GPT, GPTConfig
-from zerojax.models.gpt_nnx import loss_fn as cross_entropy
+from zerojax.models.gpt import GPTConfig
+from zerojax.models.gpt import loss_fn as cross_entropy
 
 Pair = tuple[nnx.Module, nnx.Optimizer]
 

@@ -6,11 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from swept import swept
 
 import zerojax
 from benchmarks.measure import Case, create_state_of
-from zerojax.collectives import in_place
 from zerojax.hlo.traffic import collectives
 from zerojax.models.loss import loss_fn
 
@@ -26,14 +24,12 @@ CASE = Case(
     micro_batch=1,
     n_layer=8,
     n_head=8,
-    n_embd=512,
+    n_embd=448,  # few rows leave the weights of a wider model sharded
     vocab_size=512,
     block_size=32,
 )
 LAYER = 2 * 12 * CASE.n_embd**2  # bytes of its matrices in bf16
-BITS_AND_STAGES = pytest.mark.parametrize(
-    ("bits", "stage"), swept([(8, 3), (4, 1), (8, 1), (4, 3)], 2)
-)
+BITS_AND_STAGES = pytest.mark.parametrize(("bits", "stage"), [(8, 3), (4, 1)])
 
 
 class Cost(NamedTuple):
@@ -73,12 +69,6 @@ def cost(bits: int, stage: int) -> Cost:
         gathered / count,
         memory.temp_size_in_bytes / LAYER,
     )
-
-
-@pytest.fixture(autouse=True)
-def weights_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a large model with more rows."""
-    monkeypatch.setattr(in_place, "LEAST", 10**12)
 
 
 @BITS_AND_STAGES

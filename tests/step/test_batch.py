@@ -21,7 +21,6 @@ from train_state.test_pytree import (
 
 import zerojax
 from zerojax.devices.mesh import batch_devices
-from zerojax.plan import rule
 from zerojax.step.batch import BatchLayout
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -49,13 +48,12 @@ def several_in_train_state(state: TrainState, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("form", ["arguments", "TrainState"])
-def test_the_numbers_of_plain_jit(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "SMALL", 0)
+def test_the_numbers_of_plain_jit(form: str) -> None:
     step = several if form == "arguments" else several_in_train_state
     with jax.enable_x64(True):
         batch = jax.tree.map(jnp.asarray, BATCH)
         results = []
-        for run in (zero_for(3)(step, batch_axis=1), jax.jit(step)):
+        for run in (zero_for(3, small_array_size=0)(step, batch_axis=1), jax.jit(step)):
             state = params_and_opt_state() if form == "arguments" else (train_state(0),)
             *state, losses = run(*state, batch)
             results.append(arrays((getattr(state[0], "params", state), losses)))

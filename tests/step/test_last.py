@@ -132,7 +132,7 @@ def test_found_only_as_it_was_left() -> None:
     objects = create()
     zero = zerojax.zero(stage=1)
     zero(step)(*objects, X)
-    left = FlatParts.of(zero(step)._states.open(objects).parts)
+    left = FlatParts.of(zero.states.open(objects).parts)
     last = updated_objects(objects, left)
     assert last is not None
     found = last.find(objects)
@@ -150,7 +150,7 @@ def test_found_only_as_it_was_left() -> None:
 def test_objects_are_not_kept_alive() -> None:
     zero = zerojax.zero(stage=1)
     objects = zero.init(create)
-    last = updated_objects(objects, FlatParts.of(zero(step)._states.open(objects).parts))
+    last = updated_objects(objects, FlatParts.of(zero.states.open(objects).parts))
     assert last is not None
     model = weakref.ref(objects[0])
     kernel = weakref.ref(objects[0].linear.kernel.get_raw_value())

@@ -13,12 +13,12 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from offload import equal
-from offload.equal import CASES, Case
+from offload import same_bits
+from offload.same_bits import CASES, Case
 
 import zerojax
 
-SCRIPT = Path(equal.__file__)
+SCRIPT = Path(same_bits.__file__)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def told(
         and item.module is request.module
     }  # fmt: skip
     out = tmp_path_factory.mktemp("equal") / "lines"
-    flags = f"{os.environ['XLA_FLAGS']} {equal.FLAGS}"
+    flags = f"{os.environ['XLA_FLAGS']} {same_bits.FLAGS}"
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(out), *wanted],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
@@ -56,15 +56,10 @@ def test_the_same_numbers(told: dict[str, dict[str, Any]], case: Case) -> None:
     assert "error" not in got, got["error"]
     if case.exact:
         assert not got["differs"]
-        assert got["losses"]
     else:
-        assert got["far"] < 1e-5
-    assert got["fell"], "nothing was learnt"
-    assert got["places"] == sorted({"device", *case.places})
-    assert got["moved"] == 0, "a skipped step moved something"
-    assert (got["skipped"] > 2) == case.skips
-    assert got["skipped"] < equal.STEPS / 2
-    assert (got["pieces"] > 1) == case.cut
+        assert max(got["differs"].values(), default=0) < 1e-5
+    assert got["places"] == sorted({"device", case.place})
+    assert (2 < got["skipped"] < same_bits.STEPS / 2) == ("fp16" in case.base)
 
 
 def create() -> TrainState:
@@ -104,10 +99,10 @@ def host(state: Any) -> list[np.ndarray]:
 WHERE = pytest.mark.parametrize("where", ["cpu", "both", "param", "nvme"])
 
 
-@pytest.mark.one_in(2)
 @WHERE
 @pytest.mark.usefixtures("quick_compile")
 def test_where_it_lies_stays(tmp_path: Path, where: str) -> None:
+    """And a state that was used up is refused."""
     zero = zero_for(tmp_path, where)
     state = zero.init(create)
     kinds = [x.sharding.memory_kind for x in jax.tree.leaves(state)]
@@ -118,23 +113,12 @@ def test_where_it_lies_stays(tmp_path: Path, where: str) -> None:
         assert [x.sharding.memory_kind for x in jax.tree.leaves(state)] == kinds
         assert [type(x) for x in jax.tree.leaves(state)] == types
     assert len({*zip(kinds, types, strict=True)}) == 2
-
-
-@pytest.mark.one_in(2)
-@WHERE
-@pytest.mark.usefixtures("quick_compile")
-def test_a_state_that_was_used_up_is_refused(tmp_path: Path, where: str) -> None:
-    zero = zero_for(tmp_path, where)
-    old = zero.init(create)
-    step = zero(train_step)
-    new, _ = step(old, BATCH)
+    used, (state, _) = state, step(state, BATCH)
     with pytest.raises(ValueError, match="passed to an earlier step"):
-        step(old, BATCH)
-    step(new, BATCH)
+        step(used, BATCH)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("where", ["cpu", "both", "param"])
+@pytest.mark.parametrize("where", ["cpu", "both"])
 @pytest.mark.usefixtures("quick_compile")
 def test_a_state_that_is_kept_can_be_used_again(tmp_path: Path, where: str) -> None:
     zero = zero_for(tmp_path, where, donate=False)
@@ -160,7 +144,6 @@ def test_what_lies_on_disk_cannot_be_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", ["both", "nvme"])
 @pytest.mark.usefixtures("quick_compile")
 def test_a_state_from_elsewhere_is_placed(tmp_path: Path, where: str) -> None:
@@ -177,22 +160,13 @@ def test_a_state_from_elsewhere_is_placed(tmp_path: Path, where: str) -> None:
     assert all(x.sharding.memory_kind == "device" for x in jax.tree.leaves(back))
 
 
-@pytest.mark.slow
+@WHERE
 @pytest.mark.usefixtures("quick_compile")
-def test_the_copies_of_the_last_step_are_the_next_ones(tmp_path: Path) -> None:
-    """The masters are fetched to be updated, and not once more to compute with."""
-    zero = zero_for(tmp_path, "cpu", bf16=True)
+def test_a_skipped_step_moves_nothing(tmp_path: Path, where: str) -> None:
+    zero = zero_for(tmp_path, where, fp16=True, initial_scale_power=60, hysteresis=9)
     state = zero.init(create)
-    step = zero(train_step)
-    state, _ = step(state, BATCH)
-    (program,) = step._programs.values()
-    params = jax.tree.leaves(state.params)
-    kept = program._copies.of(params)
-    assert all(x.dtype == jnp.bfloat16 and x.sharding.memory_kind == "device" for x in kept)
-    assert all(a is b for a, b in zip(kept, program._copies.of(params), strict=True))
-    for copy, master in zip(kept, params, strict=True):
-        np.testing.assert_array_equal(copy, np.asarray(master).astype(jnp.bfloat16))
-    other = jax.tree.leaves(zero.init(create).params)
-    made = program._copies.of(other)
-    for copy, master in zip(made, other, strict=True):
-        np.testing.assert_array_equal(copy, np.asarray(master).astype(jnp.bfloat16))
+    before = jax.tree.leaves((state.params, state.opt_state[0].mu))
+    state, _ = zero(train_step)(state, BATCH)
+    assert zerojax.telemetry(state)["skipped_steps"] == 1
+    after = jax.tree.leaves((state.params, state.opt_state[0].mu))
+    assert all(a is b for a, b in zip(before, after, strict=True))

@@ -1,11 +1,13 @@
 """Updates in a loop of the step: the numbers of plain jit, and the traffic of single steps."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import emitted
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from equal import TOLERANCE, assert_near, zero_for
@@ -22,8 +24,6 @@ from train_state.test_pytree import (
     train_state,
     updated,
 )
-
-from zerojax.plan import rule
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -170,23 +170,27 @@ LOOPS: list[Callable[..., Any]] = [
 ]
 
 
-def cells() -> Iterator[Any]:
-    for i, loop in enumerate(LOOPS):
-        for stage in (1, 3):
-            core = stage == 3 or i % 2 == 0
-            name, marks = f"{loop.__name__}-{stage}", () if core else pytest.mark.sweep
-            yield pytest.param(loop, stage, id=name, marks=marks)
+SINGLE = jax.tree.map(lambda x: x.astype(np.float32), BATCH)
 
 
-@pytest.mark.parametrize(("loop", "stage"), list(cells()))
-def test_the_numbers_of_plain_jit(
-    loop: Callable[..., Any], stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rule, "SMALL", 0)
+def exactly(create: Callable[[], Any], step: Callable[..., Any], stage: int, **how: Any) -> None:
+    source = emitted.Source(create, step, (SINGLE,), **{"call": emitted.in_arguments} | how)
+    emitted.check(source, stage, small_array_size=0)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_exactly(loop: Callable[..., Any], stage: int) -> None:
+    exactly(params_and_opt_state, loop, stage)
+
+
+@pytest.mark.parametrize("loop", [chosen, until], ids=lambda loop: loop.__name__)
+def test_compiled(loop: Callable[..., Any]) -> None:
     with jax.enable_x64(True):
         batch = jax.tree.map(jnp.asarray, BATCH)
         got, want = (
-            arrays(run(loop)(*params_and_opt_state(), batch)) for run in (zero_for(stage), jax.jit)
+            arrays(run(loop)(*params_and_opt_state(), batch))
+            for run in (zero_for(3, small_array_size=0), jax.jit)
         )
     assert_near(got, want, TOLERANCE["float64"])
 
@@ -197,17 +201,14 @@ def over_seeds() -> Any:
 
 
 @pytest.mark.parametrize("loop", [updated, epochs, until], ids=lambda loop: loop.__name__)
-def test_over_seeds(loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_seeds(loop: Callable[..., Any]) -> None:
     """One state for each of several seeds, with the same batch."""
-    monkeypatch.setattr(rule, "SMALL", 0)
-    with jax.enable_x64(True):
-        batch, params = jax.tree.map(jnp.asarray, BATCH), over_seeds()
-        step = jax.vmap(loop, in_axes=(0, 0, None))
-        got, want = (
-            arrays(run(step)(params, jax.vmap(TX.init)(params), batch))
-            for run in (zero_for(3), jax.jit)
-        )
-    assert_near(got, want, TOLERANCE["float64"])
+
+    def create() -> Any:
+        params = over_seeds()
+        return params, jax.vmap(TX.init)(params)
+
+    exactly(create, jax.vmap(loop, in_axes=(0, 0, None)), 3)
 
 
 def alternating(critic: Any, actor: Any, critic_opt: Any, actor_opt: Any, batch: Any) -> Any:
@@ -228,38 +229,26 @@ def alternating(critic: Any, actor: Any, critic_opt: Any, actor_opt: Any, batch:
     return lax.scan(body, (critic, actor, critic_opt, actor_opt), None, length=UPDATES)
 
 
-def test_train_states_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_states_over_seeds() -> None:
     """One ``TrainState`` with a leading dimension of seeds, its counter too."""
-    monkeypatch.setattr(rule, "SMALL", 0)
-    step = jax.vmap(in_train_state, in_axes=(0, None))
 
     def several() -> TrainState:
         return jax.vmap(lambda params: train_state(0).replace(params=params))(over_seeds())
 
-    with jax.enable_x64(True):
-        batch = jax.tree.map(jnp.asarray, BATCH)
-        zero = zero_for(3)
-        got, want = (
-            arrays(run(step)(state, batch))
-            for run, state in ((zero, zero.init(several)), (jax.jit, several()))
-        )
-    assert_near(got, want, TOLERANCE["float64"])
+    step = jax.vmap(in_train_state, in_axes=(0, None))
+    exactly(several, step, 3, call=emitted.Source.call)
 
 
 SGD = optax.sgd(0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_two_optimizers(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "SMALL", 0)
-    with jax.enable_x64(True):
-        batch = jax.tree.map(jnp.asarray, BATCH)
-        results = []
-        for run in (zero_for(stage), jax.jit):
-            critic, actor = network(0), network(1)
-            state = critic, actor, TX.init(critic), SGD.init(actor)
-            results.append(arrays(run(alternating)(*state, batch)))
-    assert_near(*results, TOLERANCE["float64"])
+def test_two_optimizers(stage: int) -> None:
+    def create() -> Any:
+        critic, actor = network(0), network(1)
+        return critic, actor, TX.init(critic), SGD.init(actor)
+
+    exactly(create, alternating, stage)
 
 
 def in_train_state(state: TrainState, batch: Any) -> Any:
@@ -272,12 +261,9 @@ def in_train_state(state: TrainState, batch: Any) -> Any:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("form", ["arguments", "TrainState"])
-def test_an_update_moves_what_a_step_moves(
-    form: str, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_moves_what_a_step_moves(form: str, stage: int) -> None:
     """No loop carries gathered parameters."""
-    monkeypatch.setattr(rule, "SMALL", 0)
-    zero = zero_for(stage)
+    zero = zero_for(stage, small_array_size=0)
 
     def once(state: TrainState, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_of)(state.params, batch)

@@ -1,7 +1,8 @@
-"""Under offload the new parameters come after the step: a step that needs them is refused."""
+"""The sum of parameters and update: found again as the optimizer's own copy; under offload it comes
+after the step, and a step that needs it is refused."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
+from zerojax.trace.dependence import with_updated_copies
+from zerojax.xla import jaxprs
 
 BATCH = np.ones((8, 4), np.float32)
 
@@ -147,3 +150,35 @@ def test_in_nnx() -> None:
     with pytest.raises(NotImplementedError, match=r"late computes its result\['after'\]"):
         zero(late).lower(*pair, BATCH)
     zero(early).lower(*pair, BATCH)
+
+
+class Copy(NamedTuple):
+    compute: Any
+
+
+class Given(NamedTuple):
+    params: Any
+    opt_state: Copy
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (optax.apply_updates, True),
+        (lambda p, u: (u + p.astype(u.dtype)).astype(p.dtype), True),
+        (lambda p, u: p + u, False),  # in float32, which is not the copy's
+        (lambda p, u: optax.apply_updates(p, 2 * u), False),
+        (lambda p, u: jnp.maximum(optax.apply_updates(p, u), 0), False),
+        (lambda p, u: p, False),
+    ],
+)
+def test_the_updated_copy_is_one_variable(returned: Any, found: bool) -> None:
+    def step(state: Given, update: jax.Array) -> Any:
+        copy = optax.apply_updates(state.opt_state.compute, update)
+        return Given(returned(state.params, update), Copy(copy)), ()
+
+    low = jnp.ones(3, jnp.bfloat16)
+    given = Given(low, Copy(low))
+    closed, shapes = jax.make_jaxpr(step, return_shape=True)(given, jnp.ones(3))
+    own, copy = jaxprs.open_jaxpr(with_updated_copies(closed, given, shapes))[0].outvars
+    assert (own is copy) == found

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from zerojax.trace.updates import find_gradients, find_update
+from zerojax.trace.updates import find_gradients
 from zerojax.xla import jaxprs
 
 BATCH = jax.ShapeDtypeStruct((16, 4), jnp.float32)
@@ -138,26 +138,6 @@ def test_none_where_one_updates_after_another() -> None:
 
     jaxpr, _ = jaxprs.open_jaxpr(jax.make_jaxpr(run)(network(), network(), BATCH))
     assert find_gradients(jaxpr, range(6)) == []
-    assert find_update(jaxpr, range(6)) is None
-
-
-@pytest.mark.parametrize("grad", [jax.grad(loss), at_a_worse_point, added])
-def test_the_update_follows_the_gradients(grad: Grad) -> None:
-    """It computes the new state, and the value that another result needs."""
-
-    def with_size(params: Any, opt_state: Any, x: Any) -> Any:
-        new, opt_state = step(grad)(params, opt_state, x)
-        return new, opt_state, loss(new, x)
-
-    state = (network(), ADAM.init(network()))
-    leaves = range(len(jax.tree.leaves(state)))
-    jaxpr, _ = jaxprs.open_jaxpr(jax.make_jaxpr(with_size)(*state, BATCH))
-    update = find_update(jaxpr, leaves)
-    assert update is not None
-    assert not any(map(jaxprs.is_differentiated, update.equations))
-    assert set(jaxpr.outvars[:3]) < set(update.results)
-    assert "tanh" in {eqn.primitive.name for eqn in update.later}
-    assert len(update.equations) + len(update.earlier) + len(update.later) == len(jaxpr.eqns)
 
 
 def test_none_where_another_gradient_is_kept_beside() -> None:

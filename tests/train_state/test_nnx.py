@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import emitted
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,11 +81,10 @@ def agrees(
     step: Callable[..., Any],
     make: Callable[[], tuple[Any, ...]],
     *more: Any,
-    zero: Any = None,
     born: bool = False,
 ) -> None:
     """Three steps under nnx.jit and under zero leave the same numbers in every object."""
-    zero = zero or zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
     plain, mine = make(), zero.init(make) if born else make()
     jitted, decorated = nnx.jit(step), zero(step)
     for _ in range(3):
@@ -92,18 +92,19 @@ def agrees(
         same(values(mine), values(plain))
 
 
-@pytest.mark.slow
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("born", [True, False])
-def test_metrics_and_rngs_are_updated_in_place(stage: int, born: bool) -> None:
-    zero = zerojax.zero(stage=stage, stage3_param_persistence_threshold=0)
-    agrees(full_step, create, BATCH, zero=zero, born=born)
+def exactly(
+    step: Callable[..., Any], make: Callable[[], tuple[Any, ...]], stage: int = 3, k: int = 1
+) -> None:
+    """The same without a compile: see ``tests/emitted.py``."""
+    emitted.check(emitted.Source(make, step, (BATCH,), emitted.in_arguments, rows=16), stage, k)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("born", [True, False])
-def test_any_order(born: bool) -> None:
+def test_metrics_and_rngs_are_updated_in_place(born: bool) -> None:
+    agrees(full_step, create, BATCH, born=born)
+
+
+def test_any_order() -> None:
     def step(rngs: Any, optimizer: Any, metrics: Any, model: Any, batch: Any) -> Any:
         return full_step(model, optimizer, metrics, rngs, batch)
 
@@ -111,7 +112,8 @@ def test_any_order(born: bool) -> None:
         model, optimizer, metrics, rngs = create()
         return rngs, optimizer, metrics, model
 
-    agrees(step, make, BATCH, born=born)
+    exactly(step, make)
+    exactly(step, make, 2)
 
 
 def test_objects_behind_the_batch_and_by_name() -> None:
@@ -163,6 +165,7 @@ def test_another_model_of_the_same_form_is_left_alone() -> None:
         return model, Net(nnx.Rngs(5)), optimizer
 
     agrees(step, make, BATCH, born=True)
+    exactly(step, make, 1, 2)
 
 
 def test_the_model_is_the_one_that_the_optimizer_is_of() -> None:
@@ -173,7 +176,7 @@ def test_the_model_is_the_one_that_the_optimizer_is_of() -> None:
         model, optimizer, *_ = create()
         return nnx.Linear(8, 3, rngs=nnx.Rngs(2)), model, optimizer
 
-    agrees(step, make, BATCH)
+    exactly(step, make)
 
 
 def test_an_update_of_the_second_of_two_alike() -> None:
@@ -198,16 +201,15 @@ def test_accumulation() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turned", [False, True])
-def test_checkpoints(tmp_path: Path, turned: bool) -> None:
-    """In the order of the call or not; on disk the model comes first, then its optimizer."""
+def test_checkpoints(tmp_path: Path) -> None:
+    """On disk the model comes first, then its optimizer, in whatever order they are passed."""
 
     def make() -> tuple[Any, ...]:
-        return create()[:: -1 if turned else 1]
+        return create()[::-1]
 
     def step(*arguments: Any) -> Any:
         *objects, batch = arguments
-        return full_step(*objects[:: -1 if turned else 1], batch)
+        return full_step(*objects[::-1], batch)
 
     zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
     objects = zero.init(make)
@@ -272,11 +274,10 @@ def test_what_the_step_sets_follows_its_constants() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_offload(accumulation: int) -> None:
+def test_offload() -> None:
     zero = zerojax.zero(
         stage=3, stage3_param_persistence_threshold=0, offload_optimizer="cpu", offload_param="cpu",
-        gradient_accumulation_steps=accumulation,
+        gradient_accumulation_steps=2,
     )  # fmt: skip
     objects, plain = zero.init(create), create()
     objects = (objects[2], objects[1], objects[0])
@@ -376,13 +377,7 @@ def test_train_state_of_an_nnx_state() -> None:
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=grads), loss
 
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
-    for state in (make(), zero.init(make)):
-        plain = make()
-        decorated, jitted = zero(step), jax.jit(step)
-        for _ in range(3):
-            (state, found), (plain, loss) = decorated(state, BATCH), jitted(plain, BATCH)
-            same((state.params, found), (plain.params, loss))
+    emitted.check(emitted.Source(make, step, (BATCH,), rows=16))
 
 
 @pytest.mark.parametrize(

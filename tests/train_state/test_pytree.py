@@ -1,9 +1,10 @@
 """Any pytree is a state: plain jit's numbers, sharded as the stage says, or an error that says what
 to write."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import emitted
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,6 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax.plan import rule
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -143,34 +143,39 @@ def arrays(tree: Any) -> Any:
     return [host(x) for x in jax.tree.leaves(tree)]
 
 
-def cells() -> Iterator[Any]:
-    """Each form at stage 3, and in turn at another stage or by micro-batch; the sweep has all."""
-    others = [(0, 1), (1, 1), (2, 4), (3, 4)]
-    for i, form in enumerate(FORMS):
-        for j, (stage, k) in enumerate([(3, 1), *others]):
-            core = j == 0 or j - 1 == i % len(others)
-            yield pytest.param(form, stage, k, marks=() if core else pytest.mark.sweep)
+SINGLE = jax.tree.map(lambda x: x.astype(np.float32), BATCH)
 
 
-@pytest.mark.parametrize(("form", "stage", "k"), list(cells()))
-def test_the_numbers_of_plain_jit(
-    form: str, stage: int, k: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of three steps, the first of which places the state."""
-    monkeypatch.setattr(rule, "SMALL", 0)
+def call(form: str) -> Callable[..., Any]:
+    """Calls a step on a state of this form."""
+    if form == "batch first":
+        return lambda step, state, arguments: step(*arguments, *state)
+    return emitted.in_arguments
+
+
+@pytest.mark.parametrize(("stage", "k"), [(3, 1), (0, 1), (1, 1), (2, 4), (3, 4)])
+@pytest.mark.parametrize("form", FORMS)
+def test_exactly(form: str, stage: int, k: int) -> None:
     step, create = FORMS[form]
+    source = emitted.Source(create, step, (SINGLE,), call(form))
     if k > 1 and form in ("TrainStates", "class"):
         with pytest.raises(ValueError, match=r"cannot be accumulated.*critic|state\[1\]\.params"):
-            zero_for(stage, k)(step)(*create(), BATCH)
+            emitted.check(source, stage, k)
         return
+    emitted.check(source, stage, k, small_array_size=0)
+
+
+@pytest.mark.parametrize("form", ["dict", "NamedTuple", "batch first", "class"])
+def test_compiled(form: str) -> None:
+    """Three steps, the first of which places the state."""
+    step, create = FORMS[form]
     with jax.enable_x64(True):
         batch = jax.tree.map(jnp.asarray, BATCH)
         results = []
-        for run in (zero_for(stage, k)(step), jax.jit(step)):
+        for run in (zero_for(3, small_array_size=0)(step), jax.jit(step)):
             state, results_of_run = create(), []
             for _ in range(3):
-                given = (batch, *state) if form == "batch first" else (*state, batch)
-                out = run(*given)
+                out = call(form)(run, state, (batch,))
                 state = new_state(form, out, len(state))
                 results_of_run.append(arrays(out))
             results.append(results_of_run)
@@ -184,12 +189,11 @@ def new_state(form: str, out: Any, n: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_stage_shards_what_it_says(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "SMALL", 0)
+def test_a_stage_shards_what_it_says(form: str) -> None:
     create = FORMS[form][1]
 
     def sharded(stage: int) -> tuple[int, int]:
-        made = zero_for(stage).init(create)
+        made = zero_for(stage, small_array_size=0).abstract_state(create)
         leaves = jax.tree.leaves(made)
         big = [x for x in leaves if x.size > WIDTH]
         return sum(not x.sharding.is_fully_replicated for x in big), len(big)
@@ -227,9 +231,8 @@ class TestTheState:
         got = zero_for(3)(as_arguments)(params, opt_state=opt_state, batch=BATCH)
         assert_near(host(got), host(as_arguments(params, opt_state, BATCH)), 1e-5)
 
-    def test_is_planned_lowered_and_listed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rule, "SMALL", 0)
-        zero = zero_for(3)
+    def test_is_planned_lowered_and_listed(self) -> None:
+        zero = zero_for(3, small_array_size=0)
         step, state = zero(as_arguments), zero.abstract_state(params_and_opt_state)
         assert "state[0]['in']" in str(zero.plan(state))
         assert "all-gather" in step.lower(*state, BATCH).compile().as_text()
@@ -359,9 +362,8 @@ def test_the_norm_of_its_gradients_is_known(k: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_is_evaluated(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "SMALL", 0)
-    zero = zero_for(stage)
+def test_is_evaluated(stage: int) -> None:
+    zero = zero_for(stage, small_array_size=0)
     params, _ = zero.init(params_and_opt_state)
     got = zero.evaluate(lambda params, batch: output(params, batch["x"]))(params, BATCH)
     np.testing.assert_allclose(got, output(network(0), BATCH["x"]), rtol=1e-5, atol=1e-6)
@@ -389,9 +391,12 @@ class TestRoles:
         given = params, network(1), opt_state, BATCH
         with pytest.raises(TypeError, match=r"0 \(params\), 1 \(target\).*as many.*state_argnums"):
             zero_for(3)(with_target)(*given)
+        options = {"state_argnums": (0, 2)}
         for k in (1, 4):
-            got = zero_for(3, k)(with_target, state_argnums=(0, 2))(*given)
-            assert_near(arrays(got), arrays(jax.jit(with_target)(*given)), TOLERANCE["float32"])
+            source = emitted.Source(
+                lambda: given[:3], with_target, (SINGLE,), emitted.in_arguments, options
+            )
+            emitted.check(source, 3, k)
 
     def test_a_number_is_no_state(self) -> None:
         def step(params: Any, rate: Any, batch: Any) -> Any:

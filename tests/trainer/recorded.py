@@ -38,15 +38,12 @@ _PLATEAU = dict(
     eval_strategy="steps", eval_steps=1,
 )  # fmt: skip
 CASES: dict[str, Case] = {
-    "causal": Case("causal", _TWICE, rows=27),
     "causal, smoothed": Case("causal", {**_TWICE, "label_smoothing_factor": 0.1}, rows=27),
-    "seq2seq": Case("seq2seq", {}),
     "seq2seq, smoothed": Case("seq2seq", {"label_smoothing_factor": 0.2}),
     "classes, smoothed": Case("classes", {**_TWICE, "label_smoothing_factor": 0.1}, rows=27),
     "dropped": Case("classes", {**_TWICE, "dataloader_drop_last": True}, rows=27),
     "stream": Case("classes", _TWICE, rows=27, stream=True),
     "adafactor": Case("classes", {"optim": "adafactor"}),
-    "rmsprop": Case("classes", {"optim": "rmsprop", "learning_rate": 0.01}),
     "rmsprop, centered": Case(
         "classes",
         {"optim": "rmsprop", "optim_args": "momentum=0.5,centered=True,alpha=0.9,eps=1e-4",
@@ -55,12 +52,6 @@ CASES: dict[str, Case] = {
     "adagrad": Case("classes", {"optim": "adagrad"}),
     "sgd": Case("classes", {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"}),
     "plateau": Case("classes", _PLATEAU, evaluated=True),
-    "greedy": Case(
-        "classes",
-        {**_PLATEAU, "lr_scheduler_type": "greedy", "learning_rate": 0.25,
-         "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "min_lr": 0.1, "max_lr": 0.8}},
-        evaluated=True,
-    ),
 }  # fmt: skip
 
 

@@ -10,9 +10,8 @@ import pytest
 from flax import nnx
 from trainer.jobs import CONFIG, Classifier
 
-import zerojax
+from examples.nnx_gpt import GPT as NnxGPT
 from zerojax.models.gpt import GPT
-from zerojax.models.gpt_nnx import GPT as NnxGPT
 from zerojax.models.losses import IGNORED, causal_lm_loss, classification_loss, model_loss
 from zerojax.trainer.limits import Limits
 from zerojax.trainer.losses import Forward
@@ -49,16 +48,6 @@ def test_labels_are_of_the_models_classes(model: Any) -> None:
             check({"x": X, "labels": np.array([0, wrong, 1])})
     with pytest.raises(TypeError, match="float64, and classification_loss needs integers"):
         check({"x": X, "labels": np.zeros(3)})
-
-
-def test_a_model_that_divides_the_rows_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Divided(Dense):
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return zerojax.zero(stage=0).per_device(self.dense)(x)
-
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="labels have 4"):
-        limits(Divided, classification_loss).check({"x": X[[0] * 4], "labels": np.full(4, 4)})
 
 
 def test_tokens_are_of_the_vocabulary() -> None:

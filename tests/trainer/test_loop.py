@@ -108,24 +108,15 @@ def test_losses_are_those_of_a_plain_loop(
         assert loaded.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.slow
-def test_a_mesh_axis_cuts_the_model(plain_losses: list[float], tmp_path: Path) -> None:
+def test_a_mesh_axis_cuts_the_model(tmp_path: Path) -> None:
     tensor = TensorParallel(zerojax.mesh(axes="data=4,model=2"))
-    args = TrainingArguments(
-        str(tmp_path), fsdp="full_shard", learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5,
-        per_device_train_batch_size=4, num_train_epochs=1.4, warmup_ratio=0.4, logging_steps=1,
-        save_strategy="no", per_device_eval_batch_size=4,
-    )  # fmt: skip
     trainer = Trainer(
-        GPT(CONFIG, tensor=tensor), args, train_dataset=TOKENS, loss=causal_lm_loss,
-        mesh=tensor.mesh, specs=tensor.specs,
+        GPT(CONFIG, tensor=tensor), TrainingArguments(str(tmp_path), fsdp="full_shard"),
+        train_dataset=TOKENS, loss=causal_lm_loss, mesh=tensor.mesh, specs=tensor.specs,
     )  # fmt: skip
-    trainer.train()
-    np.testing.assert_allclose(logged(trainer, "loss"), plain_losses, rtol=2e-6)
+    assert trainer.evaluate(TOKENS[:8])["eval_loss"] == pytest.approx(math.log(64), abs=0.1)
     params: Any = trainer.train_state.params
-    kernel = params["h_0"]["mlp"]["c_fc"]["kernel"]
-    assert kernel.sharding.spec[-1] == "model"
-    check_evaluation(trainer)
+    assert params["h_0"]["mlp"]["c_fc"]["kernel"].sharding.spec[-1] == "model"
 
 
 def check_evaluation(trainer: Trainer) -> tuple[list[dict[str, Any]], float, Path]:
@@ -358,7 +349,6 @@ def test_bad_input_is_named_before_any_step(tmp_path: Path) -> None:
     for more, says in (
         ({"callbacks": [print]}, "is no callback"),
         ({"callbacks": [type("C", (TrainerCallback,), {"on_stepend": 1})]}, "`on_step_end`"),
-        ({"train_dataset": []}, "train_dataset is empty"),
         ({"train_dataset": POINTS[:5], "args": {"dataloader_drop_last": True}},
          "fewer than the 16 of a micro-batch"),
         ({"eval_dataset": None}, "pass an eval_dataset"),

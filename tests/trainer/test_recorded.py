@@ -17,14 +17,7 @@ from zerojax.trainer import causal_lm_loss, classification_loss, seq2seq_loss
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LOSSES = {"causal": causal_lm_loss, "seq2seq": seq2seq_loss, "classes": classification_loss}
-SLOW = {
-    "causal",
-    "seq2seq",
-    "rmsprop",
-    "adagrad",
-    "sgd",
-    "greedy",
-}  # each beside a case that is nearly so
+SLOW = {"adagrad", "sgd"}  # each beside a case that is nearly so
 
 
 class Net(nn.Module):

@@ -155,11 +155,6 @@ def test_remedies_fit_and_the_mildest_is_among_them() -> None:
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_there_is_no_remedy() -> None:
-    assert remedies(study(memory=10**5), compiles=1) == []
-
-
-@pytest.mark.slow
 def test_fit_finds_the_largest_micro_batch(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     of = study(None, study().forecast(study().given).peak.bytes, cache)
@@ -182,11 +177,6 @@ def test_fit_finds_the_largest_micro_batch(tmp_path: Path) -> None:
     repeated = search(same, space).ranking
     assert (again.hits, again.misses) == (cache.misses - 1, 1)
     assert [each.choice for each in repeated] == [each.choice for each in found]
-
-
-def test_rows_that_do_not_divide() -> None:
-    with pytest.raises(ConfigError, match="2 devices"):
-        study(rows=15)
 
 
 def test_milder_choices_keep_the_batch() -> None:

@@ -89,8 +89,8 @@ def test_any_piece_is_numpys(case: tuple[Any, ...]) -> None:
         ("o o -> o", "o twice on one side"),
         ("... -> o i", "has ... on one side only"),
         ("o i -> i", r"1 dimensions for a parameter \[3, 4\]"),
-        ("o -> i o", "i is an axis of only the parameter, and not in w"),
-        ("o i e -> i o", "e is an axis of only the tensor, and not in the path"),
+        ("o -> i o", "i must be on both sides of ->; or only after it"),
+        ("o i e -> i o", "e must be on both sides of ->"),
         ("(h d) i -> (h d) i", "the lengths of h and d are not known: give all but one"),
     ],
 )
@@ -109,7 +109,7 @@ def test_what_is_no_arrangement(text: str, message: str) -> None:
         (("e o -> o", "w", {"e": "1"}, (5,), {}, {}), "length of e is not known"),
         (("e o -> o", "w", {"e": "x"}, (5,), {}, {"e": 3}), "'x' is no number"),
         (("e o -> o", "w", {"e": "3"}, (5,), {}, {"e": 3}), "e = 3 of 3"),
-        (("o -> o", "{layer}", {}, (5,), {}, {}), "{layer}, which is neither in the parameter's"),
+        (("o -> o", "{layer}", {}, (5,), {}, {}), "layer must be on both sides of ->"),
         (("part o -> o", "w", {"part": "q"}, (8,), GROUPED, {}), "must be the first of several"),
     ],
 )

@@ -40,8 +40,7 @@ def codes_of(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
     return codes.reshape(*tensors[f"{name}_shape"])
 
 
-@pytest.mark.parametrize("case", ["llama3", "phi3"])
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(("case", "scan"), [("llama3", True), ("phi3", False)])
 def test_a_folder_has_codes_and_scales(case: str, scan: bool, tmp_path: Path) -> None:
     loaded = opened(case, tmp_path, scan=scan)
     loaded.save(tmp_path / "out", loaded.parameters, quantize="int8")
@@ -73,7 +72,7 @@ def test_a_folder_has_codes_and_scales(case: str, scan: bool, tmp_path: Path) ->
     assert about["ignore"] == ["lm_head"]
 
 
-@pytest.mark.parametrize("scan", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("scan", [False])
 def test_states_and_checkpoints_give_the_same_files(scan: bool, tmp_path: Path) -> None:
     loaded = opened("qwen3", tmp_path, scan=scan)
     loaded.save(tmp_path / "host", loaded.parameters, quantize="int8", max_shard_size=20_000)

@@ -83,10 +83,6 @@ def tied() -> Any:
     return stacked() | {"head": {"kernel": TENSORS["embed.weight"].T}}
 
 
-MODELS = {"apart": (apart, APART), "stacked": (stacked, STACKED), "tied": (tied, TIED)}
-every_model = pytest.mark.parametrize(("model", "names"), MODELS.values(), ids=MODELS)
-
-
 def sharded(params: Any, devices: int = 8) -> Any:
     """Shapes and shardings at stage 3."""
     zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, mesh=zerojax.mesh(devices))
@@ -109,8 +105,11 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "in"
 
 
-@pytest.mark.parametrize("devices", [8, 3])
-@every_model
+@pytest.mark.parametrize(
+    ("model", "names", "devices"),
+    [(apart, APART, 8), (stacked, STACKED, 3), (tied, TIED, 8)],
+    ids=["apart", "stacked", "tied"],
+)
 def test_there_and_back(
     model: Callable[[], Any], names: Names, devices: int, folder: pathlib.Path
 ) -> None:
@@ -138,7 +137,7 @@ def test_every_byte_is_read_once(folder: pathlib.Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "preadv", counted)
     size = (folder / "model.safetensors").stat().st_size
     begin = size - sum(x.nbytes for x in TENSORS.values())
-    for model, names, devices in ((apart, APART, 8), (stacked, STACKED, 8), (stacked, STACKED, 3)):
+    for model, names, devices in ((apart, APART, 8), (stacked, STACKED, 3)):
         like = sharded(model(), devices)
         read.clear()
         load(folder, like=like, names=names)
@@ -309,7 +308,7 @@ def unindexed(folder: pathlib.Path) -> None:
             r'needs \[1100, 10\]: transpose .*"o i -> i o"',
         ),
         (changed(norm_weight=np.ones(10, np.int8)), "norm.weight .* is I8, .* norm/scale float32"),
-        (cut, r"bytes\) is cut short or no safetensors file \(its tensors end at"),
+        (cut, r"bytes\) is cut short or no safetensors file \(.*not fully covered"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors"),
         (unindexed, "index.json names model-00002-of-.*, which is not in the"),
     ],
@@ -341,7 +340,7 @@ def without(path: str) -> Any:
         ),
         (
             STACKED.tensors | {"h/attn/kernel": Tensor(FUSED, "i (part o) -> layer i o", QKV)},
-            "h/attn/kernel .* part is an axis of only the tensor, and not in the path",
+            "h/attn/kernel .* part must be on both sides of ->",
         ),
         (STACKED.tensors | {"norm/{x:any}": "a"}, r"{x:any} is none of {x}, {x:int}, {x:path}"),
     ],

@@ -3,7 +3,6 @@
 import itertools
 import json
 import pathlib
-import sys
 from typing import Any
 
 import ml_dtypes
@@ -57,10 +56,9 @@ def test_the_library_knows_dtypes_that_numpy_lacks(dtype: str, tmp_path: pathlib
         assert file.get_slice("a").get_shape() == [3, 2]
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_blocks_come_in_any_order(dtype: Any, step: int, tmp_path: pathlib.Path) -> None:
-    arrays = drawn({f"x{i}": shape for i, shape in enumerate(SHAPES)}, dtype)
+@pytest.mark.parametrize("step", [1, 2])
+def test_blocks_come_in_any_order(step: int, tmp_path: pathlib.Path) -> None:
+    arrays = drawn({f"x{i}": shape for i, shape in enumerate(SHAPES)}, ml_dtypes.bfloat16)
     blocks = [
         (name, start)
         for name, x in arrays.items()
@@ -153,9 +151,3 @@ def test_a_size_that_is_none(size: Any, tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="positive int in bytes"):
         write(tmp_path / "out", {}, max_bytes=size)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_extra_is_named(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[export\]'"):
-        write(tmp_path, {})

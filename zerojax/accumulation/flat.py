@@ -20,7 +20,6 @@ from zerojax.accumulation.reductions import REDUCES
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.graph.search import contains, runs_regions
-from zerojax.trace.changes import is_change
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr, SourceInfo, Traceback
 
@@ -152,7 +151,7 @@ class _Opener:
 
     def _body(self, eqn: Equation, values: Sequence[Atom]) -> AnyJaxpr | None:
         """Returns the jaxpr to inline in place of an equation; None if the equation stays."""
-        if eqn.primitive in jaxprs.CALLS and not is_change(eqn):
+        if eqn.primitive in jaxprs.CALLS:
             return None if eqn.primitive in self._keeps else jaxprs.called_jaxpr(eqn)
         if eqn.primitive is lax.scatter_add_p and values[0] not in self._zeros:
             operand_depends, *updates_depend = (

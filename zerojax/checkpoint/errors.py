@@ -32,18 +32,13 @@ _MAX_QUOTED = 1000
 _MISSING_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 """Numbers of operating system errors caused by a missing file, or by a non-file in its place."""
 
-_REFUSALS = {
-    errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENFILE: "close files of other programs, or raise the system's limit on open files",
-    errno.EACCES: "give this user permission to read the path",
-    errno.EPERM: "give this user permission to read the path",
-    **dict.fromkeys(
-        (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH),
-        "look at the disk, or at the file system's server",
-    ),
-    errno.ENOMEM: "free memory",
-}
-"""Remedies by error number, for errors with which the operating system refuses to read."""
+_REFUSALS = (
+    errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT,
+    errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOMEM,
+)  # fmt: skip
+"""Numbers of errors with which the operating system refuses to read."""
+
+_REMEDY = "look at permissions, the limit on open files (ulimit -n), memory and the file system"
 
 
 def reason(error: BaseException) -> str:
@@ -62,11 +57,10 @@ def cannot_be_read(what: object, error: BaseException) -> CheckpointError:
     """
     summary = f"{what} cannot be read"
     for cause in _causes(error):
-        if (number := _refusal(cause)) is not None:
-            remedy = _REFUSALS.get(number, "look at this machine and the file system")
+        if _is_refusal(cause):
             return CheckpointError(
                 f"{summary} on {socket.gethostname()}: {reason(cause)[:_MAX_QUOTED]}. The system "
-                f"refused, which is no sign of damage: {remedy} and try again; delete nothing"
+                f"refused, which is no sign of damage: {_REMEDY}, and try again; delete nothing"
             )
     return DamagedCheckpointError(
         f"{summary}: {type(error).__name__}: {reason(error)[:_MAX_QUOTED]}"
@@ -88,12 +82,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _refusal(error: BaseException) -> int | None:
-    """Returns the operating system's number of an error that is not a sign of damage, else None.
+def _is_refusal(error: BaseException) -> bool:
+    """Returns whether an error is the operating system's, and not a sign of damage.
 
     Tensorstore reports the operating system's error only as text in its message.
     """
     if isinstance(error, OSError):
-        return None if error.errno is None or error.errno in _MISSING_FILE_ERRNOS else error.errno
-    message = str(error)
-    return next((number for number in _REFUSALS if os.strerror(number) in message), None)
+        return error.errno is not None and error.errno not in _MISSING_FILE_ERRNOS
+    return any(os.strerror(number) in str(error) for number in _REFUSALS)

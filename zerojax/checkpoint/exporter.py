@@ -110,8 +110,6 @@ def export(
                     done += nbytes
                     if progress:
                         progress(done, total)
-    except ImportError as error:
-        raise CheckpointError(str(error)) from error
     except OSError as error:
         raise _unwritable(out, error, sum(tensor.nbytes for tensor in tensors)) from error
     return Exported(

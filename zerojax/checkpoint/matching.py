@@ -15,13 +15,12 @@ import numpy as np
 
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.saved import SavedArray
-from zerojax.checkpoint.state_tree import NUMBERS, OPTIMIZER, Form, Path, is_key
+from zerojax.checkpoint.state_tree import NUMBERS, Form, Path, is_key
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.xla.types import Shaped
 
 INNER, LOSS_SCALE = "inner", "loss_scale"
 FRESH = [name for name in ZeroOptState._fields if name != INNER]
-_OLD_FIELDS = ("steps", "skipped", "grad_norm")
 SHOWN = 2
 """Differences of a kind that a message lists."""
 
@@ -49,46 +48,30 @@ def match(
     Raises:
       CheckpointError: other arrays are missing, surplus, or differ in shape or kind.
     """
-    saved_paths, numbers = _current_paths(saved, form), NUMBERS.get(form, ()) if form else ()
+    numbers = NUMBERS.get(form, ()) if form else ()
     is_full_state, n = form is not None, len(numbers)
-    is_wrapped = (*numbers, "steps") in saved_paths
+    is_wrapped = (*numbers, "steps") in saved
     new_fields = [LOSS_SCALE] if is_wrapped else FRESH
     sources: dict[Path, Path | None] = {}
     problems = []
     for path, leaf in wanted.items():
         field = path[n] if n and path[:n] == numbers else None
-        source = saved_paths.get(path)
-        if source is not None:
-            sources[path] = source
-            problems += _mismatch(path, leaf, saved[source])
+        if path in saved:
+            sources[path] = path
+            problems += _mismatch(path, leaf, saved[path])
         elif is_full_state and (0 in leaf.shape or field in new_fields):
             sources[path] = None
         else:
             problems.append(f"only in the state: {_described(path, leaf)}")
     used = set(sources.values())
     problems += [
-        f"only in the checkpoint: {_described(path, saved[source])}"
-        for path, source in saved_paths.items()
-        if is_full_state and source not in used and path[: n + 1] != (*numbers, LOSS_SCALE)
+        f"only in the checkpoint: {_described(path, leaf)}"
+        for path, leaf in saved.items()
+        if is_full_state and path not in used and path[: n + 1] != (*numbers, LOSS_SCALE)
     ]
     if problems:
         raise CheckpointError(_differences(where, problems))
     return sources
-
-
-def _current_paths(saved: Mapping[Path, SavedArray], form: Form | None) -> dict[Path, Path]:
-    """Returns the saved paths by today's paths; older versions of zerojax stored its own numbers
-    around the optimizer's state."""
-    optimizer = OPTIMIZER[form] if form else ()
-    n = len(optimizer)
-    has_old_layout = form and {(*optimizer, name) for name in _OLD_FIELDS} <= {*saved}
-
-    def current_path(path: Path) -> Path:
-        if not (form and has_old_layout) or path[:n] != optimizer:
-            return path
-        return (*optimizer, *path[n + 1 :]) if path[n] == INNER else (*NUMBERS[form], *path[n:])
-
-    return {current_path(path): path for path in saved}
 
 
 def _mismatch(path: Path, wanted: Shaped, saved: SavedArray) -> list[str]:

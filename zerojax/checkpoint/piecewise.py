@@ -254,8 +254,12 @@ def _write_chunks(
                 yield inside, block
 
 
-def chunk_of(shape: tuple[int, ...], sharding: Sharding, itemsize: int) -> tuple[int, ...]:
-    """Returns the shape of a chunk, contiguous in a flattened shard so that one write fills it.
+def chunk_of(
+    shape: tuple[int, ...], sharding: Sharding, itemsize: int, most: int = CHUNK_BYTES
+) -> tuple[int, ...]:
+    """Returns the shape of a chunk of at most ``most`` bytes.
+
+    It is contiguous in a flattened shard, so that one write fills it.
 
     Example:
       >>> import jax, zerojax
@@ -267,7 +271,7 @@ def chunk_of(shape: tuple[int, ...], sharding: Sharding, itemsize: int) -> tuple
     shard = sharding.shard_shape(shape)
     if not shape:
         return ()
-    max_elements = max(1, CHUNK_BYTES // itemsize)
+    max_elements = max(1, most // itemsize)
     inner = next(d for d in range(len(shape)) if math.prod(shard[d + 1 :]) <= max_elements)
     rows = max(1, min(shard[inner], max_elements // math.prod(shard[inner + 1 :])))
     if shard[inner] != shape[inner]:  # no chunk may span two shards

@@ -16,15 +16,12 @@ PREEMPTED = 75
 """Exit status of a run that saved and stopped on SIGTERM: EX_TEMPFAIL of sysexits.h, "try again
 later", which no error of Python or of a shell uses."""
 
-_SAME = 5.0
-"""Seconds within which a further SIGTERM counts as the same notice: a cluster may signal each
-process and also the launcher, which passes the signal on."""
-
 
 class Preemption:
     """A context that records the first SIGTERM, which a cluster sends before it takes a machine.
 
-    A second SIGTERM ends the process at once, unless it comes within 5 s of the first.
+    A second SIGTERM ends the process at once, unless it comes soon after the first: a cluster may
+    signal each process and also the launcher, which passes the signal on.
 
     Several processes agree: whichever process receives a SIGTERM, ``notice`` becomes true in all of
     them at the same read, so that all save the same step and exit together. Every process must
@@ -32,6 +29,9 @@ class Preemption:
     preemption may interrupt. The notice comes within a few seconds. The read that waits for the
     other processes' answers takes about a second, any other read a microsecond. After an agreed
     notice, a process survives its first SIGTERM even after the end of the block.
+
+    Args:
+      same_notice: Seconds within which a further SIGTERM counts as the same notice.
 
     Raises:
       ValueError: outside the main thread, because Python handles signals only there.
@@ -47,7 +47,8 @@ class Preemption:
       3
     """
 
-    def __init__(self) -> None:
+    def __init__(self, same_notice: float = 5.0) -> None:
+        self._same_notice = same_notice
         self._noted: float | None = None
         self._given = False
         self._turn: AgreedTurn | None = None
@@ -73,7 +74,7 @@ class Preemption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._noted is not None:
-            if now - self._noted > _SAME:
+            if now - self._noted > self._same_notice:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 signal.raise_signal(signal.SIGTERM)
             return

@@ -112,7 +112,7 @@ class Record(_Strict):
 def write(folder: epath.Path, record: Record) -> None:
     """Writes the record of the step in ``folder``."""
     body = record.model_dump()
-    content = {"format": FORMAT, "sha256": _sha256(FORMAT, body), "record": body}
+    content = {"format": FORMAT, "sha256": seal(FORMAT, body), "record": body}
     (folder / FILE).write_text(json.dumps(content))
 
 
@@ -127,7 +127,7 @@ def read(folder: epath.Path) -> Record | None:
     try:
         content = json.loads(steps_folder.read(file).decode())
         version, digest, body = content["format"], content["sha256"], content["record"]
-        computed_digest = _sha256(version, body)
+        computed_digest = seal(version, body)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except UNREADABLE as error:
@@ -284,6 +284,7 @@ def _crc32(file: epath.Path) -> int:
     return zlib.crc32(steps_folder.read(file))
 
 
-def _sha256(version: object, body: object) -> str:
+def seal(version: object, body: object) -> str:
+    """Returns the digest of a record and its format, SHA-256 in hexadecimal."""
     text = json.dumps([version, body], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,14 +1,13 @@
-"""Retention: the steps that a folder keeps, by orbax's preservation policies."""
+"""Retention: the steps that a folder keeps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
-from orbax.checkpoint import checkpoint_managers as orbax
 
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint.errors import CheckpointError
@@ -99,29 +98,15 @@ class Retention:
         Of steps with equal metrics the oldest is the best. If ``metric`` is set, steps without any
         metrics are kept.
         """
-        steps = [
-            _SavedStep(step, None if self.metric is None else _metrics(folders[step]))
-            for step in sorted(folders)
-        ]
-        kept = _preserved(orbax.LatestN(self.keep), steps)
+        steps = sorted(folders)
+        kept = {*steps} if self.keep is None else {*steps[-self.keep :]}
         if self.metric is not None:
-            descending = self.mode == "min"  # the last are the best
-            best = orbax.BestN(get_metric_fn=self.score, reverse=descending, n=self.keep_best)
-            kept |= _preserved(best, steps[::-1])
-        return [saved.step for saved in steps if saved.step not in kept]
-
-
-class _SavedStep(NamedTuple):
-    """The attributes of a step that orbax's policies read."""
-
-    step: int
-    metrics: Mapping[str, float] | None
-
-
-def _preserved(policy: orbax.PreservationPolicy, steps: Sequence[_SavedStep]) -> set[int]:
-    """Returns the steps that a policy keeps; a later one of equal steps is preferred."""
-    flags = policy.should_preserve(steps, context=orbax.PreservationContext())
-    return {saved.step for saved, is_kept in zip(steps, flags, strict=True) if is_kept}
+            metrics = {step: _metrics(folders[step]) for step in steps}
+            scores = {step: self.score(x) for step, x in metrics.items() if x is not None}
+            sign = 1 if self.mode == "min" else -1
+            best = sorted(scores, key=lambda step: (sign * scores[step], step))[: self.keep_best]
+            kept |= {*best, *(metrics.keys() - scores.keys())}
+        return [step for step in steps if step not in kept]
 
 
 def _metrics(folder: epath.Path) -> Mapping[str, float] | None:

@@ -127,11 +127,13 @@ class SavedArrays:
         """
         return self._result(name, self._open(name)[index].read())
 
-    def blocks(self, name: str) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    def blocks(
+        self, name: str, most: int = _BLOCK_BYTES
+    ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
         """Yields blocks of an array, each with the index of its first element.
 
-        A block has at most 4 MB, or is one chunk on disk if a larger chunk is compressed. Two
-        blocks are in memory at a time.
+        A block has at most ``most`` bytes, or is one chunk on disk if a larger chunk is compressed.
+        Two blocks are in memory at a time.
 
         Raises:
           DamagedCheckpointError: a block cannot be read.
@@ -141,7 +143,7 @@ class SavedArrays:
             self._driver == "zarr" and not store.spec().to_json()["metadata"]["compressor"]
         )
         chunk = None if is_uncompressed else store.chunk_layout.read_chunk.shape
-        sizes = _block(store.shape, chunk, store.dtype.numpy_dtype)
+        sizes = _block(store.shape, chunk, store.dtype.numpy_dtype, most)
         upcoming = None
         for box in grid(store.shape, sizes):
             current, upcoming = upcoming, (tuple(s.start for s in box), store[box].read())
@@ -365,10 +367,12 @@ def contents(folder: epath.Path) -> str:
     return f"it holds {', '.join(names[:5])}{more}"
 
 
-def _block(shape: tuple[int, ...], chunk: tuple[int, ...] | None, dtype: np.dtype) -> list[int]:
+def _block(
+    shape: tuple[int, ...], chunk: tuple[int, ...] | None, dtype: np.dtype, most: int
+) -> list[int]:
     """Returns the shape of a block to read: complete chunks, if ``chunk`` is not None."""
     sizes = [max(1, min(n, c or 1)) for n, c in zip(shape, chunk or (1,) * len(shape), strict=True)]
     for d in reversed(range(len(shape))):
-        room = _BLOCK_BYTES // (math.prod(sizes) * dtype.itemsize)
+        room = most // (math.prod(sizes) * dtype.itemsize)
         sizes[d] = max(1, min(shape[d], sizes[d] * max(1, room)))
     return sizes

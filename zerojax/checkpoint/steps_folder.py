@@ -86,19 +86,11 @@ def opened(directory: str | os.PathLike[str]) -> epath.Path:
     scheme, rest = url[1].lower(), path[url.end() :]
     if scheme == "gs":
         return _google(path_of(f"gs://{rest}"))
-    alternative = f"a mounted folder: {_MOUNTS.get(scheme, 'mount the store as a file system')}"
-    if scheme == "file":
-        alternative = f"only the path: /{rest}"
     raise CheckpointError(
         f"directory: {path} is a URL ({scheme}://); orbax writes only to folders and to gs://. "
-        f"Give a local folder, or {alternative}. (A folder of that name is ./{path}.)"
+        f"Give a local folder, /{rest} for file://, or a mounted folder of the store. (A folder of "
+        f"that name is ./{path}.)"
     )
-
-
-_MOUNTS = {
-    "s3": "FSx for Lustre links to a bucket of S3; mount-s3 cannot rename folders",
-    "az": "blobfuse2 mounts a container of Azure",
-}
 
 
 def _google(path: epath.Path) -> epath.Path:

@@ -6,7 +6,6 @@ a status that its docstring, the text of `--help`, explains. These files import 
 and messages on wrong paths come at once. The other files are shared or split off:
 
 - `terminal`: tables and progress bars. `problem`: messages for errors of the input.
-- `config_answers`: the questions of `config`, and the files that it writes.
 - `options`: options that several commands have, and checks of paths.
 - `estimate_run`, `fit_run`, `plan_run`: the work of a command, with JAX. `planning`: functions that
   `plan` and `fit` share.

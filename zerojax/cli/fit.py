@@ -11,6 +11,7 @@ import typer
 from zerojax.cli.explain import stand_ins
 from zerojax.cli.options import (
     AsJson,
+    Asked,
     Attention,
     Auto,
     Devices,
@@ -82,19 +83,5 @@ def fit(
         wrong_input(error)
     from zerojax.cli.fit_run import run  # imports JAX
 
-    run(
-        config,
-        model=model,
-        devices=devices,
-        batch=batch,
-        seq=seq,
-        network=network,
-        mesh_axes=mesh_axes,
-        attention=attention,
-        auto=stood_in,
-        out=out,
-        compiles=compiles,
-        minutes=minutes,
-        xla=xla,
-        as_json=as_json,
-    )
+    asked = Asked(model, devices, batch, seq, network, mesh_axes, attention, as_json)
+    run(config, asked, auto=stood_in, out=out, compiles=compiles, minutes=minutes, xla=xla)

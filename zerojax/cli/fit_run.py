@@ -10,18 +10,16 @@ from pathlib import Path
 import typer
 
 from zerojax.cli import terminal
-from zerojax.cli.options import wrong_input
+from zerojax.cli.options import Asked, wrong_input
 from zerojax.cli.plan_table import duration
-from zerojax.cli.planning import compile_only, with_attention
+from zerojax.cli.planning import compile_only, function_of, mesh_of
 from zerojax.cli.problem import explain_error
 from zerojax.cli.terminal import steps_bar
-from zerojax.devices.mesh import laid_out
 from zerojax.foresight.choice import Choice, Remat
-from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.forecast import Forecast
 from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import Trial
-from zerojax.models.registry import find, takes, takes_policy
+from zerojax.models.registry import takes, takes_policy
 from zerojax.plan.table import size
 from zerojax.tuning.fit import fit as choose
 from zerojax.tuning.search import listed
@@ -32,24 +30,17 @@ REMAT: dict[Remat, str] = {None: "", False: "no", True: "yes"}
 
 def run(
     config: Path,
+    asked: Asked,
     *,
-    model: str,
-    devices: str,
-    batch: int | None,
-    seq: int,
-    network: str | None,
-    mesh_axes: str | None,
-    attention: str | None,
     auto: Mapping[str, object] | None,
     out: Path | None,
     compiles: int,
     minutes: float,
     xla: bool,
-    as_json: bool,
 ) -> None:
     """Searches, prints the ranking and writes the config; exits with 3 if nothing fits and with 2
     for bad input. The arguments are the options of the command."""
-    compile_only(devices)
+    compile_only(asked.devices)
     with steps_bar() as progress:
         task = progress.add_task("reading", total=None)
 
@@ -60,13 +51,12 @@ def run(
             progress.update(task, completed=modes, total=total)
 
         try:
-            mesh, rates = parse_devices(devices, network)
-            mesh = laid_out(mesh, mesh_axes) if mesh_axes else mesh
+            mesh, rates = mesh_of(asked)
             fitted = choose(
                 config,
-                function := with_attention(find(model), model, attention),
-                train_batch_size=batch,
-                seq=seq,
+                function := function_of(asked),
+                train_batch_size=asked.batch,
+                seq=asked.seq,
                 mesh=mesh,
                 rates=rates,
                 auto=auto,
@@ -80,7 +70,9 @@ def run(
             typer.echo(f"{error} (--compiles {compiles}, --minutes {minutes:g})", err=True)
             raise typer.Exit(3) from None
         except Exception as error:
-            if (message := explain_error(error, f"model {model!r} cannot be planned")) is None:
+            if (
+                message := explain_error(error, f"model {asked.model!r} cannot be planned")
+            ) is None:
                 raise
             wrong_input(message)
     if fitted.unseen:
@@ -89,20 +81,22 @@ def run(
             f"tried: {listed(fitted.unseen)}.",
             err=True,
         )
-    if as_json:
+    if asked.as_json:
         ranking = [_row(each) for each in fitted.ranking]
         print(json.dumps({"ranking": ranking, "config": fitted.config}, indent=2))
     else:
-        _show(_best(fitted.ranking), f"{model} on {devices}, {seq} tokens in a row")
+        _show(
+            _best(fitted.ranking), f"{asked.model} on {asked.devices}, {asked.seq} tokens in a row"
+        )
         summary = f"{fitted.compiled} programs compiled, {fitted.remembered} remembered"
         typer.echo(f"{summary}. Fastest: {fitted.choice}" + (f", in {out}" if out else ""))
         if fitted.choice.remat:
             typer.echo(_model_option(fitted.choice.remat))
-        for sentence in _about_stages(fitted.ranking):
+        for sentence in about_stages(fitted.ranking):
             typer.echo(sentence)
         if takes(function, "remat") and not takes_policy(function):
             typer.echo(
-                f"Blocks that keep more than their input were not tried: {model!r} takes no "
+                f"Blocks that keep more than their input were not tried: {asked.model!r} takes no "
                 "`remat_policy`, a name for nn.remat(Block, policy=zerojax.remat_policy(name))."
             )
     if out is not None:
@@ -116,7 +110,7 @@ def _model_option(remat: bool | str) -> str:
     return f"remat_policy is an option of the model, not of the JSON: set {remat!r} there."
 
 
-def _about_stages(ranking: Sequence[Trial]) -> Iterator[str]:
+def about_stages(ranking: Sequence[Trial]) -> Iterator[str]:
     """Yields whether pipeline stages pay, if they were tried, and the mesh of those that do."""
     first = {trial.choice.pipeline > 1: trial for trial in reversed(ranking)}
     if len(first) < 2:

@@ -20,7 +20,6 @@ from zerojax.launch.error import UsageError, in_a_line
 from zerojax.launch.gpus import Gpu, gpus
 from zerojax.launch.hosts import Host, read_hostfile, select
 from zerojax.launch.job import Job, Node, by_hand, checked_script, free_port, node_command
-from zerojax.launch.kubernetes import Kind
 
 # All arguments after the script belong to the script.
 SETTINGS = {"allow_interspersed_args": False}
@@ -59,9 +58,6 @@ def launch(
     kubernetes: Annotated[
         str | None, typer.Option(metavar="IMAGE", help="Print a manifest of pods of this image.")
     ] = None,
-    kubernetes_kind: Annotated[
-        Kind, typer.Option(help="JobSet, or Service and indexed Job where no JobSet is installed.")
-    ] = Kind.JOBSET,
     config_file: Annotated[
         Path | None, typer.Option(help="What accelerate config wrote; options here win.")
     ] = None,
@@ -100,7 +96,7 @@ def launch(
                     "not of the launch",
                     err=True,
                 )
-        cluster = Cluster(slurm, kubernetes, kubernetes_kind, use_ray)
+        cluster = Cluster(slurm, kubernetes, use_ray)
         words = words if kubernetes is not None else checked_script(words)
         job = Job(words, grace, max_restarts, _watchdog(watchdog), log_dir)
         if config_file is not None:

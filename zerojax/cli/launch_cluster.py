@@ -17,13 +17,11 @@ class Cluster(NamedTuple):
     Attributes:
       slurm: sbatch's options; None: not Slurm.
       image: Image of the pods; None: not Kubernetes.
-      kind: The Kubernetes object that restarts the pods.
       ray: Whether Ray Train starts the processes.
     """
 
     slurm: str | None
     image: str | None
-    kind: kubernetes.Kind
     ray: bool
 
     def chosen(self) -> str | None:
@@ -64,8 +62,8 @@ def start(
             return slurm.submit(script, environ)
         print(script, end="")
     elif cluster.image is not None:
-        objects = kubernetes.manifest(job, cluster.kind, cluster.image, nodes, count, environ)
-        print(kubernetes.as_yaml(objects), end="")
+        jobset = kubernetes.manifest(job, cluster.image, nodes, count, environ)
+        print(kubernetes.as_yaml(jobset), end="")
     elif dry_run:
         print(f"# Ray Train: {nodes * count} workers of {' '.join(job.script)}")
     else:

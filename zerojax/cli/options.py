@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NamedTuple, NoReturn
 
 import typer
 
@@ -51,6 +51,19 @@ Auto = Annotated[
     typer.Option(metavar="KEY=VALUE", help='What stands in for an "auto", as for explain.'),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
+
+
+class Asked(NamedTuple):
+    """The options that `plan` and `fit` share, as given."""
+
+    model: str
+    devices: str
+    batch: int | None
+    seq: int
+    network: str | None
+    mesh_axes: str | None
+    attention: str | None
+    as_json: bool
 
 
 def wrong_input(message: object) -> NoReturn:

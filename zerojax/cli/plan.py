@@ -10,6 +10,7 @@ import typer
 from zerojax.cli.explain import stand_ins
 from zerojax.cli.options import (
     AsJson,
+    Asked,
     Attention,
     Auto,
     Devices,
@@ -162,38 +163,16 @@ def plan(
         wrong_input(error)
     from zerojax.cli import plan_generate, plan_run  # import JAX
 
+    asked = Asked(model, devices, batch, seq, network, mesh_axes, attention, as_json)
     if generate is not None:
-        fits = plan_generate.run(
-            zero_config,
-            model=model,
-            devices=devices,
-            rows=batch,
-            prompt=seq,
-            new=generate,
-            network=network,
-            mesh_axes=mesh_axes,
-            attention=attention,
-            weights=weights,
-            bits=None if quantize is None else int(quantize.removeprefix("int")),
-            as_json=as_json,
-        )
-        raise typer.Exit(0 if fits else 3)
-    fits = plan_run.run(
-        zero_config,
-        model=model,
-        source=str(config),
-        devices=devices,
-        batch=batch,
-        seq=seq,
-        network=network,
-        mesh_axes=mesh_axes,
-        remat=remat,
-        policy=remat_policy,
-        attention=attention,
-        look=look,
-        picture=picture,
-        collectives=collectives,
-        as_json=as_json,
-    )
+        bits = None if quantize is None else int(quantize.removeprefix("int"))
+        fits = plan_generate.run(zero_config, asked, new=generate, weights=weights, bits=bits)
+    elif collectives:
+        fits = plan_run.show_decided(zero_config, asked, remat=remat, policy=remat_policy)
+    else:
+        fits = plan_run.run(
+            zero_config, asked, str(config),
+            remat=remat, policy=remat_policy, look=look, picture=picture,
+        )  # fmt: skip
     if not fits:
         raise typer.Exit(3)

@@ -11,18 +11,17 @@ import jax
 import typer
 
 from zerojax.api import zero
-from zerojax.cli.options import wrong_input
-from zerojax.cli.planning import compile_only, with_attention
+from zerojax.cli.options import Asked, wrong_input
+from zerojax.cli.planning import compile_only, function_of, mesh_of
 from zerojax.cli.problem import explain_error
 from zerojax.cli.terminal import spinner
 from zerojax.config import ZeroConfig
 from zerojax.config.frozen import quiet
 from zerojax.devices.arranged import arranged
-from zerojax.devices.mesh import batch_devices, laid_out
-from zerojax.foresight.devices import parse_devices
+from zerojax.devices.mesh import batch_devices
 from zerojax.generation.forecast import GenerationForecast, forecast
 from zerojax.generation.weights import Weights
-from zerojax.models.registry import bound, find
+from zerojax.models.registry import bound
 from zerojax.plan.table import size
 from zerojax.quantize import quantize_weights
 from zerojax.tuning.study import check_axes
@@ -30,54 +29,42 @@ from zerojax.tuning.workload import Workload, workload
 
 
 def run(
-    config: ZeroConfig,
-    *,
-    model: str,
-    devices: str,
-    rows: int | None,
-    prompt: int,
-    new: int,
-    network: str | None,
-    mesh_axes: str | None,
-    attention: str | None,
-    weights: Weights | None,
-    bits: int | None,
-    as_json: bool,
+    config: ZeroConfig, asked: Asked, *, new: int, weights: Weights | None, bits: int | None
 ) -> bool:
     """Prints the forecast of a generation; exits with 2 for bad input.
 
     Args:
       config: The config, whose stage and offload decide where the parameters are at rest.
-      rows: Rows of a batch, over all devices; None for one per data device.
-      prompt: Tokens of each prompt, or of each source of an encoder-decoder.
+      asked: The options of the command. `batch` is None for one row per data device, `seq` the
+        tokens of each prompt, or of each source of an encoder-decoder.
       new: New tokens of each row.
       weights: As for :func:`zerojax.generate`.
       bits: Bits of the quantized parameters; None for bfloat16.
-      model, devices, network, mesh_axes, attention, as_json: The options of the command.
 
     Returns:
       Whether the generation fits.
     """
-    compile_only(devices)
+    compile_only(asked.devices)
     with spinner() as progress:
         progress.add_task("compiling the programs of a generation", total=None)
         try:
-            function = with_attention(find(model), model, attention)
-            mesh, rates = parse_devices(devices, network)
-            mesh = arranged(laid_out(mesh, mesh_axes) if mesh_axes else mesh, config)
-            rows = rows or batch_devices(mesh)
-            module, params = _abstract(function, config, mesh, rows, prompt + new)
+            function = function_of(asked)
+            mesh, rates = mesh_of(asked)
+            mesh = arranged(mesh, config)
+            rows = asked.batch or batch_devices(mesh)
+            module, params = _abstract(function, config, mesh, rows, asked.seq + new)
             if bits is not None:
                 params = quantize_weights(params, bits)
             found = forecast(
-                module, params, rows=rows, prompt=prompt, max_new_tokens=new,
+                module, params, rows=rows, prompt=asked.seq, max_new_tokens=new,
                 mesh=mesh, rates=rates, weights=weights,
             )  # fmt: skip
         except Exception as error:
-            if (message := explain_error(error, f"model {model!r} cannot be planned")) is None:
+            message = explain_error(error, f"model {asked.model!r} cannot be planned")
+            if message is None:
                 raise
             wrong_input(message)
-    if as_json:
+    if asked.as_json:
         typer.echo(json.dumps({"generation": to_json(found)}, indent=2))
     else:
         over = found.peak - found.rates.room

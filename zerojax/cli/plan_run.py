@@ -2,64 +2,100 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import typer
 
 from zerojax.api import Zero
 from zerojax.cli import plan_picture
-from zerojax.cli.options import wrong_input
+from zerojax.cli.options import Asked, wrong_input
 from zerojax.cli.plan_collectives import show_collectives
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, to_json
-from zerojax.cli.planning import compile_only, with_attention
+from zerojax.cli.planning import compile_only, function_of, mesh_of
 from zerojax.cli.problem import explain_error
 from zerojax.cli.terminal import spinner
 from zerojax.config import ZeroConfig
 from zerojax.devices.arranged import arranged
-from zerojax.devices.mesh import laid_out
 from zerojax.foresight.choice import LIVE
-from zerojax.foresight.devices import parse_devices
 from zerojax.foresight.gathered import weighed
 from zerojax.foresight.remedies import remedies
 from zerojax.models.attention import choose_attention
-from zerojax.models.registry import find, takes, takes_policy
+from zerojax.models.registry import takes, takes_policy
 from zerojax.offload.activations import remat_policy
 from zerojax.tuning.study import Study
 
 
 def run(
-    zero_config: ZeroConfig,
-    *,
-    model: str,
+    config: ZeroConfig,
+    asked: Asked,
     source: str,
-    devices: str,
-    batch: int | None,
-    seq: int,
-    network: str | None,
-    mesh_axes: str | None,
+    *,
     remat: bool | None,
     policy: str | None,
-    attention: str | None,
     look: bool,
     picture: Path | None,
-    collectives: bool,
-    as_json: bool,
 ) -> bool:
-    """Prints the forecast, or the collectives; exits with 2 for bad input.
+    """Prints the forecast of a step; exits with 2 for bad input.
 
     Args:
-      zero_config: The config, read from ``source``.
+      config: The config, read from ``source``.
       look: Whether to look for settings that fit, if the step does not.
-      model, devices, batch, seq, network, mesh_axes, remat, policy, attention, picture,
-        collectives, as_json: The options of the command.
+      asked, remat, policy, picture: The options of the command.
 
     Returns:
       Whether the step fits.
     """
-    compile_only(devices)
+    compile_only(asked.devices)
+    with _study(config, asked, remat, policy) as (study, function):
+        selected, forecast = study.given, study.forecast(study.given)
+        is_auto = any(note.key.endswith(LIVE) and note.value == "auto" for note in config.notes)
+        gathered = weighed(study, selected) if is_auto else ()
+        if gathered:
+            selected, forecast = gathered[0].choice, gathered[0].forecast
+        alternatives = tuple(remedies(study)) if look and not forecast.fits else None
+        stages, refused = (
+            ({}, []) if picture is None else plan_picture.forecasts(study.given, study.forecast)
+        )
+    implementation = None
+    if takes(function, "attention"):
+        decorated = Zero(config, arranged(mesh_of(asked)[0], config))
+        implementation = choose_attention(decorated, asked.attention or "auto")
+    planned = Planned(
+        asked.model, source, asked.seq, selected, forecast, alternatives, stages, implementation,
+        gathered,
+    )  # fmt: skip
+    if picture is not None:
+        title = f"{asked.model}, batch {planned.rows} of {asked.seq} tokens on {asked.devices}"
+        plan_picture.draw(picture, title, planned.stages)
+        for sentence in refused:
+            typer.echo(sentence, err=True)
+    if asked.as_json:
+        print(json.dumps(to_json(planned), indent=2))
+    else:
+        show(planned)
+    return planned.forecast.fits
+
+
+def show_decided(
+    config: ZeroConfig, asked: Asked, *, remat: bool | None, policy: str | None
+) -> bool:
+    """Prints the collectives of a step, without a compile; returns True."""
+    compile_only(asked.devices)
+    with _study(config, asked, remat, policy) as (study, _):
+        show_collectives(study.collectives(study.given), as_json=asked.as_json)
+    return True
+
+
+@contextlib.contextmanager
+def _study(
+    config: ZeroConfig, asked: Asked, remat: bool | None, policy: str | None
+) -> Iterator[tuple[Study, Callable[..., object]]]:
+    """Opens the study of a step and the model's function, with a progress line; exits with 2 for
+    bad input."""
     with spinner() as progress:
         task = progress.add_task("reading", total=None)
 
@@ -67,53 +103,28 @@ def run(
             progress.update(task, description=f"compiling {text}")
 
         try:
-            function = find(model)
-            kept = _kept(function, model, remat, policy)
-            mesh, rates = parse_devices(devices, network)
-            mesh = laid_out(mesh, mesh_axes) if mesh_axes else mesh
-            function = with_attention(function, model, attention)
+            function = function_of(asked)
+            kept = _kept(function, asked.model, remat, policy)
+            mesh, rates = mesh_of(asked)
             study = Study(
-                function, zero_config, mesh, rates, rows=batch, seq=seq, remat=kept, note=note
+                function,
+                config,
+                mesh,
+                rates,
+                rows=asked.batch,
+                seq=asked.seq,
+                remat=kept,
+                note=note,
             )
         except (ValueError, ImportError, RuntimeError) as error:
             wrong_input(explain_error(error) or str(error))
         try:
-            if collectives:
-                show_collectives(study.collectives(study.given), as_json=as_json)
-                return True
-            selected, forecast = study.given, study.forecast(study.given)
-            is_auto = any(
-                note.key.endswith(LIVE) and note.value == "auto" for note in zero_config.notes
-            )
-            gathered = weighed(study, selected) if is_auto else ()
-            if gathered:
-                selected, forecast = gathered[0].choice, gathered[0].forecast
-            alternatives = tuple(remedies(study)) if look and not forecast.fits else None
-            stages, refused = (
-                ({}, []) if picture is None else plan_picture.forecasts(study.given, study.forecast)
-            )
+            yield study, function
         except Exception as error:
-            if (message := explain_error(error, f"model {model!r} cannot be planned")) is None:
+            message = explain_error(error, f"model {asked.model!r} cannot be planned")
+            if message is None:
                 raise
             wrong_input(message)
-    implementation = (
-        choose_attention(Zero(zero_config, arranged(mesh, zero_config)), attention or "auto")
-        if takes(function, "attention")
-        else None
-    )
-    planned = Planned(
-        model, source, seq, selected, forecast, alternatives, stages, implementation, gathered
-    )
-    if picture is not None:
-        title = f"{model}, batch {planned.rows} of {seq} tokens on {devices}"
-        plan_picture.draw(picture, title, planned.stages)
-        for sentence in refused:
-            typer.echo(sentence, err=True)
-    if as_json:
-        print(json.dumps(to_json(planned), indent=2))
-    else:
-        show(planned)
-    return planned.forecast.fits
 
 
 def _kept(

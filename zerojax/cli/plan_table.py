@@ -80,9 +80,9 @@ def _title(planned: Planned) -> Iterator[str]:
     )
     if (schedule := planned.schedule) is not None:
         yield (
-            f"pipeline: {schedule.name}, {schedule.stages} stages, {schedule.micro_batches} "
+            f"pipeline: GPipe, {schedule.stages} stages, {schedule.micro_batches} "
             f"micro-batches in {schedule.ticks} ticks, in {schedule.bubble:.0%} of which a stage "
-            f"idles (the bubble); a stage keeps activations of {schedule.kept} at a time; "
+            f"idles (the bubble); a stage keeps activations of all of them; "
             f"{size(forecast.boundary)} at a boundary"
         )
 

@@ -53,9 +53,7 @@ class Planned:
     def schedule(self) -> Schedule | None:
         """The order in which pipeline stages run micro-batches; None without stages."""
         plan = self.forecast.plan
-        config = plan.config
-        keys = config.pipeline_rounds, config.pipeline_schedule
-        return Schedule.of(plan.mesh, self.choice.accumulation, *keys)
+        return Schedule.of(plan.mesh, self.choice.accumulation)
 
     @property
     def reserve(self) -> int:
@@ -172,10 +170,8 @@ def _pipeline(planned: Planned) -> dict[str, object] | None:
     if (schedule := planned.schedule) is None:
         return None
     return {
-        "schedule": schedule.name,
         "stages": schedule.stages,
         "micro_batches": schedule.micro_batches,
-        "kept": schedule.kept,
         "ticks": schedule.ticks,
         "bubble": schedule.bubble,
         "boundary": planned.forecast.boundary,

@@ -5,10 +5,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from zerojax.foresight.devices import HERE
+from zerojax.cli.options import Asked
+from zerojax.devices.mesh import laid_out
+from zerojax.devices.rates import Rates
+from zerojax.foresight.devices import HERE, parse_devices
 from zerojax.models.attention import ASKED
-from zerojax.models.registry import takes
+from zerojax.models.registry import find, takes
+
+
+def mesh_of(asked: Asked) -> tuple[Mesh, Rates]:
+    """Returns the devices that were asked for, and their rates."""
+    mesh, rates = parse_devices(asked.devices, asked.network)
+    return (laid_out(mesh, asked.mesh_axes) if asked.mesh_axes else mesh), rates
 
 
 def compile_only(devices: str) -> None:
@@ -20,16 +30,19 @@ def compile_only(devices: str) -> None:
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back such programs
 
 
-def with_attention(function: Callable[..., Any], model: str, asked: str | None) -> Any:
-    """Returns a model's function with the attention that ``--attention`` asks for.
+def function_of(asked: Asked) -> Callable[..., Any]:
+    """Returns a model's function, with the attention that ``--attention`` asks for.
 
     Raises:
       ValueError: The model takes no ``attention``, or no attention has that name.
     """
-    if asked is None:
+    function = find(asked.model)
+    if asked.attention is None:
         return function
     if not takes(function, "attention"):
-        raise ValueError(f"--attention: model {model!r} takes no `attention`")
-    if asked not in ASKED:
-        raise ValueError(f"--attention: {asked!r} is unknown; there are {', '.join(ASKED)}")
-    return functools.partial(function, attention=asked)
+        raise ValueError(f"--attention: model {asked.model!r} takes no `attention`")
+    if asked.attention not in ASKED:
+        raise ValueError(
+            f"--attention: {asked.attention!r} is unknown; there are {', '.join(ASKED)}"
+        )
+    return functools.partial(function, attention=asked.attention)

@@ -9,18 +9,18 @@ program that is being traced. Read ``insert`` first, then ``shard`` and ``gather
 - Sends: ``gathering`` (all-gathers, reduce-scatters, the scope of a gather), ``reduction``,
   ``quantization``, ``many`` (small arrays in one all-gather).
 - Decisions before a program runs: ``program_decisions``, from ``wanted`` (target specs of
-  gradients, traced back to the equations that compute them), ``adjacent``, ``tables``,
-  ``shrinking``, ``residuals``, ``reuse``.
+  gradients, traced back to the equations that compute them), ``adjacent``, ``residuals``,
+  ``uses``.
 - Decisions before a loop runs: ``loop_decisions``, from ``loops`` (gradients reduced after the
   loop), ``held`` (constants gathered before the loop), ``ahead`` (layers gathered one iteration
   ahead), ``behind`` (gradients reduced one iteration later). ``scans`` runs the loop, with
   ``entries``, ``filled``, ``moved_stacks``, ``iterations``.
-- Decisions at the entry of a step: ``kept``, with ``uses`` (the dtypes in which a step needs a
-  parameter unsharded).
+- Decisions at the entry of a step: ``kept``, with ``uses`` (the variables that a program needs
+  unsharded, and their dtypes).
 - Rules for one kind of equation: ``propagate`` (specs through moves), ``lookups``, ``in_place``
   (products with weights that stay sharded), ``convolutions``, ``gradients``, ``uneven``,
   ``copies``, ``widening``, ``minibatches``.
-- The optimizer's update: ``matrices`` (functions of matrices, of which each device runs some).
+- The optimizer's update: ``matrices`` (each device computes with some of the matrices).
 - Order of the program, for XLA: ``order``, ``window``. ``layer``: the size of a layer, for options
   of XLA.
 - Reports: ``decisions`` (one collective as data), ``ledger`` (the record of them).

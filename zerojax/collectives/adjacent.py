@@ -1,22 +1,20 @@
-"""Adjacent products that share one gather, and whose gradients share one reduction.
+"""Gradients of one matrix from adjacent products, which are added up and then reduced once.
 
-Differentiation turns a product into two: a product with a matrix into one with each tangent. At
-stage 3 each of the two would gather the matrix, and each would reduce a gradient, because no
-unsharded array may wait for a later use. But here the other use follows at once.
+Each product of a matrix has a gradient of its own. At stages 2 and 3 each would be reduced where it
+is produced, because no unsharded array may wait for a later use. But here the other use follows at
+once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
-import jax
 from jax.extend.core import primitives as prims
 from jax.sharding import Mesh
 
 from zerojax.collectives import propagate
-from zerojax.collectives.shard import Shard
 from zerojax.graph.def_use import Graph, graph_of
 from zerojax.graph.primitives import LINEAR, PRODUCTS
 from zerojax.plan import layout
@@ -25,37 +23,9 @@ from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr
 
 NEAR = 16
-"""The most equations between adjacent uses."""
+"""The most equations between adjacent products."""
 
 _PASSES = LINEAR | {"add_any"}
-
-GatheredArrays = dict[int, tuple[Shard, jax.Array]]
-"""By ``id`` of a shard, the shard and its unsharded array."""
-
-
-def uses(jaxpr: Jaxpr) -> dict[int, GatheredArrays]:
-    """Returns the gathers that adjacent products with a common operand share, by ``id`` of their
-    equations. Neither product needs the other's result, unlike those of the backward pass, which
-    need the forward pass."""
-    graph = graph_of(jaxpr)
-    firsts: dict[Atom, tuple[int, Equation]] = {}
-    shared: dict[int, GatheredArrays] = {}
-    products = graph.named(*PRODUCTS)
-    for i, eqn in sorted((graph.place(eqn), eqn) for eqn in products):
-        operands = jaxprs.variables(eqn.invars)
-        for v in operands:
-            at, first = firsts.get(v, (-1, None))
-            if first is None or i - at > NEAR or _produced_after(graph, at, operands):
-                firsts[v] = i, eqn
-            else:
-                shared[id(eqn)] = shared.setdefault(id(first), {})
-    return shared
-
-
-def _produced_after(graph: Graph, at: int, operands: Sequence[Atom]) -> bool:
-    """Returns whether an equation after place ``at`` produces one of the operands."""
-    producers = [eqn for v in operands if (eqn := graph.producer(v)) is not None]
-    return any(graph.place(eqn) > at for eqn in producers)
 
 
 class Sums(NamedTuple):

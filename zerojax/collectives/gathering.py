@@ -12,17 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.collectives.adjacent import GatheredArrays
+from zerojax.collectives import held
 from zerojax.collectives.host import Host, fetch_to_device
 from zerojax.collectives.ledger import Ledger
 from zerojax.collectives.quantization import dequantize, quantize
 from zerojax.collectives.shard import ReducedGradient, Shard
-from zerojax.collectives.window import Window
+from zerojax.collectives.window import AHEAD, Window
 from zerojax.devices.mesh import REPLICA, batch_axes, batch_devices, sequence_size
 from zerojax.devices.network import near
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.plan.quantized import UNQUANTIZED, Sent, block_of
+from zerojax.plan.rule import SMALL
 from zerojax.trace import marks
 from zerojax.xla.types import Atom, Equation
 
@@ -35,6 +36,27 @@ AllRows = dict[int, tuple[jax.Array, jax.Array | None]]
 """By ``id`` of an array of activations, the array, and all its rows unless they were dropped."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Numbers of elements from which the decisions on parameters depend.
+
+    Attributes:
+      held: The most elements of parameters, and of their gradients, that one loop gathers before
+        its first iteration, and reduces after the last one.
+      ahead: The elements of parameters between a use and the gathers that wait for it, see
+        :mod:`zerojax.collectives.window`.
+      in_place: The fewest elements of a weight that stays sharded in its products, see
+        :mod:`zerojax.collectives.in_place`: a smaller one is gathered in hardly more time than any
+        collective takes.
+      small: The most elements of a parameter that is gathered with others, once a step.
+    """
+
+    held: int = held.MOST
+    ahead: int = AHEAD
+    in_place: int = 2**20
+    small: int = SMALL
+
+
 @dataclass
 class Scope:
     """The part of a program within which one gather of a parameter may serve several uses.
@@ -45,8 +67,7 @@ class Scope:
 
     ``share``, ``replace``, ``host``, ``window``, ``batch_rows``, ``behind``, ``row_sums``,
     ``of_layer`` and ``of_step`` are set when the scope begins. The other attributes record what the
-    equations that have run in the scope gathered, used and reduced; ``adjacent`` is set for each
-    equation.
+    equations that have run in the scope gathered, used and reduced.
 
     Attributes:
       share: whether one gather serves all uses in the scope.
@@ -62,8 +83,6 @@ class Scope:
       rows: the rows last looked up in a gathered table; the gather of the next such table waits for
         them.
       all_rows: the activations that products with sharded weights gathered, oldest first.
-      adjacent: the gathers that an equation, and the equations of a function that it calls, share
-        with adjacent equations; None if the equation shares no gather.
       window: delays gathers outside loops over stacks; None if gathers are not delayed.
       cotangent: the cotangent of the last block of the backward pass that was held back.
       batch_rows: the number of rows of the batch; None if unknown.
@@ -85,7 +104,6 @@ class Scope:
     used_unsharded: set[int] = field(default_factory=set)
     rows: jax.Array | None = None
     all_rows: AllRows = field(default_factory=dict)
-    adjacent: GatheredArrays | None = None
     window: Window | None = None
     cotangent: jax.Array | None = None
     batch_rows: int | None = None
@@ -131,8 +149,7 @@ class Gatherer:
       keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers where
         used, drops, and gathers again (stage 3).
       sent: The formats in which parameters and gradients are sent.
-      most_held: The most elements of parameters that a loop gathers before its first iteration;
-        None for :data:`zerojax.collectives.held.MOST`.
+      limits: The sizes from which decisions depend.
 
     Attributes:
       sent_unquantized: Large gradients that are sent unquantized despite the config: the primitive
@@ -144,7 +161,7 @@ class Gatherer:
     axis: str
     keep: bool
     sent: Sent
-    most_held: int | None
+    limits: Limits
     replicas: int
     ledger: Ledger
 
@@ -155,9 +172,9 @@ class Gatherer:
         *,
         keep: bool,
         sent: Sent = UNQUANTIZED,
-        most_held: int | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        self.most_held = most_held
+        self.limits = limits or Limits()
         self.mesh, self.axis, self.keep, self.sent = mesh, axis, keep, sent
         self.replicas = mesh.shape.get(REPLICA, 1)
         self._lane_axes: frozenset[str] = frozenset()
@@ -281,9 +298,8 @@ class Gatherer:
         gathering = shard.gathering
         if gathering.narrow is not None:  # half the bytes, or less
             return gathering.narrow.widen(self.gather(gathering.narrow.shard, scope, rest))
-        gathered = scope.gathered if scope.adjacent is None else scope.adjacent
-        if id(shard) in gathered:
-            return gathered[id(shard)][1]
+        if id(shard) in scope.gathered:
+            return scope.gathered[id(shard)][1]
         if gathering.host:
             unsharded = self.all_gather(
                 fetch_to_device(shard.value), shard.spec, quantized=gathering.quantized
@@ -300,8 +316,8 @@ class Gatherer:
                 (x for x in rest if not isinstance(x, Shard) and jnp.ndim(x)), scope.token
             )
         unsharded = self.all_gather(value, shard.spec, quantized=gathering.quantized)
-        if scope.share or scope.adjacent is not None:
-            gathered[id(shard)] = shard, unsharded
+        if scope.share:
+            scope.gathered[id(shard)] = shard, unsharded
         return unsharded
 
     def scatter(self, gradient: jax.Array, spec: Spec) -> jax.Array:

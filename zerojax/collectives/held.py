@@ -26,9 +26,7 @@ DeepSpeed's default of ``stage3_max_live_parameters``."""
 SAME_ELEMENTS = LABELS | LINEAR | {"transpose"}
 
 
-def decide(
-    jaxpr: AnyJaxpr, consts: Sequence[object], mesh: Mesh, most: int | None = None
-) -> set[int]:
+def decide(jaxpr: AnyJaxpr, consts: Sequence[object], mesh: Mesh, most: int = MOST) -> set[int]:
     """Returns the positions of a loop's constants that are gathered before the loop: those that
     each iteration needs unsharded; none if they exceed ``most`` elements.
 
@@ -36,7 +34,7 @@ def decide(
       jaxpr: The loop's body, or its condition.
       consts: The constants, the body's first operands, some of them a :class:`Shard`.
       mesh: The mesh of their specs.
-      most: The most elements that the loop holds; None for :data:`MOST`.
+      most: The most elements that the loop holds.
     """
     specs = [c.spec if isinstance(c, Shard) and not c.is_rounded else None for c in consts]
     if all(spec is None for spec in specs):
@@ -48,7 +46,6 @@ def decide(
         for i, (v, spec) in enumerate(zip(opened.invars, specs, strict=False))
         if spec is not None and _Needs(mesh).unsharded(opened, v, spec, varies)
     }
-    most = MOST if most is None else most
     return needed if sum(opened.invars[i].aval.size for i in needed) <= most else set()
 
 

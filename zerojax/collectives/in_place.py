@@ -36,10 +36,6 @@ from zerojax.plan.quantized import UNQUANTIZED
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Aval, Equation, Jaxpr
 
-LEAST = 2**20
-"""The fewest elements of a weight that stays sharded: a smaller one is gathered in hardly more time
-than any collective takes."""
-
 _TIMES = 2
 """The fewest bytes of the weight, as a multiple of the bytes that its product sends: a gather of
 the weight can run ahead of the product, while activations are waited for."""
@@ -125,7 +121,11 @@ def find(eqn: Equation, at: int, spec: Spec, gatherer: Gatherer) -> Product | No
         return None
     arrays = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     split = cut_evenly(arrays[at].shape, spec, gatherer)
-    if split is None or arrays[at].size < LEAST or any(jaxprs.param(eqn, "dimension_numbers")[1]):
+    if (
+        split is None
+        or arrays[at].size < gatherer.limits.in_place
+        or any(jaxprs.param(eqn, "dimension_numbers")[1])
+    ):
         return None
     names = _dimension_names(eqn)
     name = names[at][split]

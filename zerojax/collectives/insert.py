@@ -45,7 +45,7 @@ from zerojax.collectives import (
     residuals,
     wanted,
 )
-from zerojax.collectives.gathering import Replacements, Scope, is_sharded, plain
+from zerojax.collectives.gathering import Limits, Replacements, Scope, is_sharded, plain
 from zerojax.collectives.host import Host, on_host
 from zerojax.collectives.partial_sums import PartialSum
 from zerojax.collectives.program_decisions import ProgramDecisions
@@ -79,8 +79,7 @@ class Inserter(Scans):
       overlap: whether loops gather one iteration ahead and reduce one iteration later, and gathers
         outside loops wait for the window, see :mod:`zerojax.collectives.window`.
       sent: the formats in which parameters and gradients are sent.
-      most_held: the most elements of parameters that a loop gathers before its first iteration;
-        None for :data:`zerojax.collectives.held.MOST`.
+      limits: the sizes from which decisions depend.
     """
 
     share: bool
@@ -99,9 +98,9 @@ class Inserter(Scans):
         away: int | None = None,
         overlap: bool = True,
         sent: Sent = UNQUANTIZED,
-        most_held: int | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        super().__init__(mesh, axis, keep=keep, sent=sent, most_held=most_held)
+        super().__init__(mesh, axis, keep=keep, sent=sent, limits=limits)
         self.share, self.overlap, self.layers = share or keep, overlap, []
         self.devices = batch_devices(mesh)
         shares = self.devices * sequence_size(mesh)
@@ -124,7 +123,7 @@ class Inserter(Scans):
         number of rows of the batch; None if it differs between leaves of the batch.
         """
         is_unlimited = self.keep or self._lane_axes or not self.overlap
-        window = None if is_unlimited else Window.of(self.mesh, self.axis)
+        window = None if is_unlimited else Window.of(self.mesh, self.axis, self.limits.ahead)
         defers_reductions = self.overlap and not self._lane_axes and host is None
         scope = Scope(
             share=self.share,
@@ -154,24 +153,13 @@ class Inserter(Scans):
         """
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         decided = program_decisions.decide(jaxpr, args, want, self, scope, self.smallest)
-        scope.used_unsharded |= decided.reused.used_unsharded
-        outer = scope.adjacent  # shared by the call that runs this jaxpr
+        scope.used_unsharded |= decided.used_unsharded
         env: dict[Atom, Any] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
         )
 
-        for eqn in decided.order.equations:
-            if eqn.outvars and eqn.outvars[0] in decided.replaced:
-                (out,) = eqn.outvars
-                # The same object if the dtype is the same: the step recognizes its array.
-                new = plain(jaxprs.read(decided.replaced[out], env))
-                env[out] = new if new.dtype == out.aval.dtype else new.astype(out.aval.dtype)
-                continue
+        for eqn in jaxpr.eqns:
             values = [jaxprs.read(v, env) for v in eqn.invars]
-            if not decided.shrinking.results.isdisjoint(eqn.outvars):
-                with jaxprs.traced_where(eqn):
-                    env[eqn.outvars[0]] = decided.shrinking.run(eqn, values, decided.wants, self)
-                continue
             if any(isinstance(v, PartialSum) for v in values):
                 if partial_sums.links(eqn):
                     env[eqn.outvars[0]] = values[0].then(eqn)
@@ -179,7 +167,6 @@ class Inserter(Scans):
                 values = [
                     partial_sums.total(v, self) if isinstance(v, PartialSum) else v for v in values
                 ]
-            scope.adjacent = decided.shared.get(id(eqn), outer)
             with jaxprs.traced_where(eqn):
                 if (
                     any(isinstance(v, Shard | HostStack) for v in values)
@@ -194,11 +181,7 @@ class Inserter(Scans):
                     outs = jaxprs.bind(eqn, values)
                     at = minibatches.rows_at(eqn, scope.batch_rows) if scope.of_step else None
                     outs = outs if at is None else [self.by_rows(outs[0], at)]
-            env.update(
-                (v, decided.reused.as_shard(v, x, decided.wants))
-                for v, x in zip(eqn.outvars, outs, strict=True)
-            )
-            decided.order.follow(eqn, env)
+            env.update(zip(eqn.outvars, outs, strict=True))
         return [jaxprs.read(v, env) for v in jaxpr.outvars]
 
     def _equation(
@@ -309,7 +292,7 @@ class Inserter(Scans):
     def _on_shards(self, eqn: Equation, values: Sequence[object], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; ``spec`` is the spec of its result."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
-        gathered = copies.follow(eqn, values, self.axis)
+        gathered = copies.follow(eqn, values, self.axis, self.limits.small)
         narrow = None
         if isinstance(values[0], Shard) and (source := values[0].gathering.narrow) is not None:
             if source.is_cast and propagate.follows(eqn):
@@ -426,7 +409,7 @@ class Inserter(Scans):
         each iteration needs unsharded are gathered before the loop."""
         loop = jaxprs.while_parts(eqn)
         a, b = loop.cond_consts, loop.cond_consts + loop.body_consts
-        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self.axis)
+        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self)
         specs = [updated.get(i) for i in range(len(values) - b)]
         start = [plain(v) if i in updated else v for i, v in enumerate(values[b:])]
         consts = self._gathered(values[:b], scope) if self.keep else values[:b]
@@ -435,13 +418,13 @@ class Inserter(Scans):
         def closed(
             jaxpr: AnyJaxpr, consts: Sequence[object], want: Sequence[Spec | None]
         ) -> Callable[[Sequence[jax.Array]], list[Any]]:
-            needed = held.decide(jaxpr, consts, self.mesh, self.most_held)
+            needed = held.decide(jaxpr, consts, self.mesh, self.limits.held)
             consts = self.held(needed, consts, scope)
 
             def run(carry: Sequence[jax.Array]) -> list[Any]:
                 iteration = within()
                 if scope.window is not None:
-                    iteration.window = Window.of(self.mesh, self.axis)
+                    iteration.window = Window.of(self.mesh, self.axis, self.limits.ahead)
                 with self.ledger.place(decisions.LOOP):
                     args = (*consts, *self.carried(carry, updated))
                     return self.run(jaxpr, args, iteration, want)

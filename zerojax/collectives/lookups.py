@@ -69,7 +69,7 @@ def look_up(
         columns = gatherer.constrain(rows, (None, None, gatherer.axis))
         rows = gatherer.constrain(columns, (gatherer.axis, None, None))
         return rows.astype(table.value.dtype)
-    if scope.share or scope.adjacent is not None:
+    if scope.share:
         return None
     if table.value.size <= _looked_up(eqn, gatherer.mesh, 1):
         return None

@@ -88,7 +88,7 @@ def decide(
     """
     a, n = jaxprs.scan_counts(eqn)
     consts, xs = values[:a], values[a + n :]
-    sums = Sums(eqn, want[:n])
+    sums = Sums(eqn, want[:n], gatherer.limits.held)
     carried = [i for i in range(n) if i not in sums.terms]
     # A loop that carries other gradients runs over micro-batches, and each iteration gathers.
     remaining = [i for i in carried if i not in sums.stacks and i not in updated]
@@ -112,7 +112,7 @@ def decide(
         updated=updated,
         held=set()
         if over_micro_batches
-        else held.decide(jaxpr, consts, gatherer.mesh, gatherer.most_held),
+        else held.decide(jaxpr, consts, gatherer.mesh, gatherer.limits.held),
         gathered=gathered,
         ahead=prefetched,
         filled={
@@ -132,15 +132,16 @@ def trains(eqn: Equation) -> bool:
     return not jaxprs.is_transposed(eqn) and contains(eqn, jaxprs.is_transposed)
 
 
-def find_updated(eqn: Equation, values: Sequence[object], axis: str) -> dict[int, Spec]:
+def find_updated(eqn: Equation, values: Sequence[object], gatherer: Gatherer) -> dict[int, Spec]:
     """Returns the specs of the large shards that a loop carries and changes, by position among the
     carried values.
 
     Args:
       eqn: The scan or while loop.
       values: Its operands, some of them a :class:`Shard`.
-      axis: The axis over which ZeRO shards.
+      gatherer: Gathers parameters.
     """
+    axis, small = gatherer.axis, gatherer.limits.small
     *_, body = regions(eqn)
     specs = {}
     for i, (result, argument) in enumerate(body.carries):
@@ -149,7 +150,7 @@ def find_updated(eqn: Equation, values: Sequence[object], axis: str) -> dict[int
             isinstance(x, Shard)
             and is_sharded(x.spec, axis)
             and not x.gathering.host
-            and not is_small(x.value.shape, x.spec, axis)
+            and not is_small(x.value.shape, x.spec, axis, small)
             and body.jaxpr.outvars[result] is not body.jaxpr.invars[argument]
         ):
             specs[i] = x.spec

@@ -89,6 +89,7 @@ class Sums:
     Args:
       eqn: the scan.
       want: for each carried value, the target spec of its sum; None if it is not a gradient.
+      most: the most elements of all sums together; the loop adds up none if they exceed it.
 
     Attributes:
       want: by position of a carried value, the target spec of its sum, if there is one.
@@ -100,7 +101,7 @@ class Sums:
     want: dict[int, Spec]
     roots: list[Atom]
 
-    def __init__(self, eqn: Equation, want: Sequence[Spec | None]) -> None:
+    def __init__(self, eqn: Equation, want: Sequence[Spec | None], most: int = MOST) -> None:
         self.terms: dict[int, list[Term]] = {}
         self.stacks: set[int] = set()
         self.want = {i: spec for i, spec in enumerate(want) if spec is not None}
@@ -117,7 +118,7 @@ class Sums:
                 self.terms[i] = [self._term(v) for v in added[0]]
                 self._adds += added[1]
         self.roots = list(dict.fromkeys(t.root for ts in self.terms.values() for t in ts))
-        if sum(v.aval.size for v in self.roots) > MOST:
+        if sum(v.aval.size for v in self.roots) > most:
             self.terms, self.roots, self._adds = {}, [], []
 
     def _added(self, v: Atom, start: Atom) -> tuple[list[Atom], list[Equation]] | None:

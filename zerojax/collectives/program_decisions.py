@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zerojax.collectives import adjacent, in_place, residuals, reuse, shrinking, tables, wanted
-from zerojax.collectives.adjacent import GatheredArrays
+from zerojax.collectives import adjacent, in_place, residuals, wanted
 from zerojax.collectives.gathering import Gatherer, Scope
+from zerojax.collectives.shard import Shard
+from zerojax.collectives.uses import used_unsharded
 from zerojax.plan.layout import Spec
-from zerojax.trace import changes
 from zerojax.xla.types import Atom, Equation, Jaxpr
 
 
@@ -21,28 +21,20 @@ class ProgramDecisions:
     """The decisions on one program.
 
     Attributes:
-      order: The equations, in the order in which they run.
       wants: By variable, the spec of the shard of each gradient, and of each value of which one is
         computed. Terms that are added up before they are reduced are left out.
       added_up: The gradients that are reduced once they are added up.
-      shared: By ``id`` of an equation, the gathers that it shares with others; empty until one of
-        these equations runs.
-      shrinking: The equations that run on each device's own sum.
       leaving: The stacks that wait in host memory for the backward pass.
-      replaced: By variable, the variable that already has the same value.
       in_place: By variable, the product of which each device computes its own shard of a gradient.
-      reused: The gradients from which the program computes further values.
+      used_unsharded: By ``id``, the shards among the arguments that a use other than a lookup needs
+        unsharded.
     """
 
-    order: tables.Order
     wants: Mapping[Atom, Spec]
     added_up: set[Atom]
-    shared: Mapping[int, GatheredArrays]
-    shrinking: shrinking.OwnSumEquations
     leaving: set[Atom]
-    replaced: Mapping[Atom, Atom]
     in_place: Mapping[Atom, in_place.Product]
-    reused: reuse.ReusedGradients
+    used_unsharded: set[int]
 
     def places(self, eqn: Equation) -> bool:
         """Returns whether an equation has a result that is a gradient, or from which a gradient is
@@ -71,25 +63,16 @@ def decide(
         host memory; None keeps all residuals on the devices.
     """
     mesh = gatherer.mesh
-    reused = reuse.ReusedGradients(jaxpr, args, gatherer.axis)
-    others = {} if gatherer.lanes_on_axis else reused.gradients
-    wants = wanted.trace_back(jaxpr, want or [None] * len(jaxpr.outvars), mesh, others)
+    wants = wanted.trace_back(jaxpr, want or [None] * len(jaxpr.outvars), mesh)
     products = in_place.find_gradients(jaxpr, wants, gatherer)
     sums = adjacent.sums(jaxpr, wants, mesh, of_layer=scope.of_layer, in_place=products.keys())
     wants = {v: spec for v, spec in wants.items() if v not in sums.added}
-    shared: Mapping[int, GatheredArrays] = {}
-    order = tables.Order(jaxpr.eqns, {}, {}, {})
-    if not scope.share:
-        order = tables.order(jaxpr, args, gatherer)
-        shared = {**adjacent.uses(jaxpr), **order.shared}
+    shards = {v: x for v, x in zip(jaxpr.invars, args, strict=True) if isinstance(x, Shard)}
+    needed = used_unsharded(jaxpr) if shards else frozenset()
     return ProgramDecisions(
-        order=order,
         wants=wants,
         added_up=sums.reduced,
-        shared=shared,
-        shrinking=shrinking.find(jaxpr, wants, scope.batch_rows, gatherer),
         leaving=set() if smallest is None else residuals.find(jaxpr, smallest),
-        replaced=changes.find_sums(jaxpr),
         in_place=products,
-        reused=reused,
+        used_unsharded={id(x) for v, x in shards.items() if v in needed},
     )

@@ -71,7 +71,7 @@ class Scans(Gatherer):
         a, n = jaxprs.scan_counts(eqn)
         values = [scope.as_filled(v) for v in values]
         moved = [moved_stacks.of(x) for x in values[a + n :]]
-        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self.axis)
+        updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self)
         known = self.all_known(values, scope)
         values = [v if i - a in updated else known[i] for i, v in enumerate(values)]
         prefetch = self.overlap and not self.keep
@@ -80,6 +80,8 @@ class Scans(Gatherer):
         )
         self.layers.append(decided.layer)
         sums, kept = decided.sums, decided.carried
+        # A gradient may start from the shard of an earlier one, to which the loop only adds.
+        updated = {i: spec for i, spec in updated.items() if i in kept}
         consts, start, xs = values[:a], values[a : a + n], values[a + n :]
         consts = self.held(decided.held, consts, scope, values)
         with self.ledger.place(decisions.BEFORE_LOOP, "the loop needs it unsharded"):

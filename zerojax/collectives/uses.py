@@ -1,20 +1,25 @@
-"""The dtypes in which a program needs a parameter unsharded, and the loops that take it layer by
-layer."""
+"""The variables that a program needs unsharded, the dtypes in which it needs a parameter unsharded,
+and the loops that take the parameter layer by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jax.extend import core
 from jax.extend.core import primitives as prims
 
 from zerojax.collectives import in_place, lookups, propagate, wanted
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.loops import wider
 from zerojax.collectives.widening import widens_integers
+from zerojax.graph.analysis import Analysis
+from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.def_use import graph_of
-from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS
+from zerojax.graph.primitives import BRANCHES, ELEMENTWISE, LABELS, REDUCTIONS, SLICES
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.trace import marks
@@ -28,6 +33,61 @@ _NONE: _Dtypes = frozenset()
 
 # From the position of a result and its spec to the dtypes in which its uses need it unsharded.
 _Beyond = Callable[[int, Spec], _Dtypes]
+
+
+NEEDED: Analysis[bool] = Analysis(False, operator.or_, lambda eqn, _: [True] * len(eqn.invars))
+"""Backward analysis of whether an equation needs a value unsharded, in any layout and scale."""
+
+
+@NEEDED.rule("while", "shard_map")
+def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
+    return [True] * len(eqn.invars)
+
+
+@NEEDED.rule(*REDUCTIONS)
+def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
+    return [False] * len(eqn.invars)
+
+
+@NEEDED.rule("dot_general")
+def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
+    return [not propagate.adds_up(eqn)] * len(eqn.invars)
+
+
+@NEEDED.rule("gather")
+def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
+    """A lookup needs its indices unsharded, and only rows of the table."""
+    return [False, *(True for _ in eqn.invars[1:])]
+
+
+@NEEDED.rule(*SLICES)
+def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
+    """An array is needed unsharded if its slice is."""
+    return [results[0], *(True for _ in eqn.invars[1:])]
+
+
+@NEEDED.rule(*ELEMENTWISE | LABELS | propagate.FORWARD.keys())
+def _(eqn: Equation, results: Sequence[bool]) -> list[bool]:
+    if marks.is_mark(eqn, marks.GRADIENT):  # the optimizer's uses are not followed
+        return [False]
+    size = _size(eqn.outvars[0])
+    same_size = [_size(v) == size for v in eqn.invars if not isinstance(v, core.Literal)]
+    if not any(same_size):  # a broadcast
+        return [True] * len(eqn.invars)
+    return [results[0] and _size(v) == size for v in eqn.invars]
+
+
+@cached_by_jaxpr
+def used_unsharded(jaxpr: Jaxpr) -> frozenset[Atom]:
+    """Returns the variables of an open jaxpr that an equation needs unsharded, in any layout and
+    scale. Lookups do not count, nor do the optimizer's uses of its gradients."""
+    needed = NEEDED.backward(jaxpr, [False] * len(jaxpr.outvars)).of
+    return frozenset(v for v, is_needed in needed.items() if is_needed) - {*marks.gradients(jaxpr)}
+
+
+def _size(v: Atom) -> int:
+    """Returns the number of elements of a variable; ``aval.size`` takes several times as long."""
+    return math.prod(v.aval.shape)
 
 
 class Uses:

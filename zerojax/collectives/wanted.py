@@ -30,12 +30,7 @@ from zerojax.xla.types import Atom, Equation, HasEquations
 _PASSES = ELEMENTWISE | LABELS | OVERWRITES
 
 
-def trace_back(
-    jaxpr: HasEquations,
-    outs: Sequence[Spec | None],
-    mesh: Mesh,
-    others: Mapping[Atom, Spec] | None = None,
-) -> dict[Atom, Spec]:
+def trace_back(jaxpr: HasEquations, outs: Sequence[Spec | None], mesh: Mesh) -> dict[Atom, Spec]:
     """Returns, by variable, the spec of the shard of each gradient, and of each value of which a
     gradient is computed.
 
@@ -45,9 +40,8 @@ def trace_back(
       jaxpr: an open jaxpr.
       outs: the target spec of each of its results; None if there is none.
       mesh: the mesh of all specs.
-      others: the specs of further gradients, see :mod:`zerojax.collectives.reuse`.
     """
-    others, graph = others or {}, graph_of(jaxpr)
+    graph = graph_of(jaxpr)
     wants = {
         v: spec
         for v, spec in zip(jaxpr.outvars, outs, strict=True)
@@ -63,9 +57,6 @@ def trace_back(
             # user's, usually one of an activation.
             out = eqn.outvars[0]
             wants.setdefault(out, constrained.get(out, (None,) * out.aval.ndim))
-        for out in eqn.outvars:
-            if out in others:
-                wants.setdefault(out, others[out])
         if eqn.primitive is prims.scan_p:
             _through_carry(eqn, wants)
         if len(eqn.outvars) != 1 or eqn.outvars[0] not in wants:

@@ -40,17 +40,18 @@ class Window:
       mesh: The devices.
       axis: The axis over which parameters, the rows of a batch, and their tokens are sharded; it
         spans all devices of the mesh.
+      ahead: The elements of parameters between a use and the gathers that wait for it.
     """
 
-    def __init__(self, mesh: Mesh, axis: str) -> None:
-        self._mesh, self._axis = mesh, axis
+    def __init__(self, mesh: Mesh, axis: str, ahead: int) -> None:
+        self._mesh, self._axis, self._ahead = mesh, axis, ahead
         self._parts = batch_devices(mesh), sequence_size(mesh)
         self._uses: list[_Use] = []
 
     @classmethod
-    def of(cls, mesh: Mesh, axis: str) -> Window | None:
+    def of(cls, mesh: Mesh, axis: str, ahead: int = AHEAD) -> Window | None:
         """Returns a window; None if other axes shard the rows or the computed arrays."""
-        return cls(mesh, axis) if axis_size(mesh, axis) == mesh.size else None
+        return cls(mesh, axis, ahead) if axis_size(mesh, axis) == mesh.size else None
 
     def used(self, shards: Sequence[Shard], results: Iterable[object]) -> None:
         """Records that an equation has used unsharded parameters, and its results."""
@@ -64,12 +65,12 @@ class Window:
             self._uses.append(_Use(sum(x.value.size for x in shards), result))
 
     def after(self, shard: Shard) -> jax.Array:
-        """Returns a shard's array that depends on the latest use at least ``AHEAD`` elements back.
+        """Returns a shard's array that depends on the latest use at least ``ahead`` elements back.
 
         Each device waits for an element of its own rows, so that the wait sends nothing. Rows that
         the devices do not divide are on all of them.
         """
-        remaining, result = AHEAD, None
+        remaining, result = self._ahead, None
         for use in reversed(self._uses):
             remaining -= use.elements
             if remaining < 0:

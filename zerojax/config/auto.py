@@ -56,7 +56,7 @@ def stand_in(raw: dict[str, object], auto: Mapping[str, object]) -> StandIns:
     fallback = f'"auto" stands at: {listed}' if autos else 'nothing in it is "auto"'
 
     def problem(key: str) -> str:
-        likely = hint(unmatched[key], closest(unmatched[key], autos), fallback)
+        likely = hint(closest(unmatched[key], autos), fallback)
         return f'auto: {key} is not "auto" in the config; {likely}'
 
     return StandIns(replaced, problems_of([*unmatched], problem))

@@ -3,7 +3,6 @@
 import difflib
 import json
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
@@ -98,41 +97,21 @@ def suggestion(name: str, known: Iterable[str]) -> str:
       >>> suggestion("xyz", ["stage", "bf16"])
       'known: stage, bf16'
     """
-    return hint(name, closest(name, known), f"known: {', '.join(known)}")
+    return hint(closest(name, known), f"known: {', '.join(known)}")
 
 
-def hint(name: str, guess: str | None, otherwise: str) -> str:
-    """Returns the end of a message about an unknown name, with its non-ASCII characters.
+def hint(guess: str | None, otherwise: str) -> str:
+    """Returns the end of a message about an unknown name.
 
     Args:
-      name: The unknown name.
       guess: The known name that may be meant, from :func:`closest`.
       otherwise: The text without a guess.
 
     Example:
-      >>> print(hint("st\u0430ge", "stage", "take it out"))
-      did you mean `stage`? (\u0430 is CYRILLIC SMALL LETTER A, U+0430)
+      >>> print(hint("stage", "take it out"))
+      did you mean `stage`?
     """
-    words = f"did you mean `{guess}`?" if guess else otherwise
-    foreign = foreign_letters(name)
-    return f"{words} ({foreign})" if foreign else words
-
-
-def foreign_letters(name: str) -> str:
-    """Describes the first three non-ASCII characters of a name, which no key has; "" for none.
-
-    Example:
-      >>> print(foreign_letters("b\u0443te\u200b"))
-      \u0443 is CYRILLIC SMALL LETTER U, U+0443; there is an invisible ZERO WIDTH SPACE, U+200B
-    """
-    letters = dict.fromkeys(c for c in name[:_LONGEST] if not c.isascii())
-    return "; ".join(_described(c) for c in list(letters)[:3])
-
-
-def _described(character: str) -> str:
-    name = f"{unicodedata.name(character, 'a character')}, U+{ord(character):04X}"
-    is_visible = character.isprintable() and not unicodedata.combining(character)
-    return f"{character} is {name}" if is_visible else f"there is an invisible {name}"
+    return f"did you mean `{guess}`?" if guess else otherwise
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
@@ -145,13 +124,6 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     if len(name) > _LONGEST:
         return None
     by_lower = {other.lower(): other for other in islice(known, _COMPARED)}
-    name = unicodedata.normalize("NFKC", name).lower()
-    ascii_count = sum(c.isascii() for c in name)
-    if not name.isascii() and ascii_count * 2 >= len(name):
-        # A letter of another alphabet replaces one letter; an invisible character replaces none.
-        pattern = "".join(re.escape(c) if c.isascii() else ".?" for c in name)
-        lookalikes = [other for other in by_lower if re.fullmatch(pattern, other)]
-        if lookalikes:
-            return by_lower[max(lookalikes, key=len)]
+    name = name.lower()
     matches = difflib.get_close_matches(name, by_lower, n=1, cutoff=0.7)
     return by_lower[matches[0]] if matches else None

@@ -56,6 +56,9 @@ class ZeroConfig:
       grad_accum_dtype: The dtype of the sum over micro-batches; None for the gradient's own.
       stage3_param_persistence_threshold: The number of elements below which a parameter is not
         sharded.
+      small_array_size: The most elements of a small array. Such an array is not padded and is sent
+        unquantized, a small parameter is gathered with others, once a step, and small arrays beside
+        the parameters are replicated. No key of the JSON sets the field.
       stage3_max_live_parameters: The most elements of parameters that stay gathered over an update
         at stage 3; 0 for none.
       stage3_max_reuse_distance: The most elements of other parameters that the step may use before
@@ -67,8 +70,6 @@ class ZeroConfig:
         has a copy; -1 (or 0) for one group of all devices.
       pipeline_stages: Devices along the mesh's axis "stage", over which loops over layers run as
         pipelines; None if the mesh decides.
-      pipeline_rounds: Groups of layers a pipeline stage.
-      pipeline_schedule: The order of a pipeline's passes: "gpipe", or "1f1b".
       zero_hpz_partition_size: The number of devices, usually those of a host, that together keep a
         secondary shard of the parameters during a step at stage 3; 1 for none.
       zero_quantized_weights: Whether parameters are gathered in low-bit blocks (qwZ).
@@ -130,14 +131,13 @@ class ZeroConfig:
     train_micro_batch_size_per_gpu: int | None = None
     grad_accum_dtype: str | None = None
     stage3_param_persistence_threshold: int = 100_000
+    small_array_size: int = 8192
     stage3_max_live_parameters: int = 0
     stage3_max_reuse_distance: int | None = None
     stage3_gather_16bit_weights_on_model_save: bool = False
     overlap_comm: bool | None = None
     mics_shard_size: int = -1
     pipeline_stages: int | None = None
-    pipeline_rounds: int = 1
-    pipeline_schedule: str = "gpipe"
     zero_hpz_partition_size: int = 1
     zero_quantized_weights: bool = False
     zero_quantized_nontrainable_weights: bool = False
@@ -342,4 +342,4 @@ def _unknown_keyword(name: str, known: list[str]) -> str:
     if name in sections:
         return f"{name}: a key of the JSON, not a keyword; pass the complete config as a dict"
     others = f"some are {', '.join(known[:5])}; help(zerojax.ZeroConfig) has all"
-    return f"{quote_name(name)}: unknown keyword; {hint(name, closest(name, known), others)}"
+    return f"{quote_name(name)}: unknown keyword; {hint(closest(name, known), others)}"

@@ -32,14 +32,13 @@ class Keywords(TypedDict, total=False):
     train_micro_batch_size_per_gpu: int | None
     grad_accum_dtype: str | None
     stage3_param_persistence_threshold: int
+    small_array_size: int
     stage3_max_live_parameters: int
     stage3_max_reuse_distance: int | None
     stage3_gather_16bit_weights_on_model_save: bool
     overlap_comm: bool | None
     mics_shard_size: int
     pipeline_stages: int | None
-    pipeline_rounds: int
-    pipeline_schedule: str
     zero_hpz_partition_size: int
     zero_quantized_weights: bool
     zero_quantized_nontrainable_weights: bool

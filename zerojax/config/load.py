@@ -387,7 +387,7 @@ def _unknown_key(section: str, name: str) -> str:
     if elsewhere and len(elsewhere) <= 3:
         return f"{path}: unknown key here; it belongs at `{'` or `'.join(elsewhere)}`"
     known_here = f" (known here: {', '.join(siblings)})" if len(siblings) <= 8 else ""
-    return f"{path}: unknown key; {hint(name, _guess(section, name), f'take it out{known_here}')}"
+    return f"{path}: unknown key; {hint(_guess(section, name), f'take it out{known_here}')}"
 
 
 def _as_object(path: str, value: object) -> str:

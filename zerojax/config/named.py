@@ -8,7 +8,6 @@ from zerojax.config.errors import (
     ConfigError,
     as_text,
     closest,
-    foreign_letters,
     problems_of,
     quote_name,
     suggestion,
@@ -40,8 +39,7 @@ def resolve_type(section: str, given: str) -> tuple[str | None, list[str]]:
     if name is None:
         guess = closest(given, types)
         likely = f"did you mean {as_text(guess)}?" if guess else f"known: {known_types(section)}"
-        foreign = f" ({letters})" if (letters := foreign_letters(given)) else ""
-        return None, [f"{section}.type: unknown {section} {as_text(given)}; {likely}{foreign}"]
+        return None, [f"{section}.type: unknown {section} {as_text(given)}; {likely}"]
     return name, []
 
 

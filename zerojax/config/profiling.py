@@ -86,7 +86,7 @@ class CommsLoggerConfig(Section):
         for name in self.prof_ops:
             if name.replace("-", "_") not in OPERATIONS:
                 known = f"write one of {', '.join(OPERATIONS)}"
-                guess = hint(name, closest(name, OPERATIONS), known)
+                guess = hint(closest(name, OPERATIONS), known)
                 yield f"prof_ops: {as_text(name)} is no collective; {guess}"
 
     def idle(self) -> dict[str, str]:

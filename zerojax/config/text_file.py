@@ -1,7 +1,6 @@
 """Reading of a config file as text, and objects that remember repeated keys."""
 
 import os
-import stat
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -43,12 +42,11 @@ def text_of(path: str | os.PathLike[str]) -> str:
     """Returns the text of a file.
 
     Raises:
-      ConfigError: The path does not exist, is not a regular file, or is not UTF-8 text.
+      ConfigError: The path does not exist, cannot be read, or is not UTF-8 text.
     """
     source = os.fspath(path)
     try:
-        is_regular = stat.S_ISREG(os.stat(path).st_mode)  # a pipe blocks, a device may have no end
-        text = Path(path).read_bytes().decode("utf-8-sig") if is_regular else ""
+        return Path(path).read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         where = f" in {Path.cwd()}" if not Path(path).is_absolute() else ""
         raise ConfigError(f"no such file{where}; check the path", source) from None
@@ -56,6 +54,3 @@ def text_of(path: str | os.PathLike[str]) -> str:
         raise ConfigError("not a text file; text in UTF-8 is needed", source) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot be read: {error}", source) from None
-    if not is_regular:
-        raise ConfigError("a pipe, a device or a folder; the path of a file is needed", source)
-    return text

@@ -84,13 +84,6 @@ def contradictions(values: Mapping[str, Any], name: Callable[[str], str] = str) 
             f"{name('zero_quantized_block_size')} = {block}: blocks of int4 take an even number of "
             f"elements; set {block + 1}, or {name('zero_quantized_gradients_dtype')} to int8"
         )
-    optimizer = values.get("optimizer")
-    if optimizer is not None and optimizer.params.get("implementation") == "mosaic_gpu":
-        yield from _beside_offload(
-            values,
-            name,
-            'optimizer.params.implementation: "mosaic_gpu" updates what is on the device',
-        )
 
 
 def _beside_offload(

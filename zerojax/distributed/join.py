@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -20,7 +19,6 @@ from zerojax.distributed.failure import end_at_once, leave
 from zerojax.distributed.gpus import local_devices
 from zerojax.distributed.launched import LaunchError, launched
 from zerojax.distributed.preflight import (
-    cpu_warnings,
     describe,
     devices_here,
     differences,
@@ -104,9 +102,6 @@ def init_distributed(
     devices = json.dumps(devices_here(jax.local_devices()))
     received = exchange("the devices of each process", devices, timeout)
     _refuse_in_all(unequal_devices([json.loads(each) for each in received]))
-    if me.index == 0:
-        for each in cpu_warnings(records):
-            warnings.warn(f"zerojax: {each}", stacklevel=2)
     leave("joined", me.index)
     watchdog()
 

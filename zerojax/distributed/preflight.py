@@ -12,7 +12,6 @@ import os
 import socket
 from collections.abc import Iterable, Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,9 +36,6 @@ def describe(me: Launched, config: ZeroConfig | None, environ: Mapping[str, str]
         "versions": {name: _version(name) for name in ("jax", "jaxlib", "zerojax")},
         "settings": {} if config is None else settings(config),
         "gpus": None if on_cpu() else visible_gpus(environ),
-        "cpus": len(os.sched_getaffinity(0)),
-        "all_cpus": os.cpu_count() or 1,
-        "quota": _quota(),
         "proxy": proxied(me, environ),
         "gloo_on_loopback": on_cpu() and is_loopback(socket.gethostname()),
     }
@@ -65,14 +61,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _quota() -> float | None:
-    """Returns the CPUs that the control group allows; None for no limit."""
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return int(quota) / int(period)
-    return None
 
 
 def differences(records: list[Record], coordinator: str) -> list[str]:
@@ -123,27 +111,6 @@ def unequal_settings(each: list[dict[str, str]]) -> list[str]:
             "give all processes the same config",
         )
     ]
-
-
-def cpu_warnings(records: list[Record]) -> list[str]:
-    """Lists the hosts whose processes have so few CPUs that they slow each other down."""
-    messages = []
-    for host, numbers in by_host(records).items():
-        group = [records[n] for n in numbers]
-        bound = [r["index"] for r in group if r["cpus"] == 1 < r["all_cpus"] // len(group)]
-        quota = min((r["quota"] for r in group if r["quota"]), default=None)
-        if bound:
-            messages.append(
-                f"{format_indices(bound, 'process')} on {host} may use one CPU of "
-                f"{group[0]['all_cpus']}, where XLA's, the loader's and the checkpoint's threads "
-                "meet: srun --cpus-per-task=N, mpirun --bind-to none"
-            )
-        elif (cpus := min(group[0]["all_cpus"], quota or group[0]["all_cpus"])) < len(group):
-            messages.append(
-                f"{len(group)} processes on {host} share {cpus:g} CPUs: start fewer processes, "
-                "with several devices each, or ask for more CPUs"
-            )
-    return messages
 
 
 def devices_here(devices: Iterable[jax.Device]) -> Record:

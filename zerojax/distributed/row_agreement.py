@@ -32,10 +32,11 @@ class RowAgreement:
       name: Name of the function, for messages. All processes must make the first calls of
         functions of one name in the same order.
       seconds: Seconds to wait for a process that has not come to the call.
+      this: The coordinator of this process, which the first round starts by default.
     """
 
-    def __init__(self, name: str, seconds: float = 600.0) -> None:
-        self._name, self._seconds = name, seconds
+    def __init__(self, name: str, seconds: float = 600.0, this: Coordinator | None = None) -> None:
+        self._name, self._seconds, self._given = name, seconds, this
         self._coordinator: Coordinator | None = None
         self._topic = ""
         self._lock = threading.Condition()
@@ -75,7 +76,7 @@ class RowAgreement:
             raise problem
 
     def _start(self) -> Coordinator:
-        this = self._coordinator = coordinator()
+        this = self._coordinator = self._given or coordinator()
         self._topic = this.new_topic(f"rows of {self._name}")
         this.every(lambda: self._look(this))
         return this

@@ -5,8 +5,6 @@ The metadata of the installed package lists both, where pip reads them too.
 
 from __future__ import annotations
 
-import platform
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -43,7 +41,7 @@ class Extra:
       name: The name, as in ``pip install -e '.[name]'``.
       installed: Whether all requirements of the extra are met, and at least one is for this Python.
       missing: The requirements that are not met, each with the installed version if there is one;
-        or those that are for another Python.
+        or "another Python".
       remedy: The command to run, "" if the extra is installed.
     """
 
@@ -76,7 +74,7 @@ def extras() -> tuple[Extra, ...]:
     for name in metadata.metadata(NAME).get_all("Provides-Extra") or ():
         missing = tuple(dict.fromkeys(_unmet(Requirement(f"{NAME}[{name}]"))))
         if not missing and not any(_requirements(NAME, name)):  # none is for this Python
-            found.append(Extra(name, False, _for_other_pythons(name)))
+            found.append(Extra(name, False, ("another Python",)))
             continue
         remedy = f"pip install -e '.[{name}]'" if missing else ""
         found.append(Extra(name, not missing, missing, remedy))
@@ -100,18 +98,6 @@ def _requirements(name: str, extra: str = "") -> Iterator[Requirement]:
         is_added = marker is not None and not is_unconditional and marker.evaluate({"extra": extra})
         if is_added if extra else is_unconditional:
             yield requirement
-
-
-def _for_other_pythons(extra: str) -> tuple[str, ...]:
-    """Returns the requirements of an extra with the condition that this Python does not meet."""
-    version = platform.python_version()
-    texts = []
-    for requirement in map(Requirement, metadata.requires(NAME) or ()):
-        condition = str(requirement.marker or "")
-        if f'extra == "{extra}"' in condition:
-            condition = re.sub(r"[() ]*and extra == .*", "", condition).lstrip("( ")
-            texts.append(f"{requirement.name}{requirement.specifier}: {condition}, not {version}")
-    return tuple(texts)
 
 
 def _unmet(requirement: Requirement) -> Iterator[str]:

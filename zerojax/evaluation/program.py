@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from zerojax.accumulation.pairs import Sizes
 from zerojax.collectives import Inserter, kept
+from zerojax.collectives.gathering import Limits
 from zerojax.collectives.host import Fetchable
 from zerojax.devices.mesh import batch_devices, micro_batch_devices
 from zerojax.distributed import log
@@ -32,7 +33,6 @@ from zerojax.plan.state_sharding import DTYPES
 from zerojax.step.batch_placer import BatchPlacer
 from zerojax.step.call import RearrangedFunction, Static, divide, join
 from zerojax.step.entering import enter
-from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast, constrainer
 from zerojax.trace.explicit import Explicit, make_jaxpr
 from zerojax.trace.late import with_late_weights
@@ -92,9 +92,9 @@ class EvaluationProgram:
         ]
         self._placer = BatchPlacer(plan.lowering_mesh)
         sizes = self._config.batch(micro_batch_devices(plan.mesh))
-        rounds, self._micro = self._config.pipeline_rounds, sizes.micro
+        self._micro = sizes.micro
         self._stages: Stages | None = None
-        if schedule := Schedule.of(plan.lowering_mesh, sizes.accumulation, rounds):
+        if schedule := Schedule.of(plan.lowering_mesh, sizes.accumulation):
             self._stages = Stages(function.__name__, plan, schedule, states.warn_once)
             self._micro = sizes.train and sizes.train // batch_devices(plan.mesh)
         overlap = self._config.overlap_comm is not False
@@ -105,6 +105,7 @@ class EvaluationProgram:
             share=True,
             overlap=overlap,
             sent=sent_formats(self._config),
+            limits=Limits(small=self._config.small_array_size),
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
         self._reader = ParamReader.of(states.config)
@@ -209,7 +210,6 @@ class EvaluationProgram:
         self._placer.check_tokens(batch)
         traced = self._traced(batch, arrays, static)
         jaxpr, _ = jaxprs.open_jaxpr(traced.closed)
-        warn_of_ragged_products(self.function.__name__, jaxpr, self._placer.world)
         graph = graph_of(jaxpr)
         used = tuple(graph.times_used(v) > 0 for v in jaxpr.invars[: len(self._leaves)])
         filled: Division | None = None

@@ -224,13 +224,11 @@ class Forecast:
         """Model FLOPs utilization (PaLM, appendix B, arXiv:2204.02311): 3 times the FLOPs of the
         forward pass's matrix products / (the step's time * the highest matrix rate). Under pipeline
         stages without the share of idle ticks, whose results are unused; the products outside of
-        the pipeline's loops, as the head's, are scaled alike. With 1F1B each stage computes the
-        head's."""
+        the pipeline's loops, as the head's, are scaled alike."""
         model_flops = 3 * sum(each.times * each.forward for each in self.programs)
         mesh, config = self.plan.mesh, self.plan.config
         accumulation = config.batch(self.row_devices).accumulation
-        keys = config.pipeline_rounds, config.pipeline_schedule
-        if schedule := Schedule.of(mesh, accumulation, *keys):
+        if schedule := Schedule.of(mesh, accumulation):
             model_flops *= 1 - schedule.bubble
         return model_flops / (self.seconds * max(self.rates.matrix.values()))
 

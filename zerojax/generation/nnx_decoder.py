@@ -52,7 +52,7 @@ class NNXDecoder:
                 f"generate: the NNX model {type(model).__name__} keeps no keys and values between "
                 "tokens. None of its modules has a method `init_cache(input_shape)` that creates "
                 "nnx.Cache variables: use flax.nnx.MultiHeadAttention, whose attribute `decode` is "
-                "True while tokens are generated, or write one as zerojax.models.gpt_nnx does."
+                "True while tokens are generated, or write one as examples/nnx_gpt.py does."
             )
         if params is not None:
             _check(copy, params)

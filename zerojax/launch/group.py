@@ -18,7 +18,6 @@ from zerojax.launch.relay import Relay, Source
 
 PREEMPTED = 75
 STALLED = 76
-_ENDING_SECONDS = 3.0  # from SIGTERM to SIGKILL after a failure, or from Ctrl-C
 _LAGGING_SECONDS = 15.0  # for mpirun to end once a machine has failed
 _READER_SECONDS = 5.0  # for the reader of the output, once the launcher is asked to end
 
@@ -84,7 +83,11 @@ class Group:
     """
 
     def __init__(
-        self, processes: list[Process], grace: float, stop: signal.Signals = signal.SIGTERM
+        self,
+        processes: list[Process],
+        grace: float,
+        stop: signal.Signals = signal.SIGTERM,
+        ending: float = 3.0,
     ) -> None:
         """Stores the processes to start, and the manner of stopping them.
 
@@ -92,8 +95,10 @@ class Group:
           processes: The processes to start.
           grace: Seconds from the signal ``stop`` to SIGKILL when the launcher is asked to stop.
           stop: The signal by which the processes are asked to save and end.
+          ending: Seconds from SIGTERM to SIGKILL after a failure, or from Ctrl-C.
         """
         self._processes, self._grace, self._stop = processes, grace, stop
+        self._ending = ending
         self._running: dict[int, Process] = {}
         self._ended: list[EndedProcess] = []
         self._failed: EndedProcess | None = None
@@ -203,7 +208,7 @@ class Group:
             is_ctrl_c = got == signal.SIGINT
             self._signal(signal.SIGINT if is_ctrl_c else self._stop)
             if self._failed is None:
-                self._kill_at = now + (_ENDING_SECONDS if is_ctrl_c else self._grace)
+                self._kill_at = now + (self._ending if is_ctrl_c else self._grace)
 
     def _note(self, ended: EndedProcess) -> None:
         """Handles a process that ended by itself, or when asked."""
@@ -217,7 +222,7 @@ class Group:
             self._failed = ended
             if self._asked is not None:  # the others may be saving
                 return
-            self._kill_at = now + _ENDING_SECONDS
+            self._kill_at = now + self._ending
             if ended.code != STALLED:  # the others' watchdogs write their stacks
                 self._signal(signal.SIGTERM)
 

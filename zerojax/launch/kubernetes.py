@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +23,16 @@ _POD = "$(POD_INDEX)"
 _DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
 
 
-class Kind(StrEnum):
-    """The object that restarts pods: a JobSet all pods together; an indexed Job each separately."""
-
-    JOBSET = "jobset"
-    JOB = "job"
-
-
 def manifest(
-    job: Job, kind: Kind, image: str, pods: int, processes: int, environ: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """Returns the objects of a training job.
+    job: Job, image: str, pods: int, processes: int, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns the JobSet of a training job.
 
     In each pod ``zerojax launch`` supervises the pod's processes. A pod that is preempted has
     ``job.grace`` seconds to save; status 75 restarts all pods, and is not counted as a failure.
 
     Args:
       job: The job to start; the script's path is its path in the image.
-      kind: JobSet (whose controller the cluster must have), or a plain indexed Job.
       image: The container's image; it has Python and zerojax.
       pods: Number of pods, one for each machine.
       processes: Number of processes in each pod, and as many GPUs; CPU processes under
@@ -54,48 +45,41 @@ def manifest(
     if not image:
         raise UsageError("--kubernetes needs the image of the pods")
     name = _name(job)
-    first_pod = f"{name}-{_WORKERS}-0-0" if kind is Kind.JOBSET else f"{name}-0"
-    template = _pod(job, image, pods, processes, f"{first_pod}.{name}:{_PORT}", environ)
+    first_pod = f"{name}-{_WORKERS}-0-0.{name}:{_PORT}"
     exit_codes = {"operator": "In", "values": [PREEMPTED]}
-    action = "FailJob" if kind is Kind.JOBSET else "Ignore"
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
         "completions": pods,
         "parallelism": pods,
-        # One failure ends the processes of all pods; the JobSet counts its own restarts.
-        "backoffLimit": 0 if kind is Kind.JOBSET else job.max_restarts * pods,
+        "backoffLimit": 0,  # one failure ends the processes of all pods; the JobSet counts restarts
         "podFailurePolicy": {
             "rules": [
-                {"action": action, "onExitCodes": exit_codes},
-                {"action": action, "onPodConditions": _DISRUPTED},
+                {"action": "FailJob", "onExitCodes": exit_codes},
+                {"action": "FailJob", "onPodConditions": _DISRUPTED},
             ]
         },
-        "template": template,
+        "template": _pod(job, image, pods, processes, first_pod, environ),
     }
-    if kind is Kind.JOBSET:
-        preemption_rule = {
-            "name": "preempted",
-            "action": "RestartJobSetAndIgnoreMaxRestarts",
-            "onJobFailureReasons": ["PodFailurePolicy"],
-        }
-        jobset = {
+    preemption_rule = {
+        "name": "preempted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": name},
             "failurePolicy": {"maxRestarts": job.max_restarts, "rules": [preemption_rule]},
             "replicatedJobs": [{"name": _WORKERS, "replicas": 1, "template": {"spec": spec}}],
-        }
-        return [_object("jobset.x-k8s.io/v1alpha2", "JobSet", name, jobset)]
-    template["spec"]["subdomain"] = name
-    service = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,  # the pods look for each other before they are ready
-        "selector": {"batch.kubernetes.io/job-name": name},
+        },
     }
-    return [_object("v1", "Service", name, service), _object("batch/v1", "Job", name, spec)]
 
 
-def as_yaml(objects: list[dict[str, Any]]) -> str:
-    """Formats the objects for ``kubectl apply -f -``."""
-    return str(yaml.safe_dump_all(objects, sort_keys=False))
+def as_yaml(jobset: dict[str, Any]) -> str:
+    """Formats a JobSet for ``kubectl apply -f -``."""
+    return str(yaml.safe_dump(jobset, sort_keys=False))
 
 
 def _pod(
@@ -142,10 +126,6 @@ def _pod(
 def _literal(word: str) -> str:
     """Escapes a word, so that Kubernetes replaces no ``$(NAME)`` in it."""
     return word.replace("$", "$$")
-
-
-def _object(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
 def _name(job: Job) -> str:

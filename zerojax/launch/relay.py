@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import select
 import selectors
 import threading
@@ -13,12 +12,6 @@ from typing import IO
 
 from zerojax.launch.failure import Failure, reported
 
-# Gloo logs each connection, which no option turns off; its threads mix the words of their lines.
-# The pattern is possessive (`++`), so that no line takes more than one pass.
-_GLOO = re.compile(
-    rb"(?:\[Gloo\] Rank | is connected to | peer ranks\. "
-    rb"|Expected number of connected peer ranks is : |\d|\s)++"
-)
 _LONGEST = 1 << 16
 _QUIET = 1.0  # seconds; a process may pause within a line
 _LOOK = 100  # milliseconds
@@ -164,8 +157,6 @@ class Relay(threading.Thread):
             return
         if source.log is not None:
             self._put(source.log.fileno(), chunk)
-        if self._at_start and _is_of_gloo(chunk):
-            return
         if self._open is not source:
             self._end_line()
         prefix = source.prefix if self._at_start else b""
@@ -199,7 +190,3 @@ class Relay(threading.Thread):
     def _lose(self, to: int, why: str) -> None:
         self._deaf.add(to)
         self._say(2, f"zerojax launch: output is lost: {why}\n".encode())
-
-
-def _is_of_gloo(line: bytes) -> bool:
-    return (b"[Gloo]" in line or b"peer ranks" in line) and _GLOO.fullmatch(line) is not None

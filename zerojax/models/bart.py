@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,6 @@ LAYER_NORM_EPS = 1e-5
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BartConfig(ModelConfig):
     """Sizes and options of a BART by Hugging Face's names, or of a BlenderBot with `BLENDERBOT`."""
-
-    has_key_bias: ClassVar[bool] = True  # of attention's projection of keys
 
     vocab_size: int
     d_model: int
@@ -125,12 +123,12 @@ class Attention(nn.Module):
         c = self.config
         dropout = nn.Dropout(c.attention_dropout, deterministic=self.deterministic)
 
-        def project(x: jax.Array, name: str, use_bias: bool = True) -> jax.Array:
-            return split_heads(_dense(c.d_model, c, name, use_bias)(x), self.heads)
+        def project(x: jax.Array, name: str) -> jax.Array:
+            return split_heads(_dense(c.d_model, c, name)(x), self.heads)
 
         def keys_values() -> tuple[jax.Array, jax.Array, jax.Array | None]:
             source: Any = memory if self.to_memory else x
-            return project(source, "k_proj", c.has_key_bias), project(source, "v_proj"), mask
+            return project(source, "k_proj"), project(source, "v_proj"), mask
 
         def attention(q: jax.Array, k: jax.Array, v: jax.Array, **_: jax.Array) -> jax.Array:
             scores = jnp.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
@@ -263,18 +261,13 @@ class Bart(nn.Module):
     def setup(self) -> None:
         c = self.config
         self.shared: nn.Embed = _embed(c.vocab_size, c)
-        self.encoder: nn.Module = self.new_encoder()
+        self.encoder: Stack = Stack(c, EncoderBlock, c.encoder_layers)
         self.decoder: Stack = Stack(c, DecoderBlock, c.decoder_layers)
         if c.add_logits_bias:
             zeros = nn.initializers.zeros
             self.final_logits_bias: jax.Array = self.param(
                 "final_logits_bias", zeros, (1, c.vocab_size)
             )
-
-    @nn.nowrap
-    def new_encoder(self) -> nn.Module:
-        """Returns the encoder's module; `encode` calls it."""
-        return Stack(self.config, EncoderBlock, self.config.encoder_layers)
 
     def __call__(
         self,
@@ -352,9 +345,9 @@ def shifted(labels: jax.Array, config: BartConfig) -> jax.Array:
     return jnp.where(inputs < 0, config.pad_token_id, inputs)
 
 
-def _dense(features: int, c: BartConfig, name: str, use_bias: bool = True) -> nn.Dense:
+def _dense(features: int, c: BartConfig, name: str) -> nn.Dense:
     init = nn.initializers.normal(c.init_std)
-    return nn.Dense(features, use_bias, dtype=c.dtype, kernel_init=init, name=name)
+    return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)
 
 
 def _embed(rows: int, c: BartConfig, name: str | None = None) -> nn.Embed:

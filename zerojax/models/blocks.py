@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import nnx
 
 from zerojax.models.config import ModelConfig
 from zerojax.models.loss import widen
@@ -205,13 +204,6 @@ def run_blocks(
 def policy_of(remat: bool | str) -> Callable[..., bool] | None:
     """Returns the policy that the option `remat` of a config names; None for only the input."""
     return remat_policy(remat) if isinstance(remat, str) else None
-
-
-def parameters(layer: nn.Module | nnx.Module) -> dict[str, jax.Array]:
-    """Returns the parameters of a bound linen layer or of an NNX layer, by name."""
-    if isinstance(layer, nn.Module):
-        return dict(layer.variables["params"])
-    return {name: value[...] for name, value in vars(layer).items() if isinstance(value, nnx.Param)}
 
 
 def last_tokens(x: jax.Array, tokens: jax.Array, pad_token_id: int | None) -> jax.Array:

@@ -21,8 +21,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlocksConfig(ModelConfig):
-    """Sizes and options of an encoder's blocks and head, by Hugging Face's names."""
+class EncoderConfig(ModelConfig):
+    """Sizes and options of an encoder of tokens, by Hugging Face's names."""
+
+    vocab_size: int
 
     hidden_size: int
     num_hidden_layers: int
@@ -33,32 +35,21 @@ class BlocksConfig(ModelConfig):
     hidden_dropout_prob: float = 0.1
     attention_probs_dropout_prob: float = 0.1
     num_labels: int = 2
+    max_position_embeddings: int = 512
 
     def __post_init__(self) -> None:
         self.check_sizes(
             *("hidden_size", "num_hidden_layers", "num_attention_heads"),
-            *("intermediate_size", "num_labels"),
+            *("intermediate_size", "num_labels", "vocab_size", "max_position_embeddings"),
         )
         self.check_heads("hidden_size", "num_attention_heads")
         self.check_rates("hidden_dropout_prob", "attention_probs_dropout_prob")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderConfig(BlocksConfig):
-    """Sizes and options of an encoder of tokens."""
-
-    vocab_size: int
-    max_position_embeddings: int = 512
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_sizes("vocab_size", "max_position_embeddings")
-
-
 class SelfAttention(nn.Module):
     """[B, T, D] -> [B, T, D]: attention of all tokens to those of the mask."""
 
-    config: BlocksConfig
+    config: EncoderConfig
     deterministic: bool
 
     @nn.compact
@@ -102,7 +93,7 @@ class Attention(nn.Module):
 class DenseGelu(nn.Module):
     """[..., D] -> gelu [..., features]."""
 
-    config: BlocksConfig
+    config: EncoderConfig
     features: int
 
     @nn.compact
@@ -131,17 +122,17 @@ def embed(rows: int, c: EncoderConfig, name: str | None = None) -> nn.Embed:
     return nn.Embed(rows, c.hidden_size, dtype=c.dtype, embedding_init=init, name=name)
 
 
-def layer_norm(c: BlocksConfig, name: str = "LayerNorm") -> nn.LayerNorm:
+def layer_norm(c: EncoderConfig, name: str = "LayerNorm") -> nn.LayerNorm:
     """Returns the norm of D features."""
     return nn.LayerNorm(c.layer_norm_eps, dtype=c.dtype, name=name)
 
 
-def hidden_dropout(c: BlocksConfig, deterministic: bool) -> nn.Dropout:
+def hidden_dropout(c: EncoderConfig, deterministic: bool) -> nn.Dropout:
     """Returns the dropout of features between layers."""
     return nn.Dropout(c.hidden_dropout_prob, deterministic=deterministic)
 
 
-def dense(features: int, c: BlocksConfig, name: str) -> nn.Dense:
+def dense(features: int, c: EncoderConfig, name: str) -> nn.Dense:
     """Returns a dense layer to the given number of features."""
     init = nn.initializers.normal(c.initializer_range)
     return nn.Dense(features, dtype=c.dtype, kernel_init=init, name=name)

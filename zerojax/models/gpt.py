@@ -128,16 +128,12 @@ class MLP(nn.Module):
 
     config: GPTConfig
     layout: Layout
-    kernels: Kernels | None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        dense = _dense(4 * c.n_embd, INIT_STD, c, "c_fc")
-        if self.kernels:
-            h = self.kernels.dense_gelu(dense, x)
-        else:
-            h = nn.gelu(checkpoint_name(dense(x), "c_fc"), approximate=True)
+        h = checkpoint_name(_dense(4 * c.n_embd, INIT_STD, c, "c_fc")(x), "c_fc")
+        h = nn.gelu(h, approximate=True)
         return _dense(c.n_embd, c.residual_std, c, "c_proj")(self.layout.features(h))
 
 
@@ -167,7 +163,7 @@ class Block(nn.Module):
         attn = layout.branch(
             SelfAttention(c, self.deterministic, self.attention, layout, name="attn")
         )
-        mlp = layout.branch(layout.in_chunks(MLP(c, layout, kernels, name="mlp"), c.mlp_chunks))
+        mlp = layout.branch(layout.in_chunks(MLP(c, layout, name="mlp"), c.mlp_chunks))
         a = dropout(attn(normalize(_layer_norm(c, "ln_1"), x, kernels), mask, positions))
         normalized, x = add_and_normalize(_layer_norm(c, "ln_2"), x, a, kernels)
         return x + dropout(mlp(normalized)), None
@@ -180,7 +176,7 @@ class GPT(nn.Module):
     `attention_mask` [B, T] is 0 or False on padding, on either side of a row; positions count from
     the row's first column, as in transformers.
 
-    With `kernels` the norms, the activations, the attention and that loss are fused. `attention`
+    With `kernels` the norms, the attention and that loss are fused. `attention`
     is an `Attention` (`zerojax.models.blocks`) and is used only without dropout
     (`zerojax.models.attention` has fused implementations). `sequence` shards rows along their
     tokens (`zero.sequence`, not together with `kernels`); `tensor` shards the model over a mesh

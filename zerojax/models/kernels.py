@@ -15,13 +15,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import nnx
 
 import pallas_kernels
-from zerojax.models.blocks import causal_attention, parameters
+from zerojax.models.blocks import causal_attention
 from zerojax.xla.types import PyTree
-
-LayerNorm = nn.LayerNorm | nnx.LayerNorm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +34,18 @@ class Kernels:
     per_device: Callable[..., Callable[..., PyTree]]
     implementation: str | None = None
 
-    def layer_norm(self, norm: LayerNorm, x: jax.Array) -> jax.Array:
+    def layer_norm(self, norm: nn.LayerNorm, x: jax.Array) -> jax.Array:
         """Computes norm(x) of x [B, T, D]."""
         return self._layer_norm(norm, x, None)
 
     def add_and_layer_norm(
-        self, norm: LayerNorm, x: jax.Array, residual: jax.Array
+        self, norm: nn.LayerNorm, x: jax.Array, residual: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Computes norm(x + residual) of x [B, T, D], and the sum."""
         return self._layer_norm(norm, x, residual)
 
-    def _layer_norm(self, norm: LayerNorm, x: jax.Array, residual: jax.Array | None) -> PyTree:
-        eps, weights = norm.epsilon, parameters(norm)
+    def _layer_norm(self, norm: nn.LayerNorm, x: jax.Array, residual: jax.Array | None) -> PyTree:
+        eps, weights = norm.epsilon, norm.variables["params"]
 
         def layer_norm(
             x: jax.Array, residual: jax.Array | None, scale: jax.Array, bias: jax.Array
@@ -59,18 +56,6 @@ class Kernels:
 
         fused = self.per_device(layer_norm, replicated=[2, 3])
         return fused(x, residual, weights["scale"], weights["bias"])
-
-    def dense_gelu(self, dense: nn.Dense | nnx.Linear, x: jax.Array) -> jax.Array:
-        """Computes gelu(dense(x)), [B, T, 4D]; the activation's kernel adds the bias."""
-
-        def bias_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
-            return pallas_kernels.bias_gelu(x, bias, implementation=self.implementation)
-
-        weights = parameters(dense)
-        x, kernel, bias = nn.dtypes.promote_dtype(
-            x, weights["kernel"], weights["bias"], dtype=dense.dtype
-        )
-        return self.per_device(bias_gelu, replicated=[1])(jnp.dot(x, kernel), bias)
 
     def causal_attention(
         self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None
@@ -123,13 +108,13 @@ def fused_causal_attention(
     return y if mask is None else jnp.where(sees_a_key[..., None, None], y, 0)
 
 
-def normalize(norm: LayerNorm, x: jax.Array, kernels: Kernels | None) -> jax.Array:
+def normalize(norm: nn.LayerNorm, x: jax.Array, kernels: Kernels | None) -> jax.Array:
     """Computes norm(x)."""
     return kernels.layer_norm(norm, x) if kernels else norm(x)
 
 
 def add_and_normalize(
-    norm: LayerNorm, x: jax.Array, branch: jax.Array, kernels: Kernels | None
+    norm: nn.LayerNorm, x: jax.Array, branch: jax.Array, kernels: Kernels | None
 ) -> tuple[jax.Array, jax.Array]:
     """Computes norm(x + branch), and the sum."""
     if kernels:

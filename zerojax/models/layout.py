@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import nnx
 
-from zerojax.models.blocks import Attention, parameters
+from zerojax.models.blocks import Attention
 from zerojax.models.tensor_parallel import TensorParallel
 from zerojax.step.sequence import SequenceAxis
 from zerojax.trace.tiled import tiled
@@ -84,11 +83,11 @@ class Layout:
         """Shards [B, T, H, d] along its heads."""
         return self.tensor.heads(x) if self.tensor else x
 
-    def split(self, dense: nn.Dense | nnx.Linear, x: jax.Array, count: int) -> Sequence[jax.Array]:
+    def split(self, dense: nn.Dense, x: jax.Array, count: int) -> Sequence[jax.Array]:
         """Computes `jnp.split(dense(x), count, -1)` with sharded features."""
         if self.tensor is None:
             return jnp.split(dense(x), count, axis=-1)
-        weights = parameters(dense)
+        weights = dense.variables["params"]
         return self.tensor.side_by_side(x, weights["kernel"], weights["bias"], count, dense.dtype)
 
     def attention(self, fn: Attention) -> Attention:

@@ -36,7 +36,6 @@ from zerojax.models.blocks import (
     grouped_attention,
     last_tokens,
     padding_mask,
-    parameters,
     run_blocks,
     split_heads,
     with_mask,
@@ -354,7 +353,7 @@ class Llama(nn.Module):
             return logits_or_losses(_dense(c.num_labels, c, "score")(x), targets)
         head = None if c.tie_word_embeddings else _dense(c.vocab_size, c, "lm_head")
         if targets is not None and c.loss_chunks and not self.is_initializing():
-            table = parameters(head)["kernel"] if head else embed.embedding.T
+            table = head.variables["params"]["kernel"] if head else embed.embedding.T
 
             def losses(x: jax.Array, targets: jax.Array) -> jax.Array:
                 logits = jnp.dot(*nn.dtypes.promote_dtype(x, table, dtype=c.dtype))

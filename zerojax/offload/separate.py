@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from zerojax.collectives.matrices.find import computes_with_matrices
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import ELEMENTWISE
 from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.graph.search import contains
+from zerojax.optim.over_matrices import is_call, with_muon_calls
 from zerojax.trace.ravelled import without_ravels
 from zerojax.xla import hijax, jaxprs
 from zerojax.xla.types import Atom, Equation, Jaxpr, Shaped
@@ -40,7 +40,7 @@ class Cluster:
       outputs: Positions among the update's results.
       elementwise: Whether any rows can be updated separately; if so, all arrays have one shape.
       key: Equal for clusters that run the same program on the same shapes.
-      matrices: Whether matrices are multiplied or factorized.
+      matrices: Whether ``zerojax.over_matrices`` is called.
     """
 
     inputs: tuple[int, ...]
@@ -94,7 +94,8 @@ class SeparatedUpdate:
         own: Sequence[bool],
     ) -> None:
         traced, _ = hijax.trace(lambda *a: list(update(*a)), *arguments)
-        closed = without_ravels(jaxprs.without_calls(traced))
+        opens = lambda eqn: not is_call(eqn)  # noqa: E731
+        closed = without_ravels(jaxprs.without_calls(with_muon_calls(traced), opens))
         self._jaxpr, self._consts = jaxprs.open_jaxpr(closed)
         self._graph = graph_of(self._jaxpr)
         self._at = {v: i for i, v in enumerate(self._jaxpr.invars)}
@@ -156,7 +157,7 @@ class SeparatedUpdate:
             suffix = "".join(np.asarray(x).tobytes().hex() for x in arrays_used)
         else:
             suffix = f" for {outs}"
-        matrices = any(contains(e, computes_with_matrices) for e in eqns)
+        matrices = any(contains(e, is_call) for e in eqns)
         return Cluster(ins, outs, elementwise, str(traced) + suffix, matrices)
 
     def prelude(self, arguments: Sequence[object]) -> Prelude:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.collectives.gathering import Gatherer
+from zerojax.collectives.gathering import Gatherer, Limits
 from zerojax.offload.disk.array import DiskLeaf
 from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, groups, is_sent_unsplit
 from zerojax.offload.separate import SeparatedUpdate
@@ -99,7 +99,9 @@ class Update:
         mesh, largest = plan.lowering_mesh, plan.config.sub_group_size
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placements[: len(own)]]
         self.separated = SeparatedUpdate(function, shapes, own)
-        gatherer = Gatherer(mesh, plan.axis, keep=False)
+        gatherer = Gatherer(
+            mesh, plan.axis, keep=False, limits=Limits(small=plan.config.small_array_size)
+        )
         self.programs = GroupPrograms(
             self.separated, placements, target, gatherer, streaming(plan.mesh), on_host
         )

@@ -5,7 +5,7 @@ a config names, and :func:`zerojax.optim.wrap.wrap`, which adds loss scale, skip
 telemetry to any optax transformation. In reading order:
 
 - ``named``, with its rules in ``scaling`` and ``muon``, ``decay`` (the mask of weight decay),
-  ``schedules``, and ``one_pass`` (Adam by a fused kernel).
+  ``schedules``.
 - ``wrap``, with ``loss_scale``, ``norm`` and ``frozen`` (gradients that an optimizer ignores).
 - ``telemetry``: the counters and figures of a wrapped state.
 """

@@ -14,7 +14,6 @@ from zerojax.config import ConfigError, OptimizerConfig, SchedulerConfig
 from zerojax.distributed import log
 from zerojax.optim.decay import Mask, no_bias_and_norm
 from zerojax.optim.muon import muon_or_adam, scale_by_orthogonal_momentum
-from zerojax.optim.one_pass import adam_in_one_pass
 from zerojax.optim.scaling import (
     Beta,
     scale_by_clamped_trust_ratio,
@@ -91,18 +90,6 @@ def named_optimizer(
         return _muon(setting, compute_dtype)
     rate = setting.rate(params["lr"])
     tx = optax.chain(*_RULES[config.type](setting), optax.scale_by_learning_rate(rate))
-    if config.type in _WITH_KERNEL and params["bias_correction"]:
-        tx = adam_in_one_pass(
-            tx,
-            rate=rate,
-            betas=setting.betas,
-            eps=params["eps"],
-            weight_decay=params["weight_decay"],
-            mask=_mask(params, weight_decay_mask),
-            decoupled=params["adam_w_mode"],
-            implementation=params["implementation"],
-            always=config.type == "FusedAdam",
-        )
     return tx, rate
 
 
@@ -155,15 +142,11 @@ def _betas(
 def _decay(params: Mapping[str, Any], mask: Mask | None) -> Transformations:
     rate = params["weight_decay"]
     if rate:
-        return [optax.add_decayed_weights(rate, _mask(params, mask))]
+        named = no_bias_and_norm if params["weight_decay_mask"] == "no_bias_and_norm" else None
+        return [optax.add_decayed_weights(rate, named if mask is None else mask)]
     if (mask is not None or params["weight_decay_mask"] != "all") and log.is_first():
         warnings.warn("weight_decay_mask has no effect: weight_decay is 0", stacklevel=3)
     return []
-
-
-def _mask(params: Mapping[str, object], mask: Mask | None) -> Mask | None:
-    named = no_bias_and_norm if params["weight_decay_mask"] == "no_bias_and_norm" else None
-    return named if mask is None else mask
 
 
 def _adam(s: Setting) -> Transformations:
@@ -215,11 +198,11 @@ def _muon(s: Setting, dtype: DTypeLike | None) -> tuple[optax.GradientTransforma
     return muon_or_adam(muon, adam), rates[0]
 
 
-_WITH_KERNEL = {"Adam", "AdamW", "FusedAdam"}
-_WITH_BETAS = {*_WITH_KERNEL, "CPUAdam", "Lion", "Lamb"}
+_ADAMS = ("Adam", "AdamW", "FusedAdam", "CPUAdam")
+_WITH_BETAS = {*_ADAMS, "Lion", "Lamb"}
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys([*_WITH_KERNEL, "CPUAdam"], _adam),
+    **dict.fromkeys(_ADAMS, _adam),
     "Lion": _lion,
     "SGD": _sgd,
     "Adagrad": lambda s: [*s.decay, scale_by_root_sum(eps=s.params["eps"])],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any, NamedTuple, cast
@@ -17,7 +16,6 @@ from zerojax.config import ZeroConfig
 from zerojax.optim.frozen import Run, TracedUpdate
 from zerojax.optim.loss_scale import LossScale, LossScaleState
 from zerojax.optim.norm import global_norm, norm_of
-from zerojax.optim.one_pass import OnePass, WithOnePass
 from zerojax.train_state.bound import BoundTransformation
 from zerojax.train_state.nnx_bound import NNXTransformation
 from zerojax.xla.types import PyTree
@@ -53,7 +51,7 @@ class ZeroOptState(NamedTuple):
         return self._replace(inner=inner)
 
 
-class ZeroTransformation(WithOnePass):
+class ZeroTransformation(optax.GradientTransformationExtraArgs):
     """A transformation from :func:`wrap`; wrapping it again changes nothing."""
 
 
@@ -172,7 +170,7 @@ def wrap(
 
         # Parameters may contain functions (of an Equinox module), which cannot be arguments.
         arrays = all(isinstance(x, jax.Array) for x in jax.tree.leaves((state.inner, params)))
-        given = (state.inner, params) if run is not None and arrays else ()
+        given = (state.inner, params) if arrays else ()
         inner_update = TracedUpdate(update_inner, grads, *given)
         used = inner_update.uses
         # Gradients that have been offloaded come with their square sums.
@@ -183,7 +181,7 @@ def wrap(
         else:
             norm = norm_of([*compress(square_sums, used)])
         if gradient_clipping:
-            factor = clip_factor(norm)
+            factor = jnp.minimum(1.0, gradient_clipping / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
         updates, inner = inner_update(grads, *given, run=run)
         if may_skip:
@@ -192,9 +190,6 @@ def wrap(
             updates = jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros_like(u)), updates)
             inner = choose(finite, inner, state.inner)
         return updates, counted(state, inner, norm)
-
-    def clip_factor(norm: jax.Array) -> jax.Array:
-        return jnp.minimum(1.0, gradient_clipping / (norm + 1e-6))
 
     def counted(state: ZeroOptState, inner: optax.OptState, norm: jax.Array) -> ZeroOptState:
         if learning_rate is None:
@@ -218,25 +213,7 @@ def wrap(
             loss_scale=scale,
         )
 
-    def in_one_pass(
-        one_pass: OnePass,
-        grads: optax.Updates,
-        state: ZeroOptState,
-        params: optax.Params,
-        shardings: PyTree,
-    ) -> tuple[optax.Params, ZeroOptState]:
-        norm = jnp.full((), UNKNOWN, jnp.float32)
-        if needs_norm:
-            norm = global_norm(jax.tree.map(lambda g: unscaled(g, state.loss_scale), grads))
-        scale = clip_factor(norm) if gradient_clipping else jnp.ones(())
-        scale = scale if state.loss_scale is None else scale / state.loss_scale.scale
-        run = jnp.isfinite(norm) if may_skip else True
-        new, inner = one_pass.update(grads, state.inner, params, shardings, scale=scale, run=run)
-        return new, counted(state, inner, norm)
-
     wrapped = ZeroTransformation(init, update)
-    if isinstance(tx, WithOnePass) and tx.one_pass is not None:
-        wrapped.one_pass = OnePass(tx.one_pass.wins, functools.partial(in_one_pass, tx.one_pass))
     return wrapped
 
 

@@ -12,7 +12,7 @@ Three kinds of equations need the place of these rows, or of the device:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,23 +76,12 @@ def _evaluate(
     env: dict[Atom, Any] = dict(
         zip((*program.constvars, *program.invars), (*consts, *args), strict=True)
     )
-    run_equations(map(EquationPair, program.eqns, jaxpr.eqns), env, rows)
-    return _read(program.outvars, jaxpr.outvars, env)
-
-
-def run_equations(pairs: Iterable[EquationPair], env: dict[Atom, Any], rows: Rows) -> None:
-    """Runs equations on some rows of the batch.
-
-    Args:
-      pairs: The equations, on the global batch and on these rows.
-      env: By variable of the global batch, its value on these rows; results are added.
-      rows: The rows.
-    """
-    for pair in pairs:
+    for pair in map(EquationPair, program.eqns, jaxpr.eqns):
         values = _read(pair.global_eqn.invars, pair.micro_eqn.invars, env)
         with jaxprs.named_as(pair.global_eqn):
             outs = _run(pair, values, rows)
         env.update(zip(pair.global_eqn.outvars, outs, strict=True))
+    return _read(program.outvars, jaxpr.outvars, env)
 
 
 def _read(atoms: Sequence[Atom], micro_atoms: Sequence[Atom], env: Mapping[Atom, Any]) -> list[Any]:

@@ -22,7 +22,7 @@ from zerojax.accumulation.reductions import REDUCTIONS
 from zerojax.devices.mesh import STAGE
 from zerojax.pipeline import layer
 from zerojax.pipeline.schedule import Schedule
-from zerojax.pipeline.slots import Streams, exchanged, slots_spec
+from zerojax.pipeline.slots import Streams, slots_spec
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Equation
 
@@ -82,14 +82,11 @@ class State(NamedTuple):
     Attributes:
       arriving: The constants with rows and the carry, as the stage before has sent them.
       streams: The slots of the constants with rows and of the carry's arrays with rows.
-      waiting: With several rounds, the carry of each micro-batch that waits for its next round at
-        the first stage.
       results: By result, rows that are stored, sums so far, or the latest value.
     """
 
     arriving: dict[int, jax.Array]
     streams: dict[int, jax.Array]
-    waiting: dict[int, jax.Array]
     results: dict[int, jax.Array]
 
 
@@ -145,10 +142,6 @@ class Stage:
 
     def __call__(self, *values: jax.Array) -> list[jax.Array]:
         schedule, kinds = self.schedule, self.loop.operands
-        values = tuple(
-            exchanged(x, schedule) if i >= self.carry.stop and not self.loop.is_stored(i) else x
-            for i, x in enumerate(values)
-        )
         stage = lax.axis_index(STAGE)
         place = schedule.stages - 1 - stage if self.reverse else stage  # from the entrance
         streams = {
@@ -158,74 +151,55 @@ class Stage:
             i: jnp.zeros_like(streams[i][0]) if i in streams else jnp.zeros_like(values[i])
             for i in self.moving
         }
-        waiting = {
-            i: jnp.zeros((schedule.micro_batches, *arriving[i].shape), arriving[i].dtype)
-            for i in (self.carry if schedule.rounds > 1 else ())
-        }
-        start = State(arriving, streams, waiting, self.empty())
+        start = State(arriving, streams, self._empty())
 
         def tick(state: State, t: jax.Array) -> tuple[State, None]:
             return self._tick(state, t, place, values), None
 
         state, _ = lax.scan(tick, start, jnp.arange(schedule.ticks))
-        return [self.result(i, state) for i in range(len(self.loop.results))]
+        return [self._result(i, state) for i in range(len(self.loop.results))]
 
     def _tick(
         self, state: State, t: jax.Array, place: jax.Array, values: Sequence[jax.Array]
     ) -> State:
-        schedule, stages = self.schedule, self.schedule.stages
-        m = schedule.micro_batches
+        schedule, m = self.schedule, self.schedule.micro_batches
         entered = t - place  # how many micro-batches have entered before
-        busy = (entered >= 0) & (entered < m * schedule.rounds)
-        entered = jnp.clip(entered, 0, m * schedule.rounds - 1)
-        turn, entered = entered // m, entered % m  # the round, and the place in it
-        slot, first, last = t % schedule.slots, place == 0, place == stages - 1
-        leaves = last & (turn == schedule.rounds - 1)
-        micro_batch = self.streams.micro_batch(entered)
-        streams = {i: entry(x, slot) for i, x in state.streams.items()}
-        # The last stage has sent the micro-batch that entered S ticks ago.
-        waiting = {
-            i: lax.dynamic_update_index_in_dim(x, state.arriving[i], (t - stages) % m, 0)
-            for i, x in state.waiting.items()
-        }
+        busy = (entered >= 0) & (entered < m)
+        slot, first, last = t % schedule.slots, place == 0, place == schedule.stages - 1
+        micro_batch = self.streams.micro_batch(jnp.clip(entered, 0, m - 1))
+        streams = {i: _entry(x, slot) for i, x in state.streams.items()}
         given = [*values]
         for i in self.moving:
-            enters = streams.get(i, values[i])
-            if i in waiting:
-                enters = jnp.where(turn == 0, enters, entry(waiting[i], entered))
-            given[i] = jnp.where(first, enters, state.arriving[i])
+            given[i] = jnp.where(first, streams.get(i, values[i]), state.arriving[i])
         number = self.loop.rows
         rows = layer.Rows(self.streams.first_row(micro_batch, number), number, schedule.axes)
-        kept = micro_batch, jnp.where(busy, micro_batch, m)  # the last slot is never read
-        outs, results = self.run_layers(given, state.results, rows, busy, kept, turn)
+        outs, results = self._run_layers(given, state.results, rows, busy, micro_batch)
         leaving = {i: given[i] for i in self.moving} | dict(zip(self.carry, outs, strict=True))
-        streaming = {i: self.sent(x, -1) for i, x in streams.items()}
+        streaming = {i: self._sent(x, -1) for i, x in streams.items()}
         for i in self.carry:
             if i in streaming:
-                streaming[i] = jnp.where(leaves, leaving[i], streaming[i])
+                streaming[i] = jnp.where(last, leaving[i], streaming[i])
         for i in range(self.n):
             if i in results:
-                results[i] = self.next_sum(i, state.results[i], outs[i], busy & leaves)
+                results[i] = self._next_sum(i, state.results[i], outs[i], busy & last)
         return State(
-            {i: self.sent(x, 1) for i, x in leaving.items()},
+            {i: self._sent(x, 1) for i, x in leaving.items()},
             {
                 i: lax.dynamic_update_index_in_dim(state.streams[i], x, slot, 0)
                 for i, x in streaming.items()
             },
-            waiting,
             results,
         )
 
-    def run_layers(
+    def _run_layers(
         self,
         given: Sequence[jax.Array],
         results: dict[int, jax.Array],
         rows: layer.Rows,
         busy: jax.Array,
-        kept: tuple[jax.Array, jax.Array],
-        turn: jax.Array | int = 0,
+        micro_batch: jax.Array,
     ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-        """Runs one group of the stage's layers on one micro-batch. Returns the carry and the
+        """Runs the stage's layers on one micro-batch. Returns the carry and the
         results, which are written layer by layer, so that no stack of one micro-batch exists.
 
         Args:
@@ -233,51 +207,49 @@ class Stage:
           results: The results so far.
           rows: The rows of the micro-batch on this device.
           busy: Whether the results count.
-          kept: The slots where stored operands are read, and stored results written.
-          turn: The group of layers.
+          micro_batch: The slot where stored operands are read, and stored results written.
         """
         first, n, loop = self.carry.start, self.n, self.loop
-        group = self.schedule.rounds - 1 - turn if self.reverse else turn
-        length = self.length // self.schedule.rounds
+        # The last slot is never read.
+        target = jnp.where(busy, micro_batch, self.schedule.micro_batches)
         pair = EquationPair(loop.global_equation, loop.equation)
 
         def run(state: Any, i: jax.Array) -> Any:
             carry, results = state
-            i += group * length
             entries = [
-                entry(entry(x, kept[0]), i) if loop.is_stored(k) else entry(x, i)
+                _entry(_entry(x, micro_batch), i) if loop.is_stored(k) else _entry(x, i)
                 for k, x in enumerate(given)
                 if k >= self.carry.stop
             ]
             outs = layer.run(pair, [*given[:first], *carry, *entries], rows)
             written = dict(results)
             for k in range(n, len(outs)):
-                place = (kept[1], i) if loop.stores(k) else (i,)
+                place = (target, i) if loop.stores(k) else (i,)
                 new, rest = outs[k], results[k].ndim - len(place)
                 if not loop.stores(k):
-                    new = self.next_sum(k, entry(results[k], i), new, busy)
+                    new = self._next_sum(k, _entry(results[k], i), new, busy)
                 start = (*place, *[jnp.zeros((), i.dtype)] * rest)
                 new = new.reshape((1,) * len(place) + new.shape)
                 written[k] = lax.dynamic_update_slice(results[k], new, start)
             return (outs[:n], written), None
 
         start = [*given[first : self.carry.stop]], results
-        (carry, results), _ = lax.scan(run, start, jnp.arange(length), reverse=self.reverse)
+        (carry, results), _ = lax.scan(run, start, jnp.arange(self.length), reverse=self.reverse)
         return carry, results
 
-    def next_sum(self, i: int, old: jax.Array, new: jax.Array, counts: jax.Array) -> jax.Array:
+    def _next_sum(self, i: int, old: jax.Array, new: jax.Array, counts: jax.Array) -> jax.Array:
         """Returns a sum so far, or the latest value, after a value that may count."""
         if self.loop.results[i].reduced:
             both = REDUCTIONS[self.loop.results[i].name].of_two
             new = both(old, new.astype(old.dtype))
         return jnp.where(counts, new, old)
 
-    def sent(self, x: jax.Array, by: int) -> jax.Array:
+    def _sent(self, x: jax.Array, by: int) -> jax.Array:
         """Sends an array ``by`` stages on in the direction of the pipeline."""
         n, by = self.schedule.stages, -by if self.reverse else by
         return lax.ppermute(x, STAGE, [(i, (i + by) % n) for i in range(n)])
 
-    def empty(self) -> dict[int, jax.Array]:
+    def _empty(self) -> dict[int, jax.Array]:
         """Returns the results before the first tick, except those that come back in the streams."""
         empty = {}
         for i, (v, kind) in enumerate(
@@ -287,7 +259,7 @@ class Stage:
             if i >= self.n:
                 shape = (self.length, *shape[1:])
             if self.loop.stores(i):
-                empty[i] = jnp.zeros((self.schedule.kept_slots, *shape), dtype)
+                empty[i] = jnp.zeros((self.schedule.micro_batches + 1, *shape), dtype)
             elif kind.reduced:
                 dtype = self.loop.dtypes[i]
                 empty[i] = jnp.full(shape, REDUCTIONS[kind.name].neutral(dtype), dtype)
@@ -295,7 +267,7 @@ class Stage:
                 empty[i] = jnp.zeros(shape, dtype)
         return empty
 
-    def result(self, i: int, state: State) -> jax.Array:
+    def _result(self, i: int, state: State) -> jax.Array:
         kind, schedule = self.loop.results[i], self.schedule
         if i < self.n and kind.rows:
             return self.streams.close(state.streams[self.carry[i]], kind.dim)
@@ -305,10 +277,8 @@ class Stage:
             value = lax.all_gather(value, STAGE)[last]  # only the last stage has it
         if kind.reduced:  # devices send the dtype of the gradients, as with one micro-batch
             value = value.astype(self.loop.equation.outvars[i].aval.dtype)
-        if i >= self.n and not kind.rows:
-            value = exchanged(value, schedule, back=True)
         return value[None] if kind.reduced else value
 
 
-def entry(x: jax.Array, i: jax.Array) -> jax.Array:
+def _entry(x: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(x, i, keepdims=False)

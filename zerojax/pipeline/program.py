@@ -31,8 +31,6 @@ from zerojax.graph.def_use import Graph, Slice, graph_of
 from zerojax.graph.primitives import ELEMENTWISE, LABELS, RESHAPES
 from zerojax.pipeline import slots
 from zerojax.pipeline.loop import LayerLoop
-from zerojax.pipeline.middle import Between, ObstacleError
-from zerojax.pipeline.one_f_one_b import OneForwardOneBackward
 from zerojax.pipeline.schedule import Schedule
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree, Shaped
@@ -77,13 +75,10 @@ class Pipeline:
         self._sizes = Sizes(k * rows, rows)
         self._global_of: dict[Atom, Atom] = {}
         self._same: dict[int, tuple[Atom, Slice]] = {}
-        self._joined: OneForwardOneBackward | None = None
         try:
             devices = schedule.stages * schedule.row_devices
             small = flat_micro(trace, self._flat, split, roles, devices)
             self._loops = self._found(small, params)
-            if schedule.joined:
-                self._joined = self._join(small)
         except UnevenError as e:
             raise ValueError(
                 f"{self._name} cannot run in pipeline stages: what it computes depends on the "
@@ -118,51 +113,11 @@ class Pipeline:
             )
         return found
 
-    def _join(self, small: Flat) -> OneForwardOneBackward:
-        """Returns the loops over layers as one, with the equations between them."""
-        loops = [*self._loops.values()]
-        if [jaxprs.param(x.equation, "reverse") for x in loops] != [False, True]:
-            raise self._not_joined(
-                f"it has {len(loops)} loops over layers, and 1F1B takes one and its backward pass"
-            )
-        forward, backward = loops
-        both = [*pairs(self._flat, small, self._sizes)]
-        micro_of = {w: m for m, w in self._global_of.items()}
-        between = Between(self._flat, both, forward, backward, micro_of, self._sizes)
-        try:
-            middle = between.middle()
-        except ObstacleError as e:
-            raise self._not_joined(
-                f"between the passes of a micro-batch through the layers, or in the second, it {e}"
-            ) from e
-        graph = graph_of(self._flat)
-        dtypes = {v: self._sum_dtype(v, graph) for v in middle.crossing}
-        return OneForwardOneBackward(forward, backward, middle, dtypes)
-
-    def _sum_dtype(self, v: Atom, graph: Graph) -> Any:
-        dtype, eqn = v.aval.dtype, graph.producer(v)
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            return dtype
-        return accumulator(dtype, self._dtype if jaxprs.is_transposed(eqn) else None)
-
-    def _not_joined(self, why: str) -> ValueError:
-        return ValueError(
-            f'{self._name} cannot run with pipeline.schedule = "1f1b": {why}. Write '
-            '"schedule": "gpipe".'
-        )
-
     def _check_layers(
         self, eqn: Equation, sources: Sequence[int | None], params: Sequence[bool]
     ) -> None:
         """Refuses a loop whose layers the stages do not divide, or do not store."""
         n, stages = jaxprs.param(eqn, "length"), self._schedule.stages
-        if n % stages == 0 and n % (stages * self._schedule.rounds):
-            fits = [k for k in range(1, n + 1) if n // stages % k == 0]
-            raise ValueError(
-                f"{self._name}: pipeline.rounds = {self._schedule.rounds} does not divide the "
-                f"{n // stages} layers of each stage in the loop at {where(eqn)}: take one of "
-                f"{fits}."
-            )
         if n % stages:
             fits = [k for k in range(1, n + 1) if n % k == 0]
             raise ValueError(
@@ -274,8 +229,7 @@ class Pipeline:
                 return v.val
             if v not in env and v in stored:
                 x, dim = stored[v]
-                x = slots.in_order(x[:-1], 1, self._schedule)
-                env[v] = slots.from_slots(x, dim, self._schedule)
+                env[v] = slots.from_slots(x[:-1], dim, self._schedule)
             return env[v]
 
         def operand(loop: LayerLoop, i: int, v: Atom) -> jax.Array:
@@ -284,15 +238,14 @@ class Pipeline:
                 return read(v) if same is None else self._one_for_all(*same, read)
             if v in stored:
                 return stored[v][0]
-            x = slots.to_slots(read(v), loop.operands[i].dim, self._schedule)
-            return slots.interleaved(x, 1, self._schedule)
+            return slots.to_slots(read(v), loop.operands[i].dim, self._schedule)
 
-        def run(i: int, eqn: Equation) -> None:
+        for i, eqn in enumerate(flat.eqns):
             with jaxprs.traced_where(eqn):
                 if (loop := self._loops.get(i)) is None:
                     outs = jaxprs.bind(eqn, [*map(read, eqn.invars)])
                     env.update(zip(eqn.outvars, outs, strict=True))
-                    return
+                    continue
                 operands = [operand(loop, j, v) for j, v in enumerate(eqn.invars)]
                 outs = loop.run(operands, self._schedule)
                 for j, (v, out) in enumerate(zip(eqn.outvars, outs, strict=True)):
@@ -300,20 +253,6 @@ class Pipeline:
                         stored[v] = out, loop.results[j].dim
                     else:
                         env[v] = out
-
-        joined = self._joined
-        late, after = (set[int](), []) if joined is None else joined.late(flat)
-        for i, eqn in enumerate(flat.eqns):
-            if i not in late:
-                run(i, eqn)
-        if joined is not None:
-
-            def operand_of(loop: LayerLoop, j: int) -> jax.Array:
-                return operand(loop, j, loop.global_equation.invars[j])
-
-            env.update(joined.run(operand_of, read, self._schedule))
-            for i in after:
-                run(i, flat.eqns[i])
         return [*map(read, flat.outvars)]
 
     def _one_for_all(self, v: Atom, program: Slice, read: Callable[[Atom], jax.Array]) -> jax.Array:

@@ -7,79 +7,27 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
-from zerojax.devices.mesh import STAGE, batch_axes, nearest_multiples, stage_size
+from zerojax.devices.mesh import STAGE, batch_axes, stage_size
 
 
 class Schedule(NamedTuple):
-    """GPipe over the axis "stage" of a mesh (Huang et al., 2019, arXiv:1811.06965), the circular
-    schedule with several groups of layers a stage, or 1F1B (:mod:`zerojax.pipeline.one_f_one_b`).
+    """GPipe over the axis "stage" of a mesh (Huang et al., 2019, arXiv:1811.06965).
 
-    At tick t the p-th stage from the entrance runs the (t - p)-th of all passes of micro-batches: M
-    micro-batches pass S stages v times, each time through other layers, in M v + S - 1 ticks. Of
-    these ticks every stage idles for S - 1. With v groups a stage, stage s has the groups s, s + S,
-    ... of equally many layers.
+    At tick t the p-th stage from the entrance runs micro-batch t - p: M micro-batches pass S stages
+    in M + S - 1 ticks. Of these ticks every stage idles for S - 1.
 
     Attributes:
       mesh: The devices.
       micro_batches: Micro-batches a step, M.
-      rounds: Groups of layers a stage, v.
-      joined: Whether the passes forward and backward share ticks (1F1B).
     """
 
     mesh: Mesh | AbstractMesh
     micro_batches: int
-    rounds: int = 1
-    joined: bool = False
 
     @classmethod
-    def of(
-        cls, mesh: Mesh | AbstractMesh, micro_batches: int, rounds: int = 1, order: str = "gpipe"
-    ) -> Schedule | None:
-        """Returns the schedule on a mesh; None if the mesh has no pipeline stages.
-
-        Args:
-          order: "gpipe" or "1f1b".
-
-        Raises:
-          ValueError: With 1F1B or several rounds the stages do not divide the micro-batches; or
-            both are asked for.
-        """
-        if stage_size(mesh) == 1:
-            return None
-        schedule = cls(mesh, micro_batches, rounds, order == "1f1b")
-        if schedule.joined and rounds > 1:
-            raise ValueError(
-                f'pipeline.schedule = "1f1b" with pipeline.rounds = {rounds} is not supported: '
-                'take pipeline.rounds = 1, or pipeline.schedule = "gpipe".'
-            )
-        if (schedule.joined or rounds > 1) and not schedule.is_even:
-            key = 'schedule = "1f1b"' if schedule.joined else f"rounds = {rounds}"
-            other = 'schedule = "gpipe"' if schedule.joined else "rounds = 1"
-            raise ValueError(
-                f"pipeline.{key} needs micro-batches that the {schedule.stages} stages divide, not "
-                f"gradient_accumulation_steps = {micro_batches}: take "
-                f"{nearest_multiples(micro_batches, schedule.stages)}, or pipeline.{other}."
-            )
-        return schedule
-
-    @property
-    def name(self) -> str:
-        """The name of the schedule in the literature."""
-        if self.joined:
-            return "1F1B"
-        return "GPipe" if self.rounds == 1 else f"circular with {self.rounds} rounds"
-
-    @property
-    def kept(self) -> int:
-        """Micro-batches of which a stage keeps what their backward pass needs: M, or with 1F1B at
-        most 2 S - 1."""
-        most = self.micro_batches
-        return min(most, 2 * self.stages - 1) if self.joined else most
-
-    @property
-    def kept_slots(self) -> int:
-        """Slots for what a stage keeps: one more for idle ticks if all micro-batches have one."""
-        return self.kept + (self.kept == self.micro_batches)
+    def of(cls, mesh: Mesh | AbstractMesh, micro_batches: int) -> Schedule | None:
+        """Returns the schedule on a mesh; None if the mesh has no pipeline stages."""
+        return None if stage_size(mesh) == 1 else cls(mesh, micro_batches)
 
     @property
     def stages(self) -> int:
@@ -99,11 +47,11 @@ class Schedule(NamedTuple):
     @property
     def ticks(self) -> int:
         """Ticks of all passes forward, and of all passes backward."""
-        return self.micro_batches * self.rounds + self.stages - 1
+        return self.micro_batches + self.stages - 1
 
     @property
     def bubble(self) -> float:
-        """The share of the ticks in which a stage idles, (S - 1) / (M v + S - 1)."""
+        """The share of the ticks in which a stage idles, (S - 1) / (M + S - 1)."""
         return (self.stages - 1) / self.ticks
 
     @property

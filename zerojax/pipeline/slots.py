@@ -61,44 +61,6 @@ def from_slots(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
     return x.reshape(*before, math.prod(x.shape[dim : dim + n + 2]), *after)
 
 
-def interleaved(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
-    """Sorts a stack of layers, along ``dim``, by stages: those of a stage follow each other."""
-    return _regrouped(x, dim, schedule.rounds, schedule.stages)
-
-
-def in_order(x: jax.Array, dim: int, schedule: Schedule) -> jax.Array:
-    """Sorts a stack of layers that :func:`interleaved` returned in the order of the layers."""
-    return _regrouped(x, dim, schedule.stages, schedule.rounds)
-
-
-def _regrouped(x: jax.Array, dim: int, outer: int, inner: int) -> jax.Array:
-    """Exchanges two dimensions that together with the layers of a group are one."""
-    if outer == 1 or inner == 1:
-        return x
-    shape = (*x.shape[:dim], outer, inner, x.shape[dim] // (outer * inner), *x.shape[dim + 1 :])
-    return jnp.swapaxes(x.reshape(shape), dim, dim + 1).reshape(x.shape)
-
-
-def exchanged(x: jax.Array, schedule: Schedule, *, back: bool = False) -> jax.Array:
-    """Returns the layers that one stage runs, for those that it stores; or, with ``back``, those
-    that it stores. Every group of layers is sent once, by collective-permutes."""
-    v, n = schedule.rounds, schedule.stages
-    if v == 1:
-        return x
-    groups = x.reshape(v, x.shape[0] // v, *x.shape[1:])
-    received, stage = [groups[0]] * v, lax.axis_index(STAGE)
-    for turn in range(v):
-        for own in range(v):  # group g is the g % v-th of stage g // v at rest
-            numbers = [g for g in range(turn * n, turn * n + n) if g % v == own]
-            pairs = [(g // v, g % n) for g in numbers]
-            sent, to = (own, turn) if not back else (turn, own)
-            pairs = [pair[::-1] for pair in pairs] if back else pairs
-            arrived = lax.ppermute(groups[sent], STAGE, pairs)
-            receives = jnp.isin(stage, np.array([there for _, there in pairs]))
-            received[to] = jnp.where(receives, arrived, received[to])
-    return jnp.concatenate(received)
-
-
 class Streams:
     """The inputs and outputs of a pipeline's micro-batches: [stages * slots, ...] over all stages.
 

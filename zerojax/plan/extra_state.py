@@ -1,7 +1,8 @@
 """State beside the parameters: an average, a frozen base, a second network and its moments.
 
-A copy of the parameters is sharded like them. Other arrays of more than ``SMALL`` elements are
-sharded by the rule for parameters: all of them at stage 3, those of an optimizer at stages 1 and 2.
+A copy of the parameters is sharded like them. Other arrays of more than ``small_array_size``
+elements are sharded by the rule for parameters: all of them at stage 3, those of an optimizer at
+stages 1 and 2.
 Statistics, counters and PRNG keys are replicated. If zerojax does not know the parameters of a
 state, all of its arrays are extra state, and are sharded like parameters, small ones too.
 """
@@ -15,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.plan import rule
 from zerojax.plan.layout import Spec
 from zerojax.plan.state_sharding import Leaf
 from zerojax.xla.types import Aval, PyTree, Shaped
@@ -54,6 +54,7 @@ class ExtraState:
       at_rest: The rule, ``(path, array, user's spec) -> Leaf``.
       mesh: The devices.
       stage: The ZeRO stage.
+      small: The most elements of an array that is replicated for its size.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class ExtraState:
         at_rest: AtRest,
         mesh: Mesh,
         stage: int,
+        small: int,
     ) -> None:
         self._params, self._at_rest = params, at_rest
-        self._mesh, self._stage = mesh, stage
+        self._mesh, self._stage, self._small = mesh, stage, small
 
     def leaves(self, rest: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Returns the leaf of each array, in the form of ``rest``."""
@@ -114,8 +116,8 @@ class ExtraState:
     def _why_replicated(self, x: Aval, of_optimizer: bool) -> str:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return "keys are replicated"
-        if self._params.leaves and x.size <= rule.SMALL:
-            return f"extra state of at most {rule.SMALL:,} elements is replicated"
+        if self._params.leaves and x.size <= self._small:
+            return f"extra state of at most {self._small:,} elements is replicated"
         if self._stage in (1, 2) and not of_optimizer:
             return f"stage {self._stage} replicates extra state, stage 3 shards it"
         return ""

@@ -110,8 +110,8 @@ class Live:
 
     def _may_stay(self, leaf: Leaf) -> bool:
         """Returns whether a parameter is gathered at each use; small ones are gathered once."""
-        is_gathered_once = is_small(leaf.shape, leaf.full_spec, self._axis)
-        return leaf.sharded and leaf.place == DEVICE and not is_gathered_once
+        small = is_small(leaf.shape, leaf.full_spec, self._axis, self._config.small_array_size)
+        return leaf.sharded and leaf.place == DEVICE and not small
 
     def _chosen(self) -> set[str]:
         room, farthest = self._asked

@@ -53,7 +53,7 @@ def make_plan(
     opt_tree = _optimizer_leaves(parts, tx, form, at_rest, mesh, moments)
     # A state with unknown parameters has all its arrays in ``rest``.
     stage = 3 if config.stage and not params else config.stage
-    rest_tree = ExtraState(form, at_rest, mesh, stage).leaves(parts.rest)
+    rest_tree = ExtraState(form, at_rest, mesh, stage, config.small_array_size).leaves(parts.rest)
 
     def specs(tree: PyTree, name: str = "spec") -> PyTree:
         return jax.tree.map(lambda leaf: getattr(leaf, name), tree, is_leaf=_is_leaf)
@@ -114,6 +114,7 @@ def _rule(mesh: Mesh, axis: str, config: ZeroConfig) -> AtRest:
                 mesh,
                 axis,
                 smallest,
+                small=config.small_array_size,
                 parts=allow_parts,
                 partition=config.zero_hpz_partition_size,
             )

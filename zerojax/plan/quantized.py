@@ -14,9 +14,10 @@ from jax.sharding import Mesh
 
 from zerojax.config import ConfigError, ZeroConfig
 from zerojax.devices.mesh import axis_size
-from zerojax.plan import layout, rule
+from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SpecEntry
 from zerojax.plan.leaf import Leaf
+from zerojax.plan.rule import SMALL
 from zerojax.plan.table import size
 
 Format = Literal["int8", "int4", "float8_e4m3fn"]
@@ -31,10 +32,12 @@ class Quantization(NamedTuple):
     Attributes:
       format: The dtype of the codes.
       block_size: Elements of a block; None for about 256, a number that divides the array.
+      small: Arrays of at most as many elements are sent unquantized.
     """
 
     format: Format
     block_size: int | None = None
+    small: int = SMALL
 
 
 class Sent(NamedTuple):
@@ -56,7 +59,7 @@ def block_of(
     the axis: a secondary shard, gathered between partitions, has the same blocks when it is
     gathered within one partition.
     """
-    if how is None or len(shape) < 2 or math.prod(shape) <= rule.SMALL:
+    if how is None or len(shape) < 2 or math.prod(shape) <= how.small:
         return None
     shard_shape = [
         _shard_extent(n, entry, mesh, axis) for n, entry in zip(shape, spec, strict=True)
@@ -68,7 +71,7 @@ def block_of_slice(
     shape: Sequence[int], n_slices: int, how: Quantization | None
 ) -> tuple[int, ...] | None:
     """Returns the block of an array in ``n_slices`` equal slices along its first dimension."""
-    if how is None or len(shape) < 2 or math.prod(shape) <= rule.SMALL or shape[0] % n_slices:
+    if how is None or len(shape) < 2 or math.prod(shape) <= how.small or shape[0] % n_slices:
         return None
     block = extents((shape[0] // n_slices, *shape[1:]), how.block_size)
     return None if how.format == "int4" and block is not None and block[-1] % 2 else block
@@ -153,7 +156,8 @@ class QuantizedWeights:
     def _takes(self, leaf: Leaf) -> bool:
         if self._only is not None and leaf.path not in self._only:
             return False
-        matrix = len(leaf.shape) > 1 and math.prod(leaf.shape) > rule.SMALL
+        small = SMALL if self._how is None else self._how.small
+        matrix = len(leaf.shape) > 1 and math.prod(leaf.shape) > small
         matrix = matrix and jnp.issubdtype(leaf.dtype, jnp.floating)
         if not matrix or NOT_QUANTIZED.search(leaf.path):
             return False
@@ -197,9 +201,11 @@ def sent_formats(config: ZeroConfig) -> Sent:
     """Returns the formats in which a config sends sharded arrays."""
     if config.stage == 0:
         return UNQUANTIZED
-    block = config.zero_quantized_block_size
-    weights = Quantization(config.zero_quantized_weights_dtype, block)  # type: ignore[arg-type]
-    grads = Quantization(config.zero_quantized_gradients_dtype, block)  # type: ignore[arg-type]
+    how = functools.partial(
+        Quantization, block_size=config.zero_quantized_block_size, small=config.small_array_size
+    )
+    weights = how(config.zero_quantized_weights_dtype)  # type: ignore[arg-type]
+    grads = how(config.zero_quantized_gradients_dtype)  # type: ignore[arg-type]
     quantized = config.zero_quantized_weights or config.zero_quantized_nontrainable_weights
     return Sent(
         weights if quantized else None,

@@ -9,8 +9,8 @@
 5. Otherwise one dimension, or one of two, is padded with zeros at rest: 4096 over 24 devices is 24
    shards of 171. The rule pads with the least waste of memory, or with hardly more if that pads a
    smaller dimension.
-6. An array of at most 8192 elements (``SMALL``) is not padded: the largest part of the axis that
-   divides one or two dimensions shards them, and the array is replicated over the rest of the axis.
+6. An array of at most 8192 elements (``small_array_size``) is not padded: the largest part of the
+   axis that divides one or two dimensions shards them, and the array is replicated over the rest.
    An array below 1024 elements (``TINY``) is not split by factors: it is replicated over all of the
    axis if the axis divides no dimension.
 
@@ -41,7 +41,7 @@ from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SubAxis
 
 SMALL = 8192
-"""Elements of the largest array that is not padded."""
+"""Elements of the largest array that is not padded, unless the config says otherwise."""
 
 TINY = 1024
 """Elements of the smallest array for which dimensions share an axis by its factors."""
@@ -110,6 +110,7 @@ def shard_spec(
     axis: str,
     smallest: int,
     *,
+    small: int = SMALL,
     parts: bool = True,
     partition: int = 1,
 ) -> ShardSpec:
@@ -120,6 +121,7 @@ def shard_spec(
       own: The user's spec, one entry a dimension, without axes of size 1, which shard nothing.
       mesh, axis: The devices, and the axis over which ZeRO shards.
       smallest: Arrays with fewer elements are replicated.
+      small: Arrays with at most as many elements are not padded.
       parts: Whether dimensions may share the axis by its factors.
       partition: Devices of one partition, the innermost of the axis; 1 for none.
 
@@ -141,8 +143,8 @@ def shard_spec(
     partition = partition if 1 < partition < n else 1
     shard_shape = layout.shard_shape(shape, own, mesh)
     free = tuple(d for d, entry in enumerate(own) if entry is None)
-    cut = _single(shard_shape, free, n)
-    if cut is None and math.prod(shard_shape) <= SMALL:
+    cut = _single(shard_shape, free, n, small)
+    if cut is None and math.prod(shard_shape) <= small:
         cut = _exact(shard_shape, free, n, parts and math.prod(shard_shape) >= TINY)
     elif cut is None:
         cut = _best(shard_shape, free, n, parts, partition)
@@ -162,25 +164,28 @@ def shard_spec(
     n_copies = n // n_slices if math.prod(shard_shape) >= n else 1
     spec = _spec(own, cut, axis, n, partition if nests else 1)
     if parts and not layout.separable(spec, mesh):
-        return shard_spec(shape, own, mesh, axis, smallest, parts=False, partition=partition)
+        return shard_spec(
+            shape, own, mesh, axis, smallest, small=small, parts=False, partition=partition
+        )
     return ShardSpec(spec, reason, n_copies)
 
 
-def is_small(shape: Sequence[int], spec: Spec, axis: str) -> bool:
+def is_small(shape: Sequence[int], spec: Spec, axis: str, small: int = SMALL) -> bool:
     """Returns whether a parameter of this shape is gathered with others, once a step.
 
-    A parameter that is sharded over a second axis, or along two dimensions, is not.
+    A parameter of more than ``small`` elements is not, nor is one that is sharded over a second
+    axis, or along two dimensions.
     """
     named = [entry for entry in spec if entry is not None]
     only_axis = len(named) == 1 and all(layout.full_axis(a) == axis for a in layout.axes(named[0]))
-    return math.prod(shape) <= SMALL and only_axis
+    return math.prod(shape) <= small and only_axis
 
 
-def _single(shard_shape: Sequence[int], free: Sequence[int], n: int) -> Cut | None:
+def _single(shard_shape: Sequence[int], free: Sequence[int], n: int, small: int) -> Cut | None:
     """Cuts the largest dimension that the full axis divides; None if there is none."""
     divisible = [d for d, size in enumerate(shard_shape) if size and size % n == 0]
     divisible = [d for d in divisible if not _is_stack(shard_shape, d)] or (
-        divisible if math.prod(shard_shape) <= SMALL else []
+        divisible if math.prod(shard_shape) <= small else []
     )
     chosen = [d for d in divisible if d in free] or divisible
     return Cut(((max(chosen, key=lambda d: shard_shape[d]), n),)) if chosen else None

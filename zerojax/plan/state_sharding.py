@@ -244,7 +244,8 @@ class Plan(Summarized):
         platform = self.mesh.devices.flat[0].platform
         if config.xla_options and platform not in GPUS:
             notes.append(f"xla: options for GPUs, without effect on devices of {platform!r}")
-        return table.render(self._title(), groups, [self._total(), *notes])
+        small = self.config.small_array_size
+        return table.render(self._title(), groups, [self._total(), *notes], small)
 
     __str__ = table
 
@@ -305,7 +306,7 @@ class Plan(Summarized):
             leaf
             for leaf in self.compute
             if layout.dimensions(leaf.full_spec, self.axis)
-            and not is_small(leaf.shape, leaf.full_spec, self.axis)
+            and not is_small(leaf.shape, leaf.full_spec, self.axis, self.config.small_array_size)
             and self.secondary_spec(leaf) is None
             and leaf.path not in self.live.paths
         ]
@@ -348,7 +349,8 @@ class Plan(Summarized):
         spec = leaf.full_spec
         if leaf.path in self.live.paths:  # is gathered from all other devices at once
             return None
-        if not 1 < size < n or is_small(leaf.shape, spec, self.axis):
+        small = self.config.small_array_size
+        if not 1 < size < n or is_small(leaf.shape, spec, self.axis, small):
             return None
         inner_spec = layout.inside(spec, self.axis, n // size)
         n_shards = math.prod(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from zerojax.plan import rule
 from zerojax.plan.leaf import Leaf
 
 MUCH = 2**26
@@ -73,6 +72,7 @@ def render(
     title: str,
     groups: Mapping[str, Sequence[Leaf]],
     notes: Sequence[str],
+    small: int,
 ) -> str:
     """Renders a plan as text: every parameter and every other large array, the totals, the notes.
 
@@ -80,10 +80,11 @@ def render(
       title: the first line.
       groups: the plan's leaves by group, see ``GROUPS``.
       notes: further lines, on what changes the numbers.
+      small: the most elements of an array that is not large.
     """
     used_places = {leaf.place for leaves in groups.values() for leaf in leaves}
     is_offloaded = used_places != {"device"}
-    listed = [*groups["params"], *(x for x in groups["rest"] if math.prod(x.shape) > rule.SMALL)]
+    listed = [*groups["params"], *(x for x in groups["rest"] if math.prod(x.shape) > small)]
     rows = [
         (
             "parameter",

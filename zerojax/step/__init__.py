@@ -15,12 +15,10 @@ out. In reading order:
 - ``body``, ``view``: the user's function, and the optimizer that it sees. ``partial_update``: an
   update of some parameters. ``gradient_norm``: the norm of gradients that no update computes.
 - ``entering``, ``evaluate_body``: the arrays of the state; the function, emitted for shards.
-  ``extra_state``: the specs of new state that no wrapped optimizer computes. ``own_update``:
-  functions of matrices in an update that the step itself computes.
+  ``extra_state``: the specs of new state that no wrapped optimizer computes.
 - ``offloaded``, ``gradient_program``, ``optimizer_update``: the state is stored elsewhere; several
   programs.
 - ``emitted``, ``collective_origins``, ``collectives_table``: the table of a step's collectives.
-- ``loop_advice``, ``ragged_products``: warnings.
 - ``sequence``, ``per_device``: rows sharded along their tokens, and a kernel within a step, both
   for the authors of models.
 """

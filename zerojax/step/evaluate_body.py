@@ -15,6 +15,7 @@ from zerojax.accumulation.roles import Roles, roles_of
 from zerojax.accumulation.run import MicroBatches, Trace, rows_together
 from zerojax.collectives import kept
 from zerojax.collectives.host import Host
+from zerojax.collectives.matrices import with_matrices
 from zerojax.devices.mesh import STAGE
 from zerojax.distributed import log
 from zerojax.optim.wrap import ZeroOptState, choose
@@ -29,13 +30,10 @@ from zerojax.step.entering import BodyArrays, enter_rest
 from zerojax.step.extra_state import wanted_specs
 from zerojax.step.further_arguments import WithShards, enter_arguments
 from zerojax.step.gradient_norm import with_gradient_norm
-from zerojax.step.loop_advice import advise
-from zerojax.step.own_update import with_matrices
 from zerojax.step.program import StepSetting
-from zerojax.step.ragged_products import warn_of_ragged_products
 from zerojax.step.view import cast
 from zerojax.trace.broadcasts import with_broadcasts_in_loops
-from zerojax.trace.dependence import check_late
+from zerojax.trace.dependence import check_late, with_updated_copies
 from zerojax.trace.explicit import automatic_update, typed_replicated
 from zerojax.trace.loss_scaling import replacements
 from zerojax.trace.ravelled import without_ravels
@@ -95,9 +93,6 @@ def evaluate_body(
     closed, shapes = trace(given_batch)
     jaxpr = jaxprs.open_jaxpr(closed)[0]
     body.check(jaxpr, start, shapes[0])
-    warn_of_ragged_products(body.name, jaxpr, setting.layout.world)
-    by_row = k == 1 and setting.layout.axis == 0 and setting.layout.world > 1
-    advise(body.name, jaxpr, len(jax.tree.leaves(batch)), by_row=by_row)
     if offloads(config):
         check_late(jaxpr, start, shapes, body.name)
     replace = {**replacements(closed, start.opt_state.opt.loss_scale), **(replace or {})}
@@ -164,9 +159,15 @@ def _trace(
     else:
         closed, shapes = explicit.trace(step, start, batch, setting.plan)
         closed = with_broadcasts_in_loops(without_ravels(closed))
+    closed = with_updated_copies(closed, start, shapes)
     if setting.knows_parameters:
         return closed, shapes
-    return with_matrices(closed, shapes, setting.plan.leaves["rest"], setting.inserter), shapes
+    leaves, tree = jax.tree.flatten((start, batch))
+    specs: list[Spec | None] = [None] * len(leaves)
+    state = jax.tree.leaves(jax.tree.unflatten(tree, range(len(leaves)))[0].rest)
+    for i, leaf in zip(state, setting.plan.leaves["rest"], strict=True):
+        specs[i] = layout.full(leaf.spec, len(leaf.shape))
+    return with_matrices(closed, specs, setting.inserter), shapes
 
 
 def _in_compute_dtype(setting: StepSetting, batch: PyTree) -> PyTree:

@@ -98,9 +98,11 @@ class ArgumentReader:
           sharded: Shape and spec of each array.
         """
         plan = self._plan
+        small = plan.config.small_array_size
         is_unlike_rows = any(0 not in layout.dimensions(spec, plan.axis) for _, spec in sharded)
         return is_unlike_rows and all(
-            shard_spec(shape, (None,) * len(shape), plan.mesh, plan.axis, 0).spec == spec
+            shard_spec(shape, (None,) * len(shape), plan.mesh, plan.axis, 0, small=small).spec
+            == spec
             for shape, spec in sharded
         )
 

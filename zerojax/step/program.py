@@ -9,6 +9,7 @@ import jax
 import optax
 
 from zerojax.collectives import Inserter
+from zerojax.collectives.gathering import Limits
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import micro_batch_devices
 from zerojax.monitor.after_step import Signals
@@ -99,8 +100,7 @@ class StepSetting:
         mesh, axis, config = plan.lowering_mesh, states.axis, states.config
         self.divide = ArgumentReader(plan)
         sizes, rows_at = config.batch(micro_batch_devices(mesh)), function.form.batch_axis
-        keys = config.pipeline_rounds, config.pipeline_schedule
-        self.schedule = Schedule.of(mesh, sizes.accumulation, *keys)
+        self.schedule = Schedule.of(mesh, sizes.accumulation)
         if self.schedule is not None:
             _check_beside_stages(config)
         _check_batch_axis(sizes.accumulation, self.schedule, rows_at)
@@ -116,6 +116,7 @@ class StepSetting:
             away=smallest_away(config),
             overlap=config.overlap_comm is not False,
             sent=sent_formats(config),
+            limits=Limits(small=config.small_array_size),
         )
 
     def numbers(self, flat: FlatParts) -> Sequence[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import jax
@@ -39,12 +38,9 @@ class ResidentStep:
         self.setting, plan = setting, setting.plan
         shardings = plan.shardings()
         self._to_shards = constrainer(shardings.params)
-        one_pass, update = setting.tx.one_pass, None
-        if one_pass is not None and plan.plain and one_pass.wins(plan.mesh):
-            update = functools.partial(one_pass.update, shardings=shardings.params)
         inner = jax.tree.unflatten(setting.structure.opt_state, plan.leaves["opt_state"]).inner
         matrices = MatrixUpdate.of(setting.inserter, plan, jax.tree.leaves(inner))
-        advance = advancing(setting.tx, update, matrices)
+        advance = advancing(setting.tx, matrices)
         self._tx = updating(setting.tx.init, advance, to_shards(plan))
         self._jitted = JitOnceDecided(
             with_argument_names(self._step, STATE, BATCH, "arrays", "further"),

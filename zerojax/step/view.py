@@ -20,7 +20,6 @@ from jax.typing import DTypeLike
 
 from zerojax.optim.frozen import Run
 from zerojax.optim.wrap import CarriedState, ZeroOptState, ZeroTransformation
-from zerojax.trace.changes import change
 from zerojax.trace.marks import GRADIENT, UNUSED, mark
 from zerojax.xla.types import MaybeNone, PyTree
 
@@ -128,36 +127,27 @@ Advance = Callable[..., tuple[PyTree, View]]
 
 def advancing(
     tx: ZeroTransformation,
-    one_pass: Callable[..., tuple[PyTree, ZeroOptState]] | None,
     run: Run | None = None,
 ) -> Advance:
     """Returns the update of a view: ``(grads, view, params, **extra) -> (updates, view)``.
 
     Args:
       tx: The wrapped transformation.
-      one_pass: ``(grads, state, params) -> (params, state)`` of a transformation that updates both
-        in one pass; else None.
       run: Runs the jaxpr of the wrapped transformation's update; None for JAX.
     """
 
     def advance(grads: PyTree, view: View, params: PyTree, **extra: object) -> tuple[PyTree, View]:
-        has_no_masters = view.masters is None
-        before = params if has_no_masters else view.masters
-        if one_pass is not None and params is not None and not extra:
-            after, opt = one_pass(grads, view.opt, before)
-            # Kept for callers that read the updates; otherwise XLA removes them.
-            compute = jax.tree.map(lambda new, old: new.astype(old.dtype), after, params)
-            updates = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old, compute, params)
-        else:
-            updates, opt = tx.update(grads, view.opt, before, run=run, **extra)
-            if has_no_masters:
-                return updates, dataclasses.replace(view, opt=opt)
-            after = optax.apply_updates(before, updates)
-            updates = jax.tree.map(lambda m, p: m - p.astype(m.dtype), after, view.compute)
-            compute = jax.tree.map(added, view.compute, updates)
-        return updates, dataclasses.replace(
-            view, opt=opt, masters=None if has_no_masters else after, compute=compute
-        )
+        before = params if view.masters is None else view.masters
+        updates, opt = tx.update(grads, view.opt, before, run=run, **extra)
+        if view.masters is None:
+            return updates, dataclasses.replace(view, opt=opt)
+        after = optax.apply_updates(before, updates)
+        updates = jax.tree.map(lambda m, p: m - p.astype(m.dtype), after, view.compute)
+        config: Any = jax.config
+        if config.jax_numpy_dtype_promotion == "strict":  # else the step could not add them
+            updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, view.compute)
+        compute = jax.tree.map(added, view.compute, updates)
+        return updates, dataclasses.replace(view, opt=opt, masters=after, compute=compute)
 
     return advance
 
@@ -182,11 +172,6 @@ def updating(
         grads: PyTree, view: View, params: PyTree = None, **extra: object
     ) -> tuple[PyTree, View]:
         updates, after = advance(to_shards(as_gradients(grads)), view, params, **extra)
-        if after.compute is not None and params is not None:
-            config: Any = jax.config
-            if config.jax_numpy_dtype_promotion == "strict":  # else the step could not add them
-                updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
-            updates = jax.tree.map(change, after.compute, params, updates)
         return updates, after if view.compute is not None else dataclasses.replace(
             after, compute=None
         )
@@ -271,7 +256,9 @@ def params_after(
         if new is updated:
             return master
         changed = jnp.where(new == given, old, new.astype(master.dtype))
-        return unless_skipped(jnp.where(new == updated, master, changed), old)
+        # In the dtype of the copy: the step may add the update in a wider one.
+        is_updated = new.astype(updated.dtype) == updated
+        return unless_skipped(jnp.where(is_updated, master, changed), old)
 
     if view.masters is None:
         return jax.tree.map(unless_skipped, returned, before)

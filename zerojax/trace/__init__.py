@@ -5,8 +5,7 @@ out.
 
 - ``marks``, to be read first: named identities by which the trace shows gradients and losses.
 - ``updates``: the gradients of a step without marks, found by its dataflow. ``unused``: gradients
-  that the update does not use, removed. ``changes``: new parameters that replace the step's own sum
-  of parameters and updates.
+  that the update does not use, removed.
 - ``loss_scaling``: the loss scale in place of its mark. ``dependence``: the check that nothing in a
   step needs the new parameters, for updates that follow the step.
 - ``explicit``: the conversion of a step with explicit mesh axes.

@@ -1,4 +1,4 @@
-"""Checks of what a step computes from the parameters that it has just updated."""
+"""The parameters that a step has just updated, and what it computes from them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import jax
 
 from zerojax.graph.analysis import Analysis
+from zerojax.graph.def_use import graph_of
 from zerojax.graph.primitives import LABELS
 from zerojax.graph.reach import DEPENDS
-from zerojax.trace.changes import origin
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
-from zerojax.xla.types import Atom, Equation, Jaxpr, PyTree
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree
 
 
 def _computed(eqn: Equation, operands: Sequence[frozenset[int]]) -> list[frozenset[int]]:
@@ -75,6 +75,47 @@ def check_late(jaxpr: Jaxpr, given: Parts, results: PyTree, name: str) -> None:
         )
 
 
+def with_updated_copies(closed: AnyJaxpr, given: Parts, results: PyTree) -> AnyJaxpr:
+    """Replaces the step's own sums of parameters and updates by the equal sums of its optimizer.
+
+    A step with a copy of its parameters in the compute dtype returns the updated copy in the view
+    of its optimizer, too. Where both results are one variable, the step's new parameters need no
+    comparison with the copy, so that neither the old nor the new copy exists during the update.
+
+    Args:
+      closed: The step's jaxpr and its constants.
+      given: The step's state, with :class:`zerojax.step.view.View` as the optimizer state; its
+        leaves are the first arguments of the jaxpr.
+      results: The shapes of the step's results: the new state, and everything else.
+    """
+    jaxpr = jaxprs.open_jaxpr(closed)[0]
+    outs = list(jaxpr.outvars)
+    before, after = (
+        jax.tree.unflatten(jax.tree.structure(tree), range(len(jax.tree.leaves(tree))))
+        for tree in (given, results[0])
+    )
+    copies = [jax.tree.leaves(x.opt_state.compute) for x in (before, after)]
+    params = [jax.tree.leaves(x.params) for x in (before, after)]
+    for old, old_copy, new, new_copy in zip(
+        params[0], copies[0], params[1], copies[1], strict=False
+    ):
+        same = {id(jaxpr.invars[old_copy]): id(jaxpr.invars[old])}
+        own, of_copy = (
+            {same.get(term, term) for term in _terms(jaxpr, outs[i])} for i in (new, new_copy)
+        )
+        if own and own == of_copy and outs[new].aval == outs[new_copy].aval:
+            outs[new] = outs[new_copy]
+    return jaxprs.with_body(closed, jaxpr.replace(outvars=outs))
+
+
+def _terms(jaxpr: Jaxpr, v: Atom) -> set[int]:
+    """Returns the identities of the two variables whose sum ``v`` is, in any dtype; else none."""
+    eqn = _origin(jaxpr, v)[1]
+    if eqn is None or eqn.primitive.name != "add":
+        return set()
+    return {id(_origin(jaxpr, term)[0]) for term in eqn.invars}
+
+
 def _named(prefix: str, lateness: PyTree) -> list[str]:
     """Returns the paths of the leaves of a tree that are late."""
     leaves = jax.tree_util.tree_leaves_with_path(lateness)
@@ -93,16 +134,24 @@ def unchanged(jaxpr: Jaxpr) -> Sequence[int | None]:
     return [next(iter(fact)) if len(fact) == 1 else None for fact in facts]
 
 
+def _origin(jaxpr: Jaxpr, v: Atom) -> tuple[Atom, Equation | None]:
+    """Returns the variable that ``v`` copies, past casts and labels, and the equation of the jaxpr
+    that produces that variable, or None."""
+    eqn = graph_of(jaxpr).producer(v)
+    is_copy = eqn and (eqn.primitive.name in LABELS or eqn.primitive.name == "convert_element_type")
+    return _origin(jaxpr, eqn.invars[0]) if eqn and is_copy else (v, eqn)
+
+
 def _is_sum(jaxpr: Jaxpr, out: Atom, one: Atom | None, other: Atom | None) -> bool:
     """Returns whether a result of a jaxpr is only the sum of two of its arguments."""
-    v, eqn = origin(jaxpr, out)
+    v, eqn = _origin(jaxpr, out)
     if eqn is None:
         return False
-    # By identity: a literal has no hash.
-    operand_ids = [id(origin(jaxpr, v)[0]) for v in eqn.invars]
     if eqn.primitive in jaxprs.CALLS:
         inner = jaxprs.open_jaxpr(jaxprs.called_jaxpr(eqn))[0]
+        # By identity: a literal has no hash.
+        operand_ids = [id(_origin(jaxpr, v)[0]) for v in eqn.invars]
         inner_args = dict(zip(operand_ids, inner.invars, strict=True))
         terms = inner_args.get(id(one)), inner_args.get(id(other))
         return None not in terms and _is_sum(inner, inner.outvars[eqn.outvars.index(v)], *terms)
-    return eqn.primitive.name == "add" and {*operand_ids} == {id(one), id(other)}
+    return _terms(jaxpr, v) == {id(one), id(other)}

@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.devices.mesh import batch_axes, explicit_axes
 from zerojax.plan.state_sharding import Plan, layout
-from zerojax.trace import marks
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import hijax, jaxprs
 from zerojax.xla.types import AnyJaxpr, Equation, PyTree
@@ -174,9 +173,8 @@ def _automatic(closed: AnyJaxpr, mesh: Mesh) -> core.ClosedJaxpr:
 
 
 def _opens(eqn: Equation) -> bool:
-    """Returns whether a call is inlined: not a checkpoint, nor a call of
-    :func:`zerojax.trace.changes.change`, which is found by its name."""
-    return eqn.primitive is not prims.remat_p and not marks.holds(eqn, marks.CHANGE)
+    """Returns whether a call is inlined: not a checkpoint."""
+    return eqn.primitive is not prims.remat_p
 
 
 def _equation(
@@ -191,8 +189,6 @@ def _equation(
         return [_placed(values[0], requested, mesh)]
     if eqn.primitive is prims.sharding_constraint_p and requested is not None:
         return [_placed(values[0], requested, mesh)]
-    if eqn.primitive.name == "shard_map" and not explicit_axes(jaxprs.param(eqn, "mesh")):
-        return jaxprs.bind(eqn, values)  # of the optimizer, see zerojax.collectives.matrices
     if eqn.primitive.name == "shard_map":
         raise NotImplementedError(
             "jax.shard_map in a step under jax.set_mesh with explicit axes: make the mesh with "

@@ -33,8 +33,6 @@ LOSS = "zerojax loss"
 """The loss that is multiplied by the factor."""
 SHARD = "zerojax shard"
 """An array of the state of which each device needs only its shard."""
-CHANGE = "zerojax change"
-"""The optimizer's output where the updated parameter already exists."""
 
 
 def mark(tree: PyTree, name: str) -> PyTree:

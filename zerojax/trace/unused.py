@@ -21,5 +21,5 @@ def without_unused_gradients(closed: AnyJaxpr) -> AnyJaxpr:
     names = (marks.GRADIENT, marks.UNUSED)
     if not any(marks.is_mark(eqn, name) for eqn in unused(jaxpr) for name in names):
         return closed
-    pruned = without_unused(jaxpr, lambda eqn: marks.holds(eqn, marks.CHANGE))
+    pruned = without_unused(jaxpr, lambda eqn: False)
     return jaxprs.with_body(closed, pruned)

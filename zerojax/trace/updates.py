@@ -1,4 +1,4 @@
-"""Gradients and update of a step whose optimizer has no marks, found by the step's dataflow.
+"""Gradients of a step whose optimizer has no marks, found by the step's dataflow.
 
 Differentiation names the equations that it creates. Results of these equations from which the new
 state is computed are the gradients that the update consumes. A step whose optimizer zerojax wraps
@@ -8,8 +8,6 @@ has marks, see :mod:`zerojax.trace.marks`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import compress
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import core
@@ -50,71 +48,6 @@ def find_gradients(jaxpr: Jaxpr, state: Sequence[int]) -> list[Atom]:
         and all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in gradients)
     )
     return gradients if certain else []
-
-
-class Update(NamedTuple):
-    """The equations of a step that compute its new state from gradients.
-
-    Attributes:
-      equations: The equations, in order; no other equations of the new state read their results.
-      operands: The values that they read and do not compute.
-      results: The values that they compute, and that other equations read or the step returns.
-      earlier: The equations that do not depend on them, in order.
-      later: The other equations that do, in order.
-    """
-
-    equations: Sequence[Equation]
-    operands: Sequence[Atom]
-    results: Sequence[Atom]
-    earlier: Sequence[Equation]
-    later: Sequence[Equation]
-
-
-def find_update(jaxpr: Jaxpr, state: Sequence[int]) -> Update | None:
-    """Returns the update of a step; None if the step has none, or differentiates values that an
-    update has computed.
-
-    Args:
-      jaxpr: The step, an open jaxpr.
-      state: Positions of the state's arrays among the results.
-    """
-    graph = graph_of(jaxpr)
-    differentiated = [eqn for eqn in jaxpr.eqns if contains(eqn, jaxprs.is_differentiated)]
-    backward = [eqn for eqn in differentiated if contains(eqn, jaxprs.is_transposed)]
-    plain = graph.without(differentiated)
-    from_gradients = _behind(plain, {v for eqn in backward for v in eqn.outvars})
-    computed, left = set[Atom](), jaxprs.variables(jaxpr.outvars[i] for i in state)
-    while left:
-        v = left.pop()
-        if v not in computed and v in from_gradients and (eqn := graph.producer(v)) is not None:
-            computed.update(eqn.outvars)
-            left += jaxprs.variables(eqn.invars)
-    equations = [eqn for eqn in plain if not computed.isdisjoint(eqn.outvars)]
-    others = graph.not_producing(computed)
-    behind = computed | _behind(others, computed)
-    follow = [not behind.isdisjoint(jaxprs.variables(eqn.invars)) for eqn in others]
-    later = [*compress(others, follow)]
-    if not equations or not {*map(id, later)}.isdisjoint(map(id, differentiated)):
-        return None
-    read = dict.fromkeys(v for eqn in equations for v in jaxprs.variables(eqn.invars))
-    read_by_others = {v for eqn in others for v in jaxprs.variables(eqn.invars)}
-    produced = [v for eqn in equations for v in eqn.outvars]
-    return Update(
-        equations,
-        [v for v in read if v not in computed],
-        [v for v in produced if v in read_by_others or graph.returned(v)],
-        [eqn for eqn, follows in zip(others, follow, strict=True) if not follows],
-        later,
-    )
-
-
-def _behind(equations: Sequence[Equation], start: Collection[Atom]) -> set[Atom]:
-    """Returns the values that equations, in order, compute from those of ``start``."""
-    found = set[Atom]()
-    for eqn in equations:
-        if any(v in start or v in found for v in jaxprs.variables(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
 
 
 def origins(v: Atom, variables: Collection[Atom], graph: Graph) -> set[Atom]:

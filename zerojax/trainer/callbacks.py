@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,26 @@ class TrainerControl:
     should_save: bool = False
 
 
+Hook = Callable[..., "TrainerControl | None"]
+"""A method of a callback: ``(args, state, control, **kwargs)``."""
+
+
+def _hook(text: str) -> Hook:
+    """Returns a method that does nothing, with its documentation."""
+
+    def hook(
+        self: object,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Does nothing."""
+
+    hook.__doc__ = text
+    return hook
+
+
 class TrainerCallback:
     """Base class of callbacks; its methods receive ``metrics=`` or ``logs=`` if there are any.
 
@@ -78,113 +98,18 @@ class TrainerCallback:
       ...         control.should_training_stop = state.global_step >= 100
     """
 
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl | None:
-        """Runs at the end of the Trainer's initialization."""
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl | None:
-        """Runs before the first step."""
-
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl | None:
-        """Runs after the last step."""
-
-    def on_epoch_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl | None:
-        """Runs before the first step of an epoch."""
-
-    def on_epoch_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl | None:
-        """Runs after the last step of an epoch."""
-
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl | None:
-        """Runs before a step."""
-
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl | None:
-        """Runs after a step."""
-
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl | None:
-        """Runs after an evaluation, with its ``metrics``."""
-
-    def on_predict(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl | None:
-        """Runs after a prediction, with its ``metrics``."""
-
-    def on_prediction_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl | None:
-        """Runs after each batch of an evaluation or a prediction."""
-
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl | None:
-        """Runs after a checkpoint's save has started."""
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl | None:
-        """Runs after a log, with its ``logs``."""
+    on_init_end: Hook = _hook("Runs at the end of the Trainer's initialization.")
+    on_train_begin: Hook = _hook("Runs before the first step.")
+    on_train_end: Hook = _hook("Runs after the last step.")
+    on_epoch_begin: Hook = _hook("Runs before the first step of an epoch.")
+    on_epoch_end: Hook = _hook("Runs after the last step of an epoch.")
+    on_step_begin: Hook = _hook("Runs before a step.")
+    on_step_end: Hook = _hook("Runs after a step.")
+    on_evaluate: Hook = _hook("Runs after an evaluation, with its ``metrics``.")
+    on_predict: Hook = _hook("Runs after a prediction, with its ``metrics``.")
+    on_prediction_step: Hook = _hook("Runs after each batch of an evaluation or a prediction.")
+    on_save: Hook = _hook("Runs after a checkpoint's save has started.")
+    on_log: Hook = _hook("Runs after a log, with its ``logs``.")
 
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
@@ -56,58 +56,7 @@ class TracedLoss(NamedTuple):
         return cls(forward, [name for name, v in fields if not graph.times_used(v)])
 
 
-class Model(Protocol):
-    """The loop's interface to a model; a state is a ``TrainState``, or NNX (model, optimizer)."""
-
-    def create(
-        self, tx: optax.GradientTransformation, sample: Mapping[str, object], like: PyTree = None
-    ) -> Create:
-        """Returns a function that creates the state, and its arguments, for ``zero.init``.
-
-        With ``like``, the abstract state, the function takes the parameters as a last argument and
-        draws none.
-        """
-
-    def traced(self, batch: Mapping[str, object]) -> TracedLoss:
-        """Traces the loss of a batch, with shapes in place of arrays."""
-
-    def train_step(self, zero: Zero) -> Step[..., PyTree]:
-        """Returns the train step, decorated with ``zero``."""
-
-    def check_partial(self, sample: Batch, partial: Partial) -> None:
-        """Checks, with the shapes of a sample batch, that a partial update has a loss.
-
-        Raises:
-          ValueError: It has none, see :func:`zerojax.trainer.partial.partial_mean`.
-        """
-
-    def evaluate(self, zero: Zero, function: Callable[[Forward, PyTree], R]) -> Evaluation[..., R]:
-        """Returns a decorated function of state and batch: function(forward, batch), no dropout."""
-
-    def update(
-        self,
-        step: Step[..., PyTree],
-        state: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-        partial: Partial | None,
-    ) -> tuple[PyTree, dict[str, jax.Array]]:
-        """Runs a decorated step; returns the next state and {"loss": ...}.
-
-        For a partial update, ``batch`` is a pair of the batch and a mask of the rows that count.
-        """
-
-    def evaluated(self, function: Evaluation[..., R], state: PyTree, batch: PyTree) -> R:
-        """Runs a decorated evaluation and returns its result."""
-
-    def params(self, state: PyTree) -> PyTree:
-        """Returns the parameters of a state."""
-
-    def with_params(self, state: PyTree, params: PyTree) -> PyTree:
-        """Returns the state with other parameters, a tree as that of :meth:`params`."""
-
-
-def model_of(model: AnyModel, loss: Loss, seed: int, remat: bool) -> Model:
+def model_of(model: AnyModel, loss: Loss, seed: int, remat: bool) -> Linen | Nnx:
     """Wraps a linen or NNX model in the common interface.
 
     Args:
@@ -187,6 +136,12 @@ class Linen:
     def create(
         self, tx: optax.GradientTransformation, sample: Mapping[str, object], like: PyTree = None
     ) -> Create:
+        """Returns a function that creates the state, and its arguments, for ``zero.init``.
+
+        With ``like``, the abstract state, the function takes the parameters as a last argument and
+        draws none.
+        """
+
         def variables(key: jax.Array) -> dict[str, PyTree]:
             keys = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
             batch = jax.tree.map(jnp.asarray, sample)
@@ -208,6 +163,8 @@ class Linen:
         return (create if like is None else create_with), (jax.random.key(self._seed),)
 
     def traced(self, batch: Mapping[str, object]) -> TracedLoss:
+        """Traces the loss of a batch, with shapes in place of arrays."""
+
         def forward(keys: PyTree, batch: PyTree) -> Forward:
             return forward_of(nn.init_with_output(self._loss, self._module)(keys, batch)[0])
 
@@ -241,6 +198,8 @@ class Linen:
         return mean_loss(loss), changed
 
     def train_step(self, zero: Zero) -> Step[..., PyTree]:
+        """Returns the train step, decorated with ``zero``."""
+
         def train_step(
             state: PyTree, batch: PyTree, key: jax.Array, partial: Partial | None
         ) -> PyTree:
@@ -254,6 +213,11 @@ class Linen:
         return zero(train_step, static_argnames="partial")
 
     def check_partial(self, sample: Batch, partial: Partial) -> None:
+        """Checks, with the shapes of a sample batch, that a partial update has a loss.
+
+        Raises:
+          ValueError: It has none, see :func:`zerojax.trainer.partial.partial_mean`.
+        """
         create, (key,) = self.create(optax.identity(), sample)
         state, batch = jax.eval_shape(create, key), partial.batch_like(sample)
         jax.eval_shape(
@@ -266,6 +230,8 @@ class Linen:
         )
 
     def evaluate(self, zero: Zero, function: Callable[[Forward, PyTree], R]) -> Evaluation[..., R]:
+        """Returns a decorated function of state and batch: function(forward, batch), no dropout."""
+
         @zero.evaluate
         def evaluate(state: PyTree, batch: PyTree) -> R:
             variables = {"params": state.params, **state.variables}
@@ -282,20 +248,30 @@ class Linen:
         key: jax.Array,
         partial: Partial | None,
     ) -> tuple[PyTree, dict[str, jax.Array]]:
+        """Runs a decorated step; returns the next state and {"loss": ...}.
+
+        For a partial update, ``batch`` is a pair of the batch and a mask of the rows that count.
+        """
         return step(state, batch, key, partial=partial)  # type: ignore[no-any-return]
 
     def evaluated(self, function: Evaluation[..., R], state: PyTree, batch: PyTree) -> R:
+        """Runs a decorated evaluation and returns its result."""
         return function(state, batch)
 
     def params(self, state: PyTree) -> PyTree:
+        """Returns the parameters of a state."""
         return state.params
 
     def with_params(self, state: PyTree, params: PyTree) -> PyTree:
+        """Returns the state with other parameters, a tree as that of :meth:`params`."""
         return state.replace(params=params)
 
 
 class Nnx:
-    """An NNX module, or a function that creates it; its ``Rngs`` supply the keys of dropout."""
+    """An NNX module, or a function that creates it; its ``Rngs`` supply the keys of dropout.
+
+    The methods are those of :class:`Linen`.
+    """
 
     def __init__(
         self, model: nnx.Module | Callable[..., nnx.Module], loss: Loss, seed: int
@@ -393,3 +369,7 @@ class Nnx:
     def with_params(self, state: PyTree, params: PyTree) -> PyTree:
         nnx.update(state[0], params)
         return state
+
+
+Model: TypeAlias = Linen | Nnx
+"""The loop's model. A state is a ``TrainState``, or NNX (model, optimizer)."""

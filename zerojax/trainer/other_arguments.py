@@ -110,7 +110,7 @@ def refuse(given: Mapping[str, object], known: Iterable[str]) -> None:
     for name, value in given.items():
         if name in OF_TRAINER and value is None:
             continue
-        reason = OF_TRAINER.get(name) or hint(name, closest(name, [*known]), "take it out")
+        reason = OF_TRAINER.get(name) or hint(closest(name, [*known]), "take it out")
         problem = "not supported" if name in OF_TRAINER else "unknown argument"
         raise TypeError(f"Trainer: {name}: {problem}; {reason}")
 
@@ -171,7 +171,7 @@ def fsdp_options(
         elif suffix in _OF_XLA:
             options.unused.append(f"fsdp_config.{name} ({_XLA})")
         elif key is None:
-            remedy = hint(name, closest(suffix, [*known, *_REMAT, *_OF_XLA]), "take it out")
+            remedy = hint(closest(suffix, [*known, *_REMAT, *_OF_XLA]), "take it out")
             options.problems.append(f"fsdp_config.{name}: unknown key; {remedy}")
         elif reason and value not in (accepted, None):
             options.problems.append(f"fsdp_config.{name} = {as_text(value)}: {reason}")

@@ -99,8 +99,3 @@ class ReadByScripts:
     def to_json_string(self) -> str:
         """Returns the arguments as a JSON."""
         return json.dumps(self.to_dict(), indent=2)
-
-    def to_sanitized_dict(self) -> dict[str, bool | int | float | str]:
-        """Returns the arguments as numbers and text, for monitors of hyperparameters."""
-        simple = (bool, int, float, str)
-        return {k: v if isinstance(v, simple) else str(v) for k, v in self.to_dict().items()}

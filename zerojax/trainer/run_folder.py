@@ -48,7 +48,7 @@ class RunFolder:
     def __init__(
         self, args: TrainingArguments, zero: Zero, epochs: Epochs, model: object = None
     ) -> None:
-        self._about = _fields(model)
+        self._about = model_fields(model)
         self._args, self._zero, self._epochs = args, zero, epochs
         self._metric = args.metric_for_best_model if args.load_best_model_at_end else None
         keep = args.save_total_limit
@@ -209,7 +209,7 @@ def temporary_checkpoint(
         with Checkpointer(folder, zero, keep=1) as checkpoints:
             if step in checkpoints.all_steps():  # of a process that was killed
                 checkpoints.delete(step)
-            checkpoints.save(step, train_state, extra={"model": _fields(model)})
+            checkpoints.save(step, train_state, extra={"model": model_fields(model)})
             checkpoints.wait()
             yield str(checkpoints.directory / str(step))
     finally:
@@ -223,7 +223,7 @@ def preemption_notice() -> contextlib.AbstractContextManager[Preemption | None]:
     return Preemption() if is_main else contextlib.nullcontext()
 
 
-def _fields(config: object) -> dict[str, object] | None:
+def model_fields(config: object) -> dict[str, object] | None:
     """Returns the fields of a config that JSON can store; None if it is not a dataclass."""
     if not dataclasses.is_dataclass(config):
         return None

@@ -78,15 +78,11 @@ class ScriptMethods(ABC):
 
     def create_model_card(
         self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
         model_name: str | None = None,
         finetuned_from: str | None = None,
         tasks: str | list[str] | None = None,
         dataset_tags: str | list[str] | None = None,
         dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
         **others: object,
     ) -> None:
         """Writes a model card, ``README.md``, to ``output_dir``, in process 0.
@@ -95,17 +91,15 @@ class ScriptMethods(ABC):
         what each device stored.
 
         Args:
-          language, license, tags: Metadata of the card.
           model_name: The title; by default the name of ``output_dir``.
           finetuned_from: The model that training started from.
           tasks: What the model does.
-          dataset_tags, dataset, dataset_args: The data.
-          **others: Further entries of the metadata.
+          dataset_tags, dataset: The data.
+          **others: Further entries of the metadata, such as ``language`` and ``license``.
         """
         if not self.is_world_process_zero():
             return
         head: dict[str, object] = {
-            "language": language, "license": license, "tags": _listed(tags),
             "base_model": finetuned_from, "datasets": _listed(dataset_tags or dataset),
             "pipeline_tag": _listed(tasks), "library_name": "zerojax", **others,
         }  # fmt: skip
@@ -116,9 +110,7 @@ class ScriptMethods(ABC):
             "---", *(f"{k}: {json.dumps(v, default=str)}" for k, v in given.items()), "---", "",
             f"# {model_name or Path(self.args.output_dir).resolve().name}", "",
             *([f"Fine-tuned from {finetuned_from}.", ""] if finetuned_from else []),
-            *([f"Data: {', '.join(_listed(dataset))}"
-               f" ({', '.join(_listed(dataset_args))})." * bool(dataset_args), ""]
-              if dataset else []),
+            *([f"Data: {', '.join(_listed(dataset))}.", ""] if dataset else []),
             f"{self.state.global_step} updates, {self.state.epoch:.2f} epochs, with zerojax on "
             f"{self.zero.mesh.size} devices.", "",
             "## Results", "",

@@ -264,21 +264,12 @@ class _Links:
         of_parameter = {axis for dimension in self.parameter for axis in dimension}
         fields = [*dict.fromkeys(_FIELD.findall(name))]
         self.numbered = [axis for axis in fields if axis not in given]
-        if stray := [axis for axis in self.numbered if axis not in of_parameter - of_tensor]:
-            raise self._error(
-                f"{name} has {{{stray[0]}}}, which is neither in the parameter's path nor an axis "
-                "of only the parameter: add it to one of them, or take it out of the name"
-            )
         self.chosen = of_tensor - of_parameter
-        if wrong := of_parameter - of_tensor - {*self.numbered}:
+        one_sided = (of_parameter - of_tensor) ^ {*self.numbered}
+        if wrong := one_sided | (self.chosen - given.keys()):
             raise self._error(
-                f"{min(wrong)} is an axis of only the parameter, and not in {name}: write "
-                f"{{{min(wrong)}}} into the tensor's name, or the axis before ->"
-            )
-        if wrong := self.chosen - given.keys():
-            raise self._error(
-                f"{min(wrong)} is an axis of only the tensor, and not in the path: write "
-                f"{{{min(wrong)}}} into the path, or the axis after ->"
+                f"{min(wrong)} must be on both sides of ->; or only after it, and as "
+                f"{{{min(wrong)}}} in the name {name}; or only before it, and in the path"
             )
         if wrong := {axis for axis in self.sections if not self._leads(axis)}:
             raise self._error(

@@ -60,7 +60,6 @@ def save(
       ValueError: The names do not fit the parameters, an array is stored on devices of other
         processes, tied parameters differ, or a matrix cannot be quantized.
       FileNotFoundError: ``config`` does not exist.
-      ImportError: safetensors is not installed; the message names the extra.
     """
     opened = open_tree(params)
     shapes = {path: tuple(x.shape) for path, x in opened.leaves.items()}

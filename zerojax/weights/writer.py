@@ -24,10 +24,11 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from types import EllipsisType, ModuleType
+from types import EllipsisType
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import safetensors
 
 from zerojax.weights.strides import bands, contiguous, runs, start
 
@@ -116,10 +117,8 @@ def writing(
 
     Raises:
       ValueError: ``max_bytes`` is not a positive int, or a tensor is incomplete at the end.
-      ImportError: safetensors is not installed; the message names the extra.
       OSError: the files cannot be written.
     """
-    library = import_safetensors()
     groups = _grouped(sorted(tensors, key=_in_order), max_bytes)
     names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
     texts = dict(texts or {})
@@ -143,7 +142,7 @@ def writing(
         yield files.put
         files.finish()
         for name in names:
-            with library.safe_open(staging / name, framework="numpy"):
+            with safetensors.safe_open(staging / name, framework="numpy"):
                 pass  # opening a file checks its header and size
         for name, text in texts.items():
             (staging / name).write_text(text, encoding="utf-8")
@@ -263,18 +262,3 @@ def _grouped(tensors: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorS
 
 def _in_order(tensor: TensorSpec) -> list[tuple[int, str]]:
     return [(int(x), "") if x.isdecimal() else (-1, x) for x in tensor.name.split(".")]
-
-
-def import_safetensors() -> ModuleType:
-    """Returns the safetensors package.
-
-    Raises:
-      ImportError: safetensors is not installed; the message names the extra.
-    """
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "safetensors files need the safetensors package: pip install -e '.[export]'"
-        ) from error
-    return safetensors

@@ -156,11 +156,6 @@ def test_the_json_beside_the_yaml_or_in_the_current_folder(folder: Path) -> None
     ("section", "says"),
     [
         ("zero_stge: 3", "deepspeed_config.zero_stge: unknown key; did you mean"),
-        ("zero_stage: 4", "deepspeed_config.zero_stage: expected 0, 1, 2 or 3, got 4"),
-        (
-            "offload_optimizer_device: disk",
-            'deepspeed_config.offload_optimizer_device: expected one of "none", "cpu", "nvme"',
-        ),
         (
             "zero_stage: 2, offload_optimizer_device: nvme",
             'deepspeed_config.offload_optimizer_nvme_path: device "nvme" needs the folder',
@@ -169,7 +164,6 @@ def test_the_json_beside_the_yaml_or_in_the_current_folder(folder: Path) -> None
             "zero_stage: 2, offload_param_device: cpu",
             'deepspeed_config.offload_param_device: "cpu" needs stage 3',
         ),
-        ("zero_stage: 2, offload_param_device: cpu", "set deepspeed_config.zero_stage to 3"),
         ("gradient_clipping: much", 'expected a finite number of at least 0 or "auto"'),
     ],
 )

@@ -111,7 +111,6 @@ def test_a_mapping_and_a_json_of_accelerates_form(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("distributed_type: MULTI_GPU\nnum_procs: 2", "num_procs: unknown key"),
         ("distributed_typ: FSDP", "did you mean `distributed_type`?"),
         ("distributed_typ: FSDP", "distributed_type: missing; `accelerate config` writes it"),
         ("zero_optimization: {stage: 3}", "a DeepSpeed config is a .json"),
@@ -119,12 +118,8 @@ def test_a_mapping_and_a_json_of_accelerates_form(path: Path) -> None:
         ("distributed_type: MULTI_NPU", "JAX has GPUs, TPUs and CPUs; write MULTI_GPU"),
         ("distributed_type: MEGATRON_LM", "DEEPSPEED with zero_stage 1"),
         ("distributed_type: NO\nmixed_precision: fp8", "the compute dtypes are bf16 and fp16"),
-        ("distributed_type: NO\nmixed_precision: fp32", 'expected one of "no", "fp16", "bf16"'),
-        ("distributed_type: NO\nnum_machines: 0", "expected an integer of at least 1, got 0"),
         ("distributed_type: NO\nuse_cpu: 3", "use_cpu: expected true or false, got 3"),
-        ("distributed_type: FSDP\nfsdp_config: 3", "fsdp_config: expected an object, got 3"),
         ("distributed_type: NO\nnum_machines: 1\nnum_machines: 1", "more than once"),
-        ("distributed_type: NO\ntp_config: {tp_size: 2}", 'a mesh with a "model" axis'),
         ("distributed_type: NO\nzero_stage: 3", "belongs at `deepspeed_config.zero_stage`"),
         (
             "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO",
@@ -136,31 +131,12 @@ def test_what_is_wrong_is_named(path: Path, text: str, says: str) -> None:
     assert says in "\n".join(problems(path, text))
 
 
-VALUES = st.sampled_from(
-    [
-        None,
-        True,
-        False,
-        0,
-        1,
-        2,
-        8,
-        -1,
-        2.5,
-        "no",
-        "auto",
-        "none",
-        "cpu",
-        "fp16",
-        "HYBRID_SHARD",
-        {},
-    ]
-)
+VALUES = st.sampled_from([None, True, 0, 2, -1, 2.5, "auto", "cpu", "fp16", "HYBRID_SHARD", {}])
 PAIRS = st.tuples(st.sampled_from([*KEYS, "fsdp_config.sharding_strategy", "nothing"]), VALUES)
 
 
 @given(st.sampled_from(["FSDP", "DEEPSPEED", "MULTI_GPU", None]), st.lists(PAIRS, max_size=8))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_any_file_is_explained_as_it_is_loaded(kind: str | None, pairs: list[Any]) -> None:
     file: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind}
     for path, value in pairs:

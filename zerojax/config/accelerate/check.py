@@ -110,4 +110,4 @@ def _unknown(path: str, key: str) -> str:
     if elsewhere:
         return f"{path}: unknown key here; it belongs at `{'` or `'.join(elsewhere)}`"
     siblings = [known for known in KEYS if known.rpartition(".")[0] == section]
-    return f"{path}: unknown key; {hint(name, closest(key, siblings), 'take it out')}"
+    return f"{path}: unknown key; {hint(closest(key, siblings), 'take it out')}"

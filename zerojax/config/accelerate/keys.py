@@ -16,7 +16,6 @@ from zerojax.config.keys.row import (
     FLAG,
     FLAG_OFF,
     NON_NEGATIVE,
-    OBJECT,
     POSITIVE,
     STAGE,
     TEXT,
@@ -139,40 +138,30 @@ _TOP: tuple[Key, ...] = (
     *no_effect(
         "",
         "`zerojax launch` brings the processes together itself",
-        rdzv_backend=(TEXT, "static"),
-        same_network=(FLAG, True),
-        mpirun_config=(OBJECT, {}),
+        rdzv_backend="static",
+        same_network=True,
+        mpirun_config={},
     ),
-    *no_effect("", "`zerojax launch` runs the script", main_training_function=(TEXT, "main")),
-    *no_effect(
-        "", "`zerojax launch` binds processes to CPUs by itself", enable_cpu_affinity=FLAG_OFF
-    ),
-    *no_effect("", "zerojax checks a batch's shapes by itself", debug=FLAG_OFF),
-    *no_effect("", "mixed_precision says the dtype", downcast_bf16=(_before(ANYTHING, _no), "no")),
-    *no_effect("", "it is for mixed_precision fp8", fp8_config=(OBJECT, {})),
-    *no_effect("", "it is for distributed_type MEGATRON_LM", megatron_lm_config=(OBJECT, {})),
-    *no_effect("", "it is for Intel's extension of PyTorch", ipex_config=(OBJECT, {})),
+    *no_effect("", "`zerojax launch` runs the script", main_training_function="main"),
+    *no_effect("", "`zerojax launch` binds processes to CPUs by itself", enable_cpu_affinity=False),
+    *no_effect("", "zerojax checks a batch's shapes by itself", debug=False),
+    *no_effect("", "mixed_precision says the dtype", downcast_bf16="no"),
+    *no_effect("", "it is for mixed_precision fp8", fp8_config={}),
+    *no_effect("", "it is for distributed_type MEGATRON_LM", megatron_lm_config={}),
+    *no_effect("", "it is for Intel's extension of PyTorch", ipex_config={}),
     *no_effect(
         "",
         "TPUs are started by `zerojax launch --kubernetes`, or by your own command on each host",
-        tpu_use_cluster=FLAG_OFF,
-        tpu_use_sudo=FLAG_OFF,
-        tpu_name=_TEXT_ANY,
-        tpu_zone=_TEXT_ANY,
-        tpu_vm=_TEXT_ANY,
-        tpu_env=_TEXT_ANY,
-        command_file=_TEXT_ANY,
-        commands=_TEXT_ANY,
+        "tpu_name tpu_zone tpu_vm tpu_env command_file commands",
+        tpu_use_cluster=False,
+        tpu_use_sudo=False,
     ),
-    *left_to_xla("", _XLA, dynamo_backend=(_before(TEXT, _upper), "NO")),
+    *left_to_xla("", _XLA, "dynamo_backend"),
     *left_to_xla(
         "dynamo_config",
         _XLA,
-        dynamo_backend=(_before(TEXT, _upper), "NO"),
-        dynamo_mode=(TEXT, "default"),
-        dynamo_use_dynamic=FLAG_OFF,
-        dynamo_use_fullgraph=FLAG_OFF,
-        dynamo_use_regional_compilation=FLAG_OFF,
+        "dynamo_backend dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph "
+        "dynamo_use_regional_compilation",
     ),
     *off_only("tp_config", _AXIS, tp_size=(_POSITIVE, 1)),
 )
@@ -204,23 +193,22 @@ _DEEPSPEED: tuple[Key, ...] = (
         for path in ("gradient_accumulation_steps", "gradient_clipping")
     ),
     honoured(f"{DEEPSPEED}.deepspeed_config_file", _PATH, None),
-    *no_effect(DEEPSPEED, _INIT, zero3_init_flag=FLAG_OFF),
+    *no_effect(DEEPSPEED, _INIT, "zero3_init_flag"),
     *no_effect(
         DEEPSPEED,
         "experts are parameters like others, or sharded by the model's own specs",
-        deepspeed_moe_layer_cls_names=TEXT_OR_NULL,
+        "deepspeed_moe_layer_cls_names",
     ),
     *left_to_launch(DEEPSPEED, _LAUNCH, deepspeed_hostfile=(_PATH, None)),
     *no_effect(
         DEEPSPEED,
         "`zerojax launch` has options --include and --exclude",
-        deepspeed_inclusion_filter=TEXT_OR_NULL,
-        deepspeed_exclusion_filter=TEXT_OR_NULL,
+        "deepspeed_inclusion_filter deepspeed_exclusion_filter",
     ),
     *no_effect(
         DEEPSPEED,
         "`zerojax launch` starts hosts through mpirun, or is started on each of them",
-        deepspeed_multinode_launcher=TEXT_OR_NULL,
+        "deepspeed_multinode_launcher",
     ),
 )
 
@@ -238,37 +226,22 @@ _FSDP: tuple[Key, ...] = (
     *no_effect(
         FSDP,
         "rematerialisation is the model's: nn.remat around its blocks",
-        fsdp_activation_checkpointing=FLAG_OFF,
+        "fsdp_activation_checkpointing",
     ),
     *no_effect(
         FSDP,
         _WRAP,
-        fsdp_auto_wrap_policy=(
-            _before(choice("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), _upper),
-            "NO_WRAP",
-        ),
-        fsdp_transformer_layer_cls_to_wrap=(ANYTHING, None),
-        fsdp_min_num_params=(_NON_NEGATIVE, 0),
-        fsdp_use_orig_params=FLAG_OFF,
+        "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params "
+        "fsdp_use_orig_params",
     ),
-    *left_to_xla(
-        FSDP,
-        _XLA,
-        fsdp_backward_prefetch=(ANYTHING, "NO_PREFETCH"),
-        fsdp_forward_prefetch=FLAG_OFF,
-    ),
+    *left_to_xla(FSDP, _XLA, "fsdp_backward_prefetch fsdp_forward_prefetch"),
     *no_effect(
         FSDP,
         "checkpoints hold sharded arrays and restore on any number of devices; `python -m zerojax "
         "export` writes unsharded weights",
-        fsdp_state_dict_type=(
-            _before(choice("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"), _upper),
-            "FULL_STATE_DICT",
-        ),
+        "fsdp_state_dict_type",
     ),
-    *no_effect(
-        FSDP, _INIT, fsdp_cpu_ram_efficient_loading=FLAG_OFF, fsdp_sync_module_states=FLAG_OFF
-    ),
+    *no_effect(FSDP, _INIT, "fsdp_cpu_ram_efficient_loading fsdp_sync_module_states"),
     *off_only(
         FSDP,
         "give parameters that are not to be sharded a PartitionSpec of their own: "
@@ -292,12 +265,10 @@ _PARALLELISM: tuple[Key, ...] = (
     *no_effect(
         PARALLELISM,
         "no sequence is divided",
-        parallelism_config_cp_backend=(TEXT, "torch"),
-        parallelism_config_cp_comm_strategy=(TEXT, "allgather"),
-        parallelism_config_sp_backend=(TEXT, "deepspeed"),
-        parallelism_config_sp_seq_length=_TEXT_ANY,
-        parallelism_config_sp_seq_length_is_variable=(FLAG, True),
-        parallelism_config_sp_attn_implementation=(TEXT, "sdpa"),
+        "parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
+        "parallelism_config_sp_backend parallelism_config_sp_seq_length "
+        "parallelism_config_sp_seq_length_is_variable "
+        "parallelism_config_sp_attn_implementation",
     ),
 )
 

@@ -45,9 +45,6 @@ _ADAMW: dict[str, Param] = {
     "set_grad_none": Param(FLAG, True),
     "fp32_optimizer_states": Param(FLAG, True, (True,), "moments stay in fp32; leave it out"),
 }
-# zerojax's own key: whether a fused kernel or XLA computes the update; null chooses by
-# measurements, and with FusedAdam the kernel wherever it works in place.
-_ADAMW["implementation"] = Param(optional(choice("mosaic_gpu", "xla")), None)
 _ADAM = {**_ADAMW, "adam_w_mode": Param(FLAG, True)}
 # AdamW decouples the weight decay by definition, regardless of the mode.
 _ADAMW["adam_w_mode"] = Param(FLAG, True, (True,), 'for L2 regularisation use type "Adam"')
@@ -56,7 +53,7 @@ OPTIMIZERS: dict[str, dict[str, Param]] = {
     "Adam": _ADAM,
     "AdamW": _ADAMW,
     "FusedAdam": _ADAM,
-    "CPUAdam": {k: v for k, v in _ADAM.items() if k != "implementation"},
+    "CPUAdam": _ADAM,
     "Lion": {"lr": _LR, "betas": Param(BETAS, (0.9, 0.99)), **_DECAY},
     "SGD": {
         "lr": _LR,

@@ -12,13 +12,11 @@ from zerojax.config.keys.row import (
     OBJECT,
     OFF,
     POSITIVE,
-    SIZE,
     TEXT,
     TEXT_OR_NULL,
     Key,
     ValueKind,
     choice,
-    free,
     honoured,
     left_to_xla,
     no_effect,
@@ -62,35 +60,20 @@ REPORTS: tuple[Key, ...] = (
         "true: the time of a step, blocked on the device, is logged with each line",
         auto=OFF,
     ),
-    *no_effect(
-        "",
-        "it sets DeepSpeed's own logger",
-        log_level=(choice("info", "debug", "warning", "error", "critical"), "info"),
-    ),
-    *no_effect(
-        "timers.throughput",
-        "wall_clock_breakdown times the steps",
-        enabled=(FLAG, True),
-        synchronized=(FLAG, True),
-    ),
+    *no_effect("", "it sets DeepSpeed's own logger", "log_level"),
+    *no_effect("timers.throughput", "wall_clock_breakdown times the steps", "enabled synchronized"),
     *_monitor("tensorboard", output_path=(TEXT, ""), job_name=(TEXT, "DeepSpeedJobName")),
     *_monitor("csv_monitor", output_path=(TEXT, ""), job_name=(TEXT, "DeepSpeedJobName")),
     *_monitor("wandb", group=TEXT_OR_NULL, team=TEXT_OR_NULL, project=(TEXT, "deepspeed")),
     *no_effect(
-        "wandb",
-        "wandb distinguishes runs by group, team and project",
-        output_path=TEXT_OR_NULL,
-        job_name=TEXT_OR_NULL,
+        "wandb", "wandb distinguishes runs by group, team and project", "output_path job_name"
     ),
     *off_section(
         "comet",
         "use tensorboard, csv_monitor or wandb",
-        **free(
-            "samples_log_interval project workspace api_key experiment_name "
-            "experiment_key online mode"
-        ),
+        "samples_log_interval project workspace api_key experiment_name experiment_key online mode",
     ),
-    *off_section("trackio", "use tensorboard, csv_monitor or wandb", **free("project")),
+    *off_section("trackio", "use tensorboard, csv_monitor or wandb", "project"),
 )
 
 OTHERS: tuple[Key, ...] = (
@@ -98,14 +81,10 @@ OTHERS: tuple[Key, ...] = (
     *left_to_xla(
         _REMAT,
         "the compiler lays out what a block keeps once, before the run",
-        contiguous_memory_optimization=FLAG_OFF,
-        number_checkpoints=(optional(NON_NEGATIVE), None),
-        synchronize_checkpoint_boundary=FLAG_OFF,
+        "contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary",
     ),
     *no_effect(
-        _REMAT,
-        "flops_profiler has the work of each module, with what is computed again",
-        profile=FLAG_OFF,
+        _REMAT, "flops_profiler has the work of each module, with what is computed again", "profile"
     ),
     setting(
         f"{_REMAT}.partition_activations",
@@ -125,22 +104,16 @@ OTHERS: tuple[Key, ...] = (
     *off_only(
         "", "sparse attention belongs in the model", sparse_attention=(optional(OBJECT), None)
     ),
-    *off_section(
-        "progressive_layer_drop",
-        "drop layers in the model",
-        theta=(NUMBER, 1.0),
-        gamma=(NUMBER, 0.001),
-    ),
+    *off_section("progressive_layer_drop", "drop layers in the model", "theta gamma"),
     *off_only("", "compression is not supported", compression_training=_EMPTY),
     *off_only("", "inference is not supported", weight_quantization=(optional(OBJECT), None)),
     *off_section("hybrid_engine", "call zerojax.generate with the state between steps"),
     *off_section(
         "eigenvalue",
         "it is not supported",
-        verbose=FLAG_OFF,
-        **free("max_iter tol stability gas_boundary_resolution layer_name layer_num"),
+        "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num",
     ),
-    *no_effect("", "the model knows its own", vocabulary_size=(optional(NON_NEGATIVE), None)),
+    *no_effect("", "the model knows its own", "vocabulary_size"),
     # Parallelism other than ZeRO.
     *off_only(
         "tensor_parallel", _AXIS, autotp_size=(NON_NEGATIVE, 0, 1), tp_size=(NON_NEGATIVE, 1)
@@ -159,31 +132,25 @@ OTHERS: tuple[Key, ...] = (
         field="pipeline_stages",
         auto='the mesh decides: its axis "stage", if it has one',
     ),
-    honoured(
-        "pipeline.rounds",
-        POSITIVE,
-        1,
-        "each stage has this many groups of layers, and micro-batches pass all stages as often "
-        "(the circular schedule); 1 is GPipe; a key of zerojax",
-        field="pipeline_rounds",
+    *off_only(
+        "pipeline",
+        "a stage has one group of layers; for a smaller bubble set gradient_accumulation_steps "
+        "higher",
+        rounds=(POSITIVE, 1),
     ),
-    honoured(
-        "pipeline.schedule",
-        choice("gpipe", "1f1b"),
-        "gpipe",
-        '"1f1b" runs the backward pass of a micro-batch among the forward passes of later ones: '
-        "each of S stages keeps activations of at most 2 S - 1 micro-batches; a key of zerojax",
-        field="pipeline_schedule",
+    *off_only(
+        "pipeline",
+        "the schedule is GPipe's; where the activations of all micro-batches do not fit, let the "
+        "layers rematerialise, or train at stage 3 without pipeline stages",
+        schedule=(choice("gpipe", "1f1b"), "gpipe"),
     ),
     *no_effect(
-        "pipeline",
-        "the layers of a loop are equal, and every stage has equally many",
-        partition=(_PARTITION, "best"),
+        "pipeline", "the layers of a loop are equal, and every stage has equally many", "partition"
     ),
     *no_effect(
         "pipeline",
         "the model's own keys initialize a layer, alike on any number of stages",
-        seed_layers=FLAG_OFF,
+        "seed_layers",
     ),
     *off_only(
         "pipeline",
@@ -194,8 +161,7 @@ OTHERS: tuple[Key, ...] = (
     *left_to_xla(
         "pipeline",
         "the compiler decides how axes of the model shard what a stage sends",
-        pipe_partitioned=(FLAG, True),
-        grad_partitioned=(FLAG, True),
+        "pipe_partitioned grad_partitioned",
     ),
     *off_section("expert_parallel", _EXPERTS),
     *off_only("", _EXPERTS, use_data_before_expert_parallelism=FLAG_OFF),
@@ -217,57 +183,38 @@ OTHERS: tuple[Key, ...] = (
         "the decorated step cuts the batch into micro-batches itself",
         managed_gradient_accumulation=(FLAG, True),
     ),
-    *off_section("amp", 'Apex is PyTorch\'s; use {"bf16": {"enabled": true}}', **free("opt_level")),
+    *off_section("amp", 'Apex is PyTorch\'s; use {"bf16": {"enabled": true}}', "opt_level"),
     *no_effect(
         "",
         "any optax optimizer may be sharded",
-        zero_allow_untested_optimizer=FLAG_OFF,
-        zero_force_ds_cpu_optimizer=(FLAG, True),
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
     ),
     # Checkpoints and disks.
     *no_effect(
         "checkpoint",
         "orbax saves and restores, on any number of devices",
-        tag_validation=(TEXT, "Warn"),
-        load_universal=FLAG_OFF,
-        use_node_local_storage=FLAG_OFF,
-        parallel_write=_EMPTY,
-        **free("writer"),
+        "tag_validation load_universal use_node_local_storage parallel_write writer",
     ),
     *off_section(
         "nebula",
         "orbax saves and restores, asynchronously too",
-        **free(
-            "persistent_storage_path persistent_time_interval num_of_version_in_retention "
-            "enable_nebula_load load_path"
-        ),
+        "persistent_storage_path persistent_time_interval num_of_version_in_retention "
+        "enable_nebula_load load_path",
     ),
     *no_effect(
         "aio",
         "tensorstore schedules the disk by itself",
-        block_size=(SIZE, 1_048_576),
-        queue_depth=(POSITIVE, 8),
-        thread_count=(POSITIVE, 1),
-        intra_op_parallelism=(POSITIVE, 1),
-        single_submit=FLAG_OFF,
-        overlap_events=(FLAG, True),
-        use_gds=FLAG_OFF,
+        "block_size queue_depth thread_count intra_op_parallelism single_submit "
+        "overlap_events use_gds",
     ),
     # Data.
     *off_only("", _INPUT, dataloader_drop_last=FLAG_OFF),
-    *off_section(
-        "data_efficiency", _INPUT, seed=(NON_NEGATIVE, 1234), **free("data_sampling data_routing")
-    ),
+    *off_section("data_efficiency", _INPUT, "seed data_sampling data_routing"),
     *off_section(
         "curriculum_learning",
         _INPUT,
-        curriculum_type=TEXT_OR_NULL,
-        **free("min_difficulty max_difficulty"),
-        schedule_type=TEXT_OR_NULL,
-        **free("schedule_config"),
+        "curriculum_type min_difficulty max_difficulty schedule_type schedule_config",
     ),
     # The compiler.
-    *left_to_xla(
-        "", "every step is one compiled program", graph_harvesting=FLAG_OFF, compile=_EMPTY
-    ),
+    *left_to_xla("", "every step is one compiled program", "graph_harvesting compile"),
 )

@@ -180,9 +180,9 @@ def setting(path: str, kind: ValueKind, default: object, why: str, **more: Any) 
     return honoured(path, kind, default, why, field=section if name == "enabled" else name, **more)
 
 
-def left_to_xla(section: str, why: str, **keys: tuple[ValueKind, object]) -> Iterator[Key]:
-    """Yields keys, from (kind, default), for settings that XLA chooses itself."""
-    return _accepted(section, "left to XLA", why, keys)
+def left_to_xla(section: str, why: str, names: str) -> Iterator[Key]:
+    """Yields keys, from space-separated names, for settings that XLA chooses itself."""
+    return _accepted(section, "left to XLA", why, dict.fromkeys(names.split(), (ANYTHING, None)))
 
 
 def left_to_launch(section: str, why: str, **keys: tuple[ValueKind, object]) -> Iterator[Key]:
@@ -190,9 +190,11 @@ def left_to_launch(section: str, why: str, **keys: tuple[ValueKind, object]) -> 
     return _accepted(section, "left to launch", why, keys)
 
 
-def no_effect(section: str, why: str, **keys: tuple[ValueKind, object]) -> Iterator[Key]:
-    """Yields keys, from (kind, default), that have no effect in zerojax."""
-    return _accepted(section, "no effect", why, keys)
+def no_effect(section: str, why: str, names: str = "", **defaults: object) -> Iterator[Key]:
+    """Yields keys that have no effect in zerojax at any value: space-separated names, whose default
+    is null, and names with their defaults."""
+    values = dict.fromkeys(names.split()) | defaults
+    return _accepted(section, "no effect", why, {k: (ANYTHING, x) for k, x in values.items()})
 
 
 def _accepted(
@@ -223,15 +225,10 @@ def off_only(section: str, why: str, **keys: tuple[Any, ...]) -> Iterator[Key]:
         )
 
 
-def off_section(section: str, why: str, **keys: tuple[ValueKind, object]) -> Iterator[Key]:
+def off_section(section: str, why: str, names: str = "") -> Iterator[Key]:
     """Yields keys of a section whose `enabled` must be false, so that the others have no effect."""
     yield from off_only(section, why, enabled=(FLAG, False))
-    yield from no_effect(section, f"{section} is off", **keys)
-
-
-def free(names: str) -> dict[str, tuple[ValueKind, object]]:
-    """Returns keys that accept any value, as (kind, default), from space-separated names."""
-    return dict.fromkeys(names.split(), (ANYTHING, None))
+    yield from no_effect(section, f"{section} is off", names)
 
 
 OFF = "off: not asked for"

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from zerojax.config.errors import as_text
 from zerojax.config.keys.row import (
     AMOUNT,
-    ANYTHING,
     BUFFERS,
     COUNT,
     DTYPE,
@@ -27,7 +26,6 @@ from zerojax.config.keys.row import (
     Key,
     ValueKind,
     choice,
-    free,
     honoured,
     left_to_xla,
     no_effect,
@@ -67,10 +65,8 @@ TRAINING: tuple[Key, ...] = (
         "elasticity",
         "JAX has no agent that changes the number of devices in a run; write train_batch_size and "
         "train_micro_batch_size_per_gpu for the devices of this run",
-        **free(
-            "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time prefer_larger_batch "
-            "ignore_non_elastic_batch_info version num_gpus_per_node model_parallel_size"
-        ),
+        "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time prefer_larger_batch "
+        "ignore_non_elastic_batch_info version num_gpus_per_node model_parallel_size",
     ),
     setting(
         "gradient_clipping",
@@ -120,9 +116,7 @@ TRAINING: tuple[Key, ...] = (
         "bf16", _MASTERS, bf16_master_weights_and_grads=FLAG_OFF, bf16_optimizer_states=FLAG_OFF
     ),
     *left_to_xla(
-        "bf16",
-        "the compiler adds gradients up as they are produced",
-        immediate_grad_update=FLAG_OFF,
+        "bf16", "the compiler adds gradients up as they are produced", "immediate_grad_update"
     ),
     setting(
         "fp16.enabled",
@@ -143,12 +137,11 @@ TRAINING: tuple[Key, ...] = (
         auto="as DeepSpeed does: true",
     ),
     *off_only("fp16", _MASTERS, fp16_master_weights_and_grads=FLAG_OFF),
-    *no_effect("fp16", "it chooses between implementations", fused_mode=(FLAG, True)),
+    *no_effect("fp16", "it chooses between implementations", "fused_mode"),
     *off_section(
         "torch_autocast",
         "use bf16 or fp16; what is to stay in fp32 the model says",
-        dtype=(choice("bfloat16", "float16"), "bfloat16"),
-        lower_precision_safe_modules=(ANYTHING, None),
+        "dtype lower_precision_safe_modules",
     ),
     honoured("optimizer.type", TEXT, None, "for zero.optimizer()"),
     honoured("optimizer.params", OBJECT, {}),
@@ -235,40 +228,27 @@ SHARDING: tuple[Key, ...] = (
     *left_to_xla(
         ZERO,
         "the compiler schedules, combines and overlaps the collectives",
-        contiguous_gradients=(FLAG, True),
-        reduce_scatter=(FLAG, True),
-        allgather_partitions=(FLAG, True),
-        reduce_bucket_size=(SIZE, 500_000_000),
-        allgather_bucket_size=(SIZE, 500_000_000),
-        round_robin_gradients=FLAG_OFF,
-        use_multi_rank_bucket_allreduce=(FLAG, True),
-        stage3_prefetch_bucket_size=(SIZE, 50_000_000),
-        stage3_module_granularity_threshold=(SIZE, 0),
-        stage3_use_all_reduce_for_fetch_params=FLAG_OFF,
-        stage3_allgather_sequential=FLAG_OFF,
-        stage3_partition_stream_chunk_size=(SIZE, 0),
-        memory_efficient_linear=(FLAG, True),
-        parameter_alignment=FLAG_OFF,
+        "contiguous_gradients reduce_scatter allgather_partitions reduce_bucket_size "
+        "allgather_bucket_size round_robin_gradients use_multi_rank_bucket_allreduce "
+        "stage3_prefetch_bucket_size stage3_module_granularity_threshold "
+        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
+        "stage3_partition_stream_chunk_size memory_efficient_linear "
+        "parameter_alignment",
     ),
     *no_effect(
         ZERO,
         "only stage3_param_persistence_threshold decides what is replicated",
-        stage3_model_persistence_threshold=(SIZE, 2**63 - 1),
+        "stage3_model_persistence_threshold",
     ),
     *no_effect(
         ZERO,
         "checkpoints hold sharded arrays and restore on any number of devices",
-        elastic_checkpoint=FLAG_OFF,
-        load_from_fp32_weights=(FLAG, True),
-        pipeline_loading_checkpoint=FLAG_OFF,
+        "elastic_checkpoint load_from_fp32_weights pipeline_loading_checkpoint",
     ),
     *no_effect(
         ZERO,
         "it steers a PyTorch runtime",
-        override_module_apply=(FLAG, True),
-        log_trace_cache_warnings=FLAG_OFF,
-        enable_sanity_checks=FLAG_OFF,
-        leaf_module=(OBJECT, {}),
+        "override_module_apply log_trace_cache_warnings enable_sanity_checks leaf_module",
     ),
     *off_only(
         ZERO,
@@ -279,7 +259,7 @@ SHARDING: tuple[Key, ...] = (
     *no_effect(
         ZERO,
         "a group's gather is one collective, whose path the collectives' library chooses",
-        mics_hierarchical_params_gather=FLAG_OFF,
+        "mics_hierarchical_params_gather",
     ),
     *off_only(ZERO, "ZenFlow is not supported", zenflow=(optional(OBJECT), None)),
 )
@@ -304,7 +284,7 @@ def _offload_keys(section: str, buffers: int, why: str) -> Iterator[Key]:
         "the number of blocks in host memory at a time, prefetched and written back later",
         auto=f"DeepSpeed's default, {buffers}",
     )
-    yield from no_effect(path, "host memory is always pinned", pin_memory=FLAG_OFF)
+    yield from no_effect(path, "host memory is always pinned", "pin_memory")
 
 
 _OPTIMIZER = f"{ZERO}.offload_optimizer"
@@ -340,19 +320,13 @@ OFFLOAD: tuple[Key, ...] = (
     *no_effect(
         _OPTIMIZER,
         "reads ahead and writes behind always run beside the update",
-        pipeline_read=FLAG_OFF,
-        pipeline_write=FLAG_OFF,
+        "pipeline_read pipeline_write",
     ),
-    *no_effect(_OPTIMIZER, "zero.init creates the state where it is stored", fast_init=FLAG_OFF),
+    *no_effect(_OPTIMIZER, "zero.init creates the state where it is stored", "fast_init"),
     *no_effect(
-        _OPTIMIZER,
-        "compute_on says where the update runs",
-        super_offload=FLAG_OFF,
-        cpuadam_cores_perc=(FRACTION, 0.8),
+        _OPTIMIZER, "compute_on says where the update runs", "super_offload cpuadam_cores_perc"
     ),
-    *no_effect(
-        _OPTIMIZER, "gradients are cast where the update runs", convert_grad_on_cpu=(FLAG, True)
-    ),
+    *no_effect(_OPTIMIZER, "gradients are cast where the update runs", "convert_grad_on_cpu"),
     honoured(
         f"{_PARAM}.max_in_cpu",
         SIZE,
@@ -360,7 +334,7 @@ OFFLOAD: tuple[Key, ...] = (
         "so many elements of the parameters stay in host memory",
         auto="DeepSpeed's default, 1000000000 elements",
     ),
-    *no_effect(_PARAM, "sizes come from sub_group_size", buffer_size=(SIZE, 100_000_000)),
+    *no_effect(_PARAM, "sizes come from sub_group_size", "buffer_size"),
     setting(
         f"{ZERO}.sub_group_size",
         SIZE,
@@ -370,9 +344,7 @@ OFFLOAD: tuple[Key, ...] = (
         auto="DeepSpeed's default, 1000000000 elements, as an upper bound",
     ),
     *no_effect(
-        ZERO,
-        "momentum moves with the rest of the state",
-        save_muon_momentum_buffer_in_memory=FLAG_OFF,
+        ZERO, "momentum moves with the rest of the state", "save_muon_momentum_buffer_in_memory"
     ),
     *(
         honoured(
@@ -385,7 +357,5 @@ OFFLOAD: tuple[Key, ...] = (
         for section, names in OLD_SWITCHES.items()
         for name in names
     ),
-    *no_effect(
-        ZERO, "host memory is always pinned", cpu_offload_use_pin_memory=(optional(FLAG), None)
-    ),
+    *no_effect(ZERO, "host memory is always pinned", "cpu_offload_use_pin_memory"),
 )

@@ -7,5 +7,5 @@ Start with ``pretrained``, whose ``from_folder`` finds a folder's model in the t
   ``LanguageModel`` with ``load`` and ``save``. ``config_file``, ``module_names``: for all types.
 - ``gpt2``. ``family``, ``rope_keys`` and ``decoders``: Llama and the types that differ from it in
   options. ``llama``: its functions for arrays in memory.
-- ``bart``, ``t5``, ``whisper``, ``deberta``, ``bert``, ``vit``.
+- ``bart``, ``t5``, ``deberta``, ``bert``.
 """

@@ -61,8 +61,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "RobertaForMaskedLM": Architecture("roberta", "bert:MASKED_LM"),
     "RobertaForSequenceClassification": Architecture("roberta", "bert:CLASSIFIER"),
     "T5ForConditionalGeneration": Architecture("t5", "t5:FORMAT"),
-    "ViTForImageClassification": Architecture("vit", "vit:FORMAT"),
-    "WhisperForConditionalGeneration": Architecture("whisper", "whisper:FORMAT"),
 }
 
 

@@ -26,8 +26,8 @@ True
 
 The parameters that `load` replaces stay in memory until the new ones are loaded: 4 bytes per
 parameter over all devices, as much as the step's gradients need later. If `model.config` has
-`scan=True`, the layers' tensors are stacked into `[L, ...]` leaves. `zerojax.models.gpt_nnx` has
-the same names: `zerojax.weights.load(folder, like=model, names=NAMES)`.
+`scan=True`, the layers' tensors are stacked into `[L, ...]` leaves. The NNX model of
+`examples/nnx_gpt.py` has the same names: `zerojax.weights.load(folder, like=model, names=NAMES)`.
 
 >>> config = config_from_hf({"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_head": 4})
 >>> config.block_size, config.n_layer, config.dropout     # as in `gpt2` if a key is missing

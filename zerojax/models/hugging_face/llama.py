@@ -21,46 +21,8 @@ Folders are read and written as by `zerojax.models.hugging_face.gpt2`:
 True
 """
 
-import dataclasses
-from collections.abc import Mapping
-
-import numpy as np
-
-from zerojax import weights
 from zerojax.models.hugging_face.decoders import LLAMA
-from zerojax.models.hugging_face.folder import abstract, by_path
-from zerojax.models.llama import Llama, LlamaConfig
-from zerojax.weights.names import link
-from zerojax.xla.types import PyTree
 
 config_from_hf, config_to_hf, names = LLAMA.from_hf, LLAMA.to_hf, LLAMA.names
 load, save, read_config = LLAMA.load, LLAMA.save, LLAMA.read_config
 export_names = LLAMA.export_names
-
-
-def from_hf(tensors: Mapping[str, np.ndarray], config: LlamaConfig) -> PyTree:
-    """Returns the `params` of `Llama(config)` as NumPy arrays in the tensors' dtypes.
-
-    Args:
-      tensors: Arrays by Hugging Face's names, with or without the prefix `model.`.
-        `rotary_emb.inv_freq` is ignored, and so is the `lm_head.weight` of a tied output.
-      config: The config of the weights.
-
-    Raises:
-      ValueError: Tensors are missing, unexpected, of a wrong shape or not floats; the message lists
-        the first few.
-    """
-    return weights.rearranged(tensors, abstract(Llama(config)), names(config))
-
-
-def shapes_of(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Returns names and shapes of the tensors that Hugging Face stores for such a model.
-
-    >>> from zerojax.models.llama import SIZES
-    >>> shapes_of(LlamaConfig(**SIZES["llama-70b"]))["model.layers.79.self_attn.k_proj.weight"]
-    (1024, 8192)
-    """
-    scanned = Llama(dataclasses.replace(config, scan=True))
-    return link(
-        names(config), {path: x.shape for path, x in by_path(abstract(scanned)).items()}
-    ).tensors

@@ -1,2 +1,0 @@
-from pallas_kernels.grad_norm_finite.api import NormFinite as NormFinite
-from pallas_kernels.grad_norm_finite.api import grad_norm_finite as grad_norm_finite

@@ -1,0 +1,233 @@
+"""Functions of one matrix, applied to the matrices of a tree: the marks of what devices share.
+
+:func:`over_matrices` applies a function as one call for each array, which
+:mod:`zerojax.collectives.matrices` finds by its name and runs for equal matrices together.
+``optax.contrib.muon`` does not call it; :func:`with_muon_calls` replaces the equations of its
+orthogonalization.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives as prims
+from optax.contrib import MuonDimensionNumbers, _muon
+
+from zerojax.graph.def_use import graph_of
+from zerojax.graph.search import equations
+from zerojax.xla import jaxprs
+from zerojax.xla.rewriter import Rewriter, replaced
+from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree
+
+Function = Callable[[jax.Array], jax.Array]
+"""A function of a matrix [m, n], which returns another one [m, n]."""
+
+CALL = "zerojax_over_matrices"
+"""The name of the calls of :func:`over_matrices`."""
+
+
+def over_matrices(fn: Function) -> Callable[[PyTree], PyTree]:
+    r"""Applies a function of one matrix to every matrix of a tree.
+
+    .. math:: y_{i, :, :} = f(x_{i, :, :})
+
+    for all leading indices :math:`i` of each array. An optimizer that computes with matrices in
+    full, such as Muon, needs it under ZeRO, which shards every matrix: in a decorated step each
+    device computes with some of the matrices. Those of one shape and dtype become one stack, an
+    all-to-all brings them there, and another brings the results back to the shards. XLA would
+    gather every matrix on every device. Cast before the call: the arrays are sent in their dtype.
+
+    In other programs, at stage 0 and on one device it is ``jax.lax.map``. The numbers are the same.
+
+    Args:
+      fn: A function of a matrix [m, n] that returns a matrix [m, n], of any dtype. It may read
+        other values, such as coefficients, but no other matrix of the tree.
+
+    Returns:
+      A function of a tree of arrays [..., m, n] that returns a tree of arrays of the same shapes.
+
+    Raises:
+      ValueError: An array has fewer than two dimensions, or ``fn`` returns another shape.
+
+    Example:
+      >>> import jax.numpy as jnp, zerojax
+      >>> cubed = zerojax.over_matrices(lambda m: m @ m.T @ m)
+      >>> out = cubed({"one": jnp.eye(2, 3), "layers": jnp.ones((5, 2, 3))})
+      >>> out["one"].shape, float(out["layers"][4, 1, 2])
+      ((2, 3), 6.0)
+    """
+
+    def zerojax_over_matrices(stack: jax.Array) -> jax.Array:
+        outs: jax.Array = lax.map(fn, stack)
+        return outs
+
+    call = jax.jit(zerojax_over_matrices)
+
+    def of_leaf(path: tuple[object, ...], x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path) or "the array"
+        if x.ndim < 2:
+            raise ValueError(
+                f"over_matrices: {name} has shape {x.shape}, not [..., m, n]: pass only matrices "
+                "and stacks of matrices (optax.partition or optax.masked select them)."
+            )
+        out: jax.Array = call(x.reshape(-1, *x.shape[-2:]))
+        if out.shape[1:] != x.shape[-2:]:
+            raise ValueError(
+                f"over_matrices: for {name} the function returns shape {out.shape[1:]}, not that "
+                f"of the matrix, {x.shape[-2:]}: return a matrix of the same shape."
+            )
+        return out.reshape(x.shape)
+
+    return functools.partial(jax.tree_util.tree_map_with_path, of_leaf)
+
+
+def is_call(eqn: Equation) -> bool:
+    """Returns whether an equation is a call of :func:`over_matrices`. Its last operand is the stack
+    of matrices; the others are values that the function reads."""
+    return eqn.primitive is prims.jit_p and jaxprs.param(eqn, "name") == CALL
+
+
+def program_for_one(call: Equation) -> AnyJaxpr:
+    """Returns the program that a call runs for each matrix."""
+    (body,) = jaxprs.bodies(call)
+    (loop,) = (eqn for eqn in body.eqns if eqn.primitive is prims.scan_p)
+    return jaxprs.param(loop, "jaxpr")  # type: ignore[no-any-return]
+
+
+def run_call(call: Equation, shared: Sequence[object], stack: jax.Array) -> jax.Array:
+    """Runs a call for a stack of any number of matrices, side by side.
+
+    Args:
+      call: The call.
+      shared: Its operands before the stack.
+      stack: The matrices [count, m, n].
+    """
+
+    def run(eqn: Equation, values: list[Any]) -> Sequence[Any]:
+        if eqn.primitive is not prims.scan_p:
+            return jaxprs.bind_anywhere(eqn, values)
+        *read, matrices = values
+        one = jaxprs.param(eqn, "jaxpr")
+        return jax.vmap(lambda m: jaxprs.evaluate(one, [*read, m], jaxprs.bind_anywhere))(matrices)
+
+    return jaxprs.evaluate(jaxprs.called_jaxpr(call), [*shared, stack], run)[0]  # type: ignore[no-any-return]
+
+
+def with_muon_calls(closed: AnyJaxpr) -> AnyJaxpr:
+    """Returns a traced program in which the orthogonalization of ``optax.contrib.muon`` is a call
+    of :func:`over_matrices`, one for each array; the program itself if it has none.
+
+    The frames of an equation tell whether optax's function traced it. Such equations are replaced
+    if that function, called again, traces to the same equations. Calls and branches are entered.
+
+    Args:
+      closed: The program, as traced: its calls have not been inlined.
+    """
+    rewritten: AnyJaxpr = _Muon()(closed)
+    return rewritten
+
+
+class _Muon(Rewriter):
+    """Replaces the equations of optax's orthogonalization in calls and branches."""
+
+    def body(self, jaxpr: Jaxpr) -> Jaxpr:
+        new: list[Equation] = []
+        for block, is_muon in _blocks(jaxpr.eqns):
+            if is_muon:
+                new += _as_call(jaxpr, block) or block
+            else:
+                new += map(self._inside, block)
+        is_new = len(new) < len(jaxpr.eqns) or any(
+            a is not b for a, b in zip(new, jaxpr.eqns, strict=False)
+        )
+        return jaxpr.replace(eqns=new) if is_new else jaxpr
+
+    def _inside(self, eqn: Equation) -> Equation:
+        is_entered = bool(jaxprs.bodies(eqn)) and not is_call(eqn)
+        return self.inside(eqn, jaxprs.programs(eqn)) if is_entered else eqn
+
+
+def _orthogonalize_code() -> CodeType | None:
+    """Returns the code of the function within optax's that orthogonalizes one matrix, which
+    ``jax.vmap`` maps; None if this version of optax has none."""
+    function = getattr(_muon, "orthogonalize_via_newton_schulz", None)
+    codes = () if function is None else function.__code__.co_consts
+    return next(
+        (c for c in codes if isinstance(c, CodeType) and "orthogonalize" in c.co_name), None
+    )
+
+
+def _blocks(eqns: Sequence[Equation]) -> Iterator[tuple[list[Equation], bool]]:
+    """Yields successive equations that belong together, and whether they are one run of optax's
+    orthogonalization: its instructions come in order, so that the next run begins where an earlier
+    instruction, or the same one, reads nothing of this run."""
+    code, last = _orthogonalize_code(), -1
+    block: list[Equation] = []
+    computed: set[Atom] = set()
+    for eqn in eqns:
+        at = _place(eqn, code)
+        is_other = (at < 0) != (last < 0)
+        is_again = 0 <= at <= last and computed.isdisjoint(jaxprs.variables(eqn.invars))
+        if block and (is_other or is_again):
+            yield block, last >= 0
+            block, computed = [], set()
+        block.append(eqn)
+        computed.update(eqn.outvars)
+        last = at
+    if block:
+        yield block, last >= 0
+
+
+def _place(eqn: Equation, code: CodeType | None) -> int:
+    """Returns the instruction of ``code`` that traced an equation; -1 if it is not of this code."""
+    traceback = jaxprs.source(eqn).traceback
+    codes, at = ((), ()) if traceback is None else traceback.raw_frames()
+    return at[codes.index(code)] if code in codes else -1
+
+
+def _as_call(jaxpr: Jaxpr, block: list[Equation]) -> list[Equation]:
+    """Returns equations with one call of :func:`over_matrices` in place of ``block``; none if
+    optax's function is not found to trace to ``block``."""
+    graph = graph_of(jaxpr)
+    computed = {v for eqn in block for v in eqn.outvars}
+    read = dict.fromkeys(v for eqn in block for v in jaxprs.variables(eqn.invars))
+    given = sorted((v for v in read if v not in computed), key=lambda v: -v.aval.ndim)
+    results = [
+        v
+        for v in block[-1].outvars
+        if graph.returned(v) or any(use.equation not in block for use in graph.users(v))
+    ]
+    if len(given) != 2 or len(results) != 1 or given[0].aval.shape != results[0].aval.shape:
+        return []
+    own = jaxpr.replace(constvars=[], invars=given, outvars=results, eqns=block)
+    function = _traced_to(own)
+    if function is None:
+        return []
+    end = block[-1].replace(outvars=results)
+    return replaced(end, lambda x, numbers: over_matrices(lambda m: function(m, numbers))(x), given)
+
+
+def _traced_to(block: Jaxpr) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
+    """Returns optax's function, with the arguments with which it traces to a program of a stack
+    [count, m, n] and coefficients; None if none are found."""
+    inside = [*equations(block)]
+    literals = (v for eqn in inside for v in eqn.invars if isinstance(v, core.Literal))
+    numbers = (float(jaxprs.read(v, {})) for v in literals if not v.aval.ndim)
+    small = [*dict.fromkeys(x for x in numbers if 0 < x < 1e-2)] or [1e-8]
+    steps = [jaxprs.param(e, "length") for e in inside if e.primitive is prims.scan_p] or [5]
+    shapes = [jaxprs.like(v.aval) for v in block.invars]
+    for kind, eps in itertools.product(("frobenius", "aol", "schatten", "spectral"), small):
+        function = functools.partial(
+            _muon.orthogonalize_via_newton_schulz, ns_steps=steps[0], preconditioning=kind, eps=eps
+        )
+        stacked = functools.partial(function, dimension_numbers=MuonDimensionNumbers(1, 2))
+        if str(jaxprs.open_jaxpr(jax.make_jaxpr(stacked)(*shapes))[0]) == str(block):
+            return function
+    return None

@@ -96,8 +96,6 @@ def kernels() -> str:
             f"they need an H100, H200 or B200, and this is {target.kind}. XLA computes the same "
             "in their place; pallas_kernels.compat.simulator() runs them here to test them"
         )
-    if dispatch.in_place(target) != "mosaic_gpu":
-        return f"on {target.kind}; for FusedAdam, which writes in place, take jax 0.11 or newer"
     return f"on {target.kind}"
 
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.cross_entropy.reference import project
 from pallas_kernels.cross_entropy.rows import SKIP, Factors, Statistics
 from pallas_kernels.varying import alike
 
@@ -74,7 +73,7 @@ def _forward(
     def of_chunk(_: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
         h, y = chunk
         valid_labels = _valid_labels(settings, y, vocabulary)
-        logits = project(h, padded_weight, padded_bias, settings.vocabulary_last)
+        logits = _project(h, padded_weight, padded_bias, settings.vocabulary_last)
         lse, picked, total = settings.rows.statistics(
             logits, valid_labels, vocabulary, smoothing != 0
         )
@@ -108,7 +107,7 @@ def _backward(
         h, y, chunk_lse, g = chunk
         valid_labels = _valid_labels(settings, y, vocabulary)
         g = jnp.where(valid_labels == SKIP, jnp.where(y == settings.ignore_index, 0, jnp.nan), g)
-        logits = project(h, padded_weight, padded_bias, settings.vocabulary_last)
+        logits = _project(h, padded_weight, padded_bias, settings.vocabulary_last)
         factors = Factors(
             probability=g * (1 + 2 * settings.z_loss * chunk_lse) if settings.z_loss else g,
             label=g * (1 - smoothing),
@@ -142,6 +141,17 @@ def _backward(
 
 
 losses.defvjp(_forward, _backward)
+
+
+def _project(
+    hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, vocabulary_last: bool
+) -> jax.Array:
+    """Computes logits, float32 [t, v]."""
+    contracting = ((1,), (0 if vocabulary_last else 1,))
+    logits = lax.dot_general(
+        hidden, weight, (contracting, ((), ())), preferred_element_type=jnp.float32
+    )
+    return logits if bias is None else logits + bias.astype(jnp.float32)
 
 
 def _pad_vocabulary(

@@ -1,17 +1,20 @@
 """Meshes of absent devices."""
 
+import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from zerojax.devices.network import nodes_of
-from zerojax.devices.topology import _torus, device_kinds, topology
+from zerojax.devices.topology import device_kinds, topology, torus
 
 
 @pytest.mark.gpu_compile
@@ -118,19 +121,23 @@ def test_bad_input(arguments: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(("name", "extra"), [("h100", "compile"), ("v5p", "tpu")])
 def test_missing_wheels(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["zerojax.devices.topology"], "_missing", lambda _: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match=rf"pip install -e '\.\[{extra}\]'"):
         topology(name)
 
 
 @pytest.mark.parametrize(
-    ("chips", "rank", "torus"),
-    [(4, 2, (2, 2)), (8, 2, (2, 4)), (1024, 2, (32, 32)), (48, 2, (6, 8)),
-     (12, 3, (2, 2, 3)), (16, 3, (2, 2, 4)),
-     (8, 3, (2, 2, 2)), (1024, 3, (8, 8, 16))],
-)  # fmt: skip
-def test_torus(chips: int, rank: int, torus: tuple[int, ...]) -> None:
-    assert _torus(chips, rank) == torus
+    ("kind", "chips", "sides"),
+    [
+        ("v5e", 4, (2, 2)),
+        ("v5e", 48, (6, 8)),
+        ("v5p", 12, (2, 2, 3)),
+        ("v5p", 1024, (8, 8, 16)),
+        ("h100", 8, ()),
+    ],
+)
+def test_torus(kind: str, chips: int, sides: tuple[int, ...]) -> None:
+    assert torus(kind, chips) == sides
 
 
 def test_every_kind_has_its_source() -> None:
@@ -145,13 +152,13 @@ def test_no_variable_stays_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def described(**options: str) -> Any:
         seen.append(os.environ[name])
-        return jax.devices()[:4]
+        return SimpleNamespace(devices=(jax.devices() * 4)[:28])
 
-    monkeypatch.setattr("zerojax.devices.topology._missing", lambda module: False)
-    monkeypatch.setattr("zerojax.devices.topology._described", described)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: module)
+    monkeypatch.setattr(topologies, "get_topology_desc", described)
     monkeypatch.delenv(name, raising=False)
-    topology("v5e", 4)
+    topology("v5e", 28, axes={"data": 28})
     assert (seen, os.environ.get(name)) == (["1"], None)
     monkeypatch.setenv(name, "0")
-    topology("v5e", 4)
+    topology("v5p", 28, axes={"data": 28})
     assert (seen, os.environ.get(name)) == (["1", "0"], "0")

@@ -62,11 +62,31 @@ def nnx_step(model: Any, optimizer: Any, batch: Any) -> Any:
 BATCH = {"x": np.ones((ROWS, DIM))}  # float64: jax makes it float32
 
 
-def guarded(
-    zero: zerojax.Zero, free: int | None, function: Callable[..., Any] = train_step
-) -> Step[..., Any]:
+def guard_of(
+    zero: zerojax.Zero,
+    free: Callable[[Any], int | None],
+    create: Callable[..., Any] = create_state,
+    function: Callable[..., Any] = train_step,
+) -> Guard:
+    """A check on devices with so many bytes free."""
+
+    def other(config: Any, *_: Any) -> Any:
+        under = zerojax.zero(config, mesh=zero.mesh)
+        made = (
+            under.abstract_state(create, jax.random.key(0))
+            if create is create_state
+            else (under.abstract_state(create))
+        )
+        objects = made if isinstance(made, tuple) else (made,)
+        return under.plan(*objects), lambda: under(function).programs(*objects, BATCH)
+
+    return Guard(zero.config, zero.mesh, other, free)
+
+
+def guarded(zero: zerojax.Zero, free: int | None, *made: Callable[..., Any]) -> Step[..., Any]:
     """A step on devices with so many bytes free."""
-    guard = Guard(zero.config, zero.mesh, zero._other, lambda mesh: free)
+    function = made[1] if made else train_step
+    guard = guard_of(zero, lambda mesh: free, *made)
     return Step(Arguments(function), zero.states, True, guard)
 
 
@@ -90,12 +110,7 @@ def test_nnx_is_checked_once() -> None:
 
     zero = zerojax.zero(stage=1)
     model, optimizer = zero.init(linear)
-    step = Step(
-        Arguments(nnx_step),
-        zero.states,
-        True,
-        Guard(zero.config, zero.mesh, zero._other, free),
-    )
+    step = Step(Arguments(nnx_step), zero.states, True, guard_of(zero, free, linear, nnx_step))
     for _ in range(3):
         step(model, optimizer, BATCH)
     assert len(asked) == 1
@@ -163,7 +178,7 @@ def test_nnx() -> None:
     zero = zerojax.zero(stage=0)
     model, optimizer = zero.init(linear)
     with pytest.raises(OutOfMemoryError, match="zero_optimization"):
-        guarded(zero, 100, nnx_step)(model, optimizer, BATCH)
+        guarded(zero, 100, linear, nnx_step)(model, optimizer, BATCH)
 
 
 def refuse_together(process: int) -> None:
@@ -173,7 +188,7 @@ def refuse_together(process: int) -> None:
     assert free_bytes(theirs) == 1000
     zero = zerojax.zero(stage=2)
     state = zero.init(create_state, jax.random.key(0))
-    guard = Guard(zero.config, zero.mesh, zero._other, lambda mesh: free_bytes(theirs))
+    guard = guard_of(zero, lambda mesh: free_bytes(theirs))
     by_row = NamedSharding(zero.mesh, PartitionSpec("data"))
     half = BATCH["x"][: ROWS // 2].astype(np.float32)
     batch = {"x": jax.make_array_from_process_local_data(by_row, half)}

@@ -1,6 +1,7 @@
 """XLA's own rematerialization: left out where its estimate is wrong, and taken where nothing else
 fits."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,9 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.devices.rates import rates
-from zerojax.foresight import costs
-from zerojax.foresight.costs import forecast
+from zerojax.devices.rates import RESERVE, rates
+from zerojax.foresight.attribution import ParameterShapes
+from zerojax.foresight.costs import forecast, measure_memory
 from zerojax.xla.compiler import DISABLED_PASSES, rematerializes, with_rematerialization
 
 DIM, LAYERS, ROWS = 2048, 4, 300_000
@@ -85,17 +86,24 @@ def test_a_program_that_does_not_fit_is_compiled_with_the_pass(
     without: int, with_pass: int, chosen: int, recomputing: bool
 ) -> None:
     """On a device with room for 10 bytes."""
+
+    class Lowered:
+        """A program that needs so many bytes with XLA's options, and others with those given."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def compile(self, compiler_options: Any = None) -> Any:
+            size = without if compiler_options is None else with_pass
+            kinds = ("argument", "temp", "output", "alias", "host_output", "host_temp")
+            needed = {f"{kind}_size_in_bytes": size * (kind == "argument") for kind in kinds}
+            return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**needed))
+
     left_out = {DISABLED_PASSES: "rematerialization"}
-    lowered = jax.jit(jnp.negative, compiler_options=left_out).lower(0.0)
-
-    def compile_program(lowered: Any, options: Any = None) -> Any:
-        size = without if options is None else with_pass
-        kinds = ("argument", "temp", "output", "alias", "host_output", "host_temp")
-        needed = {f"{kind}_size_in_bytes": size * (kind == "argument") for kind in kinds}
-        sizes = SimpleNamespace(**needed)
-        return SimpleNamespace(memory_analysis=lambda: sizes, size=size), None
-
-    measured, compiled = costs._compiled(lowered, compile_program, room=10)
-    assert compiled
-    assert (compiled[0].size, measured.arguments) == (chosen, chosen)  # type: ignore[attr-defined]
+    real = jax.jit(jnp.negative, compiler_options=left_out).lower(0.0)
+    lowered: Any = Lowered()
+    small = dataclasses.replace(rates("l4"), memory=10 + RESERVE)
+    known = ParameterShapes(frozenset(), 0)
+    measured = measure_memory(lowered, known, small, (0,), several=False)
+    assert measured.arguments == chosen
     assert (measured.recomputing, measured.rematerializes) == (recomputing, recomputing)

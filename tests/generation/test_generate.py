@@ -106,21 +106,6 @@ def test_each_token_is_the_largest_logit(model: nn.Module) -> None:
         assert (row[len(expected) :] == 0).all()
 
 
-def test_cached_logits_are_those_of_complete_rows() -> None:
-    model, row = llama(scan=True), jnp.array([[5, 6, 7, 8, 9, 10, 11, 12]])
-    params, positions = {"params": params_of(model)}, jnp.arange(8)[None]
-
-    @jax.jit
-    def call(variables: Any, tokens: jax.Array, positions: jax.Array) -> Any:
-        return model.apply(variables, tokens, positions=positions, mutable=["cache"])
-
-    _, cache = call(params, row, positions)
-    logits, _ = call({**params, **cache}, row[:, 7:], positions[:, 7:])
-    np.testing.assert_allclose(
-        logits[0, 0], jax.jit(model.apply)(params, row)[0, 7], rtol=0, atol=1e-5
-    )
-
-
 def test_rows_end_at_eos_and_streams_agree() -> None:
     model = gpt()
     plain = np.asarray(zerojax.generate(model, params_of(model), PROMPTS, max_new_tokens=NEW))

@@ -175,17 +175,3 @@ class TestCompiledForH100:
             "reduce-scatter", LAYERS, ("bf16",),
         )  # fmt: skip
         assert gather.moved_bytes == scatter.moved_bytes == self.once
-
-    def test_combined_when_unrolled(self) -> None:
-        found = collectives(compile_mlp(scan=False, remat=False))
-        assert {each.kind for each in found} == {"all-gather", "reduce-scatter"}
-        scattered = [each for each in found if each.kind == "reduce-scatter"]
-        assert sum(each.moved_bytes for each in scattered) == self.once
-        assert sum(len(each.shapes) for each in found if each.kind == "all-gather") == LAYERS
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("scan", [False, True])
-    def test_rematerialisation_gathers_twice(self, scan: bool) -> None:
-        found = collectives(compile_mlp(scan=scan, remat=True))
-        gathered = sum(e.times * len(e.shapes) for e in found if e.kind == "all-gather")
-        assert gathered == 2 * LAYERS

@@ -305,17 +305,6 @@ def test_a_causal_kernel_skips_the_tiles_behind_the_mask(call: str, kernel: str)
     assert counted.flops == scores
 
 
-def test_a_wider_head_is_faster_and_a_gradient_slower() -> None:
-    h100 = rates("h100")
-
-    def seconds_of(width: int, is_backward: bool) -> float:
-        return h100.compute_seconds({}, 0, {FusedAttention("bf16", width, is_backward): 10**12})
-
-    assert seconds_of(128, False) < seconds_of(64, False) < seconds_of(64, True)
-    assert seconds_of(80, False) == seconds_of(128, False) == seconds_of(256, False)
-    assert seconds_of(128, False) > h100.compute_seconds({"bf16": 10**12}, 0)
-
-
 COPIED = (
     "%h = f32[8,1000000]{1,0:S(5)} constant(0)",
     "%in = (f32[8,1000000]{1,0}, f32[8,1000000]{1,0:S(5)}, u32[]) copy-start(%h)",

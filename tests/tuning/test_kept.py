@@ -15,8 +15,6 @@ from zerojax.config import load
 from zerojax.foresight.choice import Choice, Remat
 from zerojax.foresight.devices import parse_devices
 from zerojax.tuning.cache import Cache
-from zerojax.tuning.search import search
-from zerojax.tuning.space import Space
 from zerojax.tuning.study import Study
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("kept", "require_gpu_compiler")]
@@ -88,26 +86,3 @@ def test_names_are_those_of_values_that_blocks_compute_again() -> None:
     assert [*study().names(choice(True))] == ["narrow", "wide"]
     assert [*study().names(choice("names:wide"))] == ["narrow"]
     assert [*study().names(choice(False))] == []
-
-
-@pytest.mark.slow
-def test_a_search_tries_policies_and_names() -> None:
-    space = Space(
-        stages=(1,), remats=(False, True), offloads=("none",), policies=("dots",), micro=ROWS
-    )
-    ranking = search(study(), space).ranking
-    choices = {each.choice.remat for each in ranking}
-    assert choices >= {False, True, "dots", "names:narrow", "names:wide"}
-    assert not any(each.forecast.recomputes for each in ranking)
-
-
-@pytest.mark.slow
-def test_what_xla_computes_again_is_counted() -> None:
-    """With so many rows that an RTX 3090 has room only for the inputs of blocks."""
-    of = study("rtx-3090")
-    steady, full = (of.forecast(choice(remat, 40 * ROWS)) for remat in (True, False))
-    assert (steady.peak.again, steady.bytes_again, steady.recomputes) == (0, 0, False)
-    assert full.peak.again > 0
-    assert full.bytes_again > 0
-    assert 0 < full.seconds_again < full.seconds
-    assert full.recomputes

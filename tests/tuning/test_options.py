@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,40 +112,6 @@ def test_the_step_is_compiled_with_the_configs_options(offload: str | None) -> N
     options = compat.compiler_options(lowered)
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 7
-
-
-@pytest.mark.sweep
-@pytest.mark.gpu_compile
-@pytest.mark.usefixtures("require_gpu_compiler")
-def test_every_candidate_compiles_and_the_step_takes_the_fastest(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = {
-        "zero_optimization": {"stage": 3},
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-    }
-    said: list[str] = []
-
-    def search() -> zerojax.tuning.fit.Fitted:
-        return zerojax.fit(
-            config,
-            Model,
-            seq=16,
-            mesh=zerojax.topology("h100", 8),
-            xla=True,
-            note=said.append,
-        )
-
-    fitted = search()
-    under = [each for each in fitted.ranking if each.choice.xla]
-    assert {each.choice.xla for each in under} == {tuple(each.items()) for each in CANDIDATES}
-    assert not [text for text in said if "Error" in text]
-    assert fitted.choice == fitted.ranking[0].choice
-    assert fitted.config.get("xla", {}) == dict(fitted.choice.xla)
-    again = search()  # one program under each set of options, each remembered
-    assert (again.compiled, again.config) == (0, fitted.config)
 
 
 def test_no_options_for_cpus() -> None:

@@ -111,9 +111,10 @@ def test_a_file_damaged_between_steps(tmp_path: Path, harm: Callable[[Path], Non
     named = rf"opt_state\[0\]\.mu\['w'\].*is damaged.*{REMEDY}"
     with pytest.raises(DiskStateError, match=named):
         np.asarray(state.opt_state[0].mu["w"])
-    for _ in range(2):
-        with pytest.raises(DiskStateError, match=rf"of params\['w'\].*is damaged.*{REMEDY}"):
-            step(state, BATCH)
+    with pytest.raises(DiskStateError, match=rf"of params\['w'\].*is damaged.*{REMEDY}"):
+        step(state, BATCH)
+    with pytest.raises(DiskStateError, match=REMEDY):
+        step(state, BATCH)
 
 
 @pytest.mark.one_in(2)

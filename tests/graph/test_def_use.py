@@ -35,6 +35,7 @@ def test_producers_and_users() -> None:
     assert graph.users(product.outvars[0]) == ()
     assert graph.place(product) == 2
     assert [e.primitive.name for e in graph.without([product])] == ["sin", "sin", "add"]
+    assert [e.primitive.name for e in graph.not_producing(product.outvars)] == ["sin", "sin", "add"]
     assert [e.primitive.name for e in graph.named("add", "sin")] == ["add", "sin", "sin"]
 
 

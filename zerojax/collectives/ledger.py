@@ -44,6 +44,7 @@ class Ledger:
     def __init__(self, mesh: Mesh | AbstractMesh, *, asked: bool = False) -> None:
         self._mesh, self.asked = mesh, asked
         self._noted: list[tuple[Decision, ...]] = []
+        self._replacing: set[int] = set()
         self._complete: set[int] = set()
         self._places: list[tuple[str, str]] = []
         self._calls: list[Equation] = []
@@ -122,6 +123,16 @@ class Ledger:
             sent.append((decisions.REDUCE, x, after, after, remaining))
         return self._note(*sent, partly=partly or self._partly)
 
+    def instead(self, *sent: tuple[str, Shaped]) -> contextlib.AbstractContextManager[object]:
+        """Records the collectives that XLA emits for an equation, as pairs of kind and array, in
+        place of the decisions recorded inside; returns the context for the equation."""
+        if not self.asked or self._over < 2:
+            return contextlib.nullcontext()
+        self._replacing.add(len(self._noted))
+        specs = ((None,) * len(x.shape) for _, x in sent)
+        pairs = zip(sent, specs, strict=True)
+        return self._note(*((kind, x, spec, spec, self._over) for (kind, x), spec in pairs))
+
     def completes(self) -> contextlib.AbstractContextManager[object]:
         """Returns the context for the constraint of a value that needs no reduction, although it is
         computed from rows: each device computes its shard from all rows."""
@@ -192,6 +203,10 @@ class Ledger:
         """Returns the numbers of the decisions that were recorded around an equation, outermost
         first, from the name scopes in which the equation was traced."""
         return list(map(int, _TAG.findall(names)))
+
+    def replaces(self, number: int) -> bool:
+        """Returns whether a decision replaces those that were recorded inside it."""
+        return number in self._replacing
 
     def is_complete(self, number: int) -> bool:
         """Returns whether :meth:`completes` recorded a number."""

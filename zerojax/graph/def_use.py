@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -129,6 +129,10 @@ class Graph:
         """Returns all other equations, in order."""
         left_out = {id(equation) for equation in equations}
         return [equation for equation in self._equations if id(equation) not in left_out]
+
+    def not_producing(self, values: Collection[Atom]) -> list[Equation]:
+        """Returns the equations that produce none of these values, in order."""
+        return [each for each in self._equations if all(v not in values for v in each.outvars)]
 
     def named(self, *names: str) -> Sequence[Equation]:
         """Returns the equations of primitives with these names; in order for one name."""

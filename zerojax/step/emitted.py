@@ -60,9 +60,12 @@ class EmittedOperations:
         self._followed: dict[int, Decisions] = {}
         self._complete: set[int] = set()
         seen: set[int] = set()
+        held: set[int] = set()
         for at in self._alive:
             op = program.operations[at]
-            for number in ledger.numbers(op.names):
+            for number in ledger.numbers(op.names):  # the outermost first
+                if number in held:
+                    break
                 if number in seen:
                     continue
                 seen.add(number)
@@ -72,6 +75,9 @@ class EmittedOperations:
                     self._followed[at] = _all_reduced(ledger[number]) if op.name == "gather" else ()
                     continue
                 self._followed[at] = ledger[number]
+                if ledger.replaces(number):
+                    held.add(number)
+                    break
             if (spec := self._of_optimizer(op)) is not None and at not in self._followed:
                 self._followed[at] = ledger.of_optimizer(op.eqn.outvars[0].aval, spec)
 

@@ -28,7 +28,7 @@ def main(folder: str, nvme: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     zero = zero_for(nvme)
-    zero.states.placer._store = WatchedStore(nvme, event)
+    zero.states.placer.store = WatchedStore(nvme, event)
     step, state = zero(train_step), zero.init(create)
     with Checkpointer(folder, zero) as checkpointer:
         for i in range(1, 3):

@@ -11,8 +11,7 @@ from zerojax.offload.disk.store import DiskStore
 
 
 class WatchedStore(DiskStore):
-    """Calls ``on_event(event, key)`` from any thread; events are "read issued", "read done",
-    "write issued" and "write done"."""
+    """Calls ``on_event(event, key)``; events are "read issued" and "write issued"."""
 
     def __init__(
         self, nvme_path: str | Path, on_event: Callable[[str, str], None], *, buffer_count: int = 2
@@ -27,15 +26,3 @@ class WatchedStore(DiskStore):
     def read(self, key: str) -> Future[np.ndarray]:
         self._on_event("read issued", key)
         return super().read(key)
-
-    def _write(self, key: str, *details: Any) -> None:
-        try:
-            super()._write(key, *details)
-        finally:
-            self._on_event("write done", key)
-
-    def _read(self, key: str, *details: Any) -> np.ndarray:
-        try:
-            return super()._read(key, *details)
-        finally:
-            self._on_event("read done", key)

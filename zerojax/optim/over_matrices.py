@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
@@ -18,12 +19,12 @@ import jax
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as prims
-from optax.contrib import MuonDimensionNumbers, _muon
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.search import equations
 from zerojax.xla import jaxprs
-from zerojax.xla.rewriter import Rewriter, replaced
+from zerojax.xla.rewriter import Rewriter
 from zerojax.xla.types import AnyJaxpr, Atom, Equation, Jaxpr, PyTree
 
 Function = Callable[[jax.Array], jax.Array]
@@ -137,11 +138,15 @@ def with_muon_calls(closed: AnyJaxpr) -> AnyJaxpr:
 class _Muon(Rewriter):
     """Replaces the equations of optax's orthogonalization in calls and branches."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: dict[str, Jaxpr | None] = {}
+
     def body(self, jaxpr: Jaxpr) -> Jaxpr:
         new: list[Equation] = []
         for block, is_muon in _blocks(jaxpr.eqns):
             if is_muon:
-                new += _as_call(jaxpr, block) or block
+                new += self._as_call(jaxpr, block) or block
             else:
                 new += map(self._inside, block)
         is_new = len(new) < len(jaxpr.eqns) or any(
@@ -153,22 +158,52 @@ class _Muon(Rewriter):
         is_entered = bool(jaxprs.bodies(eqn)) and not is_call(eqn)
         return self.inside(eqn, jaxprs.programs(eqn)) if is_entered else eqn
 
+    def _as_call(self, jaxpr: Jaxpr, block: list[Equation]) -> list[Equation]:
+        """Returns the call of :func:`over_matrices` that takes the place of ``block``; none if
+        optax's function is not found to trace to ``block``."""
+        graph = graph_of(jaxpr)
+        computed = {v for eqn in block for v in eqn.outvars}
+        read = dict.fromkeys(v for eqn in block for v in jaxprs.variables(eqn.invars))
+        given = sorted((v for v in read if v not in computed), key=lambda v: -v.aval.ndim)
+        results = [
+            v
+            for v in block[-1].outvars
+            if graph.returned(v) or any(use.equation not in block for use in graph.users(v))
+        ]
+        if len(given) != 2 or len(results) != 1 or given[0].aval.shape != results[0].aval.shape:
+            return []
+        own = jaxpr.replace(constvars=[], invars=given, outvars=results, eqns=block)
+        text = str(own)
+        if text not in self._calls:
+            self._calls[text] = _call_of(own, text)
+        program = self._calls[text]
+        if program is None:
+            return []
+        (call,) = program.eqns  # of the program's arguments, its only operands
+        names = dict(zip(program.invars, given, strict=True))
+        source = block[-1].source_info
+        operands = [names[v] for v in call.invars]
+        return [call.replace(invars=operands, outvars=results, source_info=source)]
 
-def _orthogonalize_code() -> CodeType | None:
-    """Returns the code of the function within optax's that orthogonalizes one matrix, which
-    ``jax.vmap`` maps; None if this version of optax has none."""
-    function = getattr(_muon, "orthogonalize_via_newton_schulz", None)
-    codes = () if function is None else function.__code__.co_consts
-    return next(
-        (c for c in codes if isinstance(c, CodeType) and "orthogonalize" in c.co_name), None
-    )
+
+def _orthogonalization() -> Callable[..., jax.Array] | None:
+    """Returns optax's function; None if this version of optax has none of this name."""
+    module = sys.modules[scale_by_muon.__module__]
+    return getattr(module, "orthogonalize_via_newton_schulz", None)
+
+
+def _code_for_one() -> CodeType | None:
+    """Returns the code of the function within optax's for one matrix, which ``jax.vmap`` maps."""
+    inside = getattr(getattr(_orthogonalization(), "__code__", None), "co_consts", ())
+    named = (c for c in inside if isinstance(c, CodeType) and c.co_name == "_orthogonalize")
+    return next(named, None)
 
 
 def _blocks(eqns: Sequence[Equation]) -> Iterator[tuple[list[Equation], bool]]:
     """Yields successive equations that belong together, and whether they are one run of optax's
     orthogonalization: its instructions come in order, so that the next run begins where an earlier
     instruction, or the same one, reads nothing of this run."""
-    code, last = _orthogonalize_code(), -1
+    code, last = _code_for_one(), -1
     block: list[Equation] = []
     computed: set[Atom] = set()
     for eqn in eqns:
@@ -192,31 +227,11 @@ def _place(eqn: Equation, code: CodeType | None) -> int:
     return at[codes.index(code)] if code in codes else -1
 
 
-def _as_call(jaxpr: Jaxpr, block: list[Equation]) -> list[Equation]:
-    """Returns equations with one call of :func:`over_matrices` in place of ``block``; none if
-    optax's function is not found to trace to ``block``."""
-    graph = graph_of(jaxpr)
-    computed = {v for eqn in block for v in eqn.outvars}
-    read = dict.fromkeys(v for eqn in block for v in jaxprs.variables(eqn.invars))
-    given = sorted((v for v in read if v not in computed), key=lambda v: -v.aval.ndim)
-    results = [
-        v
-        for v in block[-1].outvars
-        if graph.returned(v) or any(use.equation not in block for use in graph.users(v))
-    ]
-    if len(given) != 2 or len(results) != 1 or given[0].aval.shape != results[0].aval.shape:
-        return []
-    own = jaxpr.replace(constvars=[], invars=given, outvars=results, eqns=block)
-    function = _traced_to(own)
-    if function is None:
-        return []
-    end = block[-1].replace(outvars=results)
-    return replaced(end, lambda x, numbers: over_matrices(lambda m: function(m, numbers))(x), given)
-
-
-def _traced_to(block: Jaxpr) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
-    """Returns optax's function, with the arguments with which it traces to a program of a stack
-    [count, m, n] and coefficients; None if none are found."""
+def _call_of(block: Jaxpr, text: str) -> Jaxpr | None:
+    """Returns the program of a stack [count, m, n] and coefficients that calls
+    :func:`over_matrices` with optax's function, with the arguments with which that traces to
+    ``block``, whose text is given; None if none are found."""
+    orthogonalize: Any = _orthogonalization()
     inside = [*equations(block)]
     literals = (v for eqn in inside for v in eqn.invars if isinstance(v, core.Literal))
     numbers = (float(jaxprs.read(v, {})) for v in literals if not v.aval.ndim)
@@ -225,9 +240,10 @@ def _traced_to(block: Jaxpr) -> Callable[[jax.Array, jax.Array], jax.Array] | No
     shapes = [jaxprs.like(v.aval) for v in block.invars]
     for kind, eps in itertools.product(("frobenius", "aol", "schatten", "spectral"), small):
         function = functools.partial(
-            _muon.orthogonalize_via_newton_schulz, ns_steps=steps[0], preconditioning=kind, eps=eps
+            orthogonalize, ns_steps=steps[0], preconditioning=kind, eps=eps
         )
         stacked = functools.partial(function, dimension_numbers=MuonDimensionNumbers(1, 2))
-        if str(jaxprs.open_jaxpr(jax.make_jaxpr(stacked)(*shapes))[0]) == str(block):
-            return function
+        if str(jaxprs.open_jaxpr(jax.make_jaxpr(stacked)(*shapes))[0]) == text:
+            over = lambda x, numbers, f=function: over_matrices(lambda m: f(m, numbers))(x)  # noqa: E731
+            return jaxprs.open_jaxpr(jax.make_jaxpr(over)(*shapes))[0]
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +46,21 @@ class Placer:
         self._config, self._mesh = config, mesh
         sections = config.offload_optimizer, config.offload_param
         self._sections = [s for s in sections if s is not None and s.device == "nvme"]
-        self._store: DiskStore | None = None
-        self._copies_store: DiskStore | None = None
         self._number = itertools.count()
         self._copies = weakref.WeakValueDictionary[
             tuple[tuple[Leaf, ...], tuple[Leaf, ...]], ComputeCopies
         ]()
 
-    @property
+    @cached_property
     def store(self) -> DiskStore:
         """The disk that the config names, opened at its first use.
 
         Raises:
           DiskError: the disk cannot be used.
         """
-        if self._store is None:
-            self._store = _open_store(self._sections[0])
-        return self._store
+        return _open_store(self._sections[0])
 
-    @property
+    @cached_property
     def copies_store(self) -> DiskStore:
         """The disk for compute parameters: another store than ``store`` if ``offload_param`` names
         another folder than ``offload_optimizer``.
@@ -73,9 +70,7 @@ class Placer:
         """
         if len({_folder(section) for section in self._sections}) < 2:
             return self.store
-        if self._copies_store is None:
-            self._copies_store = _open_store(self._sections[-1])
-        return self._copies_store
+        return _open_store(self._sections[-1])
 
     def reserve(self, plan: Plan) -> None:
         """Checks that the disks have room for a state's leaves and compute parameters on disk.

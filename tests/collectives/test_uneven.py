@@ -59,7 +59,6 @@ USES: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], dict[int, int], boo
 }  # fmt: skip
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", USES)
 def test_padding_takes_no_part(name: str) -> None:
     use, shape, longer, has_rule = USES[name]

@@ -22,9 +22,8 @@ from jax.interpreters import batching
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.accumulation.kinds import RowKind
-from zerojax.collectives import moved_stacks
 from zerojax.collectives.gathering import is_gathered, plain
-from zerojax.collectives.shard import Shard
+from zerojax.collectives.shard import Shard, moved_stack
 from zerojax.devices.mesh import REPLICA, batch_axes, sequence_size
 from zerojax.graph.primitives import NEVER_ON_LANES, NOT_ON_LANES
 from zerojax.graph.search import equations
@@ -76,7 +75,7 @@ class Lanes(NamedTuple):
         stays a shard, which holds that layout."""
         if self.axes == (REPLICA,):
             return list(args)
-        return [x.unsharded if is_gathered(x) and moved_stacks.of(x) is None else x for x in args]
+        return [x.unsharded if is_gathered(x) and moved_stack(x) is None else x for x in args]
 
     def run(
         self,

@@ -14,7 +14,7 @@ program that is being traced. Read ``insert`` first, then ``shard`` and ``gather
 - Decisions before a loop runs: ``loop_decisions``, from ``loops`` (gradients reduced after the
   loop), ``held`` (constants gathered before the loop), ``ahead`` (layers gathered one iteration
   ahead), ``behind`` (gradients reduced one iteration later). ``scans`` runs the loop, with
-  ``entries``, ``filled``, ``moved_stacks``, ``iterations``.
+  ``entries``, ``filled``, ``iterations``.
 - Decisions at the entry of a step: ``kept``, with ``uses`` (the variables that a program needs
   unsharded, and their dtypes).
 - Rules for one kind of equation: ``propagate`` (specs through moves), ``lookups``, ``in_place``

@@ -37,7 +37,8 @@ class KeptGather(NamedTuple):
       by_loop: Whether the first loop over the stack of layers gathers it, one layer ahead, and
         stacks what it has gathered, see :mod:`zerojax.collectives.filled`.
       first: The dimension of a stack of layers that comes first once it is gathered, if only loops
-        read the stack, see :mod:`zerojax.collectives.moved_stacks`; None for an unchanged order.
+        read the stack, see :class:`zerojax.collectives.shard.MovedStack`; None for an unchanged
+        order.
     """
 
     together: str | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.collectives import decisions, iterations, loop_decisions, moved_stacks
+from zerojax.collectives import decisions, iterations, loop_decisions
 from zerojax.collectives.ahead import PrefetchedStacks
 from zerojax.collectives.behind import DeferredReductions
 from zerojax.collectives.entries import Entries
@@ -16,7 +16,13 @@ from zerojax.collectives.filled import GatheredStacks
 from zerojax.collectives.gathering import Gatherer, Scope, plain
 from zerojax.collectives.host import send_to_host, unpadded
 from zerojax.collectives.loops import Sums
-from zerojax.collectives.shard import Gathering, HostGradient, HostStack, Shard
+from zerojax.collectives.shard import (
+    Gathering,
+    HostGradient,
+    HostStack,
+    Shard,
+    moved_stack,
+)
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec
 from zerojax.plan.stored import pad
@@ -70,7 +76,7 @@ class Scans(Gatherer):
         """
         a, n = jaxprs.scan_counts(eqn)
         values = [scope.as_filled(v) for v in values]
-        moved = [moved_stacks.of(x) for x in values[a + n :]]
+        moved = [moved_stack(x) for x in values[a + n :]]
         updated = {} if self.lanes_on_axis else loop_decisions.find_updated(eqn, values, self)
         known = self.all_known(values, scope)
         values = [v if i - a in updated else known[i] for i, v in enumerate(values)]

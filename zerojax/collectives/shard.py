@@ -18,6 +18,11 @@ from zerojax.plan.layout import Spec
 class MovedStack:
     """A gathered stack of layers, stored with another dimension first.
 
+    An all-gather concatenates the devices' shards, so that the dimension along which a parameter is
+    sharded comes first in memory. A loop expects its layers one after another. In between XLA would
+    transpose the full stack, and hold it twice. Instead a loop takes each layer from the stack in
+    the layout of the all-gather, see :mod:`zerojax.collectives.iterations`.
+
     Attributes:
       value: [d, L, ...] for a stack [L, ..., d, ...].
       dimension: The dimension of the stack that comes first in ``value``.
@@ -50,13 +55,21 @@ class FilledStack(MovedStack):
         return jnp.moveaxis(self.value, 1, self.dimension)
 
 
+def moved_stack(x: object) -> MovedStack | None:
+    """Returns the unsharded copy of a stack in the layout in which a loop reads it; None if there
+    is none, or if it was rounded."""
+    if not isinstance(x, Shard) or x.gathered is None or x.is_rounded:
+        return None
+    return x.gathered.stack
+
+
 class UnshardedCopy(NamedTuple):
     """An unsharded copy of a shard.
 
     Attributes:
       array: The copy, in the dtype of the shard or rounded to a narrower one, see
         :mod:`zerojax.collectives.kept`.
-      stack: The array in the layout that a loop reads, see :mod:`zerojax.collectives.moved_stacks`.
+      stack: The array in the layout that a loop reads, see :class:`MovedStack`.
     """
 
     array: jax.Array

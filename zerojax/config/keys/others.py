@@ -142,7 +142,7 @@ OTHERS: tuple[Key, ...] = (
         "pipeline",
         "the schedule is GPipe's; where the activations of all micro-batches do not fit, let the "
         "layers rematerialise, or train at stage 3 without pipeline stages",
-        schedule=(choice("gpipe", "1f1b"), "gpipe"),
+        schedule=(TEXT, "gpipe"),
     ),
     *no_effect(
         "pipeline", "the layers of a loop are equal, and every stage has equally many", "partition"

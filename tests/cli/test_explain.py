@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from zerojax.__main__ import app
-from zerojax.cli.explain import JSON
 from zerojax.config import load
 from zerojax.config.explain import explain
 
@@ -65,7 +64,6 @@ def test_json_says_the_same(path):
     result = run(path, "--json")
     assert result.exit_code == 2
     told = json.loads(result.output)
-    assert {*told} == {*JSON}
     found = explain(path)
     assert told["problems"] == list(found.problems)
     assert [row["key"] for row in told["keys"]] == [row.key for row in found.rows]
@@ -75,7 +73,7 @@ def test_json_says_the_same(path):
         "given": "auto",
         "resolved": 1.0,
         "became": "resolved",
-        "why": "DeepSpeed's default, a global norm of 1.0",
+        "why": "DeepSpeed's default, 1.0",
     }
     assert "given" not in rows["scheduler.params.warmup_num_steps"]
 

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from zerojax.__main__ import app
 from zerojax.checkpoint.naming import Renamed
-from zerojax.cli.export import JSON
 
 ROOT = Path(__file__).parents[2]
 NO_FUNCTION = 3
@@ -50,7 +49,6 @@ def test_one_line_says_what_was_written(folder, tmp_path):
 
 def test_json(folder, tmp_path):
     told = json.loads(run(folder, tmp_path / "out", "--json").stdout)
-    assert {*told} == {*JSON}
     seconds = told.pop("seconds")
     assert seconds > 0
     assert told == {

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from zerojax.__main__ import app
 from zerojax.checkpoint.inspection import inspect
-from zerojax.cli.inspect import JSON
 from zerojax.cli.inspect_table import SHOWN
 
 
@@ -117,7 +116,6 @@ def test_many_problems_are_cut_short(steps: Path) -> None:
     assert output.count("is missing") == SHOWN
     assert "  and 7 more (--json has them all)" in output
     told = json.loads(run(steps, "--json").stdout)
-    assert {*told} == {*JSON}
     problems = told["steps"][1]["problems"]
     assert len(problems) == SHOWN + 7
 

@@ -7,7 +7,6 @@ import re
 import pytest
 from cli.made_up import GB, GIVEN, cost, forecast, kept, planned
 
-from zerojax.cli.plan import JSON
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, to_json
 from zerojax.devices.rates import rates
@@ -73,7 +72,6 @@ def test_pipeline_stages(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_json_holds_every_figure() -> None:
     told = json.loads(json.dumps(to_json(planned())))
     assert told["pipeline"] is None
-    assert {*told, "generation"} == {*JSON}
     assert told["memory"]["kinds"] == {
         "parameters": 20 * GB,
         "activations": 10 * GB,
@@ -119,8 +117,6 @@ def test_a_warning_before_xla_computes_values_again(capsys: pytest.CaptureFixtur
     over = told(begins + GB, again=7)
     assert "warning: XLA computes 7 values again to save memory, 3 GB and 20 ms of a step" in over
     assert "let blocks keep less (--remat, or the policy that `zerojax fit` finds)" in over
-    assert "take a smaller micro-batch, or offload" in told(begins + GB, again=7, remat=True)
-    assert "put nn.remat around the model's blocks" in told(begins + GB, again=7, remat=None)
     assert "again" not in told(begins + GB)  # and fits, as was compiled
 
 

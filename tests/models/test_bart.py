@@ -39,21 +39,6 @@ def test_logits_are_transformers(name: str, scan: bool) -> None:
     np.testing.assert_allclose(logits[valid], expected[valid], atol=2e-5)
 
 
-def test_layerdrop_leaves_whole_blocks_out() -> None:
-    """Without its blocks a decoder does not see the source."""
-    config = dataclasses.replace(
-        CONFIGS["blenderbot"], scan=True, dropout=0.0, decoder_layerdrop=1 - 1e-7
-    )
-    variables = {"params": weights("blenderbot", config)}
-
-    @jax.jit
-    def draw(source: np.ndarray) -> jax.Array:
-        rngs = {"dropout": jax.random.key(0, impl="rbg")}
-        return Bart(config).apply(variables, source, TARGET, deterministic=False, rngs=rngs)
-
-    assert (draw(SOURCE) == draw(SOURCE[::-1])).all()
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_decide_the_compute_dtype(name: str) -> None:
     config = dataclasses.replace(CONFIGS[name], scan=True)
@@ -68,7 +53,6 @@ def test_parameters_decide_the_compute_dtype(name: str) -> None:
     [
         ({"d_model": 30}, "d_model = 30 does not divide into encoder_attention_heads = 4"),
         ({"decoder_layers": 0}, "decoder_layers must be a positive int, not 0"),
-        ({"encoder_layerdrop": 1}, "encoder_layerdrop must be in"),
     ],
 )
 def test_config_names_what_is_wrong(change: dict[str, Any], message: str) -> None:

@@ -6,13 +6,7 @@ from typing import Literal, NamedTuple
 
 from zerojax.config.accelerate import KEYS as YAML_KEYS
 from zerojax.config.accelerate import SECTIONS
-from zerojax.config.batch import (
-    BATCH_SIZES,
-    BatchSizes,
-    check_stages,
-    devices_of_stage,
-    solve,
-)
+from zerojax.config.batch import BATCH_SIZES, BatchSizes, check_stages, devices_of_stage, solve
 from zerojax.config.errors import ConfigError, quote_name
 from zerojax.config.keys import KEYS, NULLABLE, renamed, sections
 from zerojax.config.keys.named_types import NAMED_TYPES

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from zerojax.config.batch import BatchSizes, check_stages, solve
 from zerojax.config.elasticity import Elasticity
-from zerojax.config.errors import ConfigError, as_text, closest, hint, problems_of, quote_name
+from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name
 from zerojax.config.keys import BY_FIELD, KEYS
 from zerojax.config.keys.loco import Loco
 from zerojax.config.keys.row import ZERO
@@ -232,8 +232,7 @@ class ZeroConfig:
           zerojax.config.errors.ConfigError: stag: unknown keyword; did you mean `stage`?
         """
         known = [f.name for f in fields(cls) if f.name != "notes"]
-        unknown = [name for name in keywords if name not in known]
-        problems = problems_of(unknown, lambda name: _unknown_keyword(name, known))
+        problems = [_unknown_keyword(name, known) for name in keywords if name not in known]
         for name in _CLASSES:
             if keywords.get(name) is None:
                 continue

@@ -4,14 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from zerojax.config.errors import (
-    ConfigError,
-    as_text,
-    closest,
-    problems_of,
-    quote_name,
-    suggestion,
-)
+from zerojax.config.errors import ConfigError, as_text, closest, quote_name, suggestion
 from zerojax.config.keys.named_types import NAMED_TYPES
 from zerojax.config.keys.row import REQUIRED, Param
 
@@ -64,8 +57,7 @@ def check_params(
         have DeepSpeed's defaults.
     """
     table = NAMED_TYPES[section][name]
-    unknown = [str(key) for key in given if key not in table]
-    problems = problems_of(unknown, lambda key: _unknown(section, key, name, table))
+    problems = [_unknown(section, str(key), name, table) for key in given if key not in table]
     checked = CheckedParams({}, [], problems)
     for key, value in given.items():
         path = f"{section}.params.{key}"

@@ -1,16 +1,7 @@
 """Keys of quantized collectives (ZeRO++)."""
 
 from zerojax.config.keys.loco import LOCO
-from zerojax.config.keys.row import (
-    FLAG,
-    OFF,
-    POSITIVE,
-    ZERO,
-    Key,
-    choice,
-    optional,
-    setting,
-)
+from zerojax.config.keys.row import FLAG, OFF, POSITIVE, ZERO, Key, choice, optional, setting
 
 QUANTIZED: tuple[Key, ...] = (
     setting(
@@ -18,14 +9,12 @@ QUANTIZED: tuple[Key, ...] = (
         FLAG,
         False,
         "true: parameters are gathered in 8-bit blocks (qwZ of ZeRO++), which changes numbers",
-        auto=OFF,
     ),
     setting(
         f"{ZERO}.zero_quantized_nontrainable_weights",
         FLAG,
         False,
         "true: those are that the optimizer does not update; at rest they are stored as before",
-        auto=OFF,
     ),
     setting(
         f"{ZERO}.zero_quantized_weights_dtype",
@@ -39,7 +28,6 @@ QUANTIZED: tuple[Key, ...] = (
         FLAG,
         False,
         "true: gradients are reduced in such blocks (qgZ of ZeRO++), which changes numbers",
-        auto=OFF,
     ),
     setting(
         f"{ZERO}.zero_quantized_gradients_dtype",

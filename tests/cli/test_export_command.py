@@ -81,7 +81,6 @@ def test_every_option_arrives(folder, tmp_path):
             "--names cli.test_export_command: give MODULE:FUNCTION",
         ),
         (["--names", "nowhere.at_all:f"], "--names nowhere.at_all:f: No module named 'nowhere'"),
-        (["--names", "cli.test_export_command:lower"], "has no attribute 'lower'"),
         (
             ["--names", "cli.test_export_command:NO_FUNCTION"],
             ": int is neither a function nor a map of names",
@@ -94,13 +93,6 @@ def test_an_error_is_one_line_and_nothing_is_written(options, message, folder, t
     assert message in result.output
     assert result.output.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_out_must_be_empty(folder, tmp_path):
-    (tmp_path / "a.txt").write_text("")
-    result = run(folder, tmp_path)
-    assert result.exit_code == 2
-    assert "is not empty, it holds a.txt: choose another folder" in result.output
 
 
 @pytest.mark.slow

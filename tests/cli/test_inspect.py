@@ -1,10 +1,7 @@
 """`zerojax inspect`: the tables, the JSON, and the exit status."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +59,6 @@ def test_arrays_are_listed(made: Path) -> None:
     assert row(output, "params.wide")[1:] == ["64x24", "float32", "P('data')", "6.14", "kB"]
     assert row(output, "int4")[1:] == ["9", "int4", "9", "B"]
     assert row(output, "key")[1:3] == ["scalar", "key<fry>"]
-
-
-def test_specs_over_several_axes(steps: Path) -> None:
-    record = write(steps / "100", tree(100))
-    leaf = record.leaves["params.wide"].model_copy(update={"spec": [["data", "model"], None]})
-    write(steps / "100", tree(100), leaves={**record.leaves, "params.wide": leaf})
-    assert "P(('data', 'model'), None)" in run(steps, "--leaves").output
 
 
 def test_one_step(made: Path) -> None:
@@ -184,19 +174,3 @@ def test_no_checkpoint(tmp_path: Path, made: Path) -> None:
         assert result.stdout == ""
         assert says in result.stderr
         assert len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_the_module_runs(made: Path) -> None:
-    """Without the devices that training uses, and with nothing but the answer on stdout."""
-    done = subprocess.run(
-        [sys.executable, "-m", "zerojax", "inspect", str(made)],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        env=os.environ | {"COLUMNS": "40", "JAX_PLATFORMS": "tpu", "PYTHONIOENCODING": "utf-8"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert row(done.stdout, "100")[3] == "complete"
-    assert "inspect" in CliRunner().invoke(app, []).output

@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from cli.made_up import GB, GIVEN, cost, forecast, kept, planned
+from cli.made_up import GB, GIVEN, cost, forecast, planned
 
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, to_json
@@ -134,16 +134,6 @@ def test_several_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert (told["memory"]["host"], told["memory"]["disk"]) == (7 * GB, 2 * GB)
 
 
-def test_what_an_auto_was_chosen_from(capsys: pytest.CaptureFixture[str]) -> None:
-    kept_all = forecast(cost(seconds=3.0), live=kept(GB))
-    all_of_it = Trial(dataclasses.replace(GIVEN, live=GB), kept_all)
-    lines = printed(planned(gathered=(Trial(GIVEN, forecast()), all_of_it)), capsys)
-    assert row(lines, 'stage3_max_live_parameters "auto"') == ["held", "total", "step"]
-    taken = "taken, the fastest by the forecast"
-    assert row(lines, "0: nothing stays gathered") == ["0 B", "30 GB", "2 s", taken]
-    assert row(lines, "1,000,000,000") == ["2 GB", "30 GB", "3 s"]
-
-
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """And what does instead, in the words of the JSON."""
     small = forecast(cost(memory={"parameters": 8 * GB}, seconds=3.0), host_bytes=GB)
@@ -165,13 +155,6 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert remedy["choice"] == dataclasses.asdict(choice)
     assert (remedy["peak"], remedy["step"]["seconds"]) == (8 * GB, 3.0)
     assert not to_json(made)["fits"]
-
-
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    made = planned(forecast(kind="rtx-3090"), remedies=())
-    assert "No other setting of this batch that was compiled fits:" in printed(made, capsys)[-1]
-    made = planned(forecast(kind="rtx-3090"))
-    assert printed(made, capsys)[-1] == "compiled in 12 s"
 
 
 def test_programs_that_were_left_out(capsys: pytest.CaptureFixture[str]) -> None:

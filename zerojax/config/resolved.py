@@ -44,12 +44,10 @@ def _rows(config: ZeroConfig, devices: int) -> Iterator[tuple[str, str]]:
         key = BY_FIELD[name].path if name in BY_FIELD else name
         key = f"{ZERO}.{name}" if name in OFFLOAD else key
         value = sizes.get(name, value)
-        if is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, type):
             for inner, each in asdict(value).items():
-                yield (
-                    f"{key}.{inner}",
-                    as_text(dict(each) if isinstance(each, Mapping) else each, 80),
-                )
+                each = dict(each) if isinstance(each, Mapping) else each
+                yield f"{key}.{inner}", as_text(each, 80)
         else:
             yield key, as_text(value)
 

@@ -5,7 +5,6 @@ import functools
 import pytest
 
 from benchmarks.offload import GIGA, Results, full, quick, run
-from benchmarks.offload_largest import CLEARLY, LADDER, parameters, search
 from benchmarks.offload_programs import Costs, OffloadCase
 from benchmarks.offload_tables import overlap, parts
 
@@ -75,26 +74,3 @@ def test_the_limits_are_those_of_the_full_run() -> None:
         ("65B", 16),
         ("GPT-2 XL, unrolled", 8),
     ]
-
-
-SIZES = [parameters(*size) for size in LADDER]
-
-
-@pytest.mark.parametrize("room", [1e8, 38.5e9, 1e14])
-@pytest.mark.parametrize(("fixed", "each"), [(0.5e9, 16), (1.0e9, 4.1), (0.7e9, 0.1)])
-def test_search_finds_the_last_that_fits(room: float, fixed: float, each: float) -> None:
-    true = [round(fixed + each * size) for size in SIZES]
-    known: dict[int, int] = {}
-    at, estimate = search(round(room), SIZES, known, true.__getitem__)
-    fits = [i for i, size in enumerate(true) if size <= room]
-    assert at == (fits[-1] if fits else -1)
-    assert len(known) <= 8
-    if estimate is not None:  # the next was left out for a reason
-        assert at + 1 not in known
-        assert estimate > CLEARLY * room
-
-
-def test_search_uses_what_earlier_searches_measured() -> None:
-    true = [16 * size for size in SIZES]
-    known = dict(enumerate(true))
-    assert search(true[5], SIZES, known, lambda at: pytest.fail("measured again")) == (5, None)

@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from zerojax.__main__ import app
-from zerojax.cli.estimate import JSON
 from zerojax.cli.estimate_run import assumed_layer, counted
 
 
@@ -31,7 +30,6 @@ def test_the_largest_layer_is_assumed_where_only_the_parameters_are_known() -> N
     assert "ZeRO-3" in result.output
     assert "assumed largest layer: 133," in result.output
     told = json.loads(run("--params", "6.74e9", "--json").stdout)
-    assert {*told} == {*JSON}
     assert told["largest_layer_assumed"]
     assert [each["stage"] for each in told["estimates"]] == [2, 3]
     assert assumed_layer(1000) == 1000  # not more than there are

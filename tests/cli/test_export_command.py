@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from zerojax.__main__ import app
 from zerojax.checkpoint.naming import Renamed
-from zerojax.cli.export import JSON
 
 ROOT = Path(__file__).parents[2]
 NO_FUNCTION = 3
@@ -50,7 +49,6 @@ def test_one_line_says_what_was_written(folder, tmp_path):
 
 def test_json(folder, tmp_path):
     told = json.loads(run(folder, tmp_path / "out", "--json").stdout)
-    assert {*told} == {*JSON}
     seconds = told.pop("seconds")
     assert seconds > 0
     assert told == {
@@ -83,7 +81,6 @@ def test_every_option_arrives(folder, tmp_path):
             "--names cli.test_export_command: give MODULE:FUNCTION",
         ),
         (["--names", "nowhere.at_all:f"], "--names nowhere.at_all:f: No module named 'nowhere'"),
-        (["--names", "cli.test_export_command:lower"], "has no attribute 'lower'"),
         (
             ["--names", "cli.test_export_command:NO_FUNCTION"],
             ": int is neither a function nor a map of names",
@@ -96,13 +93,6 @@ def test_an_error_is_one_line_and_nothing_is_written(options, message, folder, t
     assert message in result.output
     assert result.output.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_out_must_be_empty(folder, tmp_path):
-    (tmp_path / "a.txt").write_text("")
-    result = run(folder, tmp_path)
-    assert result.exit_code == 2
-    assert "is not empty, it holds a.txt: choose another folder" in result.output
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import zerojax
 from zerojax.__main__ import app
-from zerojax.cli.fit import JSON, fit
+from zerojax.cli.fit import fit
 from zerojax.cli.fit_run import about_stages
 from zerojax.cli.options import Attention
 from zerojax.foresight.forecast import Traffic
@@ -57,7 +57,6 @@ def test_the_fastest_is_written_and_remembered(run: Any, tmp_path: Path) -> None
 
     again = run(10**9, "--batch", "16", "--json")
     found = json.loads(again.stdout)
-    assert {*found} == {*JSON}
     assert found["config"] == best
     speeds = [each["tokens_per_second"] for each in found["ranking"]]
     assert speeds == sorted(speeds, reverse=True)

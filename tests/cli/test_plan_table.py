@@ -5,9 +5,8 @@ import json
 import re
 
 import pytest
-from cli.made_up import GB, GIVEN, cost, forecast, kept, planned
+from cli.made_up import GB, GIVEN, cost, forecast, planned
 
-from zerojax.cli.plan import JSON
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, to_json
 from zerojax.devices.rates import rates
@@ -72,7 +71,6 @@ def test_pipeline_stages(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_json_holds_every_figure() -> None:
     told = json.loads(json.dumps(to_json(planned())))
     assert told["pipeline"] is None
-    assert {*told, "generation"} == {*JSON}
     assert told["memory"]["kinds"] == {
         "parameters": 20 * GB,
         "activations": 10 * GB,
@@ -118,8 +116,6 @@ def test_a_warning_before_xla_computes_values_again(capsys: pytest.CaptureFixtur
     over = told(begins + GB, again=7)
     assert "warning: XLA computes 7 values again to save memory, 3 GB and 20 ms of a step" in over
     assert "let blocks keep less (--remat, or the policy that `zerojax fit` finds)" in over
-    assert "take a smaller micro-batch, or offload" in told(begins + GB, again=7, remat=True)
-    assert "put nn.remat around the model's blocks" in told(begins + GB, again=7, remat=None)
     assert "again" not in told(begins + GB)  # and fits, as was compiled
 
 
@@ -135,16 +131,6 @@ def test_several_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert [each["bytes"] for each in told["programs"]] == [30 * GB + 123, GB]
     assert told["memory"]["program"] == "gradients"
     assert (told["memory"]["host"], told["memory"]["disk"]) == (7 * GB, 2 * GB)
-
-
-def test_what_an_auto_was_chosen_from(capsys: pytest.CaptureFixture[str]) -> None:
-    kept_all = forecast(cost(seconds=3.0), live=kept(GB))
-    all_of_it = Trial(dataclasses.replace(GIVEN, live=GB), kept_all)
-    lines = printed(planned(gathered=(Trial(GIVEN, forecast()), all_of_it)), capsys)
-    assert row(lines, 'stage3_max_live_parameters "auto"') == ["held", "total", "step"]
-    taken = "taken, the fastest by the forecast"
-    assert row(lines, "0: nothing stays gathered") == ["0 B", "30 GB", "2 s", taken]
-    assert row(lines, "1,000,000,000") == ["2 GB", "30 GB", "3 s"]
 
 
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,13 +154,6 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert remedy["choice"] == dataclasses.asdict(choice)
     assert (remedy["peak"], remedy["step"]["seconds"]) == (8 * GB, 3.0)
     assert not to_json(made)["fits"]
-
-
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    made = planned(forecast(kind="rtx-3090"), remedies=())
-    assert "No other setting of this batch that was compiled fits:" in printed(made, capsys)[-1]
-    made = planned(forecast(kind="rtx-3090"))
-    assert printed(made, capsys)[-1] == "compiled in 12 s"
 
 
 def test_programs_that_were_left_out(capsys: pytest.CaptureFixture[str]) -> None:

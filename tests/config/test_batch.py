@@ -65,9 +65,7 @@ def test_the_error_names_settings_that_would_do():
 def test_sizes_in_pipeline_stages():
     """On 8 devices in 4 stages, all of which share the rows."""
     assert config(64, None, 8).batch(2, stages=4) == (64, 4, 8)
-    with pytest.raises(
-        ConfigError, match=r"of each of 4 .*; train_batch_size 16 or 32 would do$"
-    ):
+    with pytest.raises(ConfigError, match=r"of each of 4 .*; train_batch_size 16 or 32 would do$"):
         config(20, None, 8).batch(2, stages=4)
     with pytest.raises(ConfigError, match=r"; train_batch_size 8 would do$"):
         config(12, 1, 4).batch(2, stages=4)

@@ -6,7 +6,7 @@ from pathlib import Path
 import config.guides as guides
 import pytest
 
-from zerojax.config import ConfigError, MonitorConfig, OffloadOptimizer, OffloadParam, load
+from zerojax.config import ConfigError, MonitorConfig, OffloadOptimizer, load
 from zerojax.config.explain import explain
 
 
@@ -85,19 +85,6 @@ def test_offload_is_where_the_guide_puts_it(name):
     rows, problems = explain(guide)
     assert not problems
     assert {row.became for row in rows if row.key.endswith(".pin_memory")} <= {"no effect"}
-
-
-def test_the_guide_to_nvme():
-    config = load(guides.HF_ZERO_3_NVME)
-    assert config.offload_optimizer == OffloadOptimizer(device="nvme", nvme_path="/local_nvme")
-    assert config.offload_param == OffloadParam(device="nvme", nvme_path="/local_nvme")
-    assert config.sub_group_size == 1_000_000_000
-
-
-def test_no_bound_on_the_sub_group():
-    config = load(guides.AXOLOTL_ZERO_3_OFFLOAD)
-    assert config.sub_group_size == 1_000_000_000
-    assert config.offload_param == OffloadParam()
 
 
 # Files as popular guides print them, where the workplace has them.

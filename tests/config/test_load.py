@@ -7,53 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from zerojax.config import ConfigError, OptimizerConfig, ZeroConfig, load
+from zerojax.config import ConfigError, ZeroConfig, load
 from zerojax.config.keys import KEYS, sections
 from zerojax.config.keys.named_types import OPTIMIZERS, SCHEDULERS
 from zerojax.config.keys.row import ValueKind
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
-
-# As guides to ZeRO-2 and ZeRO-3 print it, fp16 and offload off.
-GUIDE = {
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "bf16": {"enabled": True},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "none", "pin_memory": True},
-        "offload_param": {"device": "none", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
-}
 
 
 def accepts(kind: ValueKind, value: object) -> bool:
@@ -90,52 +49,6 @@ def test_there_are_ready_configs_for_every_stage():
     assert {p.stem for p in CONFIGS} >= {f"zero{s}" for s in range(4)} | {
         f"zero{s}_{dtype}" for s in (2, 3) for dtype in ("bf16", "fp16")
     }
-
-
-def test_path_str_dict_and_config_say_the_same(tmp_path):
-    path = tmp_path / "c.json"
-    path.write_text(json.dumps(GUIDE))
-    want = load(GUIDE)
-    assert load(path) == load(str(path)) == want
-    assert load(want) is want
-    assert hash(load(path)) == hash(want)
-
-
-def test_guide_loads_with_every_key_noted():
-    config = load(GUIDE)
-    assert config == ZeroConfig(
-        stage=3,
-        bf16=True,
-        check_grad_overflow=True,
-        gradient_clipping=1.0,
-        optimizer=OptimizerConfig(type="AdamW"),
-        scheduler=config.scheduler,
-        steps_per_print=2000,
-        stage3_max_live_parameters=1_000_000_000,
-        stage3_max_reuse_distance=1_000_000_000,
-        stage3_gather_16bit_weights_on_model_save=True,
-        overlap_comm=True,
-    )
-    notes = {note.key: note for note in config.notes}
-    assert len(notes) == len(config.notes)
-    assert notes["zero_optimization.contiguous_gradients"].status == "left to XLA"
-    assert notes["zero_optimization.overlap_comm"].status == "honoured"
-    assert notes["steps_per_print"].status == "honoured"
-    assert notes["fp16.loss_scale"].status == "no effect"
-    assert notes["zero_optimization.stage"].status == "honoured"
-    for key in ("gradient_clipping", "train_batch_size", "optimizer.params.lr", "fp16.enabled"):
-        assert notes[key].status == "resolved"
-        assert notes[key].reason
-    assert "left to XLA" in notes["zero_optimization.reduce_bucket_size"].reason
-
-    def leaves(tree, path=""):
-        for name, value in tree.items():
-            if isinstance(value, dict):
-                yield from leaves(value, f"{path}{name}.")
-            else:
-                yield f"{path}{name}"
-
-    assert set(leaves(GUIDE)) <= set(notes)
 
 
 def test_json_defaults_are_deepspeeds_and_are_told():
@@ -267,12 +180,8 @@ def test_all_problems_at_once_one_a_line():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (b'{"bf16": {"enabled": true, "enabled": false}}', "bf16.enabled: stands there more than"),
-        (b'{"bf16":\n  {"enabled" true}}', "line 2, column 14"),
         (b"", "not valid JSON at line 1, column 1"),
-        (b"[1, 2]", "expected an object, got [1, 2]"),
         (b"\xff\xfe\x00\x80garbage", "not a text file"),
-        (b'{"gradient_clipping": NaN}', "NaN is not a number in JSON"),
         (b'{"a": ' * 100_000, "not a usable JSON file"),
     ],
 )

@@ -43,9 +43,3 @@ def test_the_report_says_loss_and_bytes(trained: Run) -> None:
     assert before != after
     assert abs(after / before - 1) < 0.2
     assert float(columns[2][-2]) < 0.6
-
-
-def test_a_loss_above_the_limit_is_an_error(trained: Run) -> None:
-    result = quantize(trained, "--bits", "4", "--max_loss", "-50%")
-    assert result.exit_code == 2
-    assert "more than max_loss=-50.00%: write bits=8, a smaller group_size" in result.stderr

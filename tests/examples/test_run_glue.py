@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from examples.run_glue import data
 from examples.run_glue.__main__ import app
 from examples.run_glue.metrics import f1
 
@@ -93,25 +92,6 @@ def test_it_learns_saves_and_reads_what_it_saved(tmp_path: pathlib.Path) -> None
         assert message in other.stderr
 
 
-def test_text_becomes_pairs_in_order_and_shuffled() -> None:
-    text = "It rains on the green hills today. We walk along the river bank again. = A = " * 40
-    train_pairs, held_out = data.from_text(text, seed=0)
-    assert len(train_pairs) // len(held_out) in (8, 9, 10)
-    for first, second, label in train_pairs:
-        assert first in text
-        assert (second in text) == label
-        assert sorted(second.split()) in [sorted(s.split()) for s in re.split(r"(?<=\.) ", text)]
-
-
-def test_rows_that_fill_up_do_not_count() -> None:
-    arrays = {"labels": np.arange(10)}
-    counts, batches = zip(*data.in_order(arrays, 4), strict=True)
-    assert counts == (4, 4, 2)
-    assert [b["labels"].tolist() for b in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
-    seen = np.concatenate([b["labels"] for b in data.epoch(arrays, 4, seed=0, number=0)])
-    assert len(seen) == len(set(seen)) == 8
-
-
 def test_f1_is_that_of_label_1_or_the_mean_of_several() -> None:
     labels = np.array([1, 1, 1, 0, 0])
     assert f1(np.array([1, 1, 0, 1, 0]), labels) == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
@@ -125,7 +105,6 @@ GOOD = {"sentence1": "a", "sentence2": "b", "label": 0}
 @pytest.mark.parametrize(
     ("made", "arguments", "message"),
     [
-        (None, ["--train_file", "none.csv"], "none.csv does not exist"),
         (
             None,
             ["--model_name_or_path", "huge"],
@@ -133,9 +112,7 @@ GOOD = {"sentence1": "a", "sentence2": "b", "label": 0}
         ),
         (None, ["--task_name", "mrpc", "--text", "a"], "--task_name and --text are two sources"),
         ([{"premise": "a"}] * 20, [], "row 1 has no column 'sentence1', only premise"),
-        ([GOOD] * 20, [], "all rows have the label '0'"),
         ([GOOD, GOOD | {"label": 2}] * 10, [], "the labels are 0, 2: number them from 0 to 1"),
-        ([GOOD, GOOD | {"label": 1}] * 10, [], "18 pairs to train on, fewer than the 32 of an"),
     ],
 )
 def test_user_errors_are_one_line_and_status_2(

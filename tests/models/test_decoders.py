@@ -78,7 +78,6 @@ def test_rows_with_padding_under_tensor_parallelism(tmp_path: Path) -> None:
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
         ({"model_type": "phi3", "resid_pdrop": 0.1}, "resid_pdrop = 0.1 is not supported"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types = .'full_att"),
-        ({"model_type": "qwen3_moe", "num_experts": 8, "use_sliding_window": False}, "'qwen2', wh"),
     ],
 )
 def test_what_is_not_computed_is_named(values: dict[str, Any], message: str) -> None:

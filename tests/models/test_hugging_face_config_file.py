@@ -8,15 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from zerojax.models.bart import Bart
 from zerojax.models.gpt import GPT
 from zerojax.models.hugging_face import bart, deberta, gpt2, llama
 from zerojax.models.llama import Llama
 from zerojax.trainer.run_folder import model_fields
-from zerojax.weights import load, save
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -97,26 +94,6 @@ def test_what_came_from_a_folder_goes_back(
     assert hash(again) == hash(dataclasses.replace(again, hugging_face=""))
 
 
-def test_folders_are_written_with_their_files(tmp_path: pathlib.Path) -> None:
-    source, tokens = folder_of(SMALL_GPT2, tmp_path / "in"), np.zeros((1, 8), np.int32)
-    config = gpt2.read_config(source)
-    params = GPT(config).init(jax.random.key(0), tokens)["params"]
-    gpt2.save(params, config, tmp_path / "out")
-    assert gpt2.read_config(tmp_path / "out") == config
-    for file, values in (("config.json", SMALL_GPT2), ("generation_config.json", GENERATION)):
-        written = json.loads((tmp_path / "out" / file).read_text())
-        assert {k: written.get(k) for k in values} == values
-    own = dataclasses.replace(config, hugging_face="")
-    gpt2.save(params, own, tmp_path / "own")
-    assert not (tmp_path / "own/generation_config.json").exists()
-    talks = bart.read_config(folder_of(BLENDERBOT, tmp_path / "bot"))
-    params = Bart(talks).init(jax.random.key(0), tokens, tokens)["params"]
-    save(tmp_path / "again", params, bart.names(talks), texts=bart.texts(talks))
-    assert bart.read_config(tmp_path / "again") == talks
-    assert json.loads((tmp_path / "again/generation_config.json").read_text()) == GENERATION
-    load(tmp_path / "again", like=params, names=bart.names(talks))
-
-
 def test_names_of_labels_are_kept_while_they_are_as_many() -> None:
     config = deberta.config_from_hf(DEBERTA)
     assert deberta.config_to_hf(config)["id2label"] == DEBERTA["id2label"]
@@ -132,11 +109,3 @@ def test_a_generation_config_that_is_none_is_named(tmp_path: pathlib.Path) -> No
     (folder / "generation_config.json").write_text("[")
     with pytest.raises(ValueError, match=r"generation_config.json: not JSON"):
         gpt2.read_config(folder)
-
-
-def test_a_folder_to_copy_from_has_both_files(tmp_path: pathlib.Path) -> None:
-    source = folder_of(LLAMA3, tmp_path / "in")
-    for given, files in ((source, 2), (source / "config.json", 1)):
-        save(tmp_path / f"{files}", {"w": np.ones(3, np.float32)}, config=given)
-        assert len([*(tmp_path / f"{files}").glob("*.json")]) == files
-    assert json.loads((tmp_path / "2/generation_config.json").read_text()) == GENERATION

@@ -1,25 +1,18 @@
 """Hugging Face's Llama: names of older files, checkpoints, and options that are refused."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from checkpoint import recorded
 from models.recorded_folders import folder_of
 from safetensors.numpy import save_file
 
-from zerojax.checkpoint.exporter import export
 from zerojax.models import from_folder
 from zerojax.models.hugging_face.llama import (
     config_from_hf,
     config_to_hf,
-    export_names,
-    load,
-    read_config,
-    save,
 )
 from zerojax.models.llama import LlamaConfig
 
@@ -43,24 +36,6 @@ def test_older_files_have_no_prefix_and_a_tied_output_may_be_there_twice(tmp_pat
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"lm_head.weight .* differs from embed_tokens.weight"):
         from_folder(tmp_path)
-
-
-def test_saved_exported_and_loaded(tmp_path: Path) -> None:
-    folder_of("llama3", tmp_path / "theirs")
-    loaded = from_folder(tmp_path / "theirs", scan=True)
-    config = dataclasses.replace(loaded.model.config, hugging_face="")
-    save(loaded.parameters, config, tmp_path / "saved", max_shard_size=20_000)
-    about = {name: value for name, value in vars(config).items() if name != "dtype"}
-    recorded.save(tmp_path / "in", 1, {"params": loaded.parameters}, extra={"model": about})
-    export(tmp_path / "in", tmp_path / "out", max_shard_size=20_000, names=export_names)
-    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == {
-        file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()
-    }
-    assert read_config(tmp_path / "out") == dataclasses.replace(config, scan=False)
-    again = load(tmp_path / "out", config)
-    jax.tree.map(np.testing.assert_array_equal, again, loaded.parameters)
-    with pytest.raises(ValueError, match=r"rope_theta = 100.0, but the model has rope_theta = 1"):
-        load(tmp_path / "out", dataclasses.replace(config, rope_theta=1.0))
 
 
 @pytest.mark.parametrize(

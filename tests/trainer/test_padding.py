@@ -55,15 +55,6 @@ def test_labels_of_tokens_are_padded_beside_the_inputs(side: str) -> None:
     assert counted[0 if side == "right" else -1]
 
 
-def test_labels_of_tokens_in_rows_of_one_length() -> None:
-    collate = padded_by(Tokenizer())
-    assert collate is not None
-    blocks = [{"input_ids": [5] * 24, "labels": [5] * 24} for _ in range(2)]
-    batch = collate(blocks)
-    assert np.shape(batch["input_ids"]) == np.shape(batch["labels"]) == (2, 64)
-    assert (np.asarray(batch["labels"]) != -100).sum() == 48
-
-
 def test_an_object_that_cannot_pad() -> None:
     assert padded_by(object()) is None
     tokenizer = Tokenizer()

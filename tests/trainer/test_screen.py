@@ -1,13 +1,11 @@
-"""Lines and bars on a terminal, and the picture of the curves."""
+"""Lines and bars on a terminal."""
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from zerojax.trainer import screen
-from zerojax.trainer.picture import curves, write
 from zerojax.trainer.screen import Screen
 
 
@@ -43,27 +41,3 @@ def test_elsewhere_there_are_lines_only(capsys: pytest.CaptureFixture[str]) -> N
         bar.advance()
         shown.print("a line")
     assert capsys.readouterr().out == "a line\n"
-
-
-def test_the_picture_has_a_panel_for_each_curve(tmp_path: Path) -> None:
-    history = [
-        {"loss": 2.0, "epoch": 0.5, "step": 1},
-        {"eval_loss": 1.0, "eval_a<b": 1.0, "eval_runtime": 3.0, "step": 2},
-        {"loss": float("nan"), "step": 2},
-        {"loss": 1.0, "step": 3},
-        {"eval_loss": 1.0, "eval_a<b": 2.0, "eval_runtime": 3.0, "step": 4},
-    ]
-    path = write(tmp_path / "new", history)
-    assert path is not None
-    assert path.read_text().count('<g id="axes_') == 3
-    assert [*curves(history)] == ["loss", "eval_loss", "eval_a<b"]
-    assert write(tmp_path / "none", history[:1]) is None
-
-
-def test_a_picture_that_cannot_be_written_ends_no_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    history = [{"loss": 2.0, "step": 1}, {"loss": 1.0, "step": 2}]
-    assert write(tmp_path / "file", history) is None
-    assert "was not written" in caplog.text

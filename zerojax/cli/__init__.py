@@ -1,7 +1,7 @@
 """The subcommands of `zerojax`: each has a file of its name with a function of that name.
 
 `zerojax/__main__.py` imports a subcommand on its first use. Options come in; a command prints a
-table (or JSON, with `--json`, whose keys the constant `JSON` of the file describes) and exits with
+table (or JSON, with `--json`, whose keys the file's first lines describe) and exits with
 a status that its docstring, the text of `--help`, explains. These files import no JAX, so that help
 and messages on wrong paths come at once. The other files are shared or split off:
 

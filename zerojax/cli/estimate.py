@@ -1,4 +1,11 @@
-"""`zerojax estimate`: DeepSpeed's rules of thumb for a model."""
+"""`zerojax estimate`: DeepSpeed's rules of thumb for a model.
+
+`--json` prints an object with these keys:
+
+- `estimates`: One object for ZeRO-2 and one for ZeRO-3: stage, params, largest_layer,
+  gpus_per_node, nodes, and needs (cpu and gpu in bytes, by options).
+- `largest_layer_assumed`: Whether the largest layer was assumed.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +14,6 @@ from typing import Annotated
 import typer
 
 from zerojax.cli.options import AsJson, wrong_input
-
-JSON = {
-    "estimates": (
-        "One object for ZeRO-2 and one for ZeRO-3: stage, params, largest_layer, "
-        "gpus_per_node, nodes, and needs (cpu and gpu in bytes, by options)."
-    ),
-    "largest_layer_assumed": "Whether the largest layer was assumed.",
-}
-"""The keys that `--json` prints."""
 
 
 def estimate(

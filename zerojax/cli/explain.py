@@ -1,4 +1,11 @@
-"""`zerojax explain CONFIG`: the effect of every key of a DeepSpeed or Accelerate config."""
+"""`zerojax explain CONFIG`: the effect of every key of a DeepSpeed or Accelerate config.
+
+`--json` prints an object with these keys:
+
+- `config`: The path of the config.
+- `keys`: One object a key: key, given (absent if the config lacks the key), resolved, became, why.
+- `problems`: Messages, for which the config is refused; empty if it is accepted.
+"""
 
 import json
 import math
@@ -29,15 +36,6 @@ STYLES: dict[Became, str] = {
     "refused": "bold red",
     "wrong": "bold red",
 }
-
-JSON = {
-    "config": "The path of the config.",
-    "keys": (
-        "One object a key: key, given (absent if the config lacks the key), resolved, became, why."
-    ),
-    "problems": "Messages, for which the config is refused; empty if it is accepted.",
-}
-"""The keys that `--json` prints."""
 
 
 def explain(

@@ -1,4 +1,14 @@
-"""`zerojax export CHECKPOINT OUT`: a checkpoint's parameters as safetensors."""
+"""`zerojax export CHECKPOINT OUT`: a checkpoint's parameters as safetensors.
+
+`--json` prints an object with these keys:
+
+- `out`: The folder.
+- `files`: The names of the files with tensors.
+- `tensors`: Their number.
+- `nbytes`: Bytes of the tensors.
+- `dtypes`: The distinct dtypes.
+- `seconds`: Seconds that it took.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +25,6 @@ from zerojax.cli.terminal import bytes_bar
 
 if TYPE_CHECKING:
     from zerojax.checkpoint.naming import Names
-
-JSON = {
-    "out": "The folder.",
-    "files": "The names of the files with tensors.",
-    "tensors": "Their number.",
-    "nbytes": "Bytes of the tensors.",
-    "dtypes": "The distinct dtypes.",
-    "seconds": "Seconds that it took.",
-}
-"""The keys that `--json` prints."""
 
 
 def export(

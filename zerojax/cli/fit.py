@@ -1,4 +1,12 @@
-"""`zerojax fit`: the settings that are predicted to train fastest."""
+"""`zerojax fit`: the settings that are predicted to train fastest.
+
+`--json` prints an object with these keys:
+
+- `ranking`: The choices that fit, the fastest first: choice, tokens_per_second, mfu, seconds, peak,
+  headroom, host and stay_gathered in bytes, computed_again, bytes_again, seconds_again, and
+  measured.
+- `config`: The fastest choice as a DeepSpeed config.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +31,6 @@ from zerojax.cli.options import (
 )
 from zerojax.config import ConfigError
 from zerojax.config.text_file import text_of
-
-JSON = {
-    "ranking": (
-        "The choices that fit, the fastest first: choice, tokens_per_second, mfu, seconds, "
-        "peak, headroom, host and stay_gathered in bytes, computed_again, bytes_again, "
-        "seconds_again, and measured."
-    ),
-    "config": "The fastest choice as a DeepSpeed config.",
-}
-"""The keys that `--json` prints."""
 
 
 def fit(

@@ -91,7 +91,11 @@ def run(
         summary = f"{fitted.compiled} programs compiled, {fitted.remembered} remembered"
         typer.echo(f"{summary}. Fastest: {fitted.choice}" + (f", in {out}" if out else ""))
         if fitted.choice.remat:
-            typer.echo(_model_option(fitted.choice.remat))
+            option = "remat" if fitted.choice.remat is True else "remat_policy"
+            typer.echo(
+                f"{option} is an option of the model, not of the JSON: set {fitted.choice.remat!r} "
+                "there."
+            )
         for sentence in about_stages(fitted.ranking):
             typer.echo(sentence)
         if takes(function, "remat") and not takes_policy(function):
@@ -101,13 +105,6 @@ def run(
             )
     if out is not None:
         out.write_text(json.dumps(fitted.config, indent=2) + "\n")
-
-
-def _model_option(remat: bool | str) -> str:
-    """Returns the sentence about an option of the model, which no config has."""
-    if remat is True:
-        return "remat is an option of the model, not of the JSON: turn it on there."
-    return f"remat_policy is an option of the model, not of the JSON: set {remat!r} there."
 
 
 def about_stages(ranking: Sequence[Trial]) -> Iterator[str]:
@@ -175,7 +172,7 @@ def _show(trials: Sequence[Trial], title: str) -> None:
             REMAT.get(choice.remat, str(choice.remat)),
             choice.offload,
             size(forecast.plan.live.bytes) if forecast.plan.live else "",
-            *([_stages(choice.pipeline)] if has_stages else ()),
+            *([f"{choice.pipeline} stages" if choice.pipeline > 1 else ""] if has_stages else ()),
             *(["\n".join(_short(name, x) for name, x in choice.xla)] if has_xla else ()),
             f"{trial.tokens_per_second:,.0f}",
             f"{forecast.mfu * forecast.seconds / trial.seconds:.1%}",
@@ -184,10 +181,6 @@ def _show(trials: Sequence[Trial], title: str) -> None:
             *([_repeated(forecast)] if repeats else ()),
         )
     terminal.console().print(table)
-
-
-def _stages(n: int) -> str:
-    return f"{n} stages" if n > 1 else ""
 
 
 def _repeated(forecast: Forecast) -> str:

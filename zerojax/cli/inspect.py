@@ -1,4 +1,14 @@
-"""`zerojax inspect CHECKPOINT`: the contents of a checkpoint, and a check for damage."""
+"""`zerojax inspect CHECKPOINT`: the contents of a checkpoint, and a check for damage.
+
+`--json` prints an object with these keys:
+
+- `checkpoint`: The folder.
+- `newest_intact`: The newest step without damage; null if there is none.
+- `unfinished`: Folders of saves that have not ended.
+- `deleted`: Folders of steps that are being deleted.
+- `steps`: One object a step: step, folder, status, saved, form, arrays, bytes, bytes_by_dtype,
+  bytes_on_disk, problems, notes, what the record has, and leaves with --leaves.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +19,6 @@ import typer
 
 from zerojax.cli.options import AsJson, check_checkpoint, wrong_input
 from zerojax.cli.terminal import bytes_bar
-
-JSON = {
-    "checkpoint": "The folder.",
-    "newest_intact": "The newest step without damage; null if there is none.",
-    "unfinished": "Folders of saves that have not ended.",
-    "deleted": "Folders of steps that are being deleted.",
-    "steps": (
-        "One object a step: step, folder, status, saved, form, arrays, bytes, bytes_by_dtype,"
-        " bytes_on_disk, problems, notes, what the record has, and leaves with --leaves."
-    ),
-}
-"""The keys that `--json` prints."""
 
 
 def inspect(

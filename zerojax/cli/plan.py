@@ -1,4 +1,36 @@
-"""`zerojax plan`: memory, traffic and time of a step, without its devices."""
+"""`zerojax plan`: memory, traffic and time of a step, without its devices.
+
+`--json` prints an object with these keys:
+
+- `model`: As given.
+- `parameters`: Their number.
+- `config`: The path.
+- `devices`: kind and count.
+- `mesh`: The size of each axis.
+- `rows`: Rows of an update, over all devices.
+- `seq`: Tokens in a row.
+- `attention`: The implementation; null for a model that has its own.
+- `choice`: The settings of the config that decide memory: stage, micro, accumulation, remat,
+  offload, live, xla; pipeline is for `fit`.
+- `pipeline`: schedule, stages, micro_batches, kept (those of which a stage keeps activations at a
+  time), ticks, bubble, boundary; null without stages.
+- `fits`: Whether the step fits.
+- `memory`: Of a device: kinds, peak, headroom, device, reserve, host and disk in bytes, program,
+  mem_fraction, recomputes_above.
+- `stay_gathered`: Parameters that stay gathered at stage 3, and the weighed options.
+- `programs`: One object a program: name, memory, bytes, host, times, seconds, computed_again,
+  bytes_again, seconds_again, compile_seconds.
+- `links`: Bytes a second inside a node and between nodes.
+- `traffic`: One object a kind of collective: kind, dtypes, times, bytes, between_nodes, seconds,
+  hidden.
+- `step`: seconds, tokens, tokens_per_second and mfu; null if a program does not fit.
+- `assumed`: The shares of the peak rates that are assumed.
+- `compile_seconds`: Seconds of all compiles.
+- `remedies`: Settings that fit; null if none were searched for.
+- `stages`: Memory by stage, with --picture.
+- `generation`: With --generate, the only key: fits, peak, tokens_per_second, least_seconds, and the
+  fields of zerojax.generation.forecast.GenerationForecast.
+"""
 
 from __future__ import annotations
 
@@ -22,50 +54,6 @@ from zerojax.cli.options import (
     wrong_input,
 )
 from zerojax.config import load
-
-JSON = {
-    "model": "As given.",
-    "parameters": "Their number.",
-    "config": "The path.",
-    "devices": "kind and count.",
-    "mesh": "The size of each axis.",
-    "rows": "Rows of an update, over all devices.",
-    "seq": "Tokens in a row.",
-    "attention": "The implementation; null for a model that has its own.",
-    "choice": (
-        "The settings of the config that decide memory: stage, micro, accumulation, remat, "
-        "offload, live, xla; pipeline is for `fit`."
-    ),
-    "pipeline": (
-        "schedule, stages, micro_batches, kept (those of which a stage keeps activations at a "
-        "time), ticks, bubble, boundary; null without stages."
-    ),
-    "fits": "Whether the step fits.",
-    "memory": (
-        "Of a device: kinds, peak, headroom, device, reserve, host and disk in bytes, "
-        "program, mem_fraction, recomputes_above."
-    ),
-    "stay_gathered": "Parameters that stay gathered at stage 3, and the weighed options.",
-    "programs": (
-        "One object a program: name, memory, bytes, host, times, seconds, computed_again, "
-        "bytes_again, seconds_again, compile_seconds."
-    ),
-    "links": "Bytes a second inside a node and between nodes.",
-    "traffic": (
-        "One object a kind of collective: kind, dtypes, times, bytes, between_nodes, seconds,"
-        " hidden."
-    ),
-    "step": "seconds, tokens, tokens_per_second and mfu; null if a program does not fit.",
-    "assumed": "The shares of the peak rates that are assumed.",
-    "compile_seconds": "Seconds of all compiles.",
-    "remedies": "Settings that fit; null if none were searched for.",
-    "stages": "Memory by stage, with --picture.",
-    "generation": (
-        "With --generate, the only key: fits, peak, tokens_per_second, least_seconds, and the "
-        "fields of zerojax.generation.forecast.GenerationForecast."
-    ),
-}
-"""The keys that `--json` prints."""
 
 
 def plan(

@@ -165,22 +165,14 @@ def _about_recomputing(planned: Planned) -> Iterator[str]:
         yield (
             f"warning: XLA computes {recomputed} values again to save memory, "
             f"{size(forecast.bytes_again)} and {duration(forecast.seconds_again)} of a step; "
-            f"{cause}: {_leaner(planned.choice.remat)}"
+            f"{cause}: take a smaller micro-batch, offload, or let blocks keep less (--remat, or "
+            "the policy that `zerojax fit` finds)"
         )
     elif NEAR * limit < forecast.peak.bytes <= limit:
         yield (
             f"warning: {size(limit - forecast.peak.bytes)} more, and XLA computes values again to "
             f"save memory, which takes time; {cause}"
         )
-
-
-def _leaner(remat: Remat) -> str:
-    """Returns the remedy against values that XLA recomputes, by what blocks keep."""
-    if remat is None:
-        return "put nn.remat around the model's blocks, or take a smaller micro-batch"
-    if remat is True:
-        return "take a smaller micro-batch, or offload"
-    return "let blocks keep less (--remat, or the policy that `zerojax fit` finds)"
 
 
 def _traffic(planned: Planned) -> Table:

@@ -11,7 +11,6 @@ from zerojax.cli.options import Asked
 from zerojax.devices.mesh import laid_out
 from zerojax.devices.rates import Rates
 from zerojax.foresight.devices import HERE, parse_devices
-from zerojax.models.attention import ASKED
 from zerojax.models.registry import find, takes
 
 
@@ -34,15 +33,11 @@ def function_of(asked: Asked) -> Callable[..., Any]:
     """Returns a model's function, with the attention that ``--attention`` asks for.
 
     Raises:
-      ValueError: The model takes no ``attention``, or no attention has that name.
+      ValueError: The model takes no ``attention``.
     """
     function = find(asked.model)
     if asked.attention is None:
         return function
     if not takes(function, "attention"):
         raise ValueError(f"--attention: model {asked.model!r} takes no `attention`")
-    if asked.attention not in ASKED:
-        raise ValueError(
-            f"--attention: {asked.attention!r} is unknown; there are {', '.join(ASKED)}"
-        )
     return functools.partial(function, attention=asked.attention)

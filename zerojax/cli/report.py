@@ -1,4 +1,15 @@
-"""`zerojax report`: this machine, and the features that work on it."""
+"""`zerojax report`: this machine, and the features that work on it.
+
+`--json` prints an object with these keys:
+
+- `python`: The version of Python.
+- `devices`: One object a kind of device.
+- `packages`: name, version, wanted and remedy of each package.
+- `settings`: name, value and says of each environment variable.
+- `extras`: name, installed, missing and remedy of each extra.
+- `works`: name, works, seconds and says of each check.
+- `problem`: The reason for which JAX finds no devices; null if it finds some.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +18,6 @@ import json
 import typer
 
 from zerojax.cli.options import AsJson
-
-JSON = {
-    "python": "The version of Python.",
-    "devices": "One object a kind of device.",
-    "packages": "name, version, wanted and remedy of each package.",
-    "settings": "name, value and says of each environment variable.",
-    "extras": "name, installed, missing and remedy of each extra.",
-    "works": "name, works, seconds and says of each check.",
-    "problem": "The reason for which JAX finds no devices; null if it finds some.",
-}
-"""The keys that `--json` prints."""
 
 
 def report(

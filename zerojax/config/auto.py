@@ -7,9 +7,9 @@ except those among `params`, which `zerojax.config.named.check_params` resolves.
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from zerojax.config.errors import as_text, closest, hint, problems_of
+from zerojax.config.errors import as_text, closest, hint
 from zerojax.config.keys import KEYS, renamed
-from zerojax.config.keys.row import ZERO, Key
+from zerojax.config.keys.row import ZERO
 from zerojax.config.keys.training import FIT
 from zerojax.config.named import or_pass
 from zerojax.config.notes import Note
@@ -44,22 +44,18 @@ def stand_in(raw: dict[str, object], auto: Mapping[str, object]) -> StandIns:
         return StandIns(set(), [f"auto: {wanted}, got {as_text(auto)}"])
     autos = dict(_autos(raw, ""))
     replaced: set[str] = set()
-    unmatched: dict[str, str] = {}
+    problems = []
+    listed = ", ".join([*autos][:20]) + ", ..." * (len(autos) > 20)
+    fallback = f'"auto" stands at: {listed}' if autos else 'nothing in it is "auto"'
     for key, value in auto.items():
         path = renamed(key) if isinstance(key, str) else ""
         if path in autos:
             autos[path][path.rpartition(".")[2]] = value
             replaced.add(path)
         else:
-            unmatched[as_text(key)] = path
-    listed = ", ".join([*autos][:20]) + ", ..." * (len(autos) > 20)
-    fallback = f'"auto" stands at: {listed}' if autos else 'nothing in it is "auto"'
-
-    def problem(key: str) -> str:
-        likely = hint(closest(unmatched[key], autos), fallback)
-        return f'auto: {key} is not "auto" in the config; {likely}'
-
-    return StandIns(replaced, problems_of([*unmatched], problem))
+            likely = hint(closest(path, autos), fallback)
+            problems.append(f'auto: {as_text(key)} is not "auto" in the config; {likely}')
+    return StandIns(replaced, problems)
 
 
 def _autos(raw: dict[str, object], section: str) -> Iterator[tuple[str, dict[str, object]]]:
@@ -102,15 +98,13 @@ def resolve_autos(raw: dict[str, object]) -> AutoResolution:
         elif key is None:  # among `params`, or unknown
             continue
         elif key.auto is None:
-            resolved.problems.append(_unresolved(key))
+            remedy = "write the value" if key.default is None else f"write {as_text(key.default)}"
+            fit = f", or let {FIT} choose" * (key.field == "stage")
+            resolved.problems.append(
+                f'{path}: "auto" has nothing to resolve it; {remedy}{fit}, {or_pass(path)}'
+            )
         else:
             holds = None if key.treatment in ("left to XLA", "no effect") else key.default
             resolved.notes.append(Note(path, "auto", "resolved", key.auto, holds))
         del section[path.rpartition(".")[2]]
     return resolved
-
-
-def _unresolved(key: Key) -> str:
-    remedy = "write the value" if key.default is None else f"write {as_text(key.default)}"
-    fit = f", or let {FIT} choose" * (key.field == "stage")
-    return f'{key.path}: "auto" has nothing to resolve it; {remedy}{fit}, {or_pass(key.path)}'

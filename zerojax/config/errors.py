@@ -3,11 +3,8 @@
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
-
-_LISTED = 20
-"""The number of unknown names that get a problem each; further names share the last one."""
 
 _LONGEST = 100
 """The most characters of a name that is compared with the known names."""
@@ -60,21 +57,6 @@ def as_text(value: object, limit: int = 60) -> str:
     except (TypeError, ValueError, RecursionError):
         text = object.__repr__(value) if isinstance(value, dict | list) else repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def problems_of(names: Sequence[str], problem: Callable[[str], str]) -> list[str]:
-    """Returns one problem for each of the first names; the last problem counts all further names.
-
-    A problem takes half a millisecond, since its name is compared with all known names.
-
-    Example:
-      >>> problems_of([f"k{i}" for i in range(300)], lambda name: f"{name}: unknown key")[-2:]
-      ['k19: unknown key', 'k20: unknown key; and 279 more like it']
-    """
-    problems = [problem(name) for name in names[: _LISTED + 1]]
-    if remaining := len(names) - len(problems):
-        problems[-1] += f"; and {remaining} more like it"
-    return problems
 
 
 def quote_name(name: str) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from zerojax.config.batch import BatchSizes, solve
-from zerojax.config.errors import ConfigError, as_text, closest, hint, problems_of, quote_name
+from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name
 from zerojax.config.keys import BY_FIELD, KEYS
 from zerojax.config.keys.row import ZERO
 from zerojax.config.keys.xla import XLA
@@ -224,8 +224,7 @@ class ZeroConfig:
           zerojax.config.errors.ConfigError: stag: unknown keyword; did you mean `stage`?
         """
         known = [f.name for f in fields(cls) if f.name != "notes"]
-        unknown = [name for name in keywords if name not in known]
-        problems = problems_of(unknown, lambda name: _unknown_keyword(name, known))
+        problems = [_unknown_keyword(name, known) for name in keywords if name not in known]
         for name in _CLASSES:
             if keywords.get(name) is None:
                 continue

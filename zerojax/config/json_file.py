@@ -44,9 +44,7 @@ def _read_hjson(text: str, as_json: json.JSONDecodeError, source: str) -> object
     try:
         return hjson.loads(text, object_pairs_hook=Object.of)
     except hjson.HjsonDecodeError as error:
-        hjson_position = f"line {error.lineno}, column {error.colno}"
-        if hjson_position != position:
-            message += f" (and no HJSON at {hjson_position}: {error.msg})"
+        message += f" (and no HJSON at line {error.lineno}, column {error.colno}: {error.msg})"
         raise ConfigError(f"{message}; mend it there", source) from None
     # 1e999; an open '''; more digits than Python reads
     except (ArithmeticError, LookupError, RecursionError, ValueError) as error:

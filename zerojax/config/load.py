@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from zerojax.config.accelerate import Translation, is_accelerate, translate, without
 from zerojax.config.auto import resolve_autos, stand_in
-from zerojax.config.errors import ConfigError, as_text, closest, hint, problems_of, quote_name
+from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name
 from zerojax.config.frozen import ZeroConfig
 from zerojax.config.json_file import JsonConfig, plain, read_json
 from zerojax.config.keys import BY_FIELD, KEYS, NULLABLE, rename, sections
@@ -334,7 +334,7 @@ problems=['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
     """
     values: dict[str, object] = {}
     problems: list[str] = []
-    unknown: dict[str, tuple[str, str]] = {}
+    unknown: list[str] = []
 
     def visit(section: str, given: dict[str, object]) -> None:
         names = sections()[section]
@@ -351,26 +351,15 @@ problems=['zero_optimization.stage: expected 0, 1, 2 or 3, got 4'])
                 problems.append(
                     f"{path}: expected an object, got {as_text(value)}{_as_object(path, value)}"
                 )
-        for name in given:
-            if name not in names:
-                unknown[_dotted(section, name)] = section, name
+        unknown.extend(_unknown_key(section, name) for name in given if name not in names)
 
     visit("", raw)
-    return CheckedKeys(
-        values, problems + problems_of(list(unknown), lambda path: _unknown_key(*unknown[path]))
-    )
-
-
-def _dotted(section: str, name: str) -> str:
-    """Returns the path of a key for a message; `section` is "" for the top level."""
-    return f"{section}.{quote_name(name)}" if section else quote_name(name)
+    return CheckedKeys(values, problems + unknown)
 
 
 def _unknown_key(section: str, name: str) -> str:
     """Returns the problem of an unknown key: the closest known key, or where the key belongs."""
-    path = _dotted(section, name)
-    if not name.strip():
-        return f"{path}: a key without a name; take it out, or give it its name"
+    path = f"{section}.{quote_name(name)}" if section else quote_name(name)
     if name == "max_grad_norm":
         return f"{path}: unknown key; use `gradient_clipping` at the top level"
     full = f"{section}.{name}" if section else name

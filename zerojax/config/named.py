@@ -8,7 +8,6 @@ from zerojax.config.errors import (
     ConfigError,
     as_text,
     closest,
-    problems_of,
     quote_name,
     suggestion,
 )
@@ -70,8 +69,7 @@ def check_params(
         have DeepSpeed's defaults.
     """
     table = NAMED_TYPES[section][name]
-    unknown = [str(key) for key in given if key not in table]
-    problems = problems_of(unknown, lambda key: _unknown(section, key, name, table))
+    problems = [_unknown(section, str(key), name, table) for key in given if key not in table]
     checked = CheckedParams({}, [], problems)
     for key, value in given.items():
         path = f"{section}.params.{key}"

@@ -44,16 +44,12 @@ def _rows(config: ZeroConfig, devices: int) -> Iterator[tuple[str, str]]:
         key = BY_FIELD[name].path if name in BY_FIELD else name
         key = f"{ZERO}.{name}" if name in OFFLOAD else key
         value = sizes.get(name, value)
-        if is_dataclass(value):
-            for inner, each in _inner(value):
-                yield f"{key}.{inner}", each
+        if is_dataclass(value) and not isinstance(value, type):
+            for inner, each in asdict(value).items():
+                each = dict(each) if isinstance(each, Mapping) else each
+                yield f"{key}.{inner}", as_text(each, 80)
         else:
             yield key, as_text(value)
-
-
-def _inner(section: Any) -> Iterator[tuple[str, str]]:
-    for name, value in asdict(section).items():
-        yield name, as_text(dict(value) if isinstance(value, Mapping) else value, 80)
 
 
 def changed_fields(config: ZeroConfig) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from zerojax.config.errors import ConfigError, as_text, problems_of, quote_name, suggestion
+from zerojax.config.errors import ConfigError, as_text, quote_name, suggestion
 from zerojax.config.keys import OLD_SWITCHES
 from zerojax.config.keys.row import FLAG, ZERO
 from zerojax.config.keys.section import Section
@@ -189,13 +189,11 @@ def from_keyword(section: str, given: object) -> Section | None:
         wanted = f"{cls.__name__}, a mapping of its fields, {alternatives}"
         raise ConfigError(f"{section}: expected {wanted}, got {as_text(given)}")
     known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
-    unknown = [
-        str(name) for name in given if name not in known and (is_offload or name != "enabled")
+    problems = [
+        f"{section}.{quote_name(name)}: unknown key; {suggestion(name, known)}"
+        for name in map(str, given)
+        if name not in known and (is_offload or name != "enabled")
     ]
-    problems = problems_of(
-        unknown,
-        lambda name: f"{section}.{quote_name(name)}: unknown key; {suggestion(name, known)}",
-    )
     values = {name: given[name] for name in known if name in given}
     is_on, config = False, None
     try:

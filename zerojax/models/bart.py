@@ -54,8 +54,6 @@ class BartConfig(ModelConfig):
     dropout: float = 0.1
     attention_dropout: float = 0.0
     activation_dropout: float = 0.0
-    encoder_layerdrop: float = 0.0  # the probability that a block is skipped
-    decoder_layerdrop: float = 0.0
     init_std: float = 0.02
     pad_token_id: int = 1
     eos_token_id: int = 2
@@ -70,7 +68,6 @@ class BartConfig(ModelConfig):
         self.check_heads("d_model", "encoder_attention_heads")
         self.check_heads("d_model", "decoder_attention_heads")
         self.check_rates("dropout", "attention_dropout", "activation_dropout")
-        self.check_rates("encoder_layerdrop", "decoder_layerdrop")
 
 
 BLENDERBOT: Fields = dict(
@@ -152,12 +149,11 @@ class EncoderBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None, mask: jax.Array | None) -> tuple[jax.Array, None]:
-        c, block_input = self.config, x
+        c = self.config
         attention = Attention(c, c.encoder_attention_heads, self.deterministic, name="self_attn")
         branch = functools.partial(_branch, c, self.deterministic)
         x = branch(x, "self_attn_layer_norm", lambda x: attention(x, None, mask))
-        x = branch(x, "final_layer_norm", _mlp(c, c.encoder_ffn_dim, self.deterministic))
-        return _layer_drop(self, c.encoder_layerdrop, block_input, x), None
+        return branch(x, "final_layer_norm", _mlp(c, c.encoder_ffn_dim, self.deterministic)), None
 
 
 class DecoderBlock(nn.Module):
@@ -176,7 +172,7 @@ class DecoderBlock(nn.Module):
         memory_mask: jax.Array | None,
         positions: jax.Array | None,
     ) -> tuple[jax.Array, None]:
-        c, block_input = self.config, x
+        c = self.config
         to_itself, to_memory = (
             Attention(c, c.decoder_attention_heads, self.deterministic, to_memory, name=name)
             for name, to_memory in (("self_attn", False), ("encoder_attn", True))
@@ -186,8 +182,7 @@ class DecoderBlock(nn.Module):
         x = branch(
             x, "encoder_attn_layer_norm", lambda x: to_memory(x, memory, memory_mask, positions)
         )
-        x = branch(x, "final_layer_norm", _mlp(c, c.decoder_ffn_dim, self.deterministic))
-        return _layer_drop(self, c.decoder_layerdrop, block_input, x), None
+        return branch(x, "final_layer_norm", _mlp(c, c.decoder_ffn_dim, self.deterministic)), None
 
 
 def _branch(
@@ -213,15 +208,6 @@ def _mlp(c: BartConfig, width: int, deterministic: bool) -> Callable[[jax.Array]
         return _dense(c.d_model, c, "fc2")(h)
 
     return mlp
-
-
-def _layer_drop(
-    block: EncoderBlock | DecoderBlock, rate: float, before: jax.Array, after: jax.Array
-) -> jax.Array:
-    """Applies LayerDrop: skips the block at this rate, for all rows at once. arXiv:1909.11556."""
-    if block.deterministic or not rate:
-        return after
-    return jnp.where(jax.random.bernoulli(block.make_rng("dropout"), rate), before, after)
 
 
 class Stack(nn.Module):

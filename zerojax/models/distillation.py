@@ -70,16 +70,11 @@ def _check(
     temperature: float,
     hard_weight: float,
 ) -> None:
-    if student.shape[-1:] != teacher.shape[-1:]:
-        raise ValueError(
-            f"distillation_loss: the student has logits {[*student.shape]} and the teacher "
-            f"{[*teacher.shape]}, whose last dimensions, the vocabularies, differ: give both "
-            "models one tokenizer, and cut the padding of the larger one, teacher_logits[..., :V]"
-        )
     if student.shape != teacher.shape:
         raise ValueError(
             f"distillation_loss: the student has logits {[*student.shape]} and the teacher "
-            f"{[*teacher.shape]}: call both models with the same inputs"
+            f"{[*teacher.shape]}: call both models with the same inputs, and cut the padding of "
+            "the larger vocabulary, teacher_logits[..., :V]"
         )
     if targets is not None:
         if targets.shape != student.shape[:-1]:

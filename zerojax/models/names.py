@@ -51,9 +51,7 @@ def _decoder(
 
 _gpt = partial(_decoder, gpt.GPT, gpt.GPTConfig, gpt.SIZES)
 _llama = partial(_decoder, llama.Llama, llama.LlamaConfig, llama.SIZES)
-mini: partial[gpt.GPT] = partial(
-    _gpt, "mini"
-)  # 1.3 million parameters, byte-level: the model of examples/run_clm
+mini: partial[gpt.GPT] = partial(_gpt, "mini")  # 1.3 million, byte-level: of examples/run_clm
 gpt2: partial[gpt.GPT] = partial(_gpt, "small")  # 124 million
 gpt2_medium: partial[gpt.GPT] = partial(_gpt, "medium")  # 355 million
 gpt2_large: partial[gpt.GPT] = partial(_gpt, "large")  # 774 million

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -45,35 +44,18 @@ COLUMNS = {"kernel": -1, "bias": -1}
 ROWS = {"kernel": -2, "bias": 0}  # the bias is added once, after the sum over devices
 REPLICATED = {"embedding": 0, "scale": 0, "bias": 0}
 
-CUT: dict[str, dict[str, int]] = {
-    "q_proj": COLUMNS,
-    "k_proj": COLUMNS,
-    "v_proj": COLUMNS,
-    "gate_proj": COLUMNS,
-    "up_proj": COLUMNS,
-    "c_fc": COLUMNS,
-    "lm_head": COLUMNS,
-    "o_proj": ROWS,
-    "down_proj": ROWS,
-    "c_proj": ROWS,
-    # This kernel concatenates q, k and v, so that its columns cannot be sharded by heads. At rest
-    # its rows are sharded; where the kernel is used, it is resharded to columns.
-    "c_attn": ROWS,
-    "wte": {"embedding": -2},
-    "embed_tokens": {"embedding": -2},
-    "wpe": REPLICATED,
-    "ln_1": REPLICATED,
-    "ln_2": REPLICATED,
-    "ln_f": REPLICATED,
-    "norm": REPLICATED,
-    "q_norm": REPLICATED,
-    "k_norm": REPLICATED,
-    "score": {"kernel": 0},
-    "pre_feedforward_layernorm": REPLICATED,
-    "post_feedforward_layernorm": REPLICATED,
-    "input_layernorm": REPLICATED,
-    "post_attention_layernorm": REPLICATED,
-}
+_MODULES = (
+    ("q_proj k_proj v_proj gate_proj up_proj c_fc lm_head", COLUMNS),
+    # c_attn's kernel concatenates q, k and v, so that its columns cannot be sharded by heads. At
+    # rest its rows are sharded; where the kernel is used, it is resharded to columns.
+    ("o_proj down_proj c_proj c_attn", ROWS),
+    ("wte embed_tokens", {"embedding": -2}),
+    ("wpe ln_1 ln_2 ln_f norm q_norm k_norm pre_feedforward_layernorm post_feedforward_layernorm "
+     "input_layernorm post_attention_layernorm", REPLICATED),
+    ("score", {"kernel": 0}),
+)  # fmt: skip
+
+CUT = {module: dims for modules, dims in _MODULES for module in modules.split()}
 """Dimension that the axis shards, by module and parameter, counted from the last; 0 for none."""
 
 
@@ -154,21 +136,12 @@ class TensorParallel:
           ValueError: A size does not divide; the message suggests sizes that do.
         """
         kind, n = type(config).__name__, self.devices
-        sizes = {f"{kind}.{name}": getattr(config, name) for name in names}
-        if indivisible := {name: size for name, size in sizes.items() if size % n}:
-            (name, size), gcd = next(iter(indivisible.items())), math.gcd(*sizes.values())
-            divisors = [str(k) for k in range(2, gcd + 1) if gcd % k == 0]
-            listing = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-            raise ValueError(
-                f"{name} = {size} does not divide among the {n} devices of the mesh axis "
-                f"{self.axis!r}: make it {nearest_multiples(size, n)}, or "
-                + (
-                    f"{self.axis!r} {_listed(divisors)}"
-                    if divisors
-                    else f"leave {self.axis!r} out of the mesh"
+        for name in names:
+            if (size := getattr(config, name)) % n:
+                raise ValueError(
+                    f"{kind}.{name} = {size} does not divide among the {n} devices of the mesh "
+                    f"axis {self.axis!r}: make it {nearest_multiples(size, n)}, or change the axis"
                 )
-                + f" (it cuts {listing})"
-            )
 
     def check_tokens(self, tokens: jax.Array) -> None:
         """Rejects rows [B, T] if the axis does not divide their tokens."""
@@ -269,10 +242,6 @@ class TensorParallel:
         if dimension:
             entries[dimension] = (SEQUENCE, self.axis) if entries[dimension] else self.axis
         return NamedSharding(self.mesh, PartitionSpec(*entries))
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -28,7 +28,7 @@ from zerojax.config.keys.row import (
     optional,
 )
 from zerojax.distributed import log
-from zerojax.trainer.metric_rates import METRIC_RATES
+from zerojax.trainer.metric_rates import NAME as BY_METRIC
 from zerojax.trainer.optimizer_names import ALTERNATIVES, OPTIMIZERS, optimizer_problems
 from zerojax.trainer.order import STRATEGIES
 from zerojax.trainer.other_arguments import REFUSED, RENAMED, WITHOUT_EFFECT, fsdp_options
@@ -165,7 +165,7 @@ did you mean `learning_rate`?
     label_smoothing_factor: Annotated[float, BETA] = 0.0
     num_train_epochs: Annotated[float, ABOVE_ZERO] = 3.0
     max_steps: Annotated[int, INTEGER] = -1
-    lr_scheduler_type: Annotated[str, choice(*SCHEDULES, *METRIC_RATES)] = "linear"
+    lr_scheduler_type: Annotated[str, choice(*SCHEDULES, BY_METRIC)] = "linear"
     lr_scheduler_kwargs: Annotated[Mapping[str, object] | str | None, optional(_OBJECT)] = None
     warmup_steps: Annotated[float, AMOUNT] = 0
     warmup_ratio: Annotated[float, optional(FRACTION)] = 0.0
@@ -291,7 +291,7 @@ did you mean `learning_rate`?
         if self.bf16 and self.fp16:
             yield "bf16 and fp16 are both true; choose one"
         yield from optimizer_problems(self.optim, self.optim_args)
-        if self.lr_scheduler_type in METRIC_RATES and self.eval_strategy == "no":
+        if self.lr_scheduler_type == BY_METRIC and self.eval_strategy == "no":
             yield (
                 f'lr_scheduler_type = "{self.lr_scheduler_type}" needs evaluations: set '
                 'eval_strategy to "steps" or "epoch"'

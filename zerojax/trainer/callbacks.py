@@ -253,8 +253,3 @@ def due(
     control.should_save |= is_due("save") or at_end("save")
     # Ranking the checkpoints requires an evaluation at each of them.
     control.should_evaluate |= control.should_save and args.load_best_model_at_end
-
-
-def saved(state: TrainerState) -> dict[str, object]:
-    """Returns the state as a dict for JSON."""
-    return dataclasses.asdict(state)

@@ -28,13 +28,7 @@ from zerojax.devices.mesh import mesh as all_devices
 from zerojax.models.losses import model_loss, smoothed
 from zerojax.trainer import data
 from zerojax.trainer.arguments import TrainingArguments
-from zerojax.trainer.callbacks import (
-    Callbacks,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    due,
-)
+from zerojax.trainer.callbacks import Callbacks, TrainerCallback, TrainerControl, TrainerState, due
 from zerojax.trainer.evaluation import (
     ComputeMetrics,
     Evaluator,

@@ -16,7 +16,8 @@ from zerojax.optim.schedules import schedule as rate_of
 from zerojax.optim.wrap import features, wrap
 from zerojax.plan.state_sharding import DTYPES
 from zerojax.trainer.arguments import TrainingArguments
-from zerojax.trainer.metric_rates import METRIC_RATES, MetricRate
+from zerojax.trainer.metric_rates import NAME as BY_METRIC
+from zerojax.trainer.metric_rates import MetricRate
 from zerojax.trainer.optimizer_names import OPTIMIZERS, optim_options
 from zerojax.trainer.rate_in_state import InState
 from zerojax.trainer.schedules import Options, Run, schedule
@@ -53,8 +54,8 @@ def optimizer_of(
     base = args.learning_rate
     if config.optimizer is not None:
         base = config.optimizer.with_defaults().get("lr", base)
-    if config.scheduler is None and args.lr_scheduler_type in METRIC_RATES:
-        metric_rate = MetricRate(args.lr_scheduler_type, base, options)
+    if config.scheduler is None and args.lr_scheduler_type == BY_METRIC:
+        metric_rate = MetricRate(base, options)
         tx, _ = _with_rate(args, config, optax.constant_schedule(1.0))
         in_state = InState.of(tx, metric_rate, args.metric_for_best_model)
         return wrap(in_state.tx, **features(config)), in_state
@@ -65,25 +66,12 @@ def optimizer_of(
     return wrap(tx, learning_rate=learning_rate, **features(config)), None
 
 
-_SCHEDULE = (
-    'give it a schedule, as optax.adamw(schedule("cosine", Run(rate, warmup, steps))) with '
-    "schedule and Run of zerojax.trainer.schedules"
-)
-IN_TRANSFORMATION: dict[str, str] = {
-    "learning_rate": "write optax.adamw({})",
-    "weight_decay": "write optax.adamw(rate, weight_decay={})",
-    "adam_beta1": "write optax.adamw(rate, b1={})",
-    "adam_beta2": "write optax.adamw(rate, b2={})",
-    "adam_epsilon": "write optax.adamw(rate, eps={})",
-    "optim": "take it out",
-    "optim_args": "take it out",
-    "lr_scheduler_type": _SCHEDULE,
-    "lr_scheduler_kwargs": _SCHEDULE,
-    "warmup_steps": _SCHEDULE,
-    "warmup_ratio": _SCHEDULE,
-}
-"""The arguments that the user's transformation replaces, and what to write, with the value as
-``{}``. transformers applies its schedule to the user's optimizer, too; optax's have theirs."""
+IN_TRANSFORMATION = (
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim",
+    "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio",
+)  # fmt: skip
+"""The arguments that the user's transformation replaces. transformers applies its schedule to the
+user's optimizer, too; optax's have theirs."""
 
 
 def _replaced(args: TrainingArguments, config: ZeroConfig) -> Iterator[str]:
@@ -92,10 +80,10 @@ def _replaced(args: TrainingArguments, config: ZeroConfig) -> Iterator[str]:
         if getattr(config, name) is not None:
             yield f"{name}: the JSON names one, and Trainer(optimizer=...) another; keep one"
     for name in args.changed(IN_TRANSFORMATION):
-        value = as_text(getattr(args, name))
         yield (
-            f"{name} = {value} has no effect on a transformation of yours: "
-            f"{IN_TRANSFORMATION[name].format(value)}, or leave optimizer= out"
+            f"{name} = {as_text(getattr(args, name))} has no effect on a transformation of yours: "
+            'build it into that, as optax.adamw(schedule("cosine", Run(rate, warmup, steps))) with '
+            "schedule and Run of zerojax.trainer.schedules, or leave optimizer= out"
         )
 
 

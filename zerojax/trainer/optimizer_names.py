@@ -65,21 +65,14 @@ _BETAS: dict[str, Callable[[Any], object]] = {
     "betas": lambda args: (args.adam_beta1, args.adam_beta2)
 }
 _ADAMW = Named("AdamW", {**_BETAS, "eps": lambda args: args.adam_epsilon})
+_ADAMWS = (
+    "adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_apex_fused adamw_hf "
+    "adamw_anyprecision"
+)
 _MOMENTUM = Option(BETA, 0.0)
 
 OPTIMIZERS: dict[str, Named] = {
-    **dict.fromkeys(
-        (
-            "adamw_torch",
-            "adamw_torch_fused",
-            "adamw_torch_xla",
-            "adamw_torch_npu_fused",
-            "adamw_apex_fused",
-            "adamw_hf",
-            "adamw_anyprecision",
-        ),
-        _ADAMW,
-    ),
+    **dict.fromkeys(_ADAMWS.split(), _ADAMW),
     "adafactor": Named(_adafactor),
     "sgd": Named("SGD", options={"momentum": _MOMENTUM, "nesterov": Option(FLAG, False)}),
     "adagrad": Named("Adagrad", options={"eps": Option(AMOUNT, 1e-10)}),
@@ -102,42 +95,23 @@ _SHARDED = '"{}" keeps float32 moments, of which each device has its shard with 
 _PAGED = '"{}" with fsdp="full_shard offload" keeps its state in host memory'
 
 ALTERNATIVES: dict[str, str] = {
-    **dict.fromkeys(
-        ("adamw_torch_4bit", "adamw_torch_8bit", "adamw_bnb_8bit", "adamw_8bit"),
-        _SHARDED.format("adamw_torch"),
-    ),
-    **dict.fromkeys(("lion_8bit",), _SHARDED.format("lion_32bit")),
-    **dict.fromkeys(
-        ("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"), _SHARDED.format("rmsprop")
-    ),
-    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw_8bit"), _PAGED.format("adamw_torch")),
-    **dict.fromkeys(("paged_lion_32bit", "paged_lion_8bit"), _PAGED.format("lion_32bit")),
-    **dict.fromkeys(
-        ("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
-        _IN_OPTAX.format("ademamix"),
-    ),
-    **dict.fromkeys(
-        ("schedule_free_adamw", "schedule_free_sgd"), _IN_OPTAX.format("schedule_free")
-    ),
-    **dict.fromkeys(
-        (
-            "galore_adamw",
-            "galore_adamw_8bit",
-            "galore_adafactor",
-            "galore_adamw_layerwise",
-            "galore_adamw_8bit_layerwise",
-            "galore_adafactor_layerwise",
-            "lomo",
-            "adalomo",
-            "grokadamw",
-            "schedule_free_radam",
-            "apollo_adamw",
-            "apollo_adamw_layerwise",
-            "stable_adamw",
-        ),
-        _ANY,
-    ),
-}
+    name: why
+    for names, why in (
+        ("adamw_torch_4bit adamw_torch_8bit adamw_bnb_8bit adamw_8bit",
+         _SHARDED.format("adamw_torch")),
+        ("lion_8bit", _SHARDED.format("lion_32bit")),
+        ("rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit", _SHARDED.format("rmsprop")),
+        ("paged_adamw_32bit paged_adamw_8bit", _PAGED.format("adamw_torch")),
+        ("paged_lion_32bit paged_lion_8bit", _PAGED.format("lion_32bit")),
+        ("ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit",
+         _IN_OPTAX.format("ademamix")),
+        ("schedule_free_adamw schedule_free_sgd", _IN_OPTAX.format("schedule_free")),
+        ("galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise "
+         "galore_adamw_8bit_layerwise galore_adafactor_layerwise lomo adalomo grokadamw "
+         "schedule_free_radam apollo_adamw apollo_adamw_layerwise stable_adamw", _ANY),
+    )
+    for name in names.split()
+}  # fmt: skip
 """The alternative to each other name of Hugging Face's."""
 
 

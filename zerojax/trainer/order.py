@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -95,17 +95,14 @@ def row_lengths(dataset: Any, column: str) -> np.ndarray:
     Raises:
       ValueError: The rows have neither field.
     """
-    names: Sequence[str] = getattr(dataset, "column_names", None) or ()
-    if column in names:
-        return np.asarray(dataset[column])
-    if "input_ids" in names:
-        return np.array([len(tokens) for tokens in dataset["input_ids"]])
-    first = dataset[0]
-    fields = first if isinstance(first, Mapping) else {}
-    if column in fields:
-        return np.array([int(dataset[i][column]) for i in range(len(dataset))])
-    if "input_ids" in fields:
-        return np.array([len(dataset[i]["input_ids"]) for i in range(len(dataset))])
+    has_columns = hasattr(dataset, "column_names")
+    fields = dataset.column_names if has_columns else dataset[0]
+    for name in (column, "input_ids"):
+        if isinstance(fields, Mapping | list) and name in fields:
+            values = (
+                dataset[name] if has_columns else (dataset[i][name] for i in range(len(dataset)))
+            )
+            return np.array([len(x) if name == "input_ids" else int(x) for x in values])
     raise ValueError(
         f'train_sampling_strategy = "group_by_length" needs the rows\' lengths: give them a field '
         f"{column} (length_column_name) or input_ids"

@@ -20,7 +20,6 @@ class ReadByScripts:
     """The part of ``TrainingArguments`` that scripts read and Trainer does not."""
 
     per_device_train_batch_size: Any
-    per_device_eval_batch_size: Any
     given: frozenset[str]
 
     @property
@@ -58,11 +57,6 @@ class ReadByScripts:
     def train_batch_size(self) -> int:
         """Rows of a micro-batch of this process's devices."""
         return int(self.per_device_train_batch_size) * self.n_gpu
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Rows of an evaluation batch of this process's devices."""
-        return int(self.per_device_eval_batch_size) * self.n_gpu
 
     def get_process_log_level(self) -> int:
         """Returns the level of ``logging``: INFO in process 0, WARNING in others."""

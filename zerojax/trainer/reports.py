@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pathlib
-
 from zerojax.optim.telemetry import telemetry
 from zerojax.step.train_step import Step
-from zerojax.trainer import picture
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.callbacks import Callbacks, TrainerControl, TrainerState
 from zerojax.trainer.progress import MeanLoss
 from zerojax.trainer.screen import Screen
-from zerojax.trainer.summary import TrainingSummary, evaluation_line, monitored
+from zerojax.trainer.summary import evaluation_line, monitored, summary_lines
 from zerojax.xla.types import PyTree
 
 
@@ -63,20 +60,18 @@ class Reports:
         state: TrainerState,
         control: TrainerControl,
     ) -> None:
-        """Logs the figures of a call of ``train``, and prints its summary, with a picture.
+        """Logs the figures of a call of ``train``, and prints its summary.
 
         Args:
           figures: The figures, to which the log adds the epoch.
-          speed, checkpoint: As for :class:`zerojax.trainer.summary.TrainingSummary`.
+          speed, checkpoint: As for :func:`zerojax.trainer.summary.summary_lines`.
           state: The progress.
           control: The flags of the callbacks.
         """
         self._log(figures, state, control)
         self._step.write(monitored(figures, "Summary"), state.global_step * self._rows)
         self._step.flush()  # an evaluation may follow, in the same run of wandb
-        drawn = picture.write(pathlib.Path(self._args.output_dir), state.log_history)
-        summary = TrainingSummary(figures, speed, checkpoint, drawn)
-        for line in summary.lines(state, self._args):
+        for line in summary_lines(figures, speed, checkpoint, state, self._args):
             self.screen.print(line)
 
     def _log(self, logs: dict[str, float], state: TrainerState, control: TrainerControl) -> None:

@@ -112,7 +112,7 @@ def _entries(
         yield Entry(f"{ZERO}.reduce_bucket_size", hidden_size**2)
         yield Entry(f"{ZERO}.stage3_prefetch_bucket_size", int(0.9 * hidden_size**2))
         yield Entry(f"{ZERO}.stage3_param_persistence_threshold", 10 * hidden_size)
-    rate, total = ("learning_rate",), _steps_from(args)
+    rate, total = ("learning_rate",), ("max_steps" if args.max_steps > 0 else "num_train_epochs",)
     warmup = ("warmup_ratio" if args.warmup_ratio and not args.warmup_steps else "warmup_steps",)
     params = (
         Entry("optimizer.params.lr", args.learning_rate, rate),
@@ -144,10 +144,6 @@ def _other_optimizer(args: TrainingArguments, kind: object) -> Iterator[str]:
             f"{as_text(getattr(args, name))}; leave {name} out for the optimizer of the JSON, or "
             "leave its section `optimizer` out"
         )
-
-
-def _steps_from(args: TrainingArguments) -> tuple[str, ...]:
-    return ("max_steps",) if args.max_steps > 0 else ("num_train_epochs",)
 
 
 def _params_of(section: str, kind: object) -> set[str]:

@@ -19,7 +19,7 @@ from zerojax.api import Zero
 from zerojax.checkpoint import Checkpointer, CheckpointError, Preemption, steps_folder
 from zerojax.distributed import log
 from zerojax.trainer.arguments import TrainingArguments
-from zerojax.trainer.callbacks import TrainerState, saved
+from zerojax.trainer.callbacks import TrainerState
 from zerojax.trainer.data import Epochs
 from zerojax.xla.types import PyTree
 
@@ -120,7 +120,8 @@ class RunFolder:
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = self.path(state.global_step)
         extra = {
-            "trainer": saved(state), "data": self._data(), "losses": losses, "model": self._about
+            "trainer": dataclasses.asdict(state), "data": self._data(), "losses": losses,
+            "model": self._about,
         }  # fmt: skip
         unknown = {self._metric: math.nan} if self._metric else {}
         scores = {**unknown, **{k: v for k, v in scores.items() if isinstance(v, int | float)}}

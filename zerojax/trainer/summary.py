@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.callbacks import TrainerState
@@ -39,37 +37,33 @@ def monitored(
     return {f"{group}/Samples/{name}": value for name, value in numbers.items()}
 
 
-class TrainingSummary(NamedTuple):
-    """The end of a call of ``train``.
+def summary_lines(
+    logs: Mapping[str, float],
+    speed: str,
+    checkpoint: str | None,
+    state: TrainerState,
+    args: TrainingArguments,
+) -> Iterator[str]:
+    """Yields the lines at the end of a call of ``train``.
 
-    Attributes:
-      figures: The figures of the call, as in the last entry of ``log_history``.
+    Args:
+      logs: The figures of the call, as in the last entry of ``log_history``.
       speed: Tokens or rows per second without compilation and evaluations; empty if unknown.
       checkpoint: The path of the newest checkpoint, or of the best if it was loaded.
-      picture: The path of the picture of the curves.
+      state: The progress.
+      args: The arguments of the run.
     """
-
-    figures: Mapping[str, float]
-    speed: str
-    checkpoint: str | None
-    picture: pathlib.Path | None
-
-    def lines(self, state: TrainerState, args: TrainingArguments) -> Iterator[str]:
-        """Yields the lines of the summary."""
-        seconds = self.figures["train_runtime"]
-        speed = f", {self.speed}" if self.speed else ""
-        yield (
-            f"trained to step {state.global_step}/{state.max_steps}, epoch {state.epoch:.3g}, in "
-            f"{duration(seconds)}{speed}, mean loss {self.figures['train_loss']:.4g}"
-        )
-        if state.best_metric is not None:
-            best = {args.metric_for_best_model: state.best_metric}
-            yield f"best {figures(best)}, at step {state.best_global_step}"
-        if self.checkpoint is not None:
-            loaded = " (the best, loaded)" if args.load_best_model_at_end else ""
-            yield f"checkpoint {self.checkpoint}{loaded}"
-        if self.picture is not None:
-            yield f"picture {self.picture}"
+    yield (
+        f"trained to step {state.global_step}/{state.max_steps}, epoch {state.epoch:.3g}, in "
+        f"{duration(logs['train_runtime'])}{speed and f', {speed}'}, mean loss "
+        f"{logs['train_loss']:.4g}"
+    )
+    if state.best_metric is not None:
+        best = {args.metric_for_best_model: state.best_metric}
+        yield f"best {figures(best)}, at step {state.best_global_step}"
+    if checkpoint is not None:
+        loaded = " (the best, loaded)" if args.load_best_model_at_end else ""
+        yield f"checkpoint {checkpoint}{loaded}"
 
 
 def duration(seconds: float) -> str:

@@ -54,14 +54,6 @@ def test_what_is_auto_in_the_json_is_filled_in(folder: Path) -> None:
     assert rows["gradient_clipping"].why == "deepspeed_config.gradient_clipping says it"
 
 
-def test_a_section_that_is_null_in_the_json_is_filled_in(folder: Path) -> None:
-    (folder / "ds.json").write_text(
-        json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": None}})
-    )
-    config = load(yaml(folder, "offload_optimizer_device: cpu"))
-    assert config.offload_optimizer == OffloadOptimizer()
-
-
 def test_the_json_speaks_where_the_yaml_is_silent(folder: Path) -> None:
     config = load(yaml(folder), auto={"bf16.enabled": True})
     assert (config.stage, config.bf16, config.gradient_clipping) == (2, True, 1.0)

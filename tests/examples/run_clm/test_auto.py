@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,17 +41,3 @@ def test_a_config_that_says_all_is_kept() -> None:
 def test_on_cpus_nothing_can_be_chosen(auto: Path) -> None:
     with pytest.raises(ValueError, match="'cpu' devices have no known speed and memory"):
         resolved(job(auto), zerojax.mesh(), 300, Console())
-
-
-def test_the_rows_are_those_without_auto(auto: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {"train_micro_batch_size_per_gpu": 4}
-    asked: dict[str, Any] = {}
-
-    def fit(config: Path, model: Any, **options: Any) -> Any:
-        asked.update(options)
-        return SimpleNamespace(config={"zero_optimization": {"stage": 1}}, choice="stage 1")
-
-    monkeypatch.setattr(zerojax, "fit", fit)
-    auto.write_text(json.dumps(json.loads(auto.read_text()) | keys))
-    resolved(job(auto), zerojax.mesh(), 300, Console())
-    assert asked["train_batch_size"] == 32

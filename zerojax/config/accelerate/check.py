@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerojax.config.accelerate.keys import KEYS, PREFIXES, RENAMED
-from zerojax.config.errors import ConfigError, as_text, closest, hint, problems_of, quote_name
+from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name
 from zerojax.config.json_file import plain
 from zerojax.config.text_file import repeated
 from zerojax.config.yaml_file import read_yaml
@@ -68,13 +68,13 @@ def check(file: Mapping[str, object]) -> CheckResult:
 ['num_proceses: unknown key; did you mean `num_processes`?'])
     """
     checked = CheckResult(list(_leaves(file)), {}, [])
-    unknown: dict[str, str] = {}
+    unknown: list[str] = []
     for path, key, value in checked.leaves:
         if key in SECTIONS:
             if value not in (None, {}):
                 checked.problems.append(f"{path}: expected an object, got {as_text(value)}")
         elif key not in KEYS:
-            unknown[path] = key
+            unknown.append(_unknown(path, key))
         elif key in checked.values:
             checked.problems.append(f"{path}: means the same as `{key}`; keep one of them")
         elif value is not None and value not in ({}, []):
@@ -84,8 +84,7 @@ def check(file: Mapping[str, object]) -> CheckResult:
                 checked.problems.append(f"{path}: {error}")
             else:
                 checked.values.update({key: converted} if converted is not None else {})
-    problems = problems_of([*unknown], lambda path: _unknown(path, unknown[path]))
-    return checked._replace(problems=checked.problems + problems)
+    return checked._replace(problems=checked.problems + unknown)
 
 
 def _leaves(file: Mapping[str, object]) -> Iterator[Leaf]:

@@ -97,10 +97,7 @@ _PATH = _before(optional(TEXT), _none)
 _STRATEGY = _before(choice(*_STRATEGIES), _strategy)
 _RESHARD = ValueKind(f"true, false or {_STRATEGY.says}", _STRATEGY.annotation)
 _PROCESSES = _before(
-    ValueKind(
-        "a number of processes (-1: not said)",
-        Annotated[int, Field(strict=True, ge=-1)],
-    ),
+    ValueKind("a number of processes (-1: not said)", Annotated[int, Field(strict=True, ge=-1)]),
     _number,
 )
 _SIZE = (_POSITIVE, 1)
@@ -114,11 +111,7 @@ _AXIS = 'give zero() a mesh with a "model" axis and the parameters a PartitionSp
 _TOP: tuple[Key, ...] = (
     honoured("compute_environment", TEXT, "LOCAL_MACHINE", "processes start on machines of yours"),
     honoured("distributed_type", _before(TEXT, _upper), "NO"),
-    honoured(
-        "mixed_precision",
-        _before(choice("no", "fp16", "bf16", "fp8"), _no),
-        "no",
-    ),
+    honoured("mixed_precision", _before(choice("no", "fp16", "bf16", "fp8"), _no), "no"),
     honoured("fp16", FLAG, False, "the old name of mixed_precision: fp16"),
     *left_to_launch(
         "",

@@ -60,7 +60,8 @@ def translate(file: Mapping[str, object], folder: Path) -> Translation:
         parallelism(into, kind)
         _precision(into, kind)
     if kind and kind != "DEEPSPEED":
-        into.imply("gradient_clipping", 0.0, _no_clipping(kind))
+        reason = f'{kind} clips nothing by itself; auto={{"gradient_clipping": 1.0}} does'
+        into.imply("gradient_clipping", 0.0, reason)
     return into
 
 
@@ -150,8 +151,3 @@ def _precision(into: Translation, kind: str) -> None:
     if dtype == "bf16" and kind != "DEEPSPEED":
         into.imply("bf16.check_grad_overflow", False, "as torch: no update is skipped in bf16")
     into.stands_for(key, *paths, *switches, reason="; ".join(why))
-
-
-def _no_clipping(kind: str) -> str:
-    who = "FSDP" if kind == "FSDP" else "Accelerate"
-    return f'{who} clips nothing by itself; auto={{"gradient_clipping": 1.0}} does'

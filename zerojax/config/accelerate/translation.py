@@ -57,9 +57,8 @@ class Translation:
     judged: dict[str, KeyTreatment] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)
-    _both: dict[str, object] = field(
-        default_factory=dict
-    )  # of_file's values for keys of both files
+    # of_file's values for keys of both files
+    _both: dict[str, object] = field(default_factory=dict)
 
     def put(self, key: str, path: str, value: object) -> bool:
         """Sets `path` of the JSON from `key` of the YAML, unless the JSON's file sets a value.

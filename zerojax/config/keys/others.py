@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from zerojax.config.errors import as_text
 from zerojax.config.keys.row import (
     FLAG,
     FLAG_OFF,
@@ -39,10 +38,9 @@ _INPUT = "the input pipeline is the user's own"
 
 def _monitor(section: str, **keys: tuple[ValueKind, object]) -> Iterator[Key]:
     why = f"true: metrics are written to {section}"
-    yield honoured(f"{section}.enabled", FLAG, False, why, auto=OFF)
+    yield honoured(f"{section}.enabled", FLAG, False, why)
     for name, (kind, default) in keys.items():
-        auto, why = f"DeepSpeed's default, {as_text(default)}", f"for {section}"
-        yield honoured(f"{section}.{name}", kind, default, why, auto=auto)
+        yield honoured(f"{section}.{name}", kind, default, f"for {section}")
 
 
 REPORTS: tuple[Key, ...] = (
@@ -58,7 +56,6 @@ REPORTS: tuple[Key, ...] = (
         FLAG,
         False,
         "true: the time of a step, blocked on the device, is logged with each line",
-        auto=OFF,
     ),
     *no_effect("", "it sets DeepSpeed's own logger", "log_level"),
     *no_effect("timers.throughput", "wall_clock_breakdown times the steps", "enabled synchronized"),
@@ -92,14 +89,12 @@ OTHERS: tuple[Key, ...] = (
         False,
         "true: what blocks keep is cut over the devices, as it is with the batch; refused on a "
         "mesh with axes of the user's own",
-        auto=OFF,
     ),
     setting(
         f"{_REMAT}.cpu_checkpointing",
         FLAG,
         False,
         "true: residuals of rematerialised blocks in a scan are kept in host memory",
-        auto=OFF,
     ),
     *off_only(
         "", "sparse attention belongs in the model", sparse_attention=(optional(OBJECT), None)

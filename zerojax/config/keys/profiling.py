@@ -4,12 +4,10 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, StrictStr
 
-from zerojax.config.errors import as_text
 from zerojax.config.keys.row import (
     FLAG,
     FLAG_OFF,
     NON_NEGATIVE,
-    OFF,
     POSITIVE,
     TEXT_OR_NULL,
     Key,
@@ -82,15 +80,9 @@ PROFILING: tuple[Key, ...] = (
         key
         for section, (why, keys) in _SECTIONS.items()
         for key in (
-            honoured(f"{section}.enabled", FLAG, False, why, auto=OFF),
+            honoured(f"{section}.enabled", FLAG, False, why),
             *(
-                honoured(
-                    f"{section}.{name}",
-                    kind,
-                    default,
-                    says,
-                    auto=f"DeepSpeed's default, {as_text(default)}",
-                )
+                honoured(f"{section}.{name}", kind, default, says)
                 for name, (kind, default, says) in keys.items()
             ),
         )
@@ -130,9 +122,6 @@ PROFILING: tuple[Key, ...] = (
         FLAG,
         False,
         "true: the memory of each device by what holds it, once the step is compiled",
-        auto=OFF,
     ),
-    setting(
-        "dump_state", FLAG, False, "true: zerojax.zero prints every setting in force", auto=OFF
-    ),
+    setting("dump_state", FLAG, False, "true: zerojax.zero prints every setting in force"),
 )

@@ -3,7 +3,6 @@
 from zerojax.config.keys.row import (
     FLAG,
     OBJECT,
-    OFF,
     POSITIVE,
     ZERO,
     Key,
@@ -19,14 +18,12 @@ QUANTIZED: tuple[Key, ...] = (
         FLAG,
         False,
         "true: parameters are gathered in 8-bit blocks (qwZ of ZeRO++), which changes numbers",
-        auto=OFF,
     ),
     setting(
         f"{ZERO}.zero_quantized_nontrainable_weights",
         FLAG,
         False,
         "true: those are that the optimizer does not update; at rest they are stored as before",
-        auto=OFF,
     ),
     setting(
         f"{ZERO}.zero_quantized_weights_dtype",
@@ -40,7 +37,6 @@ QUANTIZED: tuple[Key, ...] = (
         FLAG,
         False,
         "true: gradients are reduced in such blocks (qgZ of ZeRO++), which changes numbers",
-        auto=OFF,
     ),
     setting(
         f"{ZERO}.zero_quantized_gradients_dtype",

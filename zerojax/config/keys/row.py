@@ -134,6 +134,9 @@ DTYPE = choice("fp32", "bf16", "fp16")
 FLAG_OFF = (FLAG, False)
 TEXT_OR_NULL = (optional(TEXT), None)
 
+OFF = "off: not asked for"
+"""The reason why "auto" turns a switch off."""
+
 ZERO = "zero_optimization"
 """The section of the stage and of offload."""
 
@@ -170,8 +173,10 @@ class Key:
 
 
 def honoured(path: str, kind: ValueKind, default: object, why: str = "", **more: Any) -> Key:
-    """Returns a key that zerojax supports."""
-    return Key(path=path, kind=kind, default=default, treatment="honoured", why=why, **more)
+    """Returns a key that zerojax supports; without `auto`, "auto" is DeepSpeed's default."""
+    reason = OFF if default is False else f"DeepSpeed's default, {as_text(default)}"
+    values: dict[str, Any] = {"auto": reason} | more
+    return Key(path=path, kind=kind, default=default, treatment="honoured", why=why, **values)
 
 
 def setting(path: str, kind: ValueKind, default: object, why: str, **more: Any) -> Key:
@@ -230,9 +235,6 @@ def off_section(section: str, why: str, names: str = "") -> Iterator[Key]:
     yield from off_only(section, why, enabled=(FLAG, False))
     yield from no_effect(section, f"{section} is off", names)
 
-
-OFF = "off: not asked for"
-"""The reason why "auto" turns a switch off."""
 
 REQUIRED = object()
 """A marker in place of a default, for parameters without one."""

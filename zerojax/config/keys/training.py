@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from zerojax.config.errors import as_text
 from zerojax.config.keys.row import (
     AMOUNT,
     BUFFERS,
@@ -73,7 +72,6 @@ TRAINING: tuple[Key, ...] = (
         AMOUNT,
         1.0,
         "the largest global norm of the averaged gradient; 0 is off",
-        auto="DeepSpeed's default, a global norm of 1.0",
         loud="DeepSpeed clips the global norm to 1.0 by default; 0 turns it off",
     ),
     setting(
@@ -82,7 +80,6 @@ TRAINING: tuple[Key, ...] = (
         False,
         "zerojax's own key: true skips updates that are not finite at any precision, as fp16 "
         "does and bf16 with check_grad_overflow; DeepSpeed applies such updates in fp32",
-        auto=OFF,
     ),
     setting(
         "data_types.grad_accum_dtype",
@@ -109,7 +106,6 @@ TRAINING: tuple[Key, ...] = (
         FLAG,
         True,
         "true: updates that are not finite are skipped",
-        auto="DeepSpeed's default, true",
         loud="DeepSpeed skips updates in bf16 that are not finite by default; false turns it off",
     ),
     *off_only(
@@ -125,16 +121,12 @@ TRAINING: tuple[Key, ...] = (
         "true: the step's body sees parameters in float16, and the loss is scaled",
         auto='off, unless the program asks for it: auto={"fp16.enabled": True}',
     ),
-    *(
-        setting(f"fp16.{name}", kind, default, why, auto=f"DeepSpeed's default, {as_text(default)}")
-        for name, kind, default, why in _SCALING
-    ),
+    *(setting(f"fp16.{name}", kind, default, why) for name, kind, default, why in _SCALING),
     setting(
         "fp16.raise_error_at_min_scale",
         FLAG,
         True,
         "zerojax's own key: true stops at an overflow at the smallest scale, false skips on",
-        auto="as DeepSpeed does: true",
     ),
     *off_only("fp16", _MASTERS, fp16_master_weights_and_grads=FLAG_OFF),
     *no_effect("fp16", "it chooses between implementations", "fused_mode"),
@@ -143,10 +135,10 @@ TRAINING: tuple[Key, ...] = (
         "use bf16 or fp16; what is to stay in fp32 the model says",
         "dtype lower_precision_safe_modules",
     ),
-    honoured("optimizer.type", TEXT, None, "for zero.optimizer()"),
-    honoured("optimizer.params", OBJECT, {}),
-    honoured("scheduler.type", TEXT, None, "for zero.optimizer()"),
-    honoured("scheduler.params", OBJECT, {}),
+    honoured("optimizer.type", TEXT, None, "for zero.optimizer()", auto=None),
+    honoured("optimizer.params", OBJECT, {}, auto=None),
+    honoured("scheduler.type", TEXT, None, "for zero.optimizer()", auto=None),
+    honoured("scheduler.params", OBJECT, {}, auto=None),
     *off_only("optimizer", "it names an Apex optimizer", legacy_fusion=FLAG_OFF),
 )
 
@@ -162,13 +154,13 @@ SHARDING: tuple[Key, ...] = (
         STAGE,
         0,
         "0 shards nothing, 1 the optimizer state, 2 the gradients too, 3 the parameters too",
+        auto=None,
     ),
     setting(
         f"{ZERO}.stage3_param_persistence_threshold",
         SIZE,
         100_000,
         "parameters of fewer elements are replicated",
-        auto="DeepSpeed's default, 100000 elements",
     ),
     setting(
         f"{ZERO}.stage3_max_live_parameters",
@@ -192,14 +184,12 @@ SHARDING: tuple[Key, ...] = (
         1,
         "the GPUs of a host, say: parameters are gathered from other hosts once a step, and "
         "within the host at each use; 1 is off",
-        auto="1: not asked for",
     ),
     setting(
         f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
         FLAG,
         False,
         "if true, `python -m zerojax export` writes 16-bit weights by default, at every stage",
-        auto="DeepSpeed's default, weights in the dtype in which they are saved",
     ),
     setting(
         f"{ZERO}.mics_shard_size",
@@ -207,7 +197,6 @@ SHARDING: tuple[Key, ...] = (
         -1,
         "devices of a shard group: the state is cut within it, and each group has a copy; "
         "-1 is off",
-        auto="off: one group of all devices",
     ),
     setting(
         f"{ZERO}.overlap_comm",
@@ -223,7 +212,6 @@ SHARDING: tuple[Key, ...] = (
         True,
         "false: the gradient's norm is computed only where an update needs it, for clipping or for "
         "skipping updates that are not finite",
-        auto="true",
     ),
     *left_to_xla(
         ZERO,
@@ -282,7 +270,6 @@ def _offload_keys(section: str, buffers: int, why: str) -> Iterator[Key]:
         BUFFERS,
         buffers,
         "the number of blocks in host memory at a time, prefetched and written back later",
-        auto=f"DeepSpeed's default, {buffers}",
     )
     yield from no_effect(path, "host memory is always pinned", "pin_memory")
 
@@ -307,7 +294,6 @@ OFFLOAD: tuple[Key, ...] = (
         FRACTION,
         1.0,
         "the share that is offloaded; the rest stays on the accelerator",
-        auto="DeepSpeed's default, all of it",
     ),
     honoured(
         f"{_OPTIMIZER}.compute_on",
@@ -332,7 +318,6 @@ OFFLOAD: tuple[Key, ...] = (
         SIZE,
         1_000_000_000,
         "so many elements of the parameters stay in host memory",
-        auto="DeepSpeed's default, 1000000000 elements",
     ),
     *no_effect(_PARAM, "sizes come from sub_group_size", "buffer_size"),
     setting(
@@ -341,7 +326,6 @@ OFFLOAD: tuple[Key, ...] = (
         1_000_000_000,
         "an upper bound, in elements, on what is updated at a time under offload: zerojax "
         "streams in blocks of at most 33,554,432; 0 sets no bound of its own",
-        auto="DeepSpeed's default, 1000000000 elements, as an upper bound",
     ),
     *no_effect(
         ZERO, "momentum moves with the rest of the state", "save_muon_momentum_buffer_in_memory"

@@ -7,10 +7,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from zerojax.models.hugging_face.config_file import COMMON, Json
+from zerojax.models.hugging_face.config_file import Json
 from zerojax.models.hugging_face.folder import Format
 
 DOCS = 'docs/models.md, "Bring your own model"'
@@ -39,20 +38,11 @@ class Architecture(NamedTuple):
 ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": Architecture("gpt2", "gpt2:FORMAT"),
     "GPT2ForSequenceClassification": Architecture("gpt2", "gpt2:CLASSIFIER"),
-    "LlamaForCausalLM": Architecture("llama", "decoders:LLAMA"),
-    "LlamaForSequenceClassification": Architecture("llama", "decoders:LLAMA_CLASSIFIER"),
-    "MistralForCausalLM": Architecture("mistral", "decoders:MISTRAL"),
-    "MistralForSequenceClassification": Architecture("mistral", "decoders:MISTRAL_CLASSIFIER"),
-    "Qwen2ForCausalLM": Architecture("qwen2", "decoders:QWEN2"),
-    "Qwen2ForSequenceClassification": Architecture("qwen2", "decoders:QWEN2_CLASSIFIER"),
-    "Qwen3ForCausalLM": Architecture("qwen3", "decoders:QWEN3"),
-    "Qwen3ForSequenceClassification": Architecture("qwen3", "decoders:QWEN3_CLASSIFIER"),
-    "Gemma2ForCausalLM": Architecture("gemma2", "decoders:GEMMA2"),
-    "Gemma2ForSequenceClassification": Architecture("gemma2", "decoders:GEMMA2_CLASSIFIER"),
-    "Phi3ForCausalLM": Architecture("phi3", "decoders:PHI3"),
-    "Phi3ForSequenceClassification": Architecture("phi3", "decoders:PHI3_CLASSIFIER"),
-    "MixtralForCausalLM": Architecture("mixtral", "decoders:MIXTRAL"),
-    "MixtralForSequenceClassification": Architecture("mixtral", "decoders:MIXTRAL_CLASSIFIER"),
+    **{
+        f"{prefix}For{head}": Architecture(prefix.lower(), f"decoders:{prefix.upper()}{suffix}")
+        for prefix in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Phi3", "Mixtral")
+        for head, suffix in (("CausalLM", ""), ("SequenceClassification", "_CLASSIFIER"))
+    },
     "DebertaV2ForSequenceClassification": Architecture("deberta-v2", "deberta:FORMAT"),
     "BartForConditionalGeneration": Architecture("bart", "bart:FORMAT"),
     "BlenderbotForConditionalGeneration": Architecture("blenderbot", "bart:FORMAT"),
@@ -73,19 +63,16 @@ def find(values: Json, architecture: str | None = None) -> Format[Any]:
         "DebertaV2ForSequenceClassification" for the weights of a pretraining.
 
     Raises:
-      ValueError: zerojax has no such model. The message names the nearest one and what differs.
-
-    >>> find({"model_type": "gpt_neo", "window_size": 256, "n_embd": 8})  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-        ...
-    ValueError: model_type = 'gpt_neo' is not supported; the nearest model is 'gpt2', which has no \
-window_size. Known are gpt2, llama, ...; for another model see docs/models.md, "Bring your own \
-model"
+      ValueError: zerojax has no such model; the message names those that it has.
     """
     model_type = values.get("model_type")
     known = {name: each for name, each in ARCHITECTURES.items() if each.model_type == model_type}
     if not known:
-        raise ValueError(_unknown(values))
+        types = dict.fromkeys(each.model_type for each in ARCHITECTURES.values())
+        raise ValueError(
+            f"model_type = {model_type!r} is not supported: zerojax has {', '.join(types)}; for "
+            f"another model see {DOCS}"
+        )
     named = [architecture] if architecture else values.get("architectures") or [*known][:1]
     for name in named:
         if name in known:
@@ -108,29 +95,3 @@ def formats_of(config: object) -> list[Format[Any]]:
     kind = getattr(config, "model_type", None)
     loaded = [each.load() for each in ARCHITECTURES.values() if kind in (None, each.model_type)]
     return [each for each in loaded if type(config) is each.config]
-
-
-def _unknown(values: Json) -> str:
-    """Returns the message of an unknown model type, with the type that shares most keys."""
-    types = dict.fromkeys(each.model_type for each in ARCHITECTURES.values())
-    start = f"model_type = {values.get('model_type')!r} is not supported"
-    if not isinstance(values.get("model_type"), str):
-        start = "the config.json has no model_type"
-    keys = {key for key in values if key not in COMMON}
-    formats = {each.model_type: each.load() for each in ARCHITECTURES.values()}
-
-    def distance(kind: str) -> int:
-        return len(keys - {*formats[kind].keys}) - len(keys & {*formats[kind].keys})
-
-    nearest = min(formats, key=distance)
-    differing = sorted(keys - {*formats[nearest].keys})
-    differs = f", which has no {_listed(differing)}" if differing else ""
-    return (
-        f"{start}; the nearest model is {nearest!r}{differs}. Known are {', '.join(types)}; for "
-        f"another model see {DOCS}"
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = [*names]
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -31,6 +31,8 @@ SUPPORTED: Supported = {
     "model_type": ("bart", "blenderbot"),
     "activation_function": ("gelu",),
     "tie_word_embeddings": (True,),
+    "encoder_layerdrop": (0.0,),
+    "decoder_layerdrop": (0.0,),
 }
 
 ARCHITECTURES = {
@@ -123,7 +125,6 @@ FORMAT = Format(
     names,
     model=Bart,
     loss=seq2seq_loss,
-    keys=[*(key for _, key, _ in config_file.same_keys(BartConfig, {})), *SUPPORTED],
     inputs=lambda config: (TOKEN, TOKEN),
 )
 read_config, texts, export_names = FORMAT.read_config, FORMAT.texts, FORMAT.export_names

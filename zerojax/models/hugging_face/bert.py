@@ -141,7 +141,6 @@ def _format(
         names,
         model=model,
         loss=classification_loss,
-        keys=[*(key for _, key, _ in KEYS), *SUPPORTED],
         head=head,
     )
 

@@ -25,14 +25,6 @@ Supported = Mapping[str, Sequence[object]]
 _OF_FILES = ("torch_dtype", "dtype", "quantization_config", "auto_map")
 """Keys that describe the tensors and the code of the original folder, and are not written back."""
 
-COMMON = (
-    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype",
-    "eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
-    "model_type", "num_labels", "output_attentions", "output_hidden_states", "pad_token_id",
-    "pretraining_tp", "problem_type", "return_dict", "sep_token_id", "task_specific_params",
-    "torch_dtype", "transformers_version", "use_cache",
-)  # fmt: skip
-"""Keys of any model's file that do not change its forward pass from the other keys."""
 _FOLDER = "folder"  # the key of the path, beside the names of files
 
 

@@ -61,8 +61,11 @@ def config_from_hf(values: Json) -> DebertaConfig:
     """
     check_supported(values, SUPPORTED, "zerojax.models.deberta")
     sizes = DEFAULTS | dict(values)
-    _check_derived(sizes)
-
+    width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    dropout = sizes.get("hidden_dropout_prob", DebertaConfig.hidden_dropout_prob)
+    derived = dict(zip(_DERIVED, (width, width, width // heads, dropout), strict=True))
+    supported = {key: (value, None) for key, value in derived.items()}
+    check_supported(values, supported, "zerojax.models.deberta")
     terms = sizes.get("pos_att_type") if sizes.get("relative_attention") else None
     terms = terms.lower().split("|") if isinstance(terms, str) else terms or ()
     norms = sizes["norm_rel_ebd"].lower().split("|")
@@ -74,33 +77,6 @@ def config_from_hf(values: Json) -> DebertaConfig:
     }
     kept = config_file.kept(values, without=_DERIVED)
     return DebertaConfig(**config_file.from_keys(KEYS, sizes), hugging_face=kept)
-
-
-def _check_derived(sizes: Json) -> None:
-    """Rejects keys that contradict the keys from which `zerojax.models.deberta` derives them.
-
-    >>> _check_derived({"hidden_size": 32, "num_attention_heads": 4, "attention_head_size": 16})
-    Traceback (most recent call last):
-        ...
-    ValueError: attention_head_size = 16 differs from hidden_size / num_attention_heads = 8, which \
-zerojax.models.deberta takes for it: write 8, or leave attention_head_size out
-    """
-    width = sizes["hidden_size"]
-    dropout = sizes.get("hidden_dropout_prob", DebertaConfig.hidden_dropout_prob)
-    derived = {
-        "embedding_size": ("hidden_size", width),
-        "pooler_hidden_size": ("hidden_size", width),
-        "attention_head_size": (
-            "hidden_size / num_attention_heads", width // sizes["num_attention_heads"],
-        ),
-        "cls_dropout": ("hidden_dropout_prob", dropout),
-    }  # fmt: skip
-    for key, (source, value) in derived.items():
-        if sizes.get(key) not in (None, value):
-            raise ValueError(
-                f"{key} = {sizes[key]!r} differs from {source} = {value!r}, which "
-                f"zerojax.models.deberta takes for it: write {value!r}, or leave {key} out"
-            )
 
 
 def config_to_hf(config: DebertaConfig) -> Json:
@@ -126,7 +102,6 @@ FORMAT = Format(
     names,
     model=DebertaClassifier,
     loss=classification_loss,
-    keys=[*(key for _, key, _ in KEYS), *SUPPORTED, *_DERIVED],
     head=("pooler/{rest:path}", "classifier/{rest:path}"),
 )
 read_config, texts, export_names = FORMAT.read_config, FORMAT.texts, FORMAT.export_names

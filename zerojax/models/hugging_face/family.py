@@ -195,9 +195,6 @@ class Family:
             for field, key, _ in self.all_keys
             if field != "pad_token_id"
         ]
-        keys = [*(key for _, key, _ in self.all_keys), *self.all_supported, *rope_keys.KEYS]
-        windows = ["use_sliding_window", "max_window_layers"] if self.optional_window else []
-        windows += ["layer_types"] if self.layer_types else []
         return LanguageModel(
             LlamaConfig,
             self.classifier_from_hf if classifier else self.config_from_hf,
@@ -206,7 +203,6 @@ class Family:
             needed=("rms_norm_eps", "tie_word_embeddings", "rope_theta"),
             model=Llama,
             loss=loss,
-            keys=[*keys, *windows],
             head=("score/kernel",) if classifier else (),
             stack=STACK,
             checked=[*checked, ("rope_theta", "rope_theta"), ("rope_type", "rope_type")],

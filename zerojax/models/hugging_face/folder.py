@@ -6,7 +6,7 @@ the modules beside this one, such as `zerojax.models.hugging_face.gpt2.load`, ar
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic
 
 import flax.linen as nn
@@ -44,7 +44,6 @@ class Format(Generic[Config]):
       needed: Fields that a checkpoint must state, in addition to those without a default.
       model: The model's class, called with the config.
       loss: The loss of a bound model and a batch, for the Trainer; see `zerojax.models.losses`.
-      keys: Keys of a `config.json` that `from_hf` converts or checks.
       inputs: Returns the arguments of `model.init` as `jax.ShapeDtypeStruct`; one token by default.
       head: Patterns of the parameters that have no tensors after pretraining, so that a model
         that is loaded for training starts with new ones.
@@ -58,7 +57,6 @@ class Format(Generic[Config]):
     _: dataclasses.KW_ONLY
     model: Callable[[Config], nn.Module]
     loss: Loss
-    keys: Collection[str]
     inputs: Callable[[Config], Sequence[jax.ShapeDtypeStruct]] = lambda config: (TOKEN,)
     head: Sequence[str] = ()
 

@@ -165,7 +165,6 @@ FORMAT = LanguageModel(
     names=names,
     model=GPT,
     loss=causal_lm_loss,
-    keys=[*(key for _, key, _ in KEYS), *DROPOUTS, *SUPPORTED, "n_inner"],
     stack="h",
     checked=[(field, key) for field, key, _ in KEYS],
 )

@@ -229,7 +229,7 @@ def from_folder(
     Raises:
       FileNotFoundError: A file does not exist.
       ValueError: zerojax has no such model, or does not support a key of the config; the message
-        names the nearest model, or the key. A tensor is missing, unexpected or of a wrong shape.
+        names the models, or the key. A tensor is missing, unexpected or of a wrong shape.
 
     Example:
       >>> import tempfile

@@ -14,38 +14,22 @@ from zerojax.models.config import Fields
 from zerojax.models.hugging_face.config_file import Json
 from zerojax.models.rope import TYPES, RopeConfig
 
-KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-
 _PRETRAINED = "original_max_position_embeddings"
+
+_OURS = {"factor": "rope_factor", _PRETRAINED: "original_size"}
 
 # The keys that each type of scaling has, with their fields.
 _FIELDS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "rope_factor"},
-    "dynamic": {"factor": "rope_factor"},
-    "llama3": {
-        "factor": "rope_factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        _PRETRAINED: "original_size",
-    },
-    "longrope": {
-        "factor": "rope_factor",
-        "short_factor": "short_factor",
-        "long_factor": "long_factor",
-        "attention_factor": "attention_factor",
-        _PRETRAINED: "original_size",
-    },
-    "yarn": {
-        "factor": "rope_factor",
-        "attention_factor": "attention_factor",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "truncate": "truncate",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-        _PRETRAINED: "original_size",
-    },
+    kind: {key: _OURS.get(key, key) for key in keys.split()}
+    for kind, keys in {
+        "default": "",
+        "linear": "factor",
+        "dynamic": "factor",
+        "llama3": f"factor low_freq_factor high_freq_factor {_PRETRAINED}",
+        "longrope": f"factor short_factor long_factor attention_factor {_PRETRAINED}",
+        "yarn": "factor attention_factor beta_fast beta_slow truncate mscale mscale_all_dim "
+        + _PRETRAINED,
+    }.items()
 }
 _OPTIONAL = {
     "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"

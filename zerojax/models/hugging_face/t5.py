@@ -7,7 +7,6 @@
 True
 """
 
-from zerojax.models.config import Fields
 from zerojax.models.hugging_face import config_file
 from zerojax.models.hugging_face.config_file import Json, Supported, check_supported
 from zerojax.models.hugging_face.folder import TOKEN, Format
@@ -86,14 +85,10 @@ def config_from_hf(values: Json) -> T5Config:
     check_supported(values, {key: (value,) for key, value in derived.items()}, "zerojax.models.t5")
     fields = config_file.from_keys(KEYS, values)
     fields["num_decoder_layers"] = fields["num_decoder_layers"] or fields["num_layers"]
-    fields |= _head(values)
-    return T5Config(**fields, hugging_face=config_file.kept(values, without=derived))
-
-
-def _head(values: Json) -> Fields:
     is_tied = values.get("tie_word_embeddings") is not False
     scales = values.get("scale_decoder_outputs", is_tied)
-    return {"scale_decoder_outputs": scales, "tie_word_embeddings": is_tied and scales}
+    fields |= {"scale_decoder_outputs": scales, "tie_word_embeddings": is_tied and scales}
+    return T5Config(**fields, hugging_face=config_file.kept(values, without=derived))
 
 
 def config_to_hf(config: T5Config) -> Json:
@@ -118,7 +113,6 @@ FORMAT = Format(
     needed=("tie_word_embeddings", "scale_decoder_outputs", "feed_forward_proj"),
     model=T5,
     loss=seq2seq_loss,
-    keys=[*(key for _, key, _ in KEYS), *SUPPORTED, *_DERIVED[GATED]],
     inputs=lambda config: (TOKEN, TOKEN),
 )
 export_names = FORMAT.export_names

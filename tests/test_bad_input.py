@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import zero_for
 from flax import jax_utils, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -76,7 +77,7 @@ class TestBatch:
     )
     @pytest.mark.parametrize("born", [True, False])
     def test_that_does_not_fit(self, batch: Any, says: list[str], born: bool) -> None:
-        zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+        zero = zero_for(3)
         state = zero.init(make_state) if born else make_state()
         step = zero(good_step)
         refuses(step, state, batch, ValueError, *says)
@@ -206,9 +207,9 @@ class TestState:
         """Placed by another zero, on other devices or in another order."""
         four = zerojax.mesh(4)
         turned = Mesh(np.array(jax.devices()[::-1]), ("data",))
-        step = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)(good_step)
+        step = zero_for(3)(good_step)
         for mesh in (four, turned):
-            other = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, mesh=mesh)
+            other = zero_for(3, mesh=mesh)
             refuses(
                 step, other.init(make_state), batch_of(), ValueError,
                 "another mesh", "params", r"zero\.init|device_get",
@@ -296,14 +297,12 @@ class TestStep:
     def test_that_does_not_train(
         self, step: Any, kind: type[Exception], says: list[str], accumulation: int
     ) -> None:
-        zero = zerojax.zero(
-            stage=3, stage3_param_persistence_threshold=0, gradient_accumulation_steps=accumulation
-        )
+        zero = zero_for(3, k=accumulation)
         refuses(zero(step), make_state(), batch_of(), kind, step.__name__, *says)
 
     def test_that_does_not_train_a_state_from_init(self) -> None:
         """A state that would be donated is not gone either."""
-        zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+        zero = zero_for(3)
         state = zero.init(make_state)
         refuses(zero(never), state, batch_of(), ValueError, "apply_gradients")
         zero(good_step)(state, batch_of())

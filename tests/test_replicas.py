@@ -68,7 +68,7 @@ def test_a_function_per_device_has_its_own_rows() -> None:
 
 def test_a_step_with_explicit_axes() -> None:
     mesh = jax.make_mesh((2, 4), ("replica", "data"))
-    zero = zerojax.zero(stage=3, mesh=mesh, stage3_param_persistence_threshold=0)
+    zero = zero_for(3, mesh=mesh)
     rows = np.arange(256.0).reshape(16, 16) / 256
     over = P(("replica", "data"), None)
 
@@ -104,7 +104,7 @@ def test_the_config_makes_the_groups() -> None:
 def test_a_checkpoint_goes_to_any_other_mesh(tmp_path: Path) -> None:
     def zero_on(replicas: int | None, stage: int) -> zerojax.Zero:
         mesh = zerojax.mesh(replicas=replicas)
-        return zerojax.zero(stage=stage, mesh=mesh, stage3_param_persistence_threshold=0)
+        return zero_for(stage, mesh=mesh)
 
     places = [(2, 3), (None, 3), (4, 1), (None, 0)]
     for step, place in enumerate(places):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import zero_for
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -55,7 +56,7 @@ def agrees(
     step: Callable[..., Any], *args: Any, jit: Callable[..., Any] = jax.jit, zero: Any = None
 ) -> None:
     """Three steps of plain jit and of zero make the same state."""
-    zero = zero or zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    zero = zero or zero_for(3)
     plain, mine = jit(step), zero(step)
     a, b = make_state(), make_state()
     for _ in range(3):
@@ -237,7 +238,7 @@ class TestStatic:
 
 class TestBatchArguments:
     def test_are_one_batch(self) -> None:
-        zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+        zero = zero_for(3)
         step = zero(update, batch_argnums=(1, 2))
         state, loss = step(make_state(), X, Y)
         same((state.params, loss), (lambda s, x: (s.params, x))(*update(make_state(), X, Y)))
@@ -297,7 +298,7 @@ class TestGraphs:
 
     @pytest.mark.parametrize("stage", [0, 2, 3])
     def test_have_dimensions_of_their_own(self, stage: int) -> None:
-        zero = zerojax.zero(stage=stage, stage3_param_persistence_threshold=0)
+        zero = zero_for(stage)
         agrees(self.step, self.BATCH, zero=zero)
 
     def test_are_cut_where_they_divide(self) -> None:

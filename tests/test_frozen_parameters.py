@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import zero_for
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -161,10 +162,7 @@ class TestCompiled:
     def test_clipping(self) -> None:
         """By the norm of the gradient that moves."""
         with jax.enable_x64(True):
-            zero = zerojax.zero(
-                stage=3, gradient_clipping=CLIPPING, gradient_accumulation_steps=4,
-                stage3_param_persistence_threshold=0,
-            )  # fmt: skip
+            zero = zero_for(3, gradient_clipping=CLIPPING, k=4)
             got = run(zero, step(False), create(ADAM, jnp.float64), batches(np.float64))
             tx = zerojax.wrap(ADAM, gradient_clipping=CLIPPING)
             want = create(tx, jnp.float64)(jax.random.key(0))
@@ -181,14 +179,7 @@ class TestCompiled:
     @pytest.mark.slow
     def test_only_what_moves_overflows(self) -> None:
         """A gradient of the base that is not finite skips no step, one of the adapters does."""
-        zero = zerojax.zero(
-            stage=3,
-            fp16=True,
-            initial_scale_power=4,
-            gradient_clipping=CLIPPING,
-            gradient_accumulation_steps=4,
-            stage3_param_persistence_threshold=0,
-        )
+        zero = zero_for(3, fp16=True, initial_scale_power=4, gradient_clipping=CLIPPING, k=4)
         make, data = create(ADAM, jnp.float32), batches(np.float16)
         got = run(zero, step(False, infinite=True), make, data)
         want = run(zero, step(True, infinite=True), make, data)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import zero_for
 from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
@@ -74,10 +75,6 @@ def batches(n: int, rows: int = 32) -> list[Batch]:
     ]
 
 
-def zero_for(stage: int, **keywords: Any) -> zerojax.Zero:
-    return zerojax.zero(stage=stage, stage3_param_persistence_threshold=0, **keywords)
-
-
 def run(zero: zerojax.Zero, batches: list[Batch], body: Any = step) -> tuple[Any, list[float]]:
     state, losses = zero.init(create, jax.random.key(0)), []
     decorated = zero(body)
@@ -125,7 +122,7 @@ def test_overflowed_batches_leave_no_trace(
     stage: int, keywords: dict[str, Any], accumulation: int
 ) -> None:
     """The same parameters, moments, statistics and keys, bit by bit, as a run without them."""
-    zero = zero_for(stage, **keywords, gradient_accumulation_steps=accumulation)
+    zero = zero_for(stage, **keywords, k=accumulation)
     good = batches(6)
     seen = list(good)
     for at, bad in ((5, np.nan), (3, -np.inf), (3, np.inf), (0, np.inf)):
@@ -374,7 +371,7 @@ def test_an_update_in_a_branch_and_in_a_loop() -> None:
     with pytest.raises(ValueError, match="in a loop, which cannot be unscaled"):
         run(zero_for(3, fp16=True), batches(1), looped)
     with pytest.raises(ValueError, match="in a loop, which cannot be accumulated"):
-        run(zero_for(3, gradient_accumulation_steps=2), batches(1), looped)
+        run(zero_for(3, k=2), batches(1), looped)
 
 
 def test_moments_in_a_dtype_of_their_own() -> None:
@@ -462,7 +459,7 @@ def test_an_update_in_a_jitted_helper_under_accumulation() -> None:
         return apply(state, grads), value
 
     for keywords in ({}, {"fp16": True}):
-        _, losses = run(zero_for(2, gradient_accumulation_steps=2, **keywords), batches(3), body)
+        _, losses = run(zero_for(2, k=2, **keywords), batches(3), body)
         _, plain = run(zero_for(0), batches(3), body)
         np.testing.assert_allclose(losses, plain, rtol=1e-2)
 
@@ -477,7 +474,7 @@ def test_fp16_beside_others(accumulation: int, feature: dict[str, Any]) -> None:
     """The same scale, the same skipped step and nearly the same numbers as without them."""
     some = batches(6)
     some[3] = spoilt(some[3], np.inf)
-    keywords = {"fp16": True, "gradient_accumulation_steps": accumulation, "small_array_size": 0}
+    keywords = {"fp16": True, "k": accumulation, "small_array_size": 0}
     (near, losses), (flat, want) = (
         run(zero_for(3, **more, **keywords), some) for more in (feature, {})
     )

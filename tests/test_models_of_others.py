@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import zero_for
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
 from jax.sharding import PartitionSpec
@@ -131,10 +132,7 @@ def plain() -> tuple[list[float], Any]:
 def test_annotations_for_axes_that_do_not_exist_are_left_out_on_request(
     stage: int, accumulation: int, plain: tuple[list[float], Any]
 ) -> None:
-    zero = zerojax.zero(
-        stage=stage, gradient_accumulation_steps=accumulation, specs=PartitionSpec(),
-        stage3_param_persistence_threshold=0,
-    )  # fmt: skip
+    zero = zero_for(stage, k=accumulation, specs=PartitionSpec())
     model = check(zero, decoder, plain)
     spec = model.layers[0].gate.kernel[...].sharding.spec
     assert ("data" in spec) == (stage > 0)
@@ -145,9 +143,7 @@ def test_annotations_are_kept_where_rules_map_them(plain: tuple[list[float], Any
     rules = (("vocab", "tp"), ("heads", "tp"), ("mlp", "tp"), ("embed", None))
     mesh = zerojax.mesh(axes={"data": 4, "tp": 2})
     with logical_axis_rules(rules):
-        model = check(
-            zerojax.zero(stage=3, mesh=mesh, stage3_param_persistence_threshold=0), decoder, plain
-        )
+        model = check(zero_for(3, mesh=mesh), decoder, plain)
     assert model.embedding[...].sharding.spec == PartitionSpec("tp", "data")
 
 
@@ -164,10 +160,7 @@ def test_tunix_models_at_every_stage(name: str) -> None:
         make = lambda: tunix_model(name)  # noqa: E731
         want = trained(nnx.jit(train_step), *pair(make))
         for stage, accumulation in [(0, 1), (1, 1), (2, 2), (3, 1), (3, 2)]:
-            zero = zerojax.zero(
-                stage=stage, gradient_accumulation_steps=accumulation, specs=PartitionSpec(),
-                stage3_param_persistence_threshold=0,
-            )  # fmt: skip
+            zero = zero_for(stage, k=accumulation, specs=PartitionSpec())
             check(zero, make, want)
     finally:
         flax.config.update("flax_always_shard_variable", sharding)

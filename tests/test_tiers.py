@@ -53,7 +53,7 @@ def test_they_take_a_bounded_time_by_the_record() -> None:
     drawn = [chosen(SWEEPS, ["zerojax/optim/named.py"], 0, seed, SECONDS) for seed in "abcdef"]
     assert {len(each) for each in drawn} == {3}
     assert set.union(*drawn) == set(SWEEPS)
-    known = expected_seconds(["tests/test_conformance.py::test_a", "tests/test_new.py::test_b"])
+    known = expected_seconds(["tests/test_equality.py::test_a", "tests/test_new.py::test_b"])
     assert all(seconds > 0.0 for seconds in known.values())
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import zero_for
 from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -97,10 +98,7 @@ def start() -> TrainState:
 
 
 def zero_of(stage: int, mesh: str) -> zerojax.Zero:
-    return zerojax.zero(
-        stage=stage, gradient_accumulation_steps=K, stage3_param_persistence_threshold=0,
-        mesh=zerojax.mesh(axes=MESHES[mesh]),
-    )  # fmt: skip
+    return zero_for(stage, k=K, mesh=zerojax.mesh(axes=MESHES[mesh]))
 
 
 def most_reductions(

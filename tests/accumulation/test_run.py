@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import zero_for
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -92,10 +93,7 @@ def plain_and_accumulated(
     stage: int = 3,
 ) -> tuple[Any, Any]:
     with jax.enable_x64(True):
-        zero = zerojax.zero(
-            stage=stage, gradient_accumulation_steps=k, stage3_param_persistence_threshold=0,
-            mesh=zerojax.mesh(devices),
-        )  # fmt: skip
+        zero = zero_for(stage, k=k, mesh=zerojax.mesh(devices))
         runs = []
         for run in (jax.jit(step), zero(step)):
             state = start(**fields())

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import zero_for
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -105,10 +106,6 @@ def close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(a, b, tolerance, tolerance, err_msg=str(path))
 
     jax.tree_util.tree_map_with_path(check, got, want)
-
-
-def zero_for(stage: int, **keywords: Any) -> zerojax.Zero:
-    return zerojax.zero(stage=stage, **{"stage3_param_persistence_threshold": 0} | keywords)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import zero_for
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -105,7 +106,7 @@ def test_only_many_bytes_that_cannot_be_split_are_a_warning(
     arrays: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Arrays of 90 x 90 elements are neither split in seven nor padded."""
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, mesh=zerojax.mesh(devices=7))
+    zero = zero_for(3, mesh=zerojax.mesh(devices=7))
     params = {str(i): jax.ShapeDtypeStruct((90, 90), jnp.float32) for i in range(arrays)}
     plan = zero.plan(params)
     assert "arrays have no dimensions that all of 7 devices divide" in plan.lost

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import zero_for
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -179,7 +180,7 @@ def test_nnx() -> None:
         model = nnx.Linear(WIDE, 2 * WIDE, rngs=nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    zero = zero_for(3)
     batch = jax.ShapeDtypeStruct((ROWS, WIDE), jnp.float32)
     rows = zero(step).collectives(*zero.abstract_state(create), batch).rows
     kernel = [row for row in rows if "kernel" in row.array]

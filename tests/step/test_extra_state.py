@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import zero_for
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -130,7 +131,7 @@ def test_what_devices_do_not_divide(devices: int) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_shards_stay_where_they_are_born(stage: int) -> None:
-    zero = zerojax.zero(stage=stage, stage3_param_persistence_threshold=0)
+    zero = zero_for(stage)
     state = zero.init(create, jax.random.key(0))
     born = [x.sharding for x in jax.tree.leaves(state)]
     state, _ = zero(train_step)(state, SINGLE)
@@ -161,7 +162,7 @@ def test_beside_offloaded_parameters(k: int, in_float64: None) -> None:
 
 
 def test_a_skipped_step_leaves_everything(in_float64: None) -> None:
-    zero = zerojax.zero(stage=3, fp16=True, stage3_param_persistence_threshold=0)
+    zero = zero_for(3, fp16=True)
     state = zero.init(create, jax.random.key(0))
     before = jax.tree.map(np.asarray, fields(state))
     step = zero(functools.partial(train_step, grad=zerojax.value_and_grad))
@@ -175,7 +176,7 @@ def test_a_skipped_step_leaves_everything(in_float64: None) -> None:
 
 
 def test_evaluated(in_float64: None) -> None:
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    zero = zero_for(3)
     state = zero.init(create, jax.random.key(0))
 
     def score(state: State, batch: Any) -> jax.Array:
@@ -207,12 +208,7 @@ OFFLOADS = [("offload_optimizer",), ("offload_optimizer", "offload_param")]
 def test_a_teacher_as_a_further_argument(
     stage: int, k: int, away: tuple[str, ...], in_float64: None
 ) -> None:
-    zero = zerojax.zero(
-        stage=stage,
-        stage3_param_persistence_threshold=0,
-        gradient_accumulation_steps=k,
-        **dict.fromkeys(away, "cpu"),
-    )
+    zero = zero_for(stage, k=k, **dict.fromkeys(away, "cpu"))
 
     def start(key: jax.Array) -> TrainState:
         return TrainState.create(apply_fn=None, params=matrices(key), tx=optax.adam(1e-2))
@@ -268,6 +264,6 @@ def create_adapted() -> Any:
 def test_variables_that_the_optimizer_does_not_train(k: int) -> None:
     source = emitted.Source(create_adapted, adapt_step, (SINGLE,), emitted.in_arguments)
     emitted.check(source, 3, k)
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    zero = zero_for(3)
     model, _ = zero.abstract_state(create_adapted)
     assert model.into.kernel.get_value().sharding.spec == jax.sharding.PartitionSpec(None, "data")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import zero_for
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -45,7 +46,7 @@ def test_few_collectives_on_gpus() -> None:
     """One gather and one reduce-scatter, of the theory's bytes, and the norm."""
     leaves = 60
     mesh = zerojax.topology("h100", 8)
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, mesh=mesh)
+    zero = zero_for(3, mesh=mesh)
     state = zero.abstract_state(creating(leaves), jax.random.key(0))
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
     text = zero(step).lower(state, batch).compile().as_text() or ""

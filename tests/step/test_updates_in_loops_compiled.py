@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from equal import zero_for
 from jax import lax
 
 import zerojax
@@ -96,9 +97,7 @@ class Cost(NamedTuple):
 
 @functools.cache
 def cost(step: Callable[..., Any], stage: int) -> Cost:
-    zero = zerojax.zero(
-        stage=stage, mesh=zerojax.topology("h100", 8), stage3_param_persistence_threshold=0
-    )
+    zero = zero_for(stage, mesh=zerojax.topology("h100", 8))
     batch = {"x": (ROWS, WIDTH), "y": (ROWS,)}
     given = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in batch.items()}
     compiled = zero(step).lower(*zero.abstract_state(create), given).compile()

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equal import zero_for
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -84,7 +85,7 @@ def agrees(
     born: bool = False,
 ) -> None:
     """Three steps under nnx.jit and under zero leave the same numbers in every object."""
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    zero = zero_for(3)
     plain, mine = make(), zero.init(make) if born else make()
     jitted, decorated = nnx.jit(step), zero(step)
     for _ in range(3):
@@ -211,7 +212,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         *objects, batch = arguments
         return full_step(*objects[::-1], batch)
 
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
+    zero = zero_for(3)
     objects = zero.init(make)
     decorated = zero(step)
     decorated(*objects, BATCH)
@@ -275,10 +276,7 @@ def test_what_the_step_sets_follows_its_constants() -> None:
 
 @pytest.mark.slow
 def test_offload() -> None:
-    zero = zerojax.zero(
-        stage=3, stage3_param_persistence_threshold=0, offload_optimizer="cpu", offload_param="cpu",
-        gradient_accumulation_steps=2,
-    )  # fmt: skip
+    zero = zero_for(3, offload_optimizer="cpu", offload_param="cpu", k=2)
     objects, plain = zero.init(create), create()
     objects = (objects[2], objects[1], objects[0])
 

@@ -7,65 +7,30 @@ from typing import Any
 
 import pytest
 from pairwise import cover, pairs
-from rooms import ROOMS
 from tiers import (
     BOUNDS,
-    CORE,
     ROOT,
     SLACK,
     SMOKE,
     SWEEP_SECONDS,
     Durations,
-    affects,
-    chosen,
     cpu_seconds,
+    drawn,
     expected_seconds,
     is_toy,
     peak,
     resident,
 )  # fmt: skip
 
-SWEEPS = [
-    "tests/config/test_load.py::test_a", "tests/optim/test_named.py::test_a",
-    "tests/checkpoint/test_kill.py::test_a", "tests/launch/test_kubernetes.py::test_a",
-    "tests/benchmarks/test_memory.py::test_a", "tests/test_features.py::test_a",
-]  # fmt: skip
 
-
-SECONDS = dict.fromkeys(SWEEPS, SWEEP_SECONDS / 3)
-
-
-def names(*paths: str) -> list[str]:
-    """Files of the sweeps that a change affects."""
-    files = [name.partition("::")[0] for name in SWEEPS]
-    return [file for file in files if affects(paths, file)]
-
-
-def test_the_core_affects_all_sweeps() -> None:
-    assert len(names("zerojax/collectives/insert.py")) == len(SWEEPS)
-    assert len(names("pallas_kernels/norms/api.py")) == len(SWEEPS)
-    assert len(names("tests/conftest.py")) == len(names("tests/programs/basic.py")) == len(SWEEPS)
-    assert len(names("pyproject.toml")) == len(SWEEPS)
-    assert {room.partition(".")[0] for room in ROOMS} >= CORE
-
-
-def test_they_take_a_bounded_time_by_the_record() -> None:
-    drawn = [chosen(SWEEPS, ["zerojax/optim/named.py"], 0, seed, SECONDS) for seed in "abcdef"]
-    assert {len(each) for each in drawn} == {3}
-    assert set.union(*drawn) == set(SWEEPS)
+def test_a_draw_takes_a_bounded_time_by_the_record_and_follows_from_the_seed() -> None:
+    seconds = dict.fromkeys("abcdef", SWEEP_SECONDS / 3)
+    draws = [drawn(seconds, seed) for seed in "abcdefgh"]
+    assert {len(each) for each in draws} == {3}
+    assert set.union(*draws) == {*seconds}
+    assert draws == [drawn({x: seconds[x] for x in "fedcba"}, seed) for seed in "abcdefgh"]
     known = expected_seconds(["tests/test_equality.py::test_a", "tests/test_new.py::test_b"])
     assert all(seconds > 0.0 for seconds in known.values())
-
-
-def test_a_room_affects_those_above_it() -> None:
-    above = ["tests/launch/test_kubernetes.py", "tests/benchmarks/test_memory.py"]
-    assert names("zerojax/checkpoint/writer.py") == ["tests/checkpoint/test_kill.py", *above]
-    assert names("zerojax/launch/group.py") == above
-    assert names("benchmarks/memory.py") == ["tests/benchmarks/test_memory.py"]
-    assert names("tests/optim/test_named.py") == ["tests/optim/test_named.py"]
-    assert names("tests/equal.py") == ["tests/test_features.py"]
-    assert names("tests/launch/launched.py") == ["tests/launch/test_kubernetes.py"]
-    assert names("README.md", "tests/tiers.py", "docs/stages.md", ".ci/run") == []
 
 
 def test_toys_are_the_examples_and_benchmarks_but_for_a_few() -> None:
@@ -75,13 +40,6 @@ def test_toys_are_the_examples_and_benchmarks_but_for_a_few() -> None:
     for name in SMOKE:
         file, _, test = name.partition("::")
         assert f"def {test}" in (ROOT / file).read_text()
-
-
-def test_a_sample_of_the_others_follows_from_the_seed() -> None:
-    samples = [chosen(SWEEPS, [], 2, seed, SECONDS) for seed in "abcdef"]
-    assert {len(sample) for sample in samples} == {2}
-    assert samples == [chosen(reversed(SWEEPS), [], 2, seed, SECONDS) for seed in "abcdef"]
-    assert len({frozenset(sample) for sample in samples}) > 1
 
 
 def test_any_two_values_meet_unless_they_exclude_each_other() -> None:
@@ -143,5 +101,5 @@ def test_what_a_process_uses() -> None:
 def test_ci_s_options_have_their_values_by_an_equals_sign() -> None:
     # An argument that names a file is where pytest looks for conftest.py, which has the options.
     words = (ROOT / ".ci" / "run").read_text().replace('"', " ").split()
-    assert not {"--record", "--changed-since"} & set(words)
+    assert "--record" not in words
     assert "--record=.ci/durations.json" in words

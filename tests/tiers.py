@@ -1,16 +1,14 @@
-"""Bounds and durations of tests, and the choice of the sweeps that a change calls for.
+"""Bounds and durations of tests, and the draw of sweeps.
 
 A test belongs to one tier: "fast" (no mark), "slow", "sweep" or "toy". ``conftest.py`` imports the
 hooks.
 """
 
-import functools
 import hashlib
 import itertools
 import json
 import os
 import random
-import re
 import resource
 import subprocess
 from collections import Counter, defaultdict
@@ -19,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rooms import ROOMS
-
-import zerojax
 
 BOUNDS = {"fast": 3.0, "slow": 90.0, "sweep": 90.0, "toy": 90.0}
 """CPU seconds of a test, with its fixtures and the processes that it waits for."""
@@ -43,13 +38,6 @@ SWEEP_SECONDS = 30.0
 programs were kept; without them sweeps take four times as long. They repeat what a fast or slow
 test shows once, so a run draws few; ``.ci/run --all`` has all."""
 
-# A change in one of these can change what any step computes.
-CORE = {
-    "xla", "graph", "train_state", "plan", "optim", "trace", "collectives", "accumulation",
-    "placement", "step", "evaluation", "api",
-}  # fmt: skip
-# They change which tests are run, not what a test finds.
-CHOICE = {Path("tests/tiers.py"), Path("tests/rooms.py")}
 # Benchmarks at toy size and examples end to end, which take a quarter of the time of all slow
 # tests: only `.ci/run --all` runs them. What the package does is shown by the tests of its rooms;
 # that these programs call it rightly is shown by the few that are slow tests like others, by files
@@ -72,20 +60,14 @@ SLOW_EXAMPLES = {
     "zerojax.models.hugging_face.gpt2", "zerojax.models.hugging_face.llama", "zerojax.models.llama",
     "zerojax.tuning.workload.Workload",
 }  # fmt: skip
-NAME = r"\bzerojax\.(\w+)"
-IMPORT = r"^ *(?:from|import) +([\w.]+)(?: +import +(.*))?"
 STARTED = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--record", metavar="FILE", help="write CPU seconds a file to this JSON")
-    group.addoption(
-        "--changed-since", metavar="COMMIT",
-        help="of the sweeps run those that a change since this commit can affect, and a sample",
-    )  # fmt: skip
-    group.addoption("--sample", type=int, default=30, help="size of that sample")
-    group.addoption("--seed", default="", help="of that sample; default the commit's name")
+    group.addoption("--draw", action="store_true", help="of the sweeps run a draw")
+    group.addoption("--seed", default="", help="of that draw; default the commit's name")
 
 
 def tier(item: pytest.Item) -> str:
@@ -106,8 +88,8 @@ def in_toy_folder(name: str) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests by their folder, their fixtures and ``one_in``, before the mark expression is
-    applied. Leaves out sweeps and toys that the expression does not name, and sweeps that no change
-    affects."""
+    applied. Leaves out sweeps and toys that the expression does not name, and with ``--draw`` those
+    sweeps that were not drawn."""
     combinations: Counter[str] = Counter()
     for item in items:
         if (mark := item.get_closest_marker("one_in")) is not None:
@@ -120,30 +102,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("toy")
         elif in_toy_folder(item.nodeid) or fixtures or item.name in SLOW_EXAMPLES:
             item.add_marker("slow")
-    expression, since = config.getoption("markexpr"), config.getoption("changed_since")
+    expression = config.getoption("markexpr")
     left_out = [name for name in ("sweep", "toy") if expression and name not in expression]
     keep = {item for item in items if tier(item) not in left_out}
-    if since:
+    if config.getoption("draw"):
         sweeps = {item.nodeid: item for item in keep if tier(item) == "sweep"}
-        sample, seed = config.getoption("sample"), config.getoption("seed") or head()
-        names = chosen(sweeps, changed(since), sample, seed, expected_seconds(sweeps))
+        names = drawn(expected_seconds(sweeps), config.getoption("seed") or head())
         keep -= {item for name, item in sweeps.items() if name not in names}
     config.hook.pytest_deselected(items=[item for item in items if item not in keep])
     items[:] = [item for item in items if item in keep]
 
 
-def git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout
-
-
 def head() -> str:
-    return git("rev-parse", "HEAD").strip()
-
-
-def changed(since: str) -> list[str]:
-    """Paths of files that differ from those of a commit."""
-    return git("diff", "--name-only", since).split()
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def expected_seconds(tests: Iterable[str]) -> dict[str, float]:
@@ -156,94 +128,18 @@ def expected_seconds(tests: Iterable[str]) -> dict[str, float]:
     return {test: of_file.get(test.partition("::")[0], mean) for test in tests}
 
 
-def chosen(
-    sweeps: Iterable[str],
-    paths: Iterable[str],
-    sample: int,
-    seed: str,
-    seconds: Mapping[str, float],
-) -> set[str]:
-    """Names of the sweeps that a change of ``paths`` can affect, and a sample of the others.
+def drawn(seconds: Mapping[str, float], seed: str) -> set[str]:
+    """Names of sweeps, drawn by the seed until they take ``SWEEP_SECONDS``: a few dozen commits
+    meet all.
 
-    A room of zerojax can affect the tests of its own and of all rooms above it, and of those beside
-    the rooms what imports it; a room of the core, the kernels and the programs of tests all; a
-    helper of tests those that import it. Those that are run are drawn by the seed until they take
-    ``SWEEP_SECONDS``, so that a few changes meet all.
+    Args:
+      seconds: CPU seconds of each sweep, by name.
+      seed: The commit's name.
     """
-    sweeps, paths = sorted(sweeps), [*paths]
     draw = random.Random(hashlib.sha256(seed.encode()).hexdigest())
-    files = {name: name.partition("::")[0] for name in sweeps}
-    called = {file for file in {*files.values()} if affects(paths, file)}
-    affected = [name for name in sweeps if files[name] in called]
-    rest = [name for name in sweeps if name not in {*affected}]
-    drawn = draw.sample(affected, len(affected))
-    totals = itertools.accumulate(seconds[name] for name in drawn)
-    drawn = [name for name, total in zip(drawn, totals, strict=True) if total <= SWEEP_SECONDS]
-    return {*drawn, *draw.sample(rest, min(sample, len(rest)))}
-
-
-def affects(paths: Iterable[str], tests: str) -> bool:
-    """Whether a change of some files can affect the tests of a file."""
-    file = Path(tests)
-    for path in map(Path, paths):
-        package, inner = path.parts[0], room_of(path)
-        if package == "pallas_kernels" or path.name == "pyproject.toml":
-            return True
-        helps = path in imported(file) or inner == "programs"
-        if package == "tests" and path not in CHOICE and helps:
-            return True
-        if len(file.parts) > 2:
-            helps = floor(path) <= floor(file)
-        if package == "zerojax" and (helps or inner in CORE):
-            return True
-        if package in ("examples", "benchmarks") and Path("tests", package) in file.parents:
-            return True
-    return False
-
-
-@functools.cache
-def imported(file: Path) -> set[Path]:
-    """The files in tests/ and zerojax/ that a file of tests imports, and those that these import;
-    of the names that zerojax itself has only those that are used."""
-    found: set[Path] = set()
-    left = [file, *existing(folder / "conftest.py" for folder in file.parents)]
-    while left:
-        if (path := left.pop()) not in found:
-            found.add(path)
-            left += imports(path) if path not in CHOICE else []
-    return found
-
-
-@functools.cache
-def imports(file: Path) -> list[Path]:
-    """The files of the modules that a file itself imports."""
-    text = (ROOT / file).read_text()
-    # In the package itself such names stand in docstrings alone; a module's path uses no name.
-    others = re.sub(IMPORT, "", text, flags=re.MULTILINE) if file.parts[0] != "zerojax" else ""
-    used = re.findall(NAME, others)
-    stems = {f"zerojax.{zerojax._MODULES.get(x, x)}" for x in used}
-    for module, names in re.findall(IMPORT, text, re.MULTILINE):
-        stems |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))}
-    places = [
-        Path(*stem.split(".")) if stem.startswith("zerojax.") else Path("tests", *stem.split("."))
-        for stem in stems - {"zerojax"}
-    ]
-    return existing(x for at in places for x in (at.with_suffix(".py"), at / "__init__.py"))
-
-
-def existing(paths: Iterable[Path]) -> list[Path]:
-    return [path for path in paths if (ROOT / path).exists()]
-
-
-def room_of(path: Path) -> str:
-    """The room of a file of zerojax, or of its tests."""
-    return path.parts[1] if len(path.parts) > 2 else path.stem
-
-
-def floor(path: Path) -> int:
-    """The position of a file's room among ``ROOMS``; above all for what is in none."""
-    rooms, name = [room.partition(".")[0] for room in ROOMS], room_of(path)
-    return rooms.index(name) if name in rooms else len(rooms)
+    order = draw.sample(sorted(seconds), len(seconds))
+    totals = itertools.accumulate(seconds[name] for name in order)
+    return {name for name, total in zip(order, totals, strict=True) if total <= SWEEP_SECONDS}
 
 
 OF_FORKED: list[float] = []

@@ -2,7 +2,6 @@ import asyncio
 import itertools
 import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +78,6 @@ def test_nan_is_never_the_best() -> None:
     assert most.score({"loss": float("nan")}) == float("-inf")
     assert least.best({0: 3.0, 1: float("inf"), 2: 4.0}) == 0
     assert least.checked(1, {"loss": jnp.float32(4)}) == {"loss": 4.0}
-
-
-def test_threads_take_turns(tmp_path: Path, zero: Any, state: Any) -> None:
-    with Checkpointer(tmp_path, zero) as checkpointer, ThreadPoolExecutor(2) as threads:
-
-        def save(step: int) -> str:
-            try:
-                checkpointer.save(step, state)
-            except CheckpointError as error:
-                return str(error)
-            return ""
-
-        told = [*threads.map(save, (1, 2))]
-        checkpointer.wait()
-        assert checkpointer.all_steps()[-1] == 2
-        assert all(not text or "has step 2 already" in text for text in told)
 
 
 def test_64_bit_numbers_where_jax_has_32(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoint import recorded
-from checkpoint.states import KEY, create_linen, create_nnx, filled, values, zero_of
+from checkpoint.states import KEY, create_nnx, filled, values, zero_of
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
@@ -191,13 +191,6 @@ def test_the_runs_config_may_ask_for_16_bits(
     assert loaded(tmp_path / "out")["wte"].dtype.name == dtype
     export(tmp_path / "in", tmp_path / "wide", dtype="float32")
     assert loaded(tmp_path / "wide")["wte"].dtype.name == "float32"
-
-
-def test_the_flag_arrives_from_a_run(tmp_path: Path) -> None:
-    zero = zerojax.zero(stage=1, fp16=True, **{GATHER: True})
-    with Checkpointer(tmp_path / "in", zero) as checkpointer:
-        checkpointer.save(1, zero.init(create_linen, KEY))
-    assert export(tmp_path / "in", tmp_path / "out").dtypes == ("float16",)
 
 
 def test_an_overflow_is_named_and_infinity_is_not_one(tmp_path: Path) -> None:

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from checkpoint.recorded import at_a_fifo, flip, read, save_plain, tree
+from checkpoint.recorded import flip, read, save_plain, tree
 from checkpoint.recorded import made as made
 from checkpoint.recorded import steps as steps
-from checkpoint.states import KEY, create_nnx, zero_of
 from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutated import mutated
 
-from zerojax.checkpoint import Checkpointer, CheckpointError, inspection
+from zerojax.checkpoint import CheckpointError, inspection
 from zerojax.checkpoint import record as records
 from zerojax.checkpoint.inspection import InspectedStep, inspect
 from zerojax.checkpoint.steps_folder import DELETED
@@ -65,21 +63,6 @@ def test_what_is_told_of_arrays(made: Path) -> None:
     assert step.dtypes["bfloat16"] == 160
 
 
-def test_nnx(tmp_path: Path) -> None:
-    zero = zero_of(2, 4)
-    with Checkpointer(tmp_path, zero) as checkpointer:
-        checkpointer.save(7, zero.init(create_nnx, KEY))
-    step = only(tmp_path)
-    assert (step.form, step.status) == ("nnx", "complete")
-    groups = {array.name: array.group for array in step.arrays}
-    assert groups["0.linear.kernel.value"] == "parameters"
-    assert groups["1.opt_state.0.mu.linear.kernel.value"] == "optimizer state"
-    assert groups["1.step.value"] == "other state"
-    assert "key<fry>" in step.dtypes
-    (tmp_path / "7" / records.FILE).unlink()
-    assert only(tmp_path).form == "nnx"
-
-
 def test_plain_orbax(tmp_path: Path) -> None:
     folder = save_plain(tmp_path, 5, tree())
     step = only(tmp_path)
@@ -94,14 +77,6 @@ def test_plain_orbax(tmp_path: Path) -> None:
     for text in "", "[]", '{"commit_timestamp_nsecs": null}', '{"commit_timestamp_nsecs": 1e999}':
         (folder / "_CHECKPOINT_METADATA").write_text(text)
         assert only(tmp_path).saved is None
-
-
-def test_parameters_alone(tmp_path: Path) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "it", {"w": np.ones(3, np.float32)})
-    step = only(tmp_path / "it")
-    assert (step.step, step.form) == (None, None)
-    assert step.sizes == {"parameters": 0, "optimizer state": 0, "other state": 12}
 
 
 def test_a_step_s_own_folder(steps: Path) -> None:
@@ -209,20 +184,6 @@ def test_files_that_the_disk_does_not_give(steps: Path, monkeypatch: pytest.Monk
     assert any("Input/output error" in line for line in found.steps[1].notes)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": 1}'])
-def test_metadata_of_another_form(steps: Path, text: str) -> None:
-    file = steps / "100" / "state" / "_METADATA"
-    file.write_text(text)
-    step = only(steps, step=100)
-    assert step.status == "damaged"
-    assert any(line.startswith(f"{file} cannot be read: ") for line in step.problems)
-    (steps / "100" / records.FILE).unlink()  # as of plain orbax
-    (steps / "100" / "_CHECKPOINT_METADATA").write_text(text)
-    (problem,) = only(steps, step=100).problems
-    assert problem.startswith(f"{file} cannot be read: ")
-    assert len(problem) < 1500
-
-
 def test_an_array_outside_of_the_folder(tmp_path: Path) -> None:
     folder = save_plain(tmp_path, 5, {"a": {"w": np.ones(3)}})
     file = folder / "state" / "_METADATA"
@@ -258,10 +219,3 @@ def test_metadata_that_was_changed(plain: tuple[Path, str, Any], data: st.DataOb
         assert {name: arrays[name] for name in found} == found
         return
     assert step.problems
-
-
-@pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
-def test_a_fifo_is_not_waited_for(tmp_path: Path, name: str) -> None:
-    folder = save_plain(tmp_path, 5, {"w": np.ones(3)})
-    file = folder / "state" / name
-    assert at_a_fifo(file, lambda: [*only(folder).problems]) == [f"{file} is not a regular file"]

@@ -100,21 +100,6 @@ def test_names_are_the_callables(folder: Path) -> None:
     assert [*linked.links] == ["h.w"]
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ({"h/w": None}, r"b \[4\] has no name"),
-        ({"h/w": None, "b": None, "c": None}, "c is no parameter of the model"),
-        ({"h/w": Tensor("a", "x -> x"), "b": None}, r"h/w \[2, 3\]: .* has 1 dimensions"),
-        ({"h/w": "a", "b": "a"}, r"a is \[2, 3\] by h/w, and \[4\] by b"),
-    ],
-)
-def test_names_that_do_not_fit(names: Any, message: str, folder: Path) -> None:
-    saved = find(folder)
-    with pytest.raises(CheckpointError, match=message):
-        rename(parameters(saved), lambda *_: Renamed(names, {}), saved)
-
-
 def test_a_callable_may_refuse(folder: Path) -> None:
     def refuse(shapes: Shapes, extra: Any) -> Renamed:
         raise ValueError("no such model")

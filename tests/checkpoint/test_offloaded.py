@@ -149,15 +149,6 @@ def assert_holds(state: Any, expected: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(got[name], x, err_msg=name, strict=True)
 
 
-@pytest.mark.slow
-def test_what_is_saved_does_not_change_with_the_next_step(trained: Trained) -> None:
-    zero, _, states, folder = trained
-    with Checkpointer(folder, zero, read_only=True) as checkpointer:
-        for n, expected in enumerate(states):
-            got = checkpointer.restore(zero.abstract_state(create_trainable, KEY), n)
-            assert_holds(got, expected)
-
-
 def test_training_goes_on(tmp_path: Path, swap: Path, trained: Trained) -> None:
     """After the state was restored on a disk of other devices, and saved there."""
     zero, step, states, folder = trained
@@ -258,20 +249,6 @@ def on_disk(zero: zerojax.Zero, x: jax.Array, piece: int, name: str) -> DiskArra
     leaf = DiskLeaf(store, f"{name} {piece}", x.shape, x.dtype, x.sharding, pieces)
     leaf.fill(x)
     return leaf.advance()
-
-
-def test_plain_orbax_reads_what_lay_on_a_disk(
-    tmp_path: Path, lying: tuple[zerojax.Zero, TrainState]
-) -> None:
-    zero, state = lying
-    with Checkpointer(tmp_path, zero) as checkpointer:
-        checkpointer.save(1, state)
-    plain = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
-    abstract = plain.abstract_state(create_trainable, KEY)
-    with ocp.StandardCheckpointer() as reader:
-        got = reader.restore(tmp_path / "1" / "state", abstract)
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(got))
-    assert_same(got, state)
 
 
 def test_a_damaged_checkpoint_yields_no_handle(

@@ -95,20 +95,6 @@ def test_restores_on_any_number_of_devices(folder: Path, expected: Any, devices:
                 assert not at_rest.any()
 
 
-def test_nnx(tmp_path: Path) -> None:
-    wanted = filled(abstract_of(zero_of(0, 1), "nnx"))
-    for step, place in enumerate([(3, 7), (1, 6), (2, 8)]):
-        zero = zero_of(*place)
-        with Checkpointer(tmp_path, zero) as checkpointer:
-            if step == 0:
-                checkpointer.save(step, filled(abstract_of(zero, "nnx")))
-            else:
-                got = checkpointer.restore(abstract_of(zero, "nnx"))
-                assert bool(padded_of(got)) == (place[1] == 6)
-                assert_same(got, wanted)
-                checkpointer.save(step, got)
-
-
 @pytest.mark.slow
 def test_plain_orbax_reads_the_shape_without_padding(folder: Path, expected: Any) -> None:
     saved = SavedStep(folder / str(SEVEN))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint.recorded import flip, save, save_plain, tree, write
+from checkpoint.recorded import save, save_plain, tree, write
 from orbax.checkpoint import v1
 
 from zerojax.checkpoint import CheckpointError, DamagedCheckpointError
@@ -106,14 +106,6 @@ def test_the_newest_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
     assert [*folders(tmp_path)] == [9, 10, 100]
     assert find(tmp_path).folder.name == "100"
     assert find(tmp_path, 9).folder.name == "9"
-
-
-def test_the_state_s_own_folder(tmp_path: Path) -> None:
-    """Its record is beside it."""
-    folder = save(tmp_path, 5, STATE)
-    assert find(folder / "state").record is not None
-    plain = save_plain(tmp_path, 6, STATE)
-    assert find(plain / "state").names == find(plain).names
 
 
 def test_arrays_that_are_named_by_numbers(tmp_path: Path) -> None:
@@ -225,17 +217,6 @@ def test_damage(tmp_path: Path, damage: Callable[[Path], None], says: str) -> No
         find(tmp_path)
 
 
-def test_all_that_differs_is_told_at_once(tmp_path: Path) -> None:
-    folder = save(tmp_path, 5, STATE)
-    (folder / METADATA).unlink()
-    flip(folder / "state" / "manifest.ocdbt", 3)
-    with pytest.raises(DamagedCheckpointError) as caught:
-        find(tmp_path)
-    first, second = str(caught.value).splitlines()
-    assert first.endswith(f"{METADATA} is missing")
-    assert "manifest.ocdbt is not as it was written" in second
-
-
 def test_an_array_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     saved = SavedStep(save_plain(tmp_path, 5, STATE))
     (saved.item / "manifest.ocdbt").unlink()
@@ -260,14 +241,6 @@ def test_a_chunk_that_is_lost(tmp_path: Path) -> None:
     stored = '"store_array_data_equal_to_fill_value": '
     metadata.write_text(metadata.read_text().replace(f"{stored}true", f"{stored}false"))
     assert not find(tmp_path).read("params.w").any()
-
-
-def test_metadata_of_the_caller(tmp_path: Path) -> None:
-    """Whatever else is said there does not mean that there has to be a record."""
-    for step, custom in enumerate([{"run": 3}, [1], "text", None]):
-        folder = save_plain(tmp_path, step, STATE, custom_metadata=custom)
-        assert not SavedStep(folder).recorded
-    assert SavedStep(save(tmp_path, 9, STATE)).recorded
 
 
 def test_no_device_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

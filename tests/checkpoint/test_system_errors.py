@@ -14,7 +14,6 @@ import pytest
 from checkpoint.recorded import flip
 from checkpoint.states import KEY, assert_same
 from flax.training.train_state import TrainState
-from processes import fork_server
 
 import zerojax
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError, inspect
@@ -136,35 +135,3 @@ def test_another_step_that_cannot_be_looked_at(
     assert "No other step is complete" not in str(told.value)
     assert "Whether another step is complete is not known:\n" in str(told.value)
     assert f"{folder}/1 cannot be read: Permission denied" in str(told.value)
-
-
-def as_nobody(folder: str) -> None:
-    """The rest of the test below, in a process without root's rights."""
-    if os.getuid() == 0:
-        os.setuid(65534)
-    zero = zerojax.zero(stage=1)
-    with Checkpointer(f"{folder}/run", zero, read_only=True) as checkpointer:
-        for step in (1, 2):
-            with pytest.raises(CheckpointError) as told:
-                checkpointer.extra(step)
-            refused(told.value, "Permission denied")
-        assert [x.status for x in inspect(f"{folder}/run").steps] == ["not verifiable"] * 2
-    for hidden in ("hidden", "hidden/run"):
-        with pytest.raises(CheckpointError) as told:
-            Checkpointer(f"{folder}/{hidden}", zero, read_only=True).latest_step()
-        refused(told.value, "Permission denied")
-
-
-@pytest.mark.slow
-def test_no_permission_to_read(open_to_all: Path) -> None:
-    zero = zerojax.zero(stage=1)
-    for name in ("run", "hidden/run"):
-        with Checkpointer(open_to_all / name, zero) as checkpointer:
-            checkpointer.save(1, zero.init(create, KEY))
-            checkpointer.save(2, zero.init(create, KEY))
-    for path, mode in (("run/1", 0o700), ("run/2/state", 0o700), ("hidden", 0o700)):
-        (open_to_all / path).chmod(mode)
-    process = fork_server().Process(target=as_nobody, args=(str(open_to_all),))
-    process.start()
-    process.join()
-    assert process.exitcode == 0

@@ -98,18 +98,16 @@ def test_this_process() -> None:
 
 
 def test_devices_that_differ() -> None:
-    one = {"count": 1, "kind": "gpu NVIDIA H100", "memory": 60_000_000_000}
-    assert not unequal_devices([one, one | {"memory": 59_000_000_000}])
-    said = unequal_devices([one, one, one | {"count": 2, "kind": "cpu cpu", "memory": None}])
+    one = {"count": 1, "kind": "gpu NVIDIA H100"}
+    assert not unequal_devices([one, one])
+    said = unequal_devices([one, one, one | {"count": 2, "kind": "cpu cpu"}])
     assert said == [
         "the kind of device differs: gpu NVIDIA H100 in processes 0, 1; cpu cpu in process 2. "
         "Remedy: use machines of one kind, or name the backend with JAX_PLATFORMS in all processes",
         "the number of devices differs: 1 in processes 0, 1; 2 in process 2. Remedy: give all "
         "processes as many: CUDA_VISIBLE_DEVICES, JAX_NUM_CPU_DEVICES",
     ]
-    (memory,) = unequal_devices([one, one | {"memory": 30_000_000_000}])
-    assert "JAX may use differs: 60.0 GB in process 0; 30.0 GB in process 1" in memory
 
 
 def test_devices_at_hand() -> None:
-    assert devices_here(jax.devices()) == {"count": 8, "kind": "cpu cpu", "memory": None}
+    assert devices_here(jax.devices()) == {"count": 8, "kind": "cpu cpu"}

@@ -224,22 +224,6 @@ time.sleep(3600)
     assert told.out.count("saved") == 2
 
 
-def test_sigterm_ends_scripts_that_know_nothing_of_it(tmp_path: Path) -> None:
-    with launching(tmp_path, SLEEP, "--nproc-per-node=2") as launch:
-        stopped(launch, signal.SIGTERM, "pid")
-        told = launch.told()
-    assert told.status == 128 + signal.SIGTERM
-
-
-def test_ctrl_c_works_once(tmp_path: Path) -> None:
-    options = "--nproc-per-node=2", "--max-restarts=3"
-    with launching(tmp_path, SLEEP, *options, patch=PATIENT) as launch:
-        stopped(launch, signal.SIGINT, "pid")
-        told = launch.told()
-    assert told.status == 128 + signal.SIGINT
-    assert "zerojax launch" not in told.err
-
-
 def test_ctrl_c_twice_kills(tmp_path: Path) -> None:
     with launching(tmp_path, STUBBORN + SLEEP, "--nproc-per-node=2", patch=PATIENT) as launch:
         stopped(launch, signal.SIGINT)

@@ -63,8 +63,9 @@ def test_what_waits_has_a_bound():
     assert [step.wrong.read for step in many] == [True] * 44 + [False] * 256
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize(
+    ("dtype", "bad"), [(jnp.float32, jnp.nan), (jnp.bfloat16, jnp.inf), (jnp.float16, -jnp.inf)]
+)
 def test_every_floating_scalar_is_looked_at(dtype, bad):
     out = {"a": {"loss": jnp.asarray(bad, dtype)}, "n": jnp.int32(3), "x": jnp.full(3, jnp.nan)}
     found = jax.jit(lambda out: Finiteness.of(jnp.int32(7), jnp.float32(1), out))(out)

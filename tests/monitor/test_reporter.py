@@ -123,27 +123,12 @@ def test_wall_clock_with_lines(report, caplog):
     assert lines[4] == "time (ms) | batch: 1.00 | step: 300.00 | mean of 2 steps"
 
 
-def test_wall_clock_alone_has_a_line_for_every_step(report, caplog):
-    with Reporter(ZeroConfig(wall_clock_breakdown=True)) as reporter:
-        for number in range(1, 4):
-            reporter.record(report(number), None, 8, {"step": 0.1})
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines[1:] == ["time (ms) | step: 100.00"] * 2
-
-
 def test_only_the_first_process_says_anything(tmp_path, config, report, caplog, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with Reporter(config(steps_per_print=1)) as reporter:
         reporter.record(report(), None, 8)
     assert not caplog.records
     assert not (tmp_path / "job").exists()
-
-
-def test_active():
-    assert not Reporter(ZeroConfig(stage=3)).active
-    assert Reporter(ZeroConfig(steps_per_print=1)).active
-    assert Reporter(ZeroConfig(wall_clock_breakdown=True)).active
-    assert Reporter(ZeroConfig.from_keywords(csv_monitor={})).active
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zerojax.config import WandbConfig, ZeroConfig
-from zerojax.monitor import Reporter, writers
+from zerojax.monitor import Reporter
 from zerojax.monitor.writers import CsvFiles, TensorBoardFile, WandbRun, open_writers
 
 
@@ -29,22 +29,6 @@ def test_a_missing_package_is_named_before_training(monkeypatch, section, module
     assert not Reporter(ZeroConfig()).active
 
 
-def test_csv_needs_no_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert Reporter(ZeroConfig.from_keywords(csv_monitor={})).active
-
-
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, report):
-    (tmp_path / "logs").touch()
-    config = ZeroConfig.from_keywords(csv_monitor={"output_path": str(tmp_path / "logs")})
-    reporter = Reporter(config)
-    with pytest.raises(OSError, match="logs"):
-        reporter.open()
-    with pytest.raises(OSError, match="logs"):
-        reporter.record(report(), None, 8)
-
-
 @pytest.mark.parametrize(
     ("section", "path", "why"),
     [("csv_monitor", "file", "Not a directory"), ("tensorboard", "a\0b", "null")],
@@ -58,30 +42,6 @@ def test_the_key_and_the_path_are_named(tmp_path, section, path, why):
     ) as told:
         open_writers(config)
     assert told.value.filename == f"{path}/j"
-
-
-def test_those_that_are_open_are_closed_when_another_fails(tmp_path, monkeypatch):
-    closed = []
-
-    class Board:
-        def __init__(self, folder):
-            self.where = folder
-
-        def close(self):
-            closed.append(self.where)
-
-    def init(**_):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr("zerojax.monitor.writers.TensorBoardFile", Board)
-    fake = types.SimpleNamespace(run=None, init=init)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    config = ZeroConfig.from_keywords(
-        tensorboard={"output_path": str(tmp_path), "job_name": "a"}, wandb={}
-    )
-    with pytest.raises(ConnectionError, match="no network"):
-        open_writers(config)
-    assert closed == [str(tmp_path / "a")]
 
 
 def test_layout_of_csv_files(tmp_path):
@@ -171,34 +131,6 @@ def test_event_files_are_read_back(tmp_path):
         "Train/Samples/train_loss": [(8, 0.5), (16, float("inf"))],
         "Train/Samples/lr": [(8, pytest.approx(0.001))],
     }
-
-
-def test_event_files_flush_once_a_second_at_most(tmp_path, monkeypatch):
-    calls = []
-
-    class Writer:
-        def __init__(self, folder):
-            calls.append(folder)
-
-        def add_scalar(self, *event):
-            calls.append(event)
-
-        def flush(self):
-            calls.append("flush")
-
-        def close(self):
-            calls.append("close")
-
-    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
-    monkeypatch.setitem(sys.modules, "tensorboard.summary", types.SimpleNamespace(Writer=Writer))
-    now = [100.0]
-    monkeypatch.setattr(writers.time, "monotonic", lambda: now[0])
-    writer = TensorBoardFile("folder")
-    for event in EVENTS:
-        now[0] += 0.6
-        writer.write([event])
-    writer.close()
-    assert calls == ["folder", EVENTS[0], EVENTS[1], "flush", EVENTS[2], "close"]
 
 
 class Wandb(types.ModuleType):

@@ -148,36 +148,6 @@ def test_every_byte_is_read_once(folder: pathlib.Path, monkeypatch: pytest.Monke
         assert max(end for _, end in read) == size
 
 
-def test_a_state_trains_on_with_padded_leaves(folder: pathlib.Path) -> None:
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, mesh=zerojax.mesh(3))
-
-    def create_state() -> TrainState:
-        return state_of(jax.tree.map(lambda x: jnp.zeros_like(x), stacked()))
-
-    state = zero.init(create_state)
-    state = state.replace(params=load(folder, like=state.params, names=STACKED))
-
-    @zero
-    def train_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
-        def loss(params: Any) -> jax.Array:
-            x = batch @ params["embed"]["embedding"] * params["norm"]["scale"]
-            for i in range(LAYERS):
-                x = x @ params["h"]["attn"]["kernel"][i, :, :WIDTH]
-            return jnp.mean(x**2)
-
-        value, grads = jax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    batch = np.random.default_rng(0).normal(size=(6, ROWS)).astype(np.float32)
-    x = batch @ TENSORS["embed.weight"] * TENSORS["norm.weight"]
-    for i in range(LAYERS):
-        x = x @ TENSORS[FUSED.format(layer=i)][:, :WIDTH]
-    state, value = train_step(state, batch)
-    np.testing.assert_allclose(value, np.mean(x**2), rtol=1e-5)
-    _, second = train_step(state, batch)
-    assert second < value
-
-
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(10, WIDTH, rngs=rngs)

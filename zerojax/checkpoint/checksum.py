@@ -65,11 +65,6 @@ def checksum(
     ends = [jnp.asarray(end, jnp.uint32) for end in shape]
     if jax.typeof(x).memory_space == jax.memory.Space.Host:
         return _from_host(x, begins, ends)
-    # XLA fuses the sum on an accelerator; on the CPU it would write all mixed words to memory.
-    return jax.lax.platform_dependent(x, begins, ends, cpu=_by_blocks, default=_at_once)
-
-
-def _at_once(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]) -> jax.Array:
     words = _words(x)
     return jnp.sum(_mixed(words, _index_terms(words.shape), begins, ends), dtype=jnp.uint32)
 
@@ -94,24 +89,6 @@ def _from_host(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Arr
     total = jnp.uint32(0)
     for blocks in _blocks(x, begins, _BROUGHT):
         total = blocks.fold(add, total)
-    return total
-
-
-def _by_blocks(x: jax.Array, begins: Sequence[jax.Array], ends: Sequence[jax.Array]) -> jax.Array:
-    """Computes the checksum in blocks that stay in the cache."""
-    if x.size <= _BLOCK:
-        return _at_once(x, begins, ends)
-    total = jnp.uint32(0)
-    for blocks in _blocks(x, begins, _BLOCK):
-        shape = jax.eval_shape(lambda b=blocks: _words(b.get(jnp.int32(0))[0])).shape
-        terms = _index_terms(shape)
-
-        def add(
-            block: jax.Array, index: list[jax.Array], sums: jax.Array, terms: jax.Array = terms
-        ) -> jax.Array:
-            return sums + _mixed(_words(block), terms, index, ends)
-
-        total += jnp.sum(blocks.fold(add, jnp.zeros(shape, jnp.uint32)), dtype=jnp.uint32)
     return total
 
 

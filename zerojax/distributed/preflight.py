@@ -6,7 +6,6 @@ error.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import socket
@@ -24,8 +23,6 @@ from zerojax.distributed.roll_call import Record, by_host, by_value, format_indi
 
 _OWN = ("steps_per_print", "wall_clock_breakdown", "tensorboard", "csv_monitor", "wandb")
 """Config fields that a program may set only in process 0."""
-_UNEQUAL_MEMORY = 0.05
-"""The relative difference that the memories of devices may have."""
 
 
 def describe(me: Launched, config: ZeroConfig | None, environ: Mapping[str, str]) -> Record:
@@ -116,16 +113,7 @@ def unequal_settings(each: list[dict[str, str]]) -> list[str]:
 def devices_here(devices: Iterable[jax.Device]) -> Record:
     """Returns the record of a process's devices."""
     group = [*devices]
-    memory = []
-    for device in group:
-        with contextlib.suppress(jax.errors.JaxRuntimeError, NotImplementedError):
-            memory.append((device.memory_stats() or {}).get("bytes_limit"))
-    limits = [each for each in memory if each]
-    return {
-        "count": len(group),
-        "kind": f"{group[0].platform} {group[0].device_kind}",
-        "memory": min(limits, default=None),
-    }
+    return {"count": len(group), "kind": f"{group[0].platform} {group[0].device_kind}"}
 
 
 def unequal_devices(records: list[Record]) -> list[str]:
@@ -140,13 +128,6 @@ def unequal_devices(records: list[Record]) -> list[str]:
         {n: r["count"] for n, r in enumerate(records)},
         "give all processes as many: CUDA_VISIBLE_DEVICES, JAX_NUM_CPU_DEVICES",
     )
-    memories = {n: r["memory"] for n, r in enumerate(records) if r["memory"]}
-    if memories and min(memories.values()) < (1 - _UNEQUAL_MEMORY) * max(memories.values()):
-        problems += _unequal(
-            "the memory of a device that JAX may use",
-            {n: f"{bytes_ / 1e9:.1f} GB" for n, bytes_ in memories.items()},
-            "end other programs on the smaller ones, or set XLA_PYTHON_CLIENT_MEM_FRACTION alike",
-        )
     return problems
 
 

@@ -181,7 +181,7 @@ class _Muon(Rewriter):
             return []
         (call,) = program.eqns  # of the program's arguments, its only operands
         names = dict(zip(program.invars, given, strict=True))
-        source = block[-1].source_info
+        source = jaxprs.source(block[-1])
         operands = [names[v] for v in call.invars]
         return [call.replace(invars=operands, outvars=results, source_info=source)]
 

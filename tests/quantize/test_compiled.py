@@ -24,7 +24,7 @@ CASE = Case(
     micro_batch=1,
     n_layer=8,
     n_head=8,
-    n_embd=480,  # so that weights are small enough to be gathered with so few rows
+    n_embd=448,  # few rows leave the weights of a wider model sharded
     vocab_size=512,
     block_size=32,
 )

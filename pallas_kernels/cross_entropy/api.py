@@ -7,13 +7,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cross_entropy import chunks, mosaic_gpu, rows
+from pallas_kernels.cross_entropy import chunks, mosaic_gpu, reference
 from pallas_kernels.dispatch import choose
 from pallas_kernels.varying import alike
 
 NAME = "softmax_cross_entropy"
 
-_XLA = chunks.Rows(rows.statistics, rows.gradient)
+_XLA = chunks.Rows(reference.statistics, reference.gradient)
 _MOSAIC_GPU = chunks.Rows(mosaic_gpu.statistics, mosaic_gpu.gradient)
 
 

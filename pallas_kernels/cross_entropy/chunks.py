@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.cross_entropy.rows import SKIP, Factors, Statistics
+from pallas_kernels.cross_entropy.reference import SKIP, Factors, Statistics
 from pallas_kernels.varying import alike
 
 SMALLEST = 128
@@ -20,7 +20,7 @@ ALIGNED = 8
 
 
 class Rows(NamedTuple):
-    """An implementation of :mod:`pallas_kernels.cross_entropy.rows`."""
+    """An implementation of :mod:`pallas_kernels.cross_entropy.reference`."""
 
     statistics: Callable[[jax.Array, jax.Array, int, bool], Statistics]
     gradient: Callable[[jax.Array, jax.Array, int, jax.Array, Factors, Any], jax.Array]

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat, tiles
-from pallas_kernels.cross_entropy.rows import SKIP, Factors, Statistics
+from pallas_kernels.cross_entropy.reference import SKIP, Factors, Statistics
 from pallas_kernels.tiles import Tile
 
 SMALLEST = tiles.WARPGROUP
@@ -58,7 +58,7 @@ class _Row:
 
 
 def statistics(logits: jax.Array, labels: jax.Array, vocabulary: int, total: bool) -> Statistics:
-    """Computes :func:`pallas_kernels.cross_entropy.rows.statistics` in one pass."""
+    """Computes :func:`pallas_kernels.cross_entropy.reference.statistics` in one pass."""
     cut = _Row(logits.shape[1], vocabulary, _READ)
 
     def step(z: Any, sums: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -113,7 +113,7 @@ def gradient(
     factors: Factors,
     dtype: Any,
 ) -> jax.Array:
-    """Computes :func:`pallas_kernels.cross_entropy.rows.gradient`."""
+    """Computes :func:`pallas_kernels.cross_entropy.reference.gradient`."""
     cut = _Row(logits.shape[1], vocabulary, _WRITTEN)
 
     def body(logit: Any, label: Any, *refs: Any) -> None:

@@ -128,7 +128,7 @@ def test_times_are_those_of_the_forecast(plain: tuple[str, Any]) -> None:
     """As on devices that it knows."""
     h100, text = rates("h100"), plain[0]
     config = CommsLoggerConfig(prof_all=False, prof_ops=("all_gather_into_tensor",), verbose=True)
-    sent = [comms_logger.Sent(each, 2) for each in collectives(text)]
+    sent = [(each, 2) for each in collectives(text)]
     first, heads, *rows = comms_logger.table(sent, config, h100, (0,) * 8).splitlines()
     assert "ms under way, forecast for h100" in first
     assert "ms a step" in heads

@@ -20,7 +20,7 @@ from pallas_kernels.compat import kernels_in
 from pallas_kernels.cross_entropy import (
     chunks,
     mosaic_gpu,
-    rows,
+    reference,
     softmax_cross_entropy,
 )
 from pallas_kernels.cross_entropy.arguments import MEASURED, TESTED, both_ways
@@ -134,10 +134,10 @@ def test_extremes(implementation: str) -> None:
         return loss, *transposed(g)
 
     def by_rows(z: Any) -> Any:
-        which = mosaic_gpu if implementation == "mosaic_gpu" else rows
+        which = mosaic_gpu if implementation == "mosaic_gpu" else reference
         filled = jnp.pad(z, ((0, 0), (0, 5)))
         found = which.statistics(filled, y, v, False)
-        factors = rows.Factors(g, g, jnp.zeros(7))
+        factors = reference.Factors(g, g, jnp.zeros(7))
         d = which.gradient(filled, y, v, found.lse, factors, z.dtype)
         return found.lse - found.picked, d[:, :v], d[:, v:]
 

@@ -33,9 +33,6 @@ def estimate(
     ] = 8,
     devices_per_node: Annotated[int, typer.Option(min=1)] = 8,
     nodes: Annotated[int, typer.Option(min=1)] = 1,
-    buffer_factor: Annotated[
-        float, typer.Option(help="What host memory is multiplied with for buffers.")
-    ] = 1.5,
     as_json: AsJson = False,
 ) -> None:
     """Prints the memory of parameters, gradients and optimizer state by DeepSpeed's formulas.
@@ -53,6 +50,5 @@ def estimate(
         seq=seq,
         devices_per_node=devices_per_node,
         nodes=nodes,
-        buffer_factor=buffer_factor,
         as_json=as_json,
     )

@@ -35,7 +35,6 @@ def run(
     seq: int,
     devices_per_node: int,
     nodes: int,
-    buffer_factor: float,
     as_json: bool,
 ) -> None:
     """Prints the estimates; exits with 2 for bad input. The arguments are the command's options."""
@@ -43,7 +42,7 @@ def run(
         if model is not None:
             params, largest_layer = counted(model, seq)
         assert params is not None
-        machines = devices_per_node, nodes, buffer_factor
+        machines = devices_per_node, nodes
         with contextlib.redirect_stdout(io.StringIO()):  # the functions print
             zero2 = estimate_zero2_model_states_mem_needs_all_cold(params, *machines)
             layer = assumed_layer(params) if largest_layer is None else largest_layer

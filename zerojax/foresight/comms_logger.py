@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from zerojax.config.profiling import CommsLoggerConfig
 from zerojax.devices.rates import Rates
@@ -13,20 +12,8 @@ from zerojax.hlo.traffic import Collective
 from zerojax.plan.table import columns, size
 
 
-class Sent(NamedTuple):
-    """A collective of one program of a step (:class:`zerojax.devices.rates.Sent` counts its bytes).
-
-    Attributes:
-      collective: The collective.
-      times: Runs of the program in a step.
-    """
-
-    collective: Collective
-    times: int
-
-
 def table(
-    sent: Sequence[Sent],
+    sent: Sequence[tuple[Collective, int]],
     config: CommsLoggerConfig,
     rates: Rates | None,
     nodes: tuple[int, ...],
@@ -34,23 +21,22 @@ def table(
     """Formats the collectives of a step: a sum, and a line for each kind, size and group.
 
     Args:
-      sent: All collectives of the step, in order.
+      sent: All collectives of the step, in order, with the runs of their program in a step.
       config: The selection and the form of the lines.
       rates: The speeds of the devices; None omits the times.
       nodes: The node of each device, from :func:`zerojax.devices.network.nodes_of`.
     """
     if config.kinds == ():
         return "comms_logger: prof_all is false and prof_ops names no collective: nothing to list"
-    groups: dict[tuple[object, ...], list[Sent]] = collections.defaultdict(list)
-    for index, each in enumerate(sent):
-        collective = each.collective
+    groups: dict[tuple[object, ...], list[tuple[Collective, int]]] = collections.defaultdict(list)
+    for index, (collective, runs) in enumerate(sent):
         if collective.group_size < 2 or (
             config.kinds is not None and collective.kind not in config.kinds
         ):
             continue
         shared_key = collective.kind, collective.dtypes, collective.payload_bytes, collective.groups
         extra_key = index if config.verbose else 0, collective.op_name if config.debug else ""
-        groups[*shared_key, *extra_key].append(each)
+        groups[*shared_key, *extra_key].append((collective, runs))
     if not groups:
         suffix = "" if config.kinds is None else f" of {', '.join(config.kinds)}"
         return f"comms_logger: the step has no collectives{suffix}"
@@ -58,9 +44,9 @@ def table(
     header += ["ms a step"] * (rates is not None) + ["from"] * config.debug
     rows, total_seconds, total_bytes = [tuple(header)], 0.0, 0
     for members in groups.values():
-        collective = members[0].collective
-        times = sum(each.times * each.collective.times for each in members)
-        moved_bytes = sum(each.times * each.collective.moved_bytes for each in members)
+        collective, _ = members[0]
+        times = sum(runs * each.times for each, runs in members)
+        moved_bytes = sum(runs * each.moved_bytes for each, runs in members)
         seconds = times * rates.collective_seconds(sent_by(collective, nodes)) if rates else 0.0
         total_seconds, total_bytes = total_seconds + seconds, total_bytes + moved_bytes
         rows.append(
@@ -69,9 +55,7 @@ def table(
                 "+".join(collective.dtypes),
                 f"{len(collective.groups)} x {collective.group_size}",
                 size(collective.payload_bytes),
-                f"{times}"
-                if all(each.collective.exact for each in members)
-                else f"{times} or more",
+                f"{times}" if all(each.exact for each, _ in members) else f"{times} or more",
                 size(moved_bytes),
                 *([f"{1e3 * seconds:.3g}"] if rates else []),
                 *([collective.op_name] if config.debug else []),

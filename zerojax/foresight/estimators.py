@@ -40,6 +40,8 @@ from zerojax.xla import hijax, jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Jaxpr, PyTree
 
 GIB = 2**30
+BUFFERS = 1.5
+"""The factor on host memory, for buffers."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,6 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: float,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
 ) -> Estimate:
     """Estimates the memory that ZeRO-2 needs by DeepSpeed's formulas; prints and returns the table.
 
@@ -109,7 +110,6 @@ def estimate_zero2_model_states_mem_needs_all_cold(
       total_params: The number of parameters of the model.
       num_gpus_per_node: The number of GPUs of a node.
       num_nodes: The number of nodes.
-      additional_buffer_factor: The factor on host memory, for buffers.
 
     Raises:
       ValueError: A number is not positive.
@@ -123,8 +123,8 @@ def estimate_zero2_model_states_mem_needs_all_cold(
         134.11GB |   5.59GB | offload_optimizer=cpu
         134.11GB |  11.87GB | offload_optimizer=none
     """
-    p, _ = _checked(total_params, None, num_gpus_per_node, num_nodes, additional_buffer_factor)
-    gpus, a = num_gpus_per_node * num_nodes, additional_buffer_factor
+    p, _ = _checked(total_params, None, num_gpus_per_node, num_nodes)
+    gpus, a = num_gpus_per_node * num_nodes, BUFFERS
     needs = (
         Need(int(p * max(4 * gpus, 16) * a), 2 * p, "offload_optimizer=cpu"),
         Need(
@@ -139,7 +139,6 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     largest_layer_params: float,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
 ) -> Estimate:
     """Estimates the memory that ZeRO-3 needs by DeepSpeed's formulas; prints and returns the table.
 
@@ -148,8 +147,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     Args:
       total_params: The number of parameters of the model.
       largest_layer_params: The number of parameters of its largest layer.
-      num_gpus_per_node, num_nodes, additional_buffer_factor: As for
-        :func:`estimate_zero2_model_states_mem_needs_all_cold`.
+      num_gpus_per_node: The number of GPUs of a node.
+      num_nodes: The number of nodes.
 
     Raises:
       ValueError: A number is not positive, or the layer is larger than the model.
@@ -162,10 +161,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(
       >>> table.needs[-1].gpu // 10**6
       16274
     """
-    p, layer = _checked(
-        total_params, largest_layer_params, num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
-    g, n, a = num_gpus_per_node, num_nodes, additional_buffer_factor
+    p, layer = _checked(total_params, largest_layer_params, num_gpus_per_node, num_nodes)
+    g, n, a = num_gpus_per_node, num_nodes, BUFFERS
     needs = []
     for optimizer, params in ((True, True), (True, False), (False, False)):
         if optimizer:
@@ -189,7 +186,6 @@ def estimate_zero2_model_states_mem_needs_all_live(
     *inputs: object,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
 ) -> Estimate:
     """Calls :func:`estimate_zero2_model_states_mem_needs_all_cold` with a model's parameter count.
 
@@ -212,9 +208,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
       2000000
     """
     total, _ = parameters(model, inputs)
-    return estimate_zero2_model_states_mem_needs_all_cold(
-        total, num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    return estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -222,7 +216,6 @@ def estimate_zero3_model_states_mem_needs_all_live(
     *inputs: object,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
 ) -> Estimate:
     """Calls :func:`estimate_zero3_model_states_mem_needs_all_cold` with a model's parameter counts;
     the arguments are those of :func:`estimate_zero2_model_states_mem_needs_all_live`.
@@ -233,7 +226,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     """
     total, largest = parameters(model, inputs)
     return estimate_zero3_model_states_mem_needs_all_cold(
-        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
+        total, largest, num_gpus_per_node, num_nodes
     )
 
 
@@ -317,15 +310,12 @@ def _stacked(traced: AnyJaxpr) -> list[int]:
     return [layers(jaxpr, v) for v in jaxpr.outvars]
 
 
-def _checked(
-    params: float, layer: float | None, gpus: int, nodes: int, factor: float
-) -> tuple[int, int]:
+def _checked(params: float, layer: float | None, gpus: int, nodes: int) -> tuple[int, int]:
     values = {
         "total_params": params,
         "largest_layer_params": 1 if layer is None else layer,
         "num_gpus_per_node": gpus,
         "num_nodes": nodes,
-        "additional_buffer_factor": factor,
     }
     for name, value in values.items():
         if not value > 0:

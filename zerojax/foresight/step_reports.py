@@ -17,7 +17,7 @@ from zerojax.foresight.costs import forecast, measure_memory, records_graphs
 from zerojax.hlo.origins import by_origin
 from zerojax.hlo.program import parse
 from zerojax.hlo.timeline import program_time
-from zerojax.hlo.traffic import collectives
+from zerojax.hlo.traffic import Collective, collectives
 from zerojax.hlo.transfers import host_copies
 from zerojax.monitor import lines
 from zerojax.plan.state_sharding import Plan
@@ -96,14 +96,12 @@ class StepReports:
         memory_forecast = forecast(programs, plan, stand_in, measured=measure_memory)
         if config.memory_breakdown:
             _log(memory_breakdown.table(memory_forecast))
-        sent: list[comms_logger.Sent] = []
+        sent: list[tuple[Collective, int]] = []
         self._modules = flops_profiler.modules(plan.leaves["params"])
         for each in programs:
             text = each.lowered.compile().as_text() or ""
             program, program_collectives = parse(text), collectives(text)
-            sent += (
-                comms_logger.Sent(collective, each.times) for collective in program_collectives
-            )
+            sent += ((collective, each.times) for collective in program_collectives)
             flops_profiler.attributed(self._modules, by_origin(program, speeds), each.times)
             if speeds is not None:
                 spent = program_time(

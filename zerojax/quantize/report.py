@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.plan.table import size
+from zerojax.plan.table import columns, size
 from zerojax.quantize.weights import is_quantized
 from zerojax.train_state.linen import is_train_state
 from zerojax.xla.types import PyTree
@@ -26,7 +26,6 @@ class QuantizationReport:
       bytes_before, bytes_after: The bytes of the weights, over all devices once.
       quantized: The number of arrays that are quantized.
       kept: The number of other arrays.
-      higher_is_better: Whether a higher metric is better.
     """
 
     before: float
@@ -35,13 +34,12 @@ class QuantizationReport:
     bytes_after: int
     quantized: int
     kept: int
-    higher_is_better: bool = False
 
     @property
     def relative_loss(self) -> float:
         """The change of the metric for the worse, relative to its value before; negative for the
         better."""
-        change = self.before - self.after if self.higher_is_better else self.after - self.before
+        change = self.after - self.before
         return change / abs(self.before) if self.before else math.inf * change if change else 0.0
 
     def __str__(self) -> str:
@@ -61,11 +59,7 @@ class QuantizationReport:
             ),
             ("arrays", "0 quantized", f"{self.quantized} quantized", f"{self.kept} kept"),
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        return "\n".join(columns(rows))
 
 
 def quantization_report(
@@ -75,20 +69,19 @@ def quantization_report(
     batches: Iterable[PyTree],
     *,
     max_loss: float | None = None,
-    higher_is_better: bool = False,
 ) -> QuantizationReport:
     r"""Compares a metric of original and of quantized weights on the same batches.
 
     .. math:: \text{relative loss} = (m_\text{quantized} - m_\text{original}) / |m_\text{original}|
 
     Args:
-      metric: ``metric(state, batch)`` returns a scalar, such as a loss or a perplexity: a function
-        of ``zero.evaluate``, or one under ``jax.jit`` that calls :func:`zerojax.dequantize`.
+      metric: ``metric(state, batch)`` returns a scalar that is better if lower, such as a loss, a
+        perplexity or the negative of an accuracy: a function of ``zero.evaluate``, or one under
+        ``jax.jit`` that calls :func:`zerojax.dequantize`.
       original: The state, parameters or module that ``metric`` takes.
       quantized: The result of :func:`zerojax.quantize_weights` for ``original``.
       batches: At least one batch; the metric is the mean over the batches.
       max_loss: The highest relative loss that is accepted, such as 0.02; None accepts any.
-      higher_is_better: Whether a lower metric is a loss, as of an accuracy.
 
     Raises:
       ValueError: The relative loss exceeds ``max_loss`` or is NaN; there is no batch; the metric is
@@ -122,7 +115,6 @@ def quantization_report(
         _bytes(quantized),
         n_quantized,
         len(nodes) - n_quantized,
-        higher_is_better,
     )
     if max_loss is not None and not report.relative_loss <= max_loss:
         raise ValueError(

@@ -22,8 +22,8 @@ pytestmark = [
 ]
 
 GIGA = 10**9
-# A matrix of more elements stays sharded where few rows are multiplied with it.
-TOY: Any = {"n_layer": 8, "n_head": 8, "n_embd": 448, "vocab_size": 512, "block_size": 32}
+# With fewer tokens the weights would stay sharded.
+TOY: Any = {"n_layer": 8, "n_head": 8, "n_embd": 512, "vocab_size": 512, "block_size": 128}
 SMALL = Case(stage=3, scan=True, micro_batch=1, **TOY)
 UNROLLED = dataclasses.replace(SMALL, scan=False)
 LAYER = 2 * 12 * SMALL.n_embd**2  # bytes of its matrices in bf16
@@ -100,8 +100,9 @@ def test_all_micro_batches_gather_once_at_stage_2() -> None:
 
 @pytest.mark.slow
 def test_peak_is_a_layer_above_the_inputs() -> None:
-    # The layer in use, as gathered and in the layout of its products, and the next layer.
-    assert cost(SMALL, 8).temporaries < 3 * LAYER
+    # The layer in use, as gathered and in the layout of its products, and the next layer; and the
+    # activations of 128 tokens.
+    assert cost(SMALL, 8).temporaries < 3.5 * LAYER
 
 
 @pytest.mark.sweep

@@ -30,7 +30,7 @@ from zerojax.step.call import Call, divide, join
 from zerojax.step.find_optimizer import find_optimizer
 from zerojax.step.program import StepSetting
 from zerojax.step.resident import ResidentStep
-from zerojax.xla import hijax
+from zerojax.xla import hijax, jaxprs
 
 LAYERS = LEAST  # as many as it takes for a loop to gather ahead
 
@@ -65,11 +65,13 @@ class Users(NamedTuple):
       call: Its arguments, the state abstract.
       inputs: The numbers of state, batch and further arguments, see ``tests/exact.py``.
       outputs: The state's parts and the results that the step computes from them.
+      dtypes: Of each output.
     """
 
     call: Call
     inputs: Any
     outputs: Any
+    dtypes: list[Any]
 
 
 def in_arguments(step: Any, state: Any, arguments: Any) -> Any:
@@ -163,7 +165,8 @@ def users(source: Source) -> Users:
         inputs = jax.tree.leaves(mine)
     closed, shapes = hijax.trace(run, *given)
     outs = exact.run(closed, inputs)
-    return Users(call, mine, jax.tree.unflatten(jax.tree.structure(shapes), outs))
+    leaves, tree = jax.tree.flatten(shapes)
+    return Users(call, mine, jax.tree.unflatten(tree, outs), [x.dtype for x in leaves])
 
 
 def directly(source: Source, state: TrainState, given: Any, mine: Any) -> tuple[Any, Any, Any]:
@@ -235,19 +238,29 @@ def differing(source: Source, program: Emitted) -> list[str]:
     batch = jax.tree.map(lambda x: by_micro_batch(x, k), batch)
     outs = exact.run(program.jaxpr, jax.tree.leaves((start, batch, arrays)))
     n = len(jax.tree.leaves(start))
-    parts = jax.tree.unflatten(jax.tree.structure(program.parts), outs[:n])
     after, out = own.outputs
     out = jax.tree.map(
         lambda x: by_micro_batch(x, k) if len(x.shape) and len(x) == source.rows else x, out
     )
-    state = jax.tree.leaves(parts._replace(opt_state=parts.opt_state.inner))
+    state = of_state(outs[:n], program.parts)
     made = [*state, *outs[n:]]  # the signals of the step come last
+    dtypes = [v.aval.dtype for v in jaxprs.open_jaxpr(program.jaxpr)[0].outvars]
+    dtypes = [*of_state(dtypes[:n], program.parts), *dtypes[n:]]
     want = jax.tree_util.tree_leaves_with_path((after, out))
+    assert len(made) >= len(want)
     return [
         jax.tree_util.keystr(path)
-        for (path, x), y in zip(want, made, strict=False)
-        if not np.array_equal(x, y[tuple(map(slice, x.shape))])
+        for i, ((path, x), y) in enumerate(zip(want, made, strict=False))
+        if dtypes[i] != own.dtypes[i]
+        or (i >= len(state) and y.shape != x.shape)
+        or not np.array_equal(x, y[tuple(map(slice, x.shape))])
     ]
+
+
+def of_state(leaves: list[Any], parts: Any) -> list[Any]:
+    """Of values for each array of a state at rest those that the user's state has too."""
+    tree = jax.tree.unflatten(jax.tree.structure(parts), leaves)
+    return jax.tree.leaves(tree._replace(opt_state=tree.opt_state.inner))
 
 
 def check(source: Source, stage: int = 3, k: int = 1, mesh: Any = None, **config: Any) -> None:

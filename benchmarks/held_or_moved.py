@@ -4,7 +4,7 @@
     python -m benchmarks.held_or_moved --only tables
     python -m benchmarks.held_or_moved --record benchmarks/records
 
-State beside the parameters, tables, heads, frozen parameters, gradients of gradients and experts,
+State beside the parameters, tables, heads, frozen parameters and experts,
 the programs of ``extra_state.py`` and ``moved_programs.py``. Needs
 ``pip install -e '.[compile,examples]'`` and no GPU.
 """

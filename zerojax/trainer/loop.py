@@ -343,7 +343,7 @@ class Trainer(ScriptMethods):
     def save_model(
         self, output_dir: str | os.PathLike[str] | None = None, **options: Any
     ) -> pathlib.Path:
-        """Writes a folder that transformers loads; needs the extra ``export``.
+        """Writes a folder that transformers loads.
 
         For the models of ``zerojax.models`` the folder has Hugging Face's tensor names, the
         ``config.json`` and ``generation_config.json`` from which the model's config was read, with

@@ -64,19 +64,15 @@ def test_what_is_told_of_arrays(made: Path) -> None:
 
 
 def test_plain_orbax(tmp_path: Path) -> None:
-    folder = save_plain(tmp_path, 5, tree())
+    save_plain(tmp_path, 5, tree())
     step = only(tmp_path)
     assert step.status == "not verifiable"
     assert step.notes == ("no zerojax.json, as with plain orbax: nothing to compare with",)
     assert (step.step, step.form, step.record) == (5, "linen", None)
-    assert step.saved is not None
-    assert step.saved.endswith("+00:00")
+    assert step.saved is None
     assert len(step.arrays) == 10
     assert {array.spec for array in step.arrays} == {None}
     assert inspect(tmp_path).newest_intact is None
-    for text in "", "[]", '{"commit_timestamp_nsecs": null}', '{"commit_timestamp_nsecs": 1e999}':
-        (folder / "_CHECKPOINT_METADATA").write_text(text)
-        assert only(tmp_path).saved is None
 
 
 def test_a_step_s_own_folder(steps: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,7 +53,7 @@ class InspectedStep:
         digests of the files match, and arrays were not read; ``"not verifiable"``: no record
         exists to compare with, or the operating system refuses to read the files;
         ``"damaged"``: there are problems.
-      saved: The time of the save, ISO 8601 in UTC; None if unknown.
+      saved: The time of the save, ISO 8601 in UTC; None for plain orbax.
       form: The kind of state; None if the arrays fit none that zerojax knows.
       record: The record that zerojax wrote; None for plain orbax.
       arrays: The arrays that can be opened.
@@ -249,7 +247,7 @@ class StepInspector:
             step=record.step if record and named_step is None else named_step,
             folder=str(self.folder),
             status="damaged" if self._problems else "not verifiable" if self._notes else intact,
-            saved=record.saved if record else _committed(self.folder),
+            saved=record.saved if record else None,
             form=form,
             record=record,
             arrays=tuple(_inspected(array, form, record) for array in self.arrays),
@@ -299,15 +297,3 @@ def _form(arrays: list[SavedArray]) -> Form | None:
     if roots >= {"0", "1"} and all(name.isdecimal() for name in roots):
         return "nnx"
     return "linen" if "params" in roots else None
-
-
-def _committed(folder: epath.Path) -> str | None:
-    """Returns the time of orbax's commit, ISO 8601 in UTC; None if unknown."""
-    try:
-        metadata = json.loads(steps_folder.read(folder / "_CHECKPOINT_METADATA").decode())
-        commit_time = datetime.datetime.fromtimestamp(
-            metadata["commit_timestamp_nsecs"] / 1e9, datetime.UTC
-        )
-    except records.UNREADABLE:
-        return None
-    return commit_time.isoformat(timespec="seconds")

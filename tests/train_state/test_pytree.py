@@ -68,11 +68,6 @@ def as_arguments(params: Any, opt_state: Any, batch: Any) -> Any:
     return updated(params, opt_state, batch)
 
 
-def as_one_tuple(state: Any, batch: Any) -> Any:
-    params, opt_state, loss = updated(*state, batch)
-    return (params, opt_state), loss
-
-
 def as_dict(state: Any, batch: Any) -> Any:
     params, opt_state, loss = updated(state["params"], state["opt"], batch)
     return {"params": params, "opt": opt_state, "step": state["step"] + 1}, {"loss": loss}
@@ -126,7 +121,6 @@ def params_and_opt_state() -> tuple[Any, Any]:
 
 FORMS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
     "arguments": (as_arguments, params_and_opt_state),
-    "one tuple": (as_one_tuple, lambda: (params_and_opt_state(),)),
     "dict": (
         as_dict,
         lambda: (dict(zip(("params", "opt"), params_and_opt_state(), strict=True)) | {"step": 0},),
@@ -226,11 +220,6 @@ def test_a_key_that_comes_back_is_no_batch() -> None:
 
 
 class TestTheState:
-    def test_may_come_by_keyword(self) -> None:
-        params, opt_state = params_and_opt_state()
-        got = zero_for(3)(as_arguments)(params, opt_state=opt_state, batch=BATCH)
-        assert_near(host(got), host(as_arguments(params, opt_state, BATCH)), 1e-5)
-
     def test_is_planned_lowered_and_listed(self) -> None:
         zero = zero_for(3, small_array_size=0)
         step, state = zero(as_arguments), zero.abstract_state(params_and_opt_state)
@@ -272,36 +261,6 @@ class TestTheState:
 
         with pytest.raises(TypeError, match=r"none of its arguments \(0 \(params\), 1 \(opt_state"):
             zero_for(1)(step)(*params_and_opt_state(), BATCH)
-
-    def test_may_hold_functions(self) -> None:
-        """A module that is a pytree has them among its leaves; they are part of the program."""
-
-        def step(module: Any, opt_state: Any, batch: Any) -> Any:
-            def loss_fn(params: Any) -> jax.Array:
-                out = module["activation"](batch["x"] @ params["in"]) @ params["out"]
-                return jnp.mean((out - batch["y"]) ** 2)
-
-            loss, grads = jax.value_and_grad(loss_fn)(module["params"])
-            updates, opt_state = TX.update(grads, opt_state, module["params"])
-            new = optax.apply_updates(module["params"], updates)
-            return {**module, "params": new}, opt_state, loss
-
-        def create(activation: Any) -> Any:
-            params, opt_state = params_and_opt_state()
-            return {"params": params, "activation": activation}, opt_state
-
-        zero = zero_for(3)
-        decorated = zero(step)
-        for activation in (jnp.tanh, jax.nn.gelu):
-            state, want = zero.init(lambda f=activation: create(f)), params_and_opt_state()
-            for _ in range(2):
-                *state, loss = decorated(*state, BATCH)
-                module = {"params": want[0], "activation": activation}
-                (module, opt_state, expected) = step(module, want[1], BATCH)
-                want = module["params"], opt_state
-            assert state[0]["activation"] is activation
-            got = state[0]["params"], state[1], loss
-            assert_near(host(got), host((*want, expected)), 1e-5)
 
     def test_has_no_leaf_that_is_not_hashable(self) -> None:
         def step(state: Any, batch: Any) -> Any:
@@ -398,15 +357,6 @@ class TestRoles:
             )
             emitted.check(source, 3, k)
 
-    def test_a_number_is_no_state(self) -> None:
-        def step(params: Any, rate: Any, batch: Any) -> Any:
-            loss, grads = jax.value_and_grad(loss_of)(params, batch)
-            return jax.tree.map(lambda p, g: p - rate * g, params, grads), loss
-
-        low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), network(0))
-        got, want = zero_for(2)(step)(low, 0.1, BATCH), jax.jit(step)(low, 0.1, BATCH)
-        assert_near(arrays(got), arrays(want), 2.0**-6)
-
     def test_an_array_that_may_be_of_the_batch_is_named(self) -> None:
         def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
             return *updated(params, opt_state, {"x": x, "y": y}), output(params, x)
@@ -416,26 +366,6 @@ class TestRoles:
             zero_for(2)(step)(*given)
         got = zero_for(2)(step, batch_argnums=(2, 3))(*given)
         assert_near(arrays(got), arrays(jax.jit(step)(*given)), TOLERANCE["float32"])
-
-    def test_arrays_alone_are_a_state(self) -> None:
-        def step(w: Any, b: Any, x: Any) -> Any:
-            grads = jax.grad(lambda w, b: jnp.mean((x @ w + b) ** 2), (0, 1))(w, b)
-            return w - 0.1 * grads[0], b - 0.1 * grads[1]
-
-        given = network(0)["in"], jnp.ones(HIDDEN), BATCH["x"]
-        got, want = zero_for(3)(step)(*given), jax.jit(step)(*given)
-        assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
-
-    def test_numpy_and_python_numbers(self) -> None:
-        def step(state: Any, batch: Any) -> Any:
-            params, n, z = state
-            loss, grads = jax.value_and_grad(loss_of)(params, batch)
-            return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), n + 1, z * 1j), loss
-
-        params = jax.tree.map(lambda x: np.asarray(x, np.float64), network(0))
-        given = (params, np.int64(3), 1j), BATCH
-        got, want = zero_for(3)(step)(*given), jax.jit(step)(*given)
-        assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
 
     def test_an_instance_is_the_state(self) -> None:
         """As reinforcement learning has it: an agent that updates itself."""
@@ -497,19 +427,6 @@ class TestMemory:
         mine = network(0)
         want = jax.jit(with_target)(mine, mine, TX.init(mine), BATCH)
         assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
-
-
-def test_an_optimizer_without_state() -> None:
-    tx = optax.sgd(0.1)
-
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        updates, opt_state = tx.update(jax.grad(loss_of)(params, batch), opt_state)
-        return optax.apply_updates(params, updates), opt_state
-
-    zero = zero_for(3)
-    state = zero.init(lambda: (network(0), tx.init(network(0))))
-    got, want = zero(step)(*state, BATCH), jax.jit(step)(network(0), state[1], BATCH)
-    assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
 
 
 def test_two_train_states_are_not_returned_for_one() -> None:

@@ -214,27 +214,12 @@ def test_the_body_of_a_call(name: str) -> None:
     assert jaxprs.programs(eqn) == (jaxprs.CALLS[eqn.primitive],)
 
 
-def test_the_branches_of_a_choice() -> None:
-    eqn = traced(chosen, "cond")
-    assert [len(body.eqns) for body in jaxprs.bodies(eqn)] == [0, 1]
-    assert jaxprs.programs(eqn) == ("branches",)
-
-
 def test_counts_of_a_scan() -> None:
     eqn = traced(looped, "scan")
     assert jaxprs.scan_counts(eqn) == (1, 1)
     assert [v.aval.shape for v in eqn.invars] == [(4, 6), (6,), (4, 6)]
     assert not jaxprs.bodies(eqn)
     assert len([*jaxprs.inner(eqn)]) == 1
-
-
-def test_parts_of_a_while_loop() -> None:
-    eqn = traced(until, "while")
-    loop = jaxprs.while_parts(eqn)
-    assert loop[2:] == (1, 1)
-    assert [v.aval.shape for v in eqn.invars] == [(), (4, 6), (4, 6)]
-    cond, body = (jaxprs.open_jaxpr(jaxpr)[0] for jaxpr in loop[:2])
-    assert len(cond.outvars) == len(body.outvars) == 1
 
 
 def test_the_backward_pass_is_known() -> None:
@@ -313,24 +298,6 @@ def test_equations_made_anew_come_from_the_same_line() -> None:
     assert "inner" in str(copy.source_info.name_stack)
     frames = [frame.line_num for frame in eqn.source_info.traceback.frames]
     assert [frame.line_num for frame in copy.source_info.traceback.frames] == frames
-
-
-def test_jaxprs_and_equations_can_be_changed() -> None:
-    """With ``replace``, variables of their own, literals, and a shape of their own."""
-    closed = jax.make_jaxpr(jax.jit(double))(X)
-    (eqn,) = closed.jaxpr.eqns
-    inside = jaxprs.open_jaxpr(jaxprs.called_jaxpr(eqn))[0]
-    mul = inside.eqns[0]
-    (at,) = [i for i, v in enumerate(mul.invars) if isinstance(v, core.Literal)]
-    old = mul.invars[at]
-    three = core.Literal(np.asarray(3, old.aval.dtype), old.aval)
-    changed = mul.replace(invars=[three if i == at else v for i, v in enumerate(mul.invars)])
-    body = jaxprs.with_body(jaxprs.called_jaxpr(eqn), inside.replace(eqns=[changed]))
-    params = eqn.params | {"jaxpr": body}
-    (out,) = jaxprs.bind(eqn.replace(params=params), [jnp.asarray(X)])
-    np.testing.assert_array_equal(out, 3 * X)
-    aval = eqn.invars[0].aval.update(shape=(2, 6))
-    assert (aval.shape, aval.dtype) == ((2, 6), X.dtype)
 
 
 def test_an_opened_equation_comes_from_where_it_was_called() -> None:

@@ -14,7 +14,6 @@ from zerojax.evaluation.rows import ByRows
 from zerojax.evaluation.undivided import Undivided
 
 WIDE = np.ones((5, 5), np.float32)
-AT = np.array([3, 1])
 EVEN, PADDED, ALONE = Sizes(6, 2), Sizes(6, 4), Sizes(6, 1)
 SIZES = [EVEN, PADDED, ALONE, Sizes(3, 8)]
 

@@ -81,12 +81,6 @@ def test_stage_0_keeps_everything_replicated() -> None:
     assert not any(leaf.sharded for leaf in plan.leaves["rest"])
 
 
-def test_every_array_that_stays_replicated_has_a_reason() -> None:
-    for stage in (0, 1, 3):
-        for leaf in planned(stage).leaves["rest"]:
-            assert leaf.sharded != bool(leaf.reason), leaf
-
-
 def test_the_threshold_of_the_parameters_holds() -> None:
     plan = planned(3, stage3_param_persistence_threshold=200_000)
     up = next(leaf for leaf in plan.leaves["rest"] if leaf.path == "base['up']")

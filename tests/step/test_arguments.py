@@ -62,17 +62,6 @@ def agrees(
 
 
 class TestWrapper:
-    def test_of_jax_runs_as_it_is(self) -> None:
-        seen: list[Any] = []
-
-        @jax.default_matmul_precision("highest")
-        def step(state: TrainState, batch: Any) -> Any:
-            seen.append(jax.config.jax_default_matmul_precision)
-            return train_step(state, batch)
-
-        agrees(step, (X, Y))
-        assert set(seen) == {"highest"}
-
     def test_around_a_jit_and_within_one(self) -> None:
         @functools.wraps(train_step)
         def outer(state: TrainState, batch: Any) -> Any:
@@ -232,13 +221,6 @@ class Trainer:
     def two(self, state: TrainState, x: Any, y: Any) -> Any:
         return update(state, x, y, scale=self.scale)
 
-    def undecorated(self, state: TrainState, batch: Any) -> Any:
-        return update(state, *batch, scale=self.scale)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def jitted(self, state: TrainState, batch: Any) -> Any:
-        return update(state, *batch, scale=self.scale)
-
 
 class TestMethod:
     def test_is_a_step_of_its_instance(self) -> None:
@@ -255,11 +237,6 @@ class TestMethod:
     def test_with_positions_that_count_self(self) -> None:
         loss = Trainer(2.0).two(make_state(), X, Y)[1]
         same(loss, update(make_state(), X, Y, 2.0)[1])
-
-    @pytest.mark.parametrize("name", ["undecorated", "jitted"])
-    def test_that_is_bound(self, name: str) -> None:
-        step = zerojax.zero(stage=1)(getattr(Trainer(2.0), name))
-        same(step(make_state(), (X, Y))[1], update(make_state(), X, Y, 2.0)[1])
 
     def test_of_instances_with_slots(self) -> None:
         class Slotted:

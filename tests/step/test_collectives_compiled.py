@@ -26,11 +26,7 @@ NUMBERS = 16 * 8 * 2
 """Bytes of the numbers that XLA all-reduces for the program itself: losses, metrics, norms."""
 
 
-class _Called(Exception):
-    """A step was called."""
-
-
-def lowering(name: str, stage: int, k: int, **config: Any) -> tuple[Any, tuple[Any, ...], Any]:
+def lowering(name: str, stage: int, k: int, **config: Any) -> tuple[Any, tuple[Any, ...]]:
     """The decorated step of a program, for absent GPUs, and what it is called with."""
     program = PROGRAMS[name]
     zero = zerojax.zero(
@@ -39,20 +35,9 @@ def lowering(name: str, stage: int, k: int, **config: Any) -> tuple[Any, tuple[A
         mesh=zerojax.topology("h100", DEVICES),
         **{"stage3_param_persistence_threshold": 0} | config,
     )
-    step = program.step_on(zero) if program.step_on else program.step
     state = zero.abstract_state(program.create, jax.random.key(5))
-    given, calls = arguments(name, "float32", 1)[0], []
-
-    def note(*args: Any, **kwargs: Any) -> Any:
-        calls.append((args, kwargs))
-        raise _Called
-
-    if program.call is None:
-        calls.append(((*state, *given) if program.nnx else (state, *given), {}))
-    else:
-        with pytest.raises(_Called):
-            program.call(note, state, given)
-    return zero(step, **program.jit, **program.zero), *calls[0]
+    given = arguments(name, "float32", 1)[0]
+    return zero(program.step), (state, *given)
 
 
 def difference(table: CollectivesTable, compiled: list[Collective]) -> str:
@@ -95,9 +80,9 @@ def _alone(table: CollectivesTable, compiled: list[Collective]) -> Iterator[str]
 
 
 def check(name: str, stage: int, k: int, **config: Any) -> None:
-    step, args, kwargs = lowering(name, stage, k, **config)
-    table = step.collectives(*args, **kwargs)
-    text = step.lower(*args, **kwargs).compile().as_text()
+    step, args = lowering(name, stage, k, **config)
+    table = step.collectives(*args)
+    text = step.lower(*args).compile().as_text()
     found = [each for each in collectives(text) if each.group_size > 1]
     wrong = difference(table, found)
     assert not wrong, f"{name}, stage {stage}, {k} micro-batches\n{wrong}\n{table}"

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from equal import zero_for
 from flax import linen as nn
-from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -168,26 +166,6 @@ def test_concrete_arguments_and_the_step_runs_afterwards() -> None:
     state = zero.abstract_state(create)
     assert step.collectives(state, batch) == before  # the cache of traces knows the step by now
     assert step.collectives(state, batch) == before
-
-
-def test_nnx() -> None:
-    def step(model: Any, optimizer: Any, batch: Any) -> Any:
-        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(batch) ** 2))(model)  # nnx
-        optimizer.update(model, grads)
-        return loss
-
-    def create() -> Any:
-        model = nnx.Linear(WIDE, 2 * WIDE, rngs=nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-
-    zero = zero_for(3)
-    batch = jax.ShapeDtypeStruct((ROWS, WIDE), jnp.float32)
-    rows = zero(step).collectives(*zero.abstract_state(create), batch).rows
-    kernel = [row for row in rows if "kernel" in row.array]
-    assert brief(kernel, "kind", "line") == [
-        ("all-gather", line_of("nnx")),
-        ("reduce-scatter", line_of("nnx")),
-    ]
 
 
 def test_the_norm_of_shards_is_one_number() -> None:

@@ -105,30 +105,6 @@ def test_metrics_and_rngs_are_updated_in_place(born: bool) -> None:
     agrees(full_step, create, BATCH, born=born)
 
 
-def test_any_order() -> None:
-    def step(rngs: Any, optimizer: Any, metrics: Any, model: Any, batch: Any) -> Any:
-        return full_step(model, optimizer, metrics, rngs, batch)
-
-    def make() -> tuple[Any, ...]:
-        model, optimizer, metrics, rngs = create()
-        return rngs, optimizer, metrics, model
-
-    exactly(step, make)
-    exactly(step, make, 2)
-
-
-def test_objects_behind_the_batch_and_by_name() -> None:
-    def step(model: Any, batch: Any, *, metrics: Any, optimizer: Any) -> Any:
-        return train(model, optimizer, batch, metrics)
-
-    mine, plain = create(), create()
-    decorated, jitted = zerojax.zero(stage=2)(step), nnx.jit(step)
-    for _ in range(2):
-        found = decorated(mine[0], BATCH, metrics=mine[2], optimizer=mine[1])
-        same(found, jitted(plain[0], BATCH, metrics=plain[2], optimizer=plain[1]))
-    same(values(mine), values(plain))
-
-
 def test_another_model_of_the_same_form_is_left_alone() -> None:
     """A mean teacher: the model is the one that comes first."""
 

@@ -83,11 +83,6 @@ def batch_first(batch: Any, params: Any, opt_state: Any) -> Any:
     return {"loss": loss, "new": [params, opt_state]}
 
 
-def with_average(params: Any, average: Any, opt_state: Any, batch: Any) -> Any:
-    params, opt_state, loss = updated(params, opt_state, batch)
-    return params, optax.incremental_update(params, average, 0.1), opt_state, loss
-
-
 def adversaries(generator: TrainState, critic: TrainState, batch: Any) -> Any:
     """The critic's update reads the generator's new parameters."""
 
@@ -127,7 +122,6 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
     ),
     "NamedTuple": (as_named_tuple, lambda: (Learner(*params_and_opt_state(), jnp.zeros(())),)),
     "batch first": (batch_first, params_and_opt_state),
-    "average": (with_average, lambda: (network(0), network(0), TX.init(network(0)))),
     "TrainStates": (adversaries, pair),
     "class": (in_a_class, lambda: (Pair(*pair()),)),
 }
@@ -192,8 +186,8 @@ def test_a_stage_shards_what_it_says(form: str) -> None:
         big = [x for x in leaves if x.size > WIDTH]
         return sum(not x.sharding.is_fully_replicated for x in big), len(big)
 
-    # A matrix has two moments, and an average has none.
-    networks = {"TrainStates": 2, "class": 2, "average": 4 / 3}.get(form, 1)
+    # A matrix has two moments.
+    networks = {"TrainStates": 2, "class": 2}.get(form, 1)
     assert sharded(0)[0] == 0
     assert sharded(1) == sharded(3) == (6 * networks,) * 2
 
@@ -356,6 +350,15 @@ class TestRoles:
                 lambda: given[:3], with_target, (SINGLE,), emitted.in_arguments, options
             )
             emitted.check(source, 3, k)
+
+    def test_a_number_is_no_state(self) -> None:
+        def step(params: Any, rate: Any, batch: Any) -> Any:
+            loss, grads = jax.value_and_grad(loss_of)(params, batch)
+            return jax.tree.map(lambda p, g: p - rate * g, params, grads), loss
+
+        low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), network(0))
+        got, want = zero_for(2)(step)(low, 0.1, BATCH), jax.jit(step)(low, 0.1, BATCH)
+        assert_near(arrays(got), arrays(want), 2.0**-6)
 
     def test_an_array_that_may_be_of_the_batch_is_named(self) -> None:
         def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:

@@ -91,20 +91,6 @@ def test_options_of_jit(options: dict[str, Any], expected: compat.JitOptions) ->
     assert compat.jit_options(jax.jit(function, **options)) == expected
 
 
-def test_a_function_runs_on_the_host() -> None:
-    host = jax.memory.Space.Host
-    with_host = jax.jit(lambda x: compat.computed_on_host(double)(jax.device_put(x, host)))
-    out = with_host(X)
-    assert out.sharding.memory_kind == "pinned_host"
-    np.testing.assert_array_equal(out, 2 * X)
-
-
-def test_a_program_for_devices_that_exist_is_lowered_as_ever() -> None:
-    traced = jax.jit(double).trace(X)
-    lowered = compat.lower_for(traced, jax.make_mesh((1,), ("data",)))
-    assert not isinstance(lowered, compat.LoweredFor)
-
-
 def test_a_program_is_compiled_for_devices_that_do_not_exist() -> None:
     """The compiler is named in jax's own record of what a lowered program is compiled with."""
     pytest.importorskip("jax_plugins.xla_cuda13")

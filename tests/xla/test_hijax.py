@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import emitted
 import jax
@@ -11,12 +10,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import hijax as public
 from jax.extend import core
 
 import zerojax
 from zerojax.accumulation.lines import where
-from zerojax.collectives import Inserter, residuals
 from zerojax.graph.search import equations
 from zerojax.xla import hijax, jaxprs
 
@@ -24,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
 X = np.arange(16, dtype=np.float32).reshape(8, 2)
-Primitive: Any = getattr(public, "HiPrim", None) or public.VJPHiPrimitive  # from 0.12 on HiPrim
 
 
 def turn_on(flag: str) -> None:
@@ -120,35 +116,6 @@ def test_lines_and_shared_programs_are_kept(all_flags: None) -> None:
     assert all(" at test_hijax.py:" in place for place in lines), lines
 
 
-class Boxed(public.HiType):
-    """A type that is not an array."""
-
-    def __hash__(self) -> int:
-        return hash(Boxed)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Boxed)
-
-    def str_short(self, *_: Any, **__: Any) -> str:
-        return "Boxed"
-
-
-class Box(Primitive):
-    def __init__(self) -> None:
-        self.in_avals, self.out_aval = (jax.typeof(X),), Boxed()
-        self.params: dict[str, Any] = {}
-        super().__init__()
-
-
-def test_values_that_are_no_arrays_are_refused_by_name() -> None:
-    def function(x: jax.Array) -> jax.Array:
-        Box()(x)
-        return x
-
-    with pytest.raises(NotImplementedError, match=r"cannot read Box at .*test_hijax\.py:.*arrays"):
-        hijax.trace(function, X)
-
-
 @pytest.mark.parametrize(
     ("flag", "name", "stage", "k"),
     [
@@ -162,17 +129,3 @@ def test_programs_have_the_numbers_of_plain_jit(flag: str, name: str, stage: int
     """In exact arithmetic, as the program is traced anew under the flag."""
     turn_on(flag)
     emitted.check(dataclasses.replace(emitted.source(name)), stage, k)
-
-
-def test_what_cannot_leave_for_host_memory_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    turn_on("jax_remat3")
-    ws = np.ones((4, 2, 2), np.float32)
-
-    def loss(ws: jax.Array) -> jax.Array:
-        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
-        return lax.scan(layer, X, ws)[0].sum()
-
-    closed, _ = hijax.trace(jax.grad(loss), ws)
-    inserter = Inserter(zerojax.mesh(), "data", keep=False, away=1)
-    np.testing.assert_allclose(inserter(closed, [ws])[0], jax.grad(loss)(ws), 1e-6)
-    assert [record.message for record in caplog.records] == [residuals.NO_EFFECT]

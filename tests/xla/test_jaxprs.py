@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -282,35 +281,6 @@ def test_the_context_of_an_equation_is_that_of_its_trace() -> None:
     assert jax.sharding.get_abstract_mesh().empty
     with jaxprs.context(eqn):
         assert jax.sharding.get_abstract_mesh().axis_names == ("data",)
-
-
-def test_equations_made_anew_come_from_the_same_line() -> None:
-    with jax.named_scope("block"):
-        eqn = traced(lambda x: jax.named_scope("inner")(double)(x), "mul")
-
-    def again(x: jax.Array) -> Any:
-        with jaxprs.traced_where(eqn):
-            env = dict.fromkeys((v for v in eqn.invars if not isinstance(v, core.Literal)), x)
-            return jaxprs.bind(eqn, [jaxprs.read(v, env) for v in eqn.invars])
-
-    (copy,) = jax.make_jaxpr(again)(X).jaxpr.eqns
-    assert copy.source_info.name_stack == eqn.source_info.name_stack
-    assert "inner" in str(copy.source_info.name_stack)
-    frames = [frame.line_num for frame in eqn.source_info.traceback.frames]
-    assert [frame.line_num for frame in copy.source_info.traceback.frames] == frames
-
-
-def test_an_opened_equation_comes_from_where_it_was_called() -> None:
-    with jax.named_scope("outer"):
-        call = traced(lambda x: jax.named_scope("block")(jax.jit(double))(x), "jit")
-    (inside,) = jaxprs.bodies(call)[0].eqns
-    outer, inner = jaxprs.source(call), jaxprs.source(inside)
-    source = jaxprs.source_within(outer, inner, own_line=False)
-    assert str(source.name_stack).startswith(str(outer.name_stack))
-    assert source.traceback is outer.traceback
-    assert jaxprs.source_within(outer, inner, own_line=True).traceback is inner.traceback
-    assert inside.replace(source_info=source).source_info.traceback is outer.traceback
-    assert {f.file_name for f in outer.traceback.frames if f.line_num} >= {__file__}
 
 
 def test_what_differentiation_makes_of_an_equation_has_its_place() -> None:

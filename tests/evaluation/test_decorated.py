@@ -242,26 +242,6 @@ class TestRowsThatMeet:
         assert "as they do not divide among 8" in caplog.text
 
 
-class Conv(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(8, (2,))(nn.one_hot(x, 8))
-        x = nn.max_pool(nn.BatchNorm(use_running_average=True)(x), (2,), (2,))
-        return nn.Dense(4)(x.reshape(len(x), -1))
-
-
-@pytest.mark.usefixtures("quiet")
-def test_models_by_rows() -> None:
-    model = Conv()
-    tokens = np.random.default_rng(0).integers(16, size=(5, 6)).astype(np.int32)
-    variables = model.init(KEY, tokens[:1])
-    rest = {name: value for name, value in variables.items() if name != "params"}
-    zero = zero_for(3, train_micro_batch_size_per_gpu=1, mesh=zerojax.mesh(2))
-    state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.sgd(0.1))
-    evaluate = zero.evaluate(lambda s, b: s.apply_fn({"params": s.params, **rest}, b))
-    close(evaluate(state, tokens), jax.jit(model.apply)(variables, tokens))
-
-
 class NNXNet(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.a, self.b = nnx.Linear(WIDTH, 32, rngs=rngs), nnx.Linear(32, CLASSES, rngs=rngs)
@@ -345,12 +325,6 @@ class TestNNX:
 
         with pytest.raises(TypeError, match=r"changes no parameter.*'a'.*'bias'"):
             sets(model, batch_of(8))
-
-    def test_attributes_are_set_as_under_jit(self) -> None:
-        model, _ = zero_for(0).init(made)
-        evaluate = zero_for(0).evaluate(lambda model, batch: (model.eval(), model(batch["x"]))[1])
-        evaluate(model, batch_of(8))
-        assert model.norm.use_running_average
 
     def test_variables_are_not_added(self) -> None:
         zero = zero_for(0)

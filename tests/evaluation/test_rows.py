@@ -222,12 +222,3 @@ def test_a_loop_over_the_rows() -> None:
     check(total, EVEN, stacked=False)
     with pytest.raises(Undivided, match="its scan runs over the rows"):
         divided(total, PADDED)
-
-
-def test_noise_where_it_may_be_other_numbers() -> None:
-    by_rows, _ = divided(
-        lambda x: (x * 0 + jax.random.normal(jax.random.key(0), x.shape) > 9).sum(),
-        EVEN,
-        noise=True,
-    )
-    assert by_rows.stacked == []

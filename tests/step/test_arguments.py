@@ -4,7 +4,7 @@ what it computes under plain jit, or is refused in words."""
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,30 +178,6 @@ class TestBatchArguments:
 
     def test_are_not_needed_without(self) -> None:
         agrees(update, X, Y)
-
-
-class TestGraphs:
-    BATCH: ClassVar = {  # 16 nodes, 24 edges (8 divides both), 3 graphs (it does not)
-        "nodes": X,
-        "senders": RNG.integers(16, size=24, dtype=np.int32),
-        "receivers": RNG.integers(16, size=24, dtype=np.int32),
-        "of": np.sort(RNG.integers(3, size=16, dtype=np.int32)),
-        "labels": RNG.normal(size=(3, 4)).astype(np.float32),
-    }
-
-    @staticmethod
-    def step(state: TrainState, graphs: Any) -> Any:
-        sent = jnp.zeros_like(graphs["nodes"]).at[graphs["receivers"]]
-        nodes = graphs["nodes"] + sent.add(graphs["nodes"][graphs["senders"]])
-        return update(state, jax.ops.segment_sum(nodes, graphs["of"], 3), graphs["labels"])
-
-    def test_are_cut_where_they_divide(self) -> None:
-        step = zerojax.zero(stage=1)(self.step)
-        shardings = step.lower(make_state(), self.BATCH).compile().input_shardings[0][1]
-        cut = {name: not s.is_fully_replicated for name, s in shardings.items() if s}
-        assert cut["nodes"]
-        assert cut["senders"]
-        assert not cut["labels"]
 
 
 class Trainer:

@@ -1,6 +1,5 @@
 """The collectives that zerojax decides on, read off the trace: nothing compiles here."""
 
-import dataclasses
 import functools
 import inspect
 from pathlib import Path
@@ -15,7 +14,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.step.collectives_table import CollectiveRow, CollectivesTable
+from zerojax.step.collectives_table import CollectivesTable
 
 WIDE, LAYERS, ROWS = 128, 16, 32
 HERE = Path(__file__).name
@@ -172,24 +171,3 @@ def test_the_norm_of_shards_is_one_number() -> None:
     (norm,) = [row for row in table(stage=1).rows if row.kind == "all-reduce"]
     assert (norm.where, norm.shape, norm.bytes, norm.line) == ("update", (), 7, line_of("update"))
     assert all(row.where != "update" for row in table(stage=0).rows)
-
-
-ROW = CollectiveRow(
-    "all-gather", ("params['a']", "params['b']", "params['c']"), (8, 16), "bfloat16", 224, 3, True,
-    "entry", "small arrays are gathered together", "model.py:7",
-)  # fmt: skip
-
-
-def test_as_text() -> None:
-    reduced = dataclasses.replace(
-        ROW, kind="all-reduce", arrays=(), shape=(), exact=False, times=1, line=""
-    )
-    made = CollectivesTable("step", (ROW, reduced))
-    first, heads, one, other = str(made).splitlines()
-    assert first == "step: each device sends 896 B a step: all-gather 672 B, all-reduce 224 B"
-    assert heads.split()[:4] == ["collective", "array", "shape", "dtype"]
-    assert "params['a'] and 2 more" in one
-    assert "scalar" in other
-    assert "1 or more" in other
-    assert made.bytes_by_kind() == {"all-gather": 672, "all-reduce": 224}
-    assert str(CollectivesTable("step", ())) == "step: each device sends 0 B a step: nothing"

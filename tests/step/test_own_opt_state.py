@@ -137,23 +137,6 @@ def test_masters_follow(step: Callable[..., Any]) -> None:
     assert np.any(state.params["w"] != state.params["w"].astype(jnp.bfloat16))
 
 
-def test_a_state_put_back_by_hand_keeps_its_masters() -> None:
-    """Also where an update is too small for bfloat16."""
-
-    def rejects(state: TrainState, batch: Any) -> Any:
-        new, loss = updated(state, batch)
-        pairs = [(x.params, x.opt_state) for x in (new, state)]
-        params, opt_state = jax.tree.map(lambda x, y: jnp.where(loss < 0, x, y), *pairs)
-        return new.replace(params=params, opt_state=opt_state), loss
-
-    zero = zero_for(3, bf16=True)
-    state = zero.init(lambda: create(optax.sgd(1e-5)))
-    before = np.asarray(state.params["w"])
-    for _ in range(3):
-        state, _ = zero(rejects)(state, X)
-    np.testing.assert_array_equal(state.params["w"], before)
-
-
 def test_written_between_two_steps() -> None:
     zero = zero_for(3)
     state, want = zero.init(create), create()
@@ -178,16 +161,6 @@ def test_under_offload_the_state_is_written_between_steps(step: Callable[..., An
     zero = zero_for(2, offload_optimizer={"device": "cpu"})
     with pytest.raises((NotImplementedError, TypeError), match="between two steps"):
         zero(step)(zero.init(create), X)
-
-
-def test_bytes() -> None:
-    """``flax.serialization`` has zerojax's numbers too."""
-    zero = zero_for(1)
-    state, _ = zero(updated)(zero.init(create), X)
-    saved = flax.serialization.to_bytes(state)
-    got = flax.serialization.from_bytes(zero.init(create), saved)
-    assert jax.tree.structure(got) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, host(got), host(state))
 
 
 def test_in_nnx() -> None:

@@ -87,15 +87,3 @@ def test_an_error_of_zerojax_ends_at_the_call() -> None:
     with pytest.raises(ValueError, match="train_batch_size") as caught:
         call(wrong_shape, stage=0, train_batch_size=8)
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "call"
-
-
-def test_all_frames_are_kept_on_request() -> None:
-    jax.config.update("jax_traceback_filtering", "off")
-    try:
-        with pytest.raises(TypeError) as caught:
-            call(wrong_shape, stage=0)
-    finally:
-        jax.config.update("jax_traceback_filtering", "auto")
-    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert any("zerojax/step/train_step.py" in file for file in files)
-    assert any("jax/_src/numpy" in file for file in files)

@@ -21,7 +21,6 @@ ROWS, WIDTH, WIDE = 16, 83, 101
 
 OPTIONS: dict[str, Callable[[], Any]] = {
     "debug_nans": lambda: jax.debug_nans(True),
-    "debug_infs": lambda: jax.debug_infs(True),
     "checking_leaks": jax.checking_leaks,
     "disable_jit": jax.disable_jit,
     "rank_promotion": lambda: jax.numpy_rank_promotion("raise"),

@@ -281,30 +281,6 @@ def test_what_works_in_the_optimizer_is_refused(config: Any, words: str) -> None
         zero_for(2, **config)(as_arguments)(*params_and_opt_state(), BATCH)
 
 
-def test_an_optimizer_of_the_config() -> None:
-    """It clips, and its figures are those of the step."""
-    zero = zero_for(
-        2,
-        gradient_clipping=0.01,
-        optimizer={"type": "SGD", "params": {"lr": 1.0}},
-    )
-    tx = zero.optimizer()
-
-    @zero
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        grads = jax.grad(loss_of)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    params, opt_state = zero.init(lambda: (network(0), tx.init(network(0))))
-    params, opt_state = step(params, opt_state, BATCH)
-    moved = jax.tree.map(lambda a, b: np.asarray(a) - b, params, network(0))
-    assert float(optax.tree.norm(moved)) == pytest.approx(0.01, rel=1e-3)
-    figures = zerojax.telemetry((params, opt_state))
-    assert figures["grad_norm"] > 0.01
-    assert figures["step"] == 1
-
-
 @pytest.mark.parametrize("k", [1, 4])
 def test_the_norm_of_its_gradients_is_known(k: int) -> None:
     zero, state = zero_for(3, k), params_and_opt_state()
@@ -369,25 +345,6 @@ class TestRoles:
             zero_for(2)(step)(*given)
         got = zero_for(2)(step, batch_argnums=(2, 3))(*given)
         assert_near(arrays(got), arrays(jax.jit(step)(*given)), TOLERANCE["float32"])
-
-    def test_an_instance_is_the_state(self) -> None:
-        """As reinforcement learning has it: an agent that updates itself."""
-
-        class Agent(struct.PyTreeNode):
-            params: Any
-            opt_state: Any
-
-            def learned(self, batch: Any) -> Any:
-                params, opt_state, loss = updated(self.params, self.opt_state, batch)
-                return self.replace(params=params, opt_state=opt_state), loss
-
-            @zero_for(3)
-            def update(self, batch: Any) -> Any:
-                return self.learned(batch)
-
-        got = Agent(*params_and_opt_state()).update(BATCH)
-        want = Agent(*params_and_opt_state()).learned(BATCH)
-        assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
 
 
 class TestMemory:

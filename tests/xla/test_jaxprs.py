@@ -307,10 +307,3 @@ def test_what_differentiation_makes_of_an_equation_has_its_place() -> None:
     assert backward[0] not in {place[0] for place in forward}
     assert backward[0][0] is loss.__code__
     assert jaxprs.bound_at(None) == ()
-
-
-def test_what_vmap_makes_is_known() -> None:
-    product = traced(jax.vmap(lambda x: x @ x), "dot_general")
-    assert jaxprs.is_batched(product)
-    assert jaxprs.is_batched(traced(jax.vmap(jax.grad(lambda x: jnp.sin(x).sum())), "cos"))
-    assert not jaxprs.is_batched(traced(lambda x: x @ x.T, "dot_general"))

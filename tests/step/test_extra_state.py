@@ -171,3 +171,37 @@ def test_a_skipped_step_leaves_everything(in_float64: None) -> None:
     after = fields(state)
     for name in ("base", "critic", "critic_opt_state", "average", "memory"):
         near(after[name], before[name], 1e-12)
+
+
+def teach_step(state: TrainState, batch: Any, teacher: Any) -> Any:
+    def loss(params: Any) -> jax.Array:
+        return jnp.mean((network(params, batch["x"]) - network(teacher["net"], batch["x"])) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
+
+
+def test_a_teacher_as_a_further_argument(in_float64: None) -> None:
+    zero = zero_for(3, k=4)
+
+    def start(key: jax.Array) -> TrainState:
+        return TrainState.create(apply_fn=None, params=matrices(key), tx=optax.adam(1e-2))
+
+    teacher = {"net": matrices(jax.random.key(3)), "scale": jnp.ones(3)}
+    state, want = zero.init(start, jax.random.key(0)), start(jax.random.key(0))
+    specs = zero.plan(state).params
+    placed = {
+        "net": jax.tree.map(
+            lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(zero.mesh, spec)),
+            teacher["net"],
+            specs,
+        ),
+        "scale": teacher["scale"],
+    }
+    step, plain_step = zero(teach_step), jax.jit(teach_step)
+    for batch in batches(2):
+        state, value = step(state, batch, placed)
+        want, wanted = plain_step(want, batch, teacher)
+        np.testing.assert_allclose(value, wanted, rtol=1e-9)
+    near(state.params, jax.tree.map(np.asarray, want.params), 1e-9)
+    assert not placed["net"]["into"].is_deleted()

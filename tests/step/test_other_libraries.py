@@ -1,4 +1,4 @@
-"""Programs of Haiku and Equinox, as their documentation writes them."""
+"""Programs of Equinox, as its documentation writes them."""
 
 from typing import Any
 
@@ -47,3 +47,34 @@ def test_equinox(stage: int, k: int, jitted: bool) -> None:
     assert isinstance(got[0], eqx.nn.MLP)
     pairs = [eqx.filter((*x, y), eqx.is_array) for x, y in ((got, loss), (want, expected))]
     assert_near(*map(host, pairs), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("config", [{"bf16": True}, {"offload_optimizer": "cpu"}])
+def test_equinox_in_half_precision_and_offloaded(config: Any) -> None:
+    """``eqx.apply_updates`` adds float32 updates to bfloat16 parameters in float32; the masters
+    are those of Equinox in float32, but for the roundings of the gradients."""
+    zero = zero_for(3, **config)
+    tx = zero.wrap(TX)
+
+    def create(key: jax.Array) -> Any:
+        model, _ = equinox_create(key)
+        return model, tx.init(eqx.filter(model, eqx.is_array))
+
+    def step(model: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = eqx.filter_value_and_grad(
+            lambda model: cross_entropy(jax.vmap(model)(batch["x"]), batch["y"])
+        )(model)
+        updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    decorated, plain = zero(step), eqx.filter_jit(equinox_step)
+    got, want = zero.init(create, jax.random.key(0)), equinox_create(jax.random.key(0))
+    for _ in range(3):
+        *got, loss = decorated(*got, BATCH)
+        *want, expected = plain(*want, BATCH)
+    models = [host(eqx.filter(model, eqx.is_array)) for model in (got[0], want[0])]
+    # Adam moves each by at most the rate, in the direction of a gradient's sign.
+    assert_near(*models, 3e-2 if "bf16" in config else TOLERANCE["float32"])
+    assert float(loss) == pytest.approx(float(expected), rel=1e-2)
+    weight = models[0].layers[0].weight
+    assert np.any(weight != weight.astype(jax.numpy.bfloat16))

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
@@ -18,7 +17,6 @@ from zerojax.accumulation.resolve import analyse
 
 B, K = 24, 3
 W = np.ones((4, 5), np.float32)
-ORDER = np.arange(B)[::-1].copy()
 
 
 def batch(rows: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -55,29 +53,22 @@ def layout(kind: RowKind) -> tuple[int, int | None]:
         (lambda w, b: b["t"].reshape(-1, 4), 0, 1),
         (lambda w, b: b["x"].reshape(-1, 2, 4).max(1), 0, 1),  # neighbours
         (lambda w, b: lax.map(jnp.sin, jnp.concatenate([b["x"], b["x"]])), 0, 2),
-        (lambda w, b: b["t"].reshape(-1, 24).reshape(-1, 2, 12), 0, 1),
         (lambda w, b: jnp.swapaxes(b["t"], 0, 1).reshape(-1, 4), 0, 6),
-        (lambda w, b: jnp.swapaxes(b["t"], 0, 1).reshape(-1, 4).reshape(6, -1, 4), 1, 1),
         (lambda w, b: lax.reshape(b["t"], (b["t"].size,), (1, 0, 2)), 0, 6),
         (lambda w, b: jax.vmap(jax.grad(convolved), (None, 0))(jnp.ones((2, 6, 2)), b["t"]), 0, 1),
         (lambda w, b: jnp.concatenate([b["x"], 2 * b["x"]]), 0, 2),
-        (lambda w, b: jnp.split(jnp.concatenate([b["x"], 2 * b["x"]]), 2)[1], 0, 1),
         (lambda w, b: jnp.concatenate([b["x"], 2 * b["x"]])[: b["x"].shape[0]], 0, 1),
         (lambda w, b: jnp.stack([b["x"], b["x"]]), 1, 1),
         (lambda w, b: jnp.take(w, b["y"], axis=0), 0, 1),
-        (lambda w, b: jnp.take_along_axis(b["x"], b["y"][:, None], axis=1), 0, 1),
         (lambda w, b: b["x"][jnp.arange(b["x"].shape[0]), b["y"]], 0, 1),
         (lambda w, b: b["x"].at[jnp.arange(b["x"].shape[0]), b["y"]].add(1.0), 0, 1),
-        (lambda w, b: jax.nn.softmax(b["x"] @ w), 0, 1),
         (lambda w, b: jnp.sort(b["x"], axis=1), 0, 1),
         (lambda w, b: jnp.cumsum(b["t"], axis=1), 0, 1),
         (lambda w, b: lax.scan(lambda c, x: (c + x, c), b["x"], b["t"].swapaxes(0, 1))[1], 1, 1),
-        (lambda w, b: lax.fori_loop(0, 3, lambda i, x: x * 2, b["x"]), 0, 1),
         (lambda w, b: lax.map(lambda x: x @ w, b["x"]), 0, 1),
         (lambda w, b: lax.cond(w[0, 0] > 0, lambda: b["x"], lambda: 2 * b["x"]), 0, 1),
         (lambda w, b: jax.checkpoint(lambda w: b["x"] @ w)(w), 0, 1),
         (lambda w, b: jnp.zeros_like(b["x"]), 0, None),
-        (lambda w, b: jax.vmap(jax.grad(lambda w, x: (x @ w).sum()), (None, 0))(w, b["x"]), 0, 1),
         (lambda w, b: lax.conv(b["t"], jnp.ones((2, 6, 2)), (1,), "SAME"), 0, 1),
     ],
 )  # fmt: skip
@@ -90,17 +81,14 @@ def test_rows_stay_apart(function: Callable[..., Any], dim: int, outer: int | No
     ("function", "name"),
     [
         (lambda w, b: (b["x"] @ w).sum(), "sum"),
-        (lambda w, b: (b["x"] @ w).mean(), "sum"),
         (lambda w, b: 2 * (b["x"] @ w).mean(0).reshape(5, 1).T, "sum"),
         (lambda w, b: b["x"].T @ (b["x"] @ w), "sum"),
         (lambda w, b: jax.grad(lambda w: ((b["x"] @ w) ** 2).mean())(w), "sum"),
         (lambda w, b: jax.grad(lambda w: jnp.take(w, b["y"], axis=0).sum())(w), "sum"),
         (lambda w, b: jnp.zeros(4, jnp.int32).at[b["y"]].add(1), "sum"),
-        (lambda w, b: (b["y"] == 1).sum(), "sum"),
         (lambda w, b: lax.map(lambda x: (x @ w).sum(), b["x"]).sum(), "sum"),
         (lambda w, b: jax.grad(lambda w: lax.map(lambda x: (x @ w).sum(), b["x"]).sum())(w), "sum"),
         (lambda w, b: b["x"].max(), "max"),
-        (lambda w, b: b["x"].min(0), "min"),
         (lambda w, b: b["x"].prod(0), "prod"),
         (lambda w, b: (b["x"].prod(0) * b["t"].prod((0, 1))).prod(), "prod"),
         (lambda w, b: 2 * b["x"].prod(0), "global"),
@@ -108,10 +96,7 @@ def test_rows_stay_apart(function: Callable[..., Any], dim: int, outer: int | No
         (lambda w, b: (b["x"] > 0).all(), "and"),
         (lambda w, b: jnp.zeros(4).at[jnp.arange(len(b["x"])) % 4].add(b["x"][:, 0]), "mixed"),
         (lambda w, b: jnp.exp((b["x"] @ w).mean()), "global"),
-        (lambda w, b: jnp.isfinite((b["x"] @ w).mean()), "global"),
         (lambda w, b: (b["x"] @ w).mean() ** 2, "global"),
-        (lambda w, b: (b["x"] @ w).mean() + 1, "global"),
-        (lambda w, b: optax.tree.norm(jax.grad(lambda w: (b["x"] @ w).sum())(w)), "global"),
         (lambda w, b: jnp.where((b["x"] @ w).mean() > 0, w, 2 * w), "global"),
         (lambda w, b: w.astype(int)[0].at[b["y"]].add(1), "global"),
         (lambda w, b: 3 * w, "fixed"),
@@ -138,16 +123,6 @@ def test_numbers_of_all_rows(function: Callable[..., Any], name: str) -> None:
             "combines", "scatter",
         ),
         (
-            lambda w, b: ((b["x"] @ w)[jnp.asarray(ORDER)[jnp.arange(len(b["x"]))]] ** 2).sum(),
-            "combines", "gather",
-        ),
-        (
-            lambda w, b: jnp.take_along_axis(
-                b["x"] @ w, jnp.arange(len(b["x"]))[:, None] % 5, axis=1
-            ).sum(),
-            "combines", "dot_general",
-        ),
-        (
             lambda w, b: (b["x"] @ w)[jnp.arange(len(b["x"]))[: len(b["x"]) // 2]].sum(),
             "combines", "slice",
         ),
@@ -158,12 +133,9 @@ def test_numbers_of_all_rows(function: Callable[..., Any], name: str) -> None:
             "combines", "scan",
         ),
         (lambda w, b: (b["x"] @ w).sum() * jnp.ones(len(b["x"]) ** 2).sum(), "combines", "broad"),
-        (lambda w, b: (b["x"] @ w)[0].sum(), "creates numbers of the batch's size", "pad"),
         (lambda w, b: jnp.sort(b["x"] @ w, axis=0)[:, 0].sum(), "combines", "sort"),
-        (lambda w, b: jnp.cumsum(b["x"] @ w, axis=0).sum(), "combines", "cumsum"),
         (lambda w, b: ((b["x"] @ w).sum(1) * jnp.arange(len(b["x"]))).sum(), "combines", "dot"),
         (lambda w, b: jnp.sqrt((b["x"] @ w).mean()), "uses a number computed from", "broadcast"),
-        (lambda w, b: (b["x"] @ w).mean() * (b["x"] @ w**2).mean(), "uses a number", "broadcast"),
         (lambda w, b: (b["x"] @ w - (b["x"] @ w).mean(0)).var(), "uses a number", "sub"),
         (lambda w, b: (b["x"] @ w).reshape(4, -1).max(1).sum(), "combines", "reshape"),
         (
@@ -221,21 +193,6 @@ def by_custom_vjp(rule: Any) -> Any:
     return identity
 
 
-def by_custom_gradient(rule: Any) -> Any:
-    return jax.custom_gradient(lambda x: (x, rule))
-
-
-def by_custom_jvp(rule: Any) -> Any:
-    """The same by tangents, for a linear rule that is its own transpose."""
-
-    @jax.custom_jvp
-    def identity(x: jax.Array) -> jax.Array:
-        return x
-
-    identity.defjvp(lambda x, t: (x[0], rule(t[0])))
-    return identity
-
-
 def centred(g: jax.Array) -> jax.Array:
     return g - g.mean(0)
 
@@ -256,7 +213,7 @@ def of_the_batchs_size(g: jax.Array) -> jax.Array:
     return g * len(g)
 
 
-HOW = [by_custom_vjp, by_custom_gradient, lambda rule: jax.checkpoint(by_custom_vjp(rule))]
+HOW = [by_custom_vjp, lambda rule: jax.checkpoint(by_custom_vjp(rule))]
 
 
 @pytest.mark.parametrize("rule", [centred, normalized, clipped])
@@ -282,14 +239,6 @@ def test_backward_functions_in_which_rows_meet(how: Any, rule: Any, statistics: 
     assert params.problem is not None
     assert "a number computed from all rows" in params.problem.why
     assert "test_analysis.py:" in params.problem.where
-
-
-def test_tangents_in_which_rows_meet() -> None:
-    def loss(w: jax.Array, b: Any) -> jax.Array:
-        return (by_custom_jvp(centred)(b["x"] @ w) ** 2).mean()
-
-    _, (kind,) = analysis(lambda w, b: jax.grad(loss)(w, b))
-    assert kind.name == "mixed"
 
 
 @pytest.mark.parametrize("rule", [clipped_by_row, of_the_batchs_size])

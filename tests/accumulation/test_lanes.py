@@ -12,8 +12,6 @@ import pytest
 from equal import zero_for
 from flax.training.train_state import TrainState
 from jax import lax
-from jax.sharding import PartitionSpec as P
-from swept import swept
 
 import zerojax
 from zerojax.hlo.traffic import collectives
@@ -73,16 +71,6 @@ def noisy(p: Any, b: Any) -> jax.Array:
     return jnp.mean(jnp.where(keep, apply(p, b["x"]) - b["y"], 0) ** 2)
 
 
-def laid_out(p: Any, b: Any) -> jax.Array:
-    x = lax.with_sharding_constraint(b["x"], P("data"))
-    return mean(p, {**b, "x": x})
-
-
-def chosen(p: Any, b: Any) -> jax.Array:
-    out = lax.cond(p["head"][0, 0] > 0, lambda p: apply(p, b["x"]), lambda p: apply(p, b["x"]), p)
-    return jnp.mean((out - b["y"]) ** 2)
-
-
 def step_of(loss: Callable[[Any, Any], jax.Array]) -> Callable[[TrainState, Any], Any]:
     def step(state: TrainState, b: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(state.params, b)
@@ -125,7 +113,6 @@ AT = [
     (3, "2 groups of 4"),
     (1, "4 beside 2"),
 ]
-NOT_IN_LANES = [convolved, laid_out, chosen]
 
 
 @pytest.mark.parametrize(("stage", "mesh"), AT)
@@ -140,8 +127,6 @@ def test_exactly(stage: int, mesh: str, loss: Callable[[Any, Any], jax.Array]) -
     [
         (1, "4 beside 2", masked),
         (3, "2 groups of 4", convolved),
-        (1, "8", laid_out),
-        (2, "8", chosen),
     ],
 )
 def test_compiled(stage: int, mesh: str, loss: Callable[[Any, Any], jax.Array]) -> None:
@@ -158,19 +143,7 @@ def test_compiled(stage: int, mesh: str, loss: Callable[[Any, Any], jax.Array]) 
 
 @pytest.mark.parametrize(
     ("stage", "mesh", "between", "loss"),
-    swept(
-        [
-            (3, "2 groups of 4", 2, masked),
-            (1, "8", 8, mean),
-            (0, "8", 8, masked),
-            (0, "8", 8, mean),
-            (1, "8", 8, masked),
-            (1, "4 beside 2", 4, masked),
-            (1, "4 beside 2", 4, mean),
-            (3, "2 groups of 4", 2, mean),
-        ],
-        fast=2,
-    ),
+    [(3, "2 groups of 4", 2, masked), (1, "8", 8, mean)],
 )
 def test_one_reduction_an_update(
     stage: int, mesh: str, between: int, loss: Callable[[Any, Any], jax.Array]
@@ -178,8 +151,5 @@ def test_one_reduction_an_update(
     assert most_reductions(stage, mesh, loss, between) == 1
 
 
-@pytest.mark.parametrize("loss", swept([noisy, *NOT_IN_LANES]))
-def test_one_a_micro_batch_where_devices_cannot_work_apart(
-    loss: Callable[[Any, Any], jax.Array],
-) -> None:
-    assert most_reductions(1, "8", loss, 8) > 1
+def test_one_a_micro_batch_where_devices_cannot_work_apart() -> None:
+    assert most_reductions(1, "8", noisy, 8) > 1

@@ -54,10 +54,6 @@ def losses(kind: str) -> Callable[[Any, Any], jax.Array]:
             return jnp.sum((out - b["y"]) ** 2)
         if kind == "labels by row number":
             return -jax.nn.log_softmax(out)[jnp.arange(len(out)), b["label"]].mean()
-        if kind == "in chunks":
-            pairs = [x.reshape(len(x), 2, -1).swapaxes(0, 1) for x in (out, b["y"])]
-            part = jax.checkpoint(lambda c, xy: (c + jnp.sum((xy[0] - xy[1]) ** 2), None))
-            return jax.lax.scan(part, 0.0, tuple(pairs))[0] / len(out)
         if kind == "row by row":
             row = lambda b: jnp.mean((apply(p, b["x"]) - b["y"]) ** 2)  # noqa: E731
             return jax.lax.map(row, b).mean()
@@ -77,7 +73,6 @@ def losses(kind: str) -> Callable[[Any, Any], jax.Array]:
 KINDS = [
     "sum",
     "labels by row number",
-    "in chunks",
     "row by row",
     "numbers of rows",
     "sliced",
@@ -177,16 +172,6 @@ def test_counts_that_the_state_keeps() -> None:
     exactly(step, 2, 4, seen=lambda: jnp.arange(4.0))
 
 
-def test_products_and_bits_over_rows() -> None:
-    def step(state: State, b: Any) -> Any:
-        grads = jax.grad(losses("sum"))(state.params, b)
-        bits = jnp.bitwise_and.reduce(b["label"] | 4), jnp.bitwise_or.reduce(b["label"] & 2)
-        return state.apply_gradients(grads=grads), (apply(state.params, b["x"]).prod(0), *bits)
-
-    plain, mine = plain_and_accumulated(step, dict, 1, 4)
-    assert_same(mine[1], plain[1])
-
-
 def test_arrays_of_rows_come_by_micro_batch() -> None:
     def step(state: State, b: Any) -> Any:
         grads = jax.grad(losses("sum"))(state.params, b)
@@ -219,15 +204,6 @@ def test_keys_pass_from_micro_batch_to_micro_batch(caplog: pytest.LogCaptureFixt
 
 def on_the_host(x: jax.Array) -> jax.Array:
     return jax.pure_callback(lambda x: np.tanh(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-
-def test_callbacks_row_by_row() -> None:
-    step = with_loss(
-        lambda p, b: jnp.mean((apply(p, b["x"]) - jax.lax.map(on_the_host, b["y"])) ** 2)
-    )
-    # On several virtual CPU devices two programs with callbacks wait for each other.
-    plain, mine = plain_and_accumulated(step, dict, 1, 4)
-    assert_same((mine[0].params, mine[1]), (plain[0].params, plain[1]))
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from zerojax.graph.cache import cached_by_jaxpr
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.regions import regions
 from zerojax.graph.search import contains, equations, runs_regions
@@ -147,16 +146,3 @@ def test_contains() -> None:
     (call,) = opened(jax.jit(of_each_device(jnp.tanh)), X).eqns
     assert contains(call, is_tanh)
     assert not contains(call, is_tanh, enters=runs_regions)
-
-
-def test_an_answer_is_kept_by_the_question() -> None:
-    asked: list[int] = []
-
-    @cached_by_jaxpr
-    def count(jaxpr: Any, times: int) -> int:
-        asked.append(times)
-        return times * len(jaxpr.eqns)
-
-    jaxpr, other = opened(jnp.sin, X), opened(jnp.cos, X)
-    assert [count(jaxpr, 2), count(jaxpr, 3), count(jaxpr, 2), count(other, 2)] == [2, 3, 2, 2]
-    assert asked == [2, 3, 2]

@@ -72,12 +72,6 @@ def test_within(spec: Spec, dimension: int, cut: Spec) -> None:
     assert layout.without(cut, "data") == spec
 
 
-def test_axes_of_one_device_cut_nothing() -> None:
-    mesh = zerojax.mesh(axes={"data": 4, "one": 1, "model": 2})
-    spec = (("one", "data"), "one", ("model", "one", "data"), None)
-    assert layout.cutting(spec, mesh) == ("data", None, ("model", "data"), None)
-
-
 def test_piece() -> None:
     assert layout.shard_shape((24, 6, 7), (("model", "data"), "model", "data"), MESH) == (3, 3, 2)
 

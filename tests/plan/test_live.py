@@ -116,9 +116,3 @@ def test_users_axes_stay_cut() -> None:
         leaf for leaf in zero.plan(jax.eval_shape(create)).live.leaves if "table" in leaf.path
     )
     assert table.bytes_per_device == table.bytes // 2
-
-
-def test_no_secondary_shard_beside_it() -> None:
-    plan = plan_of(zero_hpz_partition_size=4, stage3_max_live_parameters=STACK)
-    assert {leaf.path for leaf in plan.secondary()} == {"params['square']", "params['table']"}
-    assert "have no secondary shard" not in str(plan)

@@ -3,13 +3,10 @@
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.checkpoint import Checkpointer
 from zerojax.optim.telemetry import Telemetry
-from zerojax.plan.short import Summary, Table
 
 
 def create(layers: int = 30, others: int = 30) -> TrainState:
@@ -29,36 +26,6 @@ def test_a_plan_has_equal_layers_as_one_row_and_counts_the_rest() -> None:
     assert len(str(plan).splitlines()) > 56
 
 
-def test_zero_shows_its_stage_and_what_was_set() -> None:
-    assert "stage 0: nothing is sharded" in repr(zerojax.zero())
-    shown = repr(zerojax.zero(stage=2, bf16=True, train_batch_size=16))
-    lines = [line.split() for line in shown.splitlines()]
-    assert ["bf16", "true"] in lines
-    assert ["train_batch_size", "16"] in lines
-    assert not any("fp16" in line for line in lines)
-
-
-def test_a_step_shows_its_arguments_and_its_file() -> None:
-    @zerojax.zero(stage=1)
-    def train_step(state, batch):  # type: ignore[no-untyped-def]
-        return state
-
-    lines = repr(train_step).splitlines()
-    assert lines[0] == "Step train_step(state, batch)"
-    assert lines[1].split()[0] == "defined"
-    assert "test_short.py:" in lines[1]
-
-
-def test_a_checkpointer_shows_its_steps(tmp_path: object) -> None:
-    with Checkpointer(str(tmp_path), zerojax.zero(), keep=3) as checkpointer:
-        assert [line.split(maxsplit=1)[1] for line in repr(checkpointer).splitlines()[1:]] == [
-            "none",
-            "the newest 3",
-            "open",
-        ]
-    assert repr(checkpointer).endswith("closed")
-
-
 def test_telemetry_is_a_dict_to_jax_too() -> None:
     figures = Telemetry(step=jnp.asarray(3), grad_norm=jnp.asarray(0.25))
     assert [line.split() for line in repr(figures).splitlines()[1:]] == [
@@ -71,12 +38,3 @@ def test_telemetry_is_a_dict_to_jax_too() -> None:
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(figures)]
     assert paths == ["['grad_norm']", "['step']"]
     assert "ShapeDtypeStruct" in repr(jax.eval_shape(lambda: figures))
-
-
-@pytest.mark.parametrize("more", [0, 2])
-def test_rows_are_aligned_and_the_rest_is_counted(more: int) -> None:
-    table = Table([("name", "bytes"), ("a<b", "12"), ("c", "3")], (1,), more=more)
-    shown = Summary("title", (table,), ("a note",))
-    rest = ["  ... 2 more rows"] if more else []
-    expected = ["title", "  name  bytes", "  a<b      12", "  c         3", *rest, "a note"]
-    assert str(shown).splitlines() == expected

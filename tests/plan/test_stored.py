@@ -42,16 +42,9 @@ def shared(kind: str = "device") -> StoredArray:
         jax.jit(lambda x: x + 1),
         jax.grad(lambda x: jnp.sum(x**2)),
         lambda x: optax.tree.norm([x]),
-        lambda x: jnp.dot(np.ones((3, 100), np.float32), x),
         lambda x: (2 * x - x / 3) @ x.T,
-        lambda x: x.astype(jnp.bfloat16).mean(axis=0),
         lambda x: x[3:5],
-        lambda x: jax.device_put(x, jax.devices()[0]),
         lambda x: jax.vmap(jnp.max)(x),
-        lambda x: (x == 3) | (x != x) | ~(x > 3),
-        lambda x: divmod(+x, 7)[1] ** 2,
-        lambda x: round(x / 3, 1),
-        copy.copy,
         copy.deepcopy,
         lambda x: pickle.loads(pickle.dumps(x)),
         lambda x: from_bytes({"x": VALUES}, to_bytes({"x": x}))["x"],
@@ -92,15 +85,6 @@ def test_says_how_it_lies_and_what_jax_gets() -> None:
     assert jax.jit(lambda x: x)(x).sharding.is_equivalent_to(x.sharding, 2)
     with pytest.raises(ValueError, match="should evenly divide the shape"):
         jax.jit(lambda x: x, in_shardings=x.stored.sharding)(VALUES)
-
-
-def test_shards_at_rest_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    """A subclass of jax.Array would pass for one where libraries read shards next, so it is not."""
-    x = shared()
-    assert not isinstance(x, jax.Array)
-    jax.debug.visualize_array_sharding(x.stored, use_color=False)
-    drawn = capsys.readouterr().out
-    assert [line.count("CPU") for line in drawn.splitlines() if "CPU" in line] == [4, 4]
 
 
 def test_looks_like_an_array() -> None:

@@ -1,7 +1,6 @@
 """What works in the optimizer, on a state that is any pytree: the numbers of a ``TrainState``."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,6 @@ from equal import host, zero_for
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.checkpoint import Checkpointer
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -129,28 +127,6 @@ def test_the_same_numbers(form: Any, config: Any) -> None:
     assert figures["grad_norm"] > 0
 
 
-@pytest.mark.slow
-def test_on_a_disk_and_from_a_checkpoint(tmp_path: Path) -> None:
-    """Saved and restored, at another stage too."""
-    section = {"device": "nvme", "nvme_path": str(tmp_path)}
-    zero = zero_for(3, offload_optimizer=section)
-    create, _ = pair(zero, zero.wrap(TX))
-    state, _ = trained(pair, zero, 2)
-    with Checkpointer(tmp_path / "run", zero) as checkpointer:
-        checkpointer.save(2, tuple(state))
-    want, losses = trained(pair, zero, 1, state)
-    other = zero_for(1, bf16=True)
-    for each in (zero, other):
-        with Checkpointer(tmp_path / "run", each, read_only=True) as checkpointer:
-            restored = checkpointer.restore(each.abstract_state(create))
-        if each is other:
-            assert zerojax.telemetry(restored)["step"] == 2
-            continue
-        got, again = trained(pair, zero, 1, restored)
-        assert again == losses
-        jax.tree.map(np.testing.assert_array_equal, host(got), host(want))
-
-
 def test_evaluates_in_the_compute_dtype() -> None:
     zero = zero_for(3, bf16=True)
     create, _ = pair(zero, zero.wrap(TX))
@@ -161,62 +137,6 @@ def test_evaluates_in_the_compute_dtype() -> None:
 
     got = product(zero.init(create), X.astype(jnp.bfloat16))
     assert got.dtype == jnp.bfloat16
-
-
-def test_an_optimizer_that_the_step_makes() -> None:
-    """Each trace makes it anew."""
-    zero = zero_for(2, k=2, bf16=True)
-
-    @zero
-    def step(params: Any, opt_state: Any, x: Any) -> Any:
-        tx = zerojax.wrap(TX)
-        loss, grads = zerojax.value_and_grad(loss_of)(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    _, _, loss = step(*zero.init(lambda: (params(), zerojax.wrap(TX).init(params()))), X)
-    assert host(loss) == trained(pair, zero, 1)[1][0]
-
-
-def test_updates_in_a_loop() -> None:
-    """As many as the batch has entries."""
-    zero = zero_for(3, bf16=True)
-    tx = zero.wrap(TX)
-
-    def scanned(params: Any, opt_state: Any, x: Any) -> Any:
-        def update(carry: Any, x: Any) -> Any:
-            params, opt_state = carry
-            loss, grads = zerojax.value_and_grad(loss_of)(params, x)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), loss
-
-        (params, opt_state), losses = jax.lax.scan(update, (params, opt_state), x)
-        return params, opt_state, losses
-
-    step = zero(scanned, batch_axis=1)
-    *_, losses = step(*zero.init(lambda: (params(), tx.init(params()))), np.stack([X] * STEPS))
-    assert [*host(losses)] == trained(pair, zero)[1]
-
-
-def test_a_new_optimizer_state() -> None:
-    """By ``tx.init`` in the step; under offload it is not there."""
-
-    def started(zero: zerojax.Zero) -> Any:
-        tx = zero.wrap(TX)
-
-        @zero
-        def step(params: Any, opt_state: Any, x: Any) -> Any:
-            grads = zerojax.grad(loss_of)(params, x)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
-            return params, tx.init(params), opt_state.inner[0].count
-
-        return step(*zero.init(lambda: (params(), tx.init(params()))), X)
-
-    _, opt_state, count = started(zero_for(2, bf16=True))
-    assert (int(opt_state.inner[0].count), int(count)) == (0, 1)
-    with pytest.raises(TypeError, match=r"a new optimizer state \(tx\.init\)"):
-        started(zero_for(2, offload_optimizer="cpu"))
 
 
 def test_two_optimizers_of_one_state_are_refused() -> None:

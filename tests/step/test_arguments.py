@@ -4,7 +4,7 @@ what it computes under plain jit, or is refused in words."""
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,10 @@ import numpy as np
 import optax
 import pytest
 from equal import zero_for
-from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.step.arguments import Arguments
 from zerojax.step.call import Constant
-from zerojax.step.jitted import open_jit
-from zerojax.xla import compat
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -66,30 +62,6 @@ def agrees(
 
 
 class TestWrapper:
-    def test_of_jax_runs_as_it_is(self) -> None:
-        seen: list[Any] = []
-
-        @jax.default_matmul_precision("highest")
-        def step(state: TrainState, batch: Any) -> Any:
-            seen.append(jax.config.jax_default_matmul_precision)
-            return train_step(state, batch)
-
-        agrees(step, (X, Y))
-        assert set(seen) == {"highest"}
-
-    def test_that_makes_a_step_of_its_own(self) -> None:
-        """As equinox's jit does: a class with ``__wrapped__`` and a call of its own."""
-
-        class Wrapper:
-            def __init__(self, function: Any) -> None:
-                functools.update_wrapper(self, function)
-
-            def __call__(self, state: TrainState, batch: Any) -> Any:
-                state, loss = train_step(state, batch)
-                return state, {"loss": loss * 2}
-
-        agrees(Wrapper(train_step), (X, Y), jit=lambda f: jax.jit(lambda *a: f(*a)))
-
     def test_around_a_jit_and_within_one(self) -> None:
         @functools.wraps(train_step)
         def outer(state: TrainState, batch: Any) -> Any:
@@ -112,14 +84,6 @@ class TestJit:
         _, loss = step(state, (X, Y), "double", times=2)
         same(loss, update(update(make_state(), X, Y, 6.0)[0], X, Y, 4.0)[1])
 
-    def test_as_a_decorator_with_options(self) -> None:
-        @zerojax.zero(stage=1)
-        @functools.partial(jax.jit, static_argnames=("how", "times"), donate_argnums=0)
-        def step(state: TrainState, batch: Any, how: str, times: int = 1) -> Any:
-            return scaled_step(state, batch, how, times)
-
-        same(step(make_state(), (X, Y), how="", times=2)[1], update(make_state(), X, Y, 2.0)[1])
-
     def test_donating_the_batch(self) -> None:
         step = zerojax.zero(stage=1)(jax.jit(train_step, donate_argnames=("state", "batch")))
         with pytest.raises(
@@ -132,30 +96,6 @@ class TestJit:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         with pytest.raises(ValueError, match=f"train_step is under a jit with {option}.*leave it"):
             zerojax.zero(stage=1)(jax.jit(train_step, **{option: sharding}))
-
-    def test_with_compiler_options(self) -> None:
-        jitted = jax.jit(train_step, compiler_options={"xla_cpu_enable_fast_math": True})
-        with pytest.raises(ValueError, match="with compiler_options"):
-            zerojax.zero(stage=1)(jitted)
-
-    @pytest.mark.parametrize("jit", [jax.jit, nnx.jit, functools.partial(nnx.jit, graph=False)])
-    def test_whose_options_jax_keeps_to_itself(self, jit: Any) -> None:
-        """They are read where this jax and this flax have them."""
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        options = {"static_argnums": 3, "donate_argnames": "batch", "in_shardings": sharding}
-        jitted = jit(scaled_step, **options)
-        found = compat.jit_options(getattr(jitted, "jitted_fn", jitted))
-        assert set(found.static) >= {3}
-        assert set(found.donated) >= {"batch"}
-        assert found.given[0] == "in_shardings"
-        opened = open_jit(jit(scaled_step, static_argnames="how"))
-        assert opened.function is scaled_step
-        assert "how" in opened.static
-
-    def test_that_there_is_none_of(self) -> None:
-        opened = open_jit(functools.wraps(scaled_step)(lambda *args: None))
-        assert opened.function is not scaled_step
-        assert not opened.static
 
 
 class Config:
@@ -174,20 +114,6 @@ class TestStatic:
             (zero(scaled_step, static_argnames="times"), (), {"how": "", "times": 5}),
         ):
             same(step(make_state(), (X, Y), *args, **kwargs)[1], update(make_state(), X, Y, 5.0)[1])
-
-    def test_decorator(self) -> None:
-        zero = zerojax.zero(stage=1)
-
-        @functools.partial(zero, static_argnums=2)
-        def step(state: TrainState, batch: Any, layers: int) -> Any:
-            for _ in range(layers):
-                state, loss = update(state, *batch)
-            return state, loss
-
-        state, _ = step(make_state(), (X, Y), 2)
-        assert int(state.step) == 2
-        state, _ = step(state, (X, Y), 1)
-        assert int(state.step) == 3
 
     def test_position_that_is_not_there(self) -> None:
         with pytest.raises(ValueError, match=r"static_argnums has 4, but train_step takes 2"):
@@ -226,23 +152,12 @@ class TestStatic:
 
 
 class TestBatchArguments:
-    def test_are_one_batch(self) -> None:
-        zero = zero_for(3)
-        step = zero(update, batch_argnums=(1, 2))
-        state, loss = step(make_state(), X, Y)
-        same((state.params, loss), (lambda s, x: (s.params, x))(*update(make_state(), X, Y)))
-
     @pytest.mark.parametrize("keywords", [False, True])
     def test_are_cut_together(self, keywords: bool) -> None:
         step = zerojax.zero(stage=2, gradient_accumulation_steps=2)(update, batch_argnums=(1, 2))
         given = ((), {"y": Y, "x": X}) if keywords else ((X, Y), {})
         state, loss = step(make_state(), *given[0], **given[1])
         same((state.params, loss), (lambda s, x: (s.params, x))(*update(make_state(), X, Y)))
-
-    def test_are_checked_together(self) -> None:
-        step = zerojax.zero(stage=2, gradient_accumulation_steps=2)(update, batch_argnums=(1, 2))
-        with pytest.raises(ValueError, match="disagree"):
-            step(make_state(), X, Y[:8])
 
     def test_name_one_that_is_not_the_first(self) -> None:
         def step(state: TrainState, key: jax.Array, batch: Any) -> Any:
@@ -261,42 +176,8 @@ class TestBatchArguments:
         with pytest.raises(TypeError, match=r"batch_argnums names scale, which is no argument"):
             step(make_state(), X, Y)
 
-    def test_are_needed_for_a_second_array_of_rows_cut_into_micro_batches(self) -> None:
-        step = zerojax.zero(stage=2, gradient_accumulation_steps=2)(update)
-        with pytest.raises(ValueError, match=r"\(16, 4\).*2 micro-batches.*batch_argnums=\(1, 2\)"):
-            step(make_state(), X, Y)
-
     def test_are_not_needed_without(self) -> None:
         agrees(update, X, Y)
-
-
-class TestGraphs:
-    BATCH: ClassVar = {  # 16 nodes, 24 edges (8 divides both), 3 graphs (it does not)
-        "nodes": X,
-        "senders": RNG.integers(16, size=24, dtype=np.int32),
-        "receivers": RNG.integers(16, size=24, dtype=np.int32),
-        "of": np.sort(RNG.integers(3, size=16, dtype=np.int32)),
-        "labels": RNG.normal(size=(3, 4)).astype(np.float32),
-    }
-
-    @staticmethod
-    def step(state: TrainState, graphs: Any) -> Any:
-        sent = jnp.zeros_like(graphs["nodes"]).at[graphs["receivers"]]
-        nodes = graphs["nodes"] + sent.add(graphs["nodes"][graphs["senders"]])
-        return update(state, jax.ops.segment_sum(nodes, graphs["of"], 3), graphs["labels"])
-
-    def test_are_cut_where_they_divide(self) -> None:
-        step = zerojax.zero(stage=1)(self.step)
-        shardings = step.lower(make_state(), self.BATCH).compile().input_shardings[0][1]
-        cut = {name: not s.is_fully_replicated for name, s in shardings.items() if s}
-        assert cut["nodes"]
-        assert cut["senders"]
-        assert not cut["labels"]
-
-    def test_cannot_be_cut_into_micro_batches(self) -> None:
-        step = zerojax.zero(stage=1, gradient_accumulation_steps=2)(self.step)
-        with pytest.raises(ValueError, match=r"disagree.*gradient_accumulation_steps to 1"):
-            step(make_state(), self.BATCH)
 
 
 class Trainer:
@@ -312,22 +193,9 @@ class Trainer:
         self.traced += 1
         return update(state, *batch, scale=self.scale)
 
-    @zero
-    @functools.partial(jax.jit, static_argnums=(0, 3))
-    def static_step(self, state: TrainState, batch: Any, times: int) -> Any:
-        assert isinstance(times, int)
-        return update(state, *batch, scale=self.scale * times)
-
     @functools.partial(zero, batch_argnums=(2, 3))
     def two(self, state: TrainState, x: Any, y: Any) -> Any:
         return update(state, x, y, scale=self.scale)
-
-    def undecorated(self, state: TrainState, batch: Any) -> Any:
-        return update(state, *batch, scale=self.scale)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def jitted(self, state: TrainState, batch: Any) -> Any:
-        return update(state, *batch, scale=self.scale)
 
 
 class TestMethod:
@@ -342,21 +210,9 @@ class TestMethod:
             plain, _ = update(make_state(), X, Y, scale)
             same(loss, update(plain, X, Y, scale)[1])
 
-    def test_under_a_jit_with_static_self(self) -> None:
-        loss = Trainer(2.0).static_step(make_state(), (X, Y), 3)[1]
-        same(loss, update(make_state(), X, Y, 6.0)[1])
-
     def test_with_positions_that_count_self(self) -> None:
         loss = Trainer(2.0).two(make_state(), X, Y)[1]
         same(loss, update(make_state(), X, Y, 2.0)[1])
-
-    @pytest.mark.parametrize("name", ["undecorated", "jitted"])
-    def test_that_is_bound(self, name: str) -> None:
-        step = zerojax.zero(stage=1)(getattr(Trainer(2.0), name))
-        same(step(make_state(), (X, Y))[1], update(make_state(), X, Y, 2.0)[1])
-
-    def test_of_the_class_itself(self) -> None:
-        assert Trainer.step is Trainer.__dict__["step"]
 
     def test_of_instances_with_slots(self) -> None:
         class Slotted:
@@ -372,12 +228,8 @@ class TestRefused:
         "call",
         [
             lambda step, state: jax.jit(step)(state, (X, Y)),
-            lambda step, state: jax.eval_shape(step, state, (X, Y)),
-            lambda step, state: jax.jit(lambda batch: step(state, batch))((X, Y)),
             lambda step, state: jax.jit(lambda: step(state, (X, Y)))(),
             lambda step, state: jax.lax.scan(lambda s, _: step(s, (X, Y)), state, length=2),
-            lambda step, state: jax.vmap(lambda x: step(state, (x, Y)))(np.stack([X, X])),
-            lambda step, state: jax.grad(lambda y: step(state, (X, y))[1])(Y),
         ],
     )
     def test_within_another_program(self, call: Any) -> None:
@@ -393,21 +245,3 @@ class TestRefused:
         step = zerojax.zero(stage=1)(lambda first, second, batch: train_step(first, batch))
         with pytest.raises(TypeError, match=r"TrainState in the batch's place, 1 \(second\)"):
             step(make_state(), make_state(), (X, Y))
-
-
-def test_arguments_are_put_back_where_they_were() -> None:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return args, kwargs
-
-    state = make_state()
-    for args, kwargs in (
-        ((state, X, "a", 3), {"key": 1}),
-        ((state,), {"batch": X, "key": 1}),
-    ):
-        arguments = Arguments(function, static_argnums=2)
-        call = arguments.sort(args, kwargs)
-        again = arguments.rearranged(call.form)(
-            *call.objects, call.batch, *call.args, **call.kwargs
-        )
-        assert again[0] == args
-        assert again[1] == kwargs

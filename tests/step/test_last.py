@@ -2,7 +2,6 @@
 then, as where the function is called plainly."""
 
 import gc
-import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,25 +16,10 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax.step.last import updated_objects
-from zerojax.train_state.state_parts import FlatParts
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("f4")
-
-
-class Settings:
-    """Equal and hashable by value, and changed in place."""
-
-    def __init__(self) -> None:
-        self.scale = 1.0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Settings) and self.scale == other.scale
-
-    def __hash__(self) -> int:
-        return hash(self.scale)
 
 
 class Net(nnx.Module):
@@ -43,12 +27,11 @@ class Net(nnx.Module):
         self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
         self.norm = nnx.BatchNorm(4, use_running_average=False, rngs=nnx.Rngs(1))
         self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(2))
-        self.settings = Settings()
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.dropout(self.norm(self.linear(x)))
         more = self.more[...] if hasattr(self, "more") else 0
-        return x * self.settings.scale + more
+        return x + more
 
 
 def create() -> tuple[Any, ...]:
@@ -68,47 +51,18 @@ def evaluates(model: Any, optimizer: Any, metrics: Any) -> None:
     model.eval()
 
 
-def drops(model: Any, optimizer: Any, metrics: Any) -> None:
-    model.dropout.deterministic = False
-
-
-def sets_a_value(model: Any, optimizer: Any, metrics: Any) -> None:
-    model.linear.kernel[...] = jnp.ones((4, 4))
-
-
 def sets_a_variable(model: Any, optimizer: Any, metrics: Any) -> None:
     model.linear.kernel = nnx.Param(jnp.ones((4, 4)))
-
-
-def resets(model: Any, optimizer: Any, metrics: Any) -> None:
-    metrics.reset()
-
-
-def sets_the_rate(model: Any, optimizer: Any, metrics: Any) -> None:
-    rate = optimizer.opt_state.hyperparams["learning_rate"]
-    rate.set_value(jnp.full_like(rate.get_value(), 0.01))
 
 
 def adds_a_variable(model: Any, optimizer: Any, metrics: Any) -> None:
     model.more = nnx.BatchStat(jnp.ones(4))
 
 
-def ties(model: Any, optimizer: Any, metrics: Any) -> None:
-    model.norm.var = model.norm.mean
-
-
-def changes_in_place(model: Any, optimizer: Any, metrics: Any) -> None:
-    model.settings.scale = 2.0
-
-
-CHANGES = [
-    evaluates, drops, sets_a_value, sets_a_variable, resets, sets_the_rate, adds_a_variable, ties,
-    changes_in_place,
-]  # fmt: skip
+CHANGES = [evaluates, sets_a_variable, adds_a_variable]
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_between_two_steps(change: Callable[..., None]) -> None:
     zero = zerojax.zero(stage=2)
@@ -126,38 +80,6 @@ def test_a_change_between_two_steps(change: Callable[..., None]) -> None:
         if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_found_only_as_it_was_left() -> None:
-    objects = create()
-    zero = zerojax.zero(stage=1)
-    zero(step)(*objects, X)
-    left = FlatParts.of(zero.states.open(objects).parts)
-    last = updated_objects(objects, left)
-    assert last is not None
-    found = last.find(objects)
-    assert found is not None
-    flat, after = found
-    assert all(map(operator.is_, flat.leaves, left.leaves))
-    copied = jax.tree.map(jnp.copy, flat)
-    assert after(copied) is objects
-    assert objects[0].linear.kernel.get_raw_value() is copied.parts().params["linear"]["kernel"]
-    assert last.find(objects) is not None
-    objects[2].reset()
-    assert last.find(objects) is None
-
-
-def test_objects_are_not_kept_alive() -> None:
-    zero = zerojax.zero(stage=1)
-    objects = zero.init(create)
-    last = updated_objects(objects, FlatParts.of(zero.states.open(objects).parts))
-    assert last is not None
-    model = weakref.ref(objects[0])
-    kernel = weakref.ref(objects[0].linear.kernel.get_raw_value())
-    del objects
-    gc.collect()
-    assert model() is None
-    assert kernel() is None
 
 
 def train_state() -> TrainState:

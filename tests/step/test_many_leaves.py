@@ -58,52 +58,6 @@ def test_few_collectives_on_gpus() -> None:
     assert moved["all-gather"] == moved["reduce-scatter"] == once
 
 
-@jax.tree_util.register_pytree_node_class
-class Counted:
-    """Parameters that count how often JAX takes them apart, over all instances."""
-
-    flattened = 0
-
-    def __init__(self, w: Any) -> None:
-        self.w = w
-
-    def tree_flatten(self) -> tuple[tuple[Any], None]:
-        Counted.flattened += 1
-        return (self.w,), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, leaves: Any) -> "Counted":
-        return cls(*leaves)
-
-
-def counted_state() -> TrainState:
-    params = {"layer": Counted(jnp.ones(WIDTH))}
-    return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
-
-
-def counted_step(state: TrainState, x: Any) -> TrainState:
-    grads = jax.grad(lambda params: jnp.mean((x @ params["layer"].w) ** 2))(state.params)
-    return state.apply_gradients(grads=grads)
-
-
-@pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("form", ["TrainState", "dict"])
-def test_a_call_flattens_the_state_once(form: str) -> None:
-    zero, x = zerojax.zero(stage=1, gradient_clipping=0.0), np.ones((ROWS, WIDTH), "f4")
-    if form == "TrainState":
-        state: Any = zero.init(counted_state)
-        decorated: Any = zero(counted_step)
-    else:
-        state = zero.init(lambda: {"params": Counted(jnp.ones(WIDTH))})
-        decorated = zero(lambda state, x: jax.tree.map(lambda p: p + x.mean(), state))
-    for _ in range(3):
-        state = decorated(state, x)
-    jax.block_until_ready(state)
-    Counted.flattened = 0
-    state = decorated(state, x)
-    assert Counted.flattened == 1
-
-
 @pytest.mark.usefixtures("quick_compile")
 def test_a_call_does_no_python_work_for_a_leaf() -> None:
     """24 more leaves take fewer than 24 more calls of Python functions, once it is compiled: a few

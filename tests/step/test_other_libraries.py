@@ -1,11 +1,8 @@
-"""Programs of Haiku and Equinox, as their documentation writes them."""
+"""Programs of Equinox, as its documentation writes them."""
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
-import emitted
 import equinox as eqx
-import haiku as hk
 import jax
 import numpy as np
 import optax
@@ -21,36 +18,6 @@ TX = optax.adam(1e-2)
 
 def cross_entropy(logits: Any, labels: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-class TrainingState(NamedTuple):
-    params: hk.Params
-    avg_params: hk.Params
-    opt_state: optax.OptState
-
-
-NETWORK = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 4])(x)))
-
-
-def haiku_create(key: jax.Array) -> TrainingState:
-    params = NETWORK.init(key, BATCH["x"])
-    return TrainingState(params, params, TX.init(params))
-
-
-def haiku_step(state: TrainingState, batch: Any) -> TrainingState:
-    grads = jax.grad(lambda p: cross_entropy(NETWORK.apply(p, batch["x"]), batch["y"]))(
-        state.params
-    )
-    updates, opt_state = TX.update(grads, state.opt_state)
-    params = optax.apply_updates(state.params, updates)
-    average = optax.incremental_update(params, state.avg_params, 0.001)
-    return TrainingState(params, average, opt_state)
-
-
-@pytest.mark.parametrize(("stage", "k"), [(3, 1), (2, 2)])
-def test_haiku(stage: int, k: int) -> None:
-    create = functools.partial(haiku_create, jax.random.key(0))
-    emitted.check(emitted.Source(create, haiku_step, (BATCH,), rows=16), stage, k)
 
 
 def equinox_create(key: jax.Array) -> Any:

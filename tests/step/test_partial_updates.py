@@ -11,7 +11,7 @@ import optax
 import pytest
 from equal import TOLERANCE, assert_near, host, zero_for
 from flax import linen as nn
-from flax import nnx, struct
+from flax import nnx
 from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
 
@@ -72,29 +72,6 @@ def test_fp8_layers_are_scaled() -> None:
     assert any((x != 1).any() for x in jax.tree.leaves(scales) if x.size == 1)
 
 
-def fp8_by_arguments(state: Any, batch: Any) -> Any:
-    """The same as ``(params, opt_state)``."""
-    params, opt_state = state
-
-    def loss_of(variables: Any) -> jax.Array:
-        return jnp.mean((Quantized().apply(variables, batch["x"]) - batch["y"]) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_of)(params)
-    own = grads.pop(fp8_ops.OVERWRITE_WITH_GRADIENT)
-    updates, opt_state = optax.adam(1e-2).update(grads, opt_state)
-    trained = optax.apply_updates({"params": params["params"]}, updates)
-    return ({**trained, fp8_ops.OVERWRITE_WITH_GRADIENT: own}, opt_state), loss
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_fp8_layers_in_any_state(stage: int) -> None:
-    def create() -> Any:
-        params = fp8_state().params
-        return params, optax.adam(1e-2).init({"params": params["params"]})
-
-    exactly(create, fp8_by_arguments, stage)
-
-
 class Network(nnx.Module):
     """A base and a head; which of them is trained is a filter's affair."""
 
@@ -111,48 +88,6 @@ TRAINED = nnx.All(nnx.Param, nnx.PathContains("head"))
 
 def nnx_loss(model: Network, batch: Any) -> jax.Array:
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-
-@struct.dataclass
-class Partly:
-    """A state as openpi has it: all variables, and an optimizer of some."""
-
-    step: Any
-    params: nnx.State
-    graph: Any = struct.field(pytree_node=False)
-    opt_state: Any
-    tx: optax.GradientTransformation = struct.field(pytree_node=False)
-
-
-def partly(tx: optax.GradientTransformation) -> Partly:
-    graph, params = nnx.split(Network(nnx.Rngs(0)))
-    return Partly(
-        jnp.zeros((), jnp.int32), params, graph, tx.init(nnx.filter_state(params, TRAINED)), tx
-    )
-
-
-def partly_step(state: Partly, batch: Any) -> Any:
-    model = nnx.merge(state.graph, state.params)
-    grad_of = nnx.value_and_grad(nnx_loss, argnums=nnx.DiffState(0, TRAINED))
-    loss, grads = grad_of(model, batch)
-    params = nnx.filter_state(state.params, TRAINED)
-    updates, opt_state = state.tx.update(grads, state.opt_state, params)
-    nnx.update(model, optax.apply_updates(params, updates))
-    state = Partly(
-        step=state.step + 1,
-        params=nnx.state(model),
-        graph=state.graph,
-        opt_state=opt_state,
-        tx=state.tx,
-    )
-    return state, loss
-
-
-def test_a_filter_of_what_is_trained(in_float64: None) -> None:
-    tx = optax.adamw(1e-2)
-    zero = zero_for(3, small_array_size=0)
-    got, want = zero(partly_step)(partly(tx), BATCH), jax.jit(partly_step)(partly(tx), BATCH)
-    assert_near(*(host(x) for x in (got, want)), TOLERANCE["float64"])
 
 
 def in_place(model: Network, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:

@@ -2,7 +2,6 @@
 
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.xla import compat
 
 BATCH = {"x": np.ones((16, 8), np.float32)}
 Loss = Callable[[Any, Any], jax.Array]
@@ -21,14 +19,6 @@ Loss = Callable[[Any, Any], jax.Array]
 
 def wrong_shape(params: Any, batch: Any) -> jax.Array:
     return jnp.mean(batch["x"] @ params["w"] @ params["w"])
-
-
-def wrong_dtype(params: Any, batch: Any) -> jax.Array:
-    return jnp.mean(params["w"][batch["x"][:, 0]])
-
-
-def wrong_attribute(params: Any, batch: Any) -> jax.Array:
-    return jnp.mean(batch.images @ params["w"])
 
 
 def wrong_axis(params: Any, batch: Any) -> jax.Array:
@@ -50,7 +40,7 @@ def call(loss_fn: Loss, **config: Any) -> None:
     [{"stage": 0}, {"stage": 3}, {"stage": 3, "gradient_accumulation_steps": 2}],
     ids=str,
 )
-@pytest.mark.parametrize("loss_fn", [wrong_shape, wrong_dtype, wrong_attribute, wrong_axis])
+@pytest.mark.parametrize("loss_fn", [wrong_shape, wrong_axis])
 def test_the_users_line_is_last(loss_fn: Loss, config: dict[str, Any]) -> None:
     with pytest.raises((TypeError, AttributeError, NameError)) as caught:
         call(loss_fn, **config)
@@ -97,24 +87,3 @@ def test_an_error_of_zerojax_ends_at_the_call() -> None:
     with pytest.raises(ValueError, match="train_batch_size") as caught:
         call(wrong_shape, stage=0, train_batch_size=8)
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "call"
-
-
-def test_all_frames_are_kept_on_request() -> None:
-    jax.config.update("jax_traceback_filtering", "off")
-    try:
-        with pytest.raises(TypeError) as caught:
-            call(wrong_shape, stage=0)
-    finally:
-        jax.config.update("jax_traceback_filtering", "auto")
-    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert any("zerojax/step/train_step.py" in file for file in files)
-    assert any("jax/_src/numpy" in file for file in files)
-
-
-def test_jaxs_filter_has_the_files_of_zerojax_without_the_models() -> None:
-    """JAX's filter has no public interface."""
-    assert not compat.traceback_util.include_filename(compat.__file__)
-    root = Path(zerojax.__file__).parent
-    assert not compat.traceback_util.include_filename(str(root / "step/train_step.py"))
-    assert compat.traceback_util.include_filename(str(root / "models/gpt.py"))
-    assert compat.traceback_util._filtering_mode() == "quiet_remove_frames"

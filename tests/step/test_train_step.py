@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from swept import swept
 
 import zerojax
 from zerojax.plan.stored import StoredArray
@@ -22,17 +21,13 @@ ROWS, WIDTH, WIDE = 16, 83, 101
 
 OPTIONS: dict[str, Callable[[], Any]] = {
     "debug_nans": lambda: jax.debug_nans(True),
-    "debug_infs": lambda: jax.debug_infs(True),
     "checking_leaks": jax.checking_leaks,
     "disable_jit": jax.disable_jit,
     "rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
     "dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "stage 0": {"stage": 0, "gradient_clipping": 0.1},
     "stage 3": {"stage": 3, "check_finite": True},
-    "micro-batches": {"stage": 2, "gradient_accumulation_steps": 2},
-    "bf16": {"stage": 3, "bf16": True},
     "fp16": {"stage": 1, "fp16": True, "initial_scale_power": 8},
 }
 
@@ -82,11 +77,7 @@ def trained(config: dict[str, Any], option: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("option", "config"),
-    swept(
-        ((option, config) for option in OPTIONS for config in CONFIGS),
-        lambda option, config: (config == "stage 3") or (option, config) == ("debug_nans", "fp16"),
-    ),
+    ("option", "config"), [*((option, "stage 3") for option in OPTIONS), ("debug_nans", "fp16")]
 )
 def test_under_what_jax_offers_to_find_faults(option: str, config: str) -> None:
     want = trained(CONFIGS[config], option)

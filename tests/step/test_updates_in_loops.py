@@ -41,27 +41,6 @@ def epochs(params: Any, opt_state: Any, batch: Any) -> Any:
     return *state, losses
 
 
-def shuffled(params: Any, opt_state: Any, batch: Any) -> Any:
-    """Minibatches of a rollout, as PPO has them, epoch after epoch."""
-
-    def epoch(carry: Any, _: None) -> Any:
-        state, key = carry
-        key, drawn = jax.random.split(key)
-        order = jax.random.permutation(drawn, len(batch["x"]))
-        parts = jax.tree.map(lambda x: x[order].reshape(2, -1, *x.shape[1:]), batch)
-
-        def update(state: Any, part: Any) -> Any:
-            *state, loss = updated(*state, part)
-            return tuple(state), loss
-
-        state, losses = lax.scan(update, state, parts)
-        return (state, key), losses
-
-    start = (params, opt_state), jax.random.key(0)
-    (state, _), losses = lax.scan(epoch, start, None, length=2)
-    return *state, losses
-
-
 def fori(params: Any, opt_state: Any, batch: Any) -> Any:
     def body(_: Any, state: Any) -> Any:
         return updated(*state[:2], batch)
@@ -81,23 +60,6 @@ def until(params: Any, opt_state: Any, batch: Any) -> Any:
     return state
 
 
-def delayed(params: Any, opt_state: Any, batch: Any) -> Any:
-    """A target network that follows the updates, and is read by them."""
-
-    def body(carry: Any, _: None) -> Any:
-        params, target, opt_state = carry
-        pulled = jax.tree.map(lambda p, t: p + 0.1 * t, params, target)
-        loss, grads = jax.value_and_grad(loss_of)(pulled, batch)
-        updates, opt_state = TX.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, optax.incremental_update(params, target, 0.5), opt_state), loss
-
-    (params, _, opt_state), losses = lax.scan(
-        body, (params, params, opt_state), None, length=UPDATES
-    )
-    return params, opt_state, losses
-
-
 def while_small(params: Any, opt_state: Any, batch: Any) -> Any:
     """The condition reads the parameters that the loop updates, and the loss."""
 
@@ -107,18 +69,6 @@ def while_small(params: Any, opt_state: Any, batch: Any) -> Any:
 
     start = params, opt_state, jnp.inf
     return lax.while_loop(small, lambda carry: updated(*carry[:2], batch), start)
-
-
-def fori_traced(params: Any, opt_state: Any, batch: Any) -> Any:
-    """Minibatches by index, of a number that the batch decides."""
-    n = len(batch["x"]) // 2
-
-    def body(i: Any, state: Any) -> Any:
-        rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * n, n), batch)
-        return updated(*state[:2], rows)
-
-    times = 1 + (batch["x"].sum() < 1e9).astype(int)
-    return lax.fori_loop(0, times, body, (params, opt_state, jnp.zeros(())))
 
 
 def chosen(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -165,8 +115,7 @@ def ppo(params: Any, opt_state: Any, batch: Any) -> Any:
 
 
 LOOPS: list[Callable[..., Any]] = [
-    *(epochs, shuffled, fori, until, delayed),
-    *(while_small, fori_traced, chosen, ppo),
+    *(epochs, fori, until, while_small, chosen, ppo),
 ]
 
 
@@ -211,24 +160,6 @@ def test_over_seeds(loop: Callable[..., Any]) -> None:
     exactly(create, jax.vmap(loop, in_axes=(0, 0, None)), 3)
 
 
-def alternating(critic: Any, actor: Any, critic_opt: Any, actor_opt: Any, batch: Any) -> Any:
-    """Two updates of the critic for each of the actor, which reads the critic's new parameters."""
-
-    def body(carry: Any, _: None) -> Any:
-        critic, actor, critic_opt, actor_opt = carry
-        for _ in range(2):
-            critic, critic_opt, error = updated(critic, critic_opt, batch)
-
-        def cost(actor: Any) -> jax.Array:
-            return jnp.mean(output(critic, output(actor, batch["x"])) ** 2)
-
-        loss, grads = jax.value_and_grad(cost)(actor)
-        updates, actor_opt = SGD.update(grads, actor_opt, actor)
-        return (critic, optax.apply_updates(actor, updates), critic_opt, actor_opt), loss + error
-
-    return lax.scan(body, (critic, actor, critic_opt, actor_opt), None, length=UPDATES)
-
-
 def test_train_states_over_seeds() -> None:
     """One ``TrainState`` with a leading dimension of seeds, its counter too."""
 
@@ -237,18 +168,6 @@ def test_train_states_over_seeds() -> None:
 
     step = jax.vmap(in_train_state, in_axes=(0, None))
     exactly(several, step, 3, call=emitted.Source.call)
-
-
-SGD = optax.sgd(0.1, momentum=0.9)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_two_optimizers(stage: int) -> None:
-    def create() -> Any:
-        critic, actor = network(0), network(1)
-        return critic, actor, TX.init(critic), SGD.init(actor)
-
-    exactly(create, alternating, stage)
 
 
 def in_train_state(state: TrainState, batch: Any) -> Any:

@@ -105,53 +105,6 @@ def test_metrics_and_rngs_are_updated_in_place(born: bool) -> None:
     agrees(full_step, create, BATCH, born=born)
 
 
-def test_any_order() -> None:
-    def step(rngs: Any, optimizer: Any, metrics: Any, model: Any, batch: Any) -> Any:
-        return full_step(model, optimizer, metrics, rngs, batch)
-
-    def make() -> tuple[Any, ...]:
-        model, optimizer, metrics, rngs = create()
-        return rngs, optimizer, metrics, model
-
-    exactly(step, make)
-    exactly(step, make, 2)
-
-
-def test_objects_behind_the_batch_and_by_name() -> None:
-    def step(model: Any, batch: Any, *, metrics: Any, optimizer: Any) -> Any:
-        return train(model, optimizer, batch, metrics)
-
-    mine, plain = create(), create()
-    decorated, jitted = zerojax.zero(stage=2)(step), nnx.jit(step)
-    for _ in range(2):
-        found = decorated(mine[0], BATCH, metrics=mine[2], optimizer=mine[1])
-        same(found, jitted(plain[0], BATCH, metrics=plain[2], optimizer=plain[1]))
-    same(values(mine), values(plain))
-
-
-def test_a_variable_alone() -> None:
-    def step(model: Any, optimizer: Any, seen: Any, batch: Any) -> Any:
-        seen[...] += batch["label"].sum()
-        return train(model, optimizer, batch)
-
-    agrees(step, lambda: (*create()[:2], nnx.Variable(jnp.zeros((), jnp.int32))), BATCH)
-
-
-def test_a_stream_that_two_objects_share() -> None:
-    def make() -> tuple[Any, ...]:
-        rngs = nnx.Rngs(3)
-        model = Net(rngs)
-        model.kept = rngs
-        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), rngs
-
-    def step(model: Any, optimizer: Any, rngs: Any, batch: Any) -> Any:
-        assert model.kept is rngs
-        noise = jax.random.normal(rngs(), batch["image"].shape)
-        return train(model, optimizer, batch | {"image": batch["image"] + noise})
-
-    agrees(step, make, BATCH, born=True)
-
-
 def test_another_model_of_the_same_form_is_left_alone() -> None:
     """A mean teacher: the model is the one that comes first."""
 
@@ -167,17 +120,6 @@ def test_another_model_of_the_same_form_is_left_alone() -> None:
 
     agrees(step, make, BATCH, born=True)
     exactly(step, make, 1, 2)
-
-
-def test_the_model_is_the_one_that_the_optimizer_is_of() -> None:
-    def step(critic: Any, model: Any, optimizer: Any, batch: Any) -> Any:
-        return train(model, optimizer, batch) + 0 * critic(batch["image"]).sum()
-
-    def make() -> tuple[Any, ...]:
-        model, optimizer, *_ = create()
-        return nnx.Linear(8, 3, rngs=nnx.Rngs(2)), model, optimizer
-
-    exactly(step, make)
 
 
 def test_an_update_of_the_second_of_two_alike() -> None:
@@ -261,19 +203,6 @@ def test_what_the_step_sets_stays_set(accumulation: int) -> None:
     assert model.dropout.deterministic is False
 
 
-def test_what_the_step_sets_follows_its_constants() -> None:
-    @zerojax.zero(stage=1)
-    def step(model: Any, optimizer: Any, batch: Any, training: bool) -> Any:
-        model.train() if training else model.eval()
-        return train(model, optimizer, batch)
-
-    for training in (True, False, True, False):
-        model, optimizer, *_ = create()
-        model.dropout.deterministic = None
-        step(model, optimizer, BATCH, training)
-        assert model.dropout.deterministic is not training
-
-
 @pytest.mark.slow
 def test_offload() -> None:
     zero = zero_for(3, offload_optimizer="cpu", offload_param="cpu", k=2)
@@ -288,59 +217,6 @@ def test_offload() -> None:
         same(decorated(*objects, BATCH), jitted(plain[2], plain[1], plain[0], BATCH))
     same(objects[0].compute(), plain[2].compute())
     same(jax.device_get(nnx.state(objects[2])), nnx.state(plain[0]))
-
-
-class Plain(nnx.Module):
-    """Parameters without a Variable around them."""
-
-    def __init__(self) -> None:
-        self.w = nnx.data(jnp.ones((8, 4)))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x @ self.w
-
-
-@pytest.mark.parametrize("wrt", [jax.Array, True])
-def test_parameters_that_are_plain_arrays(wrt: Any) -> None:
-    def step(model: Any, optimizer: Any, batch: Any) -> Any:
-        def loss_fn(model: Any) -> Any:
-            return jnp.mean(model(batch["image"]) ** 2)
-
-        loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt))(model)
-        optimizer.update(model, grads)
-        return loss
-
-    def make() -> tuple[Any, ...]:
-        model = Plain()
-        return model, nnx.Optimizer(model, optax.adam(0.1), wrt=wrt)
-
-    agrees(step, make, BATCH, born=True)
-
-
-def test_parameters_that_the_optimizer_does_not_see() -> None:
-    def make() -> tuple[Any, ...]:
-        model = Plain()
-        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-    with pytest.raises(TypeError, match=r"none of Plain has variables.*wrt.*Param"):
-        zerojax.zero(stage=1).init(make)
-
-
-def test_a_model_whose_other_state_is_a_plain_array() -> None:
-    class Scaled(Net):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            super().__init__(rngs)
-            self.seen = nnx.data(jnp.zeros(()))
-
-    def make() -> tuple[Any, ...]:
-        model = Scaled(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-    def step(model: Any, optimizer: Any, batch: Any) -> Any:
-        model.seen = model.seen + batch["label"].sum()
-        return train(model, optimizer, batch)
-
-    agrees(step, make, BATCH)
 
 
 def test_cached_partial() -> None:
@@ -360,22 +236,6 @@ def test_cached_partial_of_what_zero_has_not_made() -> None:
     cached = nnx.cached_partial(zerojax.zero(stage=1)(train), model, optimizer)
     with pytest.raises(ValueError, match=r"nnx\.cached_partial.*make them with zero\.init"):
         cached(BATCH)
-
-
-def test_train_state_of_an_nnx_state() -> None:
-    def make() -> TrainState:
-        graph, params = nnx.split(Net(nnx.Rngs(0)), nnx.Param)
-        return TrainState.create(apply_fn=graph.apply, params=params, tx=optax.adam(1e-2))
-
-    def step(state: TrainState, batch: Any) -> Any:
-        def loss_fn(params: Any) -> Any:
-            logits, _ = state.apply_fn(params)(batch["image"])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    emitted.check(emitted.Source(make, step, (BATCH,), rows=16))
 
 
 @pytest.mark.parametrize(

@@ -58,13 +58,6 @@ def test_by_a_function() -> None:
     assert closed["two"]["w"] is state["two"]["w"]
 
 
-def test_several_arguments() -> None:
-    """The function is given their tuple."""
-    objects = (PARAMS, zerojax.wrap(optax.sgd(0.1)).init(PARAMS))
-    found = find_parameters(objects, KEYS, lambda state: state[0])
-    assert [*found.positions] == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("tx", "more", "words"),
     [

@@ -68,11 +68,6 @@ def as_arguments(params: Any, opt_state: Any, batch: Any) -> Any:
     return updated(params, opt_state, batch)
 
 
-def as_one_tuple(state: Any, batch: Any) -> Any:
-    params, opt_state, loss = updated(*state, batch)
-    return (params, opt_state), loss
-
-
 def as_dict(state: Any, batch: Any) -> Any:
     params, opt_state, loss = updated(state["params"], state["opt"], batch)
     return {"params": params, "opt": opt_state, "step": state["step"] + 1}, {"loss": loss}
@@ -86,11 +81,6 @@ def as_named_tuple(state: Learner, batch: Any) -> Any:
 def batch_first(batch: Any, params: Any, opt_state: Any) -> Any:
     params, opt_state, loss = updated(params, opt_state, batch)
     return {"loss": loss, "new": [params, opt_state]}
-
-
-def with_average(params: Any, average: Any, opt_state: Any, batch: Any) -> Any:
-    params, opt_state, loss = updated(params, opt_state, batch)
-    return params, optax.incremental_update(params, average, 0.1), opt_state, loss
 
 
 def adversaries(generator: TrainState, critic: TrainState, batch: Any) -> Any:
@@ -126,14 +116,12 @@ def params_and_opt_state() -> tuple[Any, Any]:
 
 FORMS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
     "arguments": (as_arguments, params_and_opt_state),
-    "one tuple": (as_one_tuple, lambda: (params_and_opt_state(),)),
     "dict": (
         as_dict,
         lambda: (dict(zip(("params", "opt"), params_and_opt_state(), strict=True)) | {"step": 0},),
     ),
     "NamedTuple": (as_named_tuple, lambda: (Learner(*params_and_opt_state(), jnp.zeros(())),)),
     "batch first": (batch_first, params_and_opt_state),
-    "average": (with_average, lambda: (network(0), network(0), TX.init(network(0)))),
     "TrainStates": (adversaries, pair),
     "class": (in_a_class, lambda: (Pair(*pair()),)),
 }
@@ -198,8 +186,8 @@ def test_a_stage_shards_what_it_says(form: str) -> None:
         big = [x for x in leaves if x.size > WIDTH]
         return sum(not x.sharding.is_fully_replicated for x in big), len(big)
 
-    # A matrix has two moments, and an average has none.
-    networks = {"TrainStates": 2, "class": 2, "average": 4 / 3}.get(form, 1)
+    # A matrix has two moments.
+    networks = {"TrainStates": 2, "class": 2}.get(form, 1)
     assert sharded(0)[0] == 0
     assert sharded(1) == sharded(3) == (6 * networks,) * 2
 
@@ -226,11 +214,6 @@ def test_a_key_that_comes_back_is_no_batch() -> None:
 
 
 class TestTheState:
-    def test_may_come_by_keyword(self) -> None:
-        params, opt_state = params_and_opt_state()
-        got = zero_for(3)(as_arguments)(params, opt_state=opt_state, batch=BATCH)
-        assert_near(host(got), host(as_arguments(params, opt_state, BATCH)), 1e-5)
-
     def test_is_planned_lowered_and_listed(self) -> None:
         zero = zero_for(3, small_array_size=0)
         step, state = zero(as_arguments), zero.abstract_state(params_and_opt_state)
@@ -273,36 +256,6 @@ class TestTheState:
         with pytest.raises(TypeError, match=r"none of its arguments \(0 \(params\), 1 \(opt_state"):
             zero_for(1)(step)(*params_and_opt_state(), BATCH)
 
-    def test_may_hold_functions(self) -> None:
-        """A module that is a pytree has them among its leaves; they are part of the program."""
-
-        def step(module: Any, opt_state: Any, batch: Any) -> Any:
-            def loss_fn(params: Any) -> jax.Array:
-                out = module["activation"](batch["x"] @ params["in"]) @ params["out"]
-                return jnp.mean((out - batch["y"]) ** 2)
-
-            loss, grads = jax.value_and_grad(loss_fn)(module["params"])
-            updates, opt_state = TX.update(grads, opt_state, module["params"])
-            new = optax.apply_updates(module["params"], updates)
-            return {**module, "params": new}, opt_state, loss
-
-        def create(activation: Any) -> Any:
-            params, opt_state = params_and_opt_state()
-            return {"params": params, "activation": activation}, opt_state
-
-        zero = zero_for(3)
-        decorated = zero(step)
-        for activation in (jnp.tanh, jax.nn.gelu):
-            state, want = zero.init(lambda f=activation: create(f)), params_and_opt_state()
-            for _ in range(2):
-                *state, loss = decorated(*state, BATCH)
-                module = {"params": want[0], "activation": activation}
-                (module, opt_state, expected) = step(module, want[1], BATCH)
-                want = module["params"], opt_state
-            assert state[0]["activation"] is activation
-            got = state[0]["params"], state[1], loss
-            assert_near(host(got), host((*want, expected)), 1e-5)
-
     def test_has_no_leaf_that_is_not_hashable(self) -> None:
         def step(state: Any, batch: Any) -> Any:
             return state, loss_of(state["params"], batch)
@@ -326,30 +279,6 @@ class TestTheState:
 def test_what_works_in_the_optimizer_is_refused(config: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         zero_for(2, **config)(as_arguments)(*params_and_opt_state(), BATCH)
-
-
-def test_an_optimizer_of_the_config() -> None:
-    """It clips, and its figures are those of the step."""
-    zero = zero_for(
-        2,
-        gradient_clipping=0.01,
-        optimizer={"type": "SGD", "params": {"lr": 1.0}},
-    )
-    tx = zero.optimizer()
-
-    @zero
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        grads = jax.grad(loss_of)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    params, opt_state = zero.init(lambda: (network(0), tx.init(network(0))))
-    params, opt_state = step(params, opt_state, BATCH)
-    moved = jax.tree.map(lambda a, b: np.asarray(a) - b, params, network(0))
-    assert float(optax.tree.norm(moved)) == pytest.approx(0.01, rel=1e-3)
-    figures = zerojax.telemetry((params, opt_state))
-    assert figures["grad_norm"] > 0.01
-    assert figures["step"] == 1
 
 
 @pytest.mark.parametrize("k", [1, 4])
@@ -417,45 +346,6 @@ class TestRoles:
         got = zero_for(2)(step, batch_argnums=(2, 3))(*given)
         assert_near(arrays(got), arrays(jax.jit(step)(*given)), TOLERANCE["float32"])
 
-    def test_arrays_alone_are_a_state(self) -> None:
-        def step(w: Any, b: Any, x: Any) -> Any:
-            grads = jax.grad(lambda w, b: jnp.mean((x @ w + b) ** 2), (0, 1))(w, b)
-            return w - 0.1 * grads[0], b - 0.1 * grads[1]
-
-        given = network(0)["in"], jnp.ones(HIDDEN), BATCH["x"]
-        got, want = zero_for(3)(step)(*given), jax.jit(step)(*given)
-        assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
-
-    def test_numpy_and_python_numbers(self) -> None:
-        def step(state: Any, batch: Any) -> Any:
-            params, n, z = state
-            loss, grads = jax.value_and_grad(loss_of)(params, batch)
-            return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), n + 1, z * 1j), loss
-
-        params = jax.tree.map(lambda x: np.asarray(x, np.float64), network(0))
-        given = (params, np.int64(3), 1j), BATCH
-        got, want = zero_for(3)(step)(*given), jax.jit(step)(*given)
-        assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
-
-    def test_an_instance_is_the_state(self) -> None:
-        """As reinforcement learning has it: an agent that updates itself."""
-
-        class Agent(struct.PyTreeNode):
-            params: Any
-            opt_state: Any
-
-            def learned(self, batch: Any) -> Any:
-                params, opt_state, loss = updated(self.params, self.opt_state, batch)
-                return self.replace(params=params, opt_state=opt_state), loss
-
-            @zero_for(3)
-            def update(self, batch: Any) -> Any:
-                return self.learned(batch)
-
-        got = Agent(*params_and_opt_state()).update(BATCH)
-        want = Agent(*params_and_opt_state()).learned(BATCH)
-        assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
-
 
 class TestMemory:
     """A step takes over what zerojax has made, and nothing else."""
@@ -497,19 +387,6 @@ class TestMemory:
         mine = network(0)
         want = jax.jit(with_target)(mine, mine, TX.init(mine), BATCH)
         assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
-
-
-def test_an_optimizer_without_state() -> None:
-    tx = optax.sgd(0.1)
-
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        updates, opt_state = tx.update(jax.grad(loss_of)(params, batch), opt_state)
-        return optax.apply_updates(params, updates), opt_state
-
-    zero = zero_for(3)
-    state = zero.init(lambda: (network(0), tx.init(network(0))))
-    got, want = zero(step)(*state, BATCH), jax.jit(step)(network(0), state[1], BATCH)
-    assert_near(arrays(got), arrays(want), TOLERANCE["float32"])
 
 
 def test_two_train_states_are_not_returned_for_one() -> None:

@@ -76,16 +76,11 @@ def double(x: Any) -> Any:
     [
         ({}, compat.JitOptions((), (), ())),
         ({"static_argnums": 1}, compat.JitOptions((1, "other"), (), ())),
-        ({"static_argnames": "other"}, compat.JitOptions((1, "other"), (), ())),
         ({"donate_argnums": 0}, compat.JitOptions((), (0, "x"), ())),
         ({"compiler_options": {"a": 1}}, compat.JitOptions((), (), ("compiler_options",))),
         (
             {"out_shardings": jax.sharding.SingleDeviceSharding(jax.devices()[0])},
             compat.JitOptions((), (), ("out_shardings",)),
-        ),
-        (
-            {"in_shardings": jax.sharding.SingleDeviceSharding(jax.devices()[0])},
-            compat.JitOptions((), (), ("in_shardings",)),
         ),
     ],
 )
@@ -94,25 +89,6 @@ def test_options_of_jit(options: dict[str, Any], expected: compat.JitOptions) ->
         return x
 
     assert compat.jit_options(jax.jit(function, **options)) == expected
-
-
-def test_only_functions_of_jit_have_options() -> None:
-    with pytest.raises(AttributeError):
-        compat.jit_options(double)
-
-
-def test_a_function_runs_on_the_host() -> None:
-    host = jax.memory.Space.Host
-    with_host = jax.jit(lambda x: compat.computed_on_host(double)(jax.device_put(x, host)))
-    out = with_host(X)
-    assert out.sharding.memory_kind == "pinned_host"
-    np.testing.assert_array_equal(out, 2 * X)
-
-
-def test_a_program_for_devices_that_exist_is_lowered_as_ever() -> None:
-    traced = jax.jit(double).trace(X)
-    lowered = compat.lower_for(traced, jax.make_mesh((1,), ("data",)))
-    assert not isinstance(lowered, compat.LoweredFor)
 
 
 def test_a_program_is_compiled_for_devices_that_do_not_exist() -> None:

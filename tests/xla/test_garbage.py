@@ -34,11 +34,3 @@ def test_garbage_is_seldom_looked_for_inside_and_as_before_after_it():
         inside.append(gc.get_threshold())
     assert inside == [(100_000, 10, 11)] * 3
     assert gc.get_threshold() == (700, 10, 11)
-
-
-@pytest.mark.parametrize("youngest", [0, 10**9])
-def test_a_collector_that_is_off_or_rarer_stays_so(youngest):
-    gc.set_threshold(youngest, 5, 5)
-    with seldom_collected():
-        assert gc.get_threshold() == (youngest, 5, 5)
-    assert gc.get_threshold() == (youngest, 5, 5)

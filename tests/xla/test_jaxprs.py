@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core
 from jax.extend.core import primitives as prims
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -214,27 +213,12 @@ def test_the_body_of_a_call(name: str) -> None:
     assert jaxprs.programs(eqn) == (jaxprs.CALLS[eqn.primitive],)
 
 
-def test_the_branches_of_a_choice() -> None:
-    eqn = traced(chosen, "cond")
-    assert [len(body.eqns) for body in jaxprs.bodies(eqn)] == [0, 1]
-    assert jaxprs.programs(eqn) == ("branches",)
-
-
 def test_counts_of_a_scan() -> None:
     eqn = traced(looped, "scan")
     assert jaxprs.scan_counts(eqn) == (1, 1)
     assert [v.aval.shape for v in eqn.invars] == [(4, 6), (6,), (4, 6)]
     assert not jaxprs.bodies(eqn)
     assert len([*jaxprs.inner(eqn)]) == 1
-
-
-def test_parts_of_a_while_loop() -> None:
-    eqn = traced(until, "while")
-    loop = jaxprs.while_parts(eqn)
-    assert loop[2:] == (1, 1)
-    assert [v.aval.shape for v in eqn.invars] == [(), (4, 6), (4, 6)]
-    cond, body = (jaxprs.open_jaxpr(jaxpr)[0] for jaxpr in loop[:2])
-    assert len(cond.outvars) == len(body.outvars) == 1
 
 
 def test_the_backward_pass_is_known() -> None:
@@ -299,53 +283,6 @@ def test_the_context_of_an_equation_is_that_of_its_trace() -> None:
         assert jax.sharding.get_abstract_mesh().axis_names == ("data",)
 
 
-def test_equations_made_anew_come_from_the_same_line() -> None:
-    with jax.named_scope("block"):
-        eqn = traced(lambda x: jax.named_scope("inner")(double)(x), "mul")
-
-    def again(x: jax.Array) -> Any:
-        with jaxprs.traced_where(eqn):
-            env = dict.fromkeys((v for v in eqn.invars if not isinstance(v, core.Literal)), x)
-            return jaxprs.bind(eqn, [jaxprs.read(v, env) for v in eqn.invars])
-
-    (copy,) = jax.make_jaxpr(again)(X).jaxpr.eqns
-    assert copy.source_info.name_stack == eqn.source_info.name_stack
-    assert "inner" in str(copy.source_info.name_stack)
-    frames = [frame.line_num for frame in eqn.source_info.traceback.frames]
-    assert [frame.line_num for frame in copy.source_info.traceback.frames] == frames
-
-
-def test_jaxprs_and_equations_can_be_changed() -> None:
-    """With ``replace``, variables of their own, literals, and a shape of their own."""
-    closed = jax.make_jaxpr(jax.jit(double))(X)
-    (eqn,) = closed.jaxpr.eqns
-    inside = jaxprs.open_jaxpr(jaxprs.called_jaxpr(eqn))[0]
-    mul = inside.eqns[0]
-    (at,) = [i for i, v in enumerate(mul.invars) if isinstance(v, core.Literal)]
-    old = mul.invars[at]
-    three = core.Literal(np.asarray(3, old.aval.dtype), old.aval)
-    changed = mul.replace(invars=[three if i == at else v for i, v in enumerate(mul.invars)])
-    body = jaxprs.with_body(jaxprs.called_jaxpr(eqn), inside.replace(eqns=[changed]))
-    params = eqn.params | {"jaxpr": body}
-    (out,) = jaxprs.bind(eqn.replace(params=params), [jnp.asarray(X)])
-    np.testing.assert_array_equal(out, 3 * X)
-    aval = eqn.invars[0].aval.update(shape=(2, 6))
-    assert (aval.shape, aval.dtype) == ((2, 6), X.dtype)
-
-
-def test_an_opened_equation_comes_from_where_it_was_called() -> None:
-    with jax.named_scope("outer"):
-        call = traced(lambda x: jax.named_scope("block")(jax.jit(double))(x), "jit")
-    (inside,) = jaxprs.bodies(call)[0].eqns
-    outer, inner = jaxprs.source(call), jaxprs.source(inside)
-    source = jaxprs.source_within(outer, inner, own_line=False)
-    assert str(source.name_stack).startswith(str(outer.name_stack))
-    assert source.traceback is outer.traceback
-    assert jaxprs.source_within(outer, inner, own_line=True).traceback is inner.traceback
-    assert inside.replace(source_info=source).source_info.traceback is outer.traceback
-    assert {f.file_name for f in outer.traceback.frames if f.line_num} >= {__file__}
-
-
 def test_what_differentiation_makes_of_an_equation_has_its_place() -> None:
     """Not so the backward function of a custom_vjp, also in the same line."""
 
@@ -370,10 +307,3 @@ def test_what_differentiation_makes_of_an_equation_has_its_place() -> None:
     assert backward[0] not in {place[0] for place in forward}
     assert backward[0][0] is loss.__code__
     assert jaxprs.bound_at(None) == ()
-
-
-def test_what_vmap_makes_is_known() -> None:
-    product = traced(jax.vmap(lambda x: x @ x), "dot_general")
-    assert jaxprs.is_batched(product)
-    assert jaxprs.is_batched(traced(jax.vmap(jax.grad(lambda x: jnp.sin(x).sum())), "cos"))
-    assert not jaxprs.is_batched(traced(lambda x: x @ x.T, "dot_general"))

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from zerojax.xla import jaxprs
-from zerojax.xla.unused import unused, used_arguments, without_unused
+from zerojax.xla.unused import used_arguments, without_unused
 
 X = jnp.ones(3)
 
@@ -59,15 +59,6 @@ def times_nothing(x: Any, y: Any) -> Any:
 )
 def test_used_arguments(function: Callable[..., Any], uses_y: bool) -> None:
     assert used_arguments(jax.make_jaxpr(function)(X, X)) == [True, uses_y]
-
-
-def test_unused() -> None:
-    def function(x: Any) -> Any:
-        jnp.cos(x)
-        return jnp.sin(x)
-
-    jaxpr = jaxprs.open_jaxpr(jax.make_jaxpr(function)(X))[0]
-    assert [e.primitive.name for e in unused(jaxpr)] == ["cos"]
 
 
 def test_without_unused() -> None:

@@ -20,7 +20,6 @@ import zerojax
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 ROWS = 16
-ADAM = optax.adam(1e-2)
 
 
 def make_state(**replaced: Any) -> TrainState:

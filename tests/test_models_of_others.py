@@ -1,4 +1,4 @@
-"""Models that others wrote train as they are: flax's way of writing them, and tunix's models."""
+"""Models that others wrote train as they are: flax's way of writing them."""
 
 from collections.abc import Callable
 from typing import Any

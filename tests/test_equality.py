@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from equal import assert_same, check, follow, plain, start, zero_for
+from equal import assert_same, check, follow, start, zero_for
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 from programs import PROGRAMS
-from programs.layouts import megatron_specs
 
 import zerojax
-from zerojax.plan import layout
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -34,15 +32,6 @@ def test_twenty_steps(stage: int) -> None:
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.sweep), 3])
 def test_under_xlas_default_optimizations(stage: int) -> None:
     check("mlp", stage, 4, steps=STEPS)
-
-
-def test_float32() -> None:
-    """The losses of a state that is created sharded."""
-    program, zero, state = PROGRAMS["nnx_mlp"], zero_for(3), start("nnx_mlp", "float32")
-    state = zero.init(lambda: state)
-    got, want = follow(program, zero(program.step), state)[0], plain("nnx_mlp", "float32")[0]
-    losses = [[float(metrics["loss"]) for metrics in run] for run in (got, want)]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -136,38 +125,6 @@ def test_the_norm_of_a_gradient_leaves_padding_out() -> None:
     state, _ = zero(step)(state, batch)
     want = optax.tree.norm(jax.grad(loss)({"w": weights}, batch))
     np.testing.assert_allclose(zerojax.telemetry(state)["grad_norm"], want, rtol=1e-6)
-
-
-# Of three layers, bias before kernel. A bias that "model" shards is sharded again.
-BOTH = ("model", "data")
-USERS = [P("model"), P(None, "model"), P(), P("model"), P("model"), P(None, "model")]
-USERS_AND_ZEROS = [
-    P(BOTH), P("data", "model"), P("data"), P("model", "data"), P(BOTH), P("data", "model"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["partitioned", "logical", "nnx_partitioned"])
-def test_users_own_specs_in_the_model(name: str, stage: int) -> None:
-    """The plan keeps "model" where the model has it, and ZeRO takes another dimension."""
-    zero = zero_for(stage, axes={"data": 2, "model": 4})
-    specs = jax.tree.leaves(zero.plan(start(name, "float32")).params, is_leaf=is_spec)
-    assert specs == (USERS if stage == 0 else USERS_AND_ZEROS)
-
-
-def is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
-@pytest.mark.parametrize("name", ["gpt", "gpt_scan_remat"])
-def test_users_own_specs_given(name: str) -> None:
-    state = start(name, "float32")
-    specs = megatron_specs(state.params)
-    zero = zero_for(3, axes={"data": 2, "model": 4}, specs=specs)
-    planned = jax.tree.leaves(zero.plan(state).params, is_leaf=is_spec)
-    for mine, spec in zip(jax.tree.leaves(specs, is_leaf=is_spec), planned, strict=True):
-        n = max(len(mine), len(spec))
-        assert layout.without(layout.full(spec, n), "data") == layout.full(mine, n)
 
 
 def test_small_tensors_are_replicated() -> None:

@@ -12,7 +12,6 @@ import optax
 import pytest
 from equal import zero_for
 from flax import linen as nn
-from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -123,38 +122,6 @@ def test_a_norm_of_the_users_own_is_of_all(accumulation: int) -> None:
     emitted.check(source(False, tx), 3, accumulation)
     mine = emitted.emitted(source(False, tx), stage=3, gradient_accumulation_steps=accumulation)
     assert emitted.differing(source(True, tx), mine)
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_nnx(accumulation: int) -> None:
-    class Model(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.base = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-            self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-        def __call__(self, x: jax.Array, stop: bool) -> jax.Array:
-            kernel = self.base.kernel[...]
-            x = jnp.tanh(x @ (jax.lax.stop_gradient(kernel) if stop else kernel))
-            return self.up(x)
-
-    def of(stop: bool) -> emitted.Source:
-        def train_step(model: Model, optimizer: nnx.Optimizer, batch: Any) -> Any:
-            def loss_fn(model: Model) -> jax.Array:
-                return jnp.mean((model(batch["x"], stop) - batch["y"]) ** 2)
-
-            loss, grads = nnx.value_and_grad(loss_fn)(model)
-            optimizer.update(model, grads)
-            return {"loss": loss}
-
-        def make() -> tuple[Model, nnx.Optimizer]:
-            model = Model(nnx.Rngs(0))
-            return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-
-        batch = batches(np.float32)[0]
-        return emitted.Source(make, train_step, (batch,), emitted.in_arguments)
-
-    mine = emitted.emitted(of(False), stage=3, gradient_accumulation_steps=accumulation)
-    assert emitted.differing(of(True), mine) == []
 
 
 @pytest.mark.usefixtures("quick_compile")

@@ -254,15 +254,6 @@ def test_an_overflow_at_the_smallest_scale_raises() -> None:
     assert int(zerojax.telemetry(state)["skipped_steps"]) == 10
 
 
-def test_a_state_that_was_given_away() -> None:
-    zero = zero_for(1)
-    state = zero.init(create, jax.random.key(0))
-    decorated = zero(step_with(jax.value_and_grad))
-    decorated(state, batches(1)[0])
-    with pytest.raises(ValueError, match="passed to an earlier step"):
-        decorated(state, batches(1)[0])
-
-
 def test_two_updates_cannot_share_a_scale() -> None:
     def twice(state: State, batch: Any) -> Any:
         return step(step(state, batch)[0], batch)
@@ -409,33 +400,6 @@ def test_a_model_in_bf16_with_the_configs_own_optimizer(placed: str, devices: in
     assert np.isfinite(made.params["first"].astype(jnp.float32)).all()
 
 
-def test_extra_state_may_keep_the_compute_parameters() -> None:
-    class Keeping(TrainState):
-        last: Any
-        seen: Any = 0
-
-    def body(state: Keeping, batch: Any) -> Any:
-        new, value = step_of(state, batch)
-        return new.replace(last=state.params, seen=state.seen + 1), value
-
-    def step_of(state: Keeping, batch: Any) -> Any:
-        def loss(params: Any) -> jax.Array:
-            return jnp.mean((network(params, batch["x"]).astype(jnp.float32) - batch["y"]) ** 2)
-
-        value, grads = zerojax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    made = create(jax.random.key(0))
-    zero = zero_for(2, fp16=True, optimizer={"type": "Adam"})
-    state = Keeping.create(
-        apply_fn=None, params=made.params, tx=zero.optimizer(), last=made.params, seen=0
-    )
-    decorated = zero(body)
-    for batch in batches(2):
-        state, _ = decorated(state, batch)
-    assert int(state.seen) == 2
-
-
 def test_wrapped_once_and_for_this_precision() -> None:
     zero = zero_for(1, fp16=True, optimizer={"type": "SGD"})
     made = create(jax.random.key(0))
@@ -446,22 +410,6 @@ def test_wrapped_once_and_for_this_precision() -> None:
     scaled = made.replace(tx=zero.optimizer(), opt_state=zero.optimizer().init(made.params))
     with pytest.raises(ValueError, match=r"fp16 is off, but .* with it"):
         zero_for(1)(step)(scaled, batches(1)[0])
-
-
-def test_an_update_in_a_jitted_helper_under_accumulation() -> None:
-    apply = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-
-    def body(state: State, batch: Any) -> Any:
-        def loss(params: Any) -> jax.Array:
-            return jnp.mean((network(params, batch["x"]).astype(jnp.float32) - batch["y"]) ** 2)
-
-        value, grads = zerojax.value_and_grad(loss)(state.params)
-        return apply(state, grads), value
-
-    for keywords in ({}, {"fp16": True}):
-        _, losses = run(zero_for(2, k=2, **keywords), batches(3), body)
-        _, plain = run(zero_for(0), batches(3), body)
-        np.testing.assert_allclose(losses, plain, rtol=1e-2)
 
 
 @pytest.mark.slow

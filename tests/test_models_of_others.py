@@ -1,10 +1,8 @@
-"""Models that others wrote train as they are: flax's way of writing them, and tunix's models."""
+"""Models that others wrote train as they are: flax's way of writing them."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,28 +63,6 @@ class Decoder(nnx.Module):
 def decoder() -> Decoder:
     with nnx.use_eager_sharding(False):
         return Decoder(nnx.Rngs(0))
-
-
-def tunix_model(name: str) -> nnx.Module:
-    """tunix's classes with a config of one layer, in float32."""
-    if name == "llama3":
-        from tunix.models.llama3.model import Llama3 as Model
-        from tunix.models.llama3.model import ModelConfig
-    elif name == "qwen3":
-        from tunix.models.qwen3.model import ModelConfig
-        from tunix.models.qwen3.model import Qwen3 as Model
-    else:
-        from tunix.models.gemma3.model import Gemma3 as Model
-        from tunix.models.gemma3.model import ModelConfig
-    sizes: dict[str, Any] = {
-        "num_layers": 1, "embed_dim": 64, "hidden_dim": 128, "num_heads": 4, "head_dim": 16,
-        "num_kv_heads": 2,
-    }  # fmt: skip
-    if name == "gemma3":
-        own = {"num_embed": VOCABULARY, "sliding_window_size": 4, "param_dtype": jnp.float32}
-    else:
-        own = {"vocab_size": VOCABULARY, "rope_theta": 10_000, "norm_eps": 1e-5}
-    return Model(ModelConfig(**sizes, **own), rngs=nnx.Rngs(0))
 
 
 def train_step(model: Any, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
@@ -150,17 +126,3 @@ def test_annotations_are_kept_where_rules_map_them(plain: tuple[list[float], Any
 def test_annotations_for_axes_that_do_not_exist_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"'embedding'.*'vocab'.*specs=PartitionSpec\(\)"):
         zerojax.zero(stage=3).init(lambda: pair(decoder))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tunix") is None, reason="tunix is not installed")
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma3"])
-def test_tunix_models_at_every_stage(name: str) -> None:
-    sharding = flax.config.flax_always_shard_variable  # which importing tunix turns off
-    try:
-        make = lambda: tunix_model(name)  # noqa: E731
-        want = trained(nnx.jit(train_step), *pair(make))
-        for stage, accumulation in [(0, 1), (1, 1), (2, 2), (3, 1), (3, 2)]:
-            zero = zero_for(stage, k=accumulation, specs=PartitionSpec())
-            check(zero, make, want)
-    finally:
-        flax.config.update("flax_always_shard_variable", sharding)

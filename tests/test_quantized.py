@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
@@ -39,20 +38,6 @@ class Model(nn.Module):
         x = nn.tanh(nn.Conv(WIDTH, (3,), name="conv")(x)) if self.conv else x
         x = nn.tanh(nn.Dense(2 * WIDTH, name="first")(x))
         return nn.Dense(WIDTH, name="second")(x).mean((1, 2))
-
-
-class Nnx(nnx.Module):
-    """The same."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.table = nnx.Embed(96, WIDTH, rngs=rngs)
-        self.conv = nnx.Conv(WIDTH, WIDTH, (3,), rngs=rngs)
-        self.first = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.second = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nnx.tanh(self.conv(self.table(tokens)))
-        return self.second(nnx.tanh(self.first(x))).mean((1, 2))
 
 
 def batch(seed: int = 0) -> dict[str, np.ndarray]:
@@ -227,34 +212,6 @@ def test_parameters_are_gathered_quantized(stage: int, k: int, form: Any) -> Non
     np.testing.assert_allclose(value, want_value, rtol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), got, want)
     assert abs(value - value_and_gradient()(initial(), batch())[0]) > 1e-7
-
-
-def nnx_step(model: Nnx, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
-    value, grads = nnx.value_and_grad(lambda m: loss_of(m(batch["tokens"]), batch))(model)
-    optimizer.update(model, grads)
-    return value
-
-
-def nnx_create() -> tuple[Nnx, nnx.Optimizer]:
-    model = Nnx(nnx.Rngs(0))
-    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-
-
-def nnx_losses(step: Any, model: Nnx, optimizer: nnx.Optimizer) -> np.ndarray:
-    return np.array([np.mean(step(model, optimizer, batch(i))) for i in range(4)])
-
-
-@functools.cache
-def plain_nnx_losses() -> np.ndarray:
-    return nnx_losses(nnx.jit(nnx_step), *nnx_create())
-
-
-@pytest.mark.slow
-def test_nnx() -> None:
-    zero = zero_of(3, 4, **BOTH)
-    values, want = nnx_losses(zero(nnx_step), *zero.init(nnx_create)), plain_nnx_losses()
-    assert np.abs(values - want).max() > APART
-    np.testing.assert_allclose(values, want, rtol=0.02)
 
 
 @pytest.mark.parametrize(

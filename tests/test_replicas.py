@@ -52,18 +52,6 @@ def test_an_evaluation_is_spread_over_both_axes() -> None:
     np.testing.assert_allclose(mean, np.mean(want), rtol=1e-9)
 
 
-def test_a_function_per_device_has_its_own_rows() -> None:
-    def own(x: jax.Array, w: jax.Array) -> jax.Array:
-        assert x.shape == (2, 4)
-        return jnp.tanh(x * w)
-
-    over = zero_for(0, axes=AXES).per_device(own, replicated=[1])
-    x, w = np.random.default_rng(0).normal(size=(16, 4)), np.arange(4.0)
-    np.testing.assert_allclose(jax.jit(over)(x, w), np.tanh(x * w), rtol=1e-9)
-    grad = jax.jit(jax.grad(lambda w: jnp.sum(over(x, w))))(w)
-    np.testing.assert_allclose(grad, np.sum(x * (1 - np.tanh(x * w) ** 2), 0), rtol=1e-9)
-
-
 def test_a_step_with_explicit_axes() -> None:
     mesh = jax.make_mesh((2, 4), ("replica", "data"))
     zero = zero_for(3, mesh=mesh)

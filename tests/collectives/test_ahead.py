@@ -8,10 +8,7 @@ import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from emitted import check_step
-from flax.training.train_state import TrainState
 from jax import lax
 from jaxprs import Spec, equations, gathers
 
@@ -168,41 +165,3 @@ def test_not_what_stays_gathered(dtype: str) -> None:
     found = gathers(jax.make_jaxpr(run)(*arrays))
     assert {move.inside for move in found} == {()}
     assert found[-1].dtype == dtype
-
-
-def test_not_in_a_shorter_loop_nor_where_it_is_turned_off() -> None:
-    within = [("scan",), ("scan",)]
-    assert sorted(moves("forward and backward", layers=LAYERS - 1)) == within
-    assert sorted(moves("forward and backward", overlap=False)) == within
-
-
-WIDE = 48
-"""A stack of so wide layers is not small."""
-
-
-def train_step(state: TrainState, x: Any) -> tuple[TrainState, Any]:
-    def loss(params: Any) -> jax.Array:
-        return scanned(lambda x, w: x + moved(x, w))(params["w"], x @ params["in"]) / x.size
-
-    value, grads = jax.value_and_grad(loss)(state.params)
-    return state.apply_gradients(grads=grads), value
-
-
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"cpu_checkpointing": True, "zero_hpz_partition_size": 4},
-        {"mesh": zerojax.mesh(replicas=2), "gradient_accumulation_steps": 2},
-    ],
-    ids=lambda keywords: ", ".join(keywords),
-)
-def test_a_training_step(keywords: dict[str, Any]) -> None:
-    draw = np.random.default_rng(2).normal
-
-    params = {"w": draw(size=(LAYERS, WIDE, WIDE)) / 9, "in": draw(size=(WIDE, WIDE)) / 9}
-
-    def create() -> TrainState:
-        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
-
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, **keywords)
-    check_step(zero, train_step, create, draw(size=(32, WIDE)))

@@ -103,16 +103,6 @@ def test_gradients_by_row(stage: int, groups: int, wrap: Any, k: int) -> None:
     )
 
 
-def test_differential_privacy() -> None:
-    def step(state: TrainState, batch: Any) -> Any:
-        losses, grads = each(state.params, batch, 1)
-        return state.apply_gradients(grads=grads), losses.mean()
-
-    private = optax.contrib.differentially_private_aggregate(0.5, 0.1, key=0)
-    tx = optax.chain(private, optax.sgd(0.1))  # dpsgd
-    assert_same(step, tx, 1, stage=3)
-
-
 def convolution(lhs: tuple[int, ...], rhs: tuple[int, ...], **groups: int) -> Any:
     def f(x: Any, w: Any) -> jax.Array:
         numbers = ("NHWC", "HWIO", "NHWC")

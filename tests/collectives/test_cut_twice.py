@@ -84,12 +84,3 @@ def test_a_weight_that_is_cut_twice() -> None:
     # What is all-reduced are activations, over "tensor".
     assert {each.group_size for each in found if each.kind == "all-reduce"} == {2}
     assert piece not in sizes("all-reduce")
-
-
-def test_a_constraint_of_activations_moves_nothing() -> None:
-    """One that names "data" was taken for a gradient's, and all activations were gathered."""
-
-    def told(found: list[Collective]) -> list[Any]:
-        return sorted((each.kind, each.group_size, each.payload_bytes) for each in found)
-
-    assert told(moved(constrained=True)) == told(moved())

@@ -6,12 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
-from jax.sharding import PartitionSpec
 
-import zerojax
 from zerojax.collectives import gradients
 from zerojax.xla import jaxprs
 
@@ -55,58 +51,3 @@ def test_the_parts_of_the_groups_add_up(lookup: Callable[[Any], Any]) -> None:
 def test_a_lookup_without_rows_is_left_alone() -> None:
     eqn, _, _ = scattered(lambda table: table[np.arange(8)])
     assert not gradients.can_split(eqn, 2)
-
-
-def without_first(grads: Any) -> Any:
-    return {"w": grads["w"].at[0].set(0.0)}
-
-
-@jax.jit
-def doubled_last(grads: Any) -> Any:
-    return {"w": grads["w"].at[-1].multiply(2.0)}
-
-
-@pytest.mark.parametrize(("change", "in_optimizer"), [(without_first, False), (doubled_last, True)])
-def test_a_step_that_changes_one_row_of_a_gradient(
-    change: Callable[[Any], Any], in_optimizer: bool
-) -> None:
-    """As for the embedding of padding tokens."""
-    x, w = np.random.default_rng(2).normal(size=(2, 16, 16)).astype(np.float32)
-    tx = optax.chain(optax.stateless(lambda updates, _: change(updates)), optax.sgd(1.0))
-
-    def train_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
-        def loss(params: Any) -> jax.Array:
-            return jnp.sum(jnp.tanh(x @ params["w"]) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads if in_optimizer else change(grads)), value
-
-    def create() -> TrainState:
-        used = tx if in_optimizer else optax.sgd(1.0)
-        return TrainState.create(apply_fn=None, params={"w": jnp.asarray(w)}, tx=used)
-
-    want, _ = jax.jit(train_step)(create(), x)
-    zero = zerojax.zero(stage=2)
-    state = zero.init(create)
-    assert zero.plan(state).params["w"] == PartitionSpec("data")
-    state, _ = zero(train_step)(state, x)
-    np.testing.assert_allclose(state.params["w"], want.params["w"], rtol=1e-5, atol=1e-5)
-
-
-def test_one_element_of_a_large_vector_is_looked_up() -> None:
-    def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
-        def loss_fn(p: Any) -> jax.Array:
-            return jnp.mean((batch * jnp.take(p["v"], 5, mode="fill")) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    def create() -> TrainState:
-        return TrainState.create(apply_fn=None, params={"v": jnp.ones(262_144)}, tx=optax.sgd(0.5))
-
-    batch = np.arange(16, dtype=np.float32) / 16
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
-    state, loss = zero(step)(zero.init(create), batch)
-    plain, want = jax.jit(step)(create(), batch)
-    np.testing.assert_allclose(loss, want, rtol=1e-6)
-    np.testing.assert_allclose(state.params["v"], plain.params["v"], rtol=1e-6)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from emitted import check_step
 from flax.training.train_state import TrainState
 from jaxprs import gathers
 
@@ -167,19 +166,6 @@ def test_what_is_inserted_is_an_identity(name: str) -> None:
     assert exact.differing(run, plain, *arguments) == []
 
 
-@pytest.mark.usefixtures("quick_compile")
-def test_the_numbers_of_plain_jit() -> None:
-    """With weights of 2^20 elements, above which they stay sharded."""
-    params, x = shapes(1024, 1024), np.random.default_rng(0).normal(size=(32, 1024))
-    rng = np.random.default_rng(1)
-    arrays = {name: rng.normal(size=shape) / 32 for name, shape in params.items()}
-
-    def create() -> TrainState:
-        return TrainState.create(apply_fn=None, params=arrays, tx=optax.adam(1e-2))
-
-    check_step(zerojax.zero(stage=3), step_of(two_layers), create, {"x": x})
-
-
 def sent_by(model: Callable[..., jax.Array], params: Any, batch: Any, stage: int | None) -> int:
     """Returns the bytes that a device sends in a step on absent GPUs; if ``stage`` is None, those
     of plain jit with FSDP shardings."""
@@ -225,10 +211,3 @@ class TestCompiled:
         weights = 4 * sum(int(np.prod(shape)) for shape in params.values())
         assert found <= 1.01 * plain
         assert found < 2.4 * weights * 7 / 8 / 10  # of gathers and reductions
-
-    def test_many_rows_gather_the_weights(self) -> None:
-        """Forward, all but the first backward, and their gradients are reduced."""
-        params, batch = shapes(1024, 4096), rows_of(4096, 1024)
-        weights = 4 * sum(int(np.prod(shape)) for shape in params.values())
-        sent = sent_by(two_layers, params, batch, 3)
-        assert 2.4 * weights * 7 / 8 < sent < 3.1 * weights * 7 / 8

@@ -262,11 +262,6 @@ def inserted(name: str, *, keep: bool = False, grad: bool = False) -> Any:
     return Inserted(made, specs, keep=keep).jaxpr(params, X)
 
 
-def test_each_parameter_is_gathered_where_used() -> None:
-    found = gathers(inserted("mlp"))
-    assert [move.shape for move in found] == [(N, N), (1, N), (N, N)]  # the bias as it is added
-
-
 def test_gathered_again_in_the_backward_pass() -> None:
     """The second matrix is needed for the cotangent of its input, the first is not."""
     shapes = [move.shape for move in gathers(inserted("mlp", grad=True))]
@@ -318,33 +313,9 @@ def test_the_cast_comes_before_the_gather() -> None:
     assert gathers(jaxpr) == [Move((), (8, N), "bfloat16")]
 
 
-def test_a_cast_to_a_wider_dtype_comes_after_the_gather() -> None:
-    """A parameter in bf16 promoted to the activations' float32."""
-
-    def promoted(params: Any, x: Any) -> Any:
-        return x @ params[0].astype(x.dtype) + jnp.sum(params[0].astype(x.dtype) ** 2)
-
-    w = W.astype("bfloat16")
-    jaxpr = Inserted(promoted, [ROWS], keep=False).jaxpr([w], X)
-    assert gathers(jaxpr) == [Move((), (N, N), "bfloat16")]
-    whole = Inserter(MESH, "data", keep=True)
-
-    def run(w: Any, x: Any) -> Any:
-        closed = jax.make_jaxpr(lambda w, x: promoted([w], x))(w, x)
-        return whole(closed, [Shard(w, ROWS).with_copy(w), x])[0]
-
-    assert gathers(jax.make_jaxpr(run)(w, X)) == []
-    np.testing.assert_allclose(run(w, X), promoted([w], X), rtol=1e-5)
-
-
 def test_a_stack_is_gathered_a_layer_at_a_time() -> None:
     (move,) = gathers(inserted("scan"))
     assert move == Move(("scan",), (N, N), "float32")
-
-
-def test_a_stack_cut_along_its_layers_is_gathered_before_the_loop() -> None:
-    (move,) = gathers(inserted("scan over a cut stack"))
-    assert move == Move((), (8, N, N), "float32")
 
 
 def test_gathered_inside_a_branch() -> None:
@@ -372,11 +343,6 @@ def test_calls_leave_no_trace() -> None:
     jaxpr = inserted("nested jit")
     assert "jit" not in primitives(jaxpr)
     assert len(gathers(jaxpr)) == 1
-
-
-def test_a_lookup_of_few_rows_leaves_its_table_sharded() -> None:
-    """The product with the same table gathers."""
-    assert [move.shape for move in gathers(inserted("lookup"))] == [(N, N)]
 
 
 def scattered_gradients(name: str) -> list[Move]:

@@ -46,20 +46,3 @@ def test_the_loop_has_two_iterations_less(length: int, inside: list[int]) -> Non
     jaxpr = jax.make_jaxpr(lambda: run(length, peel=True))()
     loops = [eqn for _, eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
     assert [loop.params["length"] for loop in loops] == inside
-
-
-def test_only_the_last_iteration_is_called_last() -> None:
-    called = []
-
-    def noting(carry: Any, index: Any, *, last: bool = False) -> Any:
-        called.append(last)
-        return (() if last else carry + index), index
-
-    carry, stack = iterations.scan(
-        noting, jnp.zeros((), int), jnp.arange(5), length=5, reverse=True, unroll=1, peel=True
-    )
-    assert called[0] is False
-    assert called[-1] is True
-    assert called.count(True) == 1
-    assert carry == ()
-    np.testing.assert_array_equal(stack, np.arange(5))

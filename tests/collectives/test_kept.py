@@ -8,10 +8,8 @@ import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from collectives import large_layers
-from flax.training.train_state import TrainState
 from jax import lax
 from jaxprs import Move, gathers
 
@@ -253,23 +251,6 @@ def test_the_first_loop_fills_a_stack(function: Callable[..., Any]) -> None:
 @FUNCTIONS
 def test_a_stack_is_the_same(function: Callable[..., Any], spec: Any, fill: bool) -> None:
     assert exact.differing(over_stack(function, spec, fill), function, *arguments()) == []
-
-
-def test_micro_batches_transpose_no_stack() -> None:
-    """Stage 1 sums up once an update, each device apart from the others until then."""
-
-    def create() -> TrainState:
-        return TrainState.create(apply_fn=None, params={"w": arguments()[0]}, tx=optax.sgd(0.1))
-
-    def step(state: TrainState, x: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(lambda p: loss(p["w"], x))(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    zero = zerojax.zero(stage=1, gradient_accumulation_steps=2)
-    x = jax.ShapeDtypeStruct((16, INTO), jnp.float32)
-    text = zero(step).lower(zero.abstract_state(create), x).as_text()
-    moved = [line for line in text.splitlines() if "transpose" in line]
-    assert not any(line.endswith(f"-> tensor<{LENGTH}x{INTO}x{OUT}xf32>") for line in moved)
 
 
 @pytest.mark.slow

@@ -219,24 +219,6 @@ def test_more_than_may_be_held_is_gathered_inside() -> None:
     assert ("scan",) in {move.inside for move in scatters(jaxpr)}
 
 
-def test_a_while_loops_constants_are_gathered_once() -> None:
-    def run(w: Any, x: Any) -> Any:
-        def going(state: Any) -> Any:
-            return jnp.sum(jnp.abs(state[1] @ w)) > state[0]
-
-        def function(w: Any, x: Any) -> Any:
-            return lax.while_loop(going, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0.0, x))[1]
-
-        inserter = Inserter(MESH, "data", keep=False)
-        closed = jax.make_jaxpr(lambda w, x: function(w, x))(w, x)
-        return inserter(closed, [Shard(inserter.constrain(w, ROWS), ROWS), x])[0]
-
-    # As a constant of the condition too, it is another use.
-    found = gathers(jax.make_jaxpr(run)(weight(N, N), TIMES[0]))
-    assert all(move.inside == () for move in found)
-    assert 1 <= len(found) <= 2
-
-
 def backward(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Any:
     jaxpr = jax.make_jaxpr(jax.grad(function))(*(weight(*shape) for shape in shapes), TIMES)
     return [e for _, e in equations(jaxpr) if e.primitive.name == "scan"][-1]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxprs import gathers
 
 import zerojax
-from zerojax.collectives import Shard, kept, many
+from zerojax.collectives import Shard, many
 from zerojax.collectives.insert import Inserter
 from zerojax.hlo.traffic import collectives
 
@@ -41,27 +41,6 @@ def test_each_comes_back_as_it_was() -> None:
         for got, want in zip(jax.jit(run)(values), values, strict=True):
             assert got.sharding.is_fully_replicated
             np.testing.assert_array_equal(got, want)
-
-
-def test_what_is_made_of_a_small_one_is_not_gathered_again() -> None:
-    """A cast to the dtype of a layer, a transpose, a rematerialised block, a loop."""
-    inserter = Inserter(MESH, "data", keep=False)
-
-    @jax.checkpoint
-    def block(w: Any, x: Any) -> Any:
-        return jnp.tanh(x @ (w.astype(jnp.float16) * 2).T)
-
-    def layers(w: Any, x: Any) -> Any:
-        x = jax.lax.scan(lambda x, _: (block(w, x), None), block(w, x), None, length=2)[0]
-        return x.astype(jnp.float32).sum()
-
-    def run(w: Any, x: Any) -> Any:
-        closed = jax.make_jaxpr(jax.grad(layers))(w, x)
-        shard = [Shard(w, ("data", None))]
-        return inserter(closed, [*kept.gather(shard, kept.by_plan(shard, inserter), inserter), x])
-
-    found = gathers(jax.make_jaxpr(run)(np.ones((8, 8), "f4"), np.ones((ROWS, 8), "f2")))
-    assert [move.inside for move in found] == [()]
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
 from models import recorded
 from models.test_bart import CONFIGS, MASK, SOURCE, weights
 
-import zerojax
 from zerojax.generation.beam_search import beam_search, generate
 from zerojax.models.bart import Bart
 
@@ -42,23 +39,6 @@ def test_targets_are_transformers(name: str, search: int) -> None:
     write = jax.jit(partial(generate, Bart(config), forced_end=forced, **options))
     targets, _ = write(variables, SOURCE, MASK)
     np.testing.assert_array_equal(targets, np.load(recorded.FILE)[f"{name}.search{search}"])
-
-
-@pytest.mark.slow
-def test_targets_at_stage_3_are_those_of_one_device() -> None:
-    config = dataclasses.replace(CONFIGS["blenderbot"], scan=True)
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
-    model, params = Bart(config), weights("blenderbot", config)
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
-
-    @zero.evaluate
-    def write(state: TrainState, source: Any, mask: Any) -> jax.Array:
-        return generate(model, {"params": state.params}, source, mask, **recorded.SEARCHES[5])[0]
-
-    targets = write(state, np.tile(SOURCE, (2, 1)), np.tile(MASK, (2, 1)))
-    assert not targets.sharding.is_fully_replicated
-    np.testing.assert_array_equal(targets[:4], np.load(recorded.FILE)["blenderbot.search5"])
-    np.testing.assert_array_equal(targets[:4], targets[4:])
 
 
 def likeliest(table: np.ndarray, longest: int, end: int, penalty: float) -> tuple[list[int], float]:

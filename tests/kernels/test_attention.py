@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 from kernels.running import assert_close, random
 
 import zerojax
@@ -77,17 +77,6 @@ def test_gradients() -> None:
             ends.append(np.sum(formula(*moved, hidden, D**-0.5) * np.asarray(g, np.float64)))
         wanted = (ends[0] - ends[1]) / 2e-6
         np.testing.assert_allclose(np.sum(np.asarray(got) * line), wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_in_shard_map_and_vmap() -> None:
-    q, k, v = arrays()
-    wanted = attention(q, k, v)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("data")
-    mapped = jax.jit(jax.shard_map(attention, mesh=mesh, in_specs=spec, out_specs=spec))(q, k, v)
-    np.testing.assert_allclose(mapped, wanted, rtol=1e-5, atol=1e-6)
-    each = jax.vmap(lambda *x: attention(*(y[None] for y in x))[0])(q, k, v)
-    np.testing.assert_allclose(each, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -150,16 +150,3 @@ def test_damage_names_the_leaf(store: DiskStore, mesh: Mesh) -> None:
         np.asarray(handle)
     with pytest.raises(DiskStateError, match="is damaged"):
         leaf.read(0).result()
-
-
-def test_what_does_not_fit(store: DiskStore, mesh: Mesh) -> None:
-    x = array(mesh, (8, 8), P("a"))
-    leaf = leaf_of(store, x)
-    with pytest.raises(ValueError, match=r"mu\.w: expected float32\[8, 8\],.*got float32\[8, 4\]"):
-        leaf.fill(x[:, :4])
-    with pytest.raises(ValueError, match=r"mu\.w: expected .*'a',\).*got .*'b',\)"):
-        leaf.fill(jax.device_put(x, NamedSharding(mesh, P("b"))))
-    with pytest.raises(ValueError, match=r"block 0 has 16 elements of float32, and 4 bytes"):
-        leaf.write(0, dict.fromkeys(jax.devices(), np.zeros(1, np.float32)))
-    with pytest.raises(ValueError, match=r"mu\.w: .* are not a shard of 16 elements"):
-        DiskLeaf(store, "mu.w", x.shape, x.dtype, x.sharding, [range(8), range(9, 16)])

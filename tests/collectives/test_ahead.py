@@ -50,18 +50,6 @@ def moved(x: Any, w: Any) -> Any:
     return jnp.tanh(jnp.tanh(x @ w) @ w.T) + jnp.tanh(x @ jnp.tanh(w)) + jnp.sum(w**2)
 
 
-def rounded(x: Any, w: Any) -> Any:
-    """Cast to fewer bytes, and used in both dtypes."""
-    low = jax.jit(lambda w: (-w.T).reshape(N * N).astype("float32"))(w)
-    return jnp.tanh(x @ low.reshape(N, N).astype(x.dtype)) + jnp.tanh(x @ w)
-
-
-def held_apart(x: Any, w: Any) -> Any:
-    """A rematerialised block behind the barrier of `jax.checkpoint`, twice."""
-    block = jax.checkpoint(once)
-    return block(block(x, w), w)
-
-
 def over_time(x: Any, w: Any) -> Any:
     return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=2)[0]
 
@@ -71,8 +59,6 @@ CASES = {
     "in reverse": scanned(once, reverse=True),
     "no remat": scanned(once, remat=False),
     "moved": scanned(moved),
-    "rounded": scanned(rounded),
-    "held apart": scanned(held_apart, remat=False),
     "a loop over time within": scanned(over_time),
 }
 

@@ -59,22 +59,8 @@ def clipped(groups: int, wrap: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def repeated(f: Callable[..., Any]) -> Callable[..., Any]:
-    """With half of the rows once more, and as many results."""
-
-    def run(p: Any, b: Any) -> Any:
-        losses, grads = f(p, jax.tree.map(lambda x: jnp.concatenate([x, x[: ROWS // 2]]), b))
-        return jax.tree.map(lambda x: x[ROWS // 2 :], (losses, grads))
-
-    return run
-
-
 def looped(f: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: lax.fori_loop(0, 2, lambda _, __: f(*args), f(*args))
-
-
-def chosen(f: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda p, b: lax.cond(b["x"][0, 0, 0, 0] < 9, f, f, p, b)
 
 
 def assert_same(
@@ -90,8 +76,6 @@ def assert_same(
     ("stage", "groups", "wrap", "k"),
     [
         (0, 1, jax.checkpoint, 1),
-        (0, 1, repeated, 1),
-        (3, 1, chosen, 1),
         (3, CHANNELS, looped, 1),
         (3, 1, jax.checkpoint, 2),
     ],

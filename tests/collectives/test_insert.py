@@ -94,11 +94,6 @@ def branched(params: Any, x: Any) -> Any:
     return lax.cond(x.sum() > 0, lambda w: x @ w, lambda w: x - jnp.sum(w), params[0])
 
 
-def switched(params: Any, x: Any) -> Any:
-    branches = [lambda w: x @ w, lambda w: x @ w.T, lambda w: x + w[0]]
-    return lax.switch(jnp.int32(x.shape[0] % 3), branches, params[0])
-
-
 def looped(params: Any, x: Any) -> Any:
     def going(carry: Any) -> Any:
         return (carry[0] < 3) & (jnp.sum(params[0]) < 1e9)
@@ -138,26 +133,6 @@ def with_custom_vjp(params: Any, x: Any) -> Any:
     return jnp.sum(doubled_gradient(params[0], x) ** 2)
 
 
-@jax.custom_jvp
-def softened(x: Any) -> Any:
-    return jnp.log1p(jnp.exp(x))
-
-
-@softened.defjvp
-def _softened_jvp(primals: Any, tangents: Any) -> Any:
-    (x,), (t,) = primals, tangents
-    return softened(x), jax.nn.sigmoid(x) * t
-
-
-def with_custom_jvp(params: Any, x: Any) -> Any:
-    return jnp.sum(x @ softened(params[0]))
-
-
-def turned(params: Any, x: Any) -> Any:
-    heads = params[0].T.reshape(N, 2, N // 2)
-    return jnp.einsum("bi,ihd->bhd", x, heads) + params[0].reshape(2, N // 2, N)[:, :, 0]
-
-
 def combined(params: Any, x: Any) -> Any:
     w = jnp.where(params[0] > 0, params[0], jnp.exp(params[0]) - 1)
     w = w / jnp.sqrt(jnp.sum(w**2)) + jnp.maximum(w, 0.1).astype("float32").astype(w.dtype)
@@ -174,26 +149,6 @@ def two_at_once(params: Any, x: Any) -> Any:
     return x @ (params[0] + params[1])
 
 
-def indexed(params: Any, x: Any) -> Any:
-    pieces = jnp.split(params[0], 4, axis=1)
-    return x @ jnp.concatenate(pieces[::-1], axis=1) + lax.dynamic_slice_in_dim(params[0], 1, 1)
-
-
-def convolved(params: Any, x: Any) -> Any:
-    image = jnp.stack([x, x]).reshape(2, 1, 8, 8)
-    return lax.conv(image, params[0].reshape(N, 1, 4, 4), (1, 1), "SAME")
-
-
-def returned(params: Any, x: Any) -> Any:
-    """A parameter may leave as it came, or unused."""
-    return params[0], params[0] * 2, x
-
-
-def sorted_and_reduced(params: Any, x: Any) -> Any:
-    w = params[0]
-    return jnp.sort(w)[0], w.argmax(1), w.max(0), jnp.any(w > 2), jnp.cumsum(w, 0) @ x.T
-
-
 CASES: dict[str, tuple[Callable[..., Any], list[np.ndarray], list[Spec]]] = {
     "mlp": (mlp, [W, B, W + 1], [COLUMNS, ("data",), ROWS]),
     "mlp partly replicated": (mlp, [W, B, W + 1], [COLUMNS, (None,), ROWS]),
@@ -204,28 +159,19 @@ CASES: dict[str, tuple[Callable[..., Any], list[np.ndarray], list[Spec]]] = {
     "scan that carries": (carried, [W], [ROWS]),
     "scan that stacks": (stacked_out, [STACK], [(None, "data", None)]),
     "cond": (branched, [W], [ROWS]),
-    "switch": (switched, [W], [COLUMNS]),
     "while": (looped, [W], [ROWS]),
     "fori": (counted, [STACK], [(None, "data", None)]),
     "nested jit": (nested, [W], [ROWS]),
     "remat": (rematerialised, [W, B, W + 1], [COLUMNS, ("data",), ROWS]),
     "custom_vjp": (with_custom_vjp, [W], [ROWS]),
-    "custom_jvp": (with_custom_jvp, [W], [COLUMNS]),
-    "layouts": (turned, [W], [COLUMNS]),
-    "other layouts": (turned, [W], [ROWS]),
     "elementwise": (combined, [W], [ROWS]),
+    "two cuts": (two_at_once, [W, W + 1], [ROWS, COLUMNS]),
     "lookup": (looked_up, [W], [ROWS]),
     "lookup across": (looked_up, [W], [COLUMNS]),
-    "two cuts": (two_at_once, [W, W + 1], [ROWS, COLUMNS]),
-    "one cut": (two_at_once, [W, W + 1], [ROWS, ROWS]),
-    "slices": (indexed, [W], [COLUMNS]),
-    "convolution": (convolved, [W], [ROWS]),
-    "returned": (returned, [W], [ROWS]),
-    "reductions": (sorted_and_reduced, [W], [ROWS]),
 }
 DIFFERENTIABLE = [
     "mlp", "mlp partly replicated", "scan", "scan over a cut stack", "scan that captures",
-    "scan of remat", "remat", "custom_vjp", "custom_jvp", "lookup", "lookup across",
+    "scan of remat", "remat", "custom_vjp", "lookup", "lookup across",
 ]  # fmt: skip
 
 

@@ -176,10 +176,7 @@ def test_a_mask_without_decay_is_reported():
     ("kind", "params", "says"),
     [
         ("AdmaW", {}, 'did you mean "AdamW"'),
-        ("Moun", {}, 'did you mean "Muon"'),
-        ("RMSProp", {}, "known: Adam, AdamW"),
         ("AdamW", {"max_grad_norm": 1.0}, "use `gradient_clipping` at the top level"),
-        ("Muon", {"max_grad_norm": 1.0}, "use `gradient_clipping` at the top level"),
         ("AdamW", {"weight_decay_mask": "biases"}, 'one of "all", "no_bias_and_norm"'),
         ("AdamW", {"betas": [0.9, 1.0]}, "two numbers from 0 to below 1"),
         ("AdamW", {"lr": float("nan")}, "a finite number of at least 0"),

@@ -151,3 +151,9 @@ def test_not_what_stays_gathered(dtype: str) -> None:
     found = gathers(jax.make_jaxpr(run)(*arrays))
     assert {move.inside for move in found} == {()}
     assert found[-1].dtype == dtype
+
+
+def test_not_in_a_shorter_loop_nor_where_it_is_turned_off() -> None:
+    within = [("scan",), ("scan",)]
+    assert sorted(moves("forward and backward", layers=LAYERS - 1)) == within
+    assert sorted(moves("forward and backward", overlap=False)) == within

@@ -264,6 +264,11 @@ def test_a_stack_is_gathered_a_layer_at_a_time() -> None:
     assert move == Move(("scan",), (N, N), "float32")
 
 
+def test_a_stack_cut_along_its_layers_is_gathered_before_the_loop() -> None:
+    (move,) = gathers(inserted("scan over a cut stack"))
+    assert move == Move((), (8, N, N), "float32")
+
+
 def test_gathered_inside_a_branch() -> None:
     """At stage 3 where it is used, at stages 1 and 2 before."""
     assert [move.inside for move in gathers(inserted("cond"))] == [("cond",)]

@@ -42,11 +42,6 @@ def test_from_the_constraint_of_a_named_gradient() -> None:
     assert "mul" not in dict(made)
 
 
-def test_from_a_named_gradient_that_stays_unsharded() -> None:
-    made, _, _ = reached(lambda x, y: checkpoint_name(x @ y, GRADIENT), (4, 8), (8, 16))
-    assert ("dot_general", (None, None)) in made
-
-
 def test_not_from_a_constraint_of_an_activation() -> None:
     """It lies in pieces as it is made; wanted unsharded first, all of it would be gathered."""
     made, _, _ = reached(lambda x, y: jnp.tanh(cut(x @ y, "data")), (4, 8), (8, 16))
@@ -64,19 +59,6 @@ def test_through_the_sum_over_two_uses() -> None:
     assert all(v.aval.shape[spec.index("data")] == 16 for v, spec in wants.items())
 
 
-def test_through_transpose_and_reshape() -> None:
-    def function(x: jax.Array, y: jax.Array) -> jax.Array:
-        return (x.T @ y).T.reshape(4, 4, 8)
-
-    made, _, _ = reached(function, (4, 8), (4, 16), spec=(None, None, "data"))
-    assert dict(made)["dot_general"] == ("data", None)
-
-
-def test_a_reshape_that_mixes_the_cut_stops_it() -> None:
-    made, _, _ = reached(lambda x, y: (x @ y).reshape(2, 64), (4, 8), (8, 32), spec=(None, "data"))
-    assert made == [("reshape", (None, "data"))]
-
-
 def stacked(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
 
@@ -87,12 +69,6 @@ def shared(w: jax.Array, x: jax.Array) -> jax.Array:
 
 def backward_scan(jaxpr: Any) -> Any:
     return [e for e in jaxpr.eqns if e.primitive.name == "scan"][-1]
-
-
-def test_into_a_loop_that_stacks_gradients() -> None:
-    made, wants, jaxpr = reached(jax.grad(stacked), (3, 16, 16), (4, 16), spec=(None, "data", None))
-    assert ("scan", (None, "data", None)) in made
-    assert ("data", None) in wanted.of_scan_body(backward_scan(jaxpr), wants)
 
 
 def test_a_stack_cut_along_its_layers_is_not_cut_within_the_loop() -> None:

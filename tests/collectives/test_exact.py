@@ -1,4 +1,4 @@
-"""The evaluation of ``tests/exact.py`` agrees with jax, and tells programs apart."""
+"""The evaluation of ``tests/exact.py`` tells programs apart."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Values that come in from host memory ahead of their use, and gradients that leave for it."""
+"""Values that come in from host memory, and gradients that leave for it."""
 
 from typing import Any
 

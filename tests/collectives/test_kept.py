@@ -157,19 +157,6 @@ def backwards(w: jax.Array, x: jax.Array) -> Any:
     return lax.scan(layer, x, w, reverse=True, unroll=3)
 
 
-def in_a_call(w: jax.Array, x: jax.Array) -> Any:
-    return jax.jit(loop)(w, x)
-
-
-def rounded_before(w: jax.Array, x: jax.Array) -> Any:
-    return jax.grad(lambda w: loss(w.astype(jnp.float16), x.astype(jnp.float16)))(w)
-
-
-def rounded_within(w: jax.Array, x: jax.Array) -> Any:
-    low = x.astype(jnp.float16)
-    return lax.scan(jax.checkpoint(lambda x, w: layer(x, w.astype(x.dtype))), low, w)
-
-
 def updated(w: jax.Array, x: jax.Array) -> Any:
     return w - 0.1 * loop(w, x), jnp.sum(w**2)
 
@@ -182,17 +169,13 @@ def returned(w: jax.Array, x: jax.Array) -> Any:
     return loop(w, x), w
 
 
-def rematerialised(w: jax.Array, x: jax.Array) -> Any:
-    return jax.grad(jax.checkpoint(loss))(w, x)
-
-
 def twice(w: jax.Array, x: jax.Array) -> Any:
     return jax.grad(lambda w: jnp.sum(lax.scan(layer, lax.scan(layer, x, w)[0], w)[0] ** 2))(w)
 
 
-MOVED = [loop, backwards, in_a_call, rounded_before, rounded_within, updated, twice]
-UNCHANGED = [with_transposes, returned, rematerialised]
-FILLED = [loop, in_a_call, updated, twice]
+MOVED = [loop, backwards, updated, twice]
+UNCHANGED = [with_transposes, returned]
+FILLED = [loop, updated, twice]
 FUNCTIONS = pytest.mark.parametrize("function", [*MOVED, *UNCHANGED], ids=lambda f: f.__name__)
 
 

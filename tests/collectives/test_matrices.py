@@ -83,7 +83,6 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "over_matrices": lambda: cubic(zerojax.over_matrices),
     "by_hand": lambda: cubic(by_hand),
     "multi_steps": lambda: optax.MultiSteps(muon(), 2).gradient_transformation(),
-    "apply_if_finite": lambda: optax.apply_if_finite(muon(), 3),
 }
 
 

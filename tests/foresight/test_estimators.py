@@ -33,12 +33,6 @@ def test_the_published_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.rstrip("\n").endswith(PUBLISHED)
 
 
-def test_zero3_on_two_nodes() -> None:
-    found = zerojax.estimate_zero3_model_states_mem_needs_all_cold(1e9, 1e7, 8, 2)
-    assert [n.cpu / 1e9 for n in found.needs] == [13.5, 48, 12, 48, 0.48, 48]
-    assert [n.gpu for n in found.needs[::2]] == [40_000_000, 165_000_000, 1_165_000_000]
-
-
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.one, self.two = nnx.Linear(4, 100, rngs=rngs), nnx.Linear(100, 3, rngs=rngs)

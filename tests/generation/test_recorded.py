@@ -1,4 +1,4 @@
-"""Recorded texts: zerojax's logits lead to each token, and transformers writes them here."""
+"""Recorded texts: zerojax writes each, and transformers writes them here."""
 
 import importlib.util
 from pathlib import Path

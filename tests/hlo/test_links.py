@@ -1,4 +1,4 @@
-"""Which links collectives cross, of groups made up and of groups compiled for 16 H100s."""
+"""Which links collectives cross, of groups made up."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Counting collectives, on small texts and on programs compiled for eight H100s."""
+"""Counting collectives, on small texts."""
 
 import pytest
 

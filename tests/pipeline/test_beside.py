@@ -1,4 +1,4 @@
-"""Pipeline stages beside kernels, tensor parallelism, fp16 and checkpoints."""
+"""Pipeline stages beside tensor parallelism and fp16."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the blocks of a small model keep, compiled for GPUs: bytes, and what a search tries."""
+"""What a search tries of the values that the blocks of a small model keep."""
 
 from __future__ import annotations
 

@@ -6,8 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec
 
+import zerojax
 from zerojax.collectives import gradients
 from zerojax.xla import jaxprs
 
@@ -51,3 +55,39 @@ def test_the_parts_of_the_groups_add_up(lookup: Callable[[Any], Any]) -> None:
 def test_a_lookup_without_rows_is_left_alone() -> None:
     eqn, _, _ = scattered(lambda table: table[np.arange(8)])
     assert not gradients.can_split(eqn, 2)
+
+
+def without_first(grads: Any) -> Any:
+    return {"w": grads["w"].at[0].set(0.0)}
+
+
+@jax.jit
+def doubled_last(grads: Any) -> Any:
+    return {"w": grads["w"].at[-1].multiply(2.0)}
+
+
+@pytest.mark.parametrize(("change", "in_optimizer"), [(without_first, False), (doubled_last, True)])
+def test_a_step_that_changes_one_row_of_a_gradient(
+    change: Callable[[Any], Any], in_optimizer: bool
+) -> None:
+    """As for the embedding of padding tokens."""
+    x, w = np.random.default_rng(2).normal(size=(2, 16, 16)).astype(np.float32)
+    tx = optax.chain(optax.stateless(lambda updates, _: change(updates)), optax.sgd(1.0))
+
+    def train_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
+        def loss(params: Any) -> jax.Array:
+            return jnp.sum(jnp.tanh(x @ params["w"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads if in_optimizer else change(grads)), value
+
+    def create() -> TrainState:
+        used = tx if in_optimizer else optax.sgd(1.0)
+        return TrainState.create(apply_fn=None, params={"w": jnp.asarray(w)}, tx=used)
+
+    want, _ = jax.jit(train_step)(create(), x)
+    zero = zerojax.zero(stage=2)
+    state = zero.init(create)
+    assert zero.plan(state).params["w"] == PartitionSpec("data")
+    state, _ = zero(train_step)(state, x)
+    np.testing.assert_allclose(state.params["w"], want.params["w"], rtol=1e-5, atol=1e-5)

@@ -1,6 +1,9 @@
 """Meshes of absent devices."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -53,6 +56,27 @@ class TestMesh:
         out = NamedSharding(mesh, PartitionSpec())
         text = jax.jit(lambda x: x.sum(0), out_shardings=out).lower(x).compile().as_text()
         assert "all-reduce" in text
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("how", ["environment", "config", "neither"])
+    def test_whichever_way_jax_is_told_not_to_look_for_a_gpu(self, how: str) -> None:
+        environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+        if how == "environment":
+            environment["JAX_PLATFORMS"] = "cpu"
+        config = "jax.config.update('jax_platforms', 'cpu')" if how == "config" else ""
+        script = (
+            f"import jax; {config}\n"
+            "from zerojax.devices.topology import topology\n"
+            "try: print(topology('h100').size)\n"
+            "except RuntimeError as error: print(error)"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+        )
+        # Where CUDA's own libraries are installed, nothing needs to be said at all.
+        assert result.stdout.strip() == "8" or (
+            how == "neither" and "set JAX_PLATFORMS=cpu" in result.stdout
+        ), result.stderr
 
 
 @pytest.mark.parametrize(

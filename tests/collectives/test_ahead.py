@@ -8,10 +8,7 @@ import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from emitted import check_step
-from flax.training.train_state import TrainState
 from jax import lax
 from jaxprs import Spec, equations, gathers
 
@@ -53,18 +50,6 @@ def moved(x: Any, w: Any) -> Any:
     return jnp.tanh(jnp.tanh(x @ w) @ w.T) + jnp.tanh(x @ jnp.tanh(w)) + jnp.sum(w**2)
 
 
-def rounded(x: Any, w: Any) -> Any:
-    """Cast to fewer bytes, and used in both dtypes."""
-    low = jax.jit(lambda w: (-w.T).reshape(N * N).astype("float32"))(w)
-    return jnp.tanh(x @ low.reshape(N, N).astype(x.dtype)) + jnp.tanh(x @ w)
-
-
-def held_apart(x: Any, w: Any) -> Any:
-    """A rematerialised block behind the barrier of `jax.checkpoint`, twice."""
-    block = jax.checkpoint(once)
-    return block(block(x, w), w)
-
-
 def over_time(x: Any, w: Any) -> Any:
     return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=2)[0]
 
@@ -74,8 +59,6 @@ CASES = {
     "in reverse": scanned(once, reverse=True),
     "no remat": scanned(once, remat=False),
     "moved": scanned(moved),
-    "rounded": scanned(rounded),
-    "held apart": scanned(held_apart, remat=False),
     "a loop over time within": scanned(over_time),
 }
 
@@ -174,35 +157,3 @@ def test_not_in_a_shorter_loop_nor_where_it_is_turned_off() -> None:
     within = [("scan",), ("scan",)]
     assert sorted(moves("forward and backward", layers=LAYERS - 1)) == within
     assert sorted(moves("forward and backward", overlap=False)) == within
-
-
-WIDE = 48
-"""A stack of so wide layers is not small."""
-
-
-def train_step(state: TrainState, x: Any) -> tuple[TrainState, Any]:
-    def loss(params: Any) -> jax.Array:
-        return scanned(lambda x, w: x + moved(x, w))(params["w"], x @ params["in"]) / x.size
-
-    value, grads = jax.value_and_grad(loss)(state.params)
-    return state.apply_gradients(grads=grads), value
-
-
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"cpu_checkpointing": True, "zero_hpz_partition_size": 4},
-        {"mesh": zerojax.mesh(replicas=2), "gradient_accumulation_steps": 2},
-    ],
-    ids=lambda keywords: ", ".join(keywords),
-)
-def test_a_training_step(keywords: dict[str, Any]) -> None:
-    draw = np.random.default_rng(2).normal
-
-    params = {"w": draw(size=(LAYERS, WIDE, WIDE)) / 9, "in": draw(size=(WIDE, WIDE)) / 9}
-
-    def create() -> TrainState:
-        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
-
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, **keywords)
-    check_step(zero, train_step, create, draw(size=(32, WIDE)))

@@ -116,14 +116,6 @@ def test_the_same_test_fails_without() -> None:
     assert any(span.products == 0 for span in of_kind("all-gather", overlap=False))
 
 
-@REDUCED_LATE
-def test_only_the_first_gathers_and_the_last_reduction_stand_without_products() -> None:
-    """Of 8 layers, each gathered twice and reduced once; this model has no head in between."""
-    found = spans(compiled().as_text())
-    beside = sum(span.times * span.bytes for span in found if span.products)
-    assert beside / sum(span.times * span.bytes for span in found) > 1 - 3.6 / (3 * LAYERS)
-
-
 def test_it_costs_layers_of_memory_and_no_traffic() -> None:
     """Parameters of the next layer, gradients of the last, both twice in the unrolled loop."""
     more = [each.memory_analysis().temp_size_in_bytes for each in (compiled(), compiled(False))]

@@ -59,22 +59,8 @@ def clipped(groups: int, wrap: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def repeated(f: Callable[..., Any]) -> Callable[..., Any]:
-    """With half of the rows once more, and as many results."""
-
-    def run(p: Any, b: Any) -> Any:
-        losses, grads = f(p, jax.tree.map(lambda x: jnp.concatenate([x, x[: ROWS // 2]]), b))
-        return jax.tree.map(lambda x: x[ROWS // 2 :], (losses, grads))
-
-    return run
-
-
 def looped(f: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: lax.fori_loop(0, 2, lambda _, __: f(*args), f(*args))
-
-
-def chosen(f: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda p, b: lax.cond(b["x"][0, 0, 0, 0] < 9, f, f, p, b)
 
 
 def assert_same(
@@ -90,8 +76,6 @@ def assert_same(
     ("stage", "groups", "wrap", "k"),
     [
         (0, 1, jax.checkpoint, 1),
-        (0, 1, repeated, 1),
-        (3, 1, chosen, 1),
         (3, CHANNELS, looped, 1),
         (3, 1, jax.checkpoint, 2),
     ],
@@ -101,16 +85,6 @@ def test_gradients_by_row(stage: int, groups: int, wrap: Any, k: int) -> None:
     assert_same(
         clipped(groups, wrap), optax.sgd(0.1), groups, stage=stage, gradient_accumulation_steps=k
     )
-
-
-def test_differential_privacy() -> None:
-    def step(state: TrainState, batch: Any) -> Any:
-        losses, grads = each(state.params, batch, 1)
-        return state.apply_gradients(grads=grads), losses.mean()
-
-    private = optax.contrib.differentially_private_aggregate(0.5, 0.1, key=0)
-    tx = optax.chain(private, optax.sgd(0.1))  # dpsgd
-    assert_same(step, tx, 1, stage=3)
 
 
 def convolution(lhs: tuple[int, ...], rhs: tuple[int, ...], **groups: int) -> Any:

@@ -1,6 +1,5 @@
 """What a device sends, for eight H100s: a weight that is cut twice moves over "data" alone."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import zerojax
 from zerojax.hlo.traffic import Collective, collectives
@@ -25,24 +24,15 @@ BOTH = ("tensor", "data")
 WIDTH, WIDER = 1022, 4096  # the first is not divisible by 4
 
 
-@functools.cache
-def moved(constrained: bool = False) -> list[Collective]:
-    """The collectives of two blocks on 4 x 2 devices, of 100 kB or more.
-
-    Args:
-      constrained: the model says of its activations how they lie.
-    """
+def moved() -> list[Collective]:
+    """The collectives of two blocks on 4 x 2 devices, of 100 kB or more."""
     shape = (WIDTH, WIDER)
     axes = {"data": 4, "tensor": 2}
     mesh = zerojax.topology("h100", devices=8, axes=axes)
-    cut = [NamedSharding(mesh, P("data", None, *end)) for end in ((), ("tensor",))]
-
-    def pinned(x: jax.Array, wide: bool) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, cut[wide]) if constrained else x
 
     @jax.checkpoint
     def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        return pinned(x + pinned(jax.nn.gelu(x @ up), True) @ down, False)
+        return x + jax.nn.gelu(x @ up) @ down
 
     def step(state: TrainState, x: jax.Array) -> Any:
         def loss_fn(params: Any) -> jax.Array:
@@ -84,12 +74,3 @@ def test_a_weight_that_is_cut_twice() -> None:
     # What is all-reduced are activations, over "tensor".
     assert {each.group_size for each in found if each.kind == "all-reduce"} == {2}
     assert piece not in sizes("all-reduce")
-
-
-def test_a_constraint_of_activations_moves_nothing() -> None:
-    """One that names "data" was taken for a gradient's, and all activations were gathered."""
-
-    def told(found: list[Collective]) -> list[Any]:
-        return sorted((each.kind, each.group_size, each.payload_bytes) for each in found)
-
-    assert told(moved(constrained=True)) == told(moved())

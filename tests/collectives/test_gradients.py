@@ -91,22 +91,3 @@ def test_a_step_that_changes_one_row_of_a_gradient(
     assert zero.plan(state).params["w"] == PartitionSpec("data")
     state, _ = zero(train_step)(state, x)
     np.testing.assert_allclose(state.params["w"], want.params["w"], rtol=1e-5, atol=1e-5)
-
-
-def test_one_element_of_a_large_vector_is_looked_up() -> None:
-    def step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
-        def loss_fn(p: Any) -> jax.Array:
-            return jnp.mean((batch * jnp.take(p["v"], 5, mode="fill")) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    def create() -> TrainState:
-        return TrainState.create(apply_fn=None, params={"v": jnp.ones(262_144)}, tx=optax.sgd(0.5))
-
-    batch = np.arange(16, dtype=np.float32) / 16
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
-    state, loss = zero(step)(zero.init(create), batch)
-    plain, want = jax.jit(step)(create(), batch)
-    np.testing.assert_allclose(loss, want, rtol=1e-6)
-    np.testing.assert_allclose(state.params["v"], plain.params["v"], rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Values that come in from host memory ahead of their use, and gradients that leave for it."""
+"""Values that come in from host memory, and gradients that leave for it."""
 
 from typing import Any
 
@@ -7,28 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxprs import equations
 
-from zerojax.collectives.host import Host, entry, fetch_to_device, on_host, send_to_host
-from zerojax.collectives.shard import Gathering, HostStack, Shard
+from zerojax.collectives.host import Host, entry, fetch_to_device, send_to_host
 
 STACK = np.arange(12, dtype="float32").reshape(4, 3)
-
-
-class Twice:
-    """A :class:`Fetchable` of twice the stack."""
-
-    def fetched(self) -> jax.Array:
-        return jnp.asarray(2 * STACK)
-
-    def entry(self, index: Any) -> jax.Array:
-        return jnp.asarray(2 * STACK)[index]
-
-
-def test_what_lies_there() -> None:
-    x = jnp.ones(3)
-    assert on_host(HostStack(x))
-    assert on_host(Shard(x, (None,), gathering=Gathering(host=True)))
-    assert not on_host(Shard(x, ("data",)))
-    assert not on_host(x)
 
 
 def test_there_and_back() -> None:
@@ -45,11 +26,6 @@ def test_there_and_back() -> None:
     whole, row = jax.jit(around)(STACK)
     np.testing.assert_array_equal(whole, STACK)
     np.testing.assert_array_equal(row, STACK[2])
-
-
-def test_a_source_brings_its_own() -> None:
-    np.testing.assert_array_equal(fetch_to_device(Twice()), 2 * STACK)
-    np.testing.assert_array_equal(entry(Twice(), 1), 2 * STACK[1])
 
 
 def test_a_gradient_leaves_with_its_sum() -> None:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from emitted import check_step
 from flax.training.train_state import TrainState
 from jaxprs import gathers
 
@@ -114,20 +113,6 @@ def step_of(model: Callable[[Any, jax.Array], jax.Array]) -> Callable[..., Any]:
     return step
 
 
-def test_the_table_of_collectives_has_the_activations() -> None:
-    """The rows twice, once for a product and a gradient, and the partial sums."""
-    zero = zerojax.zero(stage=3)
-
-    def create() -> TrainState:
-        arrays = {name: jnp.zeros(shape) for name, shape in shapes(4096, 8192).items()}
-        return TrainState.create(apply_fn=None, params=arrays, tx=optax.adam(1e-3))
-
-    table = zero(step_of(two_layers)).collectives(zero.abstract_state(create), rows_of(64, 4096))
-    sent = [each.kind for each in table.rows if each.shape == (64 * DEVICES, 4096)]
-    assert sent == ["all-gather", "reduce-scatter", "all-gather"]
-    assert all(each.bytes < 2**20 for each in table.rows if each.arrays)
-
-
 MODELS = {
     "two layers": (two_layers, shapes(32, 128)),
     "four layers": (lambda p, x: two_layers(p, two_layers(p, x)), shapes(32, 128)),
@@ -165,19 +150,6 @@ def test_what_is_inserted_is_an_identity(name: str) -> None:
     weights = {x.shape for x in arguments[0] if x.ndim > 1}
     assert not [m for m in gathers(jax.make_jaxpr(run)(*arguments)) if m.shape in weights]
     assert exact.differing(run, plain, *arguments) == []
-
-
-@pytest.mark.usefixtures("quick_compile")
-def test_the_numbers_of_plain_jit() -> None:
-    """With weights of 2^20 elements, above which they stay sharded."""
-    params, x = shapes(1024, 1024), np.random.default_rng(0).normal(size=(32, 1024))
-    rng = np.random.default_rng(1)
-    arrays = {name: rng.normal(size=shape) / 32 for name, shape in params.items()}
-
-    def create() -> TrainState:
-        return TrainState.create(apply_fn=None, params=arrays, tx=optax.adam(1e-2))
-
-    check_step(zerojax.zero(stage=3), step_of(two_layers), create, {"x": x})
 
 
 def sent_by(model: Callable[..., jax.Array], params: Any, batch: Any, stage: int | None) -> int:
@@ -225,10 +197,3 @@ class TestCompiled:
         weights = 4 * sum(int(np.prod(shape)) for shape in params.values())
         assert found <= 1.01 * plain
         assert found < 2.4 * weights * 7 / 8 / 10  # of gathers and reductions
-
-    def test_many_rows_gather_the_weights(self) -> None:
-        """Forward, all but the first backward, and their gradients are reduced."""
-        params, batch = shapes(1024, 4096), rows_of(4096, 1024)
-        weights = 4 * sum(int(np.prod(shape)) for shape in params.values())
-        sent = sent_by(two_layers, params, batch, 3)
-        assert 2.4 * weights * 7 / 8 < sent < 3.1 * weights * 7 / 8

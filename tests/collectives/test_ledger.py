@@ -6,7 +6,6 @@ import pytest
 from jax.sharding import Mesh
 
 import zerojax
-from zerojax.collectives import decisions
 from zerojax.collectives.decisions import Decision
 from zerojax.collectives.gathering import Gatherer
 from zerojax.collectives.ledger import Ledger
@@ -77,23 +76,6 @@ def test_shards_that_are_not_equal_count_with_their_padding() -> None:
 @pytest.mark.parametrize(("kind", "sent"), [("all-gather", 700), ("all-reduce", 1400)])
 def test_bytes_are_those_of_a_ring(kind: str, sent: int) -> None:
     assert Decision(kind, (200,), "float32", 800, 8, "", "").bytes == sent
-
-
-def test_places_nest() -> None:
-    ledger = Ledger(zerojax.mesh(), asked=True)
-    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-
-    def note() -> Decision:
-        with ledger.gathers(x, ("data", None), (None, None)) as scope:
-            del scope
-        return ledger[len(ledger) - 1][0]
-
-    assert note().where == decisions.USE
-    with ledger.place(decisions.LOOP):
-        assert note().where == decisions.LOOP
-        with ledger.place(decisions.PREFETCHED, "why"):
-            assert (note().where, note().reason) == (decisions.PREFETCHED, "why")
-        assert note().where == decisions.LOOP
 
 
 def test_nothing_is_noted_that_nobody_asked_for() -> None:

@@ -4,64 +4,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
-from jaxprs import gathers
 
 import zerojax
-from zerojax.collectives import Shard, kept, many
-from zerojax.collectives.insert import Inserter
 from zerojax.hlo.traffic import collectives
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 MESH = zerojax.mesh()
 ROWS = 16
-SHAPES = [(8,), (2, 8), (8, 3), (3, 8, 2)]
-SPECS = [("data",), (None, "data"), ("data", None), (None, "data", None)]
-
-
-def test_each_comes_back_as_it_was() -> None:
-    values = [np.random.default_rng(i).normal(size=shape) for i, shape in enumerate(SHAPES)]
-    values += [x.astype(np.float16) for x in values]
-    inserter = Inserter(MESH, "data", keep=False)
-
-    def run(values: list[jax.Array]) -> Any:
-        shards = [Shard(x, spec) for x, spec in zip(values, SPECS * 2, strict=True)]
-        return many.gather_together(shards, MESH, inserter.constrain)
-
-    with jax.enable_x64(True):
-        assert [move.dtype for move in gathers(jax.make_jaxpr(run)(values))] == [
-            "float64",
-            "float16",
-        ]
-        for got, want in zip(jax.jit(run)(values), values, strict=True):
-            assert got.sharding.is_fully_replicated
-            np.testing.assert_array_equal(got, want)
-
-
-def test_what_is_made_of_a_small_one_is_not_gathered_again() -> None:
-    """A cast to the dtype of a layer, a transpose, a rematerialised block, a loop."""
-    inserter = Inserter(MESH, "data", keep=False)
-
-    @jax.checkpoint
-    def block(w: Any, x: Any) -> Any:
-        return jnp.tanh(x @ (w.astype(jnp.float16) * 2).T)
-
-    def layers(w: Any, x: Any) -> Any:
-        x = jax.lax.scan(lambda x, _: (block(w, x), None), block(w, x), None, length=2)[0]
-        return x.astype(jnp.float32).sum()
-
-    def run(w: Any, x: Any) -> Any:
-        closed = jax.make_jaxpr(jax.grad(layers))(w, x)
-        shard = [Shard(w, ("data", None))]
-        return inserter(closed, [*kept.gather(shard, kept.by_plan(shard, inserter), inserter), x])
-
-    found = gathers(jax.make_jaxpr(run)(np.ones((8, 8), "f4"), np.ones((ROWS, 8), "f2")))
-    assert [move.inside for move in found] == [()]
 
 
 @pytest.mark.parametrize(

@@ -83,25 +83,12 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "over_matrices": lambda: cubic(zerojax.over_matrices),
     "by_hand": lambda: cubic(by_hand),
     "multi_steps": lambda: optax.MultiSteps(muon(), 2).gradient_transformation(),
-    "apply_if_finite": lambda: optax.apply_if_finite(muon(), 3),
 }
 
 
 def train_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
     loss, grads = jax.value_and_grad(loss_of)(state.params, x)
     return state.apply_gradients(grads=grads), loss
-
-
-def pair_step(tx: Any) -> Callable[..., Any]:
-    """A step of parameters and optimizer state."""
-
-    def run(state: Any, x: jax.Array) -> Any:
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(loss_of)(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    return run
 
 
 def exchanges(table: zerojax.step.collectives_table.CollectivesTable) -> list[Any]:
@@ -152,21 +139,6 @@ def test_the_numbers_of_plain_jit(name: str, setting: Any) -> None:
             for _ in range(2):
                 state, _ = step(state, BATCH)
         assert_plain(name, state.params)
-
-
-@pytest.mark.parametrize(
-    ("name", "wrapped", "stage"),
-    [("muon", False, 3), ("multi_steps", True, 3), ("apply_if_finite", False, 2)],
-)
-def test_a_step_of_parameters_and_optimizer_state(name: str, wrapped: bool, stage: int) -> None:
-    with jax.enable_x64(True):
-        zero, tx = zero_for(stage), OPTIMIZERS[name]()
-        own = zero.wrap(tx) if wrapped else tx
-        step, state = zero(pair_step(own)), (parameters(), own.init(parameters()))
-        assert len(exchanges(step.collectives(state, BATCH))) >= 4
-        for _ in range(2):
-            state, _ = step(state, BATCH)
-        assert_plain(name, state[0])
 
 
 @pytest.mark.parametrize(
@@ -256,16 +228,3 @@ def test_the_same_program(update: Callable[..., Any], axes: Any, spec: Any) -> N
     assert exact.differing(distributed, update, *args) == []
     is_sent = "sharding_constraint" in str(hijax.trace(distributed, *args)[0])
     assert is_sent == bool(spec and any(spec))
-
-
-def test_parameters_with_functions() -> None:
-    """As in Equinox, whose modules have functions among their leaves."""
-    tx, matrices = zerojax.wrap(optax.sgd(0.5)), MatrixUpdate(None, [], [])  # type: ignore[arg-type]
-
-    @jax.jit
-    def updates(w: jax.Array) -> Any:
-        state = tx.init({"w": w, "activation": None})
-        params = {"w": w, "activation": jnp.tanh}
-        return tx.update({"w": w, "activation": None}, state, params, run=matrices)[0]  # type: ignore[call-arg]
-
-    assert updates(jnp.ones(2))["w"].tolist() == [-0.5, -0.5]

@@ -85,22 +85,6 @@ def test_calls_are_entered(function: Callable[..., Any]) -> None:
     assert exact.differing(lambda ws, x: run(ws, x)[-1], jax.grad(scanned), W, X) == []
 
 
-def test_blocks_with_blocks_inside_leave_theirs() -> None:
-    """As those with a tiled MLP, whose pieces are rematerialised."""
-
-    def nested(ws: Any, x: Any) -> Any:
-        pieces = zerojax.tiled(lambda x: block(x, ws[0]), chunks=2)
-
-        def body(x: Any, w: Any) -> Any:
-            return pieces(block(x, w)[None])[0], None
-
-        return jnp.sum(lax.scan(jax.checkpoint(body), x @ ws[0], ws)[0])
-
-    (v,) = residuals.find(jaxpr_of(nested), 1)
-    assert v.aval.shape == (LAYERS, 8, N)
-    assert exact.differing(inserted(nested, 1), jax.value_and_grad(nested), W, X) == []
-
-
 def test_small_ones_stay() -> None:
     assert residuals.find(jaxpr_of(scanned), 8 * N)
     assert not residuals.find(jaxpr_of(scanned), 8 * N + 1)

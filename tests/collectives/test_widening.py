@@ -122,9 +122,7 @@ def scaled_in_layers(codes: Any, x: Any) -> Any:
 
 
 INTEGERS: dict[str, tuple[Callable[..., Any], Any, int]] = {
-    "cast": (lambda w, x: jnp.tanh(x @ w.astype("float32") / 99), ROWS, 2),
     "scaled": (lambda w, x: jnp.tanh(x @ scaled(w)), ROWS, 2),
-    "scaled and shifted": (lambda w, x: jnp.tanh(x @ -(scaled(w) - 0.1)), ROWS, 2),
     "remat": (jax.checkpoint(lambda w, x: jnp.tanh(x @ scaled(w))), ROWS, 2),
     "layers": (scaled_in_layers, STACKED, 2),
     "looked up": (jax.checkpoint(lambda w, x: jnp.tanh(x @ looked_up(w))), ROWS, 2),

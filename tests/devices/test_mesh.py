@@ -38,11 +38,6 @@ def test_a_single_axis_has_any_name(name: str) -> None:
     assert dict(in_groups(mesh, 4).shape) == {"replica": 2, "data": 4}
 
 
-def test_a_group_on_each_host() -> None:
-    """Here all devices are of one."""
-    assert dict(zerojax.mesh(replicas="hosts").shape) == {"replica": 1, "data": 8}
-
-
 def test_axes_as_text() -> None:
     mesh = zerojax.mesh(axes="replica=2, data=2,model=2")
     assert dict(mesh.shape) == {"replica": 2, "data": 2, "model": 2}

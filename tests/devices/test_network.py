@@ -3,8 +3,7 @@
 import pytest
 
 import zerojax
-from zerojax.devices.network import near, network_speed, nodes_of
-from zerojax.devices.topology import device_kinds
+from zerojax.devices.network import near, network_speed
 
 
 @pytest.mark.parametrize(
@@ -24,14 +23,6 @@ def test_what_is_no_speed(text: str) -> None:
         ValueError, match=r"400gb, those of a host as 3\.2tb/host, or one of ib-hdr"
     ):
         network_speed(text)
-
-
-def test_every_network_has_a_source() -> None:
-    assert all(each["source"] and each["speed"] for each in device_kinds()["networks"].values())
-
-
-def test_devices_of_a_process_that_are_no_gpus_share_a_node() -> None:
-    assert nodes_of(zerojax.mesh()) == (0,) * 8
 
 
 def test_devices_of_an_axis_in_one_node() -> None:

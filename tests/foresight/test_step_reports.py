@@ -150,21 +150,6 @@ def test_times_are_those_of_the_forecast(plain: tuple[str, Any]) -> None:
     assert any("(update and the rest)" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        (CommsLoggerConfig(prof_all=False), "prof_ops names no collective"),
-        (
-            CommsLoggerConfig(prof_all=False, prof_ops=("broadcast",)),
-            "no collectives of collective-",
-        ),
-        (CommsLoggerConfig(), "the step has no collectives"),
-    ],
-)
-def test_nothing_to_list_is_said(config: CommsLoggerConfig, says: str) -> None:
-    assert says in comms_logger.table([], config, None, ())
-
-
 def test_a_file_in_place_of_the_log(
     tmp_path: Any, caplog: pytest.LogCaptureFixture, plain: tuple[str, Any]
 ) -> None:

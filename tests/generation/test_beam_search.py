@@ -1,21 +1,16 @@
 """Beam search: the targets of transformers' `generate`."""
 
 import dataclasses
-import math
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
 from models import recorded
 from models.test_bart import CONFIGS, MASK, SOURCE, weights
 
-import zerojax
-from zerojax.generation.beam_search import beam_search, generate
+from zerojax.generation.beam_search import generate
 from zerojax.models.bart import Bart
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -42,64 +37,6 @@ def test_targets_are_transformers(name: str, search: int) -> None:
     write = jax.jit(partial(generate, Bart(config), forced_end=forced, **options))
     targets, _ = write(variables, SOURCE, MASK)
     np.testing.assert_array_equal(targets, np.load(recorded.FILE)[f"{name}.search{search}"])
-
-
-@pytest.mark.slow
-def test_targets_at_stage_3_are_those_of_one_device() -> None:
-    config = dataclasses.replace(CONFIGS["blenderbot"], scan=True)
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
-    model, params = Bart(config), weights("blenderbot", config)
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
-
-    @zero.evaluate
-    def write(state: TrainState, source: Any, mask: Any) -> jax.Array:
-        return generate(model, {"params": state.params}, source, mask, **recorded.SEARCHES[5])[0]
-
-    targets = write(state, np.tile(SOURCE, (2, 1)), np.tile(MASK, (2, 1)))
-    assert not targets.sharding.is_fully_replicated
-    np.testing.assert_array_equal(targets[:4], np.load(recorded.FILE)["blenderbot.search5"])
-    np.testing.assert_array_equal(targets[:4], targets[4:])
-
-
-def likeliest(table: np.ndarray, longest: int, end: int, penalty: float) -> tuple[list[int], float]:
-    """The best of all targets, of which a token's logits depend on the one before and the place."""
-    best: tuple[list[int], float] = ([], -math.inf)
-
-    def extend(tokens: list[int], score: float) -> None:
-        nonlocal best
-        if len(tokens) == longest or tokens[-1] == end:
-            score /= (len(tokens) - 1) ** penalty
-            best = max(best, (tokens, score), key=lambda each: each[1])
-            return
-        logits = table[len(tokens) - 1, tokens[-1]]
-        for token, logit in enumerate(logits - np.log(np.exp(logits).sum())):
-            extend([*tokens, token], score + logit)
-
-    extend([1], 0.0)
-    return best
-
-
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
-def test_beams_enough_find_the_likeliest_of_all(penalty: float) -> None:
-    rows, tokens, longest, beams, end, pad = 3, 4, 5, 27, 3, 0
-    tables = np.random.default_rng(0).normal(0, 2, (rows, longest, tokens, tokens))
-
-    def step(last: jax.Array, position: jax.Array, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.asarray(tables, jnp.float32)[cache, position, last], cache
-
-    @jax.jit
-    def write() -> tuple[jax.Array, jax.Array]:
-        row = jnp.repeat(jnp.arange(rows), beams)
-        return beam_search(
-            *(step, row),
-            rows=rows, start=1, end=end, pad=pad, num_beams=beams, max_length=longest,
-            length_penalty=penalty, early_stopping="never",
-        )  # fmt: skip
-
-    for table, target, score in zip(tables, *write(), strict=True):
-        best, expected = likeliest(table, longest, end, penalty)
-        assert target.tolist() == best + [pad] * (longest - len(best))
-        assert score == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

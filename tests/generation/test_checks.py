@@ -1,11 +1,10 @@
 """Wrong arguments: an error that names them, before anything is compiled."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -26,10 +25,6 @@ class NoCache(nn.Module):
         return nn.Embed(8, 8)(tokens)
 
 
-class NoParams(NamedTuple):
-    opt_state: Any
-
-
 def nnx_gpt(**fields: Any) -> example.GPT:
     """Returns an abstract model."""
     config = GPTConfig(**SIZES["tiny"] | fields)
@@ -48,10 +43,7 @@ Bad = tuple[Any, type[Exception], str]
 
 PARAMS: list[Bad] = [
     (dict(params=None), TypeError, "params: none, in place of the parameters of GPT. Pass"),
-    (dict(params={}), TypeError, "params: none"),
     (dict(params=[1, 2]), TypeError, "params: a list, in place of"),
-    (dict(params=optax.sgd(0.1).init({})), TypeError, "params: none"),
-    (dict(params=NoParams(jnp.ones(3))), TypeError, "params: a NoParams, in place of"),
     (
         lambda: dict(params=create(gpt()).replace(params=None)),
         TypeError,
@@ -76,57 +68,33 @@ PARAMS: list[Bad] = [
     (lambda: of_nnx(n_layer=3), ValueError, r"params\['h_2'\].* and in the model not there"),
     (lambda: dict(model=nnx_gpt(), params=None), TypeError, "without values"),
     (dict(model=NoCache()), TypeError, "keeps no keys and values"),
-    (dict(model=gpt), TypeError, "keeps no keys and values"),
 ]
 TOKENS: list[Bad] = [
     (dict(tokens=[[1] * 30], max_new_tokens=5), ValueError, "positions for 32"),
     (dict(tokens=[[1, 256]]), ValueError, "token 256 at position 1 of row 0"),
-    (dict(tokens=[[1], [2, -1]]), ValueError, "token -1 at position 1 of row 1"),
     (dict(tokens=[[1], []]), ValueError, "the prompt of row 1 is empty"),
     (dict(tokens=[]), ValueError, "no row"),
     (dict(tokens=None), TypeError, "tokens: a NoneType: pass int"),
-    (dict(tokens="hello"), TypeError, "tokens: a str: pass int"),
-    (dict(tokens=["hello"]), TypeError, r"row 0 of tokens has the shape \(\) and the dtype <U5"),
-    (dict(tokens={"input_ids": [[1]]}), TypeError, "tokens: a dict"),
     (dict(tokens=np.ones((2, 3))), TypeError, "the dtype float64: pass int"),
-    (dict(tokens=np.ones((2, 3), bool)), TypeError, "the dtype bool"),
     (dict(tokens=[1, 2, 3]), TypeError, r"row 0 of tokens has the shape \(\)"),
-    (dict(tokens=np.ones(3, int)), TypeError, r"row 0 of tokens has the shape \(\)"),
-    (dict(tokens=np.ones((1, 2, 3), int)), TypeError, r"the shape \(2, 3\)"),
     (dict(tokens=[[1, 2]], mask=[[1]]), ValueError, r"row 0 of mask has the shape \(1,\)"),
     (dict(tokens=[[1], [2]], mask=[[1]]), ValueError, "mask has 1 rows, and tokens 2"),
-    (dict(tokens=[[1, 2]], mask=[1]), ValueError, r"row 0 of mask has the shape \(\)"),
     (dict(tokens=[[1, 2]], mask=[[-1e9, 0]]), ValueError, r"mask has -1000000000.0: pass 1 or 0"),
     (dict(tokens=[[1, 2]], mask=[[0, 0]]), ValueError, "the prompt of row 0 is empty"),
 ]
 OPTIONS: list[Bad] = [
     (dict(max_new_tokens=0), ValueError, "max_new_tokens = 0"),
-    (dict(max_new_tokens=-1), ValueError, "max_new_tokens = -1"),
     (dict(max_new_tokens=2.5), TypeError, "max_new_tokens = 2.5 must be an integer"),
-    (dict(max_new_tokens=None), TypeError, "max_new_tokens = None must be an integer"),
     (dict(temperature=1.0), ValueError, r"pass key=jax.random.key"),
     (dict(temperature=-1.0), ValueError, "temperature = -1.0"),
-    (dict(temperature=float("nan")), ValueError, "temperature = nan must be a finite"),
-    (dict(temperature="1"), ValueError, "temperature = '1' must be a finite number"),
     (dict(temperature=1.0, key=0), TypeError, "key = 0: pass one key"),
-    (dict(temperature=1.0, key=jax.random.split(jax.random.key(0))), TypeError, r"key<fry>\[2\]"),
     (dict(top_k=5), ValueError, "need a temperature"),
     (DRAW | dict(top_k=0), ValueError, "top_k = 0"),
-    (DRAW | dict(top_k=-1), ValueError, "top_k = -1"),
-    (DRAW | dict(top_k=2.0), TypeError, "top_k = 2.0 must be an integer"),
     (DRAW | dict(top_p=0), ValueError, "top_p = 0.0"),
-    (DRAW | dict(top_p=1.5), ValueError, "top_p = 1.5"),
-    (DRAW | dict(top_p=float("nan")), ValueError, "top_p = nan"),
     (dict(eos=256), ValueError, "eos = 256 is not among"),
-    (dict(eos=[1, -1]), ValueError, "eos = -1 is not among"),
-    (dict(eos=2.5), TypeError, "eos = 2.5 must be an integer"),
-    (dict(eos="</s>"), TypeError, "eos = '</s>' must be an integer"),
     (dict(pad=256), ValueError, "pad = 256 is not among"),
-    (dict(pad=1.5), TypeError, "pad = 1.5 must be an integer"),
     (dict(dtype=jnp.int8), ValueError, "dtype = int8 must be floating"),
-    (dict(dtype="bf16"), TypeError, "bf16"),
     (dict(num_beams=0), ValueError, "num_beams = 0"),
-    (dict(num_beams=1.5), TypeError, "num_beams = 1.5 must be an integer"),
     (DRAW | dict(num_beams=2), ValueError, "num_beams = 2 beside temperature"),
     (dict(length_penalty=2.0), ValueError, "need num_beams of 2 or more"),
     (dict(num_beams=2, length_penalty="1"), ValueError, "length_penalty = '1' must be a finite"),

@@ -74,11 +74,6 @@ def test_a_token_reads_each_shard_once(kind: str, devices: int) -> None:
     assert one.token_bytes < 1.1 * (one.parameter_bytes + one.cache_bytes)
 
 
-def test_a_token_reads_small_weights_once() -> None:
-    one = found(SMALL | {"n_head": 8, "n_embd": 1024, "n_inner": 2816})
-    assert one.token_bytes < 1.1 * (one.parameter_bytes + one.cache_bytes)
-
-
 def test_by_layer_a_token_reads_each_shard_once() -> None:
     """Rows are sent, and weights stay sharded: no layer is copied out of its stack."""
     at_rest = found(SMALL, devices=8, weights="by_layer", rows=8, axis="data")

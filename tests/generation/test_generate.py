@@ -12,7 +12,6 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import zerojax
-from zerojax.generation.beam_search import beam_search
 from zerojax.models.bart import SIZES as BART_SIZES
 from zerojax.models.bart import Bart, BartConfig
 from zerojax.models.gpt import GPT, GPTConfig
@@ -218,45 +217,6 @@ def seq2seq(name: str, **fields: Any) -> Any:
     return model, jax.tree.map(
         lambda x: jnp.asarray(draw.normal(0, 0.4, x.shape) + (x.ndim == 1), x.dtype), shapes
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "beams"), [("bart", 3), ("t5", 1)])
-def test_sources_of_different_lengths_are_those_one_by_one(name: str, beams: int) -> None:
-    model, params = seq2seq(name, scan=name == "t5")  # test_recorded.py has a scanned BART
-    how: Any = dict(max_new_tokens=NEW, num_beams=beams)
-    sources = [[5, 6, 7, 8, 9], [11]]
-    out = np.asarray(zerojax.generate(model, params, sources, **how))
-    assert out.shape == (2, 1 + NEW)
-    for row, source in zip(out, sources, strict=True):
-        assert (zerojax.generate(model, params, [source], **how) == row).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [llama(scan=True)], ids=["llama"])
-def test_beams_after_prompts_are_those_of_complete_rows(model: nn.Module) -> None:
-    """A search without a cache, of each prompt by itself, finds the same."""
-    params, prompts = params_of(model), PROMPTS[:3]
-    how: Any = dict(num_beams=3, length_penalty=0.5, eos=[17, 30], pad=255)
-    out = np.asarray(zerojax.generate(model, params, prompts, max_new_tokens=NEW, **how))
-
-    @jax.jit
-    def best(row: jax.Array, last: int) -> Any:
-        def step(tokens: Any, position: Any, rows: Any) -> Any:
-            at = last + position
-            rows = rows.at[:, at].set(tokens)
-            return model.apply({"params": params}, rows)[:, at], rows
-
-        (found,), _ = beam_search(
-            step, jnp.tile(row, (3, 1)), rows=1, start=row[last][None], end=[17, 30], pad=255,
-            num_beams=3, max_length=1 + NEW, length_penalty=0.5,
-        )  # fmt: skip
-        return found
-
-    for row, prompt in zip(out, prompts, strict=True):
-        last = len(prompt) - 1
-        complete = np.array([*prompt, *[0] * (LONGEST - len(prompt))])
-        np.testing.assert_array_equal(row[last : last + 1 + NEW], best(complete, last))
 
 
 def test_nan_logits_are_an_error() -> None:

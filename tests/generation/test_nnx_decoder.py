@@ -3,9 +3,7 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from generation.test_generate import NEW, PROMPTS, gpt, params_of
@@ -69,33 +67,3 @@ def test_a_decoder_by_flax_convention(beams: int) -> None:
     best = nnx.jit(lambda model, rows: model(rows).argmax(-1))(model, out)
     np.testing.assert_array_equal(out[:, 4:], best[:, 3:-1])
     np.testing.assert_array_equal(out[:, :4], prompts)
-
-
-def test_a_model_without_cache_is_named() -> None:
-    with pytest.raises(TypeError, match="the NNX model Linear keeps no keys and values"):
-        zerojax.generate(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), None, [[1]], max_new_tokens=1)
-
-
-# Each pair of settings is in one of the runs.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("weights", "dtype", "offload"),
-    [
-        ("gathered", None, {}),
-        ("by_layer", jnp.bfloat16, {"offload_param": "cpu", "offload_optimizer": "cpu"}),
-    ],
-)
-def test_sharded_models_generate_what_one_device_generates(
-    weights: Any, dtype: Any, offload: dict[str, Any]
-) -> None:
-    how: Any = dict(max_new_tokens=NEW, dtype=dtype)
-    expected = zerojax.generate(loaded(n_layer=1), None, 2 * PROMPTS, **how)
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, **offload)
-
-    def create() -> tuple[GPT, nnx.Optimizer[GPT]]:
-        model = loaded(n_layer=1)
-        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-    model, _ = zero.init(create)
-    out = zerojax.generate(model, None, 2 * PROMPTS, weights=weights, **how)
-    np.testing.assert_array_equal(out, expected)

@@ -64,16 +64,3 @@ def test_scales_of_outputs_follow_the_product() -> None:
     rewritten = with_scaled_products(jax.make_jaxpr(products)(x, codes, by_output))
     (out,) = jax.core.eval_jaxpr(rewritten.jaxpr, rewritten.consts, x, codes, by_output)
     np.testing.assert_allclose(out, products(x, codes, by_output), rtol=1e-6)
-
-
-def test_batched_and_left_operands() -> None:
-    codes = jnp.arange(24, dtype=jnp.int8).reshape(2, 3, 4)
-    scales = jnp.arange(1.0, 7).reshape(2, 3, 1)
-    x = jnp.arange(16.0).reshape(2, 4, 2)
-
-    def product(codes: jax.Array, scales: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.einsum("bij,bjk->bik", codes.astype(jnp.float32) * scales, x)
-
-    rewritten = with_scaled_products(jax.make_jaxpr(product)(codes, scales, x))
-    (out,) = jax.core.eval_jaxpr(rewritten.jaxpr, rewritten.consts, codes, scales, x)
-    np.testing.assert_allclose(out, product(codes, scales, x), rtol=1e-6)

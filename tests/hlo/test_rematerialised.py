@@ -39,7 +39,3 @@ def test_where_it_begins_as_xla_prints_it() -> None:
     """GPT-2 XL without remat, 5 rows on each of 8 H100s: "Can't reduce memory use below 60.23GiB
     (64673714722 bytes) by rematerialization"."""
     assert abs(begins_above(84942979072, 2341422116) - 64673714722) < 100_000
-
-
-def test_no_room_beside_the_arguments() -> None:
-    assert begins_above(10, 9) == 9

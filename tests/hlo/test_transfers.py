@@ -1,6 +1,6 @@
 """Copies between device and host memory, found in small texts."""
 
-from hlo.copies import ADD, LOAD, LOADED, STORE, STORED, text
+from hlo.copies import LOAD, LOADED, STORE, STORED, text
 
 from zerojax.hlo.transfers import host_copies
 
@@ -10,11 +10,6 @@ def test_a_load_and_a_store() -> None:
     assert (load.name, load.end, load.computation) == ("load", "loaded", "main")
     assert (load.inward, load.bytes, load.times) == (True, 32, 1)
     assert (store.inward, store.bytes) == (False, 32)  # what is written, not what into
-
-
-def test_copies_within_the_device_are_none() -> None:
-    near = "%s = (f32[1,8]{1,0}, f32[1,8]{1,0}, u32[]) copy-start(%near)"
-    assert not host_copies(text(near, "%d = f32[1,8]{1,0} copy-done(%s)", ADD))
 
 
 def test_in_a_loop_as_often_as_it_runs() -> None:

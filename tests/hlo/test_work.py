@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerojax.devices.rates import RESERVE, FusedAttention, Sent, rates
+from zerojax.devices.rates import FusedAttention, Sent, rates
 from zerojax.hlo.program import parse
 from zerojax.hlo.timeline import program_time
 from zerojax.hlo.traffic import collectives
@@ -137,29 +137,6 @@ def test_a_collective_is_hidden_by_what_runs_before_its_done() -> None:
     )
 
 
-def test_rates() -> None:
-    h100 = rates("h100")
-    assert h100.room == h100.memory - RESERVE
-    assert h100.compute_seconds({"bf16": 10**15}, 0) == pytest.approx(
-        1e15 / (989e12 * 0.75), rel=1e-3
-    )
-    assert h100.compute_seconds({}, 3 * 10**12) == pytest.approx(3 / (3.352 * 0.82), rel=0.01)
-    assert h100.collective_seconds(Sent(0, 0, 0, 0, 1)) == 0
-    # NVLink inside the node; beyond, 8 cards of 50 GB/s carry less than a GPU's 450.
-    inside, ring, far = (
-        Sent(1e9, 0, 7, 0, 8),
-        Sent(7e9 / 8, 1e9 / 8, 14, 1, 16),
-        Sent(0, 1e9, 0, 1, 2),
-    )
-    assert h100.collective_seconds(inside) == pytest.approx(1 / (450 * 0.8), rel=0.02)
-    assert h100.collective_seconds(ring) == pytest.approx(1 / (8 * 50 * 0.8), rel=0.02)
-    assert h100.collective_seconds(far) == pytest.approx(1 / (50 * 0.8), rel=0.02)
-    assert h100.over("100gb").collective_seconds(far) == pytest.approx(1 / (12.5 * 0.8), rel=0.02)
-    assert h100.over(None) is h100
-    with pytest.raises(ValueError, match="Did you mean 'h100'"):
-        rates("h10")
-
-
 def test_a_loop_without_a_note_counts_up_to_its_condition() -> None:
     carried = "%c0 = (s32[], bf16[64,128]{1,0}, bf16[128,32]{1,0}) tuple(%i, %x, %y)"
     loop = (
@@ -244,38 +221,6 @@ def test_cudnns_attention(target: str, products: int) -> None:
     assert not work.flops
     kind = FusedAttention("bf16", 16, target.endswith("Backward"))
     assert work.attention == {kind: products * 2 * 2 * 4 * 64 * 32 * 16}
-
-
-@pytest.mark.parametrize(
-    ("scope", "made", "products", "keys"),
-    [
-        ("jvp(f)/fused_attention", "bf16[2,64,4,16], f32[2,4,64], f32[2,4,64]", 2, 32),
-        ("jvp(f)/fused_attention_of_8", "bf16[2,64,4,16], f32[2,4,64], f32[2,4,64]", 2, 8),
-        ("transpose(jvp(f))/fused_attention_backward", "bf16[2,64,4,16]", 3, 32),
-        ("transpose(jvp(f))/fused_attention_backward", "bf16[2,32,2,16], bf16[2,32,2,16]", 4, 32),
-        ("transpose(jvp(fused_attention))/fused_attention_backward_of_8", "bf16[2,64,4,16]", 3, 8),
-        ("jvp(f)/layer_norm", "bf16[2,64,4,16]", 0, 0),
-    ],
-)
-def test_mosaics_attention(scope: str, made: str, products: int, keys: int) -> None:
-    """64 queries and 32 keys of 16 numbers, 2 rows of 4 heads; other kernels have no products."""
-    line = (
-        f'%a = ({made}) custom-call(%q, %k, %k), custom_call_target="mosaic_gpu_v2", '
-        f'metadata={{op_name="jit(s)/{scope}/vmap()/mpmd_map"}}'
-    )
-    parsed = parse(
-        program(
-            "%q = bf16[2,64,4,16]{3,2,1,0} constant(0)",
-            "%k = bf16[2,32,2,16]{3,2,1,0} constant(0)",
-            line,
-        )
-    )
-    work = work_of(parsed, parsed.entry, parsed.entry["a"])
-    flops = products * 2 * 2 * 4 * 64 * keys * 16
-    kind = FusedAttention("bf16", 16, "backward" in scope)
-    assert not work.flops
-    assert work.attention == ({kind: flops} if products else {})
-    assert work.forward == (flops if products == 2 else 0)
 
 
 @pytest.mark.parametrize(

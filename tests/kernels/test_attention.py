@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 from kernels.running import assert_close, random
 
 import zerojax
@@ -79,28 +79,14 @@ def test_gradients() -> None:
         np.testing.assert_allclose(np.sum(np.asarray(got) * line), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_in_shard_map_and_vmap() -> None:
-    q, k, v = arrays()
-    wanted = attention(q, k, v)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("data")
-    mapped = jax.jit(jax.shard_map(attention, mesh=mesh, in_specs=spec, out_specs=spec))(q, k, v)
-    np.testing.assert_allclose(mapped, wanted, rtol=1e-5, atol=1e-6)
-    each = jax.vmap(lambda *x: attention(*(y[None] for y in x))[0])(q, k, v)
-    np.testing.assert_allclose(each, wanted, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("kind", "platform", "dtype", "says", "wanted"),
     [
         ("NVIDIA H100 80GB HBM3", "gpu", jnp.bfloat16, None, "cudnn"),
         ("NVIDIA A100-SXM4-80GB", "gpu", jnp.float16, None, "cudnn"),
-        ("NVIDIA GeForce RTX 3090", "gpu", jnp.bfloat16, None, "cudnn"),
         ("NVIDIA H100 80GB HBM3", "gpu", jnp.float32, None, "xla"),
         ("NVIDIA H100 80GB HBM3", "gpu", jnp.bfloat16, "head dim must be", "xla"),
         ("Tesla V100-SXM2-16GB", "gpu", jnp.float16, None, "xla"),
-        ("NVIDIA GeForce RTX 2080 Ti", "gpu", jnp.float16, None, "xla"),
-        ("NVIDIA T4", "gpu", jnp.float16, None, "xla"),
         ("AMD Instinct MI300X", "gpu", jnp.bfloat16, None, "xla"),
         ("TPU v5", "tpu", jnp.bfloat16, None, "xla"),
     ],

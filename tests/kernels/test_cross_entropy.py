@@ -176,17 +176,6 @@ def test_labels_that_are_ignored_or_wrong(implementation: str) -> None:
     assert np.isnan(d_weight).all()
 
 
-@pytest.mark.slow
-def test_shapes_and_vmap() -> None:
-    h, w, _, y, _ = arrays(6, 8, 150)
-    wanted = whole(h, w, y)
-    assert softmax_cross_entropy(h[0], w, y[0]).shape == ()
-    square = softmax_cross_entropy(h.reshape(2, 3, 8), w, y.reshape(2, 3))
-    np.testing.assert_allclose(square, wanted.reshape(2, 3), rtol=1e-5)
-    each = jax.jit(jax.vmap(jax.grad(lambda h, y: softmax_cross_entropy(h, w, y))))(h, y)
-    np.testing.assert_allclose(each, jax.grad(lambda h: whole(h, w, y).sum())(h), atol=1e-6)
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map(check_vma: bool) -> None:
     h, w, _, y, _ = arrays(8, 8, 150)
@@ -204,13 +193,6 @@ def test_in_shard_map(check_vma: bool) -> None:
     wanted = jax.grad(lambda h, w: whole(h, w, y).sum(), (0, 1))(h, w)
     for x, z in zip(jax.jit(mapped)(h, w, y), wanted, strict=True):
         np.testing.assert_allclose(x, z, rtol=1e-4, atol=1e-6)
-
-
-def test_chunks() -> None:
-    """About as many logits as hidden has numbers, in whole powers of two."""
-    assert chunks.chunk_of(8192, 1600, 50257) == 512
-    assert chunks.chunk_of(4096, 64, 128256) == 128
-    assert chunks.chunk_of(100, 4096, 50257) == 100
 
 
 @pytest.mark.one_in(2)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 from kernels.running import (
     DTYPES,
     IMPLEMENTATIONS,
@@ -19,7 +18,7 @@ from kernels.running import (
 )
 
 from pallas_kernels.compat import kernels_in
-from pallas_kernels.norms import layer_norm, mosaic_gpu_backward, rms_norm, row
+from pallas_kernels.norms import layer_norm, rms_norm
 from pallas_kernels.norms.arguments import TESTED
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -87,40 +86,6 @@ def test_formula(implementation: str, name: str, shape: Any, dtype: Any, added: 
         np.testing.assert_array_equal(dr, dx)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        pytest.param((1, 16384), jnp.bfloat16, id="threads keep all"),
-        pytest.param((1, 16383), jnp.float32, id="threads keep none, a ragged end"),
-        pytest.param(
-            (mosaic_gpu_backward.BLOCKS + 1, 128),
-            jnp.float32,
-            id="a block takes two",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_many_and_wide_rows(shape: tuple[int, int], dtype: Any) -> None:
-    x, dy = random(shape, dtype, 0), random(shape, dtype, 1)
-    scale, bias = random(shape[1:], jnp.float32, 2), random(shape[1:], jnp.float32, 3)
-    y, (dx, d_scale, d_bias, _) = with_gradients(
-        "mosaic_gpu", call_of("layer_norm", "mosaic_gpu"), dy, x, scale, bias, None
-    )
-    wanted = formula("layer_norm", x, scale, bias, dy)
-    for got, w in zip((y, dx, d_scale, d_bias), wanted, strict=True):
-        assert_close(got, w, got.dtype, scale=8 * math.sqrt(shape[0]))
-
-
-def test_rows_that_blocks_take_at_a_time() -> None:
-    """As many as threads can keep, and divide all."""
-    assert row.Row(1600, 2).together(4096, 2) == 4
-    assert row.Row(4096, 2).together(4096, 2) == 2
-    assert row.Row(1600, 2).together(4098, 1) == 2
-    assert row.Row(16384, 2).together(4096, 1) == 1
-    assert row.Row(16384, 2).held
-    assert not row.Row(16384, 4).held
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_extremes(implementation: str, name: str) -> None:
@@ -138,43 +103,6 @@ def test_extremes(implementation: str, name: str) -> None:
     true = formula(name, x[:4], one, one, x[:4])[0]
     np.testing.assert_allclose(y[:4], true, rtol=1e-4, atol=1e-3)
     assert np.isnan(y[5]).all()
-
-
-def test_under_vmap() -> None:
-    x, r, scale = random((3, 4, 130)), random((3, 4, 130), seed=1), random((3, 130), seed=2)
-
-    def call(x: Any, r: Any, scale: Any) -> Any:
-        y, h = rms_norm(x, scale, residual=r)
-        return (y * h).sum()
-
-    grad = jax.jit(jax.grad(call, (0, 1, 2)))
-    got = jax.jit(jax.vmap(grad))(x, r, scale)
-    for i in range(3):
-        wanted = grad(x[i], r[i], scale[i])
-        for a, b in zip(got, wanted, strict=True):
-            np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5)
-
-
-def test_the_gradient_of_a_shared_scale_is_summed_over_devices() -> None:
-    x, scale, bias = random((16, 40)), random((40,), seed=1), random((40,), seed=2)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def loss(scale: Any, bias: Any, x: Any) -> Any:
-        y, h = layer_norm(x, scale, bias, residual=x)
-        return (y * h).sum()
-
-    def over_devices(scale: Any, bias: Any, x: Any) -> Any:
-        own = jax.shard_map(
-            lambda *a: jax.lax.psum(loss(*a), "data"),
-            mesh=mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data")),
-            out_specs=PartitionSpec(),
-        )
-        return own(scale, bias, x)
-
-    got = jax.jit(jax.grad(over_devices, (0, 1, 2)))(scale, bias, x)
-    for a, b in zip(got, jax.grad(loss, (0, 1, 2))(scale, bias, x), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -195,20 +123,6 @@ def test_one_launch_a_pass_on_h100(devices: int) -> None:
     # Sums over rows of 264 blocks: nothing in float32 of the size of x.
     once = 4096 * 1600
     assert found.memory_analysis().temp_size_in_bytes < 4 * once
-
-
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-def test_what_is_kept(name: str) -> None:
-    x, scale, bias = random((8, 256), jnp.bfloat16), random((256,)), random((256,))
-
-    def kept(residual: Any) -> list[Any]:
-        call = call_of(name, "xla")
-        _, vjp = jax.vjp(lambda *a: call(*a, bias, residual), x, scale)
-        return sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(vjp) if a.ndim > 0)
-
-    numbers = [((8,), "float32")] * (2 if name == "layer_norm" else 1)
-    wanted = [*numbers, ((8, 256), "bfloat16"), ((256,), "float32")]
-    assert kept(None) == kept(x) == sorted(wanted)
 
 
 def test_bad_input() -> None:

@@ -1,10 +1,6 @@
 """What goes wrong with a disk while a state on it is trained, and what is under way at once."""
 
-import errno
 import itertools
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from offload import killed_writer
 from offload.training import BATCH, create, train_step, zero_for
 from offload.watched_store import WatchedStore
 
 import zerojax
 from zerojax.checkpoint import Checkpointer
-from zerojax.offload.disk import file as disk_file
 from zerojax.offload.disk.folder import DiskError
 from zerojax.offload.disk.store import DiskStateError
 
@@ -49,38 +43,6 @@ def test_a_path_that_is_no_folder(tmp_path: Path, kind: str, said: str) -> None:
     with pytest.raises(DiskError, match=rf"nvme_path {path} {said}"):
         zero_for(path)(train_step)(plain, BATCH)
     values(plain)  # still there
-
-
-def test_a_state_too_large_for_the_disk(small_disk: Path | None) -> None:
-    if small_disk is None:
-        pytest.skip("may not mount a small disk here")
-    free = shutil.disk_usage(small_disk).free
-    (small_disk / "filler").write_bytes(b"x" * (free - 8192))  # the state takes 11,520
-    with pytest.raises(DiskError, match=rf"{small_disk} has .* free and the state needs 0.0115 MB"):
-        zero_for(small_disk).init(create)
-
-
-def test_a_disk_that_fills_up_under_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told by that step or the next; those after it ask for a checkpoint, room or not."""
-
-    def full(path: Path, data: np.ndarray) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    zero = zero_for(tmp_path)
-    step, state = zero(train_step), zero.init(create)
-    state, _ = step(state, BATCH)
-    zero.states.placer.store.wait()
-    monkeypatch.setattr(disk_file, "write", full)
-
-    def two() -> None:
-        step(step(state, BATCH)[0], BATCH)
-
-    with pytest.raises(DiskStateError, match=rf"No space left on device.*lost.*{REMEDY}"):
-        two()
-    monkeypatch.undo()
-    for _ in range(2):
-        with pytest.raises(DiskStateError, match=REMEDY):
-            two()
 
 
 def damage(file: Path) -> None:
@@ -177,49 +139,6 @@ def test_a_step_interrupted_half_way(tmp_path: Path) -> None:
     for _ in range(2):
         want, _ = step(want, BATCH)
     assert_same(step(got, BATCH)[0], want)
-
-
-@pytest.mark.slow
-def test_two_on_one_path(tmp_path: Path) -> None:
-    """At the same time, and two states of one of them."""
-    first, second = zero_for(tmp_path), zero_for(tmp_path, gradient_clipping=1e-3)
-    steps = first(train_step), second(train_step)
-    states = [first.init(create), second.init(create), first.init(create, 2.0)]
-    for _ in range(3):
-        states = [steps[i % 2](state, BATCH)[0] for i, state in enumerate(states)]
-    assert len([*tmp_path.glob("zerojax-*")]) == 2
-    for i, state in enumerate(states):
-        alone = (first, second)[i % 2].init(create, 2.0 if i == 2 else 1.0)
-        for _ in range(3):
-            alone, _ = steps[i % 2](alone, BATCH)
-        assert_same(alone, state)
-    assert any((a != b).any() for a, b in zip(values(states[0]), values(states[2]), strict=True))
-
-
-@pytest.mark.slow
-def test_killed_while_it_writes(tmp_path: Path) -> None:
-    """The next run removes what is left, and goes on from the last checkpoint."""
-    nvme, folder = tmp_path / "nvme", tmp_path / "run"
-    nvme.mkdir()
-    done = subprocess.run(
-        [sys.executable, killed_writer.__file__, str(folder), str(nvme)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.split() == ["begun", "saved"], done.stderr
-    assert done.returncode == -9
-    (left,) = nvme.glob("zerojax-*")
-    assert [*left.iterdir()]
-    zero = zero_for(nvme)
-    with Checkpointer(folder, zero) as checkpointer:
-        state = checkpointer.restore(zero.abstract_state(create))
-    assert not left.exists()
-    assert len([*nvme.glob("zerojax-*")]) == 1
-    step, want = zero(train_step), zero.init(create)
-    assert int(state.step) == 2
-    for _ in range(3):
-        want, _ = step(want, BATCH)
-    assert_same(step(state, BATCH)[0], want)
 
 
 def test_the_next_sub_group_is_read_before_the_last_is_written(tmp_path: Path) -> None:

@@ -90,12 +90,6 @@ def test_pieces_are_alike_where_that_costs_little(rows: int, most: int, sizes: l
     assert [len(piece) // 10 for piece in found] == sizes
 
 
-def test_a_row_is_not_cut() -> None:
-    """Wider than a sub-group: the rows go one by one."""
-    found = made([placed(3, 100)], 50)
-    assert pieces_of(found, 0) == [(0, 1), (1, 1), (2, 1)]
-
-
 def test_rows_are_those_of_a_device() -> None:
     sharded = placed(16, 4, spec=P("data"))
     assert sharded.local(MESH) == (2, 4)
@@ -103,14 +97,6 @@ def test_rows_are_those_of_a_device() -> None:
     assert disk_chunks(sharded, MESH, 8) == [range(4), range(4, 8)]
     stack = placed(3, 16, 8, spec=P(None, None, "data"))
     assert stack.rows(MESH) == (48, 1)
-
-
-def test_one_dimension_and_none() -> None:
-    arrays = [placed(100), placed()]
-    found = made(arrays, 64)
-    assert pieces_of(found, 0) == [(0, 25), (25, 25), (50, 25), (75, 25)]
-    assert pieces_of(found, 1) == [(0, None)]
-    assert disk_chunks(placed(7), MESH, 8) == [range(4), range(4, 7)]
 
 
 def test_unsplit_clusters_go_alone() -> None:
@@ -126,21 +112,11 @@ def test_a_cluster_whose_arrays_lie_differently_goes_unsplit() -> None:
     assert [p.rows for p in group] == [None]
 
 
-def test_small_leaves_share_a_group() -> None:
-    arrays = [placed(4) for _ in range(10)]
-    assert [len(g) for g in made(arrays, 24)] == [3, 3, 3, 1]
-    assert [len(g) for g in made(arrays, 10**9)] == [10]
-
-
 def test_no_sub_group_is_larger_than_the_largest() -> None:
     """DeepSpeed's default of 1e9 elements would be 12 GB on the device."""
     rows = LARGEST // 1024
     found = made([placed(rows * 4, 1024)], 10**9)
     assert [p.rows for g in found for p in g] == [rows // 2] * 8
-
-
-def test_nothing() -> None:
-    assert made([], 100) == []
 
 
 def test_equal_matrices_are_updated_together() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import exact
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -136,16 +135,6 @@ def test_a_cluster_multiplies_its_shards() -> None:
     assert {each.kind for each in collectives(text)} == {"all-reduce"}
 
 
-def test_a_cluster_is_a_parameter_with_its_gradient_and_moments() -> None:
-    update = UPDATES["adamw"][0]()
-    for cluster in update.separated.clusters:
-        assert len(cluster.inputs) == 4
-        assert len(cluster.outputs) == 3
-        assert len({update.values[i].shape for i in cluster.inputs}) == 1
-    plain = Update(optax.sgd(0.1)).separated
-    assert all((len(c.inputs), len(c.outputs)) == (2, 1) for c in plain.clusters)
-
-
 def test_alike_clusters_have_one_key() -> None:
     same = Update(optax.adamw(1e-3), ((4, 3),) * 20 + ((3, 4),), gradient_clipping=1.0)
     assert len(same.separated.clusters) == 21
@@ -155,14 +144,6 @@ def test_alike_clusters_have_one_key() -> None:
         optax.adamw(1e-3, mask={"l0": True, "l1": False}, weight_decay=0.1), ((4, 3),) * 2
     )
     assert len({c.key for c in differ.separated.clusters}) == 2
-
-
-def test_an_array_of_constants_is_not_cut() -> None:
-    table = np.arange(12.0, dtype=np.float32).reshape(4, 3)
-    separated = SeparatedUpdate(lambda p: [p * table], [jnp.ones((4, 3))], [True])
-    assert not separated.clusters[0].elementwise
-    (got,) = separated.run((0,), (0,), [jnp.ones((4, 3))], [])
-    np.testing.assert_array_equal(got, table)
 
 
 def test_scalars_of_a_parameter_stay_in_its_cluster() -> None:

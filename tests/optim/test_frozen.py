@@ -89,10 +89,3 @@ def test_a_gradient_that_is_used_counts() -> None:
     every = zerojax.wrap(optax.chain(optax.clip_by_global_norm(1.0), frozen(optax.sgd(1.0))))
     _, state = every.update(gradients(5.0), every.init(PARAMS), PARAMS)
     assert state.grad_norm == 15.0  # sqrt(25 + 8 * 25)
-
-
-def test_square_sums_that_come_along() -> None:
-    tx = zerojax.wrap(frozen())
-    sums = [jnp.full(4, jnp.inf), jnp.array([9.0, 16.0, 0.0])]
-    _, state = tx.update(gradients(1.0), tx.init(PARAMS), PARAMS, square_sums=sums)
-    assert state.grad_norm == 5.0

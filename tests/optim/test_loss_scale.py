@@ -1,8 +1,5 @@
 """The loss scale against a plain model of it, and what one bad element does."""
 
-import dataclasses
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,15 +73,6 @@ def test_equals_the_plain_model(knobs: LossScale, pattern: list[bool]) -> None:
         assert bool(state.exhausted) == model.exhausted, i
 
 
-def test_the_scale_stays_finite() -> None:
-    scale = LossScale(loss_scale_window=1, initial_scale_power=126)
-    state = scale.init()
-    for _ in range(4):
-        state = scale.next(state, True)
-    assert math.isfinite(float(state.scale))
-    assert float(scale.next(scale.next(state, False), False).scale) == 2.0**125
-
-
 def test_a_static_scale_never_moves_and_skips() -> None:
     tx = zerojax.wrap(optax.sgd(1.0), loss_scale=LossScale(loss_scale=128.0))
     params = {"w": jnp.ones(3)}
@@ -118,17 +106,6 @@ def test_one_bad_element_of_one_shard_skips_the_step_everywhere(bad: float, elem
     assert set(pieces) == {2.0**15}
 
 
-def test_a_step_that_doubles_the_scale_unscales_with_the_one_it_used() -> None:
-    scale = LossScale(loss_scale_window=1, initial_scale_power=3)
-    tx = zerojax.wrap(optax.sgd(1.0), loss_scale=scale)
-    params, state = jnp.zeros(1), tx.init(jnp.zeros(1))
-    for _ in range(4):
-        used = state.loss_scale.scale
-        updates, state = tx.update(jnp.ones(1) * used, state, params)
-        assert updates.tolist() == [-1.0]
-    assert float(state.loss_scale.scale) == 2.0**6
-
-
 def test_the_schedule_counts_only_steps_that_were_made() -> None:
     rate = zerojax.schedule(
         {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}, 1.0
@@ -142,25 +119,11 @@ def test_the_schedule_counts_only_steps_that_were_made() -> None:
     assert seen == [0.0, 0.0, 0.0, 0.25, 0.25, 0.25, 0.5]
 
 
-def test_moments_of_fp16_parameters_are_float32() -> None:
-    wrapped = zerojax.wrap(optax.adam(0.1), loss_scale=LossScale())
-    params = {"w": jnp.ones(4, jnp.float16)}
-    state = wrapped.init(params)
-    assert jnp.float16 not in {x.dtype for x in jax.tree.leaves(state.inner)}
-    for scaled in (1.0, jnp.inf):
-        updates, state = wrapped.update({"w": jnp.full(4, scaled, jnp.float16)}, state, params)
-        params = optax.apply_updates(params, updates)
-    assert params["w"].dtype == jnp.float16
-    assert int(state.skipped) == 1
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
         {"loss_scale": -1.0},
-        {"loss_scale": float("nan")},
         {"loss_scale": True},
-        {"loss_scale": "128"},
         {"loss_scale_window": 0},
         {"hysteresis": 0},
         {"min_loss_scale": 0.0},
@@ -178,10 +141,3 @@ def test_wrap_refuses_what_cannot_be() -> None:
         zerojax.wrap(optax.sgd(0.1), gradient_clipping=-1.0)
     with pytest.raises(TypeError, match=r"expected a zerojax.LossScale, got 128.0"):
         zerojax.wrap(optax.sgd(0.1), loss_scale=128.0)  # type: ignore[arg-type]
-
-
-def test_the_config_has_every_knob() -> None:
-    names = {f.name for f in dataclasses.fields(LossScale)}
-    assert names <= {f.name for f in dataclasses.fields(zerojax.ZeroConfig)}
-    given = dict(loss_scale_window=7, hysteresis=3, consecutive_hysteresis=True)
-    assert LossScale.of(zerojax.ZeroConfig(fp16=True, **given)) == LossScale(**given)

@@ -187,32 +187,3 @@ def nnx_step(model: NNXStack, optimizer: nnx.Optimizer, tokens: jax.Array) -> ja
     value, grads = nnx.value_and_grad(loss)(model)
     optimizer.update(model, grads)
     return value
-
-
-class Kernel(nn.Module):
-    """A layer with a kernel, which runs on each device's own rows.
-
-    Attributes:
-      per_device: ``zero.per_device``, or None for plain jit.
-    """
-
-    per_device: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array, _: Any) -> Any:
-        def kernel(x: jax.Array) -> jax.Array:
-            return jnp.tanh(x) * x.shape[-1]
-
-        run = kernel if self.per_device is None else self.per_device(kernel)
-        return x + nn.Dense(x.shape[-1])(run(nn.LayerNorm()(x))), None
-
-
-class KernelStack(nn.Module):
-    per_device: Any = None
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        table = nn.Embed(VOCABULARY, 16)
-        layer = nn.remat(Kernel, prevent_cse=False)
-        scanned = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
-        return table.attend(scanned(self.per_device)(table(tokens), None)[0])

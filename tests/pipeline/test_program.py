@@ -176,18 +176,6 @@ def test_stages_must_divide_the_layers() -> None:
     refused(zero_on(4, 2, 4), match, lambda: models.stack(layers=6))
 
 
-def test_a_model_without_a_loop_is_refused() -> None:
-    def train_step(state: Any, tokens: jax.Array) -> Any:
-        grads = jax.grad(lambda p: ((p["w"] @ p["w"]) ** 2).sum() * tokens.sum())(state.params)
-        return state.apply_gradients(grads=grads)
-
-    def create() -> TrainState:
-        params = {"w": jnp.ones((8, 8))}
-        return TrainState.create(apply_fn=None, params=params, tx=models.SGD)
-
-    refused(zero_on(2, 2, 4), "no loop over layers .* zerojax.weights.stacked", create, train_step)
-
-
 def test_offload_is_refused() -> None:
     zero = zero_on(2, 2, 4, offload_optimizer={"device": "cpu"})
     refused(zero, "offload_optimizer .* pipeline stages is not supported")

@@ -100,19 +100,6 @@ def test_tensor_parallel_specs_are_kept(bits: int, group_size: int | None) -> No
     check(zero, quantized, Llama(config))
 
 
-def test_specs_of_the_user_are_kept() -> None:
-    mesh = zerojax.mesh(axes={"data": 4, "model": 2})
-    specs = {"kernel": jax.P("model", None)}
-    zero = zerojax.zero(stage=1, mesh=mesh, specs=specs)
-    quantized = zerojax.quantize_weights({"kernel": jnp.ones((128, 128))})
-    state = TrainState.create(apply_fn=None, params=quantized, tx=optax.identity())
-    (codes, scales) = jax.tree.leaves(
-        zero.plan(state).params, is_leaf=lambda x: isinstance(x, jax.P)
-    )
-    assert codes[0] == "model"
-    assert "model" not in tuple(scales)
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_checkpoint_has_the_codes(bits: int, tmp_path: Path) -> None:
     zero, other = zero_for(3), zero_for(1)

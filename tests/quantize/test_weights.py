@@ -12,7 +12,6 @@ from equal import zero_for
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 
@@ -54,17 +53,6 @@ def test_codes_times_scales_are_within_half_a_scale(
     for d, n in enumerate(repeats):
         scale = jnp.repeat(scale, n, axis=d)
     assert bool((jnp.abs(found - x) <= scale * (0.5 + 1e-5)).all())
-
-
-def test_bfloat16_stays_bfloat16() -> None:
-    x = normal(256, 64, dtype=jnp.bfloat16)
-    quantized = zerojax.quantize_weights({"w": x})
-    assert quantized["w"].scale.dtype == jnp.bfloat16
-    found = zerojax.dequantize(quantized)["w"]
-    assert found.dtype == jnp.bfloat16
-    # Half a scale, and the roundings of the scale and of the product, a quarter each.
-    error = jnp.abs(found.astype(jnp.float32) - x.astype(jnp.float32))
-    assert bool((error <= quantized["w"].scale.astype(jnp.float32) * 1.01).all())
 
 
 def test_zeros_and_values_that_are_not_finite() -> None:
@@ -147,16 +135,6 @@ def test_padded_arrays_stay_padded_shards() -> None:
     np.testing.assert_allclose(
         product, x @ zerojax.dequantize(plain)["kernel"], rtol=1e-5, atol=1e-5
     )
-
-
-def test_shapes_with_shardings() -> None:
-    mesh = zerojax.topology("h100", devices=8)
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16, sharding=sharding)
-    found = zerojax.quantize_weights({"w": x}, 4)["w"]
-    assert (found.qvalue.dtype, found.qvalue.sharding) == (jnp.int4, sharding)
-    assert (found.scale.shape, found.scale.dtype) == ((1, 1024), jnp.bfloat16)
-    assert found.scale.sharding.spec == PartitionSpec(None, None)
 
 
 def test_a_module_of_nnx() -> None:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -117,39 +116,12 @@ def test_let_through(step: Callable[..., Any], accumulation: int) -> None:
     zero(step).lower(zero.abstract_state(create), BATCH)
 
 
-def test_without_offload_nothing_is_late() -> None:
-    zero = zero_with(None)
-    zero(average_of_new).lower(zero.abstract_state(create), BATCH)
-
-
 def test_refused_before_anything_is_done() -> None:
     zero = zero_with()
     state = zero.init(create)
     with pytest.raises(NotImplementedError, match="norm_of_new computes"):
         zero(norm_of_new)(state, BATCH)
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
-
-
-def test_in_nnx() -> None:
-    def create() -> Any:
-        model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-    def late(model: Any, optimizer: Any, batch: Any) -> Any:
-        grads = zerojax.grad(lambda m: jnp.mean(m(batch) ** 2))(model)
-        optimizer.update(model, grads)
-        return {"after": jnp.mean(model(batch) ** 2)}
-
-    def early(model: Any, optimizer: Any, batch: Any) -> Any:
-        before, grads = zerojax.value_and_grad(lambda m: jnp.mean(m(batch) ** 2))(model)
-        optimizer.update(model, grads)
-        return {"before": before}
-
-    zero = zero_with()
-    pair = zero.abstract_state(create)
-    with pytest.raises(NotImplementedError, match=r"late computes its result\['after'\]"):
-        zero(late).lower(*pair, BATCH)
-    zero(early).lower(*pair, BATCH)
 
 
 class Copy(NamedTuple):

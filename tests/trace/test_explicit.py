@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -23,12 +22,6 @@ TX = optax.adamw(1e-2)
 def batch() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     return {"x": rng.normal(size=(32, 10)), "y": rng.normal(size=(32, 4))}
-
-
-def nnx_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
-    loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(batch["x"]) - batch["y"]) ** 2))(model)
-    optimizer.update(model, grads)
-    return loss
 
 
 # How a model is written for explicit axes: each result that could lie in several ways says how.
@@ -129,97 +122,6 @@ def test_a_step_for_explicit_axes(how: str, stage: int, accumulation: int) -> No
         np.testing.assert_allclose(x, after[name], rtol=1e-9, atol=1e-9)
     if accumulation == 1:
         np.testing.assert_allclose(losses, want, rtol=1e-9)
-
-
-@pytest.mark.slow
-def test_a_step_for_explicit_axes_with_its_state_in_host_memory() -> None:
-    mesh = explicit_mesh()
-    zero = zerojax.zero(
-        {
-            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-            "gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 8,
-        },
-        mesh=mesh, specs=SPECS,
-    )  # fmt: skip
-    with jax.enable_x64(False):
-        losses, _ = under_explicit(zero, mesh, "einsum")
-        want, _ = plain_explicit.__wrapped__("einsum")
-    np.testing.assert_allclose(losses, want, rtol=1e-5)
-
-
-@pytest.mark.parametrize("placed", [False, True])
-def test_the_batch_has_the_type_that_it_is_passed_with(placed: bool) -> None:
-    """As under plain jit: rows of the host are replicated, and an ambiguous lookup is none."""
-    mesh, rows = explicit_mesh(), np.arange(32) % 10
-
-    def step(state: TrainState, rows: Any) -> Any:
-        seen.append(jax.typeof(rows).sharding.spec)
-        grads = jax.grad(lambda p: jnp.sum(p["up"].at[rows].get(out_sharding=P("data"))))(
-            state.params
-        )
-        return state.apply_gradients(grads=grads), None
-
-    seen: list[PartitionSpec] = []
-    zero = zerojax.zero(stage=1, mesh=mesh)
-    with jax.set_mesh(mesh):
-        state = zero.init(create_explicit, jax.random.key(0))
-        where = NamedSharding(mesh, P("data"))
-        zero(step)(state, jax.device_put(rows, where) if placed else rows)
-    assert seen == [P("data") if placed else P(None)]
-
-
-@pytest.mark.slow
-def test_an_nnx_step_for_explicit_axes() -> None:
-    """As flax's own examples are written: eager sharding, ``out_sharding`` where it is called."""
-
-    class MLP(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            def linear(n_in: int, n_out: int, *names: str | None) -> nnx.Linear:
-                init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
-                return nnx.Linear(n_in, n_out, use_bias=False, kernel_init=init, rngs=rngs)
-
-            self.up, self.down = linear(10, 32, None, "tensor"), linear(32, 4, "tensor", None)
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            x = jnp.tanh(self.up(x, out_sharding=P("data", "tensor")))
-            return self.down(x, out_sharding=P("data", None))
-
-    def create() -> Any:
-        model = MLP(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
-
-    mesh = explicit_mesh()
-    zero = zerojax.zero(stage=3, mesh=mesh, stage3_param_persistence_threshold=0)
-    with jax.set_mesh(mesh):
-        model, optimizer = create()
-        run, rows = nnx.jit(nnx_step), jax.device_put(batch(), NamedSharding(mesh, P("data")))
-        want = [float(run(model, optimizer, rows)) for _ in range(2)]
-        for model, optimizer in (zero.init(create), create()):
-            run = zero(nnx_step)
-            assert [float(run(model, optimizer, batch())) for _ in range(2)] == pytest.approx(
-                want, rel=1e-6
-            )
-            assert model.up.kernel[...].sharding.spec == P(None, ("tensor", "data"))
-
-
-def test_one_axis_explicit_and_the_other_automatic() -> None:
-    mesh = explicit_mesh(AxisType.Auto, AxisType.Explicit)
-
-    def step(state: TrainState, batch: Any) -> Any:
-        def loss_fn(params: Any) -> jax.Array:
-            x = jnp.einsum("bi,io->bo", batch["x"], params["up"], out_sharding=P(None, "tensor"))
-            x = jnp.matmul(jnp.tanh(x), params["down"], out_sharding=P(None, None))
-            return jnp.mean((x - batch["y"]) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    zero = zerojax.zero(stage=3, mesh=mesh, specs=SPECS, stage3_param_persistence_threshold=0)
-    params = create_explicit(jax.random.key(0)).params
-    want = jnp.mean((jnp.tanh(batch()["x"] @ params["up"]) @ params["down"] - batch()["y"]) ** 2)
-    with jax.set_mesh(mesh):
-        _, loss = zero(step)(zero.init(create_explicit, jax.random.key(0)), batch())
-    np.testing.assert_allclose(loss, want, rtol=1e-9)
 
 
 def test_another_mesh_that_is_set_is_an_error() -> None:

@@ -108,18 +108,6 @@ def test_numbers_are_the_same(program: Any, group_size: int | None) -> None:
     assert has_stack != (program in WITHOUT_STACK)
 
 
-def test_scales_that_all_layers_share_stay_outside_the_loop() -> None:
-    def run(codes: jax.Array, scales: jax.Array, x: jax.Array) -> jax.Array:
-        return lax.scan(lambda x, w: (x * w, None), x, lax.mul(codes.astype(x.dtype), scales))[0]
-
-    given = jnp.arange(24, dtype=jnp.int8).reshape(3, 8), jnp.ones((1, 8)) / 2, jnp.ones(8)
-    traced: Any = jax.make_jaxpr(run)(*given)
-    found, expected = (
-        jaxpr_as_fun(each)(*given) for each in (with_late_weights(traced, 2), traced)
-    )
-    np.testing.assert_array_equal(*found, *expected)
-
-
 def test_other_programs_are_unchanged() -> None:
     def run(codes: jax.Array, scales: jax.Array, x: jax.Array) -> Any:
         return codes[0].max() + scanned(scales * jnp.outer(x, x), x)

@@ -78,8 +78,3 @@ def test_two_rows_have_the_same_numbers(
 def test_other_products_are_left(x: jax.Array, matrix: jax.Array) -> None:
     closed = jax.make_jaxpr(product)(x, matrix)
     assert str(with_repeated_rows(closed, SMALL)) == str(closed)
-
-
-def test_batched_products_are_left() -> None:
-    closed = jax.make_jaxpr(jnp.matmul)(random(2, 1, 4), random(2, 4, 8))
-    assert str(with_repeated_rows(closed, SMALL)) == str(closed)

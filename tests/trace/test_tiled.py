@@ -70,16 +70,6 @@ def test_the_end_is_no_new_number() -> None:
     )
 
 
-def test_trees_of_arguments_and_results() -> None:
-    def fn(x: Any, ids: jax.Array) -> Any:
-        return {"sum": x["a"] + x["b"], "ids": ids * 2}
-
-    ids = jnp.arange(26).reshape(2, 13)
-    made = zerojax.tiled(fn, chunks=3)({"a": X, "b": 2 * X}, ids)
-    np.testing.assert_allclose(made["sum"], 3 * X, rtol=1e-6)
-    np.testing.assert_array_equal(made["ids"], 2 * ids)
-
-
 class Block(nn.Module):
     chunks: int | None = None
     inner: Any = nn.Dense
@@ -165,12 +155,6 @@ def test_what_is_refused() -> None:
             zerojax.tiled(module, chunks=2)(X)
     with pytest.raises(ValueError, match="draws its parameters: give tiled the module"):
         Wrapped().init(jax.random.key(0), X)
-
-
-def test_a_module_that_leaves_its_variables_as_they_are() -> None:
-    params = Block().init(jax.random.key(0), X)
-    made, _ = Block(4).apply(params, X, mutable=True)
-    np.testing.assert_allclose(made, Block().apply(params, X), rtol=1e-6)
 
 
 class Wide(nn.Module):

@@ -91,17 +91,6 @@ def test_a_step_of_ones_own() -> None:
     assert fitted.choice.stage == 2
 
 
-@pytest.mark.slow
-def test_a_section_is_read_though_the_stage_is_open() -> None:
-    """At stage 0 it would be refused."""
-    section = {"device": "cpu", "ratio": 0.5}
-    config = {"zero_optimization": {"stage": "auto", "offload_optimizer": section}}
-    fitted = zerojax.fit(config, small, train_batch_size=8, seq=4, rates=room(10**9))
-    assert fitted.choice.stage > 0
-    assert all("optimizer" in each.choice.offload for each in fitted.ranking)
-    assert fitted.config["zero_optimization"]["offload_optimizer"] == section
-
-
 def test_a_step_that_fails_is_not_one_that_does_not_fit() -> None:
     class Broken(nn.Module):
         @nn.compact

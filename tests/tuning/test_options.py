@@ -73,12 +73,6 @@ def test_what_the_config_has_stays() -> None:
     assert len(set(trials.seen)) == len(trials.seen) < 1 + len(CANDIDATES)
 
 
-def test_out_of_time() -> None:
-    trials: Any = MadeUp()
-    assert [each.choice for each in search_options(trials, BEST, (), -1.0)] == [CHOICE]
-    assert len(trials.seen) == 1
-
-
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
 def test_a_choice_is_written_as_a_config(candidate: dict[str, Any]) -> None:
     choice = Choice(stage=3, micro=1, xla=tuple(candidate.items()))
@@ -112,8 +106,3 @@ def test_the_step_is_compiled_with_the_configs_options(offload: str | None) -> N
     options = compat.compiler_options(lowered)
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 7
-
-
-def test_no_options_for_cpus() -> None:
-    with pytest.raises(ValueError, match="xla: its options are for GPUs"):
-        zerojax.fit({}, Model, rates=zerojax.devices.rates.rates("h100"), xla=True)

@@ -131,16 +131,6 @@ def test_policies_are_tried_with_the_fastest_stage_and_offload() -> None:
     assert isinstance(found.ranking[0].choice.remat, str)
 
 
-@pytest.mark.parametrize(
-    ("compiles", "unseen"),
-    [(8, "remat dots; stage 2, remat dots_no_batch; stage 2, remat names:..."), (30, "")],
-)
-def test_policies_that_a_limit_left_out(compiles: int, unseen: str) -> None:
-    trials = MadeUp(30 * GB, lambda choice: (GB * (5 - choice.stage),), keeping, ("a", "b"))
-    found = search(trials, KEPT, compiles=compiles)
-    assert listed(found.unseen).removeprefix("stage 2, ") == unseen
-
-
 @pytest.mark.parametrize(("slower", "first"), [(1.01, "steady"), (1.1, "repeated")])
 def test_what_xla_computes_again_is_not_proposed_where_another_is_as_fast(
     slower: float, first: str
@@ -163,10 +153,3 @@ def test_pipeline_stages_are_tried_where_the_network_binds(share: float) -> None
     tried = {(each.pipeline, each.stage, each.micro, each.accumulation) for each in found}
     want = {(n, stage, 2, 4 * n) for n in (2, 4) for stage in (1, 3)}
     assert tried == (want if share > 0.1 else set())
-
-
-def test_the_pace_of_pipeline_stages_is_that_of_their_rows() -> None:
-    forecast: Any = SimpleNamespace(seconds=1.0, recomputes=False)
-    plain = Trial(Choice(stage=1, micro=8), forecast)
-    staged = Trial(Choice(stage=1, micro=1, accumulation=8, pipeline=2), forecast)
-    assert ranked([staged, plain]) == [plain, staged]

@@ -43,9 +43,3 @@ def test_pipeline_stages_have_the_same_rows(given: Any, micro: int, accumulation
     assert choice.rows(16) == before.rows(16) // (2 if len(given) == 2 else 1)
     config = choice.json({}, 16)
     assert config["train_batch_size"] == micro * accumulation * 8
-
-
-def test_the_fewest_micro_batches() -> None:
-    assert Space(rows=16, fewest=8).sizes() == [1, 2]
-    assert Space(rows=4, fewest=8).sizes() == [1]
-    assert Space(fewest=8).choice(Choice(stage=0, micro=1), 4).accumulation == 8

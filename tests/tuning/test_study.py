@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import pytest
@@ -23,11 +22,8 @@ from zerojax.foresight.attribution import (
 )
 from zerojax.foresight.choice import LIVE, OFFLOADS, TRIED, Choice, Offload, changes
 from zerojax.foresight.devices import parse_devices
-from zerojax.foresight.remedies import milder_first, remedies
-from zerojax.hlo.assignment import buffers_at_peak
-from zerojax.models.registry import ModelError, bound, find
+from zerojax.foresight.remedies import milder_first
 from zerojax.tuning.cache import Cache
-from zerojax.tuning.search import search
 from zerojax.tuning.space import Space, left_open
 from zerojax.tuning.study import Study
 
@@ -85,22 +81,6 @@ def test_the_kinds_add_up_and_are_those_of_the_stage() -> None:
     assert cut[PARAMETERS] <= PARAMETERS_HELD * 3.1
 
 
-@pytest.mark.slow
-def test_time_and_traffic() -> None:
-    of = study()
-    found = of.forecast(of.given)
-    # Twice the multiplications of the layers and the logits; of the backward pass nothing counts.
-    tokens = 8 * SEQ
-    assert found.programs[0].forward == pytest.approx(2 * tokens * PARAMETERS_HELD, rel=0.01)
-    assert 0 < found.mfu < 1
-    assert found.tokens == 16 * SEQ
-    assert found.tokens_per_second == pytest.approx(found.tokens / found.seconds)
-    assert {each.kind for each in found.traffic} == {"all-reduce"}
-    assert all(0 <= each.hidden <= 1 for each in found.traffic)
-    cut = of.forecast(dataclasses.replace(of.given, stage=3))
-    assert {each.kind for each in cut.traffic} >= {"all-gather", "reduce-scatter"}
-
-
 def test_pipeline_stages_of_hosts() -> None:
     mesh, rates = parse_devices("h100:32")
     of = Study(model, load(CONFIG), mesh, rates, rows=32, seq=SEQ, remat=False)
@@ -111,54 +91,6 @@ def test_pipeline_stages_of_hosts() -> None:
     with pytest.raises(ValueError, match="no loop over layers"):
         of.forecast(choice)
     assert of.tried(choice) is None
-
-
-@pytest.mark.slow
-def test_offload_shows_the_host() -> None:
-    of = study()
-    found = of.forecast(dataclasses.replace(of.given, stage=2, offload="optimizer"))
-    assert len(found.programs) > 1
-    assert found.host_bytes >= PARAMETERS_HELD * 12 / 2
-    assert {"to the device", "to the host"} <= {each.kind for each in found.traffic}
-    assert STATE not in found.programs[0].memory or (
-        found.programs[0].memory[STATE] < PARAMETERS_HELD
-    )
-
-
-@pytest.mark.slow
-def test_remedies_fit_and_the_mildest_is_among_them() -> None:
-    given = study()
-    cut = given.forecast(dataclasses.replace(given.given, stage=1))
-    tight = study(memory=cut.peak.bytes + 10**6)
-    assert not tight.forecast(tight.given).fits
-    found = remedies(tight, wanted=1, compiles=3)
-    assert found
-    assert all(each.forecast.fits for each in found)
-    assert any(each.choice == dataclasses.replace(given.given, stage=1) for each in found)
-
-
-@pytest.mark.slow
-def test_fit_finds_the_largest_micro_batch(tmp_path: Path) -> None:
-    cache = Cache(tmp_path)
-    of = study(None, study().forecast(study().given).peak.bytes, cache)
-    space = Space(stages=(0,), remats=(False,), offloads=("none",))
-    found = search(of, space).ranking
-    best = max(each.choice.micro for each in found)
-    assert found[0].choice.micro == best
-    assert all(each.forecast.fits for each in found)
-    bigger = of.forecast(dataclasses.replace(found[0].choice, micro=2 * best))
-    assert not bigger.fits
-
-    file = sorted(tmp_path.glob("*.json"))[0]
-    file.write_text(file.read_text()[:50])  # as after a crash
-    again = Cache(tmp_path)
-    mesh, _ = parse_devices("h100:2")
-    same = Study(
-        model, load(CONFIG), mesh, of.rates, rows=None, seq=SEQ, remat=False, measured=again
-    )
-    repeated = search(same, space).ranking
-    assert (again.hits, again.misses) == (cache.misses - 1, 1)
-    assert [each.choice for each in repeated] == [each.choice for each in found]
 
 
 def test_milder_choices_keep_the_batch() -> None:
@@ -248,48 +180,11 @@ def test_an_offload_that_is_auto_is_open() -> None:
     assert section == {"device": "cpu", "ratio": 0.5}
 
 
-def test_old_forms_of_a_config() -> None:
-    space, rest = left_open({"zero_optimization": True}, 8, 8, [None])
-    assert space.stages == (1,)
-    assert rest["zero_optimization"] == {"stage": 1}
-    space, rest = left_open({"zero_optimization": {"cpu_offload": True}}, 8, 8, [None])
-    assert space.offloads == ("optimizer", "optimizer and parameters")
-    assert "cpu_offload" not in rest["zero_optimization"]
-
-
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_every_offload_is_told_and_given_back(offload: Offload) -> None:
     choice = Choice(stage=3, micro=2, offload=offload)
     assert Choice.of(load(choice.json({}, 8)), 16, 8) == choice
     assert Choice.of(choice.config(load({}), 8), 16, 8) == choice
-
-
-def test_no_dump() -> None:
-    with pytest.raises(ValueError, match="dump"):
-        buffers_at_peak(b"\xff\xff\xff")
-
-
-def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_models.py").write_text("raise OSError('no weights here')\n")
-    (tmp_path / "fine_models.py").write_text("VALUE = 3\ndef made(width, seq): ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModelError, match="OSError: no weights here"):
-        find("broken_models:f")
-    with pytest.raises(ModelError, match="no_such_module"):
-        find("no_such_module:f")
-    with pytest.raises(ModelError, match="int is no function"):
-        find("fine_models:VALUE")
-    with pytest.raises(ModelError, match="unknown model 'gtp'"):
-        find("gtp")
-    with pytest.raises(ModelError, match="wants width"):
-        bound(find("fine_models:made"), {"seq": 3})
-
-
-def test_what_is_no_model() -> None:
-    mesh, rates = parse_devices("h100:1")
-    of = Study(lambda: 3, load(CONFIG), mesh, rates, rows=1, seq=8)
-    with pytest.raises(TypeError, match="a int is no flax model"):
-        of.forecast(of.given)
 
 
 @pytest.mark.slow

@@ -101,13 +101,6 @@ def test_what_nobody_holds_leaves_the_disk(store: DiskStore, mesh: Mesh) -> None
     assert len(list(store.path.glob("0*"))) == len(kept.chunks)
 
 
-def test_one_device(store: DiskStore) -> None:
-    x = array(jax.make_mesh((1,), ("a",)), (5, 7), P("a"))
-    leaf, got = filled(store, x)
-    np.testing.assert_array_equal(got, x)
-    assert [*leaf.read(0).result()] == [jax.devices()[0]]
-
-
 def test_pieces_updated_one_by_one(store: DiskStore, mesh: Mesh) -> None:
     """By device, and as a sharded array; the handles tell of it."""
     x = array(mesh, (12, 16), P("a"))
@@ -157,28 +150,3 @@ def test_damage_names_the_leaf(store: DiskStore, mesh: Mesh) -> None:
         np.asarray(handle)
     with pytest.raises(DiskStateError, match="is damaged"):
         leaf.read(0).result()
-
-
-def test_a_pytree_leaf(store: DiskStore, mesh: Mesh) -> None:
-    _, handle = filled(store, array(mesh, (8, 8), P("a")))
-    assert jax.tree.leaves({"mu": handle}) == [handle]
-
-
-def test_not_without_a_copy(store: DiskStore, mesh: Mesh) -> None:
-    _, handle = filled(store, array(mesh, (8, 8), P("a")))
-    with pytest.raises(ValueError, match="always creates a copy"):
-        np.asarray(handle, copy=False)
-    assert np.asarray(handle, np.float64).dtype == np.float64
-
-
-def test_what_does_not_fit(store: DiskStore, mesh: Mesh) -> None:
-    x = array(mesh, (8, 8), P("a"))
-    leaf = leaf_of(store, x)
-    with pytest.raises(ValueError, match=r"mu\.w: expected float32\[8, 8\],.*got float32\[8, 4\]"):
-        leaf.fill(x[:, :4])
-    with pytest.raises(ValueError, match=r"mu\.w: expected .*'a',\).*got .*'b',\)"):
-        leaf.fill(jax.device_put(x, NamedSharding(mesh, P("b"))))
-    with pytest.raises(ValueError, match=r"block 0 has 16 elements of float32, and 4 bytes"):
-        leaf.write(0, dict.fromkeys(jax.devices(), np.zeros(1, np.float32)))
-    with pytest.raises(ValueError, match=r"mu\.w: .* are not a shard of 16 elements"):
-        DiskLeaf(store, "mu.w", x.shape, x.dtype, x.sharding, [range(8), range(9, 16)])

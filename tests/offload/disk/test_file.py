@@ -10,15 +10,6 @@ import pytest
 from zerojax.offload.disk import file as disk_file
 
 
-@pytest.mark.parametrize("sizes", [(5, 9), (9, 5), (9, 0), (0, 9)])
-def test_written_over(tmp_path: Path, sizes: tuple[int, int]) -> None:
-    for n in sizes:
-        data = np.arange(n, dtype=np.uint8)
-        disk_file.write(tmp_path / "0", data)
-        assert (tmp_path / "0").read_bytes() == data.tobytes()
-        np.testing.assert_array_equal(disk_file.read(tmp_path / "0", n), data)
-
-
 def test_the_system_takes_and_gives_less_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,15 +57,3 @@ def test_every_bit_counts(n: int) -> None:
     assert disk_file.checksum(data) == right
     assert disk_file.checksum(data[:-1]) != right
     assert disk_file.checksum(np.append(data, np.uint8(0))) != right
-
-
-@pytest.mark.parametrize("size", [8, 512, 4096, 2**18])
-def test_order_counts(size: int) -> None:
-    data = np.random.default_rng(0).integers(0, 256, 2**19, np.uint8)
-    swapped = np.concatenate([data[size : 2 * size], data[:size], data[2 * size :]])
-    assert disk_file.checksum(swapped) != disk_file.checksum(data)
-
-
-def test_it_does_not_matter_where_it_lies() -> None:
-    data = np.random.default_rng(0).integers(0, 256, 5001, np.uint8)
-    assert disk_file.checksum(data[1:]) == disk_file.checksum(data[1:].copy())

@@ -13,22 +13,6 @@ from zerojax.offload.disk.folder import DiskError, Folder
 from zerojax.offload.disk.store import DiskStore
 
 
-def test_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match=r"nvme_path /.*/none is not there: make the folder"):
-        Folder(tmp_path / "none")
-
-
-def test_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(DiskError, match=r"nvme_path /.*/file is a file: name a folder"):
-        Folder(tmp_path / "file")
-
-
-def test_no_name() -> None:
-    with pytest.raises(DiskError, match="nvme_path: the empty path"):
-        Folder("")
-
-
 def as_nobody(folder: str) -> None:
     """The rest of the test below, in a process without root's rights."""
     if os.getuid() == 0:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from checkpoint.recorded import flip
 from checkpoint.states import KEY, assert_same, create_linen, filled, values
@@ -179,20 +178,6 @@ def test_host_memory_is_given_back_to_the_next_step(tmp_path: Path, swap: Path) 
 def donated(use_up: Any, x: jax.Array) -> bool:
     jax.block_until_ready(use_up(x))
     return x.is_deleted()
-
-
-def test_other_floats_are_cast_where_they_lie(tmp_path: Path, swap: Path) -> None:
-    low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), create_trainable(KEY).params)
-    plain = TrainState.create(apply_fn=None, params=low, tx=TX)
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=ocp.args.StandardSave(plain))
-    for where in ("host", "disk"):
-        zero = zero_of((where, 8, "bf16"), swap)
-        with Checkpointer(tmp_path, zero, read_only=True) as checkpointer:
-            got = checkpointer.restore(zero.abstract_state(create_trainable, KEY)).params["w"]
-        assert got.dtype == np.float32
-        assert place_of(got) == where
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(low["w"], np.float32))
 
 
 CASES = [

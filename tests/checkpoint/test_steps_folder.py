@@ -178,8 +178,3 @@ def test_a_folder_of_any_name_works_or_is_refused(
             assert not left.exists()
             assert_same(checkpointer.restore(state), state)
         assert [(x.step, x.status) for x in inspect(folder).steps] == [(3, "complete")]
-
-
-def test_a_folder_that_etils_takes_for_a_bucket() -> None:
-    with pytest.raises(CheckpointError, match=r"etils takes /s3/run for the URL s3://run: give"):
-        steps_folder.opened("/s3/run")

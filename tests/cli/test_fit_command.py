@@ -117,9 +117,6 @@ def test_nothing_fits(run: Any) -> None:
     ("options", "says"),
     [
         (("--batch", "12"), "take 8 or 16"),
-        (("--model", "gpt22"), "unknown model"),
-        (("--mesh", "data=3"), "axes data=3 multiply out to 3"),
-        (("--config", "none.json"), "none.json"),
         (("--out", "no/such/folder/best.json"), "no file can be written there"),
     ],
 )

@@ -35,7 +35,7 @@ def test_a_draw_takes_a_bounded_time_by_the_record_and_follows_from_the_seed() -
 
 def test_toys_are_the_examples_and_benchmarks_but_for_a_few() -> None:
     assert is_toy("tests/benchmarks/test_memory.py::test_a[1]")
-    assert not is_toy("tests/benchmarks/test_calls.py::test_a")
+    assert not is_toy("tests/benchmarks/test_frame.py::test_a")
     assert not is_toy("tests/checkpoint/test_kill.py::test_a")
     for name in SMOKE:
         file, _, test = name.partition("::")

@@ -13,7 +13,7 @@ import pytest
 from checkpoint.recorded import save, save_plain, tree, write
 from orbax.checkpoint import v1
 
-from zerojax.checkpoint import CheckpointError, DamagedCheckpointError
+from zerojax.checkpoint import DamagedCheckpointError
 from zerojax.checkpoint.saved import SavedStep, find
 from zerojax.checkpoint.steps_folder import folders
 
@@ -109,34 +109,6 @@ def test_blocks_add_up(tmp_path: Path, at_most: int, compressed: bool) -> None:
     assert n == ({100: 8, 999: 8} if compressed else {100: 64, 999: 7}).get(at_most, 1)
 
 
-def file(path: Path) -> Path:
-    (path / "file").write_text("")
-    return path / "file"
-
-
-def other(path: Path) -> Path:
-    for name in "abcdefg":
-        (path / name).mkdir()
-    return path
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda path: path / "none", "none does not exist"),
-        (lambda path: path, "holds no checkpoint: it is empty; expected folders named by step, as"),
-        (file, "file holds no checkpoint: it is a file; expected folders named by step, as 100/"),
-        (other, "holds no checkpoint: it holds a, b, c, d, e and 2 more; expected folders named"),
-    ],
-)
-def test_no_checkpoint(tmp_path: Path, make: Callable[[Path], Path], says: str) -> None:
-    path = make(tmp_path)
-    for step in None, 3:
-        with pytest.raises(CheckpointError, match=re.escape(says)) as caught:
-            find(path, step)
-        assert not isinstance(caught.value, DamagedCheckpointError)
-
-
 def without(*names: str) -> Callable[[Path], None]:
     def remove(folder: Path) -> None:
         for name in names:
@@ -208,20 +180,3 @@ def test_no_device_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(jnp, "asarray", pytest.fail)
     saved = find(tmp_path)
     assert sum(leaf.bytes for leaf in saved.arrays()) == 48 + 6 + 16 + 4
-
-
-def test_the_extra_of_each_process(tmp_path: Path) -> None:
-    folder = save(tmp_path, 5, STATE)
-    (folder / "extra").mkdir()
-    for process in (0, 1):
-        (folder / "extra" / f"{process}.json").write_text(f'{{"row": {process}, "epoch": 3}}')
-    write(folder, STATE, processes=2, extra={"row": 0, "epoch": 3})
-    saved = SavedStep(folder)
-    assert [saved.extra(process)["row"] for process in (None, 0, 1)] == [0, 0, 1]
-    saved.require_processes(2)
-    with pytest.raises(
-        CheckpointError, match=r"2 processes saved it, .*\(other values of row\), and 3"
-    ):
-        saved.require_processes(3)
-    with pytest.raises(CheckpointError, match="has no extra of process 2: 2 processes saved it"):
-        saved.extra(2)

@@ -1,6 +1,5 @@
 """`zerojax plan`: from options to an exit status, on devices that are not there."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -10,13 +9,11 @@ from typing import Any
 
 import jax
 import pytest
-from cli.made_up import GB, GIVEN, cost, forecast, kept
 from typer.testing import CliRunner
 
 import zerojax
 from zerojax.__main__ import app
 from zerojax.cli.problem import explain_error
-from zerojax.foresight.choice import Choice
 
 HERE = Path(__file__).parent
 
@@ -85,48 +82,6 @@ def test_nothing_fits(config: Path, on_cpus: Any, look: bool) -> None:
     result = run(config, f"--{'' if look else 'no-'}remedies", "--json", model="mine:plain")
     assert result.exit_code == 3, result.output
     assert json.loads(result.stdout)["remedies"] == ([] if look else None)
-
-
-class MadeUp:
-    """Stands for a :class:`zerojax.tuning.study.Study` of a parameter of 3 GB and one of 1 GB.
-
-    Args:
-      seconds: Of a step, by the gigabytes that stay gathered.
-    """
-
-    def __init__(self, seconds: dict[int, float]) -> None:
-        self.given, self.seconds = dataclasses.replace(GIVEN, live=0), seconds
-
-    def plan(self, choice: Choice) -> Any:
-        return self.forecast(choice).plan
-
-    def forecast(self, choice: Choice) -> Any:
-        live = kept(*(n for n in (3 * GB // 2, GB // 2) if n <= choice.live))
-        return forecast(cost(seconds=self.seconds[live.bytes // GB]), live=live)
-
-    tried = forecast
-
-
-@pytest.mark.parametrize("slower", [True, False])
-def test_what_an_auto_was_chosen_from(
-    config: Path, monkeypatch: pytest.MonkeyPatch, slower: bool
-) -> None:
-    seconds = {0: 2.0, 1: 2.5, 4: 3.0 if slower else 1.0}
-    monkeypatch.setattr("zerojax.cli.plan_run.Study", lambda *args, **other: MadeUp(seconds))
-    key = "stage3_max_live_parameters"
-    config.write_text(json.dumps({"zero_optimization": {"stage": 3, key: "auto"}}))
-    result = run(config, "--json")
-    assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    weighed = told["stay_gathered"]["weighed"]
-    assert {each["bytes"] // GB: each["step"]["seconds"] for each in weighed} == seconds
-    (taken,) = [each for each in weighed if each["taken"]]
-    assert taken == weighed[0]
-    assert told["step"]["seconds"] == min(seconds.values())
-    assert told["choice"]["live"] == taken["elements"] == (0 if slower else 2 * GB)
-    config.write_text(json.dumps({"zero_optimization": {"stage": 3, key: 0}}))
-    told = json.loads(run(config, "--json").stdout)
-    assert (told["stay_gathered"]["weighed"], told["choice"]["live"]) == ([], 0)
 
 
 @pytest.mark.slow

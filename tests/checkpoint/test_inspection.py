@@ -64,22 +64,6 @@ def test_a_step_s_own_folder(steps: Path) -> None:
     assert only(steps.parent / "best").status == "damaged"
 
 
-def test_other_shapes_and_dtypes_than_recorded(steps: Path) -> None:
-    folder = epath.Path(steps / "100")
-    record = records.read(folder)
-    assert record is not None
-    leaves = dict(record.leaves)
-    leaves["params.wide"] = leaves["params.wide"].model_copy(update={"shape": (24, 64)})
-    leaves["step"] = leaves["step"].model_copy(update={"dtype": "int64"})
-    leaves["key"] = leaves["key"].model_copy(update={"shape": (3,)})
-    records.write(folder, record.model_copy(update={"leaves": leaves}))
-    assert only(steps, step=100).problems == (
-        f"{folder}/state: key is uint32[2], saved was key<fry>[3]",
-        f"{folder}/state: params.wide is float32[64, 24], saved was float32[24, 64]",
-        f"{folder}/state: step is int32[], saved was int64[]",
-    )
-
-
 def test_files_that_the_disk_does_not_give(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise OSError(5, "Input/output error")

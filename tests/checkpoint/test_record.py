@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.recorded import at_a_fifo, flip, write
+from checkpoint.recorded import flip, write
 from etils import epath
 
 from zerojax.checkpoint import CheckpointError, DamagedCheckpointError
@@ -90,11 +90,3 @@ def test_a_newer_format(folder: epath.Path) -> None:
     with pytest.raises(CheckpointError, match=r"has format 2, .* up to 1: update zerojax") as error:
         records.read(folder)
     assert not isinstance(error.value, DamagedCheckpointError)
-
-
-@pytest.mark.parametrize("name", [records.FILE, "state/_METADATA", "state/d/data"])
-def test_a_fifo_is_refused(folder: epath.Path, name: str) -> None:
-    """Opened, it would wait for a writer that never comes."""
-    file = Path(folder) / name
-    told = at_a_fifo(file, lambda: changed(folder))
-    assert any(f"{file} is not a regular file" in line for line in told), told

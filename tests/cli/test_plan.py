@@ -224,15 +224,3 @@ def test_the_module_runs(config: Path) -> None:
     assert lines[1].startswith("stage 0, no remat, batch 8 = 1 x 1 x 8 ")
     first = [line.split()[0] for line in lines if line.split()]
     assert {"parameters", "gradients", "total", "headroom", "all-reduce", "predicted"} <= {*first}
-
-
-@pytest.mark.slow
-@pytest.mark.gpu_compile
-@pytest.mark.usefixtures("require_gpu_compiler")
-def test_1024_gpus(config: Path) -> None:
-    config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
-    result = run(config, "--seq", 2048, "--json", model="mine:cut", devices="h100:1024")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["devices"]["count"] == 1024
-    assert found["parameters"] == 40_384

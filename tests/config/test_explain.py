@@ -124,17 +124,6 @@ def test_every_key_known():
     assert "off" not in {row.became for row in rows.values()}
 
 
-def test_a_key_twice_is_a_problem_and_not_the_end(tmp_path):
-    path = tmp_path / "twice.json"
-    path.write_text('{"steps_per_print": 1, "steps_per_print": 2, "fp16": {"enabled": true}}')
-    rows, (problem,) = rows_of(path)
-    assert "more than once" in problem
-    assert rows["steps_per_print"].became == "wrong"
-    assert rows["fp16.enabled"].became == "honoured"
-    with pytest.raises(ConfigError, match="more than once"):
-        load(path)
-
-
 @given(st.dictionaries(st.sampled_from(NAMES), TREES, max_size=6))
 @settings(max_examples=200)
 def test_any_dict_is_explained_as_it_is_loaded(config):

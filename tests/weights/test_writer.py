@@ -94,18 +94,6 @@ def test_files_are_filled_in_the_order_of_names(tmp_path: pathlib.Path) -> None:
     }  # fmt: skip
 
 
-def test_elements_lie_at_multiples_of_their_size(tmp_path: pathlib.Path) -> None:
-    arrays = {"a": np.ones(3, np.int8), "b": np.ones(3, np.float64), "c": np.ones(3, np.float16)}
-    write(tmp_path, arrays)
-    data = (tmp_path / "model.safetensors").read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    assert size % 8 == 0
-    assert header.pop("__metadata__") == {"format": "pt"}
-    for name, x in arrays.items():
-        assert header[name]["data_offsets"][0] % x.itemsize == 0
-
-
 def test_what_an_earlier_save_left_goes(tmp_path: pathlib.Path) -> None:
     (tmp_path / "mine.safetensors").write_text("")
     arrays = drawn({"a": (10,), "b": (10,)})

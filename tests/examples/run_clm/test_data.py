@@ -1,14 +1,9 @@
 """Reading, splitting and batching text."""
 
-import pathlib
-
 import numpy as np
-import pytest
 
 from examples.run_clm.data import (
     Batches,
-    TextError,
-    read_text,
     split,
 )
 
@@ -46,20 +41,3 @@ def test_an_epoch_has_each_block_once() -> None:
     ]
     assert all(len({*epoch}) == 6 and not (epoch % 10).any() for epoch in epochs)
     assert epochs[0].tolist() != epochs[1].tolist()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"fine\0not", "NUL byte at offset 4"),
-        (b"caf\xc3\xa9 \xff!", "not UTF-8 text: byte 0xff at offset 6"),
-    ],
-)
-def test_bad_files_are_named_with_the_offset(
-    tmp_path: pathlib.Path, content: bytes, message: str
-) -> None:
-    path = tmp_path / "text.txt"
-    path.write_bytes(content)
-    with pytest.raises(TextError, match=message) as error:
-        read_text(path)
-    assert str(path) in str(error.value)

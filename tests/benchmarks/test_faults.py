@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 from groups import LIMIT
 
-from benchmarks.faults import FAULTS, created, has_namespaces, matrix, undisturbed, with_fewer
-from benchmarks.random_kills import random_kills, steps_for
 from benchmarks.supervised import Training, began_after, checksum, losses
-
-# The tests of launch, distributed and checkpoint have the others.
-CHOSEN = ("in init", "in a save", "coordinator", "of the launcher", "to the launcher", "network")
 
 
 @pytest.fixture(autouse=True)
@@ -35,18 +30,3 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert [*again] == [*range(saved + 1, 31)]
     assert {6, 7} <= losses(killed).keys()
     assert all(again[step] == loss for step, loss in losses(killed).items() if step > saved)
-
-
-@pytest.mark.sweep
-def test_faults(tmp_path: Path) -> None:
-    faults = [x._replace(seconds=LIMIT) for x in FAULTS if any(words in x.name for words in CHOSEN)]
-    assert len(faults) == len(CHOSEN)
-    assert not matrix([x for x in faults if has_namespaces() or not x.two_hosts], tmp_path).problems
-
-
-@pytest.mark.sweep
-def test_random_kills_and_fewer_processes(tmp_path: Path) -> None:
-    count = 3  # one in the init, one in a step, one in a save
-    alone = undisturbed(created(tmp_path / "alone"), 4, steps_for(count))
-    assert not with_fewer(created(tmp_path / "fewer"), alone, LIMIT).problems
-    assert not random_kills(created(tmp_path / "kills"), count, 1, alone, LIMIT).problems

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.frame import Answer, Table, argument, question
-from benchmarks.separate import in_a_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,12 +55,6 @@ def test_a_missed_limit_is_recorded_and_ends_with_an_error(
     with pytest.raises(SystemExit, match="too large"):
         run(monkeypatch, "--size", "2", "--json", str(tmp_path / "toy.json"))
     assert "Limits missed: too large." in (tmp_path / "toy.md").read_text()
-
-
-def test_a_function_runs_in_a_process_of_its_own() -> None:
-    assert in_a_process(len, "four") == 4
-    with pytest.raises(RuntimeError, match="TypeError"):
-        in_a_process(len, 1)
 
 
 QUESTIONS = sorted(

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from benchmarks.offload import GIGA, Results, full, quick, run
+from benchmarks.offload import Results, quick, run
 from benchmarks.offload_programs import Costs, OffloadCase
 from benchmarks.offload_tables import overlap, parts
 
@@ -64,13 +64,3 @@ class TestCompiled:
             for load in (c for c in copies if c.inward):
                 others = (c for c in copies if not c.inward)
                 assert load.spans or any(load.beside(other) for other in others)
-
-
-def test_the_limits_are_those_of_the_full_run() -> None:
-    assert [(name, limit // GIGA) for name, _, limit in full().sizes] == [
-        ("GPT-2 XL", 3),
-        ("13B", 6),
-        ("30B", 10),
-        ("65B", 16),
-        ("GPT-2 XL, unrolled", 8),
-    ]

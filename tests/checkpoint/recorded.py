@@ -1,10 +1,6 @@
 """Small steps on disk, made of plain orbax and a record, with arrays of every kind."""
 
-import contextlib
-import os
 import shutil
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +10,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
-from groups import LIMIT
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax.checkpoint import CheckpointError, state_tree
 from zerojax.checkpoint import record as records
+from zerojax.checkpoint import state_tree
 from zerojax.checkpoint.checksum import checksum, share
 from zerojax.checkpoint.record import LeafRecord, Record
 from zerojax.checkpoint.saved import STATE, SavedArrays
@@ -123,29 +118,6 @@ def read(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     arrays = SavedArrays(folder)
     found = {name: arrays.read(name) for name in arrays.names}
     return {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in found.items()}
-
-
-def at_a_fifo(file: Path, look: Callable[[], list[str]]) -> list[str]:
-    """What ``look`` returns with a FIFO in place of a file, or an error's message; fails where it
-    waits for a writer."""
-    file.unlink()
-    os.mkfifo(file)
-    found: list[str] = []
-
-    def begun() -> None:
-        try:
-            found.extend(look())
-        except CheckpointError as error:
-            found.append(str(error))
-
-    looking = threading.Thread(target=begun, daemon=True)
-    looking.start()
-    looking.join(LIMIT)
-    waits = looking.is_alive()
-    with contextlib.suppress(OSError):  # lets it go on
-        os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
-    assert not waits
-    return found
 
 
 def flip(file: Path, at: int, mask: int = 1) -> None:

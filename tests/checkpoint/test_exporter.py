@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from checkpoint import recorded
 from checkpoint.states import KEY, create_nnx, filled, values, zero_of
@@ -111,14 +110,6 @@ def test_files_make_no_difference(folder: Path, tmp_path: Path) -> None:
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = [*index["weight_map"].values()]
     assert files.count(index["weight_map"]["wte"]) == 1  # of 3,648 bytes, a file of its own
-
-
-def test_compressed_chunks_of_plain_orbax(tmp_path: Path) -> None:
-    handler = ocp.PyTreeCheckpointHandler(use_zarr3=True)
-    with ocp.CheckpointManager(tmp_path / "in", item_handlers=handler) as manager:
-        manager.save(4, args=ocp.args.PyTreeSave(tree(1)))
-    export(tmp_path / "in", tmp_path / "out", names=layers)
-    assert_same(loaded(tmp_path / "out"), by_layer(1))
 
 
 def test_a_map_of_names_and_a_config(folder: Path, tmp_path: Path) -> None:
@@ -223,21 +214,6 @@ def test_out_must_be_empty(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Path, "mkdir", mkdir)
     with pytest.raises(CheckpointError, match="Permission denied: 'out'; choose another folder"):
         export(folder, tmp_path / "out")
-
-
-def test_arguments_that_mean_nothing(folder: Path, tmp_path: Path) -> None:
-    for dtype in ("int8", "float64", ""):
-        with pytest.raises(CheckpointError, match=r"choose one of float32, bfloat16, float16"):
-            export(folder, tmp_path / "out", dtype=dtype)
-    sizes: list[Any] = [0, -3, 1.5, True, None, "", "5PB", "-5GB", "5 5GB", "GB", "0.1B", "5IB"]
-    for size in sizes:
-        with pytest.raises(CheckpointError, match=r'give bytes, or a size such as "5GB"'):
-            export(folder, tmp_path / "out", max_shard_size=size)
-    with pytest.raises(CheckpointError, match="has no step 7; it has 1, 2"):
-        export(folder, tmp_path / "out", step=7)
-    with pytest.raises(CheckpointError, match="does not exist"):
-        export(tmp_path / "nothing", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -72,12 +72,6 @@ def test_the_model_of_nnx_without_its_streams(record: bool, tmp_path: Path) -> N
     ]
 
 
-def test_a_state_without_parameters(tmp_path: Path) -> None:
-    save_plain(tmp_path, 1, {"weights": {"a": jnp.ones(3)}, "step": jnp.int32(1)})
-    with pytest.raises(CheckpointError, match="nothing under '0', it has step, weights"):
-        parameters(find(tmp_path))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     tree = {"params": {"h": {"w": jnp.ones((2, 3))}, "b": jnp.ones(4)}}
@@ -98,15 +92,6 @@ def test_names_are_the_callables(folder: Path) -> None:
     assert texts == {"a.txt": "a"}
     assert linked.tensors == {"w.0": (3,), "w.1": (3,)}
     assert [*linked.links] == ["h.w"]
-
-
-def test_a_callable_may_refuse(folder: Path) -> None:
-    def refuse(shapes: Shapes, extra: Any) -> Renamed:
-        raise ValueError("no such model")
-
-    saved = find(folder)
-    with pytest.raises(CheckpointError, match=f"{folder}/1: no such model"):
-        rename(parameters(saved), refuse, saved)
 
 
 def test_a_dtype_that_the_format_lacks(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import optax
 import pytest
-from checkpoint.recorded import flip
 from checkpoint.states import KEY, assert_same
 from flax.training.train_state import TrainState
 
@@ -111,27 +110,3 @@ def test_each_place_that_reads(
         with pytest.raises(CheckpointError) as told:
             checkpointer.restore(state)
         refused(told.value, os.strerror(number))
-
-
-def test_another_step_that_cannot_be_looked_at(
-    saved: tuple[Path, zerojax.Zero, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then it is not said that none is intact."""
-    folder, zero, state = saved
-    flip(folder / "2" / records.FILE, 40)
-    read = records.read
-
-    def fails(of: Any) -> Any:
-        if of.name == "1":
-            raise CheckpointError(f"{of} cannot be read: Permission denied")
-        return read(of)
-
-    monkeypatch.setattr(records, "read", fails)
-    with (
-        Checkpointer(folder, zero, read_only=True) as checkpointer,
-        pytest.raises(DamagedCheckpointError) as told,
-    ):
-        checkpointer.restore(state)
-    assert "No other step is complete" not in str(told.value)
-    assert "Whether another step is complete is not known:\n" in str(told.value)
-    assert f"{folder}/1 cannot be read: Permission denied" in str(told.value)

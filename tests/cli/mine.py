@@ -7,7 +7,6 @@ from flax import nnx
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.tensor_parallel import TensorParallel
 from zerojax.tuning.tasks import seq2seq
-from zerojax.tuning.workload import workload
 
 
 class Model(nn.Module):
@@ -65,30 +64,9 @@ class CNN(nn.Module):
         return nn.Dense(10)(x.mean((1, 2)))
 
 
-class Normalized(nn.Module):
-    """Logits, and statistics of the batch."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(64, 16)(tokens)
-        return nn.Dense(64)(nn.BatchNorm(use_running_average=False)(x))
-
-
 def nnx_cnn():
     return nnx.Conv(3, 8, (3, 3), rngs=nnx.Rngs(0))
 
 
-def nnx_model():
-    return nnx.Linear(3, 5, rngs=nnx.Rngs(0))
-
-
-def complete_workload(zero, rows, seq):
-    return workload(plain, zero, rows, seq)
-
-
 def translator(zero, rows, seq):
     return seq2seq("blenderbot-tiny", zero, rows, seq)
-
-
-def short():
-    return GPT(GPTConfig(vocab_size=64, block_size=8, n_layer=2, n_head=4, n_embd=16))

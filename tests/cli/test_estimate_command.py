@@ -35,25 +35,13 @@ def test_the_largest_layer_is_assumed_where_only_the_parameters_are_known() -> N
     assert assumed_layer(1000) == 1000  # not more than there are
 
 
-def test_blocks_are_counted_one_by_one() -> None:
-    """An unrolled Llama's largest layer is its embedding, a stack's the 32 layers of a product."""
-    assert counted("zerojax.models.names:llama_7b", 8) == (6_738_415_616, 32000 * 4096)
-
-
-def test_nnx_and_workloads() -> None:
-    assert counted("mine:nnx_model", 8) == (3 * 5 + 5, 3 * 5 + 5)
-    assert counted("mine:complete_workload", 8) == counted("mine:sound", 8)
-
-
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         ([], "give either --params, with or without --largest-layer, or --model"),
-        (["--params", "7e9", "--model", "mine:sound"], "give either --params"),
         (["--model", "none-such"], "unknown model 'none-such'."),
         (["--model", "mine:three"], "model 'mine:three' cannot be counted: a int is no flax"),
         (["--model", "mine:raises"], "KeyError: 'no such thing'\n  File "),
-        (["--params", "-1"], "total_params is -1.0; it must be above 0"),
     ],
 )
 def test_what_will_not_do(args: list[str], says: str) -> None:

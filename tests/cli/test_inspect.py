@@ -61,12 +61,6 @@ def test_arrays_are_listed(made: Path) -> None:
     assert row(output, "key")[1:3] == ["scalar", "key<fry>"]
 
 
-def test_one_step(made: Path) -> None:
-    output = run(made, "--step", 90).output
-    assert "step 90:" in output
-    assert "100" not in [line.split()[0] for line in output.splitlines() if line.strip()]
-
-
 def test_damage_is_told_and_another_step_offered(steps: Path) -> None:
     data = damage(steps / "100")
     result = run(steps)
@@ -86,7 +80,6 @@ def test_damage_is_told_and_another_step_offered(steps: Path) -> None:
     ("options", "says"),
     [
         (["--quick"], "step 90's files are complete: restore(abstract_state, step=90)"),
-        (["--step", "100"], "other steps were not looked at: leave out --step"),
     ],
 )
 def test_what_is_offered_where_less_was_looked_at(
@@ -151,14 +144,6 @@ def test_json_says_the_same(steps: Path) -> None:
     assert "leaves" not in step
     leaves = json.loads(run(steps, "--json", "--leaves").stdout)["steps"][1]["leaves"]
     assert {leaf["name"]: leaf["spec"] for leaf in leaves}["params.wide"] == ["data"]
-
-
-def test_json_of_metrics_that_are_no_numbers(steps: Path) -> None:
-    write(steps / "100", tree(100), metrics={"loss": float("nan")})
-    result = run(steps, "--json")
-    told = json.loads(result.stdout, parse_constant=pytest.fail)
-    assert told["steps"][1]["metrics"] == {"loss": "nan"}
-    assert "  loss nan\n" in run(steps).output
 
 
 def test_no_checkpoint(tmp_path: Path, made: Path) -> None:

@@ -65,17 +65,3 @@ def test_the_lines_of_a_model_of_zerojax(config: Path) -> None:
     ]
     (number,) = [i for i, line in enumerate(source, 1) if "checkpoint_name(dense(x)" in line]
     assert {row["line"] for row in reduced} == {f"gpt.py:{number}"}
-
-
-@pytest.mark.parametrize(
-    ("args", "model", "words"),
-    [
-        (["--picture", "memory.png"], "mine:sound", "which --collectives leaves out"),
-        ([], "mine:narrow", "fails on"),
-    ],
-)
-def test_refused(config: Path, args: list[str], model: str, words: str) -> None:
-    result = run(config, *args, model=model)
-    assert result.exit_code == 2, result.output
-    assert words in result.stderr
-    assert "Traceback" not in result.stderr

@@ -94,9 +94,6 @@ def test_an_encoder_decoder(config: Path) -> None:
     ("args", "model", "says"),
     [
         ((), "mine:plain", "a Model keeps no keys and values between tokens"),
-        ((), "mine:complete_workload", "zerojax.Workload(..., model=model)"),
-        ((), "mine:short", "20 tokens in a row, but block_size = 8"),
-        (("--mesh", "data=4,other=2"), "mine:cut", "cut over the mesh axis 'other'"),
         (("--attention", "plain"), "mine:cut", "model 'mine:cut' takes no `attention`"),
     ],
 )
@@ -114,9 +111,6 @@ def test_models_that_cannot_be_planned(
     [
         (["--picture", "a.png"], 4, "--picture has no effect beside --generate: leave it out"),
         (["--quantize", "int8"], None, "--quantize has no effect without --generate"),
-        (["--weights", "gathered"], None, "leave it out, or add --generate N"),
-        (["--quantize", "int2"], 4, "'int2' is not one of"),
-        ([], 0, "--generate"),
     ],
 )
 def test_options_that_will_not_do(

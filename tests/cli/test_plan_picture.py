@@ -1,16 +1,11 @@
 """The picture of `zerojax plan`: what is in it, and where it may be written."""
 
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli.made_up import GB, cost, forecast
 
-from zerojax.cli.options import check_picture
-from zerojax.cli.plan_picture import by_stage, draw, forecasts
-from zerojax.config import ConfigError
+from zerojax.cli.plan_picture import by_stage, draw
 from zerojax.foresight.choice import Choice
 
 
@@ -34,28 +29,3 @@ def test_the_stages_of_a_choice() -> None:
     assert all(choice.possible for choice in made.values())
     assert {(choice.micro, choice.remat) for choice in made.values()} == {(4, True)}
     assert given in made.values()
-
-
-def test_a_stage_that_the_config_cannot_have_is_left_out() -> None:
-    def forecast(choice: Choice) -> Any:
-        if choice.stage < 2:
-            raise ConfigError("quantized gradients: stage 2 or 3 is needed")
-        return choice
-
-    drawn, refused = forecasts(Choice(stage=3, micro=1), forecast)
-    assert [*drawn] == ["stage 2", "stage 3"]
-    assert [sentence.partition(",")[0] for sentence in refused] == [
-        "not drawn: stage 0",
-        "not drawn: stage 1",
-    ]
-
-
-def test_where_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"give a file that ends in \.png or \.svg"):
-        check_picture(tmp_path / "a.pdf")
-    with pytest.raises(ValueError, match="there is no folder"):
-        check_picture(tmp_path / "none" / "a.png")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[examples\]'"):
-        check_picture(tmp_path / "a.PNG")

@@ -156,14 +156,6 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert not to_json(made)["fits"]
 
 
-def test_programs_that_were_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    made = planned(forecast(cost("gradients"), kind="rtx-3090", is_complete=False))
-    lines = printed(made, capsys)
-    assert "'gradients' does not fit; the programs after it were not compiled." in lines
-    assert not any("predicted step time" in line for line in lines)
-    assert to_json(made)["step"] is None
-
-
 @pytest.mark.parametrize(
     ("share", "kind", "fraction"),
     [(0.74, "h100", None), (0.901, "h100", 0.91), (0.99, "h100", None), (0.8, "v5p", None)],

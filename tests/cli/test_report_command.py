@@ -2,10 +2,7 @@
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -96,28 +93,3 @@ def test_here() -> None:
     if importlib.util.find_spec("libtpu") is None:
         assert not tpu["works"]
         assert "pip install -e '.[tpu]'" in tpu["says"]
-
-
-def run(platforms: str, *command: str) -> subprocess.CompletedProcess[str]:
-    unset = ("JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE")
-    environment = {name: x for name, x in os.environ.items() if name not in unset}
-    environment |= {"PYTHONIOENCODING": "utf-8", "COLUMNS": "40"}
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        env=environment | {"JAX_PLATFORMS": platforms},
-    )
-
-
-@pytest.mark.slow
-def test_no_devices() -> None:
-    done = run("abacus", "-m", "zerojax", "report")
-    assert done.returncode == 1
-    assert "JAX finds no devices: " in done.stdout
-    assert "JAX_PLATFORMS asks for 'abacus', leave it unset" in done.stdout
-    # What the command sets for itself is not the user's.
-    assert re.search("XLA_PYTHON_CLIENT_PREALLOCATE .*; not set: true", done.stdout)
-    assert "what works here" not in done.stdout
-    assert "Traceback" not in done.stderr

@@ -1,7 +1,6 @@
 """How wide the commands print, to a terminal and elsewhere."""
 
 import re
-import sys
 
 import pytest
 
@@ -16,17 +15,6 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
     console().print(made)
     plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     return [line for line in plain.splitlines() if line.strip()]
-
-
-def test_a_terminal_has_its_own_width(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "70")
-    monkeypatch.setenv("TERM", "xterm")
-    lines = printed(capsys)
-    assert 60 < max(map(len, lines)) <= 70
-    assert "".join(lines).count("x") == 80  # folded, not cut
 
 
 def test_one_thing_is_one_line_elsewhere(

@@ -58,10 +58,6 @@ HF_ZERO_2: dict[str, Any] = {
     **_AUTO_BATCH,
 }
 HF_ZERO_3: dict[str, Any] = {**HF_ZERO_2, "zero_optimization": _HF_STAGE_3}
-HF_ZERO_2_OFFLOAD: dict[str, Any] = {
-    **HF_ZERO_2,
-    "zero_optimization": {**_HF_STAGE_2, "offload_optimizer": _CPU},
-}
 HF_ZERO_3_OFFLOAD: dict[str, Any] = {
     **HF_ZERO_3,
     "zero_optimization": {**_HF_STAGE_3, "offload_optimizer": _CPU, "offload_param": _CPU},
@@ -174,15 +170,6 @@ ACCELERATE_ZERO_3: dict[str, Any] = {
     "steps_per_print": 2000,
     **_AUTO_BATCH,
 }
-
-# LLaMA-Factory, stage 2; axolotl, stage 3, without the prefix of its keys, and torch.compile.
-LLAMA_FACTORY_ZERO_2: dict[str, Any] = {
-    **_AUTO_BATCH,
-    "zero_allow_untested_optimizer": True,
-    "fp16": {"enabled": "auto", **_FP16},
-    "bf16": {"enabled": "auto"},
-    "zero_optimization": {**_HF_STAGE_2, "overlap_comm": False, "round_robin_gradients": True},
-}
 AXOLOTL_ZERO_3: dict[str, Any] = {
     "zero_optimization": {
         "stage": 3,
@@ -200,15 +187,6 @@ AXOLOTL_ZERO_3: dict[str, Any] = {
     "fp16": {"enabled": "auto", "auto_cast": False, **_FP16, "initial_scale_power": 32},
     "compile": {"disable": False, "backend": "inductor"},
     **_AUTO_BATCH,
-}
-
-AXOLOTL_ZERO_3_OFFLOAD: dict[str, Any] = {
-    **AXOLOTL_ZERO_3,
-    "zero_optimization": {
-        **AXOLOTL_ZERO_3["zero_optimization"],
-        "offload_optimizer": _CPU,
-        "offload_param": _CPU,
-    },
 }
 
 # Megatron-DeepSpeed, as large runs were set up.
@@ -229,17 +207,14 @@ LOAD = {
     "Hugging Face, ZeRO-3": HF_ZERO_3,
     "Getting Started": GETTING_STARTED,
     "tutorial, ZeRO-2 with fp16": TUTORIAL_ZERO_2_FP16,
-    "LLaMA-Factory, ZeRO-2": LLAMA_FACTORY_ZERO_2,
     "axolotl, ZeRO-3": AXOLOTL_ZERO_3,
     "Megatron, fp16": MEGATRON_FP16,
 }
 
 # Each with the devices of the optimizer's state and of the parameters.
 OFFLOAD = {
-    "Hugging Face, ZeRO-2 with offload": (HF_ZERO_2_OFFLOAD, ("cpu", None)),
     "Hugging Face, ZeRO-3 with offload": (HF_ZERO_3_OFFLOAD, ("cpu", "cpu")),
     "Hugging Face, ZeRO-3 with NVMe": (HF_ZERO_3_NVME, ("nvme", "nvme")),
     "tutorial, ZeRO-Infinity": (TUTORIAL_INFINITY, ("cpu", "cpu")),
     "tutorial, ZeRO-Offload": (TUTORIAL_OFFLOAD, ("cpu", None)),
-    "axolotl, ZeRO-3 with offload": (AXOLOTL_ZERO_3_OFFLOAD, ("cpu", "cpu")),
 }

@@ -27,10 +27,6 @@ def test_a_value_stands_in():
     assert CONFIG["scheduler"]["params"]["total_num_steps"] == "auto"  # ours is a copy
 
 
-def test_old_names_will_do_too():
-    assert load(CONFIG, auto={STEPS: 300, "bfloat16.enabled": True}).bf16
-
-
 def test_what_cannot_be_resolved_says_how():
     with pytest.raises(ConfigError) as caught:
         load(CONFIG)
@@ -51,13 +47,8 @@ def test_what_cannot_be_resolved_says_how():
     ("auto", "says"),
     [
         ({"gradient_clipping": 1.0}, 'auto: "gradient_clipping" is not "auto" in the config'),
-        ({"scheduler.params.total_steps": 3}, f"did you mean `{STEPS}`?"),
         ({"xyzzy": 3}, f'"auto" stands at: {STEPS}, bf16.enabled'),
-        ({3: 3}, 'auto: 3 is not "auto"'),
         ({STEPS: -3}, f"{STEPS}: expected an integer of at least 1, got -3"),
-        ({STEPS: "300"}, f'{STEPS}: expected an integer of at least 1, got "300"'),
-        ({STEPS: "auto"}, "cannot be resolved"),
-        ([STEPS], "auto: expected a mapping"),
     ],
 )
 def test_bad_stand_ins(auto, says):

@@ -40,25 +40,6 @@ def test_wrong_in_itself():
         assert from_json.partition(".")[2].partition(":")[2] == from_keyword.partition(":")[2]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "is_read_as"),
-    [
-        ("loss_scale", 0, 0.0),
-        ("loss_scale", 0.5, 0.5),
-        ("initial_scale_power", 126, 126),
-        ("loss_scale_window", 1e3, 1000),
-        ("loss_scale_window", 2**31 - 1, 2**31 - 1),
-    ],
-)
-def test_the_edge_is_taken(name, value, is_read_as):
-    for config in (
-        load({"fp16": {"enabled": True, name: value}}),
-        ZeroConfig(fp16=True, **{name: value}),
-    ):
-        assert getattr(config, name) == is_read_as
-        assert type(getattr(config, name)) is type(is_read_as)
-
-
 def test_fp16_with_bf16():
     says = "bfloat16 and fp16 modes cannot be simultaneously enabled"
     with pytest.raises(ConfigError, match=f"{says}; set fp16.enabled or bf16.enabled to false"):
@@ -137,12 +118,6 @@ def test_partitions_without_what_they_need(section, says):
             "zero_optimization.zero_quantized_weights needs stage 1, 2 or 3, where parameters are "
             "gathered, and the stage is 0; set zero_optimization.stage to 1 or more, or "
             "zero_optimization.zero_quantized_weights to false",
-        ),
-        (
-            {"stage": 0, "zero_quantized_gradients": True},
-            "zero_optimization.zero_quantized_gradients needs stage 1, 2 or 3, where gradients are "
-            "reduced to shards, and the stage is 0; set zero_optimization.stage to 1 or more, or "
-            "zero_optimization.zero_quantized_gradients to false",
         ),
         (
             {"stage": 3, "zero_quantized_gradients_dtype": "int3"},

@@ -71,9 +71,3 @@ def test_sizes_in_pipeline_stages():
         config(12, 1, 4).batch(2, stages=4)
     with pytest.raises(ConfigError, match=r"8 devices of 4 .* do not divide .* a multiple of 4"):
         config(None, 1, 2).batch(2, stages=4)
-
-
-@pytest.mark.parametrize("world", [0, -1, True, 1.0])
-def test_a_world_is_a_number_of_devices(world):
-    with pytest.raises(ConfigError, match="world"):
-        config().batch(world)

@@ -1,7 +1,5 @@
 """A row for every key, whether or not the config would load."""
 
-import json
-
 import config.guides as guides
 import pytest
 from config.test_load import NAMES, TREES
@@ -28,26 +26,6 @@ def rows_of(config, **more):
     rows, problems = explain(config, **more)
     assert len({row.key for row in rows}) == len(rows)
     return {row.key: row for row in rows}, problems
-
-
-def leaves(tree, path=""):
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}"
-
-
-@pytest.mark.parametrize("name", guides.LOAD)
-def test_every_key_given_has_its_row_in_order(name):
-    config = guides.LOAD[name]
-    rows, problems = explain(config)
-    given = [row.key for row in rows if row.given is not NOT_GIVEN]
-    inside = {"compile.disable", "compile.backend"}
-    assert [key for key in given if key != "compile"] == [
-        key for key in leaves(config) if key not in inside
-    ]
-    assert problems == ()
 
 
 def test_what_became_of_each_kind():
@@ -126,15 +104,6 @@ def test_the_batch_is_solved_for_the_devices():
     assert "train_batch_size" not in rows_of({}, devices=8)[0]
 
 
-def test_the_batch_is_solved_for_the_devices_of_a_stage():
-    config = {"train_batch_size": 64, "gradient_accumulation_steps": 8, "pipeline": {"stages": 4}}
-    rows, problems = rows_of(config, devices=8)
-    assert (rows["train_micro_batch_size_per_gpu"].resolved, problems) == (4, ())
-    rows, (problem,) = rows_of(config, devices=6)
-    assert problem.startswith("pipeline.stages = 4 does not divide the 6 data-parallel devices")
-    assert rows["pipeline.stages"].became == "wrong"
-
-
 def test_stand_ins_and_old_forms():
     auto = {"scheduler.params.total_num_steps": 300}
     rows, problems = rows_of(guides.ACCELERATE_ZERO_3, auto=auto)
@@ -153,24 +122,6 @@ def test_every_key_known():
     assert rows["optimizer.params.betas"].resolved == (0.9, 0.99)
     assert rows["fp16.loss_scale_window"].resolved == 1000
     assert "off" not in {row.became for row in rows.values()}
-
-
-def test_a_key_twice_is_a_problem_and_not_the_end(tmp_path):
-    path = tmp_path / "twice.json"
-    path.write_text('{"steps_per_print": 1, "steps_per_print": 2, "fp16": {"enabled": true}}')
-    rows, (problem,) = rows_of(path)
-    assert "more than once" in problem
-    assert rows["steps_per_print"].became == "wrong"
-    assert rows["fp16.enabled"].became == "honoured"
-    with pytest.raises(ConfigError, match="more than once"):
-        load(path)
-
-
-def test_what_is_no_config_at_all(tmp_path):
-    path = tmp_path / "list.json"
-    path.write_text(json.dumps([1]))
-    with pytest.raises(ConfigError, match="expected an object"):
-        explain(path)
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), TREES, max_size=6))

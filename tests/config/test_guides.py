@@ -130,8 +130,3 @@ def test_a_printed_section_loads_where_it_belongs():
     assert config.offload_optimizer == OffloadOptimizer(
         device="nvme", nvme_path="/local_nvme", buffer_count=5
     )
-
-
-def test_every_printed_file_is_here():
-    printed("standalone")
-    assert {path.stem for path in PRINTED.glob("*.json")} == {*FILES, "nvme_section"}

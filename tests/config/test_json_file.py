@@ -66,13 +66,8 @@ def test_a_key_that_stands_twice(file):
     ("text", "says"),
     [
         ('{"a": 3 "b": 4}', "not valid JSON at line 1, column 9: Expecting ',' delimiter (and no"),
-        ('{"a": 1,\n // c\n "b": {"x": 1\n', "and no HJSON at line 4, column 1: Bad key name"),
-        ('{"a": [1, 2}', "not valid JSON at line 1, column 12"),
         ('{"gradient_clipping": 1e999 // much\n}', "not a usable HJSON file"),
-        ("a: '''x", "not a usable HJSON file"),
-        ('{"a": ' + "9" * 5000 + "}", "not a usable JSON file"),
         ('{"gradient_clipping": NaN // c\n}', "NaN is not a number in JSON; write a finite one"),
-        ("hello", 'expected an object, got "hello"'),
     ],
 )
 def test_what_is_neither(file, text, says):

@@ -127,41 +127,22 @@ def test_every_off_key_is_refused_when_on_and_off_when_auto():
     ("config", "says"),
     [
         ({"zero_optimisation": {"stage": 3}}, "did you mean `zero_optimization`?"),
+        ({"zero_optimization.stage": 3}, "sections are objects; write"),
         ({"stage": 3}, "stage: unknown key here; it belongs at `zero_optimization.stage`"),
-        ({"bf16": {"loss_scale": 0}}, "it belongs at `fp16.loss_scale`"),
-        ({"optimizer": {"type": "Adam", "lr": 1}}, "it belongs at `optimizer.params.lr`"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: expected 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": True}}, "got true"),
-        ({"zero_optimization": {"stage": "3"}}, 'got "3"'),
         ({"zero_optimization": {"stage": "auto"}}, '"auto" has nothing to resolve it; write 0'),
-        ({"zero_optimization": 3}, "zero_optimization: expected an object, got 3"),
         ({"train_batch_size": 0}, "at least 1, got 0"),
         ({"gradient_clipping": -1}, "gradient_clipping: expected a finite number of at least 0"),
-        ({"gradient_clipping": float("nan")}, "got NaN"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "master weights and optimizer state"),
-        (
-            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
-            "bfloat16 and fp16 modes cannot be simultaneously enabled",
-        ),
-        ({"bf16": {}, "bfloat16": {}}, "bfloat16: means the same as `bf16`"),
         ({"data_types": {"grad_accum_dtype": "f32"}}, '"fp32", "bf16", "fp16"'),
         ({"optimizer": {"params": {}}}, "optimizer.type: missing; one of Adam"),
-        ({"optimizer": {"type": "AdmW"}}, 'did you mean "AdamW"?'),
         ({"optimizer": {"type": "onebitadam"}}, 'does not compress momenta; write "AdamW"'),
-        ({"optimizer": {"type": "OneBitLamb"}}, '"OneBitLamb" is not supported: zerojax does not'),
         ({"optimizer": {"type": "ZeroOneAdam"}}, 'write "AdamW", and zero_quantized_gradients for'),
         ({"zero_optimization": {"zeropp_loco_param": {}}}, "write zero_quantized_gradients alone"),
         ({"elasticity": {"enabled": True}}, "write train_batch_size and train_micro_batch_size_"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "use `gradient_clippin"),
-        ({"optimizer": {"type": "Adam", "params": {"beta": [0, 0]}}}, "did you mean `betas`?"),
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "two numbers"),
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "AMSGrad is not supported"),
-        ({"optimizer": {"type": "Adam", "params": "auto"}}, "optimizer.params"),
-        (
-            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
-            'total_num_steps: "auto" cannot be resolved: only the training loop',
-        ),
-        ({3: 4}, "keys are strings"),
         ([], "expected the path of a JSON file, a mapping or a ZeroConfig"),
     ],
 )
@@ -181,7 +162,6 @@ def test_all_problems_at_once_one_a_line():
     ("text", "says"),
     [
         (b"", "not valid JSON at line 1, column 1"),
-        (b"\xff\xfe\x00\x80garbage", "not a text file"),
         (b'{"a": ' * 100_000, "not a usable JSON file"),
     ],
 )
@@ -207,12 +187,6 @@ def test_the_dict_is_left_alone_and_copied():
     assert json.dumps(mine) == before
     mine["optimizer"]["params"]["lr"] = 2.0
     assert config.optimizer.params["lr"] == 1.0
-
-
-def test_a_dict_within_itself_is_refused():
-    mine: dict[str, object] = {}
-    mine["bf16"] = mine
-    assert "nested too deeply" in refusal(mine)
 
 
 NAMES = sorted({name for names in sections().values() for name in names} | {"stag", "lr", ""})

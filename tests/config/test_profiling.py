@@ -5,7 +5,7 @@ import logging
 import pytest
 
 import zerojax
-from zerojax.config import ConfigError, ZeroConfig, load
+from zerojax.config import ConfigError, load
 from zerojax.config.frozen import quiet
 from zerojax.config.keys import KEYS
 from zerojax.config.profiling import OPERATIONS
@@ -87,12 +87,10 @@ def test_off_sections_set_nothing():
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"flops_profiler": {"module_depth": -2}}, "module_depth: expected -1 (every depth)"),
         (
             {"comms_logger": {"enabled": True, "prof_ops": ["allreduce"]}},
             'comms_logger.prof_ops: "allreduce" is no collective; did you mean `all_reduce`?',
         ),
-        ({"autotuning": {"metric": "speed"}}, 'metric: expected one of "throughput", "latency"'),
         ({"autotuning": {"mp_size": 2}}, "autotuning.mp_size = 2 is not supported: fit searches"),
         (
             {"autotuning": {"enabled": True, "min_train_batch_size": 9, "max_train_batch_size": 8}},
@@ -108,16 +106,6 @@ def test_bad_values(config, says):
 
 def test_every_collective_has_a_name():
     assert {kind for kinds in OPERATIONS.values() for kind in kinds} == set(KINDS)
-
-
-def test_names_beside_prof_all_have_no_effect():
-    section = {"prof_ops": ["all_gather"]}
-    for config in (
-        load({"comms_logger": {"enabled": True, **section}}),
-        ZeroConfig.from_keywords(comms_logger=section),
-    ):
-        (note,) = [n for n in config.notes if n.key == "comms_logger.prof_ops"]
-        assert (note.status, note.reason[:16]) == ("no effect", "prof_all is true")
 
 
 def test_a_quiet_config_tells_nothing():

@@ -166,19 +166,6 @@ def test_three_ways_to_say_it(name):
     assert ZeroConfig.from_keywords(**{name: mapping}, **beside) == typed
 
 
-def test_all_at_once():
-    names = set(FIELDS) - {
-        "bf16", "check_grad_overflow", "train_batch_size", "zero_hpz_partition_size",
-    }  # fmt: skip
-    json: dict[str, object] = {}
-    for name in names:
-        for section, value in FIELDS[name][0].items():
-            json[section] = json.get(section, {}) | value if isinstance(value, dict) else value
-    typed = ZeroConfig(**{name: FIELDS[name][1] for name in names})
-    assert load(json) == typed
-    assert hash(load(json)) == hash(typed)
-
-
 @pytest.mark.parametrize("section", ["tensorboard", "csv_monitor", "wandb"])
 def test_a_monitor_is_off_unless_enabled(section):
     for given in ({}, {"enabled": False}, {"enabled": "auto"}):

@@ -39,25 +39,3 @@ def run(folder: pathlib.Path, prompt: str, *options: str) -> Result:
 def test_it_prints_the_prompt_and_all_that_fits_the_block(saved: Saved) -> None:
     result = run(saved.folder, PROMPT, "--temperature", "0")
     assert result.stdout == strip_control_codes(PROMPT + expected(saved)) + "\n"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        ("x" * 32, [], "--prompt has 32 bytes and the model a block of 32: shorten it to 31"),
-    ],
-)
-def test_prompts_that_cannot_be_continued(
-    saved: Saved, prompt: str, options: list[str], message: str
-) -> None:
-    result = run(saved.folder, prompt, *options)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stdout == ""
-
-
-def test_a_run_of_tokens_is_refused(tmp_path: pathlib.Path) -> None:
-    save(tmp_path, text="9 tokens, sha256 0")
-    result = run(tmp_path, PROMPT)
-    assert result.exit_code == 2
-    assert "trained on a tokenizer's tokens" in result.stderr

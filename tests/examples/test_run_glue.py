@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from examples.run_glue.__main__ import app
-from examples.run_glue.metrics import f1
 
 GUIDE = """
 deepspeed_config:
@@ -92,13 +91,6 @@ def test_it_learns_saves_and_reads_what_it_saved(tmp_path: pathlib.Path) -> None
         assert message in other.stderr
 
 
-def test_f1_is_that_of_label_1_or_the_mean_of_several() -> None:
-    labels = np.array([1, 1, 1, 0, 0])
-    assert f1(np.array([1, 1, 0, 1, 0]), labels) == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
-    assert f1(np.zeros(5), labels) == 0
-    assert f1(np.array([0, 1, 2]), np.array([0, 1, 1]), 3) == pytest.approx((1 + 2 / 3 + 0) / 3)
-
-
 GOOD = {"sentence1": "a", "sentence2": "b", "label": 0}
 
 
@@ -110,7 +102,6 @@ GOOD = {"sentence1": "a", "sentence2": "b", "label": 0}
             ["--model_name_or_path", "huge"],
             "--model_name_or_path huge is neither one of deberta-tiny",
         ),
-        (None, ["--task_name", "mrpc", "--text", "a"], "--task_name and --text are two sources"),
         ([{"premise": "a"}] * 20, [], "row 1 has no column 'sentence1', only premise"),
         ([GOOD, GOOD | {"label": 2}] * 10, [], "the labels are 0, 2: number them from 0 to 1"),
     ],

@@ -7,14 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
 from examples.run_seq2seq import model as models
 from examples.run_seq2seq.__main__ import app
 from examples.run_seq2seq.model import MINI, Source
-from examples.run_seq2seq.tokens import encoded, texts_of, trained
+from examples.run_seq2seq.tokens import trained
 from zerojax.models.bart import Bart, BartConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -87,7 +86,6 @@ def test_from_a_folder_to_a_folder(
     ("arguments", "says"),
     [
         (["--train_file", "a.csv"], "give --train_file and --validation_file"),
-        (["--model_name_or_path", "none"], "none is no folder, and none of mini"),
         (["--model_name_or_path", "other"], "does not fit the model"),
     ],
 )
@@ -118,15 +116,3 @@ def test_what_is_refused(
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
     assert re.search(says, result.stderr)
-
-
-def test_rows_of_tokens() -> None:
-    tokenizer = trained((text for pair in PAIRS for text in pair), TINY)
-    rows = encoded(tokenizer, PAIRS, TINY, source=8, target=64)
-    assert rows["input_ids"].shape == (24, 8)
-    padded = encoded(tokenizer, PAIRS, TINY, source=64, target=64, pad_to_max_length=True)
-    assert padded["input_ids"].shape == padded["labels"].shape == (24, 64)
-    assert (rows["input_ids"][:, -1] == TINY.eos_token_id).all()  # cut, the end kept
-    start = np.full((24, 1), TINY.decoder_start_token_id)
-    targets = np.concatenate([start, rows["labels"]], axis=1)
-    assert texts_of(tokenizer, targets, TINY) == [target for _, target in PAIRS]

@@ -24,7 +24,6 @@ STORE = (
 )
 STORED = "%stored = f32[4,8]{1,0:S(5)} fusion-done(%store)"
 ADD = "%add = f32[1,8]{1,0} fusion(%near), kind=kLoop, calls=%product"
-INDEX = "%index = s32[] fusion(%i), kind=kLoop, calls=%wrapped"
 
 
 def text(*lines: str, before: str = SLICE) -> str:

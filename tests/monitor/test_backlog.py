@@ -104,14 +104,6 @@ def test_a_writer_that_fails_is_named_once_and_asked_again(backlog, kept, caplog
     )
 
 
-def test_an_array_that_was_deleted_is_left_out(backlog, kept, caplog):
-    x = jnp.float32(1.0) + 1
-    x.delete()
-    backlog.push(Figures(8, 1, {"gone": x, "there": jnp.float32(2.0)}))
-    assert kept.events == [("there", 2.0, 8)]
-    assert "gone: metrics are missing" in caplog.text
-
-
 def test_a_rate_that_is_not_known_is_left_out(backlog, kept):
     nan = jnp.float32(jnp.nan)
     backlog.push(Figures(8, 1, {"Train/Samples/lr": nan, "Train/Samples/train_loss": nan}))
@@ -124,17 +116,3 @@ def test_a_norm_that_was_not_computed_is_left_out(backlog, kept):
     assert [(tag, math.isnan(value)) for tag, value, _ in kept.events] == [
         ("Train/Samples/grad_norm", True)
     ]
-
-
-def test_a_step_that_failed_on_the_device_leaves_the_others_theirs(backlog, kept, slow):
-    class Broken(slow):
-        def __float__(self):
-            raise RuntimeError("device")
-
-    good, broken = slow(1.0), Broken()
-    backlog.push(Figures(8, 1, {"x": good}))
-    backlog.push(Figures(8, 2, {"x": broken}))
-    good.done = broken.done = True
-    with pytest.raises(RuntimeError, match="device"):
-        backlog.drain()
-    assert kept.events == [("x", 1.0, 8)]

@@ -63,19 +63,3 @@ def test_a_handler_of_the_users_gets_it_instead(capsys, level):
         say("step=1")
     assert stream.getvalue() == "step=1\n"
     assert capsys.readouterr().err == ""
-
-
-def test_what_names_zerojax_silences_it(capsys):
-    stream = io.StringIO()
-    with bare() as (root, ours):
-        ours.setLevel(logging.WARNING)
-        say("a")
-        ours.setLevel(logging.NOTSET)
-        logging.disable()
-        say("b")
-        logging.disable(logging.NOTSET)
-        handler = logging.StreamHandler(stream)
-        handler.setLevel(logging.ERROR)
-        root.addHandler(handler)
-        say("c")
-    assert (stream.getvalue(), capsys.readouterr().err) == ("", "")

@@ -257,11 +257,6 @@ def changed(**tensors: Any) -> Callable[[pathlib.Path], Any]:
     return change
 
 
-def cut(folder: pathlib.Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
 def unindexed(folder: pathlib.Path) -> None:
     save(folder, stacked(), STACKED, max_shard_size=2000)
     min(folder.glob("model-00002-*")).unlink()
@@ -271,15 +266,12 @@ def unindexed(folder: pathlib.Path) -> None:
     ("change", "message"),
     [
         (changed(norm_weight=None), r"  norm.weight \[10\] is missing"),
-        (changed(bias=np.ones(3)), r"bias \[3\] is one tensor too many, no parameter of the model"),
         (changed(norm_weight=np.ones(7)), r"norm.weight is \[7\], .* \[10\] \(for norm/scale\)"),
         (
             changed(embed_weight=np.ones((10, 1100))),
             r'needs \[1100, 10\]: transpose .*"o i -> i o"',
         ),
         (changed(norm_weight=np.ones(10, np.int8)), "norm.weight .* is I8, .* norm/scale float32"),
-        (cut, r"bytes\) is cut short or no safetensors file \(.*not fully covered"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors"),
         (unindexed, "index.json names model-00002-of-.*, which is not in the"),
     ],
 )
@@ -312,7 +304,6 @@ def without(path: str) -> Any:
             STACKED.tensors | {"h/attn/kernel": Tensor(FUSED, "i (part o) -> layer i o", QKV)},
             "h/attn/kernel .* part must be on both sides of ->",
         ),
-        (STACKED.tensors | {"norm/{x:any}": "a"}, r"{x:any} is none of {x}, {x:int}, {x:path}"),
     ],
 )
 def test_names_that_do_not_fit(names: Any, message: str, folder: pathlib.Path) -> None:
@@ -346,13 +337,6 @@ def test_a_copy_in_the_file_must_be_one(folder: pathlib.Path) -> None:
     changed(head_weight=TENSORS["embed.weight"] + 1)(folder)
     with pytest.raises(ValueError, match=r"head.weight \[1100, 10\] differs from embed.weight"):
         load(folder, like=stacked(), names=names)
-
-
-def test_what_is_no_model(folder: pathlib.Path) -> None:
-    with pytest.raises(TypeError, match="a/b is a str: give a tree of arrays"):
-        load(folder, like={"a": {"b": "c"}})
-    with pytest.raises(ValueError, match="the tree has no arrays"):
-        save(folder, {})
 
 
 def test_config_is_passed_through(folder: pathlib.Path) -> None:

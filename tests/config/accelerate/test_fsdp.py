@@ -30,29 +30,14 @@ def test_the_strategy_by_name_or_number(tmp_path: Path, given: object, stage: in
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        (["fsdp_config: {fsdp_sharding: 1}"], "did you mean `fsdp_config.fsdp_sharding_strategy`"),
         (
             ["fsdp_config: {fsdp_sharding_strategy: 1, fsdp_reshard_after_forward: false}"],
             'fsdp_config.fsdp_sharding_strategy = "FULL_SHARD" says otherwise than '
             'fsdp_config.fsdp_reshard_after_forward = "SHARD_GRAD_OP"',
         ),
-        (
-            ["fsdp_config: {fsdp_offload_params: true, fsdp_sharding_strategy: NO_SHARD}"],
-            "set fsdp_config.fsdp_sharding_strategy to 1",
-        ),
-        (
-            ["fsdp_config: {fsdp_offload_params: true, offload_params: false}"],
-            "fsdp_config.offload_params: means the same as `fsdp_config.fsdp_offload_params`",
-        ),
-        (
-            ["fsdp_config: {fsdp_activation_checkpointing_offload: true}"],
-            "needs fsdp_activation_checkpointing; set that to true",
-        ),
         (["fsdp_config: {fsdp_ignored_modules: lm_head}"], "a PartitionSpec of their own"),
         ([HYBRID, "num_machines: 2"], "needs num_processes, a multiple of num_machines 2"),
         ([DP % (2, 4), "num_processes: 6"], "is 8, and num_processes is 6; change one of them"),
-        ([DP % (8, 1)], "FSDP has nothing to shard over"),
-        (["parallelism_config: {dp_shard_size: 2}"], "`parallelism_config.parallelism_config_dp_"),
     ],
 )
 def test_what_is_wrong_has_the_words_of_the_yaml(

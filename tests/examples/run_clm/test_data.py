@@ -1,15 +1,9 @@
 """Reading, splitting and batching text."""
 
-import pathlib
-
 import numpy as np
-import pytest
 
 from examples.run_clm.data import (
     Batches,
-    TextError,
-    documents,
-    read_text,
     split,
 )
 
@@ -47,41 +41,3 @@ def test_an_epoch_has_each_block_once() -> None:
     ]
     assert all(len({*epoch}) == 6 and not (epoch % 10).any() for epoch in epochs)
     assert epochs[0].tolist() != epochs[1].tolist()
-
-
-def test_documents_of_a_folder(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "train.txt").write_text("to be")
-    (tmp_path / "train.jsonl").write_text('{"text": "or"}\n{"text": ""}\n{"text": "not"}\n')
-    assert documents(str(tmp_path), "train") == [b"or", b"not", b"to be"]
-    assert documents(str(tmp_path), "validation") == []
-    text = split([b"abc"] * 20, block_size=2, held_out=[b"xyz"])
-    assert (len(text.train), bytes(text.held_out)) == (80, b"xyz\0")
-    (tmp_path / "train.jsonl").write_text('{"text": "a\\u0000"}\n')
-    with pytest.raises(TextError, match="NUL character"):
-        documents(str(tmp_path), "train")
-    (tmp_path / "none").mkdir()
-    with pytest.raises(TextError, match="no file to train on"):
-        documents(str(tmp_path / "none"), "train")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"fine\0not", "NUL byte at offset 4"),
-        (b"caf\xc3\xa9 \xff!", "not UTF-8 text: byte 0xff at offset 6"),
-    ],
-)
-def test_bad_files_are_named_with_the_offset(
-    tmp_path: pathlib.Path, content: bytes, message: str
-) -> None:
-    path = tmp_path / "text.txt"
-    path.write_bytes(content)
-    with pytest.raises(TextError, match=message) as error:
-        read_text(path)
-    assert str(path) in str(error.value)
-
-
-def test_text_shorter_than_a_block_says_what_would_do() -> None:
-    with pytest.raises(TextError, match=r"shorter than one block.*--block_size 10 or less"):
-        split([b"x" * 100], block_size=64)
-    split([b"x" * 100], block_size=10)

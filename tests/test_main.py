@@ -31,7 +31,7 @@ def test_versions() -> None:
     ("args", "says"),
     [
         (["inspekt"], "No such command 'inspekt': did you mean 'inspect'?"),
-        (["xyz"], "No such command 'xyz': there are config, estimate, explain,"),
+        (["xyz"], "No such command 'xyz': there are estimate, explain, export,"),
         (["plan", "--modle", "gpt2"], "--model"),
         (["inspect", "nowhere"], "nowhere does not exist"),
         (["export", "nowhere", "out"], "nowhere does not exist"),

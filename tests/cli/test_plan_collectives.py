@@ -63,5 +63,5 @@ def test_the_lines_of_a_model_of_zerojax(config: Path) -> None:
     reduced = [
         row for row in rows if row["kind"] == "reduce-scatter" and "c_fc" in str(row["arrays"])
     ]
-    (number,) = [i for i, line in enumerate(source, 1) if "checkpoint_name(dense(x)" in line]
+    (number,) = [i for i, line in enumerate(source, 1) if '"c_fc")(x), "c_fc")' in line]
     assert {row["line"] for row in reduced} == {f"gpt.py:{number}"}

@@ -167,7 +167,8 @@ def test_train_states_over_seeds() -> None:
         return jax.vmap(lambda params: train_state(0).replace(params=params))(over_seeds())
 
     step = jax.vmap(in_train_state, in_axes=(0, None))
-    exactly(several, step, 3, call=emitted.Source.call)
+    # Its counters have a dimension of seeds, so that it is a state like any pytree.
+    exactly(several, step, 3, call=lambda step, state, arguments: step(state, *arguments))
 
 
 def in_train_state(state: TrainState, batch: Any) -> Any:

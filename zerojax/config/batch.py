@@ -122,15 +122,25 @@ def _mismatch(
     train: int, micro: int | None, accumulation: int | None, world: int, stages: int
 ) -> str:
     each = (micro or 1) * (accumulation or 1)
-    unit = each * world if micro and accumulation else math.lcm(each, stages) * world
-    sizes = {unit} if micro and accumulation else {train // unit * unit, -(-train // unit) * unit}
-    fitting = " or ".join(str(size) for size in sorted(sizes) if size)
+    unit = math.lcm(each, stages) * world
+    below, above = train // unit * unit, (train // unit + 1) * unit
+    if micro and accumulation:
+        below = above = each * world
+    joined = " or ".join(str(size) for size in sorted({below, above}) if size)
+    suggestions = [f"train_batch_size {joined}"]
+    if micro and accumulation:
+        if train % (math.lcm(micro, stages) * world) == 0:
+            suggestions.append(f"gradient_accumulation_steps {train // (micro * world)}")
+        if train % (math.lcm(accumulation, stages) * world) == 0:
+            suggestions.append(f"train_micro_batch_size_per_gpu {train // (accumulation * world)}")
+        if train % each == 0 and each % stages == 0:
+            suggestions.append(f"{train // each * stages} devices")
     return (
         "the batch sizes do not multiply out: train_batch_size "
         f"{train} = train_micro_batch_size_per_gpu {_given(micro)} * gradient_accumulation_steps "
         f"{_given(accumulation)} * {world} device{'s' if world > 1 else ''}"
         f"{f' of each of {stages} pipeline stages' if stages > 1 else ''} does not hold for "
-        f"integers; train_batch_size {fitting} would do"
+        f"integers; these would do: {', or '.join(suggestions)}"
     )
 
 

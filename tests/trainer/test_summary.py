@@ -59,6 +59,7 @@ def test_a_run_logs_calls_and_keeps_what_transformers_does(
     ]
     assert found.pop("events") == [x for x in expected["events"] if x not in UNSUPPORTED_EVENTS]
     assert found == {k: v for k, v in expected.items() if k not in ("logs", "events")}
+    assert "<svg" in (tmp_path / "training.svg").read_text()
     check_lines(capsys.readouterr().out.splitlines(), trainer, len(run.sets) or 1)
 
 
@@ -72,3 +73,4 @@ def check_lines(lines: list[str], trainer: Trainer, sets: int) -> None:
     assert f"trained to step {state.global_step}/10" in summary
     assert f"at step {state.best_global_step}" in summary
     assert "checkpoint " in summary
+    assert "training.svg" in summary

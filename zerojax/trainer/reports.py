@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pathlib
+
 from zerojax.optim.telemetry import telemetry
 from zerojax.step.train_step import Step
+from zerojax.trainer import picture
 from zerojax.trainer.arguments import TrainingArguments
 from zerojax.trainer.callbacks import Callbacks, TrainerControl, TrainerState
 from zerojax.trainer.progress import MeanLoss
@@ -60,7 +63,7 @@ class Reports:
         state: TrainerState,
         control: TrainerControl,
     ) -> None:
-        """Logs the figures of a call of ``train``, and prints its summary.
+        """Logs the figures of a call of ``train``, and prints its summary, with a picture.
 
         Args:
           figures: The figures, to which the log adds the epoch.
@@ -73,6 +76,9 @@ class Reports:
         self._step.flush()  # an evaluation may follow, in the same run of wandb
         for line in summary_lines(figures, speed, checkpoint, state, self._args):
             self.screen.print(line)
+        drawn = picture.write(pathlib.Path(self._args.output_dir), state.log_history)
+        if drawn is not None:
+            self.screen.print(f"picture {drawn}")
 
     def _log(self, logs: dict[str, float], state: TrainerState, control: TrainerControl) -> None:
         """Adds the epoch to a log, and the log to the history."""

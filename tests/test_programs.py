@@ -20,7 +20,7 @@ from programs import PROGRAMS, ROWS, Kind, shapes
 WITHOUT_AXES = {name: program for name, program in PROGRAMS.items() if not program.axes}
 """The specs of the others name axes of other meshes: test_features.py."""
 HEAVY = {
-    "gpt", "gpt_dropout", "gpt_remat", "gpt_scan", "nnx_gpt", "nnx_gpt_dropout", "nnx_gpt_remat",
+    "gpt", "gpt_dropout", "gpt_remat", "gpt_scan", "nnx_gpt", "nnx_gpt_remat",
     "sequence_llama_scan", "sequence_llama", "sequence_gpt", "sequence_unaware",
     "tables_convolved", "layered", "layered_remat",
 }  # fmt: skip

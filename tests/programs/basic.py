@@ -44,19 +44,6 @@ def odd_vectors(rng: np.random.Generator) -> tuple[Any, ...]:
     return vectors(rng, 11, 5)
 
 
-def masked_vectors(rng: np.random.Generator) -> tuple[Any, ...]:
-    """One to six of the 32 rows count, all of them on the first three of eight devices."""
-    mask = np.zeros(ROWS)
-    mask[rng.choice(10, size=rng.integers(1, 7), replace=False)] = 1
-    return (vectors(rng)[0] | {"mask": mask},)
-
-
-def labelled(rng: np.random.Generator) -> tuple[Any, ...]:
-    """Inputs and class labels."""
-    x, labels = rng.normal(size=(ROWS, 16)), rng.integers(8, size=ROWS, dtype=np.int32)
-    return ({"x": x, "label": labels},)
-
-
 def tokens(rng: np.random.Generator, length: int = 9, vocabulary: int = 32) -> tuple[Any, ...]:
     """Rows of tokens, each in even strides, so that there is something to learn."""
     first = rng.integers(vocabulary, size=(ROWS, 1))
@@ -79,27 +66,6 @@ def averaged_step(state: AveragedState, batch: Any) -> tuple[AveragedState, Any]
     new, metrics = regression_step(state, batch)
     average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state.average, new.params)
     return new.replace(average=average), metrics
-
-
-def has_aux_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-        logits = state.apply_fn({"params": params}, batch["x"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return losses.mean(), {"right": logits.argmax(-1) == batch["label"], "logits": logits}
-
-    (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-    new = state.apply_gradients(grads=grads)
-    return new, {"loss": loss, "accuracy": aux["right"].mean(), "logits": aux["logits"]}
-
-
-def masked_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    def loss_fn(params: Any) -> jax.Array:
-        prediction = state.apply_fn({"params": params}, batch["x"])
-        losses = jnp.mean((prediction - batch["y"]) ** 2, axis=-1)
-        return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"])
-
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
 
 
 class Tied(nn.Module):
@@ -208,7 +174,6 @@ DECAY_KERNELS = optax.chain(
 
 PROGRAMS = (
     Program("mlp", mlp(), regression_step, vectors),
-    Program("momentum", mlp(MOMENTUM), regression_step, vectors),
     gpt("gpt"),
     gpt("gpt_dropout", dropout=0.2),
     gpt("gpt_remat", remat=True),
@@ -218,8 +183,6 @@ PROGRAMS = (
         "convnet", creator(ConvNet(), np.ones((1, 8, 8, 3), np.float32), MOMENTUM, BatchNormState),
         convnet_step, images, accumulated=told("statistics of its own rows"),
     ),
-    Program("has_aux", mlp(), has_aux_step, labelled),
-    Program("masked", mlp(), masked_step, masked_vectors),
     Program("tied", creator(Tied(), TOKENS, ADAMW), language_step, tokens),
     Program(
         "odd", creator(MLP((13, 7, 5)), np.ones((1, 11), np.float32), ADAMW), regression_step,

@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 
 from examples.nnx_gpt import GPT
-from programs.basic import ADAMW, MOMENTUM, tokens, vectors
+from programs.basic import ADAMW, tokens, vectors
 from programs.program import Program, told
 from zerojax.models.gpt import GPTConfig
 from zerojax.models.gpt import loss_fn as cross_entropy
@@ -64,30 +64,24 @@ def language_step(model: nnx.Module, optimizer: nnx.Optimizer, tokens: jax.Array
     return {"loss": loss}
 
 
-def gpt(name: str, *, dropout: float = 0.0, remat: bool = False) -> Program:
+def gpt(name: str, *, remat: bool = False) -> Program:
     def make(rngs: nnx.Rngs) -> nnx.Module:
         # An nnx.Embed computes in the dtype that it is created with.
         dtype = jax.dtypes.canonicalize_dtype(float)
         config = GPTConfig(
-            vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16,
-            dropout=dropout, remat=remat, dtype=dtype,
+            vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, remat=remat, dtype=dtype,
         )  # fmt: skip
         return GPT(config, rngs)
 
-    noise = {"accumulated": told("noise in the batch's shape")} if dropout else {}
-    return Program(
-        name, nnx_creator(make), language_step, tokens, nnx=True, dtypes=("float64",), **noise
-    )
+    return Program(name, nnx_creator(make), language_step, tokens, nnx=True, dtypes=("float64",))
 
 
 PROGRAMS = (
     Program("nnx_mlp", nnx_creator(MLP), regression_step, vectors, nnx=True),
-    Program("nnx_momentum", nnx_creator(MLP, MOMENTUM), regression_step, vectors, nnx=True),
     Program(
         "nnx_norm", nnx_creator(lambda rngs: MLP(rngs, norm=True)), regression_step, vectors,
         nnx=True, accumulated=told("statistics of its own rows"),
     ),
     gpt("nnx_gpt"),
-    gpt("nnx_gpt_dropout", dropout=0.2),
     gpt("nnx_gpt_remat", remat=True),
 )  # fmt: skip

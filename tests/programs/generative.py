@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -63,32 +62,10 @@ def state_step(state: KeyedState, batch: Any) -> tuple[KeyedState, Any]:
     return state.replace(key=key), metrics
 
 
-def given_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    """The noise is data."""
-
-    def loss_fn(params: Any) -> jax.Array:
-        return elbo(state.apply_fn({"params": params}, batch["x"], batch["y"]), batch["x"])
-
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
-
-
 def create_vae(start: jax.Array, kind: Any = TrainState, **fields: Any) -> TrainState:
     model = VAE()
     params = model.init(start, ROW, ROW)["params"]
     return kind.create(apply_fn=model.apply, params=params, tx=ADAM, **fields)
-
-
-def dropout_step(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
-    def loss_fn(params: Any) -> jax.Array:
-        made = state.apply_fn(
-            {"params": params}, batch["x"], deterministic=False,
-            rngs={"dropout": jax.random.fold_in(key, state.step)},
-        )  # fmt: skip
-        return jnp.mean((made - batch["y"]) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
 
 
 def real_and_noise(rng: np.random.Generator) -> tuple[Any, ...]:
@@ -144,24 +121,6 @@ def alternating_step(state: AdversarialState, batch: Any) -> tuple[AdversarialSt
     value, grads = jax.value_and_grad(generator_loss)(state.params, critic.params, batch["z"])
     state = state.apply_gradients(grads=grads, critic=critic)
     return state, {"generator": value, "critic": critic_value}
-
-
-def weighted_step(state: AdversarialState, batch: Any) -> tuple[AdversarialState, Any]:
-    """VQGAN's adaptive weight: two losses balanced by the norms of their gradients."""
-
-    def adversarial(params: Any) -> jax.Array:
-        return generator_loss(params, state.critic.params, batch["z"])
-
-    def reconstruction(params: Any) -> jax.Array:
-        made = GENERATOR.apply({"params": params}, batch["real"])
-        return jnp.mean(jnp.abs(made - batch["real"]))
-
-    first, second = (jax.grad(f)(state.params)["Dense_1"] for f in (reconstruction, adversarial))
-    weight = optax.tree.norm(first) / (optax.tree.norm(second) + 1e-4)
-    loss, grads = jax.value_and_grad(
-        lambda p: reconstruction(p) + jax.lax.stop_gradient(weight) * adversarial(p)
-    )(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss, "weight": weight}
 
 
 def two_states_step(generator: TrainState, critic: TrainState, batch: Any) -> Any:
@@ -222,17 +181,10 @@ PROGRAMS = (
         lambda key: create_vae(key, KeyedState, key=jax.random.key(3)),
         state_step, vectors, accumulated=NOISE,
     ),
-    Program("vae_given_noise", create_vae, given_step, vectors),
-    Program(
-        "dropout", creator(MLP(dropout=0.2)), dropout_step, keyed(vectors), accumulated=NOISE
-    ),
     Program("gan_simultaneous", create_adversarial, simultaneous_step, real_and_noise),
     Program(
         "gan_alternating", create_adversarial, alternating_step, real_and_noise,
         accumulated=INTERACT,
-    ),
-    Program(
-        "gan_weighted", create_adversarial, weighted_step, real_and_noise, accumulated=INTERACT
     ),
     Program(
         "gan_two_states", create_two_states, two_states_step, real_and_noise,

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax.training import dynamic_scale as dynamic_scale_lib
 from flax.training.train_state import TrainState
 
@@ -16,33 +15,6 @@ class GuardedState(TrainState):
     """Counts the steps that were finite."""
 
     finite: Any
-
-
-def guarded_step(state: GuardedState, batch: Any) -> tuple[GuardedState, Any]:
-    """A step whose loss is not finite leaves the state as it was."""
-    loss, grads = jax.value_and_grad(lambda p: squared(state, p, batch))(state.params)
-    finite = jnp.isfinite(loss)
-    new = state.apply_gradients(grads=grads)
-    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-    new = new.replace(finite=state.finite + finite)
-    return new, {"loss": jnp.where(finite, loss, 0), "finite": finite}
-
-
-def params_guarded_step(state: GuardedState, batch: Any) -> tuple[GuardedState, Any]:
-    """The same for parameters and moments alone, on the gradients' norm."""
-    grads = jax.grad(lambda p: squared(state, p, batch))(state.params)
-    finite = jnp.isfinite(optax.tree.norm(grads))
-    new = state.apply_gradients(grads=grads)
-
-    def keep(a: Any, b: Any) -> Any:
-        return jax.tree.map(lambda x, y: jnp.where(finite, x, y), a, b)
-
-    new = new.replace(
-        params=keep(new.params, state.params),
-        opt_state=keep(new.opt_state, state.opt_state),
-        finite=state.finite + finite,
-    )
-    return new, {"finite": finite}
 
 
 def chosen_guard_step(state: GuardedState, batch: Any) -> tuple[GuardedState, Any]:
@@ -95,8 +67,6 @@ scaling = creator(
 )  # fmt: skip
 
 PROGRAMS = (
-    Program("guard", guarded, guarded_step, sometimes_infinite),
-    Program("guard_params", guarded, params_guarded_step, sometimes_infinite),
     Program("guard_cond", guarded, chosen_guard_step, sometimes_infinite),
     Program("dynamic_scale", scaling, dynamic_scale_step, sometimes_infinite),
 )  # fmt: skip

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax
@@ -69,18 +68,6 @@ def weighted_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 
-def counted_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    """flax's own: sums and normalizing factors apart, the step's results made of both."""
-
-    def loss_fn(params: Any) -> Any:
-        losses = losses_of(state, params, batch)
-        total, count = jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
-        return total / jnp.maximum(count, 1), (total, count)
-
-    (_, (total, count)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": total, "denominator": count}
-
-
 class EncoderDecoder(nn.Module):
     """Attention from one sequence to another."""
 
@@ -131,69 +118,17 @@ class Mixture(nn.Module):
         return nn.Dense(VOCABULARY)(x), gates, chosen
 
 
-def mixture_step(axes: tuple[int, ...]) -> Any:
-    """Balanced over tokens in ``axes``: over (0, 1) among all tokens, over 1 in each row."""
+def mixture_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    """Balanced among all tokens."""
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-        def loss_fn(params: Any) -> Any:
-            logits, gates, chosen = state.apply_fn({"params": params}, batch["tokens"])
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["next"])
-            balance = 4 * jnp.mean(jnp.sum(gates.mean(axes) * chosen.mean(axes), -1))
-            return losses.mean() + 0.1 * balance, balance
-
-        (loss, balance), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": loss, "balance": balance}
-
-    return step
-
-
-class NNXRecurrent(nnx.Module):
-    """A GRU in NNX."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.table = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.layer = nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs))
-        self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.head(self.layer(self.table(tokens)))
-
-
-def nnx_create(key: jax.Array) -> Any:
-    model = NNXRecurrent(nnx.Rngs(key))
-    return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-
-
-def nnx_masked_step(model: Any, optimizer: Any, batch: Any) -> Any:
-    def loss_fn(model: Any) -> jax.Array:
-        logits = model(batch["tokens"])
+    def loss_fn(params: Any) -> Any:
+        logits, gates, chosen = state.apply_fn({"params": params}, batch["tokens"])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["next"])
-        return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"])
+        balance = 4 * jnp.sum(gates.mean((0, 1)) * chosen.mean((0, 1)), -1)
+        return losses.mean() + 0.1 * balance, balance
 
-    loss, grads = nnx.value_and_grad(loss_fn)(model)
-    optimizer.update(model, grads)
-    return {"loss": loss}
-
-
-class Stacked(nn.Module):
-    """Layers under ``nn.scan`` and ``nn.remat``."""
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        def layer(module: nn.Module, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return x + nn.tanh(nn.Dense(WIDTH)(x)), None
-
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-                return layer(self, x, None)
-
-        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
-        scanned = nn.scan(
-            nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-        )
-        x, _ = scanned()(x, None)
-        return nn.Dense(VOCABULARY)(x)
+    (loss, balance), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss, "balance": balance}
 
 
 INTERACT = refused("cannot be accumulated over 4 micro-batches")
@@ -202,13 +137,7 @@ ONE_DTYPE = ("float32", "bfloat16")  # flax's recurrent layers start from float3
 PROGRAMS = (
     Program("masked_language", creator(Language(), TOKENS), masked_step, padded),
     Program("weighted_language", creator(Language(), TOKENS), weighted_step, padded),
-    Program("counted_language", creator(Language(), TOKENS), counted_step, padded),
-    Program("stacked_language", creator(Stacked(), TOKENS), masked_step, padded),
     Program("lstm", creator(Recurrent(), TOKENS), masked_step, padded, dtypes=ONE_DTYPE),
     Program("encoder_decoder", create_translator, translation_step, translated),
-    Program(
-        "mixture", creator(Mixture(), TOKENS), mixture_step((0, 1)), padded, accumulated=INTERACT
-    ),
-    Program("mixture_by_row", creator(Mixture(), TOKENS), mixture_step((1,)), padded),
-    Program("nnx_gru", nnx_create, nnx_masked_step, padded, nnx=True, dtypes=ONE_DTYPE),
+    Program("mixture", creator(Mixture(), TOKENS), mixture_step, padded, accumulated=INTERACT),
 )

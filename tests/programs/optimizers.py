@@ -35,39 +35,16 @@ def changing(change: Any) -> Any:
     return step
 
 
-def normalized(grads: Any, loss: Any, params: Any) -> Any:
-    norm = optax.tree.norm(grads)
-    return jax.tree.map(lambda g: g / norm, grads)
-
-
 def normalized_by_leaf(grads: Any, loss: Any, params: Any) -> Any:
     return jax.tree.map(lambda g: g / (jnp.linalg.norm(g) + 1e-8), grads)
-
-
-def clipped(grads: Any, loss: Any, params: Any) -> Any:
-    return optax.clip_by_global_norm(0.2).update(grads, optax.EmptyState())[0]
 
 
 def clipped_by_value(grads: Any, loss: Any, params: Any) -> Any:
     return jax.tree.map(lambda g: jnp.clip(g, -0.05, 0.05), grads)
 
 
-def scaled(grads: Any, loss: Any, params: Any) -> Any:
-    return jax.tree.map(lambda g: g * loss, grads)
-
-
-def decayed(grads: Any, loss: Any, params: Any) -> Any:
-    return jax.tree.map(lambda g, p: g + 0.1 * p, grads, params)
-
-
 def signed(grads: Any, loss: Any, params: Any) -> Any:
     return jax.tree.map(jnp.sign, grads)
-
-
-def chosen(grads: Any, loss: Any, params: Any) -> Any:
-    return jax.lax.cond(
-        loss > 1.2, lambda g: jax.tree.map(lambda x: 0.5 * x, g), lambda g: g, grads
-    )
 
 
 def label_adapters(params: Any) -> Any:
@@ -86,19 +63,6 @@ class Adapted(nn.Module):
 LORA = optax.multi_transform({"adapter": ADAM, "frozen": optax.set_to_zero()}, label_adapters)
 
 
-def adapters_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    """Gradients of the adapters alone; zeros elsewhere."""
-    base = {k: v for k, v in state.params.items() if not k.startswith("adapter")}
-
-    def loss_fn(adapters: Any) -> jax.Array:
-        return squared(state, base | adapters, batch)
-
-    adapters = {k: v for k, v in state.params.items() if k.startswith("adapter")}
-    loss, grads = jax.value_and_grad(loss_fn)(adapters)
-    grads = jax.tree.map(jnp.zeros_like, base) | grads
-    return state.apply_gradients(grads=grads), {"loss": loss}
-
-
 def plateau_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     """The optimizer is told the loss."""
     loss, grads = jax.value_and_grad(lambda p: squared(state, p, batch))(state.params)
@@ -112,13 +76,6 @@ def weights_clipped_step(state: TrainState, batch: Any) -> tuple[TrainState, Any
     state, metrics = regression_step(state, batch)
     params = jax.tree.map(lambda p: jnp.clip(p, -0.3, 0.3), state.params)
     return state.replace(params=params), metrics
-
-
-def update_norm_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    """Results made of the update, the state before and after, and the optimizer's state."""
-    new, metrics = regression_step(state, batch)
-    moved = jax.tree.map(jnp.subtract, new.params, state.params)
-    return new, metrics | {"moved": optax.tree.norm(moved), "step": new.step}
 
 
 class NNXRegression(nnx.Module):
@@ -154,19 +111,15 @@ PLATEAU = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1
 PROGRAMS = (
     *(
         Program(f"gradients_{change.__name__}", creator(tx=SGD), changing(change), vectors)
-        for change in (
-            normalized, normalized_by_leaf, clipped, clipped_by_value, scaled, decayed, chosen,
-        )
+        for change in (normalized_by_leaf, clipped_by_value)
     ),
     Program(
         "gradients_signed", creator(tx=optax.sgd(0.01)), changing(signed), vectors,
         dtypes=("float64",),
     ),
     Program("lora_optimizer", creator(Adapted(), ROW, LORA), regression_step, vectors),
-    Program("lora_gradients", creator(Adapted(), ROW, LORA), adapters_step, vectors),
     Program("plateau", creator(tx=PLATEAU), plateau_step, vectors),
     Program("weights_clipped", creator(tx=SGD), weights_clipped_step, vectors),
-    Program("update_norm", creator(), update_norm_step, vectors),
     Program(
         "multi_steps", creator(tx=optax.MultiSteps(SGD, 2).gradient_transformation()),
         regression_step, vectors, dtypes=("float32", "bfloat16"),

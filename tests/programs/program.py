@@ -95,13 +95,10 @@ class MLP(nn.Module):
     """Two dense layers, [B, 8] -> [B, out]."""
 
     out: int = WIDTH
-    dropout: float = 0.0
 
     @nn.compact
-    def __call__(self, x: jax.Array, deterministic: bool = True) -> jax.Array:
-        x = nn.tanh(nn.Dense(WIDTH)(x))
-        x = nn.Dropout(self.dropout, deterministic=deterministic)(x)
-        return nn.Dense(self.out)(x)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(self.out)(nn.tanh(nn.Dense(WIDTH)(x)))
 
 
 ROW = np.ones((1, WIDTH), np.float32)

@@ -1,4 +1,4 @@
-"""Policy gradients and action values."""
+"""Policy gradients."""
 
 from typing import Any
 
@@ -8,8 +8,7 @@ import numpy as np
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from programs.program import ROW, ROWS, SGD, WIDTH, Program, copied, creator, refused
-from programs.teachers import TaughtState
+from programs.program import ROW, ROWS, SGD, WIDTH, Program, creator, refused
 
 
 class Policy(nn.Module):
@@ -25,7 +24,6 @@ def experience(rng: np.random.Generator) -> tuple[Any, ...]:
     return (
         {
             "seen": rng.normal(size=(ROWS, WIDTH)),
-            "next": rng.normal(size=(ROWS, WIDTH)),
             "action": rng.integers(4, size=ROWS, dtype=np.int32),
             "advantage": rng.normal(size=ROWS) + np.arange(ROWS) / 8,
             "return": rng.normal(size=ROWS),
@@ -92,38 +90,13 @@ def looped_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     return state, {"loss": metrics["loss"].mean()}
 
 
-def values_step(state: TaughtState, batch: Any) -> tuple[TaughtState, Any]:
-    """Double Q-learning with a target that follows slowly."""
-
-    def loss_fn(params: Any) -> Any:
-        def q(params: Any, x: Any) -> jax.Array:
-            return state.apply_fn({"params": params}, x)[0]
-
-        best = q(params, batch["next"]).argmax(-1)
-        later = jnp.take_along_axis(q(state.teacher, batch["next"]), best[:, None], 1)[:, 0]
-        goal = jax.lax.stop_gradient(batch["return"] + 0.9 * later)
-        mine = jnp.take_along_axis(q(params, batch["seen"]), batch["action"][:, None], 1)[:, 0]
-        error = mine - goal
-        return jnp.mean(jnp.where(jnp.abs(error) < 1, error**2 / 2, jnp.abs(error) - 0.5)), error
-
-    (loss, error), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-    state = state.apply_gradients(grads=grads)
-    teacher = jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, state.teacher, state.params)
-    return state.replace(teacher=teacher), {"loss": loss, "priority": jnp.abs(error)}
-
-
 create = creator(Policy(), ROW, SGD)
 MANY = refused("gradient_accumulation_steps to 1")
 INTERACT = refused("cannot be accumulated over 4 micro-batches")
 
 PROGRAMS = (
-    Program("policy", create, policy_step, experience),
     Program("advantage_normalized", create, normalized_step, experience),
     Program("advantage_own", create, own_values_step, experience, accumulated=INTERACT),
     Program("policy_unrolled", create, unrolled_step, experience, accumulated=MANY),
     Program("policy_looped", create, looped_step, experience, accumulated=MANY),
-    Program(
-        "action_values", creator(Policy(), ROW, SGD, TaughtState, teacher=copied), values_step,
-        experience,
-    ),
 )  # fmt: skip

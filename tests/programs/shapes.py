@@ -24,18 +24,8 @@ from programs.program import (
 )
 
 
-def halving(step: Any) -> Any:
-    """A user's own decorator: only the first half of the rows counts."""
-
-    @functools.wraps(step)
-    def wrapped(state: Any, batch: Any) -> Any:
-        return step(state, jax.tree.map(lambda x: x[: len(x) // 2], batch))
-
-    return wrapped
-
-
 def doubling(step: Any) -> Any:
-    """Another: the targets count twice."""
+    """A user's own decorator: the targets count twice."""
 
     @functools.wraps(step)
     def wrapped(state: Any, batch: Any) -> Any:
@@ -142,13 +132,6 @@ def results_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     return new, (floats, {"flags": flags, "counts": counts}, rows, [loss], None)
 
 
-def hard_results_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    """A result that no reduction of micro-batches gives."""
-    new, _ = regression_step(state, batch)
-    made = state.apply_fn({"params": state.params}, batch["x"])
-    return new, {"median": jnp.median(made)}
-
-
 def deviation_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     """A result that needs the mean before it looks at the rows."""
     new, _ = regression_step(state, batch)
@@ -245,13 +228,8 @@ def call_in_order(step: Any, objects: Any, arguments: Any) -> Any:
     return objects, step(metrics, rngs, *arguments, optimizer, model)
 
 
-INTERACT = refused("cannot be accumulated over 4 micro-batches")
-
 PROGRAMS = (
     Program("decorator", creator(), doubling(regression_step), vectors),
-    Program(
-        "decorator_halving", creator(), halving(regression_step), vectors, accumulated=INTERACT
-    ),
     Program("jitted", creator(), jax.jit(regression_step), vectors),
     Program(
         "statics_by_position", creator(tx=SGD), static_step, with_options,
@@ -266,7 +244,6 @@ PROGRAMS = (
         jit={"static_argnums": 2},
     ),
     Program("method", creator(), Trainer().step, vectors),
-    Program("partial", creator(), functools.partial(Trainer.step, Trainer()), vectors),
     Program("state_alone", creator(), alone_step, vectors, call=call_alone),
     Program("pair", creator(), pair_step, pair, zero={"batch_argnums": (1, 2)}),
     Program(
@@ -275,7 +252,6 @@ PROGRAMS = (
     Program("by_keyword", creator(), regression_step, vectors, call=call_by_keyword),
     Program("numbers", creator(), rate_step, lambda rng: (*vectors(rng), 0.5), call=call_rate),
     Program("results", creator(tx=SGD), results_step, vectors, dtypes=("float64",)),
-    Program("results_hard", creator(), hard_results_step, vectors, accumulated=INTERACT),
     Program(
         "results_deviation", creator(), deviation_step, vectors,
         accumulated=refused("its result['deviation']"),

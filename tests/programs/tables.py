@@ -1,4 +1,4 @@
-"""Models that look few rows up in tables large enough to be sharded, and gradients used again."""
+"""Models that look few rows up in tables large enough to be sharded."""
 
 from typing import Any
 
@@ -10,10 +10,9 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from programs.program import ROWS, SGD, Program, creator, refused
+from programs.program import ROWS, SGD, Program, creator
 
 ENTRIES, FEATURES, WIDE = 2048, 16, 128
-INTERACT = refused("cannot be accumulated over 4 micro-batches")
 
 
 def clicks(rng: np.random.Generator) -> tuple[Any, ...]:
@@ -75,78 +74,6 @@ def nnx_tables_step(model: Any, optimizer: Any, batch: Any) -> Any:
     return {"loss": loss}
 
 
-def wide_vectors(rng: np.random.Generator) -> tuple[Any, ...]:
-    return ({"x": rng.normal(size=(ROWS, WIDE)), "y": rng.normal(size=(ROWS, WIDE))},)
-
-
-class Wide(nn.Module):
-    """Two dense layers, [B, 128] -> [B, 128]."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(WIDE)(nn.tanh(nn.Dense(2 * WIDE)(x)))
-
-
-wide = creator(Wide(), jnp.ones((1, WIDE)), tx=SGD)
-
-
-def second_order(name: str) -> Any:
-    """A step whose gradient is made of a gradient."""
-
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-        def loss_fn(params: Any) -> jax.Array:
-            return jnp.mean((state.apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-
-        def along(vector: Any) -> Any:
-            return jax.jvp(jax.grad(loss_fn), (state.params,), (vector,))[1]
-
-        def there() -> Any:
-            norm = optax.tree.norm(grads)
-            return jax.tree.map(lambda p, g: p + 0.1 * g / norm, state.params, grads)
-
-        grads = {
-            "curvature": lambda: jax.tree.map(
-                lambda g, h: g + 0.1 * h, grads, along(jax.tree.map(jnp.sign, state.params))
-            ),
-            "hessian": lambda: jax.tree.map(lambda g, h: g + 0.1 * h, grads, along(grads)),
-            "sharpness": lambda: jax.grad(loss_fn)(there()),
-            "penalty": lambda: jax.grad(
-                lambda p: loss_fn(p) + 0.1 * optax.tree.norm(jax.grad(loss_fn)(p), squared=True)
-            )(state.params),
-        }[name]()
-        return state.apply_gradients(grads=grads), {"loss": loss}
-
-    return step
-
-
-class NnxWide(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first = nnx.Linear(WIDE, 2 * WIDE, rngs=rngs)
-        self.second = nnx.Linear(2 * WIDE, WIDE, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.second(nnx.tanh(self.first(x)))
-
-
-def nnx_wide(key: jax.Array) -> tuple[Any, ...]:
-    model = NnxWide(nnx.Rngs(key))
-    return model, nnx.Optimizer(model, SGD, wrt=nnx.Param)
-
-
-def nnx_hessian_step(model: Any, optimizer: Any, batch: Any) -> Any:
-    graph, params = nnx.split(model)
-
-    def loss_fn(params: Any) -> jax.Array:
-        return jnp.mean((nnx.merge(graph, params)(batch["x"]) - batch["y"]) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    _, curved = jax.jvp(jax.grad(loss_fn), (params,), (grads,))
-    optimizer.update(model, jax.tree.map(lambda g, h: g + 0.1 * h, grads, curved))
-    return {"loss": loss}
-
-
 class Convolved(nn.Module):
     """A table, a convolution and two dense layers, [B, 64] tokens -> [B]: large enough for
     quantized collectives."""
@@ -173,17 +100,5 @@ PROGRAMS = (
     Program("tables", creator(Tables(), jnp.zeros((1, 2), jnp.int32), tx=SGD), tables_step, clicks),
     Program(
         "tables_nnx", nnx_tables, nnx_tables_step, clicks, nnx=True, dtypes=("float64",)
-    ),
-    Program("curvature", wide, second_order("curvature"), wide_vectors, dtypes=("float64",)),
-    *(
-        Program(
-            f"{name}_wide", wide, second_order(name), wide_vectors, dtypes=("float64",),
-            accumulated=INTERACT,
-        )
-        for name in ("hessian", "sharpness", "penalty")
-    ),
-    Program(
-        "hessian_nnx", nnx_wide, nnx_hessian_step, wide_vectors, nnx=True, dtypes=("float64",),
-        accumulated=INTERACT,
     ),
 )  # fmt: skip

@@ -35,13 +35,6 @@ def mean_teacher_step(state: TaughtState, batch: Any) -> tuple[TaughtState, Any]
     return state.replace(teacher=average(state.teacher, state.params)), {"loss": loss}
 
 
-def early_average_step(state: TaughtState, batch: Any) -> tuple[TaughtState, Any]:
-    """The teacher moves before the loss reads it: towards the parameters as they were."""
-    state = state.replace(teacher=average(state.teacher, state.params))
-    loss, grads = jax.value_and_grad(lambda p: taught_loss(state, p, batch))(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
-
-
 def bootstrap_loss(state: TaughtState, params: Any, batch: Any) -> jax.Array:
     """Two views of a row, normalized; the target has no gradient."""
 
@@ -53,31 +46,8 @@ def bootstrap_loss(state: TaughtState, params: Any, batch: Any) -> jax.Array:
     return jnp.mean(2 - 2 * jnp.sum(view(params, batch["x"]) * target, -1))
 
 
-def copied_step(state: TaughtState, batch: Any) -> tuple[TaughtState, Any]:
-    """The target is copied every second step."""
-    loss, grads = jax.value_and_grad(lambda p: bootstrap_loss(state, p, batch))(state.params)
-    state = state.apply_gradients(grads=grads)
-    teacher = jax.lax.cond(
-        state.step % 2 == 0,
-        lambda new, old: jax.tree.map(lambda n, o: n.astype(o.dtype), new, old),
-        lambda new, old: old,
-        state.params,
-        state.teacher,
-    )
-    return state.replace(teacher=teacher), {"loss": loss, "step": state.step}
-
-
-def selected_step(state: TaughtState, batch: Any) -> tuple[TaughtState, Any]:
-    """The same by selection, on the counter before the update."""
-    loss, grads = jax.value_and_grad(lambda p: bootstrap_loss(state, p, batch))(state.params)
-    new = state.apply_gradients(grads=grads)
-    copy = state.step % 2 == 0
-    teacher = jax.tree.map(lambda n, o: jnp.where(copy, n, o), new.params, state.teacher)
-    return new.replace(teacher=teacher), {"loss": loss}
-
-
 def periodic_step(state: TaughtState, batch: Any) -> tuple[TaughtState, Any]:
-    """By optax."""
+    """The target is copied every second step."""
     loss, grads = jax.value_and_grad(lambda p: bootstrap_loss(state, p, batch))(state.params)
     new = state.apply_gradients(grads=grads)
     teacher = optax.periodic_update(new.params, state.teacher, new.step, 2)
@@ -113,9 +83,6 @@ INTERACT = refused("cannot be accumulated over 4 micro-batches")
 
 PROGRAMS = (
     Program("mean_teacher", create, mean_teacher_step, vectors),
-    Program("early_average", create, early_average_step, vectors),
-    Program("target_copied", create, copied_step, vectors),
-    Program("target_selected", create, selected_step, vectors),
     Program("target_periodic", create, periodic_step, vectors, dtypes=("float64",)),
     Program("contrastive", creator(), contrastive_step, vectors, accumulated=INTERACT),
     Program("decorrelated", creator(), decorrelated_step, vectors, accumulated=INTERACT),

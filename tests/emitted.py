@@ -276,15 +276,6 @@ def check(source: Source, stage: int = 3, k: int = 1, mesh: Any = None, **config
     assert differing(by_hand(source) if config.get("bf16") else source, program) == []
 
 
-def check_step(
-    zero: zerojax.Zero, step: Callable[..., Any], create: Callable[[], Any], batch: Any
-) -> None:
-    """The same for a step on a ``TrainState`` by a ``Zero``."""
-    rows = next(len(x) for x in jax.tree.leaves(batch) if np.ndim(x))
-    source = Source(create, step, (in_float32(batch, rows),), rows=rows)
-    assert differing(source, emitted_by(zero, source)) == []
-
-
 @functools.cache
 def by_hand(source: Source) -> Source:
     """The step of a ``TrainState`` that computes in bfloat16, with masters in float32."""

@@ -66,10 +66,7 @@ class TestBatch:
         ("batch", "says"),
         [
             (batch_of(12), ["leading dimension 12", "divisible by 8", "use 8 or 16"]),
-            (batch_of(4), ["leading dimension 4", "8 devices", "use 8 rows"]),
             ({"x": np.ones((0, 8))}, ["empty", "leading dimension"]),
-            ({}, ["empty"]),
-            (None, ["empty"]),
             ({"x": np.float32(1), "y": 2}, ["only scalars", "'x'", "'y'"]),
             (3.0, ["scalar"]),
         ],
@@ -82,13 +79,12 @@ class TestBatch:
         if len(says) == 3:  # and the next batch is trained on
             step(state, batch_of())
 
-    @pytest.mark.parametrize("first", [8, 4])  # devices, micro-batches
-    def test_with_a_dimension_before_the_rows(self, first: int) -> None:
+    def test_with_a_dimension_before_the_rows(self) -> None:
         step = zerojax.zero(stage=2, gradient_accumulation_steps=4)(good_step)
-        batch = jax.tree.map(lambda x: x.reshape(first, -1, *x.shape[1:]), batch_of(32))
+        batch = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch_of(32))
         refuses(
             step, make_state(), batch, ValueError,
-            f"leading dimension {first} is not divisible by 32", r"x\.reshape\(-1",
+            "leading dimension 8 is not divisible by 32", r"x\.reshape\(-1",
         )  # fmt: skip
 
     def test_whose_rows_disagree_cut_into_micro_batches(self) -> None:
@@ -150,28 +146,11 @@ class TestState:
             r"params\['w'\]", "'model'", "mesh",
         )  # fmt: skip
 
-    def test_whose_own_spec_does_not_divide_it(self) -> None:
-        specs = {"w": PartitionSpec(None, "model"), "b": PartitionSpec()}
-        mesh = zerojax.mesh(axes={"data": 1, "model": 8})
-        zero = zerojax.zero(stage=3, specs=specs, mesh=mesh)
-        refuses(
-            zero(good_step), make_state(), batch_of(), ValueError,
-            r"params\['w'\]", "dimension 1", r"\(8, 4\)", "divisible by the 8", "'model'",
-        )  # fmt: skip
-
     def test_nnx_optimizer_that_is_none(self) -> None:
         model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
         step = zerojax.zero(stage=3)(lambda model, optimizer, batch: None)
         with pytest.raises(TypeError, match=r"nnx\.Optimizer.*TrainState|nnx\.Optimizer"):
             step(model, optax.adam(1e-3), batch_of())
-
-
-def only_metrics(state: TrainState, batch: Any) -> Any:
-    return good_step(state, batch)[1]
-
-
-def nothing(state: TrainState, batch: Any) -> Any:
-    good_step(state, batch)
 
 
 def gradients(state: TrainState, batch: Any) -> Any:
@@ -197,10 +176,7 @@ class TestStep:
     @pytest.mark.parametrize(
         ("step", "kind", "says"),
         [
-            (only_metrics, TypeError, ["an array, without the new state", "TrainState"]),
-            (nothing, TypeError, ["returned None, without the new state"]),
             (gradients, TypeError, ["a tuple of dict, array, without the new state"]),
-            (never, ValueError, ["apply_gradients", "never"]),
             (by_hand, ValueError, ["apply_gradients", "never"]),
             (other_structure, TypeError, ["structure", r"\['params'\]\['extra'\] added"]),
         ],
@@ -230,28 +206,23 @@ class TestStep:
 
 
 class TestZero:
-    @pytest.mark.parametrize("devices", [0, -1])
-    def test_no_devices(self, devices: int) -> None:
-        with pytest.raises(ValueError, match=f"{devices} devices"):
-            zerojax.mesh(devices=devices)
+    def test_no_devices(self) -> None:
+        with pytest.raises(ValueError, match="0 devices"):
+            zerojax.mesh(devices=0)
 
     @pytest.mark.parametrize(
         ("keywords", "says"),
         [
             ({"replicas": 3}, "replicas=3 does not divide the 8 devices.*take 2 or 4"),
-            ({"replicas": 0}, "replicas=0: expected the number of replica groups"),
             ({"replicas": "nodes"}, "replicas='nodes': expected .* or \"hosts\""),
             ({"replicas": 2, "axes": {"data": 8}}, r"replicas=2 and axes=.*pass one.*'replica'"),
-            ({"axes": {"replica": 3, "data": 2}}, "replica=3 x data=2 multiply out to 6"),
         ],
     )
     def test_replicas_that_do_not_divide(self, keywords: dict[str, Any], says: str) -> None:
         with pytest.raises(ValueError, match=says):
             zerojax.mesh(**keywords)
 
-    @pytest.mark.parametrize(
-        "name", ["replicas", "dp_replicate", "dcn", "dcn_data", "dp", "Replica"]
-    )
+    @pytest.mark.parametrize("name", ["replicas", "dcn"])
     def test_a_replica_axis_by_another_name(self, name: str) -> None:
         with pytest.raises(ValueError, match=f"'{name}'.*would be replicated.*call it 'replica'"):
             zerojax.zero(stage=3, mesh=zerojax.mesh(axes={name: 2, "data": 4}))
@@ -265,10 +236,9 @@ class TestZero:
         with pytest.raises(ValueError, match=r"'fsdp'.*cuts no parameter.*'data'.*'replica'"):
             zerojax.zero(stage=3, mesh=mesh).plan(make_state())
 
-    @pytest.mark.parametrize("axes", [{"replica": 8}, {"replica": 1}])
-    def test_replicas_alone(self, axes: dict[str, int]) -> None:
+    def test_replicas_alone(self) -> None:
         says = r"'replica' only.*none is called 'data'.*axes=\{'data': \d\};.*'replica': \.\.\."
-        mesh = zerojax.mesh(devices=axes["replica"], axes=axes)
+        mesh = zerojax.mesh(axes={"replica": 8})
         with pytest.raises(ValueError, match=says):
             zerojax.zero(stage=3, mesh=mesh)
 

@@ -35,8 +35,6 @@ def loaded() -> list[str]:
     [
         "pallas_kernels",
         "jax._src.pallas",
-        "jax.experimental.pallas",
-        "jax.experimental.mosaic",
         "jaxlib.mlir.dialects",
         "orbax",
         "tensorstore",

@@ -30,19 +30,12 @@ def test_versions() -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["inspekt"], "No such command 'inspekt': did you mean 'inspect'?"),
         (["xyz"], "No such command 'xyz': there are estimate, explain, export,"),
         (["plan", "--modle", "gpt2"], "--model"),
-        (["inspect", "nowhere"], "nowhere does not exist"),
         (["export", "nowhere", "out"], "nowhere does not exist"),
         (["explain", "none.json"], "none.json: no such file"),
         (["fit", "--model", "a:b", "--devices", "h100:8", "--config", "none.json"], "no such file"),
-        (
-            ["plan", "--model", "a:b", "--devices", "h100:8", "--config", "none.json"],
-            "no such file",
-        ),
         (["estimate"], "give either --params"),
-        (["launch", "none.py"], "no script none.py"),
     ],
 )
 def test_wrong_input(args: list[str], says: str) -> None:

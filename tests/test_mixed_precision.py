@@ -285,14 +285,9 @@ def test_auto_cast_casts_the_batch(auto_cast: bool) -> None:
 @pytest.mark.parametrize(
     ("process", "allowed"),
     [
-        (lambda g, p: g.astype(jnp.float32) * jnp.sign(p), True),
         (lambda g, p: jnp.where(jnp.isnan(g), 0, g + g), True),
-        (lambda g, p: g + 0.1 * p, False),
-        (lambda g, p: g - 1e-3, False),
-        (lambda g, p: jnp.clip(g, -1, 1), False),
         (lambda g, p: g * jnp.minimum(1, 1 / jnp.linalg.norm(g)), False),
-        (lambda g, p: jnp.where(jnp.linalg.norm(g) > 1, g / 2, g), False),
-        (lambda g, p: g / (jnp.linalg.norm(g) + 1e-6), False),
+        (lambda g, p: g + 0.1 * p, False),
     ],
 )
 def test_what_is_done_to_scaled_gradients_must_be_proportional(process: Any, allowed: bool) -> None:

@@ -1,6 +1,5 @@
 """Rows split along their tokens: a mesh with the axis "seq"."""
 
-import functools
 from typing import Any
 
 import jax
@@ -14,14 +13,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS
 from programs.layouts import megatron_specs
-from programs.sequences import GPT_2, LLAMA, TX, UNROLLED_LLAMA, T, V, step_of
+from programs.sequences import LLAMA, TX, UNROLLED_LLAMA, T, V, step_of
 
 import zerojax
 from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.llama import Llama
-from zerojax.models.names import mini
 from zerojax.models.tensor_parallel import TensorParallel
-from zerojax.tuning.workload import workload
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "in_float64")
 
@@ -94,31 +91,14 @@ def test_with_a_model_axis() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        ("sequence_llama_scan", Llama(LLAMA)),
-        pytest.param("sequence_gpt", GPT(GPT_2), marks=pytest.mark.sweep),
-    ],
-)
-def test_with_tensor_parallelism(name: str, model: Any) -> None:
+def test_with_tensor_parallelism() -> None:
     """Tokens are split over both axes between blocks, heads in attention."""
     tensor = TensorParallel(zerojax.mesh(axes=WITH_MODEL))
     zero = zero_for(axes=WITH_MODEL, specs=tensor.specs)
-    step = step_of(model.copy(sequence=zero.sequence, tensor=tensor))
+    name = "sequence_llama_scan"
+    step = step_of(Llama(LLAMA).copy(sequence=zero.sequence, tensor=tensor))
     got = follow(PROGRAMS[name], zero(step), placed(zero, name))
     assert_same(PROGRAMS[name], got, "float64")
-
-
-@pytest.mark.slow
-def test_a_bare_model_by_name() -> None:
-    """As `zerojax plan` takes one: inputs and labels are two arrays."""
-    zero = zero_on("2x4")
-    made = workload(functools.partial(mini, zero=zero), zero, rows=2, seq=128)
-    rng = np.random.default_rng(0)
-    batch = jax.tree.map(lambda x: rng.integers(256, size=x.shape, dtype=x.dtype), made.batch)
-    _, metrics = zero(made.train_step)(zero.init(made.create_state, jax.random.key(0)), batch)
-    assert 5 < metrics["loss"] < 6  # ln(256) is 5.55
 
 
 def test_tokens_that_do_not_divide() -> None:

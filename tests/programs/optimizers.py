@@ -43,10 +43,6 @@ def clipped_by_value(grads: Any, loss: Any, params: Any) -> Any:
     return jax.tree.map(lambda g: jnp.clip(g, -0.05, 0.05), grads)
 
 
-def signed(grads: Any, loss: Any, params: Any) -> Any:
-    return jax.tree.map(jnp.sign, grads)
-
-
 def label_adapters(params: Any) -> Any:
     return {k: "adapter" if k.startswith("adapter") else "frozen" for k in params}
 
@@ -112,10 +108,6 @@ PROGRAMS = (
     *(
         Program(f"gradients_{change.__name__}", creator(tx=SGD), changing(change), vectors)
         for change in (normalized_by_leaf, clipped_by_value)
-    ),
-    Program(
-        "gradients_signed", creator(tx=optax.sgd(0.01)), changing(signed), vectors,
-        dtypes=("float64",),
     ),
     Program("lora_optimizer", creator(Adapted(), ROW, LORA), regression_step, vectors),
     Program("plateau", creator(tx=PLATEAU), plateau_step, vectors),

@@ -80,16 +80,6 @@ def unrolled_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     return state, metrics
 
 
-def looped_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    """Three updates in a loop."""
-
-    def update(state: TrainState, _: None) -> tuple[TrainState, Any]:
-        return policy_step(state, batch)
-
-    state, metrics = jax.lax.scan(update, state, None, length=3)
-    return state, {"loss": metrics["loss"].mean()}
-
-
 create = creator(Policy(), ROW, SGD)
 MANY = refused("gradient_accumulation_steps to 1")
 INTERACT = refused("cannot be accumulated over 4 micro-batches")
@@ -98,5 +88,4 @@ PROGRAMS = (
     Program("advantage_normalized", create, normalized_step, experience),
     Program("advantage_own", create, own_values_step, experience, accumulated=INTERACT),
     Program("policy_unrolled", create, unrolled_step, experience, accumulated=MANY),
-    Program("policy_looped", create, looped_step, experience, accumulated=MANY),
 )  # fmt: skip

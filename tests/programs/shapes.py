@@ -56,11 +56,6 @@ def with_options(rng: np.random.Generator) -> tuple[Any, ...]:
     return (*vectors(rng), Options(4, jnp.float32), True)
 
 
-def typed_step(state: TrainState, batch: Any, dtype: Any) -> Any:
-    """A type is no array."""
-    return regression_step(state, jax.tree.map(lambda x: x.astype(dtype), batch))
-
-
 class Trainer:
     """A step in a class."""
 
@@ -239,16 +234,9 @@ PROGRAMS = (
         "statics_by_name", creator(tx=SGD), static_step, with_options,
         jit={"static_argnames": ("options", "train")}, dtypes=("float64",),
     ),
-    Program(
-        "static_type", creator(), typed_step, lambda rng: (*vectors(rng), jnp.float32),
-        jit={"static_argnums": 2},
-    ),
     Program("method", creator(), Trainer().step, vectors),
     Program("state_alone", creator(), alone_step, vectors, call=call_alone),
     Program("pair", creator(), pair_step, pair, zero={"batch_argnums": (1, 2)}),
-    Program(
-        "pair_undeclared", creator(), pair_step, pair, accumulated=refused("batch_argnums")
-    ),
     Program("by_keyword", creator(), regression_step, vectors, call=call_by_keyword),
     Program("numbers", creator(), rate_step, lambda rng: (*vectors(rng), 0.5), call=call_rate),
     Program("results", creator(tx=SGD), results_step, vectors, dtypes=("float64",)),

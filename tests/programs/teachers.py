@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from programs.program import MLP, SGD, Program, copied, creator, refused, vectors
@@ -67,17 +66,6 @@ def contrastive_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 
-def decorrelated_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    """Barlow twins: the correlation of features over rows."""
-
-    def loss_fn(params: Any) -> jax.Array:
-        a, b = (nn.standardize(state.apply_fn({"params": params}, batch[n]), 0) for n in "xy")
-        return jnp.mean((a.T @ b / len(a) - jnp.eye(a.shape[1])) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
-
-
 create = creator(MLP(), tx=SGD, kind=TaughtState, teacher=copied)
 INTERACT = refused("cannot be accumulated over 4 micro-batches")
 
@@ -85,5 +73,4 @@ PROGRAMS = (
     Program("mean_teacher", create, mean_teacher_step, vectors),
     Program("target_periodic", create, periodic_step, vectors, dtypes=("float64",)),
     Program("contrastive", creator(), contrastive_step, vectors, accumulated=INTERACT),
-    Program("decorrelated", creator(), decorrelated_step, vectors, accumulated=INTERACT),
 )

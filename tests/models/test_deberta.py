@@ -79,16 +79,6 @@ def test_dropout_draws_by_key() -> None:
     assert not jnp.allclose(draw(0), draw(1))
 
 
-def test_parameters_decide_the_compute_dtype() -> None:
-    config = dataclasses.replace(XLARGE, scan=True)
-    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights("xlarge", config))
-    apply = DebertaClassifier(config).apply
-    program = str(jax.make_jaxpr(apply)({"params": half}, recorded.TEXT, recorded.TEXT_MASK))
-    for product in ("dot_general", "conv_general_dilated"):
-        assert recorded.dtypes(program, product) == {"bf16"}
-    assert recorded.dtypes(program, "exp") == recorded.dtypes(program, "rsqrt") == {"f32"}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,7 +1,6 @@
 """Processes that live and die together, by what a user sees of them."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -250,28 +249,6 @@ def test_attempts_end() -> None:
     assert attempts(attempt, 5) == 0
     assert len(told) == 4
     assert attempts(lambda: lost._replace(again=False), 5) == 4
-
-
-def test_a_launch_beside_another_with_its_log_folder(tmp_path: Path) -> None:
-    """Nor does a folder that is removed meanwhile end a run."""
-    options = "--nproc-per-node=2", "--log-dir=logs"
-    with launching(tmp_path, "until('go')", *options) as launch:
-        launch.pids(2)
-        (tmp_path / "second").mkdir()
-        second = launched(
-            tmp_path / "second", "", "--nproc-per-node=2", f"--log-dir={tmp_path}/logs"
-        )
-        assert second.status == 0, second.err
-        shutil.rmtree(tmp_path / "logs")
-        (tmp_path / "go").touch()
-        told = launch.told()
-    assert told.status == 0, told.err
-
-
-def test_a_process_that_stays_when_others_were_preempted_is_killed(tmp_path: Path) -> None:
-    script = "if me == 0: sys.exit(75)\n" + SLEEP
-    told = launched(tmp_path, script, "--nproc-per-node=2", "--grace=1")
-    assert told.status == 128 + signal.SIGKILL
 
 
 def test_a_script_that_never_joins_is_an_error(tmp_path: Path) -> None:

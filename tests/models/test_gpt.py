@@ -141,9 +141,7 @@ def test_loss_and_gradient_are_optaxs(params: dict) -> None:
     [
         ({"n_embd": 33}, "n_embd = 33"),
         ({"n_layer": 0}, "n_layer must be a positive int, not 0"),
-        ({"n_head": 2.0}, "n_head must be a positive int"),
         ({"dropout": 1.0}, "dropout must be in"),
-        ({"dropout": "0.1"}, "dropout must be in"),
     ],
 )
 def test_config_names_what_is_wrong(change: dict, message: str) -> None:

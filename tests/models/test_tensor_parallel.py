@@ -124,19 +124,6 @@ def test_computes_what_one_device_does(name: str, mesh: str, stage: int, accumul
         assert_close(state.params, want)
 
 
-@pytest.mark.slow
-def test_evaluation_and_logits() -> None:
-    with jax.enable_x64(True):
-        zero, tensor = zero_on("4x2")
-        create = create_for(GPT(CONFIGS["gpt"], tensor=tensor), jnp.float64)
-        state = zero.init(create, KEY)
-        tokens = np.arange(5 * TOKENS, dtype=np.int32).reshape(5, TOKENS) % VOCABULARY
-        got = zero.evaluate(lambda s, x: s.apply_fn({"params": s.params}, x))(state, tokens)
-        params = jax.device_get(state.params)
-        want = jax.jit(GPT(CONFIGS["gpt"]).apply)({"params": params}, tokens)
-        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
-
-
 def test_the_plan() -> None:
     """Columns, rows, heads and the vocabulary are cut, and ZeRO takes what is left."""
     zero, tensor = zero_on("4x2")

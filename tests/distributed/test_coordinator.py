@@ -35,20 +35,3 @@ def test_checks_run_until_the_script_ends() -> None:
 
 def never() -> float:
     raise AssertionError
-
-
-class Shared:
-    def __init__(self, this: Coordinator, number: int) -> None:
-        self.number = number
-
-
-def test_one_object_of_a_class_and_topics_of_one_name() -> None:
-    this = Coordinator()
-    assert this.only(Shared, 3) is this.only(Shared, 4)
-    assert this.only(Shared).number == 3
-    assert [this.new_topic(name) for name in ("rows", "turns", "rows")] == [
-        "rows",
-        "turns",
-        "rows (2)",
-    ]
-    assert [this.next_round("config") for _ in range(2)] == [1, 2]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -93,14 +92,3 @@ def test_the_limit_follows_the_pace_of_steps() -> None:
         waits.ran((jnp.ones(()), jnp.ones(3)))
         waits.take_results()
     assert waits.limit() == 300
-
-
-def test_a_step_costs_a_few_calls() -> None:
-    """Of Python's functions and of C's, microseconds in all."""
-    waits = Watchdog(Coordinator(), 60, None)
-    results = {"loss": jnp.ones(()), "accuracy": jnp.ones(())}
-    events: list[str] = []
-    sys.setprofile(lambda frame, event, _: events.append(event))
-    waits.ran(results)
-    sys.setprofile(None)
-    assert 0 < sum(event in ("call", "c_call") for event in events) < 20

@@ -1,12 +1,9 @@
 """Processes that live and die together, by what a user sees of them."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,19 +13,16 @@ from launch.launched import (
     LIMIT,
     PATIENT,
     Launch,
-    children,
     command,
     environment,
     launched,
     launching,
     left_behind,
     living,
-    state,
 )
 
 from zerojax.launch.group import Outcome
 from zerojax.launch.local import attempts
-from zerojax.launch.relay import Relay, Source
 
 pytestmark = pytest.mark.slow
 
@@ -50,20 +44,6 @@ signal.signal(signal.SIGTERM, save)
 say("ready", os.getpid())
 time.sleep(3600)
 """
-
-
-@pytest.fixture(autouse=True, scope="module")
-def heard() -> Iterator[None]:
-    """What runs in the background ignores signals, and so do the processes that it starts."""
-    numbers = (signal.SIGINT, signal.SIGHUP)
-    before = [
-        (number, signal.signal(number, signal.default_int_handler))
-        for number in numbers
-        if signal.getsignal(number) is signal.SIG_IGN
-    ]
-    yield
-    for number, handler in before:
-        signal.signal(number, handler)
 
 
 def test_processes_have_numbers_arguments_and_an_address(tmp_path: Path) -> None:
@@ -271,59 +251,6 @@ def test_attempts_end() -> None:
     assert attempts(lambda: lost._replace(again=False), 5) == 4
 
 
-def test_a_launch_beside_another_with_its_log_folder(tmp_path: Path) -> None:
-    """Nor does a folder that is removed meanwhile end a run."""
-    options = "--nproc-per-node=2", "--log-dir=logs"
-    with launching(tmp_path, "until('go')", *options) as launch:
-        launch.pids(2)
-        (tmp_path / "second").mkdir()
-        second = launched(
-            tmp_path / "second", "", "--nproc-per-node=2", f"--log-dir={tmp_path}/logs"
-        )
-        assert second.status == 0, second.err
-        shutil.rmtree(tmp_path / "logs")
-        (tmp_path / "go").touch()
-        told = launch.told()
-    assert told.status == 0, told.err
-
-
-def test_a_launcher_that_was_stopped_goes_on(tmp_path: Path) -> None:
-    """As by Ctrl-Z and fg, for longer than it waits for a signal."""
-    with launching(tmp_path, "until('go')", "--nproc-per-node=2") as launch:
-        launch.pids(2)
-        both = [launch.process.pid, *children(launch.process.pid)]
-        for number in (signal.SIGSTOP, signal.SIGCONT) * 2:
-            for pid in both:
-                os.kill(pid, number)
-            stopped = number == signal.SIGSTOP
-            wait_for(lambda stopped=stopped: all(stopped == (state(x) == "T") for x in both), str)
-            time.sleep(1.2)
-        (tmp_path / "go").touch()
-        told = launch.told()
-    assert (told.status, told.err) == (0, "")
-
-
-def test_standard_streams_that_are_closed(tmp_path: Path) -> None:
-    words = "bash", "-c", 'exec "$@" 2>&- <&-', "bash"
-    told = launched(tmp_path, "say('x')", "--nproc-per-node=2", on=words)
-    assert told.status == 0
-    assert told.out.count("x") == 2
-
-
-def test_too_few_open_files(tmp_path: Path) -> None:
-    words = "bash", "-c", 'ulimit -n 20; exec "$@"', "bash"
-    told = launched(tmp_path, "", "--nproc-per-node=8", on=words)
-    assert told.status == 2
-    assert "of 8 cannot be started: Too many open files: `ulimit -n` allows more" in told.err
-    assert len(told.err.splitlines()) == 1
-
-
-def test_a_process_that_stays_when_others_were_preempted_is_killed(tmp_path: Path) -> None:
-    script = "if me == 0: sys.exit(75)\n" + SLEEP
-    told = launched(tmp_path, script, "--nproc-per-node=2", "--grace=1")
-    assert told.status == 128 + signal.SIGKILL
-
-
 def test_a_script_that_never_joins_is_an_error(tmp_path: Path) -> None:
     script = "os.remove(f'{run_dir}/joined.{me}')"
     told = launched(tmp_path, script, "--nproc-per-node=2", "--max-restarts=3")
@@ -339,42 +266,6 @@ def test_stacks_of_a_watchdog_are_kept(tmp_path: Path) -> None:
     assert told.status == 76
     folder = Path(told.err.splitlines()[-1].split(" are in ")[1]).parent
     assert (folder / "stacks.0").exists()
-
-
-def test_a_full_disk_loses_the_log_alone(tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/0.log").symlink_to("/dev/full")
-    patch = "from zerojax.launch import local\nlocal.new_attempt = lambda logs: logs"
-    told = launched(tmp_path, "say('x')\n" * 3, "--log-dir=full", patch=patch)
-    assert told.status == 0
-    assert told.out.count("x") == 3
-    assert told.err == "zerojax launch: output is lost: [Errno 28] No space left on device\n"
-
-
-def test_output_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(HEAD + "for i in range(3000): say(i)\nopen('done', 'w').close()")
-    with subprocess.Popen(
-        [*command(), str(path)], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE
-    ) as launch:
-        assert launch.stdout is not None
-        launch.stdout.close()
-        assert launch.wait(LIMIT) == 0
-    assert (tmp_path / "done").exists()
-
-
-def test_a_pipe_that_another_holds_open_is_not_waited_for(tmp_path: Path) -> None:
-    """All that was written comes through, though the other end is never closed."""
-    with (tmp_path / "out").open("wb") as out:
-        relay = Relay()
-        write = relay.pipe(Source(b"[0] ", out.fileno(), None))
-        relay.start()
-        os.write(write, b"a line\nno end")
-        relay.finish()
-        relay.join(LIMIT)
-    os.close(write)
-    assert not relay.is_alive()
-    assert (tmp_path / "out").read_text() == "[0] a line\n[0] no end\n"
 
 
 def test_a_terminal_s_ctrl_c_reaches_each_process_once(tmp_path: Path) -> None:

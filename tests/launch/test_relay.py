@@ -35,13 +35,6 @@ def test_the_lines_do_not_depend_on_the_pieces(pieces: list[bytes]) -> None:
     assert all(line.endswith((b"\n", b"\r")) for line in lines)
 
 
-def test_a_line_without_end_takes_one_pass() -> None:
-    """Ten million bytes in shards of a hundred."""
-    source = Source(b"", 1, None)
-    passed = sum(len(line) for _ in range(100_000) for line in source.lines(b"." * 100))
-    assert passed + len(source.take()) == 10_000_000
-
-
 @given(st.binary(max_size=40))
 def test_a_failure_that_is_reported_has_its_types(noise: bytes) -> None:
     assert reported(b"\x1e" + noise) is None

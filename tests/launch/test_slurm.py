@@ -1,17 +1,14 @@
 """The batch script, and the same script in a shell whose srun, scancel and scontrol are files."""
 
 import os
-import shutil
 import signal
 import stat
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 from groups import LIMIT, wait_for
-from launch.launched import ROOT, environment, launched
+from launch.launched import launched
 
 from zerojax.launch.error import UsageError
 from zerojax.launch.job import Job
@@ -180,24 +177,3 @@ def test_output_of_each_process_of_each_attempt_has_a_file(tmp_path: Path) -> No
         True
     ] * 2
     assert (logs / "run-0.1").is_dir()
-
-
-@pytest.mark.sweep
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("slurmctld"),
-    reason="needs root, and apt-get install slurmctld slurmd slurm-client munge",
-)
-def test_real_daemons() -> None:
-    """Preempted, killed and cancelled jobs of Slurm's own."""
-    # The paths of sockets have 107 characters at most.
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        told = subprocess.run(
-            [sys.executable, "-m", "benchmarks.launchers", "slurm"],
-            cwd=ROOT,
-            env=environment(TMPDIR=short),
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert told.stdout.count("queued again") == 1

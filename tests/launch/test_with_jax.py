@@ -61,15 +61,6 @@ loss.block_until_ready()
 """
 
 
-def test_the_status_of_one_that_exits(tmp_path: Path) -> None:
-    script = TRAIN + "if me == 1: sys.exit(3)\nwhile True: state, _ = train_step(state, batch)"
-    told = launched(tmp_path, script, "--nproc-per-node=2")
-    assert told.status == 3, told.err
-    assert told.err.endswith("SystemExit: 3\n")
-    assert "zerojax launch: process 1 failed first: status 3\n[1] Traceback" in told.err
-    assert "runpy" not in told.err
-
-
 def test_one_whose_script_ends_early(tmp_path: Path) -> None:
     script = TRAIN + "while me == 0: state, _ = train_step(state, batch)"
     told = launched(tmp_path, script, "--nproc-per-node=2")
@@ -95,16 +86,6 @@ def test_a_save_under_way_is_finished(tmp_path: Path) -> None:
     told = launched(tmp_path, script, "--nproc-per-node=2", "--watchdog=off")
     assert told.status == 75, told.err
     assert (tmp_path / "steps/3/zerojax.json").exists()
-
-
-@starts_threads
-def test_a_save_under_way_that_fails(tmp_path: Path) -> None:
-    fails = "def fail(*_): raise OSError('no space')\nPendingSave.finish = fail\n"
-    script = TRAIN + UNFINISHED + fails
-    told = launched(tmp_path, script, "--nproc-per-node=2")
-    assert told.status == 1
-    assert "CheckpointError: step 3 was not saved in" in told.err
-    assert "(there is none yet): process 0: no space" in told.err
 
 
 def test_one_that_is_stopped(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import recorded
@@ -61,32 +60,6 @@ def test_buckets_are_odd_monotone_and_within_the_table() -> None:
     assert buckets[distances == 511] == 255
     rows = rows_by_distance(DebertaConfig(**SIZES["deberta-v2-xlarge"]), 128)
     np.testing.assert_array_equal(rows, np.arange(256 + 127, 256 - 128, -1))
-
-
-@pytest.mark.slow
-def test_dropout_draws_by_key() -> None:
-    config = dataclasses.replace(XLARGE, num_hidden_layers=2, scan=True, hidden_dropout_prob=0.5)
-    variables = {"params": weights("xlarge", config)}
-
-    @jax.jit
-    def draw(seed: int) -> jax.Array:
-        key = jax.random.key(seed, impl="rbg")
-        return DebertaClassifier(config).apply(
-            variables, recorded.TEXT, deterministic=False, rngs={"dropout": key}
-        )
-
-    assert (draw(0) == draw(0)).all()
-    assert not jnp.allclose(draw(0), draw(1))
-
-
-def test_parameters_decide_the_compute_dtype() -> None:
-    config = dataclasses.replace(XLARGE, scan=True)
-    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights("xlarge", config))
-    apply = DebertaClassifier(config).apply
-    program = str(jax.make_jaxpr(apply)({"params": half}, recorded.TEXT, recorded.TEXT_MASK))
-    for product in ("dot_general", "conv_general_dilated"):
-        assert recorded.dtypes(program, product) == {"bf16"}
-    assert recorded.dtypes(program, "exp") == recorded.dtypes(program, "rsqrt") == {"f32"}
 
 
 @pytest.mark.parametrize(

@@ -83,12 +83,3 @@ def test_rows_with_padding_under_tensor_parallelism(tmp_path: Path) -> None:
 def test_what_is_not_computed_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find(values).from_hf(values)
-
-
-def test_an_option_of_another_model_type_is_not_saved(tmp_path: Path) -> None:
-    folder_of("qwen3", tmp_path)
-    loaded = from_folder(tmp_path, parameters=False, attn_logit_softcapping=3.0)
-    with pytest.raises(
-        ValueError, match=r"no 'qwen3' with attn_logit_softcapping = 3.0, only None"
-    ):
-        loaded.format.texts(loaded.model.config)

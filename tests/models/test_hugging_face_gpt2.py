@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 import zerojax
 from zerojax.checkpoint.exporter import export
-from zerojax.models.gpt import GPT, GPTConfig, loss_fn
+from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.hugging_face.folder import by_path
 from zerojax.models.hugging_face.gpt2 import (
     config_from_hf,
@@ -139,32 +139,6 @@ def test_what_was_saved_is_loaded(config: GPTConfig, folder: pathlib.Path) -> No
     assert_same(load(folder, config), expected)
     save(load(folder, config), config, folder.parent / "again", max_shard_size=20_000)
     assert_same(load(folder.parent / "again", config), expected)
-
-
-@pytest.mark.slow
-def test_a_state_at_stage_3_trains_on_from_loaded_weights(folder: pathlib.Path) -> None:
-    config = SCANNED
-    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0)
-    state = zero.init(create_state_of(config), jax.random.key(7))
-    shardings = jax.tree.map(lambda x: x.sharding, state.params)
-    loaded = load(folder, config, like=state.params)
-    assert jax.tree.map(lambda x: x.sharding, loaded) == shardings
-    assert_same(loaded, load(folder, config))
-    assert_same(load(folder, config, like=shardings), loaded)
-    tokens = jnp.arange(8 * 16).reshape(8, 16) % 96
-
-    def train_step(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
-        def loss(params: Any) -> jax.Array:
-            return loss_fn(state.apply_fn({"params": params}, batch[:, :-1]), batch[:, 1:])
-
-        value, grads = jax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    state, value = zero(train_step)(state.replace(params=loaded), tokens)
-    logits = jax.jit(GPT(config).apply)({"params": load(folder, config)}, tokens[:, :-1])
-    np.testing.assert_allclose(value, loss_fn(logits, tokens[:, 1:]), rtol=1e-5)
-    save(state.params, config, folder)
-    assert_same(load(folder, config), jax.device_get(state.params))
 
 
 def test_prefix_and_buffers_and_a_tied_head_are_known(folder: pathlib.Path) -> None:

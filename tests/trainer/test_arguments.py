@@ -124,11 +124,6 @@ def test_a_wrong_one_is_named(given: dict[str, Any], says: str) -> None:
     assert says in str(raised.value)
 
 
-def test_use_cpu_is_no_argument_without_effect(caplog: pytest.LogCaptureFixture) -> None:
-    assert TrainingArguments("out", no_cuda=True, use_cpu=True).use_cpu
-    assert not caplog.records
-
-
 def test_old_names_and_lists() -> None:
     args = TrainingArguments("out", evaluation_strategy="epoch", report_to="none", label_names="y")
     assert (args.eval_strategy, args.report_to, args.label_names) == ("epoch", [], ["y"])

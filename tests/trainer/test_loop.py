@@ -390,24 +390,6 @@ def test_metrics_are_held_to_the_arguments_before_any_step(tmp_path: Path) -> No
         stop.on_evaluate(other, None, None, metrics={"eval_loss": 1.0, "eval_runtime": 1.0})
 
 
-def test_metrics_of_a_part_do_not_decide(tmp_path: Path) -> None:
-    """One that the first rows do not have, and another dataset's under a prefix of its own."""
-
-    def of_many(given: Any) -> dict[str, float]:
-        first = {"accuracy": 1.0}
-        return first | ({"f1": 1.0} if len(given.label_ids) > 16 else {})
-
-    args = arguments(
-        tmp_path, max_steps=1, load_best_model_at_end=True, metric_for_best_model="f1",
-        eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=1,
-        per_device_eval_batch_size=2,
-    )  # fmt: skip
-    trainer = classifier(args, compute_metrics=of_many, callbacks=[EarlyStoppingCallback()])
-    trainer.train()
-    assert trainer.state.best_global_step == 1
-    trainer.evaluate(trainer.eval_dataset, "eval_other")
-
-
 def test_pipeline_stages_of_the_json(tmp_path: Path) -> None:
     args = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=4,

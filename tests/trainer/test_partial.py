@@ -132,18 +132,6 @@ def test_the_rows_that_are_left_have_the_numbers_of_one_process(loss: Any, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "k", "stage"), [(5, 1, 2), (16, 4, 3)])
-def test_fewer_rows_than_an_update(n: int, k: int, stage: int, tmp_path: Path) -> None:
-    """At stages 2 and 3; 16 rows are two of four micro-batches."""
-    zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
-    for loss in (PAIR, scalar):
-        folder = tmp_path / loss.__name__
-        trainer = trained(folder, n, loss, gradient_accumulation_steps=k, deepspeed=zero)
-        assert (trainer.epochs.updates, trainer.epochs.last) == (1, n)
-        np.testing.assert_allclose(logged(trainer), plain(trainer, loss, Net()), rtol=3e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", [spread, PAIR], ids=["spread", "batch statistics"])
 def test_rows_that_meet_do_so_without_copies(loss: Any, tmp_path: Path) -> None:
     module = Net(normed=loss is PAIR)

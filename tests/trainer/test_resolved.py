@@ -123,9 +123,7 @@ def test_a_contradiction_names_both(json: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "arguments", "differing"),
     [
-        ("Lion", {}, []),
         ("Lion", {"optim": "adamw_torch_fused"}, []),  # the default of transformers
-        ("lion", {"optim": "lion_32bit"}, []),
         ("Adam", {"optim": "adamw_apex_fused"}, []),
         ("AdamW", {"optim": "adafactor"}, ['optim = "adafactor"']),
         ("Lion", {"optim": "adamw_apex_fused"}, ['optim = "adamw_apex_fused"']),

@@ -19,16 +19,6 @@ def trainer(tmp_path: Path) -> Trainer:
     return made
 
 
-def test_metrics_on_the_screen(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer.log_metrics("eval", {"eval_loss": 0.123456, "eval_runtime": 3725.4})
-    assert capsys.readouterr().out.splitlines() == [
-        "***** eval metrics *****",
-        "  epoch        =        2.0",
-        "  eval_loss    =     0.1235",
-        "  eval_runtime = 1:02:05.40",
-    ]
-
-
 def test_metrics_in_files(trainer: Trainer) -> None:
     trainer.save_metrics("train", {"train_loss": 1.5})
     trainer.save_metrics("eval", {"eval_loss": 0.5})

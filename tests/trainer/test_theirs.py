@@ -84,11 +84,6 @@ def test_objects_may_be_strings_as_on_a_command_line() -> None:
             TrainingArguments(lr_scheduler_kwargs=text)
 
 
-def test_evaluation_is_announced_to_scripts() -> None:
-    assert not TrainingArguments().do_eval
-    assert TrainingArguments(eval_strategy="epoch").do_eval
-
-
 def test_values_that_scripts_read() -> None:
     args = TrainingArguments("out", per_device_train_batch_size=2, deepspeed=Path("zero.json"))
     assert (args.world_size, args.process_index, args.local_process_index) == (8, 0, 0)

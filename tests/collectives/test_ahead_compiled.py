@@ -24,11 +24,6 @@ pytestmark = [
 WIDTH, LAYERS, ROWS = 1024, 8, 2048  # of a device
 LAYER = 2 * 8 * WIDTH**2  # bytes of its matrices in bf16
 
-REDUCED_LATE = pytest.mark.xfail(
-    jax.version.__version_info__ >= (0, 12),
-    reason="XLA of jax 0.12 starts these reduce-scatters after the products",
-    strict=True,
-)
 
 
 class Span(NamedTuple):
@@ -104,7 +99,6 @@ def test_the_next_layer_is_gathered_beside_this_ones_products() -> None:
         assert all(span.products >= 1 for span in inside), inside
 
 
-@REDUCED_LATE
 def test_a_layers_gradients_are_reduced_beside_the_next_ones_products() -> None:
     found = of_kind("reduce-scatter")
     assert len({span.loop for span in found}) == 1

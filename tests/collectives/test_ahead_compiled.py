@@ -25,7 +25,6 @@ WIDTH, LAYERS, ROWS = 1024, 8, 2048  # of a device
 LAYER = 2 * 8 * WIDTH**2  # bytes of its matrices in bf16
 
 
-
 class Span(NamedTuple):
     """A collective, and the matrix products between its start and its done.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any
 
 import typer
@@ -61,9 +63,10 @@ def _section(name: str, command: Any) -> str:
 
 
 def _json_keys(command: Any) -> dict[str, str]:
-    module = __import__(command.callback.__module__, fromlist=["JSON"])
-    keys: dict[str, str] = getattr(module, "JSON", {})
-    return keys
+    """Returns the keys that the docstring of the command's module lists."""
+    text = sys.modules[command.callback.__module__].__doc__ or ""
+    found = re.findall(r"^- `(\w+)`: (.*(?:\n  .*)*)", text, re.M)
+    return {key: " ".join(meaning.split()) for key, meaning in found}
 
 
 def _cell(text: str) -> str:

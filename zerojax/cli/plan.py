@@ -12,8 +12,8 @@
 - `attention`: The implementation; null for a model that has its own.
 - `choice`: The settings of the config that decide memory: stage, micro, accumulation, remat,
   offload, live, xla; pipeline is for `fit`.
-- `pipeline`: schedule, stages, micro_batches, kept (those of which a stage keeps activations at a
-  time), ticks, bubble, boundary; null without stages.
+- `pipeline`: stages, micro_batches,
+  ticks, bubble, boundary; null without stages.
 - `fits`: Whether the step fits.
 - `memory`: Of a device: kinds, peak, headroom, device, reserve, host and disk in bytes, program,
   mem_fraction, recomputes_above.

@@ -29,7 +29,7 @@ from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.wrap import ZeroTransformation, adopt
 from zerojax.placement.states import abstract, split_state
 from zerojax.plan import layout
-from zerojax.plan.places import DISK, PINNED
+from zerojax.plan.places import DISK, PINNED, disk_sections
 from zerojax.plan.state_sharding import Leaf
 from zerojax.plan.stored import StoredArray, pad, unwrap_stored, user_leaf
 from zerojax.train_state.state_parts import OpenedState, Parts
@@ -148,7 +148,7 @@ def _full_state(state: PyTree, form: state_tree.Form, zero: Zero) -> _Wanted:
             for path, x in zip(paths, leaves, strict=True)
         },
         close,
-        _on_disk(paths, opened, zero) if _uses_disk(zero) else {},
+        _on_disk(paths, opened, zero) if disk_sections(zero.config) else {},
     )
 
 
@@ -174,11 +174,6 @@ def _on_disk(
     leaves = jax.tree.unflatten(jax.tree.structure(opened.parts), plan.all_leaves())
     planned = zip(paths, jax.tree.leaves(in_order(leaves)), strict=True)
     return {path: leaf for path, leaf in planned if leaf.place == DISK}
-
-
-def _uses_disk(zero: Zero) -> bool:
-    sections = zero.config.offload_optimizer, zero.config.offload_param
-    return any(section and section.device == "nvme" for section in sections)
 
 
 def _check_arrays(params: PyTree) -> None:
@@ -212,7 +207,7 @@ def _any_pytree(state: PyTree, present: dict[Path, SavedArray], zero: Zero) -> _
 
     wanted = {path: x for path, x in zip(paths, structs, strict=True) if x.size}
     on_disk = {}
-    if _uses_disk(zero):
+    if disk_sections(zero.config):
         planned = zero.states.open((state,))
 
         def in_order(parts: Parts) -> object:

@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 from zerojax.config import OffloadParam, ZeroConfig
 from zerojax.offload.disk.array import DiskArray
 from zerojax.plan.leaf import Leaf
-from zerojax.plan.places import DISK
+from zerojax.plan.places import DISK, disk_sections
 from zerojax.xla.types import PyTree
 
 V = TypeVar("V")
@@ -69,9 +69,7 @@ class ParamReader:
     @classmethod
     def of(cls, config: ZeroConfig) -> Self | None:
         """Returns a reader for one program; None if the config keeps nothing on disk."""
-        sections = config.offload_optimizer, config.offload_param
-        on_disk = any(section is not None and section.device == "nvme" for section in sections)
-        return cls(config.offload_param) if on_disk else None
+        return cls(config.offload_param) if disk_sections(config) else None
 
     def use(self, values: Sequence[object]) -> None:
         """Sets the arrays of the next run: the arrays of ``values`` that are stored on disk."""

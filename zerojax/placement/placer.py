@@ -20,7 +20,7 @@ from zerojax.offload.compute_copies import ComputeCopies
 from zerojax.offload.disk.array import DiskArray, DiskLeaf
 from zerojax.offload.disk.store import DiskStore
 from zerojax.offload.groups import ArrayPlacement, disk_chunks
-from zerojax.plan.places import DISK
+from zerojax.plan.places import DISK, disk_sections
 from zerojax.plan.state_sharding import Leaf, Plan
 from zerojax.plan.stored import StoredArray, pad, user_leaf
 from zerojax.train_state.state_parts import Parts
@@ -44,8 +44,7 @@ class Placer:
 
     def __init__(self, config: ZeroConfig, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
-        sections = config.offload_optimizer, config.offload_param
-        self._sections = [s for s in sections if s is not None and s.device == "nvme"]
+        self._sections = disk_sections(config)
         self._number = itertools.count()
         self._copies = weakref.WeakValueDictionary[
             tuple[tuple[Leaf, ...], tuple[Leaf, ...]], ComputeCopies

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from zerojax.config import ZeroConfig
+from zerojax.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from zerojax.devices.mesh import are_present
 
 DEVICE, HOST, DISK = "device", "host", "disk"
@@ -84,6 +84,12 @@ def _fitting(elements: Sequence[int], room: float) -> set[int]:
 def offloads(config: ZeroConfig) -> bool:
     """Returns whether any part of the state is stored elsewhere than on the device."""
     return config.offload_optimizer is not None or config.offload_param is not None
+
+
+def disk_sections(config: ZeroConfig) -> list[OffloadOptimizer | OffloadParam]:
+    """Returns the offload sections whose part of the state is stored on disk."""
+    sections = config.offload_optimizer, config.offload_param
+    return [section for section in sections if section is not None and section.device == "nvme"]
 
 
 def reaches_host(config: ZeroConfig) -> bool:

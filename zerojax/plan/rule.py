@@ -36,11 +36,12 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
+from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import REPLICA, SEQUENCE, axis_size, joined_axes, sequence_size, zero_axis
 from zerojax.plan import layout
 from zerojax.plan.layout import Spec, SubAxis
 
-SMALL = 8192
+SMALL = ZeroConfig.small_array_size
 """Elements of the largest array that is not padded, unless the config says otherwise."""
 
 TINY = 1024

@@ -211,7 +211,7 @@ def test_stacks_are_gathered_in_the_order_that_loops_read(
     first = spec.index("data")
     order = (0, 1, 2) if function in UNCHANGED else (first, 0, 3 - first)
     jaxpr = jax.make_jaxpr(over_stack(function, spec, fill=False))(*arguments()).jaxpr
-    found = gathers(without_unused(jaxpr, lambda eqn: False))
+    found = gathers(without_unused(jaxpr))
     assert [move.shape for move in found] == [tuple((LENGTH, INTO, OUT)[i] for i in order)]
 
 

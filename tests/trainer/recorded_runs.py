@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 FILE = Path(__file__).parent / "data" / "transformers.json"
 ROWS, BATCH = 40, 8
-SPEEDS = ("runtime", "samples_per_second", "steps_per_second")
 
 
 class Run(NamedTuple):

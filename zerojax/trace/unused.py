@@ -21,5 +21,4 @@ def without_unused_gradients(closed: AnyJaxpr) -> AnyJaxpr:
     names = (marks.GRADIENT, marks.UNUSED)
     if not any(marks.is_mark(eqn, name) for eqn in unused(jaxpr) for name in names):
         return closed
-    pruned = without_unused(jaxpr, lambda eqn: False)
-    return jaxprs.with_body(closed, pruned)
+    return jaxprs.with_body(closed, without_unused(jaxpr))

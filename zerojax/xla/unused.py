@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 from jax.extend import core
@@ -34,22 +33,16 @@ def unused(jaxpr: Jaxpr) -> list[Equation]:
     return found
 
 
-def without_unused(jaxpr: Jaxpr, keeps_operands: Callable[[Equation], bool]) -> Jaxpr:
+def without_unused(jaxpr: Jaxpr) -> Jaxpr:
     """Removes all values, also in calls and loops, that no result or effect of a jaxpr depends on.
 
     Args:
       jaxpr: The open jaxpr, which keeps its arguments and results.
-      keeps_operands: Whether an equation keeps all its operands, if any of its results is used.
     """
-    eqn: Equation | None
     needed, kept = {*jaxprs.variables(jaxpr.outvars)}, []
     for eqn in reversed(jaxpr.eqns):
-        used = [v in needed for v in eqn.outvars]
-        if not keeps_operands(eqn):
-            eqn = jaxprs.pruned(eqn, used)
-        elif not any(used) and not eqn.effects:
-            eqn = None
-        if eqn is not None:
-            kept.append(eqn)
-            needed.update(jaxprs.variables(eqn.invars))
+        pruned = jaxprs.pruned(eqn, [v in needed for v in eqn.outvars])
+        if pruned is not None:
+            kept.append(pruned)
+            needed.update(jaxprs.variables(pruned.invars))
     return jaxpr.replace(eqns=kept[::-1])

@@ -101,7 +101,6 @@ _PROCESSES = _before(
     _number,
 )
 _SIZE = (_POSITIVE, 1)
-_TEXT_ANY = (ANYTHING, None)
 _XLA = "every step is one compiled program, whose collectives the compiler schedules"
 _WRAP = "nothing is wrapped: each parameter is gathered where it is used, and dropped"
 _INIT = "zero.init creates every array sharded from the start"

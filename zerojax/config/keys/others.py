@@ -1,7 +1,6 @@
 """Keys of logs and metrics, and of features that zerojax leaves to others or does not support."""
 
 from collections.abc import Iterator
-from typing import Literal
 
 from zerojax.config.keys.row import (
     FLAG,
@@ -26,10 +25,6 @@ from zerojax.config.keys.row import (
 )
 
 _EMPTY: tuple[ValueKind, object] = (OBJECT, {})
-_PARTITION = ValueKind(
-    '"uniform", "parameters" or "best", which all mean equal groups of the loop\'s equal layers',
-    Literal["uniform", "parameters", "best"],
-)
 _AXIS = 'give zero() a mesh with a "model" axis and the parameters a PartitionSpec on it'
 _EXPERTS = "experts are sharded by the model's own specs"
 _REMAT = "activation_checkpointing"

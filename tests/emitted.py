@@ -58,7 +58,7 @@ class Source:
     rows: int = ROWS
 
 
-class Users(NamedTuple):
+class Reference(NamedTuple):
     """The user's step.
 
     Attributes:
@@ -144,7 +144,7 @@ def called(source: Source, arguments: Arguments) -> Call:
 
 
 @functools.cache
-def users(source: Source) -> Users:
+def reference(source: Source) -> Reference:
     """The undecorated step with its own optimizer."""
     arguments = Arguments(source.step, **source.options)
     call = called(source, arguments)
@@ -166,7 +166,7 @@ def users(source: Source) -> Users:
     closed, shapes = hijax.trace(run, *given)
     outs = exact.run(closed, inputs)
     leaves, tree = jax.tree.flatten(shapes)
-    return Users(call, mine, jax.tree.unflatten(tree, outs), [x.dtype for x in leaves])
+    return Reference(call, mine, jax.tree.unflatten(tree, outs), [x.dtype for x in leaves])
 
 
 def directly(source: Source, state: TrainState, given: Any, mine: Any) -> tuple[Any, Any, Any]:
@@ -231,7 +231,7 @@ def emitted_by(zero: zerojax.Zero, source: Source) -> Emitted:
 
 def differing(source: Source, program: Emitted) -> list[str]:
     """The paths of the results in which an emitted program and the user's step differ."""
-    own, k = users(source), program.k
+    own, k = reference(source), program.k
     mine, batch, arrays = own.inputs
     opt_state = numbers(program.parts.opt_state, 10_000)._replace(inner=mine.opt_state)
     start = jax.tree.map(padded, mine._replace(opt_state=opt_state), program.parts)

@@ -16,7 +16,7 @@ from jaxprs import gathers
 import zerojax
 from benchmarks.plain import plain_jit
 from zerojax.collectives import Inserter, Shard, in_place
-from zerojax.collectives.gathering import Gatherer, Limits
+from zerojax.collectives.gathering import Gatherer, Thresholds
 from zerojax.hlo.traffic import collectives
 from zerojax.plan.quantized import Quantization, Sent
 from zerojax.xla.types import Equation
@@ -125,7 +125,7 @@ def inserted(name: str) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
     """The gradients of a model whose weights of any size stay sharded, those of the plain model,
     and their arguments."""
     model, params = MODELS[name]
-    inserter = Inserter(zerojax.mesh(), "data", keep=False, limits=Limits(in_place=0))
+    inserter = Inserter(zerojax.mesh(), "data", keep=False, thresholds=Thresholds(in_place=0))
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=shape).astype("float32") for shape in params.values()]
     specs = [(*(None for _ in x.shape[:-1]), "data") for x in arrays]

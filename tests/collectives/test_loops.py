@@ -15,7 +15,7 @@ from jaxprs import Spec, equations, gathers, scatters
 
 import zerojax
 from zerojax.collectives import Inserter, Shard, loops
-from zerojax.collectives.gathering import Limits
+from zerojax.collectives.gathering import Thresholds
 from zerojax.trace.marks import GRADIENT
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -189,7 +189,7 @@ def test_a_loop_over_micro_batches_is_left_alone() -> None:
 
 
 def test_more_than_may_be_held_is_gathered_inside() -> None:
-    jaxpr = traced("plain", limits=Limits(held=N * N - 1))
+    jaxpr = traced("plain", thresholds=Thresholds(held=N * N - 1))
     assert {move.inside for move in gathers(jaxpr)} == {("scan",)}
     assert ("scan",) in {move.inside for move in scatters(jaxpr)}
 

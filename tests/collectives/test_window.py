@@ -16,7 +16,7 @@ from jaxprs import primitives
 import zerojax
 from benchmarks.lifetimes import peak_gathered_bytes
 from zerojax.collectives import Inserter, Shard
-from zerojax.collectives.gathering import Limits
+from zerojax.collectives.gathering import Thresholds
 from zerojax.devices.mesh import zero_axis
 from zerojax.hlo.traffic import collectives
 
@@ -76,8 +76,8 @@ def test_what_is_inserted_is_an_identity(
     mesh = zerojax.mesh(axes=axes)
     axis = zero_axis(mesh)
     # So that these matrices wait for each other.
-    limits = Limits(ahead=20_000, held=0)
-    inserter = Inserter(mesh, axis, keep=False, share=function is looped, limits=limits)
+    thresholds = Thresholds(ahead=20_000, held=0)
+    inserter = Inserter(mesh, axis, keep=False, share=function is looped, thresholds=thresholds)
 
     def run(x: jax.Array, *weights: jax.Array) -> jax.Array:
         closed = jax.make_jaxpr(function)(x, *weights)

@@ -19,7 +19,6 @@ import typer
 from zerojax.cli.explain import stand_ins
 from zerojax.cli.options import (
     AsJson,
-    Asked,
     Attention,
     Auto,
     Devices,
@@ -27,6 +26,7 @@ from zerojax.cli.options import (
     Model,
     Network,
     Seq,
+    StepOptions,
     wrong_input,
 )
 from zerojax.config import ConfigError
@@ -81,5 +81,5 @@ def fit(
         wrong_input(error)
     from zerojax.cli.fit_run import run  # imports JAX
 
-    asked = Asked(model, devices, batch, seq, network, mesh_axes, attention, as_json)
+    asked = StepOptions(model, devices, batch, seq, network, mesh_axes, attention, as_json)
     run(config, asked, auto=stood_in, out=out, compiles=compiles, minutes=minutes, xla=xla)

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from zerojax.cli import terminal
-from zerojax.cli.options import Asked, wrong_input
+from zerojax.cli.options import StepOptions, wrong_input
 from zerojax.cli.plan_table import duration
 from zerojax.cli.planning import compile_only, function_of, mesh_of
 from zerojax.cli.problem import explain_error
@@ -30,7 +30,7 @@ REMAT: dict[Remat, str] = {None: "", False: "no", True: "yes"}
 
 def run(
     config: Path,
-    asked: Asked,
+    asked: StepOptions,
     *,
     auto: Mapping[str, object] | None,
     out: Path | None,

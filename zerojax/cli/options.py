@@ -53,7 +53,7 @@ Auto = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
 
 
-class Asked(NamedTuple):
+class StepOptions(NamedTuple):
     """The options that `plan` and `fit` share, as given."""
 
     model: str

@@ -12,8 +12,7 @@
 - `attention`: The implementation; null for a model that has its own.
 - `choice`: The settings of the config that decide memory: stage, micro, accumulation, remat,
   offload, live, xla; pipeline is for `fit`.
-- `pipeline`: stages, micro_batches,
-  ticks, bubble, boundary; null without stages.
+- `pipeline`: stages, micro_batches, ticks, bubble, boundary; null without stages.
 - `fits`: Whether the step fits.
 - `memory`: Of a device: kinds, peak, headroom, device, reserve, host and disk in bytes, program,
   mem_fraction, recomputes_above.
@@ -42,7 +41,6 @@ import typer
 from zerojax.cli.explain import stand_ins
 from zerojax.cli.options import (
     AsJson,
-    Asked,
     Attention,
     Auto,
     Devices,
@@ -50,6 +48,7 @@ from zerojax.cli.options import (
     Model,
     Network,
     Seq,
+    StepOptions,
     check_picture,
     wrong_input,
 )
@@ -151,7 +150,7 @@ def plan(
         wrong_input(error)
     from zerojax.cli import plan_generate, plan_run  # import JAX
 
-    asked = Asked(model, devices, batch, seq, network, mesh_axes, attention, as_json)
+    asked = StepOptions(model, devices, batch, seq, network, mesh_axes, attention, as_json)
     if generate is not None:
         bits = None if quantize is None else int(quantize.removeprefix("int"))
         fits = plan_generate.run(zero_config, asked, new=generate, weights=weights, bits=bits)

@@ -11,7 +11,7 @@ import jax
 import typer
 
 from zerojax.api import zero
-from zerojax.cli.options import Asked, wrong_input
+from zerojax.cli.options import StepOptions, wrong_input
 from zerojax.cli.planning import compile_only, function_of, mesh_of
 from zerojax.cli.problem import explain_error
 from zerojax.cli.terminal import spinner
@@ -29,7 +29,7 @@ from zerojax.tuning.workload import Workload, workload
 
 
 def run(
-    config: ZeroConfig, asked: Asked, *, new: int, weights: Weights | None, bits: int | None
+    config: ZeroConfig, asked: StepOptions, *, new: int, weights: Weights | None, bits: int | None
 ) -> bool:
     """Prints the forecast of a generation; exits with 2 for bad input.
 

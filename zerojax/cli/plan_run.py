@@ -11,7 +11,7 @@ import typer
 
 from zerojax.api import Zero
 from zerojax.cli import plan_picture
-from zerojax.cli.options import Asked, wrong_input
+from zerojax.cli.options import StepOptions, wrong_input
 from zerojax.cli.plan_collectives import show_collectives
 from zerojax.cli.plan_table import show
 from zerojax.cli.planned import Planned, to_json
@@ -31,7 +31,7 @@ from zerojax.tuning.study import Study
 
 def run(
     config: ZeroConfig,
-    asked: Asked,
+    asked: StepOptions,
     source: str,
     *,
     remat: bool | None,
@@ -81,7 +81,7 @@ def run(
 
 
 def show_decided(
-    config: ZeroConfig, asked: Asked, *, remat: bool | None, policy: str | None
+    config: ZeroConfig, asked: StepOptions, *, remat: bool | None, policy: str | None
 ) -> bool:
     """Prints the collectives of a step, without a compile; returns True."""
     compile_only(asked.devices)
@@ -92,7 +92,7 @@ def show_decided(
 
 @contextlib.contextmanager
 def _study(
-    config: ZeroConfig, asked: Asked, remat: bool | None, policy: str | None
+    config: ZeroConfig, asked: StepOptions, remat: bool | None, policy: str | None
 ) -> Iterator[tuple[Study, Callable[..., object]]]:
     """Opens the study of a step and the model's function, with a progress line; exits with 2 for
     bad input."""

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zerojax.cli.options import Asked
+from zerojax.cli.options import StepOptions
 from zerojax.devices.mesh import laid_out
 from zerojax.devices.rates import Rates
 from zerojax.foresight.devices import HERE, parse_devices
 from zerojax.models.registry import find, takes
 
 
-def mesh_of(asked: Asked) -> tuple[Mesh, Rates]:
+def mesh_of(asked: StepOptions) -> tuple[Mesh, Rates]:
     """Returns the devices that were asked for, and their rates."""
     mesh, rates = parse_devices(asked.devices, asked.network)
     return (laid_out(mesh, asked.mesh_axes) if asked.mesh_axes else mesh), rates
@@ -29,7 +29,7 @@ def compile_only(devices: str) -> None:
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back such programs
 
 
-def function_of(asked: Asked) -> Callable[..., Any]:
+def function_of(asked: StepOptions) -> Callable[..., Any]:
     """Returns a model's function, with the attention that ``--attention`` asks for.
 
     Raises:

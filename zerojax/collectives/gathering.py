@@ -37,8 +37,8 @@ AllRows = dict[int, tuple[jax.Array, jax.Array | None]]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Numbers of elements from which the decisions on parameters depend.
+class Thresholds:
+    """Numbers of elements on which the decisions about parameters depend.
 
     Attributes:
       held: The most elements of parameters, and of their gradients, that one loop gathers before
@@ -149,7 +149,7 @@ class Gatherer:
       keep: True gathers each parameter once and keeps it (stages 1 and 2), False gathers where
         used, drops, and gathers again (stage 3).
       sent: The formats in which parameters and gradients are sent.
-      limits: The sizes from which decisions depend.
+      thresholds: The sizes on which decisions depend.
 
     Attributes:
       sent_unquantized: Large gradients that are sent unquantized despite the config: the primitive
@@ -161,7 +161,7 @@ class Gatherer:
     axis: str
     keep: bool
     sent: Sent
-    limits: Limits
+    thresholds: Thresholds
     replicas: int
     ledger: Ledger
 
@@ -172,9 +172,9 @@ class Gatherer:
         *,
         keep: bool,
         sent: Sent = UNQUANTIZED,
-        limits: Limits | None = None,
+        thresholds: Thresholds | None = None,
     ) -> None:
-        self.limits = limits or Limits()
+        self.thresholds = thresholds or Thresholds()
         self.mesh, self.axis, self.keep, self.sent = mesh, axis, keep, sent
         self.replicas = mesh.shape.get(REPLICA, 1)
         self._lane_axes: frozenset[str] = frozenset()

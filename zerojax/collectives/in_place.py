@@ -123,7 +123,7 @@ def find(eqn: Equation, at: int, spec: Spec, gatherer: Gatherer) -> Product | No
     split = cut_evenly(arrays[at].shape, spec, gatherer)
     if (
         split is None
-        or arrays[at].size < gatherer.limits.in_place
+        or arrays[at].size < gatherer.thresholds.in_place
         or any(jaxprs.param(eqn, "dimension_numbers")[1])
     ):
         return None

@@ -45,7 +45,7 @@ from zerojax.collectives import (
     residuals,
     wanted,
 )
-from zerojax.collectives.gathering import Limits, Replacements, Scope, is_sharded, plain
+from zerojax.collectives.gathering import Replacements, Scope, Thresholds, is_sharded, plain
 from zerojax.collectives.host import Host, on_host
 from zerojax.collectives.partial_sums import PartialSum
 from zerojax.collectives.program_decisions import ProgramDecisions
@@ -79,7 +79,7 @@ class Inserter(Scans):
       overlap: whether loops gather one iteration ahead and reduce one iteration later, and gathers
         outside loops wait for the window, see :mod:`zerojax.collectives.window`.
       sent: the formats in which parameters and gradients are sent.
-      limits: the sizes from which decisions depend.
+      thresholds: the sizes on which decisions depend.
     """
 
     share: bool
@@ -98,9 +98,9 @@ class Inserter(Scans):
         away: int | None = None,
         overlap: bool = True,
         sent: Sent = UNQUANTIZED,
-        limits: Limits | None = None,
+        thresholds: Thresholds | None = None,
     ) -> None:
-        super().__init__(mesh, axis, keep=keep, sent=sent, limits=limits)
+        super().__init__(mesh, axis, keep=keep, sent=sent, thresholds=thresholds)
         self.share, self.overlap, self.layers = share or keep, overlap, []
         self.devices = batch_devices(mesh)
         shares = self.devices * sequence_size(mesh)
@@ -123,7 +123,7 @@ class Inserter(Scans):
         number of rows of the batch; None if it differs between leaves of the batch.
         """
         is_unlimited = self.keep or self._lane_axes or not self.overlap
-        window = None if is_unlimited else Window.of(self.mesh, self.axis, self.limits.ahead)
+        window = None if is_unlimited else Window.of(self.mesh, self.axis, self.thresholds.ahead)
         defers_reductions = self.overlap and not self._lane_axes and host is None
         scope = Scope(
             share=self.share,
@@ -292,7 +292,7 @@ class Inserter(Scans):
     def _on_shards(self, eqn: Equation, values: Sequence[object], spec: Spec) -> list[Shard]:
         """Runs an equation on shards; ``spec`` is the spec of its result."""
         (out,) = jaxprs.bind(eqn, [plain(v) for v in values])
-        gathered = copies.follow(eqn, values, self.axis, self.limits.small)
+        gathered = copies.follow(eqn, values, self.axis, self.thresholds.small)
         narrow = None
         if isinstance(values[0], Shard) and (source := values[0].gathering.narrow) is not None:
             if source.is_cast and propagate.follows(eqn):
@@ -418,13 +418,13 @@ class Inserter(Scans):
         def closed(
             jaxpr: AnyJaxpr, consts: Sequence[object], want: Sequence[Spec | None]
         ) -> Callable[[Sequence[jax.Array]], list[Any]]:
-            needed = held.decide(jaxpr, consts, self.mesh, self.limits.held)
+            needed = held.decide(jaxpr, consts, self.mesh, self.thresholds.held)
             consts = self.held(needed, consts, scope)
 
             def run(carry: Sequence[jax.Array]) -> list[Any]:
                 iteration = within()
                 if scope.window is not None:
-                    iteration.window = Window.of(self.mesh, self.axis, self.limits.ahead)
+                    iteration.window = Window.of(self.mesh, self.axis, self.thresholds.ahead)
                 with self.ledger.place(decisions.LOOP):
                     args = (*consts, *self.carried(carry, updated))
                     return self.run(jaxpr, args, iteration, want)

@@ -63,7 +63,7 @@ def by_plan(
     def kept(i: int, x: object) -> KeptGather | None:
         if not isinstance(x, Shard) or x.gathering.host:
             return None
-        if is_small(x.value.shape, x.spec, gatherer.axis, gatherer.limits.small):
+        if is_small(x.value.shape, x.spec, gatherer.axis, gatherer.thresholds.small):
             return KeptGather(together=field)
         return KeptGather() if gatherer.keep or i in live else None
 

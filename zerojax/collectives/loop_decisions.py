@@ -88,7 +88,7 @@ def decide(
     """
     a, n = jaxprs.scan_counts(eqn)
     consts, xs = values[:a], values[a + n :]
-    sums = Sums(eqn, want[:n], gatherer.limits.held)
+    sums = Sums(eqn, want[:n], gatherer.thresholds.held)
     carried = [i for i in range(n) if i not in sums.terms]
     # A loop that carries other gradients runs over micro-batches, and each iteration gathers.
     remaining = [i for i in carried if i not in sums.stacks and i not in updated]
@@ -112,7 +112,7 @@ def decide(
         updated=updated,
         held=set()
         if over_micro_batches
-        else held.decide(jaxpr, consts, gatherer.mesh, gatherer.limits.held),
+        else held.decide(jaxpr, consts, gatherer.mesh, gatherer.thresholds.held),
         gathered=gathered,
         ahead=prefetched,
         filled={
@@ -141,7 +141,7 @@ def find_updated(eqn: Equation, values: Sequence[object], gatherer: Gatherer) ->
       values: Its operands, some of them a :class:`Shard`.
       gatherer: Gathers parameters.
     """
-    axis, small = gatherer.axis, gatherer.limits.small
+    axis, small = gatherer.axis, gatherer.thresholds.small
     *_, body = regions(eqn)
     specs = {}
     for i, (result, argument) in enumerate(body.carries):

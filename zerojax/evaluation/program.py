@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from zerojax.accumulation.pairs import Sizes
 from zerojax.collectives import Inserter, kept
-from zerojax.collectives.gathering import Limits
+from zerojax.collectives.gathering import Thresholds
 from zerojax.collectives.host import Fetchable
 from zerojax.devices.mesh import batch_devices, micro_batch_devices
 from zerojax.distributed import log
@@ -105,7 +105,7 @@ class EvaluationProgram:
             share=True,
             overlap=overlap,
             sent=sent_formats(self._config),
-            limits=Limits(small=self._config.small_array_size),
+            thresholds=Thresholds(small=self._config.small_array_size),
         )
         self._keeping = [constrainer(x) for x in jax.tree.leaves(plan.shardings().rest)]
         self._reader = ParamReader.of(states.config)

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jax.typing import DTypeLike
 
 from zerojax.collectives import Inserter, Shard, kept
-from zerojax.collectives.gathering import Limits
+from zerojax.collectives.gathering import Thresholds
 from zerojax.collectives.shard import Gathering
 from zerojax.devices.mesh import SEQUENCE, batch_axes, zero_axis
 from zerojax.distributed import log
@@ -229,4 +229,4 @@ def _unstack(layers: int, target: Sharding) -> Callable[[jax.Array], tuple[jax.A
 
 def inserter_of(mesh: Any) -> Inserter:
     """Returns an inserter that gathers each parameter where it is used."""
-    return Inserter(mesh, zero_axis(mesh), keep=False, share=True, limits=Limits(held=0))
+    return Inserter(mesh, zero_axis(mesh), keep=False, share=True, thresholds=Thresholds(held=0))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.collectives.gathering import Gatherer, Limits
+from zerojax.collectives.gathering import Gatherer, Thresholds
 from zerojax.offload.disk.array import DiskLeaf
 from zerojax.offload.groups import ArrayPlacement, Group, GroupRows, groups, is_sent_unsplit
 from zerojax.offload.separate import SeparatedUpdate
@@ -100,7 +100,7 @@ class Update:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placements[: len(own)]]
         self.separated = SeparatedUpdate(function, shapes, own)
         gatherer = Gatherer(
-            mesh, plan.axis, keep=False, limits=Limits(small=plan.config.small_array_size)
+            mesh, plan.axis, keep=False, thresholds=Thresholds(small=plan.config.small_array_size)
         )
         self.programs = GroupPrograms(
             self.separated, placements, target, gatherer, streaming(plan.mesh), on_host

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from zerojax.collectives import Inserter
-from zerojax.collectives.gathering import Limits
+from zerojax.collectives.gathering import Thresholds
 from zerojax.config import ZeroConfig
 from zerojax.devices.mesh import micro_batch_devices
 from zerojax.monitor.after_step import Signals
@@ -116,7 +116,7 @@ class StepSetting:
             away=smallest_away(config),
             overlap=config.overlap_comm is not False,
             sent=sent_formats(config),
-            limits=Limits(small=config.small_array_size),
+            thresholds=Thresholds(small=config.small_array_size),
         )
 
     def numbers(self, flat: FlatParts) -> Sequence[Any]:

@@ -134,7 +134,7 @@ OVER_ALL: dict[str, Callable[[Module], int]] = {
 
 def counts() -> dict[str, dict[str, int]]:
     """Everything that has a budget, by the tables of ``budgets.toml``."""
-    by_room = {name: files for name, files in rooms()}
+    by_room = dict(rooms())
     package = [
         file for name, files in by_room.items() if name.startswith("zerojax") for file in files
     ]
@@ -179,12 +179,12 @@ def verdict(now: int, budget: int | None) -> str:
 
 def lower() -> None:
     """Writes the counts that are below their budgets into the table, whose comments stay."""
-    text = BUDGETS.read_text()
+    text, held = BUDGETS.read_text(), budgets()
     for table, rows in counts().items():
         head, _, rest = text.partition(f"[{table}]\n")
         body, mark, tail = rest.partition("\n[")
         for name, now in rows.items():
-            if now < budgets()[table].get(name, 0):
+            if now < held[table].get(name, 0):
                 body = re.sub(rf'^("?{re.escape(name)}"? = )\d+', rf"\g<1>{now}", body, flags=re.M)
         text = f"{head}[{table}]\n{body}{mark}{tail}"
     BUDGETS.write_text(text)

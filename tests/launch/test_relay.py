@@ -45,17 +45,23 @@ def test_a_failure_that_is_reported_has_its_types(noise: bytes) -> None:
     assert reported(told) == failure
 
 
+def finishing(source: Source, lines: int) -> tuple[Relay, bytes]:
+    """A relay that is to finish, and what a process has written into its pipe before it ended."""
+    relay = Relay()
+    write = relay.pipe(source)
+    relay.start()
+    said = b"".join(b"%d\n" % i for i in range(lines))
+    os.write(write, said)
+    os.close(write)
+    relay.finish()
+    return relay, said
+
+
 def test_no_line_is_lost_to_a_slow_reader() -> None:
     """The terminal is a pipe of 4096 bytes that is read once the thread waits for it."""
     read, terminal = os.pipe()
     fcntl.fcntl(terminal, fcntl.F_SETPIPE_SZ, 4096)
-    relay = Relay()
-    write = relay.pipe(Source(b"[0] ", terminal, None))
-    relay.start()
-    said = b"".join(b"%d\n" % i for i in range(3000))
-    os.write(write, said)
-    os.close(write)
-    relay.finish()
+    relay, _ = finishing(Source(b"[0] ", terminal, None), 3000)
     relay.join(0.2)
     assert relay.is_alive()
     got = b""
@@ -76,13 +82,7 @@ def test_logs_are_complete_where_nobody_reads_the_terminal(tmp_path: Path) -> No
             os.write(terminal, b"x" * 4096)
     os.set_blocking(terminal, True)
     with (tmp_path / "log").open("wb", buffering=0) as log:
-        relay = Relay()
-        write = relay.pipe(Source(b"[0] ", terminal, log))
-        relay.start()
-        said = b"".join(b"%d\n" % i for i in range(1000))
-        os.write(write, said)
-        os.close(write)
-        relay.finish()
+        relay, said = finishing(Source(b"[0] ", terminal, log), 1000)
         relay.hurry(0.0)
         relay.join(LIMIT)
     assert not relay.is_alive()

@@ -14,8 +14,8 @@ from zerojax.config import (
     ZeroConfig,
     load,
 )
+from zerojax.config.autotuning import AutotuningConfig
 from zerojax.config.keys import BY_FIELD
-from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
 
 # Each field: the JSON that sets it, and its value from keywords and typed.
 FIELDS = {
@@ -118,16 +118,7 @@ FIELDS = {
         {"wandb": {"enabled": True, "team": "llm", "project": "p"}},
         WandbConfig(team="llm", project="p"),
     ),
-    "memory_breakdown": ({"memory_breakdown": True}, True),
     "dump_state": ({"dump_state": True}, True),
-    "flops_profiler": (
-        {"flops_profiler": {"enabled": True, "profile_step": 5, "detailed": False}},
-        FlopsProfilerConfig(profile_step=5, detailed=False),
-    ),
-    "comms_logger": (
-        {"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"]}},
-        CommsLoggerConfig(prof_all=False, prof_ops=("all_reduce",)),
-    ),
     "autotuning": (
         {"autotuning": {"enabled": True, "metric": "latency", "max_train_batch_size": 64}},
         AutotuningConfig(metric="latency", max_train_batch_size=64),

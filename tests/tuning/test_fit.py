@@ -147,7 +147,7 @@ def test_deepspeeds_section_bounds_the_search() -> None:
     }
     config = {
         "zero_optimization": {"stage": 1, "offload_optimizer": None},
-        "memory_breakdown": True,
+        "dump_state": True,
     }
     fitted = zerojax.fit({**config, "autotuning": section}, small, seq=4, rates=room(10**9))
     assert {each.choice.micro for each in fitted.ranking} == {2, 8}
@@ -155,7 +155,7 @@ def test_deepspeeds_section_bounds_the_search() -> None:
     assert seconds == sorted(seconds)
     assert fitted.choice.micro == 2  # by tokens a second it would be 8
     assert "autotuning" not in fitted.config
-    assert zerojax.zero(fitted.config).config.memory_breakdown
+    assert zerojax.zero(fitted.config).config.dump_state
 
 
 def test_bounds_that_hold_nothing() -> None:

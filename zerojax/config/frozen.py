@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
+from zerojax.config.autotuning import AutotuningConfig
 from zerojax.config.batch import BatchSizes, solve
 from zerojax.config.errors import ConfigError, as_text, closest, hint, quote_name
 from zerojax.config.keys import BY_FIELD, KEYS
@@ -11,7 +12,6 @@ from zerojax.config.keys.row import ZERO
 from zerojax.config.keys.xla import XLA
 from zerojax.config.named import NAMED, OptimizerConfig, SchedulerConfig
 from zerojax.config.notes import Note
-from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
 from zerojax.config.sections import (
     OFFLOAD,
     SWITCHED,
@@ -94,10 +94,7 @@ class ZeroConfig:
       steps_per_print: Updates from one printed line to the next; None (or 0) for no lines.
       wall_clock_breakdown: Whether the lines have the time of a step on the device.
       tensorboard, csv_monitor, wandb: The destinations of metrics; None for none.
-      memory_breakdown: Whether each device's memory, by use, is logged once.
       dump_state: Whether `zerojax.zero` prints every effective setting.
-      flops_profiler: The settings of the table of FLOPs by module; None for no table.
-      comms_logger: The settings of the table of collectives; None for no table.
       autotuning: The bounds of `zerojax fit`, with which `zerojax.zero` refuses to train; None for
         none.
       notes: One note for each key of the JSON, each default that changes numbers, and each keyword
@@ -167,10 +164,7 @@ class ZeroConfig:
     tensorboard: MonitorConfig | None = None
     csv_monitor: MonitorConfig | None = None
     wandb: WandbConfig | None = None
-    memory_breakdown: bool = False
     dump_state: bool = False
-    flops_profiler: FlopsProfilerConfig | None = None
-    comms_logger: CommsLoggerConfig | None = None
     autotuning: AutotuningConfig | None = None
     notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
 
@@ -307,14 +301,7 @@ _CLASSES: dict[str, type] = {**NAMED, **SWITCHED, **OFFLOAD}
 
 def quiet(config: ZeroConfig) -> ZeroConfig:
     """Returns the config without its one-time reports, for steps only compiled or timed."""
-    return replace(
-        config,
-        memory_breakdown=False,
-        dump_state=False,
-        flops_profiler=None,
-        comms_logger=None,
-        autotuning=None,
-    )
+    return replace(config, dump_state=False, autotuning=None)
 
 
 def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[Note]:
@@ -324,11 +311,10 @@ def _idle_notes(values: Mapping[str, Any], notes: tuple[Note, ...]) -> Iterator[
         key = BY_FIELD[name]
         if values.get(name) != getattr(ZeroConfig, name) and key.path not in noted:
             yield Note(name, values[name], "no effect", reason)
-    for section in (*OFFLOAD, "comms_logger"):
+    for section in OFFLOAD:
         given = values.get(section)
         for name, reason in given.idle().items() if given else ():
-            value = getattr(given, name)
-            path = f"{ZERO}.{section}.{name}" if section in OFFLOAD else f"{section}.{name}"
+            value, path = getattr(given, name), f"{ZERO}.{section}.{name}"
             if value != KEYS[path].default and path not in noted:
                 yield Note(f"{section}.{name}", value, "no effect", reason)
 

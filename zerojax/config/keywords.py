@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from zerojax.config.autotuning import AutotuningConfig
 from zerojax.config.named import OptimizerConfig, SchedulerConfig
-from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
 from zerojax.config.sections import MonitorConfig, OffloadOptimizer, OffloadParam, WandbConfig
 
 
@@ -68,8 +68,5 @@ class Keywords(TypedDict, total=False):
     tensorboard: MonitorConfig | Mapping[str, Any] | None
     csv_monitor: MonitorConfig | Mapping[str, Any] | None
     wandb: WandbConfig | Mapping[str, Any] | None
-    memory_breakdown: bool
     dump_state: bool
-    flops_profiler: FlopsProfilerConfig | Mapping[str, Any] | None
-    comms_logger: CommsLoggerConfig | Mapping[str, Any] | None
     autotuning: AutotuningConfig | Mapping[str, Any] | None

@@ -224,8 +224,6 @@ class ConfigReading:
         resolved = {note.key for note in self.notes}
         reasons = {BY_FIELD[name].path: reason for name, reason in idle(self.fields).items()}
         reasons |= self._offload.idle
-        if comms := self.fields.get("comms_logger"):
-            reasons |= {f"comms_logger.{name}": why for name, why in comms.idle().items()}
         noted = self.given.keys() | resolved | reasons.keys()
         for path, key in KEYS.items():
             section, _, name = path.rpartition(".")

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from zerojax.config.autotuning import AutotuningConfig
 from zerojax.config.errors import ConfigError, as_text, quote_name, suggestion
 from zerojax.config.keys import OLD_SWITCHES
 from zerojax.config.keys.row import FLAG, ZERO
 from zerojax.config.keys.section import Section
-from zerojax.config.profiling import AutotuningConfig, CommsLoggerConfig, FlopsProfilerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,6 @@ SWITCHED: dict[str, type[Section]] = {
     "tensorboard": MonitorConfig,
     "csv_monitor": MonitorConfig,
     "wandb": WandbConfig,
-    "flops_profiler": FlopsProfilerConfig,
-    "comms_logger": CommsLoggerConfig,
     "autotuning": AutotuningConfig,
 }
 """The class of each section with the switch `enabled`."""

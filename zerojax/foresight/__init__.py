@@ -7,7 +7,6 @@ that need not exist, and returns a :class:`zerojax.foresight.forecast.Forecast`.
   ``attribution``: their bytes by kind, such as parameters and activations.
 - ``choice``: the settings that decide what fits. ``trials``: forecasts under different choices;
   ``remedies``, ``gathered`` and ``by_value`` search them.
-- ``guard``: the check before a step's first run. ``step_reports``: tables that a step logs once
-  (``memory_breakdown``, ``comms_logger``, ``flops_profiler``).
+- ``guard``: the check before a step's first run.
 - ``devices``: devices by name. ``estimators``: DeepSpeed's formulas, without a compile.
 """

@@ -22,7 +22,6 @@ from zerojax.collectives.residuals import names
 from zerojax.devices.mesh import automatic_context, relabel_arrays
 from zerojax.distributed import log
 from zerojax.foresight.guard import Guard
-from zerojax.foresight.step_reports import StepReports
 from zerojax.monitor.after_step import AfterStep
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.placement.states import States
@@ -76,8 +75,6 @@ class Step(Decorated[P, R]):
         super().__init__(arguments, states)
         self._donate, self._guard = donate, guard
         self._after_step = AfterStep(states.config)
-        has_reports = StepReports.asked(states.config)
-        self._reports = StepReports(states.config, states.mesh) if has_reports else None
         self._last: tuple[LastState, StepProgram, LastSlots] | None = None
         self._numbers: tuple[StepSetting, Sequence[Any]] | None = None
 
@@ -156,17 +153,7 @@ class Step(Decorated[P, R]):
         if self._guard is not None and not program.fits:
             self._check_memory(self._guard, program, call, flat.parts(), batch)
             program.fits = True
-        if self._reports:
-            self._reports.begin(
-                lambda: program.lowered(
-                    flat.parts(), layout.shapes(call.batch), call.args, call.kwargs
-                ),
-                program.setting.plan,
-                (flat, batch),
-            )
         result = after_step.phase("step", program(flat, batch, call.args, call.kwargs))
-        if self._reports:
-            self._reports.end(result)
         _check_concrete(self._arguments.name, result.flat.leaves[0])
         self._numbers = setting, setting.numbers(result.flat)
         objects = None if after is None else after(result.flat)

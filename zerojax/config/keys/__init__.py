@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from zerojax.config.keys.autotuning import AUTOTUNING
 from zerojax.config.keys.others import OTHERS, REPORTS
-from zerojax.config.keys.profiling import PROFILING
 from zerojax.config.keys.quantized import QUANTIZED
 from zerojax.config.keys.row import ZERO, Key
 from zerojax.config.keys.training import OFFLOAD, SHARDING, TRAINING
 from zerojax.config.keys.training import OLD_SWITCHES as OLD_SWITCHES
 from zerojax.config.keys.xla import XLA
 
-_ROWS = (*TRAINING, *SHARDING, *QUANTIZED, *OFFLOAD, *XLA, *REPORTS, *PROFILING, *OTHERS)
+_ROWS = (*TRAINING, *SHARDING, *QUANTIZED, *OFFLOAD, *XLA, *REPORTS, *AUTOTUNING, *OTHERS)
 
 KEYS: dict[str, Key] = {key.path: key for key in _ROWS}
 """Every key, by its dotted path."""

@@ -52,6 +52,33 @@ REPORTS: tuple[Key, ...] = (
         False,
         "true: the time of a step, blocked on the device, is logged with each line",
     ),
+    setting("dump_state", FLAG, False, "true: zerojax.zero prints every setting in force"),
+    *no_effect(
+        "flops_profiler",
+        "`python -m zerojax plan` forecasts the time of a step, and jax.profiler.trace records "
+        "that of each module",
+        "output_file",
+        enabled=False,
+        profile_step=1,
+        module_depth=-1,
+        top_modules=1,
+        detailed=True,
+        recompute_fwd_factor=0.0,
+    ),
+    *no_effect(
+        "comms_logger",
+        "print train_step.collectives(state, batch), which lists what a step sends",
+        enabled=False,
+        verbose=False,
+        prof_all=True,
+        debug=False,
+        prof_ops=[],
+    ),
+    *no_effect(
+        "",
+        "`python -m zerojax plan` prints the memory of each device, by use, before the run",
+        memory_breakdown=False,
+    ),
     *no_effect("", "it sets DeepSpeed's own logger", "log_level"),
     *no_effect("timers.throughput", "wall_clock_breakdown times the steps", "enabled synchronized"),
     *_monitor("tensorboard", output_path=(TEXT, ""), job_name=(TEXT, "DeepSpeedJobName")),
@@ -75,9 +102,7 @@ OTHERS: tuple[Key, ...] = (
         "the compiler lays out what a block keeps once, before the run",
         "contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary",
     ),
-    *no_effect(
-        _REMAT, "flops_profiler has the work of each module, with what is computed again", "profile"
-    ),
+    *no_effect(_REMAT, "jax.profiler.trace records the time of each block", "profile"),
     setting(
         f"{_REMAT}.partition_activations",
         FLAG,

@@ -10,7 +10,6 @@ PARTS = (
     "training",
     "kernels",
     "offload",
-    "XLA options",
 )
 """By number, from 1."""
 

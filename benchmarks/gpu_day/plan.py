@@ -17,7 +17,6 @@ MODULES = (
     "kernels",
     "offload",
     "copies",
-    "xla_options",
     "torch_peers",
 )
 """Modules that a worker imports in advance; functions that need torch import it."""
@@ -34,7 +33,7 @@ PLAIN = "plain jit"
 def measurements(toy: bool = False) -> list[Measurement]:
     """All measurements in the order in which they run; with ``toy`` at sizes for a CPU."""
     chosen = [*_smoke(toy), *_forecasts(toy), *_training(toy), *_kernels(toy), *_offload(toy)]
-    return by_value([*chosen, *_xla(toy)])
+    return by_value(chosen)
 
 
 def _smoke(toy: bool) -> list[Measurement]:
@@ -211,16 +210,4 @@ def _offload(toy: bool) -> list[Measurement]:
             )
             for tier, (name, way) in enumerate(ways.items(), 1)
         ),
-    ]  # fmt: skip
-
-
-def _xla(toy: bool) -> list[Measurement]:
-    wanted: dict[str, Any] = {"model": "gpt2_xl", "rows": 8, "seq": 1024, "seconds": 270}
-    if toy:
-        wanted = {"model": "mini", "rows": 2, "seq": 16, "seconds": 60, "kind": "h100"}
-    return [
-        Measurement(
-            name="fit --xla, GPT-2 XL", part=6, tier=3, function="xla_options:fitted", seconds=300,
-            arguments=wanted,
-        )
     ]  # fmt: skip

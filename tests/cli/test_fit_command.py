@@ -81,7 +81,7 @@ def test_whether_pipeline_stages_pay() -> None:
         "whose step waits for the network between hosts."
     )
     assert mesh.endswith("mesh=zerojax.mesh(axes={'stage': 2, 'data': 4}).")
-    slower = dataclasses.replace(staged, measured=4.0)
+    slower = dataclasses.replace(staged, forecast=forecast(cost(seconds=4.0)))
     (only,) = about_stages([plain, slower])
     assert only.startswith("2 pipeline stages do not pay: 0.50 times")
 

@@ -3,8 +3,7 @@
 `--json` prints an object with these keys:
 
 - `ranking`: The choices that fit, the fastest first: choice, tokens_per_second, mfu, seconds, peak,
-  headroom, host and stay_gathered in bytes, computed_again, bytes_again, seconds_again, and
-  measured.
+  headroom, host and stay_gathered in bytes, computed_again, bytes_again and seconds_again.
 - `config`: The fastest choice as a DeepSpeed config.
 """
 
@@ -54,9 +53,6 @@ def fit(
     out: Annotated[Path | None, typer.Option(help="Where the fastest config goes.")] = None,
     compiles: Annotated[int, typer.Option(min=1, help="At the most.")] = 40,
     minutes: Annotated[float, typer.Option(min=0, help="At the most.")] = 20.0,
-    xla: Annotated[
-        bool, typer.Option("--xla", help="Then search options of XLA for the fastest, for GPUs.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Searches stage, micro-batch, accumulation, remat, offload and parameters that stay gathered.
@@ -67,8 +63,7 @@ def fit(
     if enabled, bounds the search and may ask for the shortest step instead.
 
     Every choice in the ranking was compiled and fits. ~/.cache/zerojax keeps results of earlier
-    compiles for the same step and devices. "--devices here" means the devices of this machine; with
-    --xla the fastest choice is run on them.
+    compiles for the same step and devices. "--devices here" means the devices of this machine.
 
     Exits with 0, with 3 if nothing fits, and with 2 for bad input.
     """
@@ -82,4 +77,4 @@ def fit(
     from zerojax.cli.fit_run import run  # imports JAX
 
     asked = StepOptions(model, devices, batch, seq, network, mesh_axes, attention, as_json)
-    run(config, asked, auto=stood_in, out=out, compiles=compiles, minutes=minutes, xla=xla)
+    run(config, asked, auto=stood_in, out=out, compiles=compiles, minutes=minutes)

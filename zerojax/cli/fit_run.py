@@ -36,7 +36,6 @@ def run(
     out: Path | None,
     compiles: int,
     minutes: float,
-    xla: bool,
 ) -> None:
     """Searches, prints the ranking and writes the config; exits with 3 if nothing fits and with 2
     for bad input. The arguments are the options of the command."""
@@ -62,7 +61,6 @@ def run(
                 auto=auto,
                 compiles=compiles,
                 seconds=60 * minutes,
-                xla=xla,
                 note=note,
                 done=done,
             )
@@ -147,16 +145,13 @@ def _row(trial: Trial) -> dict[str, object]:
         "computed_again": sum(each.again for each in forecast.programs),
         "bytes_again": forecast.bytes_again,
         "seconds_again": forecast.seconds_again,
-        "measured": trial.measured,
     }
 
 
 def _show(trials: Sequence[Trial], title: str) -> None:
     settings = ["stage", "micro-batch", "accumulation", "remat", "offloaded", ">stay gathered"]
-    has_xla = any(trial.choice.xla for trial in trials)
     has_stages = any(trial.choice.pipeline > 1 for trial in trials)
     settings += ["pipeline"] if has_stages else []
-    settings += ["XLA"] if has_xla else []
     repeats = any(trial.forecast.bytes_again for trial in trials)
     table = terminal.table(
         *settings, ">tokens/s", ">MFU", ">device memory", ">host memory",
@@ -173,9 +168,8 @@ def _show(trials: Sequence[Trial], title: str) -> None:
             choice.offload,
             size(forecast.plan.live.bytes) if forecast.plan.live else "",
             *([f"{choice.pipeline} stages" if choice.pipeline > 1 else ""] if has_stages else ()),
-            *(["\n".join(_short(name, x) for name, x in choice.xla)] if has_xla else ()),
             f"{trial.tokens_per_second:,.0f}",
-            f"{forecast.mfu * forecast.seconds / trial.seconds:.1%}",
+            f"{forecast.mfu:.1%}",
             size(forecast.peak.bytes),
             size(forecast.host_bytes),
             *([_repeated(forecast)] if repeats else ()),
@@ -188,9 +182,3 @@ def _repeated(forecast: Forecast) -> str:
     if not forecast.bytes_again:
         return ""
     return f"{size(forecast.bytes_again)}, {duration(forecast.seconds_again)}"
-
-
-def _short(name: str, value: bool | int | str) -> str:
-    """Shortens an option of XLA for a narrow column."""
-    shown = str(value).removeprefix("WHILE_LOOP_UNROLLING_")
-    return f"{name.removeprefix('xla_gpu_').removeprefix('enable_')} {shown}"

@@ -46,7 +46,6 @@ class Choice:
       offload: The parts of the state that are offloaded.
       live: The most elements of parameters that stay gathered over an update; 0 below stage 3 and
         for offloaded parameters.
-      xla: Options of XLA, by the names of the config's fields, in addition to the config's.
       pipeline: The pipeline stages into which a search divides the hosts; 1 for the given mesh.
     """
 
@@ -56,7 +55,6 @@ class Choice:
     remat: Remat = None
     offload: Offload = "none"
     live: int = 0
-    xla: tuple[tuple[str, bool | int | str], ...] = ()
     pipeline: int = 1
 
     def __post_init__(self) -> None:
@@ -70,7 +68,6 @@ class Choice:
         words += [f"{self.offload} offloaded"] if self.offload != "none" else []
         words += [f"{self.live:,} elements gathered"] if self.live else []
         words += [f"{self.pipeline} pipeline stages"] if self.pipeline > 1 else []
-        words += [f"{name}={value}" for name, value in self.xla]
         return ", ".join(words)
 
     @property
@@ -116,7 +113,6 @@ class Choice:
     def config(self, before: ZeroConfig, world: int) -> ZeroConfig:
         """Returns ``before`` with these settings."""
         optimizer, param = self.held
-        xla: dict[str, Any] = dict(self.xla)
         return dataclasses.replace(
             before,
             stage=self.stage,
@@ -126,7 +122,6 @@ class Choice:
             if optimizer
             else None,
             offload_param=(before.offload_param or OffloadParam()) if param else None,
-            **xla,
         )
 
     def json(self, before: Mapping[str, Any], world: int) -> dict[str, Any]:
@@ -139,13 +134,7 @@ class Choice:
             device = section.get("device")
             if is_offloaded:
                 zero[name] = {**section, "device": device if device in ("cpu", "nvme") else "cpu"}
-        xla = {**(before.get("xla") or {}), **dict(self.xla)}
-        return {
-            **before,
-            **self._batch(world),
-            "zero_optimization": zero,
-            **({"xla": xla} if xla else {}),
-        }
+        return {**before, **self._batch(world), "zero_optimization": zero}
 
     def rows(self, world: int) -> int:
         """Returns the rows of an update on ``world`` devices, which stages divide."""

@@ -33,24 +33,19 @@ class BuiltStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A choice that was compiled, and its forecast.
-
-    Attributes:
-      measured: Measured seconds of a step; None if no step was run.
-    """
+    """A choice that was compiled, and its forecast."""
 
     choice: Choice
     forecast: Forecast
-    measured: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, measured if available, else predicted."""
-        return self.forecast.seconds if self.measured is None else self.measured
+        """Predicted seconds of a step."""
+        return self.forecast.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second over all devices, measured if available, else predicted."""
+        """Predicted tokens per second over all devices."""
         return self.forecast.tokens / self.seconds
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,8 +16,8 @@ from zerojax.config.auto import stand_in
 from zerojax.config.batch import stages_of
 from zerojax.config.load import as_json
 from zerojax.devices.arranged import in_stages
-from zerojax.devices.mesh import are_present, micro_batch_devices, stage_size
 from zerojax.devices.mesh import mesh as all_devices
+from zerojax.devices.mesh import micro_batch_devices, stage_size
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice
 from zerojax.foresight.devices import rates_here
@@ -26,11 +25,9 @@ from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import Trial
 from zerojax.models.registry import find, takes, takes_policy
 from zerojax.tuning.cache import Cache
-from zerojax.tuning.options import search_options
 from zerojax.tuning.search import COMPILES, SECONDS, SearchResult, listed, search
 from zerojax.tuning.space import FILLED, POLICIES, left_open
 from zerojax.tuning.study import Study
-from zerojax.xla.compiler import GPUS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +40,7 @@ class Fitted:
         model, a bool or a name for ``remat_policy``; and ``pipeline``, if above 1 the size of the
         mesh's outermost axis "stage".
       ranking: Every choice that was compiled and fits, by descending tokens per second (by
-        ascending step time if ``autotuning.metric`` is "latency"). With ``xla``, the first entries
-        are the fastest choice under several XLA options.
+        ascending step time if ``autotuning.metric`` is "latency").
       unseen: Combinations of stage, remat and offload that the search skipped at its limits.
       compiled: The number of programs compiled.
       remembered: The number of programs found in the cache.
@@ -70,7 +66,6 @@ def fit(
     auto: Mapping[str, object] | None = None,
     compiles: int = COMPILES,
     seconds: float = SECONDS,
-    xla: bool = False,
     note: Callable[[str], None] | None = None,
     done: Callable[[int, int], None] = lambda modes, of: None,
 ) -> Fitted:
@@ -80,8 +75,8 @@ def fit(
     the config has "auto" or nothing for them, and ``remat`` and ``remat_policy`` are open if
     ``model`` takes them. If the mesh has only the axis "data", over several hosts, and the fastest
     choice waits for the network, it is tried in pipeline stages of hosts as well. The search
-    compiles each choice for the devices and runs none (except with ``xla``). ``~/.cache/zerojax``
-    caches the measurements of compiled programs.
+    compiles each choice for the devices and runs none. ``~/.cache/zerojax`` caches the measurements
+    of compiled programs.
 
     DeepSpeed's section ``autotuning``, if enabled, bounds the search: the rows of an update and of
     a micro-batch, and the number of micro-batches compiled; its ``metric`` defines the fastest
@@ -103,9 +98,6 @@ def fit(
       auto: Values for each "auto" that is not open, as for :func:`zerojax.zero`.
       compiles: The maximum number of choices to compile.
       seconds: The maximum duration of the search, in seconds.
-      xla: Whether to compile the fastest choice under several XLA options as well
-        (:mod:`zerojax.tuning.options`), and run it under them if the devices are GPUs that exist.
-        The config has the fastest options in its section "xla".
       note: A function called with the description of each choice before it is compiled; None to
         print on stderr.
       done: A function called with the number of modes (stage, remat, offload) that are done, and
@@ -115,7 +107,7 @@ def fit(
       ConfigError: The config is invalid, or the rows do not divide among the devices.
       OutOfMemoryError: No choice that was compiled fits.
       ValueError: The devices, the network or the model are unknown, the model is not a language
-        model, ``xla`` is set and the devices are not GPUs, or several processes call ``fit``.
+        model, or several processes call ``fit``.
 
     Example::
 
@@ -130,11 +122,6 @@ def fit(
     function = find(model) if isinstance(model, str) else model
     mesh = in_stages(all_devices() if mesh is None else mesh, stages_of(raw))
     rates = (rates_here(mesh) if rates is None else rates).over(network)
-    if xla and mesh.devices.flat[0].platform not in GPUS:
-        raise ValueError(
-            f"xla: its options are for GPUs, and the devices are {rates.kind}: leave it out"
-        )
-    deadline = time.monotonic() + seconds
     world = micro_batch_devices(mesh)
     remats = (False, True) if takes(function, "remat") else (None,)
     space, fixed = left_open(raw, train_batch_size, world, remats)
@@ -161,13 +148,6 @@ def fit(
         raise study.failed
     if not ranking:
         raise OutOfMemoryError(_nothing_fits(study, searched, f"{mesh.size} x {rates.kind}"))
-    if xla:
-        run = study.run if are_present(mesh) else None
-        remaining = deadline - time.monotonic()
-        ranking = (
-            *search_options(study, ranking[0], fixed.get("xla") or (), remaining, run),
-            *ranking[1:],
-        )
     chosen = ranking[0].choice
     return Fitted(
         chosen.json(fixed, world), chosen, ranking, tuple(searched.unseen), cache.misses, cache.hits

@@ -28,7 +28,6 @@ from zerojax.devices.network import nodes_of
 from zerojax.devices.rates import Rates
 from zerojax.foresight.choice import Choice, Remat, requested_rows
 from zerojax.foresight.costs import Measure, measure
-from zerojax.foresight.guard import OutOfMemoryError
 from zerojax.foresight.trials import BuiltStep, Trials
 from zerojax.models.registry import bound, takes
 from zerojax.models.tensor_parallel import MODEL
@@ -36,7 +35,6 @@ from zerojax.plan import layout
 from zerojax.plan.state_sharding import Plan
 from zerojax.step.collectives_table import CollectivesTable
 from zerojax.step.train_step import Step
-from zerojax.tuning.running import seconds_of_a_step
 from zerojax.tuning.workload import Workload, workload
 from zerojax.xla.types import PyTree
 
@@ -104,16 +102,6 @@ class Study(Trials):
         if self._mesh.axis_names != (AXIS,):
             return []
         return [n for n in range(2, hosts + 1) if hosts % n == 0]
-
-    def run(self, choice: Choice) -> float | None:
-        """Runs a choice on the devices; returns seconds per step, or None if it does not run."""
-        decorated, work = self._decorated(choice.config(self._config, self.world), choice)
-        self._note(f"{choice}: running")
-        try:
-            return seconds_of_a_step(decorated, work)
-        except (jax.errors.JaxRuntimeError, OutOfMemoryError) as error:
-            self._note(f"{choice}: {type(error).__name__}: {error}")
-            return None
 
     def _decorated(self, config: ZeroConfig, choice: Choice) -> tuple[Zero, Workload]:
         """Returns the decorator and the workload of a choice; the decorator has its specs."""

@@ -72,7 +72,7 @@ XLA: tuple[Key, ...] = tuple(
         optional(kind),
         None,
         f"zerojax's own key, for GPUs: {why}; null is zerojax's choice",
-        auto="zerojax's choice; `zerojax fit --xla` compares",
+        auto="zerojax's choice",
     )
     for name, kind, why in _OPTIONS
 )

@@ -97,6 +97,7 @@ def test_rows_stay_apart(function: Callable[..., Any], dim: int, outer: int | No
         (lambda w, b: jnp.zeros(4).at[jnp.arange(len(b["x"])) % 4].add(b["x"][:, 0]), "mixed"),
         (lambda w, b: jnp.exp((b["x"] @ w).mean()), "global"),
         (lambda w, b: (b["x"] @ w).mean() ** 2, "global"),
+        (lambda w, b: b["x"].sum() * (b["x"] @ w).sum(), "global"),
         (lambda w, b: jnp.where((b["x"] @ w).mean() > 0, w, 2 * w), "global"),
         (lambda w, b: w.astype(int)[0].at[b["y"]].add(1), "global"),
         (lambda w, b: 3 * w, "fixed"),

@@ -14,6 +14,8 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 import zerojax
+from zerojax.accumulation.kinds import RowKind
+from zerojax.accumulation.lanes import rows_of_all
 from zerojax.hlo.traffic import collectives
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "in_float64")
@@ -149,6 +151,14 @@ def test_one_reduction_an_update(
     stage: int, mesh: str, between: int, loss: Callable[[Any, Any], jax.Array]
 ) -> None:
     assert most_reductions(stage, mesh, loss, between) == 1
+
+
+def test_rows_in_several_stretches_keep_their_order() -> None:
+    """A result that holds all rows twice, as ``jnp.concatenate([x, 10 + x])`` does."""
+    rows = np.arange(6)
+    lanes = jnp.stack([np.concatenate([x, 10 + x]) for x in np.split(rows, 2)])
+    found = rows_of_all(lanes, RowKind("rows", dim=0, outer=2))
+    np.testing.assert_array_equal(found, np.concatenate([rows, 10 + rows]))
 
 
 def test_one_a_micro_batch_where_devices_cannot_work_apart() -> None:

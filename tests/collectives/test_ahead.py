@@ -135,6 +135,16 @@ def test_a_widened_stack_is_gathered_before_it_is_widened() -> None:
     assert ahead.count(()) == 2 * ahead.count(("scan",)) >= 4
 
 
+def test_layers_that_cast_a_stack_gather_what_they_cast_to() -> None:
+    def cast(ws: Any, x: Any) -> Any:
+        return scanned(lambda x, w: jnp.tanh(x @ w.astype("bfloat16")))(ws, x)
+
+    arrays = jnp.asarray(weights(), "float32"), jnp.asarray(X, "bfloat16")
+    found = gathers(jax.make_jaxpr(inserted(cast))(*arrays))
+    assert [move.inside for move in found].count(("scan",)) == 2
+    assert {str(move.dtype) for move in found} == {"bfloat16"}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_not_what_stays_gathered(dtype: str) -> None:
     def loss(ws: Any, x: Any) -> Any:

@@ -136,6 +136,19 @@ def test_overflowed_batches_leave_no_trace(
     assert (int(told["skipped_steps"]), int(told["step"]), int(state.step)) == (4, 10, 10)
 
 
+def test_a_skipped_step_changes_no_parameter_by_itself() -> None:
+    def shifting(state: State, batch: Any) -> Any:
+        new, value = step(state, batch)
+        return new.replace(params=new.params | {"bias": new.params["bias"] + 1}), value
+
+    good = batches(2)
+    zero = zero_for(3, **FP16)
+    clean, _ = run(zero, good, shifting)
+    state, _ = run(zero, [good[0], spoilt(good[0], np.inf), good[1]], shifting)
+    assert np.min(clean.params["bias"]) > 1
+    assert bits(state.params) == bits(clean.params)
+
+
 def test_without_the_check_bf16_applies_what_comes() -> None:
     state, _ = run(zero_for(2, bf16=True), [spoilt(batches(1)[0], np.nan)])
     assert np.isnan(state.params["first"]).any()

@@ -153,6 +153,14 @@ def test_one_reduction_an_update(
     assert most_reductions(stage, mesh, loss, between) == 1
 
 
+def test_lanes_send_the_dtype_of_the_gradients() -> None:
+    zero = zerojax.zero(stage=1, bf16=True, gradient_accumulation_steps=K)
+    rows = zero(step_of(mean)).collectives(start(), emitted.in_float32(batch())).rows
+    sent = [each for each in rows if each.kind != "all-gather" and len(each.shape) > 1]
+    assert {each.dtype for each in sent} == {"bfloat16"}
+    assert {each.where for each in sent} == {"after the loop"}
+
+
 def test_rows_in_several_stretches_keep_their_order() -> None:
     """A result that holds all rows twice, as ``jnp.concatenate([x, 10 + x])`` does."""
     rows = np.arange(6)

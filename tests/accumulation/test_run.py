@@ -12,8 +12,10 @@ import optax
 import pytest
 from equal import zero_for
 from flax.training.train_state import TrainState
+from jaxprs import equations
 
 import zerojax
+from zerojax.xla.jaxprs import scan_counts
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 ROWS = 16
@@ -162,6 +164,26 @@ def test_what_follows_runs_once(stage: int) -> None:
         }  # fmt: skip
 
     exactly(step, 2, 4, stage, average=params, seen=lambda: jnp.zeros(2, int))
+
+
+@pytest.mark.parametrize(
+    ("asked", "summed"), [(None, "float32"), ("fp32", "float32"), ("bf16", "bfloat16")]
+)
+def test_the_dtype_of_sums(asked: str | None, summed: str) -> None:
+    """``grad_accum_dtype`` is that of gradients alone."""
+    x = emitted.in_float32(batch(), ROWS)
+    program = emitted.emitted(
+        emitted.Source(start, with_loss(losses("sum")), (x,), rows=ROWS), zerojax.mesh(2),
+        stage=2, bf16=True, gradient_accumulation_steps=4, grad_accum_dtype=asked,
+    )  # fmt: skip
+    (loop,) = [
+        eqn
+        for _, eqn in equations(program.jaxpr)
+        if eqn.primitive.name == "scan" and eqn.params["length"] == 4
+    ]
+    sums = [v.aval for v in loop.outvars[: scan_counts(loop).carry]]
+    assert {str(x.dtype) for x in sums if x.ndim == 2} == {summed}
+    assert {str(x.dtype) for x in sums if x.ndim == 0} == {"float32"}
 
 
 def test_counts_that_the_state_keeps() -> None:

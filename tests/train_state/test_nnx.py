@@ -203,22 +203,6 @@ def test_what_the_step_sets_stays_set(accumulation: int) -> None:
     assert model.dropout.deterministic is False
 
 
-@pytest.mark.slow
-def test_offload() -> None:
-    zero = zero_for(3, offload_optimizer="cpu", offload_param="cpu", k=2)
-    objects, plain = zero.init(create), create()
-    objects = (objects[2], objects[1], objects[0])
-
-    def step(metrics: Any, optimizer: Any, model: Any, batch: Any) -> Any:
-        return train(model, optimizer, batch, metrics)
-
-    decorated, jitted = zero(step), nnx.jit(step)
-    for _ in range(2):
-        same(decorated(*objects, BATCH), jitted(plain[2], plain[1], plain[0], BATCH))
-    same(objects[0].compute(), plain[2].compute())
-    same(jax.device_get(nnx.state(objects[2])), nnx.state(plain[0]))
-
-
 def test_cached_partial() -> None:
     zero = zerojax.zero(stage=1)
     objects, plain = zero.init(create), create()

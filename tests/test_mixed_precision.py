@@ -378,26 +378,3 @@ def test_wrapped_once_and_for_this_precision() -> None:
     scaled = made.replace(tx=zero.optimizer(), opt_state=zero.optimizer().init(made.params))
     with pytest.raises(ValueError, match=r"fp16 is off, but .* with it"):
         zero_for(1)(step)(scaled, batches(1)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("accumulation", "feature"),
-    [(4, {"zero_hpz_partition_size": 4}), (1, {"stage3_max_live_parameters": 10**12}),
-     (1, {"mesh": zerojax.mesh(replicas=2)})],
-)  # fmt: skip
-def test_fp16_beside_others(accumulation: int, feature: dict[str, Any]) -> None:
-    """The same scale, the same skipped step and nearly the same numbers as without them."""
-    some = batches(6)
-    some[3] = spoilt(some[3], np.inf)
-    keywords = {"fp16": True, "k": accumulation, "small_array_size": 0}
-    (near, losses), (flat, want) = (
-        run(zero_for(3, **more, **keywords), some) for more in (feature, {})
-    )
-    np.testing.assert_allclose(losses, want, rtol=2e-3)
-    got, expected = zerojax.telemetry(near), zerojax.telemetry(flat)
-    for name in ("loss_scale", "skipped_steps", "step"):
-        assert got[name] == expected[name]
-    assert got["skipped_steps"] == 1
-    for a, b in zip(jax.tree.leaves(near.params), jax.tree.leaves(flat.params), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-3)

@@ -14,7 +14,7 @@ import pytest
 from equal import zero_for
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers
+from optim.test_over_matrices import muon
 
 import zerojax
 from zerojax.collectives.ledger import Ledger
@@ -54,13 +54,6 @@ def loss_of(params: Any, x: jax.Array) -> jax.Array:
     stacks = {name: w for name, w in params.items() if w.ndim == 3}
     x, _ = jax.lax.scan(layer, x + params["bias"], stacks)
     return jnp.mean((x @ params["head"]) ** 2)
-
-
-def muon(**options: Any) -> optax.GradientTransformation:
-    def numbers(tree: Any) -> Any:
-        return jax.tree.map(lambda x: MuonDimensionNumbers(-2, -1) if x.ndim > 1 else None, tree)
-
-    return optax.contrib.muon(0.05, muon_weight_dimension_numbers=numbers, **options)
 
 
 def cubic(over: Callable[..., Any]) -> optax.GradientTransformation:

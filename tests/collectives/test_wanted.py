@@ -52,20 +52,6 @@ def test_a_stack_cut_along_its_layers_is_not_cut_within_the_loop() -> None:
     assert not any(wanted.of_scan_body(backward_scan(jaxpr), wants)[n:])
 
 
-def test_into_the_layers_of_a_stack() -> None:
-    """Not into the zeros that they are written in."""
-
-    def function(x: jax.Array, y: jax.Array) -> jax.Array:
-        zeros = jnp.zeros((4, 8, 16))
-        one = lax.pad((x.T @ y)[None], 0.0, [(1, 2, 0), (0, 0, 0), (0, 0, 0)])
-        return one + lax.dynamic_update_slice(zeros, (x.T @ (2 * y))[None], (2, 0, 0))
-
-    made, _, _ = reached(function, (4, 8), (4, 16), spec=(None, "data", None))
-    assert made.count(("dot_general", ("data", None))) == 2
-    assert ("broadcast_in_dim", (None, "data", None)) in made  # a layer as a stack of one
-    assert not [e for e in made if e[0] == "dot_general" and e[1] != ("data", None)]
-
-
 def test_the_spec_of_a_constraint_that_leaves_a_dimension_to_xla() -> None:
     left = NamedSharding(MESH, PartitionSpec(PartitionSpec.UNCONSTRAINED, "data"))
     jaxpr = jax.make_jaxpr(lambda x: lax.with_sharding_constraint(x, left))(*abstract((8, 8)))

@@ -66,7 +66,7 @@ def refused_text() -> object:
 
 
 def refused_rows() -> object:
-    job: Any = SimpleNamespace(per_device_train_batch_size=3)
+    job: Any = SimpleNamespace(per_device_train_batch_size=3, config="zero.json")
     return Job.rows(job, zerojax.zero(train_batch_size=16).config, 8)
 
 
@@ -74,7 +74,7 @@ def refused_rows() -> object:
     ("run", "says"),
     [
         (refused_text, "garbage.bin is not text: NUL byte at offset 3"),
-        (refused_rows, "makes 24 rows an update on 8"),
+        (refused_rows, "makes 24 rows an update on 8 devices, but zero.json says 16"),
         (
             lambda: classes([Pair("a", "b", label) for label in (0, 2)]),
             "the labels are 0, 2: number them from 0 to 1",

@@ -60,16 +60,6 @@ def agrees(
         same((b.params, mine_out), (a.params, out))
 
 
-class TestWrapper:
-    def test_around_a_jit_and_within_one(self) -> None:
-        @functools.wraps(train_step)
-        def outer(state: TrainState, batch: Any) -> Any:
-            return jax.jit(train_step)(state, jax.tree.map(lambda x: x * 3, batch))
-
-        agrees(outer, (X, Y))
-        agrees(jax.jit(outer), (X, Y))
-
-
 def scaled_step(state: TrainState, batch: Any, how: str, times: int = 1) -> Any:
     assert isinstance(times, int)
     return update(state, *batch, scale=times * (2.0 if how == "double" else 1.0))

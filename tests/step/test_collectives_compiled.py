@@ -13,6 +13,7 @@ from equal import arguments
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from programs import PROGRAMS
+from step.test_collectives_table import train_step
 
 import zerojax
 from zerojax.hlo.traffic import Collective, collectives
@@ -126,14 +127,6 @@ class Model(nn.Module):
         return nn.Dense(512)(x)
 
 
-def model_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    def loss_fn(params: Any) -> jax.Array:
-        return jnp.mean(state.apply_fn({"params": params}, batch) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), loss
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "axes", "config"),
@@ -160,7 +153,7 @@ def test_features(layers: int, axes: Any, config: dict[str, Any]) -> None:
     mesh = zerojax.topology("h100", DEVICES, axes=axes)
     zero = zerojax.zero(mesh=mesh, bf16=True, stage3_param_persistence_threshold=0, **config)
     rows = 4 * DEVICES * config.get("gradient_accumulation_steps", 1)
-    state, step = zero.abstract_state(create), zero(model_step)
+    state, step = zero.abstract_state(create), zero(train_step)
     batch = jax.ShapeDtypeStruct((rows, 256), jnp.bfloat16)
     table, found = step.collectives(state, batch), list[Collective]()
     for program in step.programs(state, batch):

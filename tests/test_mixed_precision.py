@@ -120,6 +120,7 @@ def test_overflowed_batches_leave_no_trace(
     assert bits((state.mean, state.key)) == bits((clean.mean, clean.key))
     told = zerojax.telemetry(state)
     assert (int(told["skipped_steps"]), int(told["step"]), int(state.step)) == (4, 10, 10)
+    assert float(told["loss_scale"]) == keywords.get("loss_scale", 1.0)  # a static one stays
 
 
 def test_without_the_check_bf16_applies_what_comes() -> None:

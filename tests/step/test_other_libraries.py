@@ -16,10 +16,6 @@ BATCH = {"x": RNG.normal(size=(16, 8)).astype(np.float32), "y": RNG.integers(4, 
 TX = optax.adam(1e-2)
 
 
-def cross_entropy(logits: Any, labels: Any) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
 def equinox_create(key: jax.Array, tx: Any = TX) -> Any:
     """The activation is a leaf of the model."""
     model = eqx.nn.MLP(8, 4, 16, 2, activation=jax.nn.tanh, key=key)
@@ -29,7 +25,8 @@ def equinox_create(key: jax.Array, tx: Any = TX) -> Any:
 def equinox_step(model: Any, opt_state: Any, batch: Any, tx: Any = TX) -> Any:
     @eqx.filter_value_and_grad
     def loss_fn(model: Any) -> jax.Array:
-        return cross_entropy(jax.vmap(model)(batch["x"]), batch["y"])
+        logits = jax.vmap(model)(batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
     loss, grads = loss_fn(model)
     updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))

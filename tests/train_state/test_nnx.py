@@ -93,13 +93,6 @@ def agrees(
         same(values(mine), values(plain))
 
 
-def exactly(
-    step: Callable[..., Any], make: Callable[[], tuple[Any, ...]], stage: int = 3, k: int = 1
-) -> None:
-    """The same without a compile: see ``tests/emitted.py``."""
-    emitted.check(emitted.Source(make, step, (BATCH,), emitted.in_arguments, rows=16), stage, k)
-
-
 @pytest.mark.parametrize("born", [True, False])
 def test_metrics_and_rngs_are_updated_in_place(born: bool) -> None:
     agrees(full_step, create, BATCH, born=born)
@@ -119,7 +112,7 @@ def test_another_model_of_the_same_form_is_left_alone() -> None:
         return model, Net(nnx.Rngs(5)), optimizer
 
     agrees(step, make, BATCH, born=True)
-    exactly(step, make, 1, 2)
+    emitted.check(emitted.Source(make, step, (BATCH,), emitted.in_arguments, rows=16), 1, 2)
 
 
 def test_an_update_of_the_second_of_two_alike() -> None:

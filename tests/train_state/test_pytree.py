@@ -225,12 +225,6 @@ class TestTheState:
         scattered = {row.array for row in rows if row.kind == "reduce-scatter"}
         assert scattered
 
-    def test_is_kept(self) -> None:
-        step = zero_for(3, donate=False)(as_arguments)
-        *state, first = step(*params_and_opt_state(), BATCH)
-        (*_, one), (*_, other) = step(*state, BATCH), step(*state, BATCH)
-        assert one == other != first
-
     def test_is_named_where_it_cannot_be_found(self) -> None:
         def step(params: Any, opt_state: Any, batch: Any, lr: Any) -> Any:
             params, opt_state, loss = updated(params, opt_state, batch)

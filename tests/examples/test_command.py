@@ -81,7 +81,7 @@ def refused_rows() -> object:
         ),
         (
             lambda: Options(
-                **dict.fromkeys(Options.__dataclass_fields__) | {"train_file": "a.csv"}  # type: ignore[arg-type]
+                **dict.fromkeys(Options.__dataclass_fields__) | {"train_file": "a.csv"}
             ),
             "give --train_file and --validation_file",
         ),

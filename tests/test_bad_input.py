@@ -95,12 +95,6 @@ class TestBatch:
             "disagree", r"'x'.*16", r"'y'.*8", "argument", "gradient_accumulation_steps to 1",
         )  # fmt: skip
 
-    def test_whose_micro_batch_is_not_that_of_the_config(self) -> None:
-        zero = zerojax.zero(
-            stage=1, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=1
-        )
-        refuses(zero(good_step), make_state(), batch_of(16), ValueError, "16", "32|micro")
-
     @pytest.mark.parametrize("key", [jax.random.PRNGKey(0), jax.random.key(0)])
     def test_that_is_a_random_key(self, key: jax.Array) -> None:
         def noisy(state: TrainState, key: jax.Array, batch: Any) -> Any:
@@ -145,12 +139,6 @@ class TestState:
             zero(good_step), make_state(), batch_of(), ValueError,
             r"params\['w'\]", "'model'", "mesh",
         )  # fmt: skip
-
-    def test_nnx_optimizer_that_is_none(self) -> None:
-        model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-        step = zerojax.zero(stage=3)(lambda model, optimizer, batch: None)
-        with pytest.raises(TypeError, match=r"nnx\.Optimizer.*TrainState|nnx\.Optimizer"):
-            step(model, optax.adam(1e-3), batch_of())
 
 
 def gradients(state: TrainState, batch: Any) -> Any:

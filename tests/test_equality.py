@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from equal import assert_same, check, follow, start, zero_for
+from equal import check, zero_for
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
-from programs import PROGRAMS
 
 import zerojax
 
@@ -122,14 +121,6 @@ def test_the_norm_of_a_gradient_leaves_padding_out() -> None:
     state, _ = zero(step)(state, batch)
     want = optax.tree.norm(jax.grad(loss)({"w": weights}, batch))
     np.testing.assert_allclose(zerojax.telemetry(state)["grad_norm"], want, rtol=1e-6)
-
-
-def test_small_tensors_are_replicated() -> None:
-    """Under the default threshold stage 3 shards nothing of a model as small as this."""
-    zero, state = zerojax.zero(stage=3), start("mlp", "float32")
-    assert not any(leaf.sharded for leaf in zero.plan(state).leaves["params"])
-    program = PROGRAMS["mlp"]
-    assert_same(program, follow(program, zero(program.step), state), "float32")
 
 
 def test_bfloat16_accumulated_in_float32() -> None:

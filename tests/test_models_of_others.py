@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import emitted
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,41 +86,25 @@ def pair(make: Make) -> tuple[nnx.Module, nnx.Optimizer]:
     return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
 
-def trained(step: Any, model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[list[float], Any]:
-    losses = [float(step(model, optimizer, TOKENS)) for _ in range(3)]
-    return losses, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+SOURCE = emitted.Source(lambda: pair(decoder), train_step, (TOKENS,), emitted.in_arguments, rows=16)
 
 
-def check(zero: zerojax.Zero, make: Make, want: tuple[list[float], Any]) -> Any:
-    model, optimizer = zero.init(lambda: pair(make))
-    losses, params = trained(zero(train_step), model, optimizer)
-    np.testing.assert_allclose(losses, want[0], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, want[1])
-    return model
-
-
-@pytest.fixture(scope="module")
-def plain() -> tuple[list[float], Any]:
-    return trained(nnx.jit(train_step), *pair(decoder))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (3, 2)])
 def test_annotations_for_axes_that_do_not_exist_are_left_out_on_request(
-    stage: int, accumulation: int, plain: tuple[list[float], Any]
+    stage: int, accumulation: int
 ) -> None:
-    zero = zero_for(stage, k=accumulation, specs=PartitionSpec())
-    model = check(zero, decoder, plain)
+    emitted.check(SOURCE, stage, accumulation, specs=PartitionSpec())
+    model, _ = zero_for(stage, specs=PartitionSpec()).init(lambda: pair(decoder))
     spec = model.layers[0].gate.kernel[...].sharding.spec
     assert ("data" in spec) == (stage > 0)
 
 
-@pytest.mark.slow
-def test_annotations_are_kept_where_rules_map_them(plain: tuple[list[float], Any]) -> None:
+def test_annotations_are_kept_where_rules_map_them() -> None:
     rules = (("vocab", "tp"), ("heads", "tp"), ("mlp", "tp"), ("embed", None))
     mesh = zerojax.mesh(axes={"data": 4, "tp": 2})
     with logical_axis_rules(rules):
-        model = check(zero_for(3, mesh=mesh), decoder, plain)
+        emitted.check(SOURCE, mesh=mesh)
+        model, _ = zero_for(3, mesh=mesh).init(lambda: pair(decoder))
     assert model.embedding[...].sharding.spec == PartitionSpec("tp", "data")
 
 

@@ -5,11 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from equal import start, zero_for
 from flax.training.train_state import TrainState
-from jax.sharding import PartitionSpec as P
 
 import zerojax
 
@@ -50,30 +48,6 @@ def test_an_evaluation_is_spread_over_both_axes() -> None:
     out, mean = predict(state, x)
     np.testing.assert_allclose(out, want, rtol=1e-9)
     np.testing.assert_allclose(mean, np.mean(want), rtol=1e-9)
-
-
-def test_a_step_with_explicit_axes() -> None:
-    mesh = jax.make_mesh((2, 4), ("replica", "data"))
-    zero = zero_for(3, mesh=mesh)
-    rows = np.arange(256.0).reshape(16, 16) / 256
-    over = P(("replica", "data"), None)
-
-    def create() -> TrainState:
-        return TrainState.create(apply_fn=None, params={"w": np.ones((16, 8))}, tx=optax.sgd(0.1))
-
-    def loss_fn(params: Any, x: jax.Array, **how: Any) -> jax.Array:
-        return jnp.mean(jnp.tanh(jnp.einsum("bi,io->bo", x, params["w"], **how)))
-
-    def step(state: TrainState, x: jax.Array) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: loss_fn(p, x, out_sharding=over))(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    with jax.set_mesh(mesh):
-        state = zero.init(create)
-        state, loss = zero(step)(state, jax.device_put(rows, jax.NamedSharding(mesh, over)))
-    want, grads = jax.value_and_grad(loss_fn)(create().params, rows)
-    np.testing.assert_allclose(loss, want, rtol=1e-9)
-    np.testing.assert_allclose(np.asarray(state.params["w"]), 1 - 0.1 * grads["w"], rtol=1e-9)
 
 
 def test_the_config_makes_the_groups() -> None:

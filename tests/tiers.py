@@ -45,7 +45,7 @@ test shows once, so a run draws few; ``.ci/run --all`` has all."""
 TOY_FOLDERS = {"benchmarks", "examples"}
 SMOKE = {
     f"tests/{name}" for name in (
-        "benchmarks/test_frame.py", "benchmarks/test_measure.py",
+        "benchmarks/test_frame.py",
         "benchmarks/test_memory.py::test_peak_falls_from_stage_to_stage",
         "benchmarks/test_offload.py",
         "examples/run_clm/test_data.py", "examples/test_command.py", "examples/test_public_api.py",

@@ -1,6 +1,7 @@
 """A user's models on the path, and devices that are the CPUs of the tests."""
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,3 +37,12 @@ def on_cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     room()
     return room
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A config of stage 3."""
+    path = tmp_path / "zero.json"
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": 8}))
+    return path

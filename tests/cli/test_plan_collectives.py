@@ -21,14 +21,6 @@ def _no_compile(*args: Any, **kwargs: Any) -> None:
     raise AssertionError("compiled")
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "zero.json"
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": 8}))
-    return path
-
-
 def run(config: Path, *args: Any, model: str = "mine:sound") -> Any:
     given = ["--model", model, "--config", config, "--devices", "h100:8", "--seq", 16, *args]
     return CliRunner().invoke(app, ["plan", *map(str, given), "--collectives"])

@@ -17,14 +17,6 @@ def on_small_cpus(on_cpus: Any) -> None:
     on_cpus(100)
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "zero.json"
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": 8}))
-    return path
-
-
 def run(
     config: Path, *args: Any, model: str = "mini", devices: str = "h100:1", new: int | None = 4
 ) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import emitted
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,9 +86,5 @@ def test_a_step_that_changes_one_row_of_a_gradient(
         used = tx if in_optimizer else optax.sgd(1.0)
         return TrainState.create(apply_fn=None, params={"w": jnp.asarray(w)}, tx=used)
 
-    want, _ = jax.jit(train_step)(create(), x)
-    zero = zerojax.zero(stage=2)
-    state = zero.init(create)
-    assert zero.plan(state).params["w"] == PartitionSpec("data")
-    state, _ = zero(train_step)(state, x)
-    np.testing.assert_allclose(state.params["w"], want.params["w"], rtol=1e-5, atol=1e-5)
+    assert zerojax.zero(stage=2).plan(create()).params["w"] == PartitionSpec("data")
+    emitted.check(emitted.Source(create, train_step, (x,), rows=len(x)), 2)

@@ -71,16 +71,3 @@ def test_reductions(mesh: str, spec: tuple[object, ...], sent: list[tuple[str, i
 def test_shards_that_are_not_equal_count_with_their_padding() -> None:
     (found,) = noted(zerojax.mesh(), False, (20, 3), ("data", None))
     assert (found.shape, found.payload) == ((20, 3), 24 * 3 * 4)
-
-
-@pytest.mark.parametrize(("kind", "sent"), [("all-gather", 700), ("all-reduce", 1400)])
-def test_bytes_are_those_of_a_ring(kind: str, sent: int) -> None:
-    assert Decision(kind, (200,), "float32", 800, 8, "", "").bytes == sent
-
-
-def test_nothing_is_noted_that_nobody_asked_for() -> None:
-    gatherer = Gatherer(zerojax.mesh(), "data", keep=False)
-    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    closed = jax.make_jaxpr(lambda x: gatherer.all_gather(x, ("data", None)))(x)
-    assert all("zerojax" not in str(eqn.source_info.name_stack) for eqn in closed.eqns)
-    assert len(gatherer.ledger) == 0

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxprs import Spec, equations, gathers, scatters
 
 import zerojax
-from zerojax.collectives import Inserter, Shard, loops
+from zerojax.collectives import Inserter, Shard
 from zerojax.collectives.gathering import Thresholds
 from zerojax.trace.marks import GRADIENT
 
@@ -192,22 +192,3 @@ def test_more_than_may_be_held_is_gathered_inside() -> None:
     jaxpr = traced("plain", thresholds=Thresholds(held=N * N - 1))
     assert {move.inside for move in gathers(jaxpr)} == {("scan",)}
     assert ("scan",) in {move.inside for move in scatters(jaxpr)}
-
-
-def backward(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Any:
-    jaxpr = jax.make_jaxpr(jax.grad(function))(*(weight(*shape) for shape in shapes), TIMES)
-    return [e for _, e in equations(jaxpr) if e.primitive.name == "scan"][-1]
-
-
-def test_what_a_loop_adds_up() -> None:
-    eqn = backward(gates, ONE)
-    want: list[Any] = [ROWS if v.aval.shape == ONE else None for v in eqn.outvars]
-    sums = loops.Sums(eqn, want)
-    (root,) = sums.roots
-    assert root.aval.shape == (2 * N, N)
-    names = [e.primitive.name for terms in sums.terms.values() for e, _ in terms[0].links]
-    assert set(names) <= {"transpose", "split"}
-    assert sums.spec(root, MESH, "data") == COLUMNS
-    # The dimension that is split cannot be cut as each half is: another is.
-    across = loops.Sums(eqn, [COLUMNS if spec else None for spec in want])
-    assert across.spec(root, MESH, "data") == ROWS

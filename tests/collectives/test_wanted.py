@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxprs import abstract, the
 
@@ -33,38 +32,14 @@ def cut(x: jax.Array, *spec: str | None) -> jax.Array:
     return lax.with_sharding_constraint(x, NamedSharding(MESH, PartitionSpec(*spec)))
 
 
-def test_from_the_constraint_of_a_named_gradient() -> None:
-    def function(x: jax.Array, y: jax.Array) -> jax.Array:
-        return cut(checkpoint_name(x.T @ y, GRADIENT), None, "data") * 2
-
-    made, _, _ = reached(function, (4, 8), (4, 16))
-    assert ("dot_general", (None, "data")) in made
-    assert "mul" not in dict(made)
-
-
 def test_not_from_a_constraint_of_an_activation() -> None:
     """It lies in pieces as it is made; wanted unsharded first, all of it would be gathered."""
     made, _, _ = reached(lambda x, y: jnp.tanh(cut(x @ y, "data")), (4, 8), (8, 16))
     assert made == []
 
 
-def test_through_the_sum_over_two_uses() -> None:
-    def twice(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.tanh(x @ w) @ w.T)
-
-    made, wants, _ = reached(jax.grad(twice), (16, 8), (4, 16), spec=("data", None))
-    assert ("add_any", ("data", None)) in made
-    assert [name for name, _ in made].count("dot_general") == 2
-    # Transposed or not, the dimension of 16 is cut.
-    assert all(v.aval.shape[spec.index("data")] == 16 for v, spec in wants.items())
-
-
 def stacked(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
-
-
-def shared(w: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.sum(lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0])
 
 
 def backward_scan(jaxpr: Any) -> Any:
@@ -75,32 +50,6 @@ def test_a_stack_cut_along_its_layers_is_not_cut_within_the_loop() -> None:
     _, wants, jaxpr = reached(jax.grad(stacked), (8, 16, 16), (4, 16), spec=("data", None, None))
     _, n = jaxprs.scan_counts(backward_scan(jaxpr))
     assert not any(wanted.of_scan_body(backward_scan(jaxpr), wants)[n:])
-
-
-def test_into_a_loop_that_adds_gradients_up() -> None:
-    """The sum starts cut, is carried cut, and is cut in the body."""
-    made, wants, jaxpr = reached(jax.grad(shared), (16, 16), (4, 16), spec=(None, "data"))
-    scan = backward_scan(jaxpr)
-    assert ("scan", (None, "data")) in made
-    assert (None, "data") in wanted.of_scan_body(scan, wants)
-    a, n = jaxprs.scan_counts(scan)
-    assert (None, "data") in [
-        wants.get(v) for v in scan.invars[a : a + n] if not isinstance(v, core.Literal)
-    ]
-
-
-def test_into_the_layers_of_a_stack() -> None:
-    """Not into the zeros that they are written in."""
-
-    def function(x: jax.Array, y: jax.Array) -> jax.Array:
-        zeros = jnp.zeros((4, 8, 16))
-        one = lax.pad((x.T @ y)[None], 0.0, [(1, 2, 0), (0, 0, 0), (0, 0, 0)])
-        return one + lax.dynamic_update_slice(zeros, (x.T @ (2 * y))[None], (2, 0, 0))
-
-    made, _, _ = reached(function, (4, 8), (4, 16), spec=(None, "data", None))
-    assert made.count(("dot_general", ("data", None))) == 2
-    assert ("broadcast_in_dim", (None, "data", None)) in made  # a layer as a stack of one
-    assert not [e for e in made if e[0] == "dot_general" and e[1] != ("data", None)]
 
 
 def test_the_spec_of_a_constraint_that_leaves_a_dimension_to_xla() -> None:

@@ -140,32 +140,3 @@ def test_epochs_of_a_folder_with_figures(tmp_path: pathlib.Path) -> None:
 
 def summary_losses(output: str) -> list[str]:
     return re.findall(r"held-out loss (\d.\d+ -> \d.\d+)", output)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--text", "GARBAGE"], "NUL byte at offset 3"),
-        (
-            ["--config", "CONFIG", "--per_device_train_batch_size", "3"],
-            "makes 24 rows an update on 8",
-        ),
-    ],
-)
-def test_user_errors_are_one_message_and_exit_code_2(
-    tmp_path: pathlib.Path, arguments: list[str], message: str
-) -> None:
-    garbage = tmp_path / "garbage.bin"
-    garbage.write_bytes(b"abc\0def")
-    fixed = tmp_path / "fixed.json"
-    fixed.write_text('{"train_batch_size": 16}')
-    files = {"GARBAGE": str(garbage), "CONFIG": str(fixed)}
-    filled = [files.get(a, a) for a in arguments]
-    job = run(
-        "--config_name", "tiny", "--output_dir", tmp_path / "run", "--max_train_steps", 2, *filled
-    )
-    assert job.exit_code == 2
-    assert job.stderr.startswith("error: ")
-    assert message in job.stderr
-    assert "Traceback" not in job.stderr
-    assert not (tmp_path / "run").exists()

@@ -89,33 +89,3 @@ def test_it_learns_saves_and_reads_what_it_saved(tmp_path: pathlib.Path) -> None
         other = run(*common, "--model_name_or_path", out)
         assert other.exit_code == 2
         assert message in other.stderr
-
-
-GOOD = {"sentence1": "a", "sentence2": "b", "label": 0}
-
-
-@pytest.mark.parametrize(
-    ("made", "arguments", "message"),
-    [
-        (
-            None,
-            ["--model_name_or_path", "huge"],
-            "--model_name_or_path huge is neither one of deberta-tiny",
-        ),
-        ([{"premise": "a"}] * 20, [], "row 1 has no column 'sentence1', only premise"),
-        ([GOOD, GOOD | {"label": 2}] * 10, [], "the labels are 0, 2: number them from 0 to 1"),
-    ],
-)
-def test_user_errors_are_one_line_and_status_2(
-    tmp_path: pathlib.Path,
-    made: list[dict[str, str | int]] | None,
-    arguments: list[str],
-    message: str,
-) -> None:
-    if made is not None:
-        arguments = ["--train_file", str(written(tmp_path / "a.jsonl", made)), *arguments]
-    job = run(*arguments)
-    assert job.exit_code == 2
-    assert job.stderr.startswith("error: ")
-    assert message in job.stderr
-    assert job.stderr.count("\n") == 1

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import re
 from typing import Any
 
 import jax
@@ -80,39 +79,3 @@ def test_from_a_folder_to_a_folder(
     losses = [report_of(tmp_path / name)["losses"] for name in "ab"]
     assert len(losses[0]) == 3
     assert losses[1][0] < losses[0][0]  # the same rows, after what the first run learned
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--train_file", "a.csv"], "give --train_file and --validation_file"),
-        (["--model_name_or_path", "other"], "does not fit the model"),
-    ],
-)
-def test_what_is_refused(
-    arguments: list[Any],
-    says: str,
-    tmp_path: pathlib.Path,
-    folder: pathlib.Path,
-    files: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"vocab_size": 8}))
-    tokenizer = (folder / "tokenizer.json").read_text()
-    (tmp_path / "other" / "tokenizer.json").write_text(tokenizer)
-    given = [] if "--train_file" in arguments else files
-    defaults = [
-        "--model_name_or_path",
-        folder,
-        "--per_device_train_batch_size",
-        1,
-        "--output_dir",
-        tmp_path / "out",
-    ]
-    result = run(*defaults, *given, *arguments)
-    assert result.exit_code == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert re.search(says, result.stderr)

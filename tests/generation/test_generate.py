@@ -133,6 +133,12 @@ def test_padded_prompts_are_rows_without_padding() -> None:
     assert (left == rows).all()
 
 
+def buffers(state: TrainState) -> list[int]:
+    """Returns where the arrays of a state lie."""
+    shards = [s.data for x in jax.tree.leaves(state.params) for s in x.addressable_shards]
+    return [x.unsafe_buffer_pointer() for x in shards]
+
+
 @functools.cache
 def on_one_device(**sizes: Any) -> np.ndarray:
     """Returns the tokens of a scanned llama after 8 prompts."""
@@ -159,7 +165,9 @@ def test_states_generate_what_one_device_generates(keywords: Any, weights: Any, 
     zero = zerojax.zero(stage3_param_persistence_threshold=0, **keywords)
     state = zero.init(functools.partial(create, model))
     how: Any = dict(max_new_tokens=NEW, weights=weights)
+    before = buffers(state)
     tokens = zerojax.generate(model, state, (2 * PROMPTS)[:rows], **how)
+    assert buffers(state) == before
     np.testing.assert_array_equal(tokens, on_one_device()[:rows])
 
 

@@ -4,13 +4,11 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from generation.test_generate import NEW, PROMPTS, create, llama, params_of
 
 import zerojax
-from zerojax.trace.scaled_products import with_scaled_products
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -45,22 +43,3 @@ def test_sharded_codes_give_the_tokens_of_one_device(bits: int, weights: Any) ->
     sharded = zerojax.quantize_weights(state.params, bits, select=select)
     tokens = zerojax.generate(model, sharded, PROMPTS, max_new_tokens=NEW, weights=weights)
     np.testing.assert_array_equal(tokens, expected)
-
-
-def products(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
-    return x @ (codes.astype(x.dtype) * scales)
-
-
-def names(f: Any, *args: jax.Array) -> list[str]:
-    closed = with_scaled_products(jax.make_jaxpr(f)(*args))
-    return [eqn.primitive.name for eqn in closed.eqns]
-
-
-def test_scales_of_outputs_follow_the_product() -> None:
-    x, codes = jnp.ones((2, 4)), jnp.arange(24, dtype=jnp.int8).reshape(4, 6)
-    by_output, by_input = jnp.arange(1.0, 7)[None], jnp.arange(1.0, 5)[:, None]
-    assert "reshape" in names(products, x, codes, by_output)
-    assert names(products, x, codes, by_input) == ["convert_element_type", "mul", "dot_general"]
-    rewritten = with_scaled_products(jax.make_jaxpr(products)(x, codes, by_output))
-    (out,) = jax.core.eval_jaxpr(rewritten.jaxpr, rewritten.consts, x, codes, by_output)
-    np.testing.assert_allclose(out, products(x, codes, by_output), rtol=1e-6)

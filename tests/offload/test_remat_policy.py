@@ -1,7 +1,6 @@
 """Policies by name, and what leaves for the host where the config asks."""
 
 import functools
-from itertools import product
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
-from swept import swept
 
 import zerojax
 from zerojax.offload.activations import SMALLEST, smallest_away
@@ -108,7 +106,7 @@ FP16 = {"fp16": True, "initial_scale_power": 30, "hysteresis": 1, "loss_scale_wi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "precision"), swept(product([3, 0, 1, 2], [FP16, {}])))
+@pytest.mark.parametrize(("stage", "precision"), [(3, FP16), (1, {})])
 def test_same_numbers(stage: int, precision: dict[str, Any]) -> None:
     """Bit for bit, over 30 steps."""
     found, programs = [], []

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-import zerojax
 from zerojax.hlo.traffic import collectives
 from zerojax.offload.separate import Cluster, SeparatedUpdate
 from zerojax.optim.loss_scale import LossScale
@@ -146,21 +145,6 @@ def test_alike_clusters_have_one_key() -> None:
     assert len({c.key for c in differ.separated.clusters}) == 2
 
 
-def test_scalars_of_a_parameter_stay_in_its_cluster() -> None:
-    """A norm of the parameter needs the parameter, so the prelude cannot make it."""
-    separated = SeparatedUpdate(
-        lambda g, p: [p - g * jnp.sum(p), jnp.sum(p), jnp.sum(g)],
-        [jnp.ones(6), jnp.ones(6)],
-        [False, True],
-    )
-    (cluster,) = separated.clusters
-    assert cluster.outputs == (0, 1)
-    assert not cluster.elementwise
-    assert separated.shared == (2,)
-    _, shared = separated.prelude([jnp.full(6, 2.0), None])
-    assert shared == [12.0]
-
-
 def test_constants_tell_clusters_apart() -> None:
     """Two leaves with the same program but for an array that the optimizer closes over."""
     masks = {"a": jnp.array([1.0, 0.0]), "b": jnp.array([0.0, 1.0])}
@@ -171,18 +155,3 @@ def test_constants_tell_clusters_apart() -> None:
     leaf = jax.ShapeDtypeStruct((2,), jnp.float32)
     found = SeparatedUpdate(update, [leaf] * 4, [False, False, True, True])
     assert len({cluster.key for cluster in found.clusters}) == 2
-
-
-def test_equal_scalars_of_leaves_are_one() -> None:
-    """The cast of a bias correction for each leaf: else no leaf's program would equal another's."""
-
-    def update(count: Any, *leaves: Any) -> list[Any]:
-        cubed = zerojax.over_matrices(lambda x: x @ x.T @ x)(leaves)
-        return [x / (1 - 0.9**count).astype(x.dtype) for x in cubed]
-
-    shapes = [jax.ShapeDtypeStruct((), "float32"), *[jax.ShapeDtypeStruct((4, 4), "bfloat16")] * 3]
-    separated = SeparatedUpdate(update, shapes, [False, True, True, True])
-    assert len(separated.scalars) == 1
-    assert len(separated.clusters) == 3
-    assert len({cluster.key for cluster in separated.clusters}) == 1
-    assert all(cluster.matrices for cluster in separated.clusters)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import emitted
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +48,8 @@ def adam() -> Any:
     return optax.adam(RATE)
 
 
+SINGLE = jax.tree.map(lambda x: x.astype(np.float32), BATCH)
+ZOOM = "optax.scale_by_zoom_linesearch"
 LOOKAHEAD = "optax.lookahead"
 """Its parameters are ``optax.LookaheadParams``."""
 DPSGD = "optax.contrib.dpsgd"
@@ -68,9 +71,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
         {True: adam(), False: optax.sgd(RATE, momentum=0.9)}, mask
     ),
     "optax.polyak_sgd": optax.polyak_sgd,
-    "optax.scale_by_zoom_linesearch": lambda: optax.chain(
-        optax.sgd(1.0), optax.scale_by_zoom_linesearch(15)
-    ),
+    ZOOM: lambda: optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(15)),
     "optax.sm3": lambda: optax.masked(
         optax.sm3(RATE), lambda tree: jax.tree.map(lambda x: bool(x.shape), tree)
     ),
@@ -93,7 +94,7 @@ LINE_SEARCH = ("value", "grad", "value_fn")
 NEEDS: dict[str, tuple[str, ...]] = {
     "optax.lbfgs": LINE_SEARCH,
     "optax.polyak_sgd": ("value",),
-    "optax.scale_by_zoom_linesearch": LINE_SEARCH,
+    ZOOM: LINE_SEARCH,
     "optax.contrib.reduce_on_plateau": ("value",),
     "optax.contrib.sam, opaque": ("grad_fn",),
 }
@@ -143,32 +144,32 @@ def steps_of_arguments(name: str, run: Callable[..., Any]) -> Any:
     return host((values, state[0]))
 
 
-def steps_of_train_state(name: str, run: Callable[..., Any]) -> Any:
-    state = TrainState.create(apply_fn=None, params=parameters(name), tx=OPTIMIZERS[name]())
-    step, values = run(functools.partial(on_train_state, name)), []
-    for _ in range(STEPS):
-        state, value = step(state, BATCH)
-        values.append(value)
-    return host((values, state.params))
+def evaluates_the_loss(name: str) -> bool:
+    return name == "optax.contrib.sam, opaque" or NEEDS.get(name) == LINE_SEARCH
 
 
-FAST = {"optax.contrib.dog", "optax.contrib.sam", "optax.contrib.sam, opaque"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in OPTIMIZERS]
-)
-def test_the_numbers_of_plain_jit(name: str, in_float64: None) -> None:
-    """Of three steps at stage 3: the state as two arguments, or as a ``TrainState`` by
-    micro-batch."""
-    evaluates_the_loss = name == "optax.contrib.sam, opaque" or NEEDS.get(name) == LINE_SEARCH
-    k = 1 if evaluates_the_loss else 4
-    expected = steps_of_arguments(name, jax.jit)
-    assert_near(steps_of_arguments(name, zero_for(3)), expected, TOLERANCE["float64"])
-    assert_near(steps_of_train_state(name, zero_for(3, k)), expected, TOLERANCE["float64"])
-    if evaluates_the_loss:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_exactly(name: str) -> None:
+    """At stage 3: the state as a ``TrainState`` by micro-batch, or as two arguments."""
+    tx, params = OPTIMIZERS[name](), parameters(name)
+    create = functools.partial(TrainState.create, apply_fn=None, params=params, tx=tx)
+    source = emitted.Source(create, functools.partial(on_train_state, name), (SINGLE,))
+    if evaluates_the_loss(name):
         with pytest.raises(ValueError, match="cannot be accumulated over 4 micro-batches"):
-            steps_of_train_state(name, zero_for(3, 4))
+            emitted.check(source, 3, 4)
+    emitted.check(source, 3, 1 if evaluates_the_loss(name) else 4, small_array_size=0)
+    if name != ZOOM:
+        step = functools.partial(as_arguments, name, tx)
+        create_pair = lambda: (params, tx.init(params))  # noqa: E731
+        source = emitted.Source(create_pair, step, (SINGLE,), emitted.in_arguments)
+        emitted.check(source, 3, small_array_size=0)
+
+
+@pytest.mark.parametrize("name", ["optax.contrib.dog", pytest.param(ZOOM, marks=pytest.mark.slow)])
+def test_compiled(name: str, in_float64: None) -> None:
+    """Three steps; hashes in place of numbers do not end the line search."""
+    pair = (steps_of_arguments(name, run) for run in (zero_for(3), jax.jit))
+    assert_near(*pair, TOLERANCE["float64"])
 
 
 def test_what_the_first_update_adds_to_its_state() -> None:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from equal import arguments
+from equal import arguments, zero_for
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from programs import PROGRAMS
+from step.test_collectives_table import train_step
 
 import zerojax
 from zerojax.hlo.traffic import Collective, collectives
@@ -24,20 +25,6 @@ DEVICES = 8
 NEAR = 0.01
 NUMBERS = 16 * 8 * 2
 """Bytes of the numbers that XLA all-reduces for the program itself: losses, metrics, norms."""
-
-
-def lowering(name: str, stage: int, k: int, **config: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The decorated step of a program, for absent GPUs, and what it is called with."""
-    program = PROGRAMS[name]
-    zero = zerojax.zero(
-        stage=stage,
-        gradient_accumulation_steps=k,
-        mesh=zerojax.topology("h100", DEVICES),
-        **{"stage3_param_persistence_threshold": 0} | config,
-    )
-    state = zero.abstract_state(program.create, jax.random.key(5))
-    given = arguments(name, "float32", 1)[0]
-    return zero(program.step), (state, *given)
 
 
 def difference(table: CollectivesTable, compiled: list[Collective]) -> str:
@@ -79,27 +66,21 @@ def _alone(table: CollectivesTable, compiled: list[Collective]) -> Iterator[str]
             )
 
 
-def check(name: str, stage: int, k: int, **config: Any) -> None:
-    step, args = lowering(name, stage, k, **config)
-    table = step.collectives(*args)
-    text = step.lower(*args).compile().as_text()
-    found = [each for each in collectives(text) if each.group_size > 1]
-    wrong = difference(table, found)
-    assert not wrong, f"{name}, stage {stage}, {k} micro-batches\n{wrong}\n{table}"
+def check(step: Any, *args: Any) -> None:
+    table, found = step.collectives(*args), list[Collective]()
+    for program in step.programs(*args):
+        found += collectives(program.lowered.compile().as_text())
+    wrong = difference(table, [each for each in found if each.group_size > 1])
+    assert not wrong, f"{wrong}\n{table}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "stage", "k"),
-    [
-        ("mlp", 3, 1),
-        ("tables", 3, 1),
-        ("odd", 3, 1),
-    ],
-)
-def test_the_table_is_what_the_program_sends(name: str, stage: int, k: int) -> None:
+@pytest.mark.parametrize("name", ["mlp", "tables", "odd"])
+def test_the_table_is_what_the_program_sends(name: str) -> None:
     """Each array is gathered on its own, however small."""
-    check(name, stage, k, small_array_size=0)
+    zero = zero_for(3, mesh=zerojax.topology("h100", DEVICES), small_array_size=0)
+    state = zero.abstract_state(PROGRAMS[name].create, jax.random.key(5))
+    check(zero(PROGRAMS[name].step), state, *arguments(name, "float32", 1)[0])
 
 
 class Layer(nn.Module):
@@ -124,14 +105,6 @@ class Model(nn.Module):
             )
             x, _ = scan()(x, None)
         return nn.Dense(512)(x)
-
-
-def model_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-    def loss_fn(params: Any) -> jax.Array:
-        return jnp.mean(state.apply_fn({"params": params}, batch) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), loss
 
 
 @pytest.mark.slow
@@ -160,10 +133,6 @@ def test_features(layers: int, axes: Any, config: dict[str, Any]) -> None:
     mesh = zerojax.topology("h100", DEVICES, axes=axes)
     zero = zerojax.zero(mesh=mesh, bf16=True, stage3_param_persistence_threshold=0, **config)
     rows = 4 * DEVICES * config.get("gradient_accumulation_steps", 1)
-    state, step = zero.abstract_state(create), zero(model_step)
+    state, step = zero.abstract_state(create), zero(train_step)
     batch = jax.ShapeDtypeStruct((rows, 256), jnp.bfloat16)
-    table, found = step.collectives(state, batch), list[Collective]()
-    for program in step.programs(state, batch):
-        found += collectives(program.lowered.compile().as_text())
-    wrong = difference(table, [each for each in found if each.group_size > 1])
-    assert not wrong, f"{wrong}\n{table}"
+    check(step, state, batch)

@@ -151,8 +151,11 @@ def test_pipeline_stages() -> None:
     assert len(sent) == 4  # inputs and outputs, forward and backward
 
 
-def test_small_arrays_are_one_row() -> None:
-    (bias,) = [row for row in table(stage=2).rows if row.where == "entry" and "bias" in row.array]
+@pytest.mark.parametrize(("stage", "k"), [(2, 1), (3, 2)])
+def test_small_arrays_are_gathered_once_together(stage: int, k: int) -> None:
+    rows = table(stage=stage, gradient_accumulation_steps=k).rows
+    (bias,) = [row for row in rows if row.where == "entry" and "bias" in row.array]
+    assert (bias.kind, bias.times) == ("all-gather", 1)
     assert bias.reason == "small arrays are gathered together"
 
 

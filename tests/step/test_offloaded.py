@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
 from offload import same_bits
 from offload.same_bits import CASES, Case
+from offload.training import BATCH, create, train_step
 
 import zerojax
 
@@ -60,22 +58,6 @@ def test_the_same_numbers(told: dict[str, dict[str, Any]], case: Case) -> None:
         assert max(got["differs"].values(), default=0) < 1e-5
     assert got["places"] == sorted({"device", case.place})
     assert (2 < got["skipped"] < same_bits.STEPS / 2) == ("fp16" in case.base)
-
-
-def create() -> TrainState:
-    params = {"w": jnp.ones((16, 8)) / 4, "v": jnp.full(8, 0.1)}
-    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
-
-
-def train_step(state: TrainState, batch: Any) -> Any:
-    def loss(params: Any) -> Any:
-        return jnp.mean((batch @ params["w"] + params["v"]).astype(jnp.float32) ** 2)
-
-    value, grads = zerojax.value_and_grad(loss)(state.params)
-    return state.apply_gradients(grads=grads), value
-
-
-BATCH = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
 
 def zero_for(tmp_path: Path, where: str, *, donate: bool = True, **keywords: Any) -> zerojax.Zero:

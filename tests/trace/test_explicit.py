@@ -74,6 +74,15 @@ def explicit_mesh(*types: AxisType) -> Mesh:
     return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=types or None)
 
 
+def trained(step: Any, state: TrainState, rows: Any) -> tuple[list[tuple[float, float]], Any]:
+    """The results of two steps, and the parameters after them."""
+    losses = []
+    for i in range(2):
+        state, metrics = step(state, rows, jax.random.key(i))
+        losses.append((float(metrics["loss"] * 1), float(metrics["most"])))
+    return losses, jax.tree.map(np.asarray, state.params)
+
+
 @functools.cache
 def plain_explicit(how: str) -> Any:
     """The same under plain jit, whose arguments lie as their types say."""
@@ -84,23 +93,14 @@ def plain_explicit(how: str) -> Any:
         params = {n: jax.device_put(x, named[n]) for n, x in state.params.items()}
         state = TrainState.create(apply_fn=None, params=params, tx=TX)
         rows = jax.device_put(batch(), NamedSharding(mesh, P("data")))
-        step, losses = jax.jit(explicit_step(how)), []
-        for i in range(2):
-            state, metrics = step(state, rows, jax.random.key(i))
-            losses.append((float(metrics["loss"]), float(metrics["most"])))
-        return losses, jax.tree.map(np.asarray, state.params)
+        return trained(jax.jit(explicit_step(how)), state, rows)
 
 
 def under_explicit(zero: Any, mesh: Mesh, how: str) -> Any:
     step = zero(explicit_step(how))
     with jax.set_mesh(mesh):
         state = zero.init(create_explicit, jax.random.key(0))
-        rows = jax.device_put(batch(), NamedSharding(mesh, P("data")))
-        losses = []
-        for i in range(2):
-            state, metrics = step(state, rows, jax.random.key(i))
-            losses.append((float(metrics["loss"] * 1), float(metrics["most"])))
-    return losses, jax.tree.map(np.asarray, state.params)
+        return trained(step, state, jax.device_put(batch(), NamedSharding(mesh, P("data"))))
 
 
 @pytest.mark.one_in(3)

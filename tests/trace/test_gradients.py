@@ -5,10 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 
 import zerojax
 
@@ -65,41 +63,3 @@ def test_weighted_mean() -> None:
 def test_weights_that_do_not_fit_the_values(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"weights .* do not broadcast to values"):
         zerojax.weighted_mean(jnp.ones((2, 3)), jnp.ones(shape))
-
-
-def masked(state: TrainState, batch: Any) -> Any:
-    def loss(params: Any) -> jax.Array:
-        return zerojax.weighted_mean((batch["x"] @ params["w"] - 1) ** 2, batch["mask"])
-
-    value, grads = zerojax.value_and_grad(loss)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": value, "rows": batch["mask"].sum()}
-
-
-def uneven(rows: int = 64, of: int = 4) -> Any:
-    """A micro-batch with all its rows masked, one with a single row, two with more."""
-    rng = np.random.default_rng(0)
-    mask = np.zeros((of, rows // of), np.float32)
-    mask[1, 3] = mask[2, :7] = mask[3] = 1
-    return {"x": rng.normal(size=(rows, 16)).astype(np.float32), "mask": mask.reshape(-1)}
-
-
-def start() -> TrainState:
-    params = {"w": jnp.linspace(-1, 1, 16)}
-    return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1, momentum=0.9))
-
-
-@pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("keywords", [{}, {"fp16": True, "loss_scale": 64.0}])
-def test_accumulates_to_the_mean_over_the_global_batch(keywords: Any) -> None:
-    batch, plain = uneven(), start()
-    zero = zerojax.zero(
-        stage=3, gradient_accumulation_steps=4, stage3_param_persistence_threshold=0, **keywords
-    )
-    state, step, reference = start(), zero(masked), jax.jit(masked)
-    tolerance = 5e-3 if keywords else 1e-5
-    for _ in range(5):
-        state, metrics = step(state, batch)
-        plain, want = reference(plain, batch)
-        np.testing.assert_allclose(metrics["loss"], want["loss"], rtol=tolerance)
-    np.testing.assert_allclose(state.params["w"], plain.params["w"], rtol=tolerance, atol=1e-6)
-    assert int(zerojax.telemetry(state)["skipped_steps"]) == 0

@@ -93,13 +93,6 @@ def agrees(
         same(values(mine), values(plain))
 
 
-def exactly(
-    step: Callable[..., Any], make: Callable[[], tuple[Any, ...]], stage: int = 3, k: int = 1
-) -> None:
-    """The same without a compile: see ``tests/emitted.py``."""
-    emitted.check(emitted.Source(make, step, (BATCH,), emitted.in_arguments, rows=16), stage, k)
-
-
 @pytest.mark.parametrize("born", [True, False])
 def test_metrics_and_rngs_are_updated_in_place(born: bool) -> None:
     agrees(full_step, create, BATCH, born=born)
@@ -119,7 +112,7 @@ def test_another_model_of_the_same_form_is_left_alone() -> None:
         return model, Net(nnx.Rngs(5)), optimizer
 
     agrees(step, make, BATCH, born=True)
-    exactly(step, make, 1, 2)
+    emitted.check(emitted.Source(make, step, (BATCH,), emitted.in_arguments, rows=16), 1, 2)
 
 
 def test_an_update_of_the_second_of_two_alike() -> None:
@@ -201,22 +194,6 @@ def test_what_the_step_sets_stays_set(accumulation: int) -> None:
     model.eval()
     decorated(model, optimizer, BATCH)
     assert model.dropout.deterministic is False
-
-
-@pytest.mark.slow
-def test_offload() -> None:
-    zero = zero_for(3, offload_optimizer="cpu", offload_param="cpu", k=2)
-    objects, plain = zero.init(create), create()
-    objects = (objects[2], objects[1], objects[0])
-
-    def step(metrics: Any, optimizer: Any, model: Any, batch: Any) -> Any:
-        return train(model, optimizer, batch, metrics)
-
-    decorated, jitted = zero(step), nnx.jit(step)
-    for _ in range(2):
-        same(decorated(*objects, BATCH), jitted(plain[2], plain[1], plain[0], BATCH))
-    same(objects[0].compute(), plain[2].compute())
-    same(jax.device_get(nnx.state(objects[2])), nnx.state(plain[0]))
 
 
 def test_cached_partial() -> None:

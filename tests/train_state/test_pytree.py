@@ -225,19 +225,6 @@ class TestTheState:
         scattered = {row.array for row in rows if row.kind == "reduce-scatter"}
         assert scattered
 
-    def test_is_used_up(self) -> None:
-        step, state = zero_for(3)(as_arguments), params_and_opt_state()
-        *state, _ = step(*state, BATCH)  # of copies of the caller's arrays
-        step(*state, BATCH)
-        with pytest.raises(ValueError, match="passed to an earlier step"):
-            step(*state, BATCH)
-
-    def test_is_kept(self) -> None:
-        step = zero_for(3, donate=False)(as_arguments)
-        *state, first = step(*params_and_opt_state(), BATCH)
-        (*_, one), (*_, other) = step(*state, BATCH), step(*state, BATCH)
-        assert one == other != first
-
     def test_is_named_where_it_cannot_be_found(self) -> None:
         def step(params: Any, opt_state: Any, batch: Any, lr: Any) -> Any:
             params, opt_state, loss = updated(params, opt_state, batch)
@@ -255,13 +242,6 @@ class TestTheState:
 
         with pytest.raises(TypeError, match=r"none of its arguments \(0 \(params\), 1 \(opt_state"):
             zero_for(1)(step)(*params_and_opt_state(), BATCH)
-
-    def test_has_no_leaf_that_is_not_hashable(self) -> None:
-        def step(state: Any, batch: Any) -> Any:
-            return state, loss_of(state["params"], batch)
-
-        with pytest.raises(TypeError, match=r"a set at \[0\]\['names'\].*not hashable"):
-            zero_for(1)(step, state_argnums=0)({"params": network(0), "names": {"mlp"}}, BATCH)
 
 
 @pytest.mark.parametrize(

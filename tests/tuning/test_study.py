@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
+import zerojax
 from zerojax.config import ConfigError, load
 from zerojax.devices.rates import RESERVE
 from zerojax.foresight.attribution import (
@@ -35,24 +39,36 @@ PARAMETERS_HELD = DIM * VOCABULARY + LAYERS * DIM * DIM * 8
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = nn.relu(nn.Dense(4 * DIM, use_bias=False)(x))
-        return x + nn.Dense(DIM, use_bias=False)(wide)
+        narrow = checkpoint_name(jnp.sin(x), "narrow")
+        wide = checkpoint_name(nn.Dense(4 * DIM, use_bias=False)(narrow), "wide")
+        return x + nn.Dense(DIM, use_bias=False)(jnp.sin(wide))
 
 
 class Model(nn.Module):
     remat: bool
+    policy: str | None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         table = nn.Embed(VOCABULARY, DIM)
         x = table(tokens)
+        policy = zerojax.remat_policy(self.policy) if self.policy else None
+        block = nn.remat(Layer, policy=policy) if self.remat else Layer
         for i in range(LAYERS):
-            x = (nn.remat(Layer) if self.remat else Layer)(name=f"layer_{i}")(x)
+            x = block(name=f"layer_{i}")(x)
         return table.attend(x)
 
 
-def model(remat: bool = False) -> Model:
-    return Model(remat)
+def model(remat: bool = False, remat_policy: str | None = None) -> Model:
+    return Model(remat, remat_policy)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A program of several tests is compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("measured")))
+        yield
 
 
 CONFIG = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
@@ -79,6 +95,15 @@ def test_the_kinds_add_up_and_are_those_of_the_stage() -> None:
     cut = of.forecast(dataclasses.replace(of.given, stage=3)).peak.memory
     assert cut[STATE] == pytest.approx(PARAMETERS_HELD * 4, rel=0.02)
     assert cut[PARAMETERS] <= PARAMETERS_HELD * 3.1
+
+
+def test_names_are_those_of_values_that_blocks_compute_again() -> None:
+    def names(remat: bool | str) -> list[str]:
+        return [*study().names(dataclasses.replace(study().given, remat=remat))]
+
+    assert names(True) == ["narrow", "wide"]
+    assert names("names:wide") == ["narrow"]
+    assert names(False) == []
 
 
 def test_pipeline_stages_of_hosts() -> None:

@@ -128,25 +128,3 @@ def test_pieces_updated_one_by_one(store: DiskStore, mesh: Mesh) -> None:
             act()
     assert "deleted" in repr(first)
     assert repr(second).startswith("DiskArray(mu.w: float32[12, 16], P")
-
-
-def test_torn(store: DiskStore, mesh: Mesh) -> None:
-    x = array(mesh, (8, 8), P("a"))
-    leaf, handle = filled(store, x)
-    leaf.torn()
-    for act in (lambda: leaf.read(0), handle.__array__, lambda: handle.read_slice((slice(1),) * 2)):
-        with pytest.raises(DiskStateError, match=r"restore the last checkpoint"):
-            act()
-    leaf.fill(x * 2)
-    np.testing.assert_array_equal(leaf.advance(), x * 2)
-
-
-def test_damage_names_the_leaf(store: DiskStore, mesh: Mesh) -> None:
-    leaf, handle = filled(store, array(mesh, (8, 8), P("a")))
-    store.wait()
-    file = max(store.path.glob("0*"))
-    file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(DiskStateError, match=rf"{file}, .* of mu\.w, shard 3, block 0, is damaged"):
-        np.asarray(handle)
-    with pytest.raises(DiskStateError, match="is damaged"):
-        leaf.read(0).result()

@@ -117,12 +117,17 @@ def test_compiled(name: str, stage: int, k: int, dtype: str) -> None:
 @pytest.mark.usefixtures("quick_compile")
 def test_batch_statistics_of_micro_batches() -> None:
     """The gradient is the mean of those that micro-batches have with their own statistics, which
-    pass from one to the next."""
+    pass from one to the next; a number made of statistics is their mean."""
+
+    def step(state: Any, batch: Any) -> Any:
+        state, _ = program.step(state, batch)
+        return state, jax.tree.leaves(state.batch_stats)[0].sum()
+
     program = PROGRAMS["batch_norm"]
     (batch,) = program.batch(np.random.default_rng(0))
     with jax.enable_x64(True):
         want = start("batch_norm", "float64")
-        stats, gradients = want.batch_stats, []
+        stats, gradients, sums = want.batch_stats, [], []
         for rows in np.split(np.arange(ROWS), 4):
 
             def loss_fn(params: Any, rows: Any = rows, stats: Any = stats) -> Any:
@@ -134,7 +139,9 @@ def test_batch_statistics_of_micro_batches() -> None:
 
             grads, stats = jax.jit(jax.grad(loss_fn, has_aux=True))(want.params)
             gradients.append(grads)
+            sums.append(jax.tree.leaves(stats)[0].sum())
         mean = jax.tree.map(lambda *x: sum(x) / 4, *gradients)
         want = want.apply_gradients(grads=mean, batch_stats=stats)
-        got, _ = zero_for(3, 4)(program.step)(start("batch_norm", "float64"), batch)
+        got, mean_sum = zero_for(3, 4)(step)(start("batch_norm", "float64"), batch)
         assert_near(*(host((x.params, x.batch_stats)) for x in (got, want)), TOLERANCE["float64"])
+        assert float(mean_sum) == pytest.approx(float(sum(sums)) / 4, rel=1e-9)

@@ -58,7 +58,7 @@ class Case:
 CASES = [
     Case("cpu, stage 2, fp16", CPU, 2, base=FP16),
     Case("cpu, stage 2, bf16", CPU, 2, base={"bf16": True}, sweep=True),
-    Case("cpu, stage 1, accumulation", CPU, 1, base=CLIP | TWICE),
+    Case("cpu, stage 1, accumulation", CPU, 1, base=FP16 | TWICE),
     Case("cpu, one device", CPU, 2, devices=1, sweep=True),
     Case("cpu, ratio", HALF, 2),
     Case("cpu, on the host", ON_HOST, 2, exact=False),

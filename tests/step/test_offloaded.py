@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 from offload import same_bits
 from offload.same_bits import CASES, Case
 from offload.training import BATCH, create, train_step
@@ -69,8 +72,8 @@ def zero_for(tmp_path: Path, where: str, *, donate: bool = True, **keywords: Any
         "nvme": {"offload_optimizer": nvme},
     }[where]
     return zerojax.zero(
-        stage=3, stage3_param_persistence_threshold=0, mesh=zerojax.mesh(2), sub_group_size=60,
-        donate=donate, **sections, **keywords,
+        stage=3, stage3_param_persistence_threshold=0, mesh=zerojax.mesh(2), donate=donate,
+        **sections, **{"sub_group_size": 60, **keywords},
     )  # fmt: skip
 
 
@@ -140,6 +143,30 @@ def test_a_state_from_elsewhere_is_placed(tmp_path: Path, where: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, host(step(other.init(create), BATCH)[0]), want)
     back, _ = other(train_step)(step(create(), BATCH)[0], BATCH)
     assert all(x.sharding.memory_kind == "device" for x in jax.tree.leaves(back))
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_arrays_of_one_group_start_at_rows_of_their_own(tmp_path: Path) -> None:
+    """Of seven rows on each device the last comes with half of the next array's eight."""
+
+    def create() -> TrainState:
+        values = np.linspace(-1, 1, 56)
+        params = {"wide": values.reshape(14, 4), "tall": values[:32].reshape(16, 2)}
+        tx = optax.adam(1e-2)
+        return TrainState.create(apply_fn=None, params=jax.tree.map(jnp.float32, params), tx=tx)
+
+    def step(state: TrainState, batch: Any) -> TrainState:
+        def loss(p: Any) -> jax.Array:
+            return jnp.mean((batch[:, :14] @ p["wide"]) ** 2) + jnp.mean((batch @ p["tall"]) ** 2)
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    zero = zero_for(tmp_path, "cpu", sub_group_size=30)
+    state, want = zero.init(create), create()
+    for _ in range(3):
+        state, want = zero(step)(state, BATCH), jax.jit(step)(want, BATCH)
+    for a, b in zip(host(state.params), host(want.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @WHERE

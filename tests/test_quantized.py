@@ -338,3 +338,32 @@ def test_float8_needs_a_device_that_has_it() -> None:
     create, _ = linen(optax.adam(1e-2))
     with pytest.raises(zerojax.ConfigError, match=r"capability 8\.9.*int8"):
         zero_of(3, mesh=mesh, **keywords).plan(jax.eval_shape(create))
+
+
+def test_the_gradient_of_a_table_keeps_what_its_rows_are_added_to() -> None:
+    """A penalty of the whole table, from a lookup's own backward pass."""
+
+    @jax.custom_vjp
+    def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        return table[tokens]
+
+    def backward(tokens: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.full((96, WIDTH), 5.0).at[tokens].add(g), None
+
+    lookup.defvjp(lambda table, tokens: (table[tokens], tokens), backward)
+    zero = zerojax.zero(stage=3, stage3_param_persistence_threshold=0, **BOTH)
+    table = np.random.default_rng(0).normal(size=(96, WIDTH)).astype(np.float32)
+
+    @zero
+    def step(state: TrainState, batch: Any) -> TrainState:
+        def loss(params: Any) -> jax.Array:
+            return loss_of(lookup(params["table"], batch["tokens"]).mean((1, 2)), batch)
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    def create() -> TrainState:
+        params = {"table": jnp.asarray(table)}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+
+    after = step(zero.init(create), batch()).params["table"]
+    np.testing.assert_allclose(table - after, 5.0, atol=0.05)

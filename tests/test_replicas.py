@@ -5,11 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from equal import start, zero_for
 from flax.training.train_state import TrainState
 
 import zerojax
+from zerojax.hlo.traffic import collectives
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "in_float64")
 
@@ -31,6 +33,31 @@ def test_the_state_is_cut_within_a_group_and_copied_between_groups() -> None:
     assert title == "ZeRO stage 3 over 4 devices (axis 'data') in each of 2 replica groups"
     title = str(zero_for(0, axes=AXES).plan(state)).splitlines()[0]
     assert title == "ZeRO stage 0: a full state on each of 8 devices"
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("require_gpu_compiler")
+def test_groups_send_each_other_shards_of_gradients() -> None:
+    wide = 512
+
+    def create() -> TrainState:
+        shapes = {"in": (wide, 4 * wide), "out": (4 * wide, wide)}
+        params = {name: jnp.zeros(shape, "float32") for name, shape in shapes.items()}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+    def step(state: TrainState, x: jax.Array) -> TrainState:
+        def loss(p: Any) -> jax.Array:
+            return jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"]) ** 2)
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    zero = zerojax.zero(stage=3, mesh=zerojax.topology("h100", devices=8, axes=AXES))
+    x = jax.ShapeDtypeStruct((64, wide), jnp.float32)
+    text = zero(step).lower(zero.abstract_state(create), x).compile().as_text()
+    between = [x for x in collectives(text) if x.kind == "all-reduce" and x.payload_bytes > wide]
+    elements = 2 * 4 * wide * wide // AXES["data"]
+    assert [(x.group_size, x.payload_bytes) for x in between] == [(2, 4 * elements)]
 
 
 def test_an_evaluation_is_spread_over_both_axes() -> None:

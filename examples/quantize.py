@@ -6,7 +6,7 @@ Command, from the repository root::
     python -m examples.quantize --run runs/clm --bits 4 --max_loss 2%
 
 It takes 15 CPU seconds. Above `--max_loss` it is an error, so that a script stops before it hands
-the weights over (`zerojax export --quantize int8` writes int8 for transformers and vLLM)::
+the weights over::
 
              original     quantized     change
     metric   2.2313       2.23309       +0.08% worse

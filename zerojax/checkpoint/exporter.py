@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pathlib
 import re
@@ -102,7 +101,11 @@ def export(
                     if progress:
                         progress(done, total)
     except OSError as error:
-        raise _unwritable(out, error, sum(tensor.nbytes for tensor in tensors)) from error
+        needed = sum(tensor.nbytes for tensor in tensors)
+        raise CheckpointError(
+            f"{out} cannot be written: {error}; choose another folder, with room for "
+            f"{needed:,} bytes"
+        ) from error
     return Exported(
         files=tuple(sorted(file.name for file in out.iterdir())),
         tensors=len(tensors),
@@ -170,16 +173,5 @@ def _check_free(out: pathlib.Path, overwrite: bool) -> None:
         return
     if not out.is_dir():
         raise CheckpointError(f"{out} is a file: choose another folder")
-    if not overwrite and (names := sorted(file.name for file in out.iterdir())):
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise CheckpointError(
-            f"{out} is not empty, it holds {', '.join(names[:3])}{more}: choose another folder, "
-            "or empty this one"
-        )
-
-
-def _unwritable(out: pathlib.Path, error: OSError, needed: int) -> CheckpointError:
-    remedy = "choose another folder"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = f"the files need {needed:,} bytes, make room or {remedy}"
-    return CheckpointError(f"{out} cannot be written: {error}; {remedy}")
+    if not overwrite and any(out.iterdir()):
+        raise CheckpointError(f"{out} is not empty: choose another folder, or empty this one")

@@ -15,6 +15,7 @@ import pathlib
 from typing import Annotated, Any
 
 import jax
+import numpy as np
 import typer
 
 import zerojax
@@ -61,7 +62,7 @@ def main(
                 f"--run {run} trained on {trained_on}, and this text has {split.fingerprint} to "
                 "train on: name the files of its --text in the same order"
             )
-        batches = [*data.Batches(split.held_out, ROWS, model.config.block_size).spread(BATCHES)]
+        batches = data.Batches(split.held_out, ROWS, model.config.block_size).spread(BATCHES)
 
         @zerojax.zero(stage=3).evaluate
         def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
@@ -70,10 +71,7 @@ def main(
             return losses.mean()  # type: ignore[no-any-return]
 
         quantized = zerojax.quantize_weights(params, bits, group_size=group_size)
-        before, after = (
-            sum(float(loss(each, batch)) for batch in batches) / BATCHES
-            for each in (params, quantized)
-        )
+        before, after = np.mean([(loss(params, x), loss(quantized, x)) for x in batches], 0)
         lost = after / before - 1
         console.print(f"held-out loss {before:.6g}, quantized {after:.6g}: {lost:+.2%}")
         if max_loss is not None and not lost <= max_loss:

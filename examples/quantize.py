@@ -62,7 +62,7 @@ def main(
                 f"--run {run} trained on {trained_on}, and this text has {split.fingerprint} to "
                 "train on: name the files of its --text in the same order"
             )
-        batches = data.Batches(split.held_out, ROWS, model.config.block_size).spread(BATCHES)
+        batches: Any = data.Batches(split.held_out, ROWS, model.config.block_size).spread(BATCHES)
 
         @zerojax.zero(stage=3).evaluate
         def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:

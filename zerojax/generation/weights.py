@@ -190,9 +190,7 @@ def device_bytes(x: Any, spec: layout.Spec | None) -> int:
     """Returns the bytes of a device's shard under `spec`; of the array without one. An int4 takes
     half a byte."""
     shape = x.shape if spec is None else layout.shard_shape(x.shape, spec, x.sharding.mesh)
-    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
-    bits = jnp.iinfo(x.dtype).bits if is_integer else 8 * x.dtype.itemsize
-    return math.prod(shape) * bits // 8
+    return math.prod(shape) * (4 if x.dtype == jnp.int4 else 8 * x.dtype.itemsize) // 8
 
 
 def _free(devices: Mesh | None) -> int | None:

@@ -51,20 +51,18 @@ def fused_llama(
         has every second product with a weight, and attention, as torchtitan's selective activation
         checkpointing.
     """
-    policies = jax.checkpoint_policies
-    made_there = policies.save_only_these_names(NAME)
-    products = policies.checkpoint_dots_with_no_batch_dims
     kept = {
-        "nothing": None,
-        "attention": made_there,
-        "selective": policies.save_only_these_names(NAME, "q_proj", "v_proj", "gate_proj"),
-        "products": policies.save_from_both_policies(products, made_there),
+        "nothing": True,
+        "attention": f"names:{NAME}",
+        "selective": f"names:{NAME},q_proj,v_proj,gate_proj",
+        "products": f"names:{NAME},q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
     }[keep]
 
     def build(zero: Zero, rows: int, seq: int, remat: bool) -> Workload:
-        config = llama.LlamaConfig(**{**sizes, "block_size": seq}, scan=True, remat=remat)
+        own = {"block_size": seq, "scan": True, "remat": remat and kept}
+        config = llama.LlamaConfig(**{**sizes, **own})
         fused = planned_attention(zero, attention) or grouped_attention
-        model = llama.Llama(config, fused, kept, zero.sequence)
+        model = llama.Llama(config, fused, zero.sequence)
         shape = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
         batch = {"tokens": shape, "targets": shape}
 

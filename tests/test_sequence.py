@@ -121,7 +121,7 @@ def test_heads_that_do_not_divide() -> None:
 
 
 def test_meshes_and_specs_that_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"write axes=\{'data': 1, 'seq': 8\}"):
+    with pytest.raises(ValueError, match=r"add it: axes=\{'data': 1, 'seq': 8\}"):
         zerojax.zero(stage=3, mesh=zerojax.mesh(axes={"seq": 8}))
     zero = zerojax.zero(stage=3, mesh=zerojax.mesh(axes=MESHES["4x2"]), specs=P(None, "seq"))
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=TX)

@@ -45,8 +45,6 @@ if _TYPE_CHECKING:
     from zerojax.optim.telemetry import telemetry as telemetry
     from zerojax.optim.wrap import wrap as wrap
     from zerojax.plan.state_sharding import Plan as Plan
-    from zerojax.quantize.report import QuantizationReport as QuantizationReport
-    from zerojax.quantize.report import quantization_report as quantization_report
     from zerojax.quantize.weights import dequantize as dequantize
     from zerojax.quantize.weights import quantize_weights as quantize_weights
     from zerojax.trace.gradients import grad as grad
@@ -68,7 +66,6 @@ _MODULES = {
     "LossScaleError": "monitor.after_step",
     "OutOfMemoryError": "foresight.guard",
     "Plan": "plan.state_sharding",
-    "QuantizationReport": "quantize.report",
     "Trainer": "trainer.loop",
     "TrainingArguments": "trainer.arguments",
     "Workload": "tuning.workload",
@@ -90,7 +87,6 @@ _MODULES = {
     "on_device": "offload.fetch",
     "over_matrices": "optim.over_matrices",
     "process_rows": "devices.rows",
-    "quantization_report": "quantize.report",
     "quantize_weights": "quantize.weights",
     "remat_policy": "offload.activations",
     "schedule": "optim.schedules",

@@ -25,8 +25,11 @@ def test_gpus_of_processes() -> None:
 @pytest.mark.parametrize(
     ("gpus", "says"),
     [
-        ((["a"], ["a"]), "2 processes see the same 1 GPU: start at most one process a GPU"),
-        ((["a", "b", "c"],) * 2, "3 GPUs cannot be shared evenly among 2 processes"),
+        (
+            (["a"], ["a"]),
+            "2 processes see the same 1 GPU, which they cannot share evenly: start one",
+        ),
+        ((["a", "b", "c"],) * 2, "2 processes see the same 3 GPUs, which they cannot share evenly"),
         ((["a"], []), "no GPU is visible to process 1, and others see some: CUDA_VISIBLE_DEVICES"),
         ((["a", "b"], ["b"]), "some see a GPU that another sees too, and not the same ones"),
     ],

@@ -1,12 +1,14 @@
 """Parameters drawn by the names that transformers has for them."""
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from flax import traverse_util
+from safetensors.numpy import save_file
 
-from zerojax.weights import Names, rearranged
+from zerojax.weights import Names, load
 from zerojax.weights.names import link
 
 
@@ -17,4 +19,6 @@ def parameters(
     flat = traverse_util.flatten_dict(shapes, sep="/")
     tensors = link(names, {path: leaf.shape for path, leaf in flat.items()}).tensors
     drawn = {name: draw(name, shape) for name, shape in tensors.items()}
-    return rearranged(drawn, shapes, names)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(drawn, f"{folder}/model.safetensors")
+        return load(folder, like=shapes, names=names)

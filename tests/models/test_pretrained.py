@@ -80,6 +80,10 @@ def test_a_head_without_tensors_is_new(tmp_path: Path) -> None:
         ),
         ({"n_embd": 8}, "model_type = None is not supported"),
         ({"model_type": "gpt2", "activation_function": "relu"}, "config.json: activation_function"),
+        (
+            {"model_type": "gpt2", "quantization_config": {"quantization_status": "compressed"}},
+            "config.json: .* the weights are codes, and zerojax loads floats: give the folder",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(

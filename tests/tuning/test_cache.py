@@ -34,14 +34,13 @@ def test_what_was_measured_is_remembered(tmp_path: Path) -> None:
     assert ask(tmp_path) == (dataclasses.replace(MEASURED, compile_seconds=0.0), True)
 
 
-@pytest.mark.parametrize("value", [15 << 30, "x", None])
+@pytest.mark.parametrize("value", ["x", None])
 def test_what_was_changed_is_measured_anew(tmp_path: Path, value: object) -> None:
     ask(tmp_path)
     [file] = tmp_path.glob("*.json")
-    first, text = file.read_text().splitlines()
-    changed = json.loads(text)
+    changed = json.loads(file.read_text())
     changed["memory"]["parameters"] = value
-    file.write_text(f"{first}\n{json.dumps(changed)}\n")
+    file.write_text(json.dumps(changed))
     assert ask(tmp_path) == (MEASURED, False)
     assert ask(tmp_path)[1]
 

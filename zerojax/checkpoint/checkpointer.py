@@ -34,12 +34,11 @@ from zerojax.distributed.join import require_same
 from zerojax.distributed.lockstep import lockstep
 from zerojax.distributed.roll_call import by_value
 from zerojax.distributed.watchdog import paused
-from zerojax.plan.short import Summarized, Summary, Table
 from zerojax.train_state.pytree import is_array
 from zerojax.xla.types import PyTree
 
 
-class Checkpointer(Summarized):
+class Checkpointer:
     """Saves training states in a folder and restores them on any mesh, at any stage.
 
     ``DIRECTORY/STEP/state`` holds the state, which orbax writes uncompressed, and
@@ -136,18 +135,6 @@ class Checkpointer(Summarized):
                 "only, Checkpointer(..., read_only=True)"
             ) from None
         self._lock = lock
-
-    def summary(self) -> Summary:
-        """Returns the folder, its steps and the steps that are kept."""
-        steps = self.all_steps()
-        listed = ", ".join(map(str, steps[-5:])) or "none"
-        state = "closed" if self._closed else "read only" if self._read_only else "open"
-        rows = [
-            ("steps", f"{len(steps):,}: ..., {listed}" if steps[5:] else listed),
-            ("keeps", self._retention.described()),
-            ("state", state),
-        ]
-        return Summary(f"Checkpointer {self.directory}", (Table(rows),))
 
     def __enter__(self) -> Self:
         return self

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from zerojax.checkpoint.naming import Names, parameters, rename
 from zerojax.checkpoint.record import Record
 from zerojax.checkpoint.saved import SavedArray, SavedStep, find
 from zerojax.weights.arrangement import Link
-from zerojax.weights.compressed import Compression, extent
 from zerojax.weights.saver import check_tied, config_files, saved_dtype, specs, write
 from zerojax.weights.writer import BlockWriter, Path, writing
 
@@ -46,7 +44,6 @@ def export(
     config: Mapping[str, object] | Path | None = None,
     progress: Callable[[int, int], object] | None = None,
     overwrite: bool = False,
-    quantize: str | None = None,
 ) -> Exported:
     """Writes a saved step's parameters as ``model.safetensors``, or as several files and an index.
 
@@ -70,8 +67,6 @@ def export(
       progress: Called with the bytes read so far and the total bytes.
       overwrite: Whether to replace the weights and other files of an earlier export in ``out``;
         files of other names are kept.
-      quantize: "int8" for int8 codes and scales, as for :func:`zerojax.weights.save`. A matrix is
-        read at a time.
 
     Raises:
       CheckpointError: the checkpoint does not exist or does not fit the arguments, or ``out``
@@ -93,25 +88,24 @@ def export(
     }
     try:
         dtypes = {name: saved_dtype(name, leaves[name].dtype, floats) for name in linked.links}
-        compression = Compression.of(linked, quantize)
-        tensors, texts = compression.specs(specs(linked, dtypes)), compression.texts(texts)
+        tensors = specs(linked, dtypes)
         check_tied(linked, lambda name: saved.read(leaves[name].name))
     except ValueError as error:
         raise CheckpointError(f"{saved.folder}: {error}") from error
     done, total = 0, sum(leaves[name].bytes for name in links)
     try:
         with writing(out, tensors, max_bytes=max_bytes, texts=texts) as put:
-            compression.write_shapes(put)
             for name in links:
-                pieces = _blocks(saved, leaves[name], links[name], dtypes[name], put)
-                if name in compression.paths:
-                    pieces = _matrices(saved, leaves[name], links[name], compression, put)
-                for nbytes in _checked(saved, leaves[name], pieces):
+                for nbytes in _written(saved, leaves[name], links[name], dtypes[name], put):
                     done += nbytes
                     if progress:
                         progress(done, total)
     except OSError as error:
-        raise _unwritable(out, error, sum(tensor.nbytes for tensor in tensors)) from error
+        needed = sum(tensor.nbytes for tensor in tensors)
+        raise CheckpointError(
+            f"{out} cannot be written: {error}; choose another folder, with room for "
+            f"{needed:,} bytes"
+        ) from error
     return Exported(
         files=tuple(sorted(file.name for file in out.iterdir())),
         tensors=len(tensors),
@@ -120,49 +114,25 @@ def export(
     )
 
 
-Piece = tuple[tuple[int, ...], np.ndarray]
-"""A slice of an array, with the index of its first element."""
-
-
-def _checked(saved: SavedStep, leaf: SavedArray, pieces: Iterable[Piece]) -> Iterator[int]:
-    """Compares a parameter's checksum with the record's; yields the bytes of each piece."""
+def _written(
+    saved: SavedStep, leaf: SavedArray, links: Sequence[Link], dtype: np.dtype, put: BlockWriter
+) -> Iterator[int]:
+    """Writes a parameter block by block and compares its checksum with the record's; yields the
+    bytes of each block."""
     checksum = 0
     try:
-        for start, piece in pieces:
+        for start, block in saved.blocks(leaf.name):
             if saved.record:
-                checksum += share(piece, start)
-            yield piece.nbytes
+                checksum += share(block, start)
+            bounds = tuple((begin, begin + n) for begin, n in zip(start, block.shape, strict=True))
+            write(put, links, bounds, block, dtype, leaf.name)
+            yield block.nbytes
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     if saved.record and checksum % 2**32 != saved.record.leaves[leaf.name].checksum:
         raise DamagedCheckpointError(
             f"{saved.item}: {leaf.name} holds other numbers than were saved: export another step"
         )
-
-
-def _blocks(
-    saved: SavedStep, leaf: SavedArray, links: Sequence[Link], dtype: np.dtype, put: BlockWriter
-) -> Iterator[Piece]:
-    """Writes a parameter block by block."""
-    for start, block in saved.blocks(leaf.name):
-        bounds = tuple((begin, begin + n) for begin, n in zip(start, block.shape, strict=True))
-        write(put, links, bounds, block, dtype, leaf.name)
-        yield start, block
-
-
-def _matrices(
-    saved: SavedStep,
-    leaf: SavedArray,
-    links: Sequence[Link],
-    compression: Compression,
-    put: BlockWriter,
-) -> Iterator[Piece]:
-    """Quantizes and writes a parameter matrix by matrix."""
-    for link in links:
-        bounds = extent(link)
-        matrix = saved.read(leaf.name, tuple(slice(*bound) for bound in bounds))
-        compression.write_matrix(put, leaf.name, link, matrix)
-        yield link.start, matrix
 
 
 def _float(dtype: str | None) -> np.dtype | None:
@@ -203,16 +173,5 @@ def _check_free(out: pathlib.Path, overwrite: bool) -> None:
         return
     if not out.is_dir():
         raise CheckpointError(f"{out} is a file: choose another folder")
-    if not overwrite and (names := sorted(file.name for file in out.iterdir())):
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise CheckpointError(
-            f"{out} is not empty, it holds {', '.join(names[:3])}{more}: choose another folder, "
-            "or empty this one"
-        )
-
-
-def _unwritable(out: pathlib.Path, error: OSError, needed: int) -> CheckpointError:
-    remedy = "choose another folder"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = f"the files need {needed:,} bytes, make room or {remedy}"
-    return CheckpointError(f"{out} cannot be written: {error}; {remedy}")
+    if not overwrite and any(out.iterdir()):
+        raise CheckpointError(f"{out} is not empty: choose another folder, or empty this one")

@@ -51,18 +51,6 @@ class Retention:
         if self.mode not in _WORST:
             raise CheckpointError(f"mode={self.mode!r}: one of {', '.join(_WORST)}")
 
-    def described(self) -> str:
-        """Returns the steps that are kept, as words.
-
-        Example:
-          >>> Retention(3, 1, "loss", "min").described()
-          'the newest 3 and the best 1 by loss (min)'
-        """
-        if self.keep is None:
-            return "all"
-        best = f" and the best {self.keep_best} by {self.metric} ({self.mode})"
-        return f"the newest {self.keep}{best if self.keep_best else ''}"
-
     def checked(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
         """Returns a step's metrics as floats.
 

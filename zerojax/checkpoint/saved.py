@@ -239,11 +239,8 @@ class SavedStep(SavedArrays):
         if self.record is None or not self.extra_by_process or count == self.record.processes:
             return
         processes = self.record.processes
-        extras = [x if isinstance(x := self._extra(n), dict) else {} for n in range(processes)]
-        keys = [k for k in extras[0] if len({json.dumps(x.get(k)) for x in extras}) > 1]
-        detail = f" (other values of {', '.join(keys):.200})" if keys else ""
         raise CheckpointError(
-            f"{self.folder}: {processes} processes saved it, each an extra of its own{detail}, and "
+            f"{self.folder}: {processes} processes saved it, each an extra of its own, and "
             f"{count} would read it. Read what each saved, extra(process=0) to "
             f"extra(process={processes - 1}), and divide it anew"
         )

@@ -49,14 +49,6 @@ def export(
             "zerojax.models.hugging_face.gpt2:export_names says for transformers' GPT-2.",
         ),
     ] = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="int8",
-            help="The layers' matrices as int8 codes with a scale an output, for transformers and "
-            "vLLM.",
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Writes the parameters in CHECKPOINT to OUT, as safetensors.
@@ -84,7 +76,6 @@ def export(
                 dtype=dtype,
                 max_shard_size=max_shard_size,
                 names=_function(names) if names else None,
-                quantize=quantize,
                 progress=lambda done, todo: bar.update(task, completed=done, total=todo),
             )
     except DamagedCheckpointError as error:

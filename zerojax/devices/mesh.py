@@ -234,23 +234,8 @@ def shard_axis(given: Mesh | AbstractMesh) -> str:
         name.
     """
     names = given.axis_names
-    if names in ((SEQUENCE,), (STAGE,)):
-        shards = "tokens" if names == (SEQUENCE,) else "layers"
-        axes = {AXIS: 1} | dict(given.shape)
-        raise ValueError(
-            f"the mesh has the axis {names[0]!r} only, which shards {shards}, and none is called "
-            f"{AXIS!r}, which shards rows: write axes={axes}"
-        )
-    if len(names) == 1 and names[0] != REPLICA:
+    if len(names) == 1 and names[0] not in (REPLICA, SEQUENCE, STAGE):
         return cast(str, names[0])
-    if names == (REPLICA,):
-        n = given.shape[REPLICA]
-        raise ValueError(
-            f"the mesh has the axis {REPLICA!r} only, which replicates the state, and none is "
-            f"called {AXIS!r}, over which ZeRO shards within a group. To shard over all {n} "
-            f"devices write axes={{{AXIS!r}: {n}}}; for groups "
-            f"axes={{{REPLICA!r}: ..., {AXIS!r}: ...}}, or replicas=..."
-        )
     if mistaken := [name for name in names if name != REPLICA and _LIKE_REPLICA.search(name)]:
         raise ValueError(
             f"the mesh has axes {names}, of which {mistaken[0]!r} is not known to zerojax, and a "
@@ -262,7 +247,8 @@ def shard_axis(given: Mesh | AbstractMesh) -> str:
         return AXIS
     raise ValueError(
         f"the mesh has axes {names} and none is called {AXIS!r}: ZeRO shards over "
-        f"that one. Rename the data-parallel axis to {AXIS!r}."
+        f"that one. Rename the data-parallel axis to {AXIS!r}, or add it: "
+        f"axes={ {AXIS: 1} | dict(given.shape) }"
     )
 
 

@@ -230,12 +230,6 @@ def _libtpu_unlocked() -> Iterator[None]:
             del os.environ[name]
 
 
-def torus(kind: str, devices: int) -> tuple[int, ...]:
-    """Returns the sides of the torus of this many TPU chips; () for GPUs."""
-    figures = lookup(kind)[1]
-    return _torus(devices, figures["torus_rank"]) if "torus_rank" in figures else ()
-
-
 def _torus(chips: int, rank: int) -> tuple[int, ...]:
     """Splits ``chips`` into ``rank`` nearly equal sides, the first two even, as hosts are 2x2."""
     hosts, sides = chips // TPUS_PER_HOST, [2, 2, 1][:rank]

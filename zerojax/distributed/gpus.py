@@ -73,15 +73,11 @@ def local_devices(here: list[Record]) -> list[list[int] | None]:
         )
     if len({*map(tuple, sets)}) == 1 and len(here) > 1:
         gpus = len(sets[0])
-        if gpus < len(here):
-            raise ValueError(
-                f"{len(here)} processes see the same {gpus} GPU{'s' * (gpus > 1)}: start at most "
-                "one process a GPU, or let CUDA_VISIBLE_DEVICES show all GPUs"
-            )
         if gpus % len(here):
             raise ValueError(
-                f"{gpus} GPUs cannot be shared evenly among {len(here)} processes: start one "
-                "process a GPU, or set CUDA_VISIBLE_DEVICES for each"
+                f"{len(here)} processes see the same {gpus} GPU{'s' * (gpus > 1)}, which they "
+                "cannot share evenly: start one process a GPU, or let CUDA_VISIBLE_DEVICES show "
+                "all GPUs"
             )
         each = gpus // len(here)
         return [[*range(n * each, (n + 1) * each)] for n in range(len(here))]

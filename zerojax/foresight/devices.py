@@ -1,4 +1,4 @@
-"""Devices by name, ``h100:8`` or ``v5e:16x16``, and the free memory of existing devices."""
+"""Devices by name, as ``h100:8``, and the free memory of existing devices."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from zerojax.devices.mesh import mesh as all_devices
 from zerojax.devices.rates import Rates, kind_of, rates, rates_of
-from zerojax.devices.topology import topology, torus
+from zerojax.devices.topology import topology
 
-_FORM = re.compile(r"([A-Za-z][\w-]*)(?::(\d+(?:x\d+)*))?")
+_FORM = re.compile(r"([A-Za-z][\w-]*)(?::(\d+))?")
 
 
 HERE = "here"
@@ -22,8 +22,8 @@ HERE = "here"
 
 
 def parse_devices(text: str, network: str | None = None) -> tuple[Mesh, Rates]:
-    """Returns the mesh and the rates of ``KIND:N``, of ``KIND:AxB`` for a torus of TPUs, or of
-    ``here``; ``network`` is as for :meth:`Rates.over`.
+    """Returns the mesh and the rates of ``KIND:N`` or of ``here``; ``network`` is as for
+    :meth:`Rates.over`.
 
     Raises:
       ValueError: The text has another form, the kind or the network is unknown, or the number of
@@ -34,17 +34,9 @@ def parse_devices(text: str, network: str | None = None) -> tuple[Mesh, Rates]:
         return (mesh := all_devices()), rates_here(mesh).over(network)
     match = _FORM.fullmatch(text)
     if match is None:
-        raise ValueError(f"devices {text!r}: give KIND:N, as h100:8 or v5e:16x16")
-    sides = sorted(int(side) for side in (match[2] or "1").split("x"))
-    number = math.prod(sides)
+        raise ValueError(f"devices {text!r}: give KIND:N, as h100:8")
     speeds = rates(match[1]).over(network)  # an unknown name raises before a missing compiler does
-    if len(sides) > 1 and sides != sorted(shape := torus(speeds.kind, number)):
-        expected = "x".join(map(str, shape)) or "no torus"
-        raise ValueError(
-            f"devices {text!r}: {number} of them are compiled for as {expected}: write that, or "
-            "their number"
-        )
-    return topology(match[1], number), speeds
+    return topology(match[1], int(match[2] or 1)), speeds
 
 
 def rates_here(mesh: Mesh) -> Rates:

@@ -8,6 +8,7 @@ in every token ("by_layer"; from host memory this is ZeRO-Inference, arXiv:2207.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +29,6 @@ from zerojax.plan import layout
 from zerojax.plan.places import DEVICE, PINNED
 from zerojax.plan.stored import StoredArray
 from zerojax.plan.table import size
-from zerojax.quantize.report import array_bytes
 from zerojax.xla.types import PyTree
 
 Weights = Literal["gathered", "by_layer"]
@@ -187,9 +187,10 @@ def _gathered_bytes(x: Any) -> int:
 
 
 def device_bytes(x: Any, spec: layout.Spec | None) -> int:
-    """Returns the bytes of a device's shard under `spec`; of the array without one."""
+    """Returns the bytes of a device's shard under `spec`; of the array without one. An int4 takes
+    half a byte."""
     shape = x.shape if spec is None else layout.shard_shape(x.shape, spec, x.sharding.mesh)
-    return array_bytes(shape, x.dtype)
+    return math.prod(shape) * (4 if x.dtype == jnp.int4 else 8 * x.dtype.itemsize) // 8
 
 
 def _free(devices: Mesh | None) -> int | None:

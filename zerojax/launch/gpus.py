@@ -27,18 +27,6 @@ class Gpu(NamedTuple):
     bus: str
 
 
-class Binding(NamedTuple):
-    """The CPUs of a process.
-
-    Attributes:
-      cpus: Numbers of the CPUs; None: the CPUs of the launcher.
-      says: Message with the CPUs' NUMA node, or with the reason why none are chosen.
-    """
-
-    cpus: frozenset[int] | None
-    says: str
-
-
 def gpus(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[Gpu]:
     """Returns the GPUs of ``CUDA_VISIBLE_DEVICES``, in its order; none under JAX_PLATFORMS=cpu.
 
@@ -86,23 +74,16 @@ def _from_proc(proc: Path) -> list[tuple[str, str]]:
     return [("", each.name) for each in sorted((proc / "driver/nvidia/gpus").glob("*"))]
 
 
-def binding(gpu: Gpu | None, sys: Path = Path("/sys")) -> Binding:
-    """Returns the CPUs of the NUMA node to which a GPU is attached."""
-    if gpu is None:
-        return Binding(None, "CPUs not bound: the process has no GPU of its own")
-    if not gpu.bus:
-        return Binding(None, f"CPUs not bound: the bus address of GPU {gpu.name} is unknown")
+def near_cpus(gpu: Gpu | None, sys: Path = Path("/sys")) -> frozenset[int] | None:
+    """Returns the CPUs of the NUMA node to which a GPU is attached; None if there are none."""
+    if gpu is None or not gpu.bus:
+        return None
     try:
         node = int((sys / "bus/pci/devices" / gpu.bus / "numa_node").read_text())
-        if node < 0:
-            return Binding(None, "CPUs not bound: the GPU is next to no NUMA node")
         text = (sys / f"devices/system/node/node{node}/cpulist").read_text().strip()
-    except (OSError, ValueError) as error:
-        return Binding(None, f"CPUs not bound: {error}")
-    cpus = numbers(text) & os.sched_getaffinity(0)
-    if not cpus:
-        return Binding(None, f"CPUs not bound: none of NUMA node {node} may be used here")
-    return Binding(frozenset(cpus), f"CPUs {text} of NUMA node {node}")
+    except (OSError, ValueError):  # node -1: the GPU is next to no NUMA node
+        return None
+    return frozenset(numbers(text) & os.sched_getaffinity(0)) or None
 
 
 def numbers(ranges: str) -> set[int]:

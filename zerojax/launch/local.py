@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zerojax.launch.error import UsageError, in_a_line
 from zerojax.launch.failure import say
-from zerojax.launch.gpus import Binding, Gpu, binding
+from zerojax.launch.gpus import Gpu, near_cpus
 from zerojax.launch.group import STALLED, Group, Outcome, Process
 from zerojax.launch.job import PART, Job, Node, free_port, with_token
 
@@ -25,12 +25,12 @@ class Place(NamedTuple):
     Attributes:
       process: Index among all processes of the job.
       gpu: The only GPU of the process; None: it has no GPU, or all.
-      binding: CPUs of the process.
+      cpus: The CPUs of the process; None: those of the launcher.
     """
 
     process: int
     gpu: Gpu | None
-    binding: Binding
+    cpus: frozenset[int] | None
 
 
 def places(node: Node, gpus: list[Gpu]) -> list[Place]:
@@ -52,7 +52,7 @@ def places(node: Node, gpus: list[Gpu]) -> list[Place]:
         )
     first = sum(node.counts[: node.rank])
     assigned = [gpus[i] if gpus and (count > 1 or len(gpus) == 1) else None for i in range(count)]
-    return [Place(first + i, gpu, binding(gpu)) for i, gpu in enumerate(assigned)]
+    return [Place(first + i, gpu, near_cpus(gpu)) for i, gpu in enumerate(assigned)]
 
 
 def settings(job: Job, node: Node, place: Place, run_dir: Path, on_gpus: bool) -> dict[str, str]:
@@ -114,7 +114,7 @@ def processes(
                 prefix=f"[{i}] ",
                 command=job.command,
                 environ={**environ, **defaults(environ, bool(gpus)), **added},
-                cpus=place.binding.cpus,
+                cpus=place.cpus,
                 stdin=i == 0,
                 log=logs and logs / f"{i}.log",
                 joined=run_dir / f"joined.{i}" if sum(node.counts) > 1 else None,
@@ -131,17 +131,14 @@ def show(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> N
         added = settings(job, node, place, Path("RUN_DIR"), bool(gpus))
         added |= defaults(environ, bool(gpus))
         device = f"GPU {place.gpu.name}" if place.gpu else ("all GPUs" if gpus else "CPU")
-        print(f"# process {place.process}: {device}; {place.binding.says}")
+        bound = f", CPUs {', '.join(map(str, sorted(place.cpus)))}" if place.cpus else ""
+        print(f"# process {place.process}: {device}{bound}")
         variables = [f"{name}={value}" for name, value in added.items()]
         print(shlex.join(["env", *variables, *job.command]))
 
 
 def run(job: Job, node: Node, gpus: list[Gpu], environ: Mapping[str, str]) -> int:
     """Starts this machine's processes, restarts them if allowed, and returns the exit status."""
-    for message in sorted(
-        {place.binding.says for place in places(node, gpus) if place.gpu and not place.binding.cpus}
-    ):
-        say(message)
     is_nested = is_part(environ)
     environ = {name: value for name, value in environ.items() if name != PART}
     if len(node.counts) == 1:

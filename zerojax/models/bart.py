@@ -92,9 +92,6 @@ SIZES: Sizes = {
     "blenderbot-400m": _size(
         (2, 12), 32, 1280, vocab_size=8008, max_position_embeddings=128, **BLENDERBOT
     ),  # 364,802,560
-    "bart-large": _size(
-        (12, 12), 16, 1024, vocab_size=50265, max_position_embeddings=1024
-    ),  # 406,291,456
 }
 
 

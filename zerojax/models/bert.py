@@ -70,11 +70,6 @@ SIZES: Sizes = {
         vocab_size=30522, hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
         intermediate_size=3072,
     ),
-    "roberta-base": dict(
-        model_type="roberta", vocab_size=50265, hidden_size=768, num_hidden_layers=12,
-        num_attention_heads=12, intermediate_size=3072, max_position_embeddings=514,
-        type_vocab_size=1, layer_norm_eps=1e-5, pad_token_id=1,
-    ),
 }  # fmt: skip
 
 

@@ -159,7 +159,6 @@ def run_blocks(
     name: str,
     scan: bool,
     remat: bool | str,
-    policy: Callable[..., bool] | None = None,
     each: PyTree = None,
 ) -> tuple[jax.Array, PyTree]:
     """Runs blocks one after another, unrolled or stacked; must be called within a module.
@@ -174,7 +173,6 @@ def run_blocks(
       scan: Whether the blocks are stacked, so that one is compiled in place of all.
       remat: Whether a block saves only its input and recomputes the rest in the backward pass; or
         the name of a policy for `zerojax.remat_policy`.
-      policy: What such a block saves in addition, as for `jax.checkpoint`; None for the named one.
       each: The separate input of each block: leaves [L, ...] for a stack, a sequence for unrolled
         blocks.
 
@@ -183,7 +181,7 @@ def run_blocks(
     """
     if remat:
         # XLA does no CSE across iterations of a scan, so that the barrier would only cost time.
-        block = nn.remat(block, prevent_cse=not scan, policy=policy or policy_of(remat))
+        block = nn.remat(block, prevent_cse=not scan, policy=policy_of(remat))
     if scan:
         stack = nn.scan(
             block,

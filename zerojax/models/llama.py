@@ -19,7 +19,6 @@ C num_labels, L n_layer.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -274,10 +273,9 @@ class Llama(nn.Module):
     transformers.
 
     `attention` takes q, k, v and `mask` as `grouped_attention` does (`zerojax.models.attention` has
-    fused implementations); it has to apply `sliding_window` itself. `policy` selects what
-    rematerialised blocks save in addition to their input, as for `jax.checkpoint`; the results of
-    products are named "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj" and
-    "down_proj", those of a fused attention "attention". `sequence`
+    fused implementations); it has to apply `sliding_window` itself. For a policy that the config's
+    `remat` names, the results of products are called "q_proj", "k_proj", "v_proj", "o_proj",
+    "gate_proj", "up_proj" and "down_proj", those of a fused attention "attention". `sequence`
     shards rows along their tokens (`zero.sequence`); `tensor` shards the model over a mesh axis
     (`zerojax.models.tensor_parallel`). `per_device` is `zero.per_device`, for a model with experts
     on several devices.
@@ -290,7 +288,6 @@ class Llama(nn.Module):
 
     config: LlamaConfig
     attention: Attention = grouped_attention
-    policy: Callable[..., bool] | None = None
     sequence: SequenceAxis | None = None
     tensor: TensorParallel | None = None
     per_device: PerDevice | None = None
@@ -344,7 +341,7 @@ class Llama(nn.Module):
         x, _ = run_blocks(
             Block, (c, attention, layout, self.per_device), x, tables,
             padding_mask(attention_mask, tokens), positions,
-            layers=range(c.n_layer), name="layers", scan=c.scan, remat=c.remat, policy=self.policy,
+            layers=range(c.n_layer), name="layers", scan=c.scan, remat=c.remat,
             each=jnp.array(windowed) if c.scan and windowed else windowed or None,
         )  # fmt: skip
         x = layout.gathered(_rms_norm(c, "norm")(layout.tokens(x)))

@@ -3,9 +3,8 @@
 Example::
 
     loss_fn(logits, targets)                     # mean over B x T tokens, nats
-    loss_fn(logits, targets, mask)               # mean over the tokens where mask is 1
 
-Shapes: logits [B, T, V], targets int [B, T], mask [B, T].
+Shapes: logits [B, T, V], targets int [B, T].
 """
 
 import jax
@@ -14,16 +13,9 @@ import jax.numpy as jnp
 Residuals = tuple[jax.Array, jax.Array, jax.Array]  # logits, targets, and their log-sum-exp
 
 
-def loss_fn(logits: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """Computes the mean cross-entropy of logits [B, T, V] and targets int [B, T], in nats, fp32 [].
-
-    It is sum(mask * (logsumexp(logits) - logits[target])) / sum(mask), `mask` [B, T] or all ones.
-    """
-    losses = cross_entropy(logits, targets)
-    if mask is None:
-        return losses.mean()
-    mask = mask.astype(losses.dtype)
-    return (losses * mask).sum() / mask.sum()
+def loss_fn(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Computes the mean cross-entropy of logits [B, T, V] and targets [B, T], in nats, fp32 []."""
+    return cross_entropy(logits, targets).mean()
 
 
 def widen(x: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from flax import linen as nn
 
 from zerojax.models.blocks import attend, keys_mask, run_blocks, split_heads
 from zerojax.models.cache import attend_cached, check_memory, remembered, visible
-from zerojax.models.config import Fields, ModelConfig, Sizes
+from zerojax.models.config import ModelConfig, Sizes
 from zerojax.models.loss import widen
 
 GATED = "gated-gelu"
@@ -74,11 +74,6 @@ class T5Config(ModelConfig):
             )
 
 
-T5_1_1: Fields = dict(
-    feed_forward_proj=GATED, tie_word_embeddings=False, scale_decoder_outputs=False
-)
-"""Options of T5 1.1 and Flan-T5."""
-
 SIZES: Sizes = {
     "t5-tiny": dict(
         vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
@@ -87,10 +82,6 @@ SIZES: Sizes = {
     "t5-small": dict(
         vocab_size=32128, d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_decoder_layers=6,
         num_heads=8,
-    ),
-    "flan-t5-base": dict(
-        vocab_size=32128, d_model=768, d_kv=64, d_ff=2048, num_layers=12, num_decoder_layers=12,
-        num_heads=12, **T5_1_1,
     ),
 }  # fmt: skip
 

@@ -2,13 +2,10 @@
 
 - ``weights``, to be read first: :func:`quantize_weights` and :func:`dequantize`.
 - ``choice``: the arrays that are quantized, and the dimension that shares a scale.
-- ``report``: a metric and the bytes before and after.
 
 A program holds such weights as codes until an operation uses them, see :mod:`zerojax.trace.late`.
 """
 
-from zerojax.quantize.report import QuantizationReport as QuantizationReport
-from zerojax.quantize.report import quantization_report as quantization_report
 from zerojax.quantize.weights import check_trainable as check_trainable
 from zerojax.quantize.weights import dequantize as dequantize
 from zerojax.quantize.weights import is_quantized as is_quantized

@@ -26,13 +26,11 @@ class Entry(NamedTuple):
       path: The key, dotted.
       value: The value of the key.
       names: The arguments that determine the value; empty if the value only replaces "auto".
-      absent: True if the value is also set in a JSON without the key.
     """
 
     path: str
     value: object
     names: tuple[str, ...] = ()
-    absent: bool = True
 
 
 def resolved(
@@ -67,7 +65,7 @@ def resolved(
     problems += rename(raw)
     for entry in _entries(args, raw, world, steps, hidden_size):
         given = _get(raw, entry.path)
-        if given == "auto" or (given is None and entry.absent and entry.names):
+        if given == "auto" or (given is None and entry.names):
             _set(raw, entry.path, entry.value)
         elif given is not None and entry.names and not _same(entry, given):
             is_default = args.given.isdisjoint(entry.names)

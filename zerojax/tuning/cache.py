@@ -68,19 +68,17 @@ class Cache:
             return dataclasses.replace(measurement, compile_seconds=0.0)
         self.misses += 1
         measurement = self._measured(lowered, known, rates, nodes)
-        text = _MEASUREMENT.dump_json(measurement).decode()
-        self._keep(path, f"{_digest(text)}\n{text}\n")
+        self._keep(path, _MEASUREMENT.dump_json(measurement).decode())
         return measurement
 
     def _remembered(self, path: Path) -> Measurement | None:
         """Returns the measurement in a file, or None if the file is missing or corrupt."""
         try:
-            digest, text = path.read_text().splitlines()
-            measurement = _MEASUREMENT.validate_json(text)
+            measurement = _MEASUREMENT.validate_json(path.read_text())
             os.utime(path)
         except (OSError, ValueError):  # pydantic's ValidationError is a ValueError
             return None
-        return measurement if digest == _digest(text) else None
+        return measurement
 
     def _keep(self, path: Path, text: str) -> None:
         """Writes a file atomically; ignores a folder that cannot be written."""
@@ -119,7 +117,3 @@ def _version(package: str) -> str:
         return version(package)
     except ImportError:
         return ""
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

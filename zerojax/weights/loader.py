@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,34 +15,13 @@ from zerojax.plan import layout
 from zerojax.plan.stored import unwrap_stored, user_leaf
 from zerojax.weights.arrangement import Bounds, Link
 from zerojax.weights.names import Linked, Names, Tensor, link, refuse
-from zerojax.weights.reader import open_tensors
+from zerojax.weights.reader import FileTensor, open_tensors
 from zerojax.weights.shards import clipped, from_shards, zeros
 from zerojax.weights.tree import open_tree
 from zerojax.weights.writer import Path
 from zerojax.xla.types import PyTree, Shaped
 
 _ROWS = 1024  # rows of a tied tensor that are compared at a time
-
-
-class Source(Protocol):
-    """A tensor to read parameters from; see :class:`zerojax.weights.reader.FileTensor`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def file(self) -> object: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> np.dtype | None: ...
-    @property
-    def stored(self) -> str: ...
-    def read(
-        self, out: np.ndarray, offset: int = 0, strides: Sequence[int] | None = None
-    ) -> np.ndarray: ...
-
-
-AnySource = TypeVar("AnySource", bound=Source)
 
 
 def load(
@@ -106,9 +84,9 @@ def fit(
     source: str,
     names: Names,
     linked: Linked,
-    tensors: Mapping[str, AnySource],
+    tensors: Mapping[str, FileTensor],
     dtypes: Mapping[str, np.dtype],
-) -> dict[str, AnySource]:
+) -> dict[str, FileTensor]:
     """Checks the tensors found against the parameters; returns the needed tensors by name.
 
     Args:
@@ -123,7 +101,7 @@ def fit(
         copy differs from its original.
     """
     problems = []
-    found: dict[str, AnySource] = {}
+    found: dict[str, FileTensor] = {}
     for name, tensor in tensors.items():
         short = names.short(name)
         if short in found:
@@ -161,7 +139,7 @@ def fit(
 
 
 def _mismatch(
-    name: str, tensor: Source, needed: Sequence[int], path: str, dtype: np.dtype
+    name: str, tensor: FileTensor, needed: Sequence[int], path: str, dtype: np.dtype
 ) -> list[str]:
     if tensor.shape != tuple(needed):
         remedy = ""
@@ -181,7 +159,7 @@ def _is_float(dtype: np.dtype) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def _check_copy(copy: Source, tensor: Source) -> None:
+def _check_copy(copy: FileTensor, tensor: FileTensor) -> None:
     """Raises ValueError if a copy has other values: the model would compute different results."""
     is_same = copy.shape == tensor.shape and copy.stored == tensor.stored
     rows = tensor.shape[0] if tensor.shape else 1
@@ -200,7 +178,7 @@ def _check_copy(copy: Source, tensor: Source) -> None:
 
 
 def _log_casts(
-    source: str, linked: Linked, sources: Mapping[str, Source], dtypes: Mapping[str, np.dtype]
+    source: str, linked: Linked, sources: Mapping[str, FileTensor], dtypes: Mapping[str, np.dtype]
 ) -> None:
     casts = Counter(
         (sources[part.tensor].stored, dtypes[path].name)
@@ -219,7 +197,7 @@ def _dtype(leaf: Shaped) -> np.dtype:
 
 
 def _array(
-    leaf: Shaped, dtype: np.dtype, links: Sequence[Link], sources: Mapping[str, Source]
+    leaf: Shaped, dtype: np.dtype, links: Sequence[Link], sources: Mapping[str, FileTensor]
 ) -> object:
     """Builds a parameter; reads each distinct shard for the devices that store it."""
     shape = tuple(leaf.shape)

@@ -13,8 +13,6 @@ from jax.typing import DTypeLike
 from zerojax.plan.stored import unwrap_stored
 from zerojax.weights.arrangement import Bounds, Link
 from zerojax.weights.cast import cast
-from zerojax.weights.compressed import CONFIG_FILE as CONFIG_FILE
-from zerojax.weights.compressed import Compression
 from zerojax.weights.names import Linked, Names, Tensor, link
 from zerojax.weights.shards import to_host
 from zerojax.weights.tree import open_tree
@@ -22,6 +20,7 @@ from zerojax.weights.writer import DTYPES, BlockWriter, Path, TensorSpec, writin
 from zerojax.xla.types import PyTree, Shaped
 
 MAX_FILE_BYTES = 5 * 10**9
+CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 
 
@@ -34,7 +33,6 @@ def save(
     texts: Mapping[str, str] | None = None,
     dtype: DTypeLike | None = None,
     max_shard_size: int = MAX_FILE_BYTES,
-    quantize: str | None = None,
 ) -> None:
     """Writes parameters as a folder that :func:`load` and transformers read.
 
@@ -52,13 +50,10 @@ def save(
       texts: The contents of other files in the folder, by name.
       dtype: The dtype of the float tensors; None keeps the arrays' dtypes.
       max_shard_size: The largest size of a file in bytes. A larger tensor gets a separate file.
-      quantize: "int8" for the matrices of numbered layers as int8 codes and scales, in a folder
-        that transformers and vLLM read, see :mod:`zerojax.weights.compressed`. Each is quantized on
-        its devices by :func:`zerojax.quantize_weights`.
 
     Raises:
       ValueError: The names do not fit the parameters, an array is stored on devices of other
-        processes, tied parameters differ, or a matrix cannot be quantized.
+        processes, or tied parameters differ.
       FileNotFoundError: ``config`` does not exist.
     """
     opened = open_tree(params)
@@ -73,15 +68,11 @@ def save(
             )
     dtypes = {path: saved_dtype(path, opened.leaves[path].dtype, dtype) for path in linked.links}
     texts = {**({} if config is None else config_files(config)), **(texts or {})}
-    compression = Compression.of(linked, quantize)
-    tensors, texts = compression.specs(specs(linked, dtypes)), compression.texts(texts)
+    tensors = specs(linked, dtypes)
     check_tied(linked, opened.leaves.__getitem__)
     with writing(folder, tensors, max_bytes=max_shard_size, texts=texts) as put:
-        compression.write_shapes(put)
         for path, links in linked.links.items():
-            if path in compression.paths:
-                compression.write(put, path, links, opened.leaves[path])
-            elif path not in linked.tied:
+            if path not in linked.tied:
                 for bounds, shard in to_host(opened.leaves[path]):
                     write(put, links, bounds, shard, dtypes[path], path)
 

@@ -53,33 +53,15 @@ Path = str | os.PathLike[str]
 
 
 class TensorSpec(NamedTuple):
-    """A tensor to be written.
-
-    Attributes:
-      name: Its name.
-      shape, dtype: Those of the elements that a :class:`BlockWriter` takes.
-      packed: The dtype of the tensor in the file, whose elements hold several of these along the
-        last dimension; None for ``dtype``.
-    """
+    """The name, shape and dtype of a tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    packed: np.dtype | None = None
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def stored(self) -> tuple[np.dtype, tuple[int, ...]]:
-        """The dtype and the shape of the tensor in the file."""
-        if self.packed is None:
-            return self.dtype, self.shape
-        return self.packed, (
-            *self.shape[:-1],
-            self.shape[-1] * self.dtype.itemsize // self.packed.itemsize,
-        )
 
 
 class BlockWriter(Protocol):
@@ -170,7 +152,7 @@ class _Files:
         self._missing: dict[str, int] = {}
         for path, group in groups.items():
             # Wide dtypes first, so that each tensor starts at a multiple of its item size.
-            group = sorted(group, key=lambda tensor: -tensor.stored[0].itemsize)
+            group = sorted(group, key=lambda tensor: -tensor.dtype.itemsize)
             ends = [0, *itertools.accumulate(tensor.nbytes for tensor in group)]
             header = _header(group, ends)
             with path.open("wb") as file:
@@ -184,7 +166,7 @@ class _Files:
         self, name: str, block: np.ndarray, offset: int = 0, strides: Sequence[int] | None = None
     ) -> None:
         """Writes a block; see :class:`BlockWriter`."""
-        path, begin, (_, shape, dtype, _) = self._places[name]
+        path, begin, (_, shape, dtype) = self._places[name]
         assert block.dtype == dtype, (name, block.dtype, dtype)
         if not block.size:
             return
@@ -235,10 +217,9 @@ def _header(tensors: Sequence[TensorSpec], ends: Sequence[int]) -> bytes:
     # transformers refuses a file without "format" in its metadata.
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for tensor, offsets in zip(tensors, itertools.pairwise(ends), strict=True):
-        dtype, shape = tensor.stored
         header[tensor.name] = {
-            "dtype": DTYPES[dtype.name],
-            "shape": shape,
+            "dtype": DTYPES[tensor.dtype.name],
+            "shape": tensor.shape,
             "data_offsets": offsets,
         }
     text = json.dumps(header, separators=(",", ":")).encode()

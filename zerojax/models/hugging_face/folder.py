@@ -161,7 +161,6 @@ class LanguageModel(Format[Config]):
         folder: Path,
         *,
         max_shard_size: int = MAX_FILE_BYTES,
-        quantize: str | None = None,
     ) -> None:
         """Writes a model's parameters to a folder that `load` and transformers can read.
 
@@ -175,7 +174,6 @@ class LanguageModel(Format[Config]):
           config: The config of the model.
           folder: The folder, created if it does not exist.
           max_shard_size: The size of the largest file, in bytes.
-          quantize: "int8" for int8 codes and scales, as for `zerojax.weights.save`.
 
         Raises:
           ValueError: The arrays are not the model's parameters, or are stored on other processes'
@@ -188,7 +186,6 @@ class LanguageModel(Format[Config]):
             self.names(config),
             texts=self.texts(config),
             max_shard_size=max_shard_size,
-            quantize=quantize,
         )
 
     def saved_config(self, leaves: Mapping[str, tuple[int, ...]], extra: object) -> Config:

@@ -180,7 +180,6 @@ class Pretrained:
         parameters: PyTree,
         *,
         max_shard_size: int = MAX_FILE_BYTES,
-        quantize: str | None = None,
     ) -> None:
         """Writes a folder that transformers reads: the parameters, and the JSON files.
 
@@ -188,7 +187,6 @@ class Pretrained:
           folder: The folder, created if it does not exist.
           parameters: A tree as `parameters`, such as `state.params`.
           max_shard_size: The size of the largest file, in bytes.
-          quantize: "int8" for int8 codes and scales, as for `zerojax.weights.save`.
         """
         weights.save(
             folder,
@@ -196,7 +194,6 @@ class Pretrained:
             self.names,
             texts=self.format.texts(self.model.config),
             max_shard_size=max_shard_size,
-            quantize=quantize,
         )
 
 

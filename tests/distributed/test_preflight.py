@@ -85,7 +85,9 @@ def test_names_that_gloo_cannot_use() -> None:
 
 def test_gpus() -> None:
     said = problems(process(0, gpus=["a"]), process(1, gpus=["a"]))
-    assert said.startswith("processes 0, 1 on n1: 2 processes see the same 1 GPU: start at most")
+    assert said.startswith(
+        "processes 0, 1 on n1: 2 processes see the same 1 GPU, which they cannot"
+    )
 
 
 def test_this_process() -> None:

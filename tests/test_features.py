@@ -153,6 +153,7 @@ def test_any_two_features(row: Row) -> None:
     emitted.check(source, row["stage"], row["k"], mesh, specs=specs, **options(row), **more)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("row", marked(COMPILED, lambda i: i < FEW))
 def test_compiled(row: Row) -> None:

@@ -153,6 +153,7 @@ def assert_near(got: Any, parts: Any, specs: Any, how: Quantization) -> None:
     jax.tree.map(check, got, parts, specs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "k", "form", "conv"),
     [
@@ -182,6 +183,7 @@ def value_and_gradient() -> Callable[..., Any]:
     return jax.jit(jax.value_and_grad(loss))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "k", "form"),
     [

@@ -147,6 +147,7 @@ def assert_holds(state: Any, expected: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(got[name], x, err_msg=name, strict=True)
 
 
+@pytest.mark.slow
 def test_training_goes_on(tmp_path: Path, swap: Path, trained: Trained) -> None:
     """After the state was restored on a disk of other devices, and saved there."""
     zero, step, states, folder = trained

@@ -118,6 +118,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting"), CASES)
 def test_the_numbers_of_plain_jit(name: str, setting: Any) -> None:
     """In float64; and each device computes with some of the matrices, but of a state in host

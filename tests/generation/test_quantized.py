@@ -17,6 +17,7 @@ def select(path: str, x: Any) -> bool:
     return "kernel" in path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "scan"), [(8, True), (4, False)])
 def test_tokens_are_those_of_dequantized_weights(bits: int, scan: bool) -> None:
     model = llama(scan=scan)

@@ -30,6 +30,7 @@ def written(case: str, folder: Path, **how: Any) -> np.ndarray:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", recorded.CASES)
 def test_tokens_are_transformers(case: str, tmp_path: Path) -> None:
     end = int(recorded.recorded(case, "end"))

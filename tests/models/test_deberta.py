@@ -32,6 +32,7 @@ def weights(name: str, config: DebertaConfig) -> Any:
     return parameters(shapes, names(config), partial(recorded.drawn, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scan"), [("xlarge", True), ("other", False)])
 def test_logits_and_features_are_transformers(name: str, scan: bool) -> None:
     config = dataclasses.replace(CONFIGS[name], scan=scan, remat=scan)

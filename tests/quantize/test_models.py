@@ -100,6 +100,7 @@ def test_tensor_parallel_specs_are_kept(bits: int, group_size: int | None) -> No
     check(zero, quantized, Llama(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_checkpoint_has_the_codes(bits: int, tmp_path: Path) -> None:
     zero, other = zero_for(3), zero_for(1)

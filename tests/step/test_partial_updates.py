@@ -61,6 +61,7 @@ def test_fp8_layers(stage: int) -> None:
     exactly(fp8_state, fp8_step, stage)
 
 
+@pytest.mark.slow
 def test_fp8_layers_are_scaled() -> None:
     """Scales and maxima are overwritten, not updated by the optimizer."""
     step, plain = zero_for(3)(fp8_step), jax.jit(fp8_step)

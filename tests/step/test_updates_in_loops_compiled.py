@@ -62,6 +62,7 @@ def cost(step: Callable[..., Any]) -> Cost:
     return Cost(sent, compiled.memory_analysis().temp_size_in_bytes)
 
 
+@pytest.mark.slow
 def test_updates_cost_what_steps_cost() -> None:
     one, several = cost(updated), cost(until)
     batch = ROWS * WIDTH * 4

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import importlib.util
 import json
 import pathlib
 import tracemalloc
@@ -105,32 +104,6 @@ def test_logits_equal_hugging_faces(scan: bool, stage: int) -> None:
     tokens = np.load(PEERS / "tokens.npy")[0, : len(expected)]
     logits = jax.jit(GPT(config).apply)({"params": params}, tokens)
     np.testing.assert_allclose(logits, expected, atol=2e-4, rtol=0)
-
-
-@pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("torch", "transformers"))),
-    reason="torch and transformers are not installed: nothing to compare a saved folder with",
-)
-@pytest.mark.parametrize("how", ["saved", "exported"])
-def test_transformers_reads_a_folder(how: str, tmp_path: pathlib.Path) -> None:
-    import torch
-    import transformers
-
-    params, tokens = init(TINY), np.arange(24).reshape(2, 12)
-    if how == "saved":
-        save(params, TINY, tmp_path, max_shard_size=20_000)
-    else:
-        checkpoint(tmp_path / "in", stacked(params), SCANNED)
-        export(tmp_path / "in", tmp_path / "out", max_shard_size=20_000, names=export_names)
-        tmp_path /= "out"
-    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        expected = model(torch.from_numpy(tokens)).logits.numpy()
-    np.testing.assert_allclose(
-        jax.jit(GPT(TINY).apply)({"params": params}, tokens), expected, atol=1e-5
-    )
-    model.save_pretrained(tmp_path / "again", safe_serialization=True)
-    assert_same(load(tmp_path / "again", read_config(tmp_path / "again")), params)
 
 
 @MODELS

@@ -1,6 +1,5 @@
-"""Recorded texts: zerojax writes each, and transformers writes them here."""
+"""zerojax writes the texts that transformers wrote."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +47,3 @@ def test_beams_are_transformers(case: str, name: str, tmp_path: Path) -> None:
     expected = recorded.new_tokens(case, name, 96)
     found = written(case, tmp_path, eos=end, pad=96, num_beams=recorded.BEAMS)
     np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("torch", "transformers"))),
-    reason="torch and transformers are not installed: nothing to compare the recorded with",
-)
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("case", recorded.CASES)
-def test_the_recorded_is_what_transformers_writes_here(case: str) -> None:
-    computed: dict[str, Any] = recorded.compute(case)
-    for name, array in computed.items():
-        if name not in ("config", "lead"):  # a config has the version
-            stored = recorded.recorded(case, name)
-            if array.dtype == np.float32:
-                np.testing.assert_allclose(array, stored, rtol=1e-4)
-            else:
-                np.testing.assert_array_equal(array, stored)

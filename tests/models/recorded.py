@@ -1,8 +1,7 @@
 """What transformers computes for small DeBERTas and BARTs, recorded: the tests need no torch.
 
-Made by `python tests/models/recorded.py` where torch and transformers are installed (transformers
-5.23.0 with torch 2.15.0 on a CPU), in fp32. Weights and inputs are drawn, so that both sides draw
-the same.
+This file wrote it at the tag `before-the-cut` (commit 7c474e67), with transformers 5.23.0 and torch
+2.15.0 on a CPU, in fp32. Weights and inputs are drawn, so that both sides draw the same.
 """
 
 import re
@@ -103,70 +102,3 @@ def dtypes(program: str, operation: str) -> set[str]:
     """Float dtypes of the results of an operation, by the text of a jaxpr."""
     made = re.findall(rf":(\w+)\[[\d,]*\] = {operation}\b", program)
     return set(made) & {"f32", "bf16", "f16"}
-
-
-def ended(tokens: np.ndarray, end: int, pad: int, length: int) -> np.ndarray:
-    """Targets [B, length], filled up behind the first end: transformers fills with either."""
-    tokens = np.pad(tokens, [(0, 0), (0, length - tokens.shape[1])], constant_values=pad)
-    ends = np.cumsum(tokens[:, 1:] == end, axis=1)
-    behind = np.pad(ends[:, :-1] > 0, [(0, 0), (2, 0)])
-    return np.where(behind, pad, tokens)
-
-
-def _filled(name: str, model: Any, bias: bool) -> Any:
-    """The model with drawn weights."""
-    import torch
-
-    with torch.no_grad():
-        for key, tensor in model.state_dict().items():
-            if key != "final_logits_bias" or bias:
-                tensor.copy_(torch.from_numpy(drawn(name, key, tuple(tensor.shape))))
-    return model.eval()
-
-
-def compute() -> dict[str, np.ndarray]:
-    """What the file holds."""
-    import torch
-    import transformers
-
-    found: dict[str, np.ndarray] = {}
-    as_torch = torch.from_numpy
-    for name, values in DEBERTA.items():
-        config = transformers.DebertaV2Config(**values)
-        model = _filled(name, transformers.DebertaV2ForSequenceClassification(config), bias=True)
-        inputs = dict(input_ids=as_torch(TEXT), attention_mask=as_torch(TEXT_MASK))
-        with torch.no_grad():
-            made = model(**inputs, token_type_ids=as_torch(TYPES), output_hidden_states=True)
-            whole = model(as_torch(TEXT)).logits
-        found[f"{name}.logits"], found[f"{name}.unmasked"] = made.logits.numpy(), whole.numpy()
-        found[f"{name}.hidden"] = made.hidden_states[-1].numpy()
-
-    for name, values in BART.items():
-        kind = name.capitalize()
-        config = getattr(transformers, f"{kind}Config")(**values)
-        model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
-        # The one table under the name that the saved file has.
-        model = _filled(name, model, bias=name == "bart")
-        with torch.no_grad():
-            model.model.shared.weight.copy_(as_torch(drawn(name, "model.shared.weight", (37, 32))))
-        model.tie_weights()
-        inputs = dict(input_ids=as_torch(SOURCE), attention_mask=as_torch(SOURCE_MASK))
-        with torch.no_grad():
-            found[f"{name}.logits"] = model(
-                **inputs,
-                decoder_input_ids=as_torch(TARGET),
-                decoder_attention_mask=as_torch(TARGET_MASK),
-            ).logits.numpy()
-        end, pad = values["eos_token_id"], values["pad_token_id"]
-        ids = {key: value for key, value in values.items() if key.endswith("token_id")}
-        for i, search in enumerate(SEARCHES):
-            model.generation_config = transformers.GenerationConfig(**ids)
-            with torch.no_grad():
-                tokens = model.generate(**inputs, **search).numpy()
-            found[f"{name}.search{i}"] = ended(tokens, end, pad, search["max_length"])
-    return found
-
-
-if __name__ == "__main__":
-    np.savez_compressed(FILE, **compute())
-    print(FILE, FILE.stat().st_size)

@@ -1,13 +1,10 @@
 """Folders of transformers' models, with logits, tensor names and config keys that are recorded.
 
-So the tests need no torch. `python tests/models/recorded_folders.py` records them where torch and
-transformers are installed (transformers 5.24.0 with torch 2.13.0 on a CPU), in fp32. Both sides
-draw the same weights by name.
+So the tests need no torch. This file wrote them at the tag `before-the-cut` (commit 7c474e67), with
+transformers 5.24.0 and torch 2.13.0 on a CPU, in fp32. Both sides draw the same weights by name.
 """
 
-import importlib.util
 import json
-import tempfile
 import zlib
 from functools import partial
 from pathlib import Path
@@ -22,7 +19,6 @@ from safetensors.numpy import save_file
 
 FILE = Path(__file__).parent / "data" / "folders.npz"
 CASES = decoders.CASES | encoders.CASES
-HAS_TRANSFORMERS = all(map(importlib.util.find_spec, ("torch", "transformers")))
 
 Arrays = dict[str, np.ndarray]
 
@@ -48,47 +44,6 @@ def drawn(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     return (width * rng.standard_normal(shape) + center).astype(np.float32)
 
 
-def compute() -> Arrays:
-    """Returns the content of a new file."""
-    import transformers
-
-    found: Arrays = {}
-    for case, (name, values) in CASES.items():
-        kind = getattr(transformers, name)
-        with tempfile.TemporaryDirectory() as folder:
-            kind(kind.config_class(**values)).save_pretrained(folder)
-            file = Path(folder) / "model.safetensors"
-            shapes = {key: x.shape for key, x in tensors_of(file).items()}
-            shapes |= encoders.EXTRA.get(case, {})
-            weights = {key: drawn(case, key, tuple(shape)) for key, shape in shapes.items()}
-            save_file(weights, file, metadata={"format": "pt"})
-            found |= {f"{case}.{call}": x for call, x in logits(case, folder).items()}
-            found[f"{case}.config"] = np.array((Path(folder) / "config.json").read_text("utf-8"))
-        found[f"{case}.shapes"] = np.array(json.dumps(shapes))
-    return found
-
-
-def logits(case: str, folder: str | Path) -> Arrays:
-    """Returns the logits of a folder's model in transformers, by call."""
-    import torch
-
-    model = opened(case, folder)
-    with torch.no_grad():
-        return {
-            call: model(**{name: torch.from_numpy(x) for name, x in given.items()}).logits.numpy()
-            for call, given in inputs(case).items()
-        }
-
-
-def opened(case: str, folder: str | Path) -> Any:
-    """Returns a folder's model in transformers."""
-    import torch
-    import transformers
-
-    kind = getattr(transformers, CASES[case][0])
-    return kind.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def tensors_of(file: Path) -> Arrays:
     """Returns the tensors of a safetensors file by name."""
     with safe_open(file, "np") as tensors:
@@ -109,8 +64,3 @@ def assert_recorded(case: str, found: Any) -> None:
     """Asserts that logits, by call, are the recorded ones."""
     recorded = {call: stored(case, call) for call in inputs(case)}
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5), found, recorded)
-
-
-if __name__ == "__main__":
-    np.savez_compressed(FILE, **compute())
-    print(FILE, FILE.stat().st_size)

@@ -37,16 +37,3 @@ def test_logits_and_saved_tensors_are_those_of_transformers(
     jax.tree.map(np.testing.assert_array_equal, again, tensors)
     config = from_folder(tmp_path / "out", parameters=False, **fields)
     assert config.model.config == loaded.model.config
-
-
-@pytest.mark.skipif(
-    not recorded.HAS_TRANSFORMERS,
-    reason="torch and transformers are not installed: nothing to load a saved folder with",
-)
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("case", recorded.CASES)
-def test_transformers_loads_what_is_saved(case: str, tmp_path: Path) -> None:
-    recorded.folder_of(case, tmp_path / "in")
-    loaded = from_folder(tmp_path / "in")
-    loaded.save(tmp_path / "out", loaded.parameters)
-    recorded.assert_recorded(case, recorded.logits(case, tmp_path / "out"))

@@ -1,12 +1,11 @@
 """Runs of transformers' Trainer over a small network, recorded: the tests need no torch.
 
-Written by `python tests/trainer/recorded.py` where torch and transformers are installed
-(transformers 5.24.0, accelerate 1.15.0 and torch 2.13.0 on a CPU), in fp32. Weights and rows are
-drawn, so that both sides draw the same, and are read in order. transformers has one device with
+This file wrote them at the tag `before-the-cut` (commit 7c474e67), with transformers 5.24.0,
+accelerate 1.15.0 and torch 2.13.0 on a CPU, in fp32. Weights and rows are drawn, so that both sides
+draw the same, and are read in order. transformers has one device with
 batches of 8 rows, zerojax eight devices with one row each.
 """
 
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,81 +76,3 @@ def rows(kind: str, number: int) -> list[dict[str, Any]]:
             row["decoder_input_ids"] = rng.integers(0, VOCABULARY, 5)
         drawn.append(row)
     return drawn
-
-
-def compute() -> dict[str, np.ndarray]:
-    """Losses, learning rates and the final parameters of each run, by name."""
-    found: dict[str, np.ndarray] = {}
-    for name, case in CASES.items():
-        logs, params = _trained(case)
-        for figure in ("loss", "learning_rate", "eval_loss"):
-            values = [log[figure] for log in logs if figure in log]
-            if values:
-                found[f"{name}.{figure}"] = np.array(values, np.float64)
-        found |= {f"{name}.{key}": value for key, value in params.items()}
-    return found
-
-
-def _trained(case: Case) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
-    import torch
-    import transformers
-    from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
-
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = transformers.PretrainedConfig()
-            self.embed = torch.nn.Embedding(VOCABULARY, WIDTH)
-            self.head = torch.nn.Linear(WIDTH, VOCABULARY)
-            given = {name: torch.from_numpy(x) for name, x in weights().items()}
-            with torch.no_grad():
-                self.embed.weight.copy_(given["embed"])
-                self.head.weight.copy_(given["kernel"].T)
-                self.head.bias.copy_(given["bias"])
-
-        def forward(
-            self, input_ids: Any, decoder_input_ids: Any = None, labels: Any = None, **kwargs: Any
-        ) -> Any:
-            x = self.embed(input_ids)
-            if case.kind == "seq2seq":
-                x = self.embed(decoder_input_ids) + x.mean(1, keepdim=True)
-            logits = self.head(torch.tanh(x.mean(1) if case.kind == "classes" else x))
-            if labels is None:
-                return {"logits": logits}
-            if case.kind == "causal":
-                loss = ForCausalLMLoss(logits, labels, VOCABULARY, **kwargs)
-            else:
-                loss = fixed_cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1), **kwargs)
-            return {"loss": loss, "logits": logits}
-
-    if case.kind == "causal":  # the Trainer shifts labels by the name of the class and of the loss
-        Net.__name__, Net.loss_type = "GPT2LMHeadModel", "ForCausalLM"  # type: ignore[attr-defined]
-
-    class Stream(torch.utils.data.IterableDataset):  # type: ignore[misc]
-        def __iter__(self) -> Any:
-            return iter(rows(case.kind, case.rows))
-
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = {**COMMON, **case.arguments}
-        trainer = transformers.Trainer(
-            Net(),
-            transformers.TrainingArguments(
-                folder, per_device_train_batch_size=DEVICES, per_device_eval_batch_size=DEVICES,
-                **arguments,
-            ),
-            train_dataset=Stream() if case.stream else rows(case.kind, case.rows),
-            eval_dataset=rows(case.kind, 12) if case.evaluated else None,
-        )  # fmt: skip
-        trainer.train()
-    net = {name: x.detach().numpy() for name, x in trainer.model.state_dict().items()}
-    params = {
-        "embed": net["embed.weight"],
-        "kernel": net["head.weight"].T,
-        "bias": net["head.bias"],
-    }
-    return trainer.state.log_history, params
-
-
-if __name__ == "__main__":
-    np.savez_compressed(FILE, **compute())
-    print(FILE, FILE.stat().st_size)

@@ -1,14 +1,12 @@
 """Logs, events and checkpoints of transformers' Trainer in small runs: the tests need no torch.
 
-Written by `python tests/trainer/recorded_runs.py` where torch and transformers are installed
-(transformers 5.24.0 with torch 2.13.0 on a CPU). The runs have 10 updates, 5 in an epoch, and
-metrics that follow from the number of updates, so that both sides decide by the same numbers.
+This file wrote them at the tag `before-the-cut` (commit 7c474e67), with transformers 5.24.0 and
+torch 2.13.0 on a CPU. The runs have 10 updates, 5 in an epoch, and metrics that follow from the
+number of updates, so that both sides decide by the same numbers.
 """
 
-import json
 import math
 import re
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,51 +70,3 @@ def seen(trainer: Any, events: list[str], kept: list[int]) -> dict[str, Any]:
         "best_step": state.best_global_step,
         "best_checkpoint": None if best is None else int(re.findall(r"\d+$", best)[0]),
     }
-
-
-def _recorded(run: Run) -> dict[str, Any]:
-    import torch
-    import transformers
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = torch.nn.Linear(8, 4)
-
-        def forward(self, x: Any, labels: Any) -> Any:
-            logits = self.dense(x)
-            return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-    events: list[str] = []
-
-    def record(name: str) -> Any:
-        return lambda self, *args, **kwargs: events.append(name)
-
-    names = [x for x in vars(transformers.TrainerCallback) if x.startswith("on_")]
-    recorder = type("Events", (transformers.TrainerCallback,), {n: record(n) for n in names})
-    rows = [{"x": torch.ones(8) * i, "labels": i % 4} for i in range(ROWS)]
-    held_out = rows[:16]
-    callbacks: list[Any] = [recorder]
-    if run.patience:
-        callbacks.append(transformers.EarlyStoppingCallback(*run.patience))
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = transformers.Trainer(
-            Model(),
-            transformers.TrainingArguments(
-                **arguments(run, folder), per_device_train_batch_size=BATCH,
-                per_device_eval_batch_size=BATCH,
-            ),
-            train_dataset=rows,
-            eval_dataset={name: held_out for name in run.sets} or held_out,
-            compute_metrics=lambda given: {"score": run.scores[trainer.state.global_step]},
-            callbacks=callbacks,
-        )  # fmt: skip
-        trainer.train()
-        kept = [int(x.name.split("-")[1]) for x in Path(folder).glob("checkpoint-*")]
-        return seen(trainer, events, kept)
-
-
-if __name__ == "__main__":
-    FILE.parent.mkdir(exist_ok=True)
-    FILE.write_text(json.dumps({name: _recorded(run) for name, run in RUNS.items()}) + "\n")
-    print(FILE, FILE.stat().st_size)

@@ -39,12 +39,12 @@ class Module(NamedTuple):
 
     Attributes:
       path: Relative to the root of the project.
-      tree: Its syntax.
+      nodes: Its syntax, every node.
       code: Numbers of the lines with code: no blank line, comment or docstring.
     """
 
     path: Path
-    tree: ast.Module
+    nodes: tuple[ast.AST, ...]
     code: frozenset[int]
 
     def lines(self, node: ast.stmt | ast.expr) -> int:
@@ -56,7 +56,7 @@ class Module(NamedTuple):
 @functools.cache
 def module(path: Path) -> Module:
     source = path.read_text()
-    tree = ast.parse(source)
+    nodes = (*ast.walk(ast.parse(source)),)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     code = {
         line
@@ -66,11 +66,11 @@ def module(path: Path) -> Module:
     }
     docstrings = {
         line
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None
         for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
     }
-    return Module(path.relative_to(ROOT), tree, frozenset(code - docstrings))
+    return Module(path.relative_to(ROOT), nodes, frozenset(code - docstrings))
 
 
 def modules(folder: str) -> list[Module]:
@@ -90,7 +90,7 @@ def rooms() -> Iterator[tuple[str, list[Module]]]:
 def loops_over_equations(file: Module) -> int:
     """Counts loops and comprehensions over the equations of a jaxpr, by the names of what they
     loop over."""
-    loops = [node for node in ast.walk(file.tree) if isinstance(node, _LOOPS)]
+    loops = [node for node in file.nodes if isinstance(node, _LOOPS)]
     return sum(
         bool(re.search(r"\b(eqns|equations)\b", ast.unparse(loop.iter)))
         or ast.unparse(loop.target) == "eqn"
@@ -99,12 +99,12 @@ def loops_over_equations(file: Module) -> int:
 
 
 def long_functions(file: Module) -> int:
-    nodes = (node for node in ast.walk(file.tree) if isinstance(node, _FUNCTIONS))
+    nodes = (node for node in file.nodes if isinstance(node, _FUNCTIONS))
     return sum(file.lines(node) > LONG for node in nodes)
 
 
 def functions_of_many_parameters(file: Module) -> int:
-    arguments = (node.args for node in ast.walk(file.tree) if isinstance(node, _FUNCTIONS))
+    arguments = (node.args for node in file.nodes if isinstance(node, _FUNCTIONS))
     return sum(
         len([a for a in (*each.posonlyargs, *each.args, *each.kwonlyargs) if a.arg != "self"])
         > MANY_PARAMETERS
@@ -113,14 +113,14 @@ def functions_of_many_parameters(file: Module) -> int:
 
 
 def wide_classes(file: Module) -> int:
-    classes = (node for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef))
+    classes = (node for node in file.nodes if isinstance(node, ast.ClassDef))
     return sum(
         sum(isinstance(line, ast.AnnAssign) for line in node.body) > MANY_FIELDS for node in classes
     )
 
 
 def any_types(file: Module) -> int:
-    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(file.tree))
+    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in file.nodes)
 
 
 OVER_ALL: dict[str, Callable[[Module], int]] = {

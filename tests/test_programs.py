@@ -107,6 +107,7 @@ def compiled_cells() -> Iterator[Any]:
         yield pytest.param(name, stage, k, dtype, marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(("name", "stage", "k", "dtype"), list(compiled_cells()))
 def test_compiled(name: str, stage: int, k: int, dtype: str) -> None:

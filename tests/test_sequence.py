@@ -63,6 +63,7 @@ def test_a_batch_lies_by_rows_and_tokens() -> None:
     assert [x.shard_shape((8, T)) for x in batch] == [(4, T // 4)] * 3
 
 
+@pytest.mark.slow
 def test_evaluation() -> None:
     zero = zero_on("2x4", train_micro_batch_size_per_gpu=1)
 

@@ -58,6 +58,7 @@ def test_a_step_that_is_not_complete_is_not_saved(
         checkpointer.save(2, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [create_linen, create_uneven])
 def test_a_save_lets_the_state_go(tmp_path: Path, make: Any) -> None:
     """Without waiting for it."""

@@ -105,6 +105,7 @@ def test_each_token_is_the_largest_logit(model: nn.Module) -> None:
         assert (row[len(expected) :] == 0).all()
 
 
+@pytest.mark.slow
 def test_rows_end_at_eos_and_streams_agree() -> None:
     model = gpt()
     plain = np.asarray(zerojax.generate(model, params_of(model), PROMPTS, max_new_tokens=NEW))

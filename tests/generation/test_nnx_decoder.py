@@ -23,6 +23,7 @@ def loaded(**fields: Any) -> GPT:
     return model
 
 
+@pytest.mark.slow
 def test_the_gpt_generates_what_its_linen_twin_generates() -> None:
     model = loaded()
     before = jax.tree.structure(nnx.state(model))

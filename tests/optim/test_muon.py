@@ -79,6 +79,7 @@ def assert_near(got, want, atol):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=0, atol=atol), got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("params", "muon_knobs", "adam_knobs"),

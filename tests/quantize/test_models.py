@@ -18,7 +18,7 @@ from zerojax.models.gpt import GPT, GPTConfig
 from zerojax.models.llama import Llama, LlamaConfig
 from zerojax.models.tensor_parallel import TensorParallel
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
 
 SIZES: Any = {"vocab_size": 64, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 32}
 TOKENS = jax.random.randint(jax.random.key(1), (16, 8), 0, 64)

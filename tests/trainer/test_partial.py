@@ -122,6 +122,7 @@ def logged(trainer: Trainer) -> list[float]:
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [PAIR, scalar, ratio, noisy], ids=lambda f: f.__name__)
 def test_the_rows_that_are_left_have_the_numbers_of_one_process(loss: Any, tmp_path: Path) -> None:
     k = 2

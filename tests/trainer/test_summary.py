@@ -28,6 +28,7 @@ class Recorder(TrainerCallback):
         return super().__getattribute__(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_logs_calls_and_keeps_what_transformers_does(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

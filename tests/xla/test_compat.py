@@ -25,6 +25,7 @@ def test_tested_versions_are_silent() -> None:
         compat.warn_if_untested(version)
 
 
+@pytest.mark.slow
 def test_an_untested_jax_warns_once_and_starts_no_device() -> None:
     script = """if True:
         import warnings

@@ -310,6 +310,7 @@ def test_the_plan_says_what_is_quantized() -> None:
     assert "['Embed_0']['embedding']" in table
 
 
+@pytest.mark.slow
 def test_frozen_parameters_alone() -> None:
     """zero_quantized_nontrainable_weights: those that the optimizer does not update."""
     rules = {"moves": optax.adam(1e-2), "still": optax.set_to_zero()}

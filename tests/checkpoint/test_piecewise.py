@@ -118,6 +118,7 @@ def test_plain_orbax_reads_the_shape_without_padding(folder: Path, expected: Any
     assert_same(placed, expected)
 
 
+@pytest.mark.slow
 def test_export_and_inspection_tell_the_shape_without_padding(
     folder: Path, expected: Any, tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def test_numbers_of_plain_jit(stage: int, micro: int | None, rows: int) -> None:
     close(zero.evaluate(scores)(state, batch, scale=3.0), want)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     ("precision", "dtype", "micro"), [("bf16", jnp.bfloat16, 1), ("fp16", jnp.float16, None)]

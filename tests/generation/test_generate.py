@@ -81,6 +81,7 @@ def without_cache(
     return row[:end].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -236,6 +237,7 @@ def test_nan_logits_are_an_error() -> None:
         zerojax.generate(model, params, [[1, 2, 3]], max_new_tokens=2)
 
 
+@pytest.mark.slow
 def test_streams_have_no_beams() -> None:
     with pytest.raises(ValueError, match="leave num_beams out"):
         zerojax.generate_stream(gpt(), params_of(gpt()), [[1]], max_new_tokens=2, num_beams=2)

@@ -53,6 +53,7 @@ class OneByOne(nnx.Module):
         return self.embed.attend(nnx.gelu(self.dropout(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 2])
 def test_a_decoder_by_flax_convention(beams: int) -> None:
     model, prompts = OneByOne(nnx.Rngs(0)), [[1, 2, 3, 4], [7, 8, 9, 1]]

@@ -28,6 +28,7 @@ def weights(name: str, config: BartConfig) -> Any:
     return parameters(shapes, names(config), partial(recorded.drawn, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scan"), [("bart", True), ("blenderbot", False)])
 def test_logits_are_transformers(name: str, scan: bool) -> None:
     config = dataclasses.replace(CONFIGS[name], scan=scan, remat=scan)

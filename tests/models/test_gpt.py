@@ -37,6 +37,7 @@ def test_residual_projections_start_smaller(params: dict) -> None:
     assert attn["c_proj"]["kernel"].std() == pytest.approx(0.02 / math.sqrt(4), rel=0.1)
 
 
+@pytest.mark.slow
 def test_scan_and_remat_change_nothing(params: dict) -> None:
     @partial(jax.jit, static_argnums=1)
     @jax.value_and_grad

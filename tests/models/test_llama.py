@@ -83,6 +83,7 @@ def unrolled(params: dict[str, Any]) -> tuple[jax.Array, Any]:
     return loss_and_grads(params, GROUPED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scan", "remat"), [(True, True), (True, "dots_no_batch"), (False, "names:q_proj")]
 )

@@ -19,6 +19,7 @@ from zerojax.models.losses import (
 )
 
 
+@pytest.mark.slow
 def test_smoothing_is_a_mean_with_the_uniform_distribution() -> None:
     rng = np.random.default_rng(0)
     logits, labels = jnp.array(rng.normal(size=(5, 7))), jnp.array([0, 6, -100, 3, 3])

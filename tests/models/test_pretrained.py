@@ -35,6 +35,7 @@ def test_every_format_is_found() -> None:
         assert format is architecture.load()
 
 
+@pytest.mark.slow
 def test_parameters_are_created_where_the_plan_puts_them(tmp_path: Path) -> None:
     config = gpt2.GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=2, n_embd=32)
     fresh = filled(gpt2.GPT(config))
@@ -99,6 +100,7 @@ def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
         from_folder(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_head_of_other_labels_is_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = DebertaConfig(**SIZES["deberta-tiny"], num_labels=3)
     fresh = filled(DebertaClassifier(config))

@@ -87,6 +87,7 @@ def check(
         assert_near(got, plain(model, dtype, step, rows, steps), TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 def test_numbers_of_one_step() -> None:
     check(zero_on(2, 2, 4), "sgd", steps=1, dtype="float32")
 

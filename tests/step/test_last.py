@@ -104,6 +104,7 @@ def test_a_returned_state_is_not_kept_alive() -> None:
     assert w() is None
 
 
+@pytest.mark.slow
 def test_other_arguments_after_calls_of_one_kind() -> None:
     zero = zerojax.zero(stage=1)
     decorated, state, plain = zero(train_step), zero.init(train_state), train_state()

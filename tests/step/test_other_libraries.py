@@ -44,6 +44,7 @@ PLAIN = eqx.filter_jit(equinox_step)
 KEY = jax.random.key(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "k", "step"), [(3, 1, equinox_step), (1, 2, PLAIN)])
 def test_equinox(stage: int, k: int, step: Any) -> None:
     zero = zero_for(stage, k)
@@ -53,6 +54,7 @@ def test_equinox(stage: int, k: int, step: Any) -> None:
     assert_near(*(host(eqx.filter(x, eqx.is_array)) for x in pairs), TOLERANCE["float32"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{"bf16": True}, {"offload_optimizer": "cpu"}])
 def test_equinox_in_half_precision_and_offloaded(config: Any) -> None:
     """``eqx.apply_updates`` adds float32 updates to bfloat16 parameters in float32; the masters

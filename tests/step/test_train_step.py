@@ -76,6 +76,7 @@ def trained(config: dict[str, Any], option: str) -> Any:
     return jax.tree.map(np.asarray, (dict(state.params), loss, value, norm))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "config"), [*((option, "stage 3") for option in OPTIONS), ("debug_nans", "fp16")]
 )

@@ -103,6 +103,7 @@ def under_explicit(zero: Any, mesh: Mesh, how: str) -> Any:
         return trained(step, state, jax.device_put(batch(), NamedSharding(mesh, P("data"))))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("how", "stage", "accumulation"),

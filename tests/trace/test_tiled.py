@@ -191,6 +191,7 @@ def decorated(zero: Any, chunks: int | None) -> Any:
     return create, step
 
 
+@pytest.mark.slow
 def test_in_a_decorated_step() -> None:
     batch = np.random.default_rng(2).normal(size=(16, 12, 128)).astype(np.float32)
     losses = []

@@ -53,6 +53,7 @@ def read_json(file: Path) -> Any:
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_a_folder_is_written_as_it_was_read(source: Path, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 

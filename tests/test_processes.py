@@ -257,8 +257,8 @@ def test_wrong_rows_are_refused_in_every_process(
 
 
 SAID = {
-    "unequal": "train_step: the processes pass different numbers of rows at call 1: 8 in process "
-    "0, 16 in process 1.",
+    "unequal": "train_step: the processes pass different arguments at call 1: batch['mask'] is "
+    "int32[8] in process 0, int32[16] in process 1, and 1 more differs.",
     "the global batch": "every process passes 32 rows, which is train_batch_size already, and 2 "
     "processes make 64 of it",
     "the global batch, stacked": "take them from the global batch: batch[:, "
@@ -291,18 +291,27 @@ import jax
 zero = zerojax.zero(stage=3)
 step, state = zero(train_step), zero.init(create_state, jax.random.key(0))
 process = jax.process_index()
-for at, rows in enumerate([8, 8, 16, 16, 8, 24 if process else 8, 8, 8]):
-    if rows == 24:
+for at, rows in enumerate([8, 8, 16, 16, 8, 8, 8, 8]):
+    batch = rows_of(at, rows)
+    if process and at == 5:
         time.sleep(3)  # the other's script has ended
-    state, results = step(state, rows_of(at, rows))
+        batch = rows_of(at, 24) if sys.argv[2] == "rows" else {**batch, "x": np.float16(batch["x"])}
+    state, results = step(state, batch)
     print("step", at + 1, flush=True)
 """
 
 
-def test_rows_that_change_in_one_process_end_all_with_the_reason(
-    environment_of: Callable[..., dict[str, str]],
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("rows", "batch['mask'] is int32[8] in process 0, int32[24] in process 1, and 1 more"),
+        ("dtype", "batch['x'] is float32[8, 16] in process 0, float16[8, 16] in process 1. All"),
+    ],
+)
+def test_a_batch_that_changes_in_one_process_ends_all_with_the_reason(
+    what: str, says: str, environment_of: Callable[..., dict[str, str]]
 ) -> None:
-    command = [sys.executable, "-c", CHANGES, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", CHANGES, str(Path(__file__).parent), what]
     runs = [
         subprocess.Popen(
             command,
@@ -317,7 +326,7 @@ def test_rows_that_change_in_one_process_end_all_with_the_reason(
         out, err = run.communicate(timeout=LIMIT)
         assert run.returncode == 1, err
         assert "step 5" in out
-        assert "numbers of rows at call 6: 8 in process 0, 24 in process 1" in err
+        assert f"at call 6: {says}" in err
 
 
 def test_process_rows_of_one_process() -> None:

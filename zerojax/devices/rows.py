@@ -115,11 +115,6 @@ class BatchRows:
         shape: tuple[int, ...] = np.shape(x)
         return _times(shape, self.blocks, self._axis) if self.own(x) else shape
 
-    def row_counts(self, batch: PyTree) -> str:
-        """Returns, as text, the numbers of rows of the leaves that hold own rows."""
-        rows = {np.shape(x)[self._axis] for x in jax.tree.leaves(batch) if self.own(x)}
-        return " and ".join(map(str, sorted(rows)))
-
     def own_rows(self, batch: PyTree) -> int | None:
         """Returns the number of rows of the leaves that hold own rows; None if no leaf does.
 

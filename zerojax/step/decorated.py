@@ -12,11 +12,10 @@ import jax
 import numpy as np
 
 from zerojax.devices.mesh import relabel_arrays
-from zerojax.devices.rows import BatchRows
+from zerojax.distributed.call_agreement import CallAgreement
 from zerojax.distributed.equality import require_same_program, require_same_values
 from zerojax.distributed.join import require_same
 from zerojax.distributed.lockstep import Lockstep, lockstep
-from zerojax.distributed.row_agreement import RowAgreement
 from zerojax.distributed.watchdog import Watchdog, watchdog
 from zerojax.placement.states import States
 from zerojax.plan.places import check_memories
@@ -47,8 +46,7 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         self._arguments, self._states, self._attribute = arguments, states, arguments.name
         self._programs: dict[Hashable, Any] = {}
         self._compared: set[object] = set()
-        self._leaves = BatchRows(states.mesh, arguments.batch_axis)
-        self._rows = RowAgreement(arguments.name)
+        self._forms = CallAgreement(arguments.name)
 
     def summary(self) -> Summary:
         """Returns the arguments, the place of the definition, the stage and the devices."""
@@ -103,14 +101,14 @@ class Decorated(Summarized, abc.ABC, Generic[P, R]):
         return not self._lockstep and jax.process_count() == 1
 
     def _agree(self, call: Call) -> None:
-        """Compares the call, and the batch's number of rows, with those of the other processes."""
+        """Compares the call, and its form, with those of the other processes."""
         if self._is_alone:
             return
         if self._lockstep:
             numbers = [repr(x) for x in _shared_values(call).values() if isinstance(x, _NUMBERS)]
             self._lockstep.note(f"{self._arguments.name}({', '.join(['...', *numbers])})")
         if jax.process_count() > 1:
-            self._rows.agree(self._leaves.row_counts(call.batch))
+            self._forms.agree(_form(call))
 
     def _compare(
         self, program: object, call: Call, lowered: Callable[[], Iterator[LoweredProgram]]
@@ -175,3 +173,22 @@ def _shared_values(call: Call) -> dict[str, object]:
         f"argument {keystr(path[1:])} behind the batch": x.value if isinstance(x, Constant) else x
         for path, x in leaves((call.args, call.kwargs))
     }
+
+
+def _form(call: Call) -> dict[str, str]:
+    """Returns the dtype and shape of each array of a call, and its numbers, texts and flags."""
+    keystr, leaves = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
+    form = {f"batch{keystr(path)}": _described(x) for path, x in leaves(call.batch)}
+    further = leaves((call.args, call.kwargs))
+    return form | {f"argument {keystr(path[1:])}": _described(x) for path, x in further}
+
+
+def _described(x: object) -> str:
+    if isinstance(x, Constant):
+        simple = isinstance(x.value, bool | int | float | str | None)
+        return repr(x.value) if simple else type(x.value).__name__
+    try:
+        aval = jax.typeof(x)
+    except TypeError:  # a later check names it
+        return type(x).__name__
+    return f"{aval.dtype}{[*aval.shape]}"

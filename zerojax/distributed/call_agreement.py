@@ -1,8 +1,9 @@
-"""Row counts that must be equal in all processes, compared only when a count changes."""
+"""Forms of calls that must be equal in all processes, compared only when a form changes."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Mapping
 
@@ -18,15 +19,15 @@ _GRACE = 5  # looks in which the main thread may raise itself
 _ANSWERING = 0.1  # s between looks for the answers of the others
 
 
-class RowAgreement:
-    """The row counts that each process passes to one function, call by call.
+class CallAgreement:
+    """The form of each call of one function: shapes and dtypes of its arrays, and its constants.
 
-    With unequal rows the processes would run different programs, and wait for each other for ever.
-    A process whose rows change begins a round at that call, and waits for all answers. If all rows
-    change equally, all processes begin it and go on. A process whose rows do not change sends
-    nothing; the coordinator's thread sees the round and answers. The main thread may then already
-    run a program that never ends without the others, so on a mismatch the coordinator's thread ends
-    the process if no further call raises.
+    Calls of other forms run other programs, whose collectives wait for each other for ever, or pair
+    up and add unequal numbers. A process whose form changes begins a round at that call, and waits
+    for all answers. If all forms change equally, all processes begin it and go on. A process whose
+    form does not change sends nothing; the coordinator's thread sees the round and answers. The
+    main thread may then already run a program that never ends without the others, so on a mismatch
+    the coordinator's thread ends the process if no further call raises.
 
     Args:
       name: Name of the function, for messages. All processes must make the first calls of
@@ -40,36 +41,37 @@ class RowAgreement:
         self._coordinator: Coordinator | None = None
         self._topic = ""
         self._lock = threading.Condition()
-        self._calls, self._rows = 0, ""
+        self._calls, self._form = 0, "{}"
         self._round = 0  # the last that this process has answered
         self._answering, self._answer = 0, ""  # the round that the thread answers; 0 for none
         self._problem: ValueError | None = None
         self._is_raised, self._looks_left = False, _GRACE
 
-    def agree(self, rows: str) -> None:
+    def agree(self, form: Mapping[str, str]) -> None:
         """Begins a call.
 
         Args:
-          rows: The rows that this process passes, as text.
+          form: A description of each array and constant of the call, by name.
 
         Raises:
-          ValueError: Another process passes other rows; the message has the rows of all processes.
+          ValueError: Another process passes another form; the message has what differs.
           ProcessesMissing: A process did not come to the call.
         """
         if jax.process_count() == 1:
             return
+        text = json.dumps(form)
         with self._lock:
-            if rows != self._rows:  # the next round begins once the thread has compared the last
+            if text != self._form:  # the next round begins once the thread has compared the last
                 self._lock.wait_for(lambda: not self._answering, self._seconds)
             if self._problem is not None:
                 self._is_raised = True
                 raise self._problem
             self._calls += 1
-            if rows == self._rows:
+            if text == self._form:
                 return
-            previous, self._rows = self._rows, rows
+            previous, self._form = self._form, text
             self._round += 1
-            number, answer = self._round, f"{self._calls}:{rows}:{previous}"
+            number, answer = self._round, _answer(self._calls, text, previous)
         this = self._coordinator or self._start()
         answers = gather(this, self._topic, number, answer, self._seconds)
         if problem := self._mismatch(this, dict(enumerate(answers)), number):
@@ -77,38 +79,46 @@ class RowAgreement:
 
     def _start(self) -> Coordinator:
         this = self._coordinator = self._given or coordinator()
-        self._topic = this.new_topic(f"rows of {self._name}")
+        self._topic = this.new_topic(f"forms of {self._name}")
         this.every(lambda: self._look(this))
         return this
 
     def _mismatch(
         self, this: Coordinator, answers: Mapping[int, str], number: int
     ) -> ValueError | None:
-        """Returns the error for unequal rows, if they are, from the answers of all processes.
+        """Returns the error for unequal forms, if they are, from the answers of all processes.
 
-        An answer is the call, its rows and the rows before.
+        An answer is the call, its form and the form before.
         """
-        split = {process: answer.split(":") for process, answer in answers.items()}
-        first = min(int(at) for at, _, _ in split.values())
-        rows_by_process = {
-            process: (rows if int(at) == first else before) or "none"
-            for process, (at, rows, before) in sorted(split.items())
+        split = {process: json.loads(answer) for process, answer in answers.items()}
+        first = min(at for at, _, _ in split.values())
+        forms = {
+            process: json.loads(form if at == first else before)
+            for process, (at, form, before) in sorted(split.items())
         }
-        groups = by_value(rows_by_process)
-        if len(groups) == 1:
+        names = dict.fromkeys(name for form in forms.values() for name in form)
+        by_name = {
+            name: by_value({process: form.get(name, "none") for process, form in forms.items()})
+            for name in names
+        }
+        unequal = {name: groups for name, groups in by_name.items() if len(groups) > 1}
+        if not unequal:
             return None
         with contextlib.suppress(ProcessesMissing, jax.errors.JaxRuntimeError):
             # Process 0 must not end before all have read the answers.
             gather(this, f"{self._topic}, read", number, "", _READING)
-        counts = ", ".join(f"{rows} in {who}" for rows, who in groups.items())
+        (name, groups), *more = unequal.items()
+        values = ", ".join(f"{value} in {who}" for value, who in groups.items())
+        others = f", and {len(more)} more differ{'s' * (len(more) == 1)}" if more else ""
         return ValueError(
-            f"{self._name}: the processes pass different numbers of rows at call {first}: {counts}."
-            " Every process passes equally many, so that all run the same program: let the loader "
-            "drop the last incomplete batch, or fill it up with rows of weight 0."
+            f"{self._name}: the processes pass different arguments at call {first}: {name} is "
+            f"{values}{others}. All processes run one program: let the loader drop the last "
+            "incomplete batch or fill it up with rows of weight 0, pad the rows of all processes "
+            "to one length, and give arrays one dtype."
         )
 
     def _look(self, this: Coordinator) -> float:
-        """Answers a round of others at whose call this process's rows did not change."""
+        """Answers a round of others at whose call this process's form did not change."""
         if self._problem is not None:
             self._looks_left -= 1
             if self._looks_left < 0 and not self._is_raised:
@@ -117,10 +127,10 @@ class RowAgreement:
         number = self._answering or self._round + 1
         answers = this.collect(self._topic, number)
         with self._lock:
-            first = min((int(each.partition(":")[0]) for each in answers.values()), default=0)
+            first = min((json.loads(each)[0] for each in answers.values()), default=0)
             if number > self._round and 0 < first <= self._calls:
                 self._round = self._answering = number
-                self._answer = f"{first}:{self._rows}:{self._rows}"
+                self._answer = _answer(first, self._form, self._form)
         if self._answering and this.me not in answers:
             this.publish(self._topic, self._answer, number)
         elif self._answering and len(answers) == this.count:
@@ -129,3 +139,7 @@ class RowAgreement:
                 self._answering, self._problem = 0, problem
                 self._lock.notify_all()
         return _ANSWERING if self._answering else this.tick
+
+
+def _answer(call: int, form: str, before: str) -> str:
+    return json.dumps([call, form, before])

@@ -1,4 +1,4 @@
-"""Row counts of two processes, between threads that stand for them."""
+"""Forms of calls of two processes, between threads that stand for them."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +8,8 @@ import jax
 import pytest
 from groups import LIMIT
 
+from zerojax.distributed.call_agreement import CallAgreement
 from zerojax.distributed.coordinator import Coordinator
-from zerojax.distributed.row_agreement import RowAgreement
 
 
 class Shared(Coordinator):
@@ -42,15 +42,15 @@ class Shared(Coordinator):
 def test_the_next_round_waits_for_the_one_that_the_thread_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Process 0 changes its rows at call 2, process 1 at call 3, before its thread has compared."""
+    """Process 0 changes its form at call 2, process 1 at call 3, before its thread has compared."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     texts: dict[tuple[str, int, int], str] = {}
     both = [Shared(me, texts) for me in range(2)]
-    agreements = [RowAgreement("step", LIMIT, this) for this in both]
+    agreements = [CallAgreement("step", LIMIT, this) for this in both]
 
-    def agree(process: int, *rows: str) -> None:
-        for each in rows:
-            agreements[process].agree(each)
+    def agree(process: int, *shapes: str) -> None:
+        for each in shapes:
+            agreements[process].agree({"batch['x']": each, "batch['y']": "int32[8]"})
 
     with ThreadPoolExecutor(2) as threads:
         begun = threads.submit(agree, 0, "8"), threads.submit(agree, 1, "8", "8")
@@ -58,13 +58,14 @@ def test_the_next_round_waits_for_the_one_that_the_thread_answers(
             each.result(LIMIT)
         first = threads.submit(agree, 0, "9")
         (look,) = both[1].looks
-        while ("rows of step", 2, 1) not in texts:
+        while ("forms of step", 2, 1) not in texts:
             look()
         second = threads.submit(agree, 1, "9")
         while not second.done():
             look()
             time.sleep(0.01)
+        said = r"at call 2: batch\['x'\] is 9 in process 0, 8 in process 1\. All processes run"
         for told in (first, second):
-            with pytest.raises(ValueError, match="at call 2: 9 in process 0, 8 in process 1"):
+            with pytest.raises(ValueError, match=said):
                 told.result(LIMIT)
-    assert ("rows of step", 3, 1) not in texts
+    assert ("forms of step", 3, 1) not in texts

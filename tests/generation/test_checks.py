@@ -12,6 +12,7 @@ from generation.test_generate import create, gpt, params_of
 
 import zerojax
 from examples import nnx_gpt as example
+from zerojax.generation.prompts import Prompts
 from zerojax.models.gpt import SIZES, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -139,3 +140,12 @@ def test_calls_of_equal_shapes_share_programs(compiles: list[str]) -> None:
     assert not compiles
     assert np.asarray(out)[:, :2].tolist() == [[6, int(out[0, 1])], [8, 9]]
     assert out.shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("token", "dtype"), [(2**32 + 5, np.int64), (2**63, np.uint64), (-(2**40), np.int64)]
+)
+def test_a_token_that_no_int32_holds_is_not_read_as_another(token: int, dtype: Any) -> None:
+    with pytest.raises(ValueError, match=rf"token {token} at position 1 of row 0 is not among"):
+        Prompts.of(np.array([[3, token]], dtype), None)
+    assert Prompts.of(np.array([[3, token]], dtype), [[1, 0]]).tokens.tolist() == [[3, 0]]

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 Tokens = ArrayLike | Sequence[Sequence[int]]
 
+_INT32 = np.iinfo(np.int32)
 SHAPES = "pass int [rows, tokens], or a sequence of tokens for each row"
 
 
@@ -36,7 +37,8 @@ class Prompts(NamedTuple):
           mask: [B, T], 0 or False on padding, on either side of a row.
 
         Raises:
-          ValueError: There is no row, a prompt is empty, or the mask does not fit.
+          ValueError: There is no row, a prompt is empty, the mask does not fit, or a token is no
+            int32.
           TypeError: The tokens are not integers.
 
         >>> Prompts.of([[5, 6, 7], [8]], None).tokens.tolist()
@@ -60,6 +62,12 @@ class Prompts(NamedTuple):
             if not row.size:
                 raise ValueError(
                     f"the prompt of row {i} is empty: start it with the model's first token (BOS)"
+                )
+            if (wraps := (row > _INT32.max) | (row < _INT32.min)).any():
+                at = int(np.argmax(wraps))
+                raise ValueError(
+                    f"token {row[at]} at position {at} of row {i} is not among the tokens of any "
+                    f"model (0 ... {_INT32.max}): check the tokenizer"
                 )
         padded = np.zeros((len(rows), longest), np.int32)
         for line, row in zip(padded, rows, strict=True):

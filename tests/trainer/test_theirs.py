@@ -10,11 +10,14 @@ import logging
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import jax
 import pytest
 
+import zerojax
 from zerojax import TrainingArguments
 from zerojax.config import ConfigError
 from zerojax.trainer.arguments import OPTIMIZERS
+from zerojax.trainer.other_arguments import OVERRIDDEN, REFUSED, WITHOUT_EFFECT
 
 THEIRS = json.loads((Path(__file__).parent / "data" / "their_arguments.json").read_text())
 
@@ -41,7 +44,7 @@ def test_all_their_defaults_change_nothing(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records
     assert converted.given == {"output_dir"}
     differing = {k for k, v in vars(TrainingArguments()).items() if getattr(args, k) != v}
-    assert differing == {"optim", "project", "given"}
+    assert differing == {"optim", "project", "given", "others"}
     assert OPTIMIZERS[args.optim] == OPTIMIZERS[TrainingArguments().optim]
 
 
@@ -50,9 +53,7 @@ def test_what_they_set_is_taken_and_fields_of_derived_classes_are_not() -> None:
              "eval_strategy": "steps", "do_eval": True, "dataloader_pin_memory": False}  # fmt: skip
     args = TrainingArguments.of(their_class(my_flag=True)(**THEIRS | given))
     assert args.given == {"output_dir", *given}
-    assert {name: getattr(args, name) for name in given if hasattr(args, name)} == {
-        k: v for k, v in given.items() if k != "dataloader_pin_memory"
-    }
+    assert {name: getattr(args, name) for name in given} == given
 
 
 def test_another_class_is_refused() -> None:
@@ -82,6 +83,28 @@ def test_objects_may_be_strings_as_on_a_command_line() -> None:
     for text in ('{"num_cycles": 2', "num_cycles=2"):
         with pytest.raises(ConfigError, match="expected an object, or its JSON as a string"):
             TrainingArguments(lr_scheduler_kwargs=text)
+
+
+def test_every_field_can_be_read() -> None:
+    """Scripts end with ``if training_args.push_to_hub``, and their first log line has a device."""
+    args = TrainingArguments("out", push_to_hub=False, hub_token="mine", dataloader_num_workers=4)
+    assert (args.push_to_hub, args.hub_token, args.dataloader_num_workers) == (False, "mine", 4)
+    for name in (*WITHOUT_EFFECT, *REFUSED):
+        getattr(args, name)
+    default = TrainingArguments("out")
+    assert (default.hub_token, default.ddp_timeout, default.log_level) == (None, 1800, "passive")
+    assert (default.local_rank, default.past_index) == (0, -1)
+    assert default.device == jax.devices()[0]
+    assert default.parallel_mode.value == "distributed"
+    assert "others" not in default.to_dict()
+    with pytest.raises(AttributeError, match="TrainingArguments has no attribute 'learning'"):
+        default.learning  # noqa: B018
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_a_subclass_that_overrides_what_is_never_called(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Mine\.{name}: .* never calls it.*; pass Trainer\("):
+        type("Mine", (zerojax.Trainer,), {name: lambda self: None})
 
 
 def test_values_that_scripts_read() -> None:

@@ -221,6 +221,8 @@ did you mean `learning_rate`?
                 value = defaults[name]
             object.__setattr__(self, name, value)
         object.__setattr__(self, "given", frozenset(given))
+        others = {k: v for k, v in given.items() if k in WITHOUT_EFFECT or k in REFUSED}
+        object.__setattr__(self, "others", others)
         options = fsdp_options(self.fsdp_config if self.fsdp else None)
         problems += options.problems
         self._settle(options.remat)

@@ -40,7 +40,7 @@ from zerojax.trainer.initial_state import InitialState
 from zerojax.trainer.limits import Limits
 from zerojax.trainer.model import AnyModel, Loss, config_of, hidden_size, model_of
 from zerojax.trainer.optimizer import optimizer_of
-from zerojax.trainer.other_arguments import refuse
+from zerojax.trainer.other_arguments import refuse, refuse_overrides
 from zerojax.trainer.padding import padded_by
 from zerojax.trainer.partial import Partial
 from zerojax.trainer.predictions import PredictionOutput
@@ -122,6 +122,10 @@ class Trainer(ScriptMethods):
     zero: Zero
     state: TrainerState
     control: TrainerControl
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_overrides(cls)
 
     def __init__(
         self,

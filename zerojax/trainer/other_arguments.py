@@ -82,6 +82,14 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 """Accepted values of each unsupported argument, and the alternative to other values."""
 
+
+def their_default(name: str) -> object:
+    """Returns transformers' default of an argument that has no effect here or is refused."""
+    if name == "hub_token":  # to_dict hides it
+        return None
+    return THEIR_DEFAULTS.get(name, REFUSED.get(name, ((None,), ""))[0][0])
+
+
 RENAMED = {
     "evaluation_strategy": "eval_strategy",
     "activation_checkpointing": "gradient_checkpointing",
@@ -99,6 +107,37 @@ OF_TRAINER: dict[str, str] = {
     "compute_loss_func": "loss= takes a function (model, batch) -> loss",
 }
 """Alternatives to parameters of Hugging Face's ``Trainer``."""
+
+_OPTIMIZER = "pass Trainer(optimizer=...), an optax transformation with its schedule inside"
+_ROWS = "pass Trainer(train_dataset=..., eval_dataset=..., data_collator=...)"
+OVERRIDDEN: dict[str, str] = {
+    **dict.fromkeys(("compute_loss", "training_step", "prediction_step"),
+                    "pass Trainer(loss=...), a function (model, batch) -> loss, predictions"),
+    **dict.fromkeys(("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler",
+                     "get_decay_parameter_names", "optimizer_step"), _OPTIMIZER),
+    **dict.fromkeys(("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader",
+                     "_get_train_sampler", "_get_eval_sampler", "_prepare_inputs"), _ROWS),
+    "evaluation_loop": "pass Trainer(compute_metrics=..., preprocess_logits_for_metrics=...)",
+    "prediction_loop": "pass Trainer(compute_metrics=..., preprocess_logits_for_metrics=...)",
+    "log": "pass Trainer(callbacks=...), a TrainerCallback with on_log",
+    **dict.fromkeys(("_save", "_save_checkpoint"),
+                    "pass Trainer(callbacks=...), a TrainerCallback with on_save"),
+}  # fmt: skip
+"""Alternatives to methods of Hugging Face's ``Trainer`` that subclasses override there."""
+
+
+def refuse_overrides(subclass: type) -> None:
+    """Refuses a subclass of ``Trainer`` with a method that only Hugging Face's ``Trainer`` calls.
+
+    Raises:
+      TypeError: The class defines such a method.
+    """
+    for name in vars(subclass):
+        if name in OVERRIDDEN:
+            raise TypeError(
+                f"{subclass.__name__}.{name}: zerojax.Trainer never calls it, and would train "
+                f"without it; {OVERRIDDEN[name]}"
+            )
 
 
 def refuse(given: Mapping[str, object], known: Iterable[str]) -> None:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import logging
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from zerojax.checkpoint.processes import LONGEST
 from zerojax.distributed.exchange import exchange
 from zerojax.distributed.launched import launched
+from zerojax.trainer.other_arguments import REFUSED, WITHOUT_EFFECT, their_default
+
+
+class ParallelMode(enum.Enum):
+    """The values of transformers' ``ParallelMode`` that a run can have."""
+
+    NOT_PARALLEL = "not_parallel"
+    DISTRIBUTED = "distributed"
 
 
 class ReadByScripts:
@@ -21,6 +30,34 @@ class ReadByScripts:
 
     per_device_train_batch_size: Any
     given: frozenset[str]
+    others: Mapping[str, object]
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> object:
+            """Returns an argument of transformers that has no effect here, as given or default."""
+            others = vars(self).get("others", {})
+            if name in others:
+                return others[name]
+            if name in WITHOUT_EFFECT or name in REFUSED:
+                return their_default(name)
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", obj=self)
+
+    @property
+    def device(self) -> jax.Device:
+        """The first device of this process."""
+        return jax.local_devices()[0]
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """Whether there are several devices."""
+        several = self.world_size > 1
+        return ParallelMode.DISTRIBUTED if several else ParallelMode.NOT_PARALLEL
+
+    @property
+    def local_rank(self) -> int:
+        """The index of this process on its host."""
+        return self.local_process_index
 
     @property
     def world_size(self) -> int:
@@ -87,7 +124,7 @@ class ReadByScripts:
         return {
             name: os.fspath(value) if isinstance(value, os.PathLike) else value
             for name, value in vars(self).items()
-            if name != "given"
+            if name not in ("given", "others")
         }
 
     def to_json_string(self) -> str:

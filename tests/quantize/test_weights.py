@@ -55,6 +55,35 @@ def test_codes_times_scales_are_within_half_a_scale(
     assert bool((jnp.abs(found - x) <= scale * (0.5 + 1e-5)).all())
 
 
+@pytest.mark.parametrize(
+    ("params", "name", "scales"),
+    [
+        ({"tower": {"w": normal(80, 64, 64), "gain": normal(80, 1024)}}, "tower.w", (80, 1, 64)),
+        ({"layers": {"kernel": normal(80, 64, 64)}}, "layers.kernel", (80, 1, 64)),
+        ({"q": {"kernel": normal(256, 8, 64), "bias": normal(8, 64)}}, "q.kernel", (1, 8, 64)),
+    ],
+)
+def test_each_layer_of_a_stack_has_scales_and_its_gains_are_no_matrix(
+    params: Any, name: str, scales: tuple[int, ...]
+) -> None:
+    module, array = name.split(".")
+    quantized = zerojax.quantize_weights(params)[module]
+    assert quantized.pop(array).scale.shape == scales
+    assert all(x is params[module][key] for key, x in quantized.items())
+
+
+def test_the_remedy_for_small_models_leaves_out_gains_and_tables() -> None:
+    block = {"Dense_0": {"kernel": normal(2, 8, 8)}, "norm": {"gain": normal(2, 8)}}
+    params = {"wte": {"embedding": normal(16, 8)}, "blocks": block}
+    with pytest.raises(ValueError, match=r'select=lambda path, x: "kernel" in path to quantize'):
+        zerojax.quantize_weights(params)
+    quantized = zerojax.quantize_weights(params, select=lambda path, x: "kernel" in path)
+    assert quantized["blocks"]["Dense_0"]["kernel"].scale.shape == (2, 1, 8)
+    assert quantized["blocks"]["norm"]["gain"] is block["norm"]["gain"]
+    with pytest.raises(TypeError, match=r"gain'\], float32\[2, 8\] \(the first holds layers\)"):
+        zerojax.quantize_weights(params, select=lambda path, x: x.ndim > 1)
+
+
 def test_zeros_and_values_that_are_not_finite() -> None:
     x = normal(128, 128).at[:, 0].set(0).at[0, 1].set(jnp.inf).at[0, 2].set(jnp.nan)
     found = zerojax.dequantize(zerojax.quantize_weights({"w": x}))["w"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from zerojax.devices.mesh import STAGE
 from zerojax.plan.layout import Spec
-from zerojax.xla.types import PyTree
+from zerojax.xla.types import PyTree, Shaped
 
 
 def with_stages(params: PyTree, specs: Sequence[Spec], stages: int) -> list[Spec]:
@@ -24,23 +24,27 @@ def with_stages(params: PyTree, specs: Sequence[Spec], stages: int) -> list[Spec
       stages: Devices along "stage".
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    stacked = _stacked([path for path, _ in leaves], [tuple(x.shape) for _, x in leaves])
+    found = stacks([path for path, _ in leaves], [tuple(x.shape) for _, x in leaves])
+    stacked = {i for members in found for i in members}
     return [
-        ((STAGE, *spec[1:]) if is_stack and spec[0] is None and x.shape[0] % stages == 0 else spec)
-        for spec, is_stack, (_, x) in zip(specs, stacked, leaves, strict=True)
+        ((STAGE, *spec[1:]) if i in stacked and spec[0] is None and n % stages == 0 else spec)
+        for i, (spec, n) in enumerate(zip(specs, (_length(x) for _, x in leaves), strict=True))
     ]
 
 
-def _stacked(paths: Sequence[tuple[object, ...]], shapes: Sequence[tuple[int, ...]]) -> list[bool]:
-    """Returns for each array whether it belongs to a stack of layers."""
+def _length(x: Shaped) -> int:
+    return x.shape[0] if x.shape else 0
+
+
+def stacks(
+    paths: Sequence[tuple[object, ...]], shapes: Sequence[tuple[int, ...]]
+) -> Iterator[list[int]]:
+    """Yields the positions of the arrays of each stack of layers, stacks inside it included."""
     subtrees: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, path in enumerate(paths):
         for depth in range(len(path) + 1):
             subtrees[path[:depth]].append(i)
-    stacked = [False] * len(paths)
     for members in subtrees.values():
         firsts = {shapes[i][:1] for i in members}
         if len(firsts) == 1 and firsts != {()} and max(len(shapes[i]) for i in members) > 2:
-            for i in members:
-                stacked[i] = True
-    return stacked
+            yield members

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from zerojax.plan import layout
 from zerojax.plan.places import DEVICE
 from zerojax.plan.stored import unwrap_stored, user_leaf
-from zerojax.quantize.choice import input_dimension, is_floating, is_matrix
+from zerojax.quantize.choice import in_stacks, input_dimension, is_floating, is_matrix
 from zerojax.train_state.linen import is_train_state, open_state
 from zerojax.xla.types import PyTree, Shaped
 
@@ -90,9 +90,9 @@ def quantize_weights(
         c_{ij} = \operatorname{round}(w_{ij} / s_j)
 
     A scale serves one output channel :math:`j` of one layer: the elements along the largest
-    dimension but the last, and in arrays of four or more dimensions but the first, share it; with
-    ``group_size`` those of a group of inputs. A column that contains an infinity or NaN becomes
-    NaN.
+    dimension but the last, and in stacks of layers and arrays of four or more dimensions but the
+    first, share it; with ``group_size`` those of a group of inputs. A column that contains an
+    infinity or NaN becomes NaN.
 
     Each device quantizes its shards. Codes keep the sharding of the array; scales keep it without
     the dimension that shares them. ``zero.evaluate`` and ``zerojax.generate`` take the result in
@@ -141,15 +141,19 @@ def quantize_weights(
         parts = opened.parts._replace(params=quantized, opt_state=optax.EmptyState())
         return opened.close(parts, _NO_OPTIMIZER)[0]
     leaves, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)
-    chosen = [_choose(jax.tree_util.keystr(path), x, select) for path, x in leaves]
+    names = [jax.tree_util.keystr(path) for path, _ in leaves]
+    stacked = in_stacks([path for path, _ in leaves], [getattr(x, "shape", ()) for _, x in leaves])
+    given = list(zip(names, (x for _, x in leaves), stacked, strict=True))
+    chosen = [_choose(*each, select) for each in given]
     if not any(chosen):
         raise ValueError(
             "quantize_weights: no array is a matrix of more than 8192 elements (tables of "
-            "embeddings excepted): write select=lambda path, x: x.ndim > 1 to quantize smaller ones"
+            'embeddings excepted): write select=lambda path, x: "kernel" in path to quantize '
+            "smaller ones"
         )
     arrays = [
-        _quantized(jax.tree_util.keystr(path), x, bits, group_size) if is_chosen else x
-        for (path, x), is_chosen in zip(leaves, chosen, strict=True)
+        _quantized(*each, bits, group_size) if is_chosen else each[1]
+        for each, is_chosen in zip(given, chosen, strict=True)
     ]
     return jax.tree.unflatten(tree, arrays)
 
@@ -197,7 +201,7 @@ def _check(bits: int, group_size: int | None) -> None:
         )
 
 
-def _choose(path: str, x: Any, select: Select | None) -> bool:
+def _choose(path: str, x: Any, stacked: bool, select: Select | None) -> bool:
     if is_quantized(x):
         raise ValueError(
             f"quantize_weights: {path} is quantized already, to {x.qvalue.dtype}: pass the "
@@ -206,22 +210,23 @@ def _choose(path: str, x: Any, select: Select | None) -> bool:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         return False
     if select is None:
-        return is_floating(x) and is_matrix(path, x)
+        return is_floating(x) and is_matrix(path, x, stacked)
     if not select(path, x):
         return False
-    if not is_floating(x) or len(x.shape) < 2:
+    if not is_floating(x) or len(x.shape) - stacked < 2:
+        layers = " (the first holds layers)" if stacked else ""
         raise TypeError(
-            f"quantize_weights: select returns True for {path}, {x.dtype}{list(x.shape)}: it must "
-            "leave out all but floating arrays of two or more dimensions"
+            f"quantize_weights: select returns True for {path}, {x.dtype}{list(x.shape)}{layers}: "
+            "it must leave out all but floating matrices and stacks of matrices"
         )
     return True
 
 
-def _quantized(path: str, x: Any, bits: int, group_size: int | None) -> qwix.QArray:
+def _quantized(path: str, x: Any, stacked: bool, bits: int, group_size: int | None) -> qwix.QArray:
     at_rest = unwrap_stored(x)
     sharding = getattr(at_rest, "sharding", None)
     sharding = sharding if isinstance(sharding, NamedSharding) else None
-    grid = Grid(bits, input_dimension(x.shape), group_size)
+    grid = Grid(bits, input_dimension(x.shape, stacked), group_size)
     if group_size is not None:
         _check_groups(path, x, at_rest, grid, sharding)
     if isinstance(x, jax.core.Tracer):

@@ -9,7 +9,7 @@ import pytest
 from equal import zero_for
 from train_state.test_pytree import BATCH, FORMS, new_state, train_state
 
-from zerojax.checkpoint import Checkpointer
+from zerojax.checkpoint import Checkpointer, CheckpointError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -52,3 +52,32 @@ def test_parts_and_arrays_of_no_elements(tmp_path: Path) -> None:
         same(checkpointer.restore(jax.eval_shape(lambda: state)), state)
         params = checkpointer.restore(jax.eval_shape(lambda: state["params"]))
         same(params, state["params"])
+
+
+def test_what_the_template_lacks_is_named(tmp_path: Path) -> None:
+    zero = zero_for(1)
+    state = {"params": train_state(0).params, "average": jax.numpy.ones(3)}
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, state)
+        with pytest.raises(CheckpointError, match=r"only in the checkpoint: average \[3\] float32"):
+            checkpointer.restore(jax.eval_shape(lambda: {"params": state["params"]}))
+
+
+@pytest.mark.parametrize(
+    ("value", "saved", "wanted"),
+    [(300, "int32", "int8"), (-1, "int32", "uint32"), (1e6, "float32", "float16")],
+)
+def test_numbers_that_another_dtype_does_not_hold(
+    value: float, saved: str, wanted: str, tmp_path: Path
+) -> None:
+    zero = zero_for(1)
+    with Checkpointer(tmp_path, zero) as checkpointer:
+        checkpointer.save(1, {"x": jax.numpy.array([0, value], saved), "y": jax.numpy.ones(2)})
+        shapes = {
+            "x": jax.ShapeDtypeStruct((2,), wanted),
+            "y": jax.ShapeDtypeStruct((2,), "float16"),
+        }
+        with pytest.raises(
+            CheckpointError, match=f"x {saved} holds numbers beyond those of {wanted}"
+        ):
+            checkpointer.restore(shapes)

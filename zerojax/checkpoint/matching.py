@@ -37,8 +37,8 @@ def match(
     Args:
       wanted: Shapes and dtypes of the target arrays by path.
       saved: The saved arrays by path.
-      form: The form of the target state; None if the target is parameters or another pytree, so
-        that other arrays of the checkpoint are ignored.
+      form: The form of the target state; None if the target is parameters, so that other arrays
+        of the checkpoint are ignored.
       where: The checkpoint, for messages.
 
     Returns:
@@ -50,7 +50,7 @@ def match(
     """
     numbers = NUMBERS.get(form, ()) if form else ()
     is_full_state, n = form is not None, len(numbers)
-    is_wrapped = (*numbers, "steps") in saved
+    scale, is_wrapped = (*numbers, LOSS_SCALE), (*numbers, "steps") in saved
     new_fields = [LOSS_SCALE] if is_wrapped else FRESH
     sources: dict[Path, Path | None] = {}
     problems = []
@@ -67,7 +67,7 @@ def match(
     problems += [
         f"only in the checkpoint: {_described(path, leaf)}"
         for path, leaf in saved.items()
-        if is_full_state and path not in used and path[: n + 1] != (*numbers, LOSS_SCALE)
+        if is_full_state and path not in used and (not n or path[: n + 1] != scale)
     ]
     if problems:
         raise CheckpointError(_differences(where, problems))

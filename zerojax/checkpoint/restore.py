@@ -107,7 +107,7 @@ class _LocalArrays(NamedTuple):
 def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -> _LocalArrays:
     saved = SavedStep(folder)
     present = {state_tree.unboxed(leaf.path): leaf for leaf in saved.arrays()}
-    form = state_tree.form_of(abstract_state)
+    form, only_params = state_tree.form_of(abstract_state), False
     if form == "pytree":
         _check_arrays(abstract_state)
         only_params = saved.record is None or saved.record.form != "pytree"
@@ -117,12 +117,19 @@ def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -
         wanted = (_only_params if only_params else _any_pytree)(abstract_state, present, zero)
     else:
         wanted = _full_state(abstract_state, form, zero)
-    state_form = None if form == "pytree" else form
+    state_form = None if only_params else form
     sources = match(wanted.leaves, present, state_form, where=str(saved.folder))
     chosen = {path: present[source] for path, source in sources.items() if source is not None}
     in_memory = {path: leaf for path, leaf in chosen.items() if path not in wanted.on_disk}
     structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in in_memory.items()}
     arrays = _read(saved, structs)
+    for path, leaf in in_memory.items():
+        x, dtype = unwrap_stored(arrays[leaf.path]), wanted.leaves[path].dtype
+        if x.dtype != dtype and not is_key(x):
+            is_pinned = x.sharding.memory_kind == PINNED
+            for shard in x.addressable_shards:
+                block = np.asarray(shard.data) if is_pinned else shard.data
+                _check_fits(saved, leaf, block, dtype)
     narrowed = [x for x in in_memory.values() if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype]
     host_checksums = {leaf.name: _host_checksum(saved, leaf) for leaf in narrowed}
     return _LocalArrays(saved, form, wanted, chosen, in_memory, arrays, host_checksums)
@@ -353,12 +360,24 @@ def _host_checksum(saved: SavedStep, leaf: SavedArray) -> int:
     return total % 2**32
 
 
-def _check_fits(saved: SavedStep, leaf: SavedArray, block: np.ndarray, dtype: np.dtype) -> None:
-    """Raises CheckpointError if integers of a block do not fit ``dtype``."""
-    if np.issubdtype(leaf.dtype, np.integer) and (block.astype(dtype) != block).any():
+def _check_fits(
+    saved: SavedStep, leaf: SavedArray, block: np.ndarray | jax.Array, dtype: np.dtype
+) -> None:
+    """Raises CheckpointError if numbers of a block overflow in ``dtype``."""
+    with np.errstate(over="ignore"):
+        cast = block.astype(dtype)
+    if jnp.issubdtype(block.dtype, jnp.integer):
+        overflows = (cast.astype(block.dtype) != block) | ((cast < 0) != (block < 0))
+    elif jnp.finfo(dtype).max < jnp.finfo(block.dtype).max / 2:  # bfloat16 has float32's range
+        overflows = abs(cast) == np.inf
+        overflows &= abs(block) != np.inf
+    else:
+        return
+    if overflows.any():
+        x64 = ", with jax_enable_x64" if leaf.dtype.itemsize == 8 else ""
         raise CheckpointError(
-            f"{saved.item}: {leaf.name} {leaf.dtype} holds numbers beyond 32 bits: restore with "
-            "jax_enable_x64"
+            f"{saved.item}: {leaf.name} {leaf.dtype} holds numbers beyond those of {dtype}: "
+            f"restore it as {leaf.dtype}{x64}"
         )
 
 
@@ -414,7 +433,7 @@ def _to_disk(
 
 
 def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: object) -> np.ndarray:
-    """Reads a box of a saved array; integers must fit ``dtype``."""
+    """Reads a box of a saved array; its numbers must fit ``dtype``."""
     values = saved.read(leaf.name, box)
     _check_fits(saved, leaf, values, dtype)
     return values

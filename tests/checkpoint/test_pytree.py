@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from equal import zero_for
 from train_state.test_pytree import BATCH, FORMS, new_state, train_state
@@ -81,3 +82,23 @@ def test_numbers_that_another_dtype_does_not_hold(
             CheckpointError, match=f"x {saved} holds numbers beyond those of {wanted}"
         ):
             checkpointer.restore(shapes)
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_a_pair_of_one_precision_is_restored_in_another(
+    saved: str, wanted: str, tmp_path: Path
+) -> None:
+    def pair(zero: Any) -> Any:
+        params = {"w": jax.numpy.ones((8, 16))}
+        return params, zero.wrap(optax.adam(1e-2)).init(params)
+
+    one, other = (zero_for(2, **{precision: True}) for precision in (saved, wanted))
+    state = one.init(lambda: pair(one))
+    with Checkpointer(tmp_path, one) as checkpointer:
+        checkpointer.save(1, state)
+    with Checkpointer(tmp_path, other, read_only=True) as checkpointer:
+        params, opt_state = checkpointer.restore(other.abstract_state(lambda: pair(other)))
+    same((params, opt_state.inner), (state[0], state[1].inner))
+    assert (opt_state.loss_scale is None) == (wanted == "bf16")
+    if wanted == "fp16":
+        assert opt_state.loss_scale.scale == 2.0**16

@@ -8,14 +8,14 @@ float or an integer may differ too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.saved import SavedArray
-from zerojax.checkpoint.state_tree import NUMBERS, Form, Path, is_key
+from zerojax.checkpoint.state_tree import Path, is_key
 from zerojax.optim.wrap import ZeroOptState
 from zerojax.xla.types import Shaped
 
@@ -28,7 +28,7 @@ SHOWN = 2
 def match(
     wanted: Mapping[Path, Shaped],
     saved: Mapping[Path, SavedArray],
-    form: Form | None,
+    numbers: Sequence[Path] | None,
     *,
     where: str,
 ) -> dict[Path, Path | None]:
@@ -37,8 +37,8 @@ def match(
     Args:
       wanted: Shapes and dtypes of the target arrays by path.
       saved: The saved arrays by path.
-      form: The form of the target state; None if the target is parameters, so that other arrays
-        of the checkpoint are ignored.
+      numbers: The paths of zerojax's numbers in the target state; None if the target is
+        parameters, so that other arrays of the checkpoint are ignored.
       where: The checkpoint, for messages.
 
     Returns:
@@ -48,18 +48,20 @@ def match(
     Raises:
       CheckpointError: other arrays are missing, surplus, or differ in shape or kind.
     """
-    numbers = NUMBERS.get(form, ()) if form else ()
-    is_full_state, n = form is not None, len(numbers)
-    scale, is_wrapped = (*numbers, LOSS_SCALE), (*numbers, "steps") in saved
-    new_fields = [LOSS_SCALE] if is_wrapped else FRESH
+    new = {
+        (*path, field)
+        for path in numbers or ()
+        for field in ([LOSS_SCALE] if (*path, "steps") in saved else FRESH)
+    }
+    scales = {(*path, LOSS_SCALE) for path in numbers or ()}
+    is_full_state = numbers is not None
     sources: dict[Path, Path | None] = {}
     problems = []
     for path, leaf in wanted.items():
-        field = path[n] if n and path[:n] == numbers else None
         if path in saved:
             sources[path] = path
             problems += _mismatch(path, leaf, saved[path])
-        elif is_full_state and (0 in leaf.shape or field in new_fields):
+        elif is_full_state and (0 in leaf.shape or _is_below(path, new)):
             sources[path] = None
         else:
             problems.append(f"only in the state: {_described(path, leaf)}")
@@ -67,11 +69,15 @@ def match(
     problems += [
         f"only in the checkpoint: {_described(path, leaf)}"
         for path, leaf in saved.items()
-        if is_full_state and path not in used and (not n or path[: n + 1] != scale)
+        if is_full_state and path not in used and not _is_below(path, scales)
     ]
     if problems:
         raise CheckpointError(_differences(where, problems))
     return sources
+
+
+def _is_below(path: Path, parents: Collection[Path]) -> bool:
+    return any(path[: len(parent)] == parent for parent in parents)
 
 
 def _mismatch(path: Path, wanted: Shaped, saved: SavedArray) -> list[str]:

@@ -78,7 +78,7 @@ def restore(folder: epath.Path, abstract_state: PyTree, zero: Zero, name: str) -
     }
     restored |= _to_disk(saved, local.chosen, wanted, zero, name)
     if len(restored) < len(wanted.leaves):
-        restored |= _fresh(wanted, restored, local.form, zero)
+        restored |= _fresh(wanted, restored, local, zero)
     return wanted.close([restored[path] for path in wanted.leaves])
 
 
@@ -88,6 +88,7 @@ class _LocalArrays(NamedTuple):
     Attributes:
       saved: The step.
       form: The form of the ``abstract_state`` to restore.
+      numbers: The paths of zerojax's numbers in it.
       wanted: The target arrays.
       chosen: The saved arrays to restore, by target path.
       in_memory: The subset of ``chosen`` that does not belong on a disk.
@@ -97,6 +98,7 @@ class _LocalArrays(NamedTuple):
 
     saved: SavedStep
     form: state_tree.Form
+    numbers: Sequence[Path]
     wanted: _Wanted
     chosen: dict[Path, SavedArray]
     in_memory: dict[Path, SavedArray]
@@ -117,8 +119,9 @@ def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -
         wanted = (_only_params if only_params else _any_pytree)(abstract_state, present, zero)
     else:
         wanted = _full_state(abstract_state, form, zero)
-    state_form = None if only_params else form
-    sources = match(wanted.leaves, present, state_form, where=str(saved.folder))
+    numbers = [] if only_params else state_tree.numbers_of(abstract_state, form)
+    matched = None if only_params else numbers
+    sources = match(wanted.leaves, present, matched, where=str(saved.folder))
     chosen = {path: present[source] for path, source in sources.items() if source is not None}
     in_memory = {path: leaf for path, leaf in chosen.items() if path not in wanted.on_disk}
     structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in in_memory.items()}
@@ -132,7 +135,7 @@ def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -
                 _check_fits(saved, leaf, block, dtype)
     narrowed = [x for x in in_memory.values() if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype]
     host_checksums = {leaf.name: _host_checksum(saved, leaf) for leaf in narrowed}
-    return _LocalArrays(saved, form, wanted, chosen, in_memory, arrays, host_checksums)
+    return _LocalArrays(saved, form, numbers, wanted, chosen, in_memory, arrays, host_checksums)
 
 
 def _full_state(state: PyTree, form: state_tree.Form, zero: Zero) -> _Wanted:
@@ -440,13 +443,16 @@ def _read_box(saved: SavedStep, leaf: SavedArray, dtype: np.dtype, box: object) 
 
 
 def _fresh(
-    wanted: _Wanted, restored: Mapping[Path, object], form: state_tree.Form, zero: Zero
+    wanted: _Wanted, restored: Mapping[Path, object], local: _LocalArrays, zero: Zero
 ) -> dict[Path, object]:
     """Creates the arrays that a plain state, or a state of another precision, lacks."""
-    numbers = state_tree.NUMBERS[form]
-    step = restored[state_tree.STEP[form]]
+    step = restored[state_tree.STEP[local.form]] if local.form in state_tree.STEP else 0
     new = adopt(None, np.asarray(jax.device_get(step)), LossScale.of(zero.config))
-    values = dict(zip(state_tree.below(numbers, new), jax.tree.leaves(new), strict=True))
+    values = {
+        path: x
+        for numbers in local.numbers
+        for path, x in zip(state_tree.below(numbers, new), jax.tree.leaves(new), strict=True)
+    }
     fresh: dict[Path, object] = {}
     for path, struct in wanted.leaves.items():
         if path in restored:

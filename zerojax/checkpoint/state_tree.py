@@ -34,6 +34,17 @@ NUMBERS: dict[Form, Path] = {"linen": ("tx", "numbers"), "nnx": ("1", "tx", "num
 STEP: dict[Form, Path] = {"linen": ("step",), "nnx": ("1", "step")}
 
 
+def numbers_of(state: PyTree, form: Form) -> list[Path]:
+    """Returns the paths of zerojax's numbers in a state: beside the optimizer's state, or in a
+    pytree where an optimizer of :func:`zerojax.zero` has its own."""
+    if form in NUMBERS:
+        return [NUMBERS[form]]
+    nodes = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda x: isinstance(x, ZeroOptState)
+    )
+    return [strings(keys) for keys, x in nodes if isinstance(x, ZeroOptState)]
+
+
 def form_of(state: PyTree) -> Form:
     """Returns the kind of a state: a TrainState, a tuple of NNX objects, or any other pytree, such
     as only parameters."""

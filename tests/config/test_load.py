@@ -129,6 +129,10 @@ def test_every_off_key_is_refused_when_on_and_off_when_auto():
         ({"zero_optimisation": {"stage": 3}}, "did you mean `zero_optimization`?"),
         ({"zero_optimization.stage": 3}, "sections are objects; write"),
         ({"stage": 3}, "stage: unknown key here; it belongs at `zero_optimization.stage`"),
+        (
+            {"pipeline": {"stage": 2}},
+            "pipeline.stage: unknown key; did you mean `pipeline.stages`?",
+        ),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: expected 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": "auto"}}, '"auto" has nothing to resolve it; write 0'),
         ({"train_batch_size": 0}, "at least 1, got 0"),

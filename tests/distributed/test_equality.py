@@ -10,6 +10,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import zerojax
+from zerojax.distributed.equality import where_they_differ
 from zerojax.distributed.launched import LaunchError
 
 BATCH = {"x": np.ones((4, 8), np.float32)}
@@ -89,3 +90,11 @@ SAID = {
     "number of the batch": "train_step: batch['weight'] differs",
     "config of a plain state": "gradient_clipping of the config differs",
 }
+
+
+def test_lines_are_cut_to_where_they_differ() -> None:
+    long = [f"{'x' * 5000}{i}{'y' * 5000}" for i in range(2)]
+    one, other = where_they_differ(long)
+    assert len(one) == len(other) == 203
+    assert (one[:4], one[53], other[53]) == ("...x", "0", "1")
+    assert where_they_differ(["a", "b"]) == ["a", "b"]

@@ -16,7 +16,8 @@ from zerojax.distributed.launched import LaunchError
 from zerojax.distributed.roll_call import by_value
 
 _PATIENCE = 600.0  # s
-_LONGEST = 200  # characters of a line
+_SENT, _SHOWN = 10_000, 200
+"""Characters of a line that processes send each other, and that a message shows."""
 
 
 def require_same_program(name: str, programs: Iterable[jax.stages.Lowered]) -> None:
@@ -44,12 +45,26 @@ def require_same_program(name: str, programs: Iterable[jax.stages.Lowered]) -> N
         is_same = len({*exchange(what, str(checksums[middle]), _PATIENCE)}) == 1
         low, high = (middle, high) if is_same else (low, middle - 1)
     line = lines[low].strip() if low < len(lines) else "the end"
-    received = exchange(what, line[:_LONGEST], _PATIENCE)
+    received = exchange(what, line[:_SENT], _PATIENCE)
     raise LaunchError(
-        f"{name} is another program in each process: line {low + 1} is\n{_lines(received)}\nA "
+        f"{name} is another program in each process: line {low + 1} is\n"
+        f"{_lines(where_they_differ(received))}\nA "
         "learning rate, a constant, random numbers of numpy or a branch of Python depend on the "
         "process: make them the same"
     )
+
+
+def where_they_differ(lines: list[str]) -> list[str]:
+    """Cuts long lines to the part in which they differ.
+
+    Example:
+      >>> where_they_differ(["x" * 500 + "1", "x" * 500 + "2"])[0][-5:]
+      'xxxx1'
+    """
+    columns = enumerate(zip(*lines, strict=False))
+    first = next((i for i, column in columns if len({*column}) > 1), min(map(len, lines)))
+    start = max(0, first - _SHOWN // 4)
+    return ["..." * (start > 0) + line[start : start + _SHOWN] for line in lines]
 
 
 SAME_ARGUMENTS = (

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -72,6 +73,30 @@ def test_process_0_is_missing(port: int, clock: list[float]) -> None:
     said = one(1, 2, port, 0.5)
     assert len(clock) == 4
     assert f"on n1 did not reach process 0 at localhost:{port} within 0.5 s: Connection" in said
+
+
+def test_strangers_neither_hold_descriptors_nor_stop_the_clock(port: int) -> None:
+    done, seen = threading.Event(), []
+
+    def visit() -> None:
+        """Connections that close, and some that stay, as fast as they can be made."""
+        stay = []
+        while not done.is_set():
+            with contextlib.suppress(OSError):
+                guest = connected(port)
+                stay.append(guest) if len(stay) < 90 else guest.close()
+                seen.append(len(os.listdir("/proc/self/fd")) - len(stay))
+        for guest in stay:
+            guest.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        visitor = pool.submit(visit)
+        said = one(0, 2, port, 1.5)
+        done.set()
+        visitor.result(LIMIT)
+    assert "for process 1 of 2, which did not come within 1.5 s" in said
+    assert len(seen) > 200
+    assert max(seen) < seen[0] + 80
 
 
 def test_two_of_the_same_number(port: int) -> None:
@@ -148,10 +173,11 @@ def test_process_0_dies(port: int, clock: list[float]) -> None:
 
 
 def answer(server: socket.socket) -> None:
-    while True:
-        guest, _ = server.accept()
-        guest.sendall(b"220 mail\r\n")
-        guest.close()
+    with contextlib.suppress(OSError):  # once the server is closed
+        while True:
+            guest, _ = server.accept()
+            with guest, contextlib.suppress(OSError):  # the guest may have gone
+                guest.sendall(b"220 mail\r\n")
 
 
 def connected(port: int) -> socket.socket:

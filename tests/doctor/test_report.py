@@ -1,4 +1,4 @@
-"""What is here: devices, settings, packages, extras, and what was tried."""
+"""What is here: devices, packages, extras."""
 
 import re
 import sys
@@ -8,10 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from zerojax.doctor import checks
-from zerojax.doctor.checks import CHECKS, tried
 from zerojax.doctor.packages import Package, extras, packages
-from zerojax.doctor.report import SETTINGS, devices, report, settings
+from zerojax.doctor.report import devices
 
 ZEROJAX = (
     "jax<0.12,>=0.10.2",
@@ -56,16 +54,6 @@ def test_the_devices_of_the_tests() -> None:
     assert "pinned_host" in found.memories
     assert found.limit is None
     assert found.in_use is None
-
-
-def test_settings_say_what_holds() -> None:
-    found = {s.name: s for s in settings({"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "HOME": "/"})}
-    assert set(found) == {name for name, _, _ in SETTINGS}
-    assert found["JAX_PLATFORMS"].value == "cpu"
-    assert "not set" not in found["JAX_PLATFORMS"].says
-    assert found["XLA_FLAGS"].value == ""
-    assert found["XLA_PYTHON_CLIENT_MEM_FRACTION"].value is None
-    assert "not set: 0.75" in found["XLA_PYTHON_CLIENT_MEM_FRACTION"].says
 
 
 def test_nothing_is_missing(install: Install) -> None:
@@ -130,56 +118,3 @@ def test_this_installation() -> None:
     names = {extra.name for extra in extras()}
     assert {"cuda13", "tpu", "compile", "monitor", "examples", "test"} <= names
     assert all(package.version and not package.remedy for package in packages())
-
-
-def test_what_was_tried() -> None:
-    def raises(error: Exception) -> str:
-        raise error
-
-    checks = (
-        ("works", lambda: "on 8 devices"),
-        ("text", lambda: raises(ValueError("no disk:\n  add one"))),
-        ("bare", lambda: raises(AssertionError())),
-        ("other", lambda: raises(KeyError("w"))),
-    )
-    found = tried(checks)
-    assert [check.works for check in found] == [True, False, False, False]
-    assert [check.says for check in found] == [
-        "on 8 devices",
-        "no disk: add one",
-        "AssertionError",
-        "KeyError: 'w'",
-    ]
-    assert all(check.seconds >= 0 for check in found)
-
-
-@pytest.mark.slow
-def test_what_works_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    on_any = (checks.stages, checks.to_host, checks.to_disk)
-    found = report({}, [(name, check) for name, check in CHECKS if check in on_any])
-    assert [(check.works, check.says) for check in found.works] == [
-        (True, f"one step at each, over {jax.device_count()} devices"),
-        (True, "one step with the state in pinned_host"),
-        (True, f"one step with the state in files under {tmp_path}"),
-    ]
-    assert found.problem is None
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_what_the_cpu_cannot() -> None:
-    kernels, processes = tried([("kernels", checks.kernels), ("processes", checks.processes)])
-    assert not kernels.works
-    assert "H100" in kernels.says
-    assert "simulator" in kernels.says
-    assert not processes.works
-    assert "zerojax.init_distributed()" in processes.says
-
-
-@pytest.mark.slow
-@pytest.mark.gpu_compile
-@pytest.mark.usefixtures("require_gpu_compiler")
-def test_a_compile_for_a_gpu() -> None:
-    (check,) = tried([("compile", checks.absent_gpus)])
-    assert check.works, check.says
-    assert "h100" in check.says

@@ -1,13 +1,12 @@
-"""`zerojax report`: this machine, and the features that work on it.
+"""`zerojax report`: this machine's devices and versions.
 
 `--json` prints an object with these keys:
 
 - `python`: The version of Python.
 - `devices`: One object a kind of device.
 - `packages`: name, version, wanted and remedy of each package.
-- `settings`: name, value and says of each environment variable.
+- `environment`: The variables of JAX, XLA, CUDA, NCCL and zerojax that are set, by name.
 - `extras`: name, installed, missing and remedy of each extra.
-- `works`: name, works, seconds and says of each check.
 - `problem`: The reason for which JAX finds no devices; null if it finds some.
 """
 
@@ -24,10 +23,7 @@ def report(
     context: typer.Context,
     as_json: AsJson = False,
 ) -> None:
-    """Shows devices, versions and extras, and the features of zerojax that work with them.
-
-    The report tries a step of a tiny model at each stage and with each offload, and a compile for
-    absent devices. This takes seconds, and leaves a GPU's memory to other programs.
+    """Shows devices, versions, extras, and the environment variables that are set.
 
     If started as one of several processes, the report joins the others, and process 0 prints.
 
@@ -37,7 +33,7 @@ def report(
 
     from zerojax.cli.report_table import show, to_json
     from zerojax.distributed.join import init_distributed
-    from zerojax.doctor.report import report as reported  # imports the kernels
+    from zerojax.doctor.report import report as reported
 
     init_distributed()
     found = reported(context.obj)  # the environment before `main` set its own variables

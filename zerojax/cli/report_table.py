@@ -26,7 +26,7 @@ def to_json(found: Report) -> dict[str, Any]:
 
 
 def show(found: Report) -> None:
-    """Prints tables of devices, versions, settings, extras and checks."""
+    """Prints tables of devices, versions, variables and extras."""
     console = terminal.console()
     if found.problem is None:
         heads = ("device", "platform", "how many", "says")
@@ -36,17 +36,11 @@ def show(found: Report) -> None:
         absent = "run from its folder" if package.name == "zerojax" else "not installed"
         versions.append((package.name, package.version or absent, package.wanted, package.remedy))
     console.print(_table(("package", "version", "wanted", "remedy"), versions))
-    settings = ((s.name, s.value or "", s.says) for s in found.settings)
-    console.print(_table(("environment", "value", "says"), settings))
+    if found.environment:
+        console.print(_table(("environment", "value"), found.environment.items()))
     extras = ((e.name, _yes(e.installed), e.remedy, _missing(e.missing)) for e in found.extras)
     console.print(_table(("extra", "installed", "remedy", "missing"), extras))
-    if found.problem is None:
-        checks = (
-            (check.name, _yes(check.works), f"{check.seconds:.1f} s", check.says)
-            for check in found.works
-        )
-        console.print(_table(("what works here", "", "took", "says"), checks))
-    else:
+    if found.problem is not None:
         console.print(f"[bold red]JAX finds no devices:[/] {escape(found.problem)}", soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""A report on this machine: devices, versions, settings, extras, and the outcome of checks.
+"""A report on this machine: devices, versions, extras, and the variables that are set.
 
 ``zerojax report`` prints it; DeepSpeed's counterpart is ``ds_report``.
 """
@@ -7,43 +7,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 
-from zerojax.doctor.checks import CHECKS, Check, Try, in_one_line, tried
 from zerojax.doctor.packages import Extra, Package, extras, packages
 
-
-class Variable(NamedTuple):
-    """An environment variable: its name, its effect, and the default if it is not set."""
-
-    name: str
-    sets: str
-    default: str
-
-
-SETTINGS = (
-    Variable("JAX_PLATFORMS", "backends that JAX may start, the first is the default", "all"),
-    Variable("JAX_NUM_CPU_DEVICES", "virtual devices of the CPU, to try several", "one"),
-    Variable("JAX_OPTIMIZATION_LEVEL", "O0 to O3: how hard XLA tries", "XLA's own choice"),
-    Variable("JAX_COMPILATION_CACHE_DIR", "keeps compiled programs for the next run", "none kept"),
-    Variable("CUDA_VISIBLE_DEVICES", "GPUs that the process sees", "all"),
-    Variable(
-        "XLA_PYTHON_CLIENT_PREALLOCATE",
-        "whether JAX takes its share of a GPU's memory when it starts",
-        "true; this command sets false for itself",
-    ),
-    Variable(
-        "XLA_PYTHON_CLIENT_MEM_FRACTION",
-        "that share, the most that a program can use; 0.95 where no other program runs",
-        "0.75, a quarter of each GPU is out of reach",
-    ),
-    Variable("XLA_CLIENT_MEM_FRACTION", "the newer name of the same; set one of them", "as above"),
-    Variable("XLA_FLAGS", "flags of XLA; an unknown one ends the process", "none"),
-)
+_VARIABLES = ("JAX_", "XLA_", "CUDA_VISIBLE_DEVICES", "NCCL_", "LIBTPU_", "ZEROJAX_")
 
 
 @dataclass(frozen=True)
@@ -74,15 +45,6 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One environment variable: its value (None if not set), and its effect or default as text."""
-
-    name: str
-    value: str | None
-    says: str
-
-
-@dataclass(frozen=True)
 class Report:
     """A report on this machine.
 
@@ -90,50 +52,46 @@ class Report:
       python: Python's version, and the machine.
       devices: One entry per device kind of the default backend; empty if JAX finds no devices.
       packages: zerojax, its requirements, and the installed compilers.
-      settings: The environment variables that matter.
+      environment: The variables of JAX, XLA, CUDA, NCCL and zerojax that are set.
       extras: The extras of zerojax.
-      works: The outcomes of the checks; empty without devices.
       problem: The reason why JAX finds no devices, else None.
     """
 
     python: str
     devices: tuple[Devices, ...]
     packages: tuple[Package, ...]
-    settings: tuple[Setting, ...]
+    environment: Mapping[str, str]
     extras: tuple[Extra, ...]
-    works: tuple[Check, ...]
     problem: str | None = None
 
 
-def report(environment: Mapping[str, str] | None = None, checks: Iterable[Try] = CHECKS) -> Report:
-    """Returns a report on this machine; takes seconds and a few MB of device memory.
+def report(environment: Mapping[str, str] | None = None) -> Report:
+    """Returns a report on this machine.
 
     The call starts JAX's backends. In a program of several processes, every process must call this
     function.
 
     Args:
       environment: The environment variables; None for those of this process.
-      checks: The checks to run.
 
     Example:
-      >>> found = report({"JAX_PLATFORMS": "cpu"}, checks=())
-      >>> found.devices[0].platform, found.settings[0].value
-      ('cpu', 'cpu')
+      >>> found = report({"JAX_PLATFORMS": "cpu", "HOME": "/"})
+      >>> found.devices[0].platform, found.environment
+      ('cpu', {'JAX_PLATFORMS': 'cpu'})
     """
-    problem = None
+    problem, given = None, os.environ if environment is None else environment
     try:
         found = devices()
     except Exception as error:  # some of jax's errors have another type, and no text
         asked = jax.config.jax_platforms  # type: ignore[attr-defined]
         remedy = f": JAX_PLATFORMS asks for {asked!r}, leave it unset or say cpu" if asked else ""
-        found, problem = (), f"{in_one_line(error)}{remedy}"
+        found, problem = (), f"{_in_one_line(error)}{remedy}"
     return Report(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         devices=found,
         packages=packages(),
-        settings=settings(os.environ if environment is None else environment),
+        environment={name: x for name, x in given.items() if name.startswith(_VARIABLES)},
         extras=extras(),
-        works=tried(checks) if found else (),
         problem=problem,
     )
 
@@ -180,16 +138,8 @@ def _memory(device: jax.Device) -> Mapping[str, int]:
         return {}  # some backends do not report their memory
 
 
-def settings(environment: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Returns the environment variables that matter, with the default of each one not set.
-
-    Example:
-      >>> found = {s.name: s for s in settings({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"})}
-      >>> found["XLA_PYTHON_CLIENT_MEM_FRACTION"].value, found["JAX_PLATFORMS"].value
-      ('0.9', None)
-    """
-    return tuple(
-        Setting(name, value, sets if value is not None else f"{sets}; not set: {default}")
-        for name, sets, default in SETTINGS
-        for value in [environment.get(name)]
-    )
+def _in_one_line(error: Exception) -> str:
+    """Returns an error as one line, with its type if the text by itself is too vague."""
+    text = " ".join(str(error).split())
+    is_plain = isinstance(error, ValueError | ImportError | RuntimeError)
+    return text if is_plain and text else f"{type(error).__name__}: {text}".removesuffix(": ")

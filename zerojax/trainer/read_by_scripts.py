@@ -50,7 +50,7 @@ class ReadByScripts:
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """Whether there are several devices."""
+        """The mode of a run on several devices, or on one."""
         several = self.world_size > 1
         return ParallelMode.DISTRIBUTED if several else ParallelMode.NOT_PARALLEL
 

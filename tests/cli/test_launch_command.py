@@ -34,6 +34,8 @@ def launch(words: str, **environ: str) -> Result:
     ("words", "says"),
     [
         ("none.py", "no script none.py in /"),
+        ("''", "no script '' in /"),
+        ("x" * 5000, f"no script {'x' * 200} in /"),
         ("--hostfile hosts --mpi train.py", "mpirun is not installed"),
         ("--mpi train.py", "--mpi needs --hostfile"),
         ("--hostfile hosts --nproc-per-node 3 train.py", "worker-0 has 2 slots"),

@@ -83,7 +83,7 @@ def test_bad_input() -> None:
         zerojax.estimate_zero2_model_states_mem_needs_all_live("gpt2")
     with pytest.raises(TypeError, match="a dict without parameters"):
         zerojax.estimate_zero3_model_states_mem_needs_all_live({})
-    with pytest.raises(ValueError, match="total_params is 0; it must be above 0"):
+    with pytest.raises(ValueError, match="total_params is 0; it must be above 0 and finite"):
         zerojax.estimate_zero2_model_states_mem_needs_all_cold(0)
     with pytest.raises(ValueError, match="largest_layer_params is 20, more than the 10"):
         zerojax.estimate_zero3_model_states_mem_needs_all_cold(10, 20)
@@ -103,6 +103,7 @@ def test_the_command() -> None:
     alone = run("--params", "7e9")[1]
     assert "ZeRO-3" in alone
     assert "assumed" in alone
-    status, out = run("--params", "-1")
-    assert status == 2
-    assert "total_params is -1.0; it must be above 0" in out
+    for wrong, value in (("-1", "-1.0"), ("1e400", "inf")):
+        status, out = run("--params", wrong)
+        assert status == 2
+        assert f"total_params is {value}; it must be above 0" in out

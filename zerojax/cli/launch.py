@@ -39,7 +39,8 @@ def launch(
     ] = None,
     exclude: Annotated[str | None, typer.Option(help="Hosts and GPUs to leave out.")] = None,
     num_nodes: Annotated[
-        int | None, typer.Option(min=1, help="How many machines; the hostfile's first ones.")
+        int | None,
+        typer.Option(min=1, max=10**6, help="How many machines; the hostfile's first ones."),
     ] = None,
     node_rank: Annotated[
         int | None, typer.Option(min=0, help="Start only this machine's part: its number.")
@@ -71,7 +72,7 @@ def launch(
         Path | None, typer.Option(help="A folder for each process's output.")
     ] = None,
     grace: Annotated[
-        float, typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL, to save in.")
+        float, typer.Option(min=0, max=10**6, help="Seconds from SIGTERM to SIGKILL, to save in.")
     ] = 60.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be started.")

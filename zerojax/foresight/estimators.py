@@ -318,8 +318,8 @@ def _checked(params: float, layer: float | None, gpus: int, nodes: int) -> tuple
         "num_nodes": nodes,
     }
     for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name} is {value}; it must be above 0")
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value}; it must be above 0 and finite")
     if layer is not None and layer > params:
         raise ValueError(
             f"largest_layer_params is {layer:,.0f}, more than the {params:,.0f} of the full model: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import secrets
 import shlex
@@ -76,9 +77,9 @@ def checked_script(script: tuple[str, ...]) -> tuple[str, ...]:
         top = script[1].partition(".")[0]
         if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
             raise UsageError(f"no module named {top!r}, neither here nor installed: check the name")
-    elif not Path(script[0]).is_file():
-        where = f" in {Path.cwd()}" * (script[0][0] != "/")
-        raise UsageError(f"no script {script[0]}{where}: check the path")
+    elif not os.path.isfile(script[0]):  # Path.is_file raises for names that are too long
+        where = f" in {Path.cwd()}" * (not script[0].startswith("/"))
+        raise UsageError(f"no script {script[0][:200] or repr('')}{where}: check the path")
     return script
 
 

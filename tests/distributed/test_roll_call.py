@@ -82,8 +82,8 @@ def test_strangers_neither_hold_descriptors_nor_stop_the_clock(port: int) -> Non
         """Connections that close, and some that stay, as fast as they can be made."""
         stay = []
         while not done.is_set():
-            with contextlib.suppress(OSError):
-                guest = connected(port)
+            with contextlib.suppress(OSError):  # before it listens, and once it has ended
+                guest = socket.create_connection(("localhost", port))
                 stay.append(guest) if len(stay) < 90 else guest.close()
                 seen.append(len(os.listdir("/proc/self/fd")) - len(stay))
         for guest in stay:

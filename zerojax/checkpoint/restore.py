@@ -88,7 +88,7 @@ class _LocalArrays(NamedTuple):
     Attributes:
       saved: The step.
       form: The form of the ``abstract_state`` to restore.
-      numbers: The paths of zerojax's numbers in it.
+      numbers: The paths of zerojax's numbers in it; None if it is parameters.
       wanted: The target arrays.
       chosen: The saved arrays to restore, by target path.
       in_memory: The subset of ``chosen`` that does not belong on a disk.
@@ -98,7 +98,7 @@ class _LocalArrays(NamedTuple):
 
     saved: SavedStep
     form: state_tree.Form
-    numbers: Sequence[Path]
+    numbers: Sequence[Path] | None
     wanted: _Wanted
     chosen: dict[Path, SavedArray]
     in_memory: dict[Path, SavedArray]
@@ -119,9 +119,8 @@ def _read_local_arrays(folder: epath.Path, abstract_state: PyTree, zero: Zero) -
         wanted = (_only_params if only_params else _any_pytree)(abstract_state, present, zero)
     else:
         wanted = _full_state(abstract_state, form, zero)
-    numbers = [] if only_params else state_tree.numbers_of(abstract_state, form)
-    matched = None if only_params else numbers
-    sources = match(wanted.leaves, present, matched, where=str(saved.folder))
+    numbers = None if only_params else state_tree.numbers_of(abstract_state, form)
+    sources = match(wanted.leaves, present, numbers, where=str(saved.folder))
     chosen = {path: present[source] for path, source in sources.items() if source is not None}
     in_memory = {path: leaf for path, leaf in chosen.items() if path not in wanted.on_disk}
     structs = {leaf.path: _as_saved(wanted.leaves[path], leaf) for path, leaf in in_memory.items()}
@@ -450,7 +449,7 @@ def _fresh(
     new = adopt(None, np.asarray(jax.device_get(step)), LossScale.of(zero.config))
     values = {
         path: x
-        for numbers in local.numbers
+        for numbers in local.numbers or ()
         for path, x in zip(state_tree.below(numbers, new), jax.tree.leaves(new), strict=True)
     }
     fresh: dict[Path, object] = {}

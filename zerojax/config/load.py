@@ -371,8 +371,8 @@ def _unknown_key(section: str, name: str) -> str:
         for outer, types in NAMED_TYPES.items()
         if any(name in params for params in types.values())
     ]
-    is_plural = {f"{name}s", name.removesuffix("s")} & {*siblings} - {name}
-    if elsewhere and len(elsewhere) <= 3 and not is_plural:
+    plurals = {f"{name}s", name.removesuffix("s")} & {*siblings} - {name}
+    if elsewhere and len(elsewhere) <= 3 and not plurals:
         return f"{path}: unknown key here; it belongs at `{'` or `'.join(elsewhere)}`"
     known_here = f" (known here: {', '.join(siblings)})" if len(siblings) <= 8 else ""
     return f"{path}: unknown key; {hint(_guess(section, name), f'take it out{known_here}')}"

@@ -24,10 +24,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from zerojax.models.blocks import attend, check_length, keys_mask, run_blocks, split_heads
-from zerojax.models.cache import attend_cached, check_memory, remembered, visible
+from zerojax.models.blocks import attend, check_length, run_blocks, split_heads
+from zerojax.models.cache import attend_cached, remembered
 from zerojax.models.config import Fields, ModelConfig, Sizes
-from zerojax.models.loss import cross_entropy, widen
+from zerojax.models.encoder_decoder import EncoderDecoder
+from zerojax.models.loss import widen
 
 LAYER_NORM_EPS = 1e-5
 
@@ -164,8 +165,8 @@ class DecoderBlock(nn.Module):
         self,
         x: jax.Array,
         _: None,
-        memory: jax.Array | None,
         mask: jax.Array | None,
+        memory: jax.Array | None,
         memory_mask: jax.Array | None,
         positions: jax.Array | None,
     ) -> tuple[jax.Array, None]:
@@ -231,13 +232,8 @@ class Stack(nn.Module):
         return _layer_norm(c, "layer_norm")(x) if c.add_final_layer_norm else x
 
 
-class Bart(nn.Module):
-    """Source int [B, S] and target int [B, T] -> logits [B, T, V] in fp32 or wider.
-
-    Logits at t predict the token after `decoder_input_ids[:, t]`; `shifted` computes these inputs
-    from labels. Masks [B, S] and [B, T] are 0 or False on padding. With targets int [B, T] the
-    result is each one's cross-entropy, [B, T]. `deterministic=False` needs `rngs={"dropout": key}`.
-    """
+class Bart(EncoderDecoder):
+    """Source int [B, S] and target int [B, T] -> logits [B, T, V]; `shifted` makes the targets."""
 
     config: BartConfig
 
@@ -252,63 +248,12 @@ class Bart(nn.Module):
                 "final_logits_bias", zeros, (1, c.vocab_size)
             )
 
-    def __call__(
-        self,
-        input_ids: jax.Array,
-        decoder_input_ids: jax.Array,
-        attention_mask: jax.Array | None = None,
-        decoder_attention_mask: jax.Array | None = None,
-        deterministic: bool = True,
-        targets: jax.Array | None = None,
-    ) -> jax.Array:
-        tokens = decoder_input_ids.shape[1]
-        mask = jnp.tril(jnp.ones((tokens, tokens), bool))
-        if decoder_attention_mask is not None:
-            mask = mask & decoder_attention_mask[:, None, None, :].astype(bool)
-        memory = self.encode(input_ids, attention_mask, deterministic)
-        x = self.decoder(
-            self._embedded(decoder_input_ids), jnp.arange(tokens), deterministic,
-            memory, mask, keys_mask(attention_mask), None,
-        )  # fmt: skip
-        logits = self._logits(x)
-        return logits if targets is None else cross_entropy(logits, targets)
-
-    def encode(
-        self,
-        input_ids: jax.Array,
-        attention_mask: jax.Array | None = None,
-        deterministic: bool = True,
-    ) -> jax.Array:
-        """Encodes a source [B, S] as a memory [B, S, D]."""
-        x, positions = self._embedded(input_ids), jnp.arange(input_ids.shape[1])
-        result: jax.Array = self.encoder(x, positions, deterministic, keys_mask(attention_mask))
-        return result
-
-    def decode(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        memory: jax.Array | None = None,
-        attention_mask: jax.Array | None = None,
-    ) -> jax.Array:
-        """Returns logits [B, T, V] after target tokens [B, T] at positions [B, T].
-
-        `zerojax.models.cache` says what it keeps. The first call takes the memory [B, S, D], and
-        `attention_mask` [B, S] of the source.
-        """
-        check_memory(self, memory)
-        x = self.decoder(
-            self._embedded(tokens), positions, True,
-            memory, visible(self, positions), keys_mask(attention_mask), positions,
-        )  # fmt: skip
-        return self._logits(x)
-
-    def _embedded(self, tokens: jax.Array) -> jax.Array:
+    def embedded(self, tokens: jax.Array) -> jax.Array:
         c = self.config
         check_length(tokens, c, "max_position_embeddings")
         return self.shared(tokens) * (math.sqrt(c.d_model) if c.scale_embedding else 1)
 
-    def _logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array) -> jax.Array:
         logits = widen(self.shared.attend(x))
         if not self.config.add_logits_bias:
             return logits

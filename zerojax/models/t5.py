@@ -25,9 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from zerojax.models.blocks import attend, keys_mask, run_blocks, split_heads
-from zerojax.models.cache import attend_cached, check_memory, remembered, visible
+from zerojax.models.blocks import attend, run_blocks, split_heads
+from zerojax.models.cache import attend_cached, remembered
 from zerojax.models.config import ModelConfig, Sizes
+from zerojax.models.encoder_decoder import EncoderDecoder
 from zerojax.models.loss import widen
 
 GATED = "gated-gelu"
@@ -235,12 +236,8 @@ class Stack(nn.Module):
         return jnp.moveaxis(table(jnp.asarray(rows))[distances], -1, -3)
 
 
-class T5(nn.Module):
-    """Source int [B, S] and target int [B, T] -> logits [B, T, V] in fp32 or wider.
-
-    Logits at t predict the token after `decoder_input_ids[:, t]`. Masks [B, S] and [B, T] are 0 or
-    False on padding. `deterministic=False` needs `rngs={"dropout": key}`.
-    """
+class T5(EncoderDecoder):
+    """Source int [B, S] and target int [B, T] -> logits [B, T, V] in fp32 or wider."""
 
     config: T5Config
 
@@ -255,56 +252,10 @@ class T5(nn.Module):
         if not c.tie_word_embeddings:
             self.lm_head: nn.Dense = _dense(c.vocab_size, 1, c)
 
-    def __call__(
-        self,
-        input_ids: jax.Array,
-        decoder_input_ids: jax.Array,
-        attention_mask: jax.Array | None = None,
-        decoder_attention_mask: jax.Array | None = None,
-        deterministic: bool = True,
-    ) -> jax.Array:
-        tokens = decoder_input_ids.shape[1]
-        mask = jnp.tril(jnp.ones((tokens, tokens), bool))
-        if decoder_attention_mask is not None:
-            mask = mask & decoder_attention_mask[:, None, None, :].astype(bool)
-        memory = self.encode(input_ids, attention_mask, deterministic)
-        x = self.decoder(
-            self.shared(decoder_input_ids), jnp.arange(tokens), deterministic,
-            mask, memory, keys_mask(attention_mask), None,
-        )  # fmt: skip
-        return self._logits(x)
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        return self.shared(tokens)
 
-    def encode(
-        self,
-        input_ids: jax.Array,
-        attention_mask: jax.Array | None = None,
-        deterministic: bool = True,
-    ) -> jax.Array:
-        """Encodes a source [B, S] as a memory [B, S, D]."""
-        x, positions = self.shared(input_ids), jnp.arange(input_ids.shape[1])
-        result: jax.Array = self.encoder(x, positions, deterministic, keys_mask(attention_mask))
-        return result
-
-    def decode(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        memory: jax.Array | None = None,
-        attention_mask: jax.Array | None = None,
-    ) -> jax.Array:
-        """Returns logits [B, T, V] after target tokens [B, T] at positions [B, T].
-
-        `zerojax.models.cache` says what it keeps. The first call takes the memory [B, S, D], and
-        `attention_mask` [B, S] of the source.
-        """
-        check_memory(self, memory)
-        x = self.decoder(
-            self.shared(tokens), positions, True,
-            visible(self, positions), memory, keys_mask(attention_mask), positions,
-        )  # fmt: skip
-        return self._logits(x)
-
-    def _logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array) -> jax.Array:
         c = self.config
         if c.scale_decoder_outputs:
             x *= c.d_model**-0.5

@@ -1,9 +1,7 @@
-"""Real runs under Slurm and Ray: kills, seconds to the end, and the outcome.
+"""Real runs under Slurm: kills, seconds to the end, and the outcome.
 
     apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge    # 12 s
-    python -m benchmarks.launchers slurm --record benchmarks/records    # as root; 5 minutes
-    pip install -e '.[ray]'                                          # Python 3.12; 81 s
-    python -m benchmarks.launchers ray --record benchmarks/records      # 4 minutes
+    python -m benchmarks.launchers --record benchmarks/records    # as root; 5 minutes
 
 Two processes on the CPU train for 60 steps (benchmarks/launch_training.py). Slurm's daemons are
 stood up here, for two nodes that are this machine; n1 and n2 are added to /etc/hosts for that time.
@@ -12,7 +10,6 @@ Without --record no run waits for a time limit.
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
 import re
 import signal
@@ -23,15 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.frame import Answer, Table, argument, question
-from benchmarks.supervised import (
-    Output,
-    checksum,
-    launch,
-    load,
-    seconds_until_gone,
-    training,
-)
+from benchmarks.frame import Answer, Table, question
+from benchmarks.supervised import Output, checksum, launch, load, seconds_until_gone, training
 
 STEPS = 60
 HEAD = ("run", "what was killed", "to the end of all processes", "what came out")
@@ -180,48 +170,13 @@ def end(pid: int, seconds: float = 10) -> None:
             time.sleep(0.05)
 
 
-def ray_runs(folder: Path) -> list[Run]:
-    """Undisturbed, a killed process, and a launcher that is ended."""
-    runs = []
-    for name, restarts in (("alone", 0), ("kill", 1), ("launcher", 0)):
-        (folder / name).mkdir()
-        output = Output(folder / name / "out")
-        options = ["--ray", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
-        words = launch(*options, *training(folder / name / "checkpoints", STEPS, 0.2))
-        killed, seconds = "nothing", float("nan")
-        with output.path.open("w") as out:
-            start = time.monotonic()
-            launcher = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
-            if name != "alone":
-                pids = pids_after_step_20(output)
-            if name == "kill":
-                killed = "SIGKILL of one process after step 20"
-                os.kill(pids[1], signal.SIGKILL)
-                seconds = seconds_until_gone(pids)
-            elif name == "launcher":
-                killed = "SIGTERM to the launcher after step 20"
-                launcher.terminate()
-                seconds = seconds_until_gone(pids)
-            status = launcher.wait()
-        said = f"status {status} {time.monotonic() - start:.0f} s after the command"
-        runs.append(Run(" ".join(options), killed, seconds, said, checksum(output.text())))
-        if status and name != "launcher":
-            print(output.text())
-    return runs
-
-
-@question("launchers", "Real runs under a launcher", argument("cluster", choices=("slurm", "ray")))
+@question("launchers", "Real runs under Slurm")
 def main(options: argparse.Namespace) -> Answer:
     os.environ["JAX_PLATFORMS"] = "cpu"
     folder = Path(tempfile.mkdtemp(prefix="zerojax-launchers-"))
-    if options.cluster == "slurm":
-        with slurm(folder / "slurm"):
-            runs = slurm_runs(folder, options.record is not None)
-        shown = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=True)
-        version = shown.stdout.strip()
-    else:
-        runs = ray_runs(folder)
-        version = f"ray {importlib.metadata.version('ray')}"
+    with slurm(folder / "slurm"):
+        runs = slurm_runs(folder, options.record is not None)
+    shown = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=True)
     rows = [HEAD, *(run.row() for run in runs)]
     ends = {run.checksum for run in runs} - {""}
     return Answer(
@@ -232,8 +187,8 @@ def main(options: argparse.Namespace) -> Answer:
             f"The runs that ended agree bit for bit: {len(ends) == 1}.",
         ],
         missed=[f"the runs end with different parameters: {ends}"] if len(ends) != 1 else [],
-        machine=f"{load()}, {version}",
-        name=f"launchers-{options.cluster}",
+        machine=f"{load()}, {shown.stdout.strip()}",
+        name="launchers-slurm",
     )
 
 

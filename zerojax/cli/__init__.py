@@ -11,5 +11,5 @@ and messages on wrong paths come at once. The other files are shared or split of
   `plan` and `fit` share.
 - `inspect_table`, `report_table`: the output of a command.
 - `planned`: the results of `plan`; `plan_table`, `plan_picture`, `plan_collectives`: their output.
-- `launch_cluster`: `launch` on Slurm, Kubernetes or Ray.
+- `launch_cluster`: `launch` on Slurm or Kubernetes.
 """

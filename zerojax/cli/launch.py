@@ -55,7 +55,6 @@ def launch(
         str | None,
         typer.Option(metavar="OPTIONS", help="Submit to Slurm; sbatch's options, in one string."),
     ] = None,
-    use_ray: Annotated[bool, typer.Option("--ray", help="Start workers of Ray Train.")] = False,
     kubernetes: Annotated[
         str | None, typer.Option(metavar="IMAGE", help="Print a manifest of pods of this image.")
     ] = None,
@@ -97,7 +96,7 @@ def launch(
                     "not of the launch",
                     err=True,
                 )
-        cluster = Cluster(slurm, kubernetes, use_ray)
+        cluster = Cluster(slurm, kubernetes)
         words = words if kubernetes is not None else checked_script(words)
         job = Job(words, grace, max_restarts, _watchdog(watchdog), log_dir)
         if config_file is not None:

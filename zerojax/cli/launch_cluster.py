@@ -1,4 +1,4 @@
-"""`zerojax launch` if Slurm, Kubernetes or Ray places the processes."""
+"""`zerojax launch` if Slurm or Kubernetes places the processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from zerojax.launch import kubernetes, ray, slurm
+from zerojax.launch import kubernetes, slurm
 from zerojax.launch.error import UsageError
 from zerojax.launch.job import Job
 
@@ -17,12 +17,10 @@ class Cluster(NamedTuple):
     Attributes:
       slurm: sbatch's options; None: not Slurm.
       image: Image of the pods; None: not Kubernetes.
-      ray: Whether Ray Train starts the processes.
     """
 
     slurm: str | None
     image: str | None
-    ray: bool
 
     def chosen(self) -> str | None:
         """Returns the option that was given, or None.
@@ -30,15 +28,11 @@ class Cluster(NamedTuple):
         Raises:
           UsageError: Several options were given.
         """
-        given = {
-            "--slurm": self.slurm is not None,
-            "--kubernetes": self.image is not None,
-            "--ray": self.ray,
-        }
-        names = [name for name, is_given in given.items() if is_given]
-        if len(names) > 1:
-            raise UsageError(f"give one of {' and '.join(names)}")
-        return names[0] if names else None
+        if self.slurm is not None and self.image is not None:
+            raise UsageError("give one of --slurm and --kubernetes")
+        if self.slurm is not None:
+            return "--slurm"
+        return None if self.image is None else "--kubernetes"
 
 
 def start(
@@ -61,11 +55,8 @@ def start(
         if not dry_run:
             return slurm.submit(script, environ)
         print(script, end="")
-    elif cluster.image is not None:
+    else:
+        assert cluster.image is not None
         jobset = kubernetes.manifest(job, cluster.image, nodes, count, environ)
         print(kubernetes.as_yaml(jobset), end="")
-    elif dry_run:
-        print(f"# Ray Train: {nodes * count} workers of {' '.join(job.script)}")
-    else:
-        return ray.run(job, nodes * count, environ)
     return 0

@@ -9,5 +9,5 @@ order:
 - ``local``: the processes of one machine, restarted if allowed. ``group``: processes that start
   and end together; ``relay``: their output; ``descent``: their cleanup; ``failure``: the first
   failure. ``script``: what each process runs.
-- ``mpi``, ``slurm``, ``kubernetes``, ``ray``: several machines.
+- ``mpi``, ``slurm``, ``kubernetes``: several machines.
 """

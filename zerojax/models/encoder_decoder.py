@@ -1,4 +1,4 @@
-"""What BART and T5 share: a source is encoded once, and targets are decoded against it.
+"""Calls that BART and T5 share: a source is encoded once, and targets are decoded against it.
 
 Shapes: B batch, S source, T target, D d_model, V vocab_size.
 """

@@ -204,6 +204,51 @@ def test_arrays_of_rows_come_by_micro_batch() -> None:
     assert_same(mine[1].reshape(ROWS, 4), plain[1])
 
 
+def test_a_hidden_state_comes_back_in_the_batchs_form() -> None:
+    """So that the next call takes it, as in truncated backpropagation."""
+
+    def step(state: State, hidden: Any, b: Any) -> Any:
+        def loss(p: Any) -> Any:
+            new = {"h": jnp.tanh(hidden["h"] + b["x"] @ p["a"]), "c": hidden["c"] + b["y"]}
+            return jnp.mean((new["h"] @ p["b"] - new["c"]) ** 2), new
+
+        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads), (new, {"loss": value, "again": new["h"]})
+
+    with jax.enable_x64(True):
+        runs = []
+        for run in (
+            jax.jit(step),
+            zero_for(3, k=4, mesh=zerojax.mesh(2))(step, batch_argnums=(1, 2)),
+        ):
+            state, hidden = start(), {"h": jnp.zeros((ROWS, 8)), "c": jnp.zeros((ROWS, 4))}
+            for _ in range(2):
+                state, (hidden, out) = run(state, hidden, batch())
+            runs.append((state.params, hidden, out["loss"], out["again"].reshape(ROWS, 8)))
+        assert out["again"].shape == (4, 4, 8)
+        assert_same(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loop_over_layers_returns_what_has_no_rows(stage: int) -> None:
+    """The layers' parameters, as ``nnx.scan`` around ``nnx.remat`` does, and a value of them."""
+
+    def step(state: State, b: Any) -> Any:
+        def loss(layers: Any) -> Any:
+            def layer(x: Any, w: Any) -> Any:
+                return jnp.tanh(x @ w), (w, w.sum())
+
+            x, kept = jax.lax.scan(jax.checkpoint(layer), b["x"], layers)
+            return jnp.mean(x**2), kept
+
+        layers = jnp.stack([state.params["a"], 2 * state.params["a"]])
+        grads, (same, sums) = jax.grad(loss, has_aux=True)(layers)
+        grads = {"a": grads.sum(0), "b": state.params["b"]}
+        return state.apply_gradients(grads=grads, average=same), sums
+
+    exactly(step, 2, 4, stage, average=lambda: jnp.zeros((2, 8, 8)))
+
+
 def test_keys_pass_from_micro_batch_to_micro_batch(caplog: pytest.LogCaptureFixture) -> None:
     def step(state: State, b: Any) -> Any:
         key, mine = jax.random.split(state.key)

@@ -20,6 +20,7 @@ from zerojax.accumulation.reductions import REDUCES
 from zerojax.graph.def_use import graph_of
 from zerojax.graph.reach import EQUATION_DEPENDS
 from zerojax.graph.search import contains, runs_regions
+from zerojax.trace.dependence import unchanged
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr, SourceInfo, Traceback
 
@@ -139,7 +140,7 @@ class _Opener:
                         known.update(outs)
                 if eqn.primitive is prims.broadcast_in_dim_p and jaxprs.is_zero(values[0]):
                     self._zeros.update(outs)
-            env.update(zip(eqn.outvars, outs, strict=True))
+            env.update(zip(eqn.outvars, _through_loop(eqn, values, outs), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _users_own(self, traceback: Traceback | None) -> bool:
@@ -196,6 +197,21 @@ class _Opener:
             invars=[*inner.invars, *numbers], eqns=graph.not_producing({*numbers})
         )
         return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *counts]
+
+
+def _through_loop(eqn: Equation, values: Sequence[Atom], outs: Sequence[Atom]) -> list[Atom]:
+    """Returns the results of an equation; of a ``scan`` that returns operands unchanged, as flax's
+    returns the parameters of layers, those operands."""
+    if eqn.primitive is not prims.scan_p:
+        return [*outs]
+    consts, carry = jaxprs.scan_counts(eqn)
+    sources = unchanged(jaxprs.open_jaxpr(jaxprs.param(eqn, "jaxpr"))[0])
+    return [
+        out
+        if source is None or (source != consts + i if i < carry else source < consts + carry)
+        else values[source]
+        for i, (out, source) in enumerate(zip(outs, sources, strict=True))
+    ]
 
 
 def _reduces(eqn: Equation) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import FIXED, RowKind
 from zerojax.distributed import log
 from zerojax.graph.analysis import Analysis as Dataflow
+from zerojax.train_state.pytree import form_of
 from zerojax.train_state.results import beside
 from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
@@ -41,6 +42,7 @@ class Roles:
       state, rest: Results that are the state after the step, and those of them that are neither
         parameters nor optimizer state nor the counter; the state's arguments have the same
         positions.
+      as_batch: Results that come back in the form of an argument of the batch, [rows, ...].
       paths: The name of each result, for messages.
     """
 
@@ -49,6 +51,7 @@ class Roles:
     batch: Sequence[int]
     state: Sequence[int]
     rest: Sequence[int]
+    as_batch: frozenset[int]
     paths: Sequence[str]
 
     def kinds(self, flat: Flat) -> list[RowKind]:
@@ -62,9 +65,20 @@ class Roles:
         ]
 
 
-def roles_of(name: str, given: Parts, batch: PyTree, results: tuple[Parts, PyTree]) -> Roles:
+def roles_of(
+    name: str,
+    given: Parts,
+    batch: PyTree,
+    results: tuple[Parts, PyTree],
+    arguments: Sequence[PyTree] = (),
+) -> Roles:
     """Returns the roles in a step from ``(given, batch)`` to ``results``, the new state and
-    everything else."""
+    everything else.
+
+    Args:
+      arguments: The arguments of which the batch consists, if there are several. A result with the
+        tree, shapes and dtypes of one of them, such as a hidden state, comes back in its form.
+    """
     ends = list(itertools.accumulate(len(jax.tree.leaves(part)) for part in given))
     rest = range(ends[2], ends[3])
     fields = {**results[0]._asdict(), **dict(sorted(results[0].rest.items()))}
@@ -84,8 +98,19 @@ def roles_of(name: str, given: Parts, batch: PyTree, results: tuple[Parts, PyTre
         batch=range(ends[3], ends[3] + len(jax.tree.leaves(batch))),
         state=range(ends[3]),
         rest=rest,
+        as_batch=frozenset(ends[3] + i for i in _like(results[1], [*map(form_of, arguments)])),
         paths=paths,
     )
+
+
+def _like(results: PyTree, forms: Sequence[object]) -> Iterator[int]:
+    """Yields the positions of the arrays of results, or of their parts, that have one of these
+    forms."""
+    nodes = jax.tree.leaves(results, is_leaf=lambda node: form_of(node) in forms)
+    sizes = [len(jax.tree.leaves(node)) for node in nodes]
+    for node, size, end in zip(nodes, sizes, itertools.accumulate(sizes), strict=True):
+        if form_of(node) in forms:
+            yield from range(end - size, end)
 
 
 def carried(flat: Flat, analysis: Analysis, rest: Sequence[int]) -> dict[int, Atom]:

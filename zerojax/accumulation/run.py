@@ -300,6 +300,8 @@ class MicroBatches:
                 results[i] = jax.vmap(lambda x, kind=kind: rows_of_all(x, kind))(results[i])
             if kind.rows and kind.outer is not None:
                 results[i] = _in_order(results[i], kind.dim, kind.outer, self._blocks)
+            if i in self._roles.as_batch and kind.rows and not kind.dim:
+                results[i] = results[i].reshape(-1, *results[i].shape[2:])
         for i in self._divided.averaged:
             results[i] = jnp.mean(results[i], axis=0)
         return [results[i] for i in range(len(results))]

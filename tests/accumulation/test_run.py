@@ -343,3 +343,45 @@ def test_refused_by_name(step: Callable[..., Any], says: list[str]) -> None:
         zero(step)(state, batch())
     for words in says:
         assert words in str(caught.value), str(caught.value)
+
+
+REFUSED = [  # a loss of what the model gives, the cause, and the remedy
+    (lambda out, b: jnp.sqrt((out**2).mean()), "rows' gradients", "multiply it by the derivative"),
+    (lambda out, b: (out - out.mean(0)).var(), "from all rows within the rows (", "LayerNorm"),
+    (lambda out, b: (out[::-1] * b["y"]).mean(), "combines rows", "before the step"),
+    (lambda out, b: (out.T * (np.arange(len(out)) / 8)).mean(), "its own (shape", "of the batch."),
+    (lambda out, b: (out.T * (jnp.arange(len(out)) / 8)).mean(), "numbers of", "of the batch."),
+    (lambda out, b: jax.lax.scan(lambda c, x: (c * x[0], 0), 1.0, out)[0], "loops", "for each row"),
+    (
+        lambda out, b: jax.lax.cond(out.sum() > 0, lambda: out, lambda: b["y"]).mean(),
+        "chooses",
+        "by",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "cause", "remedy"), REFUSED)
+def test_the_remedy_fits_the_cause(loss: Any, cause: str, remedy: str) -> None:
+    zero = zerojax.zero(stage=1, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"test_run\.py:\d+") as caught:
+        zero(with_loss(lambda p, b: loss(apply(p, b["x"]), b)))(start(), batch())
+    assert cause in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+def test_remedies_that_are_tried() -> None:
+    """The root of a mean by its derivative; numbers of rows, and a permutation, in the batch."""
+
+    def step(state: State, b: Any) -> Any:
+        def loss(p: Any) -> jax.Array:
+            logits = jax.nn.log_softmax(apply(p, b["x"][:, ::-1]))
+            mine = logits[np.arange(len(b["x"])), b["label"]]
+            return jnp.mean((mine + np.ones(len(b["x"]))) ** 2 * b["number"])
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        grads = jax.tree.map(lambda g: g * 0.5 / jnp.sqrt(value), grads)
+        return state.apply_gradients(grads=grads), jnp.sqrt(value)
+
+    given = emitted.in_float32(batch(), ROWS) | {"number": np.arange(ROWS, dtype=np.float32)}
+    for k in (2, ROWS):
+        emitted.check(emitted.Source(start, step, (given,), rows=ROWS), 1, k, zerojax.mesh(1))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as prims
@@ -23,6 +25,9 @@ from zerojax.graph.search import contains, runs_regions
 from zerojax.trace.dependence import unchanged
 from zerojax.xla import jaxprs
 from zerojax.xla.types import AnyJaxpr, Atom, Aval, Equation, Jaxpr, SourceInfo, Traceback
+
+_SMALL = 1 << 20
+"""Elements of a constant whose numbers are looked at."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -112,6 +117,10 @@ class _Opener:
         """
         env = dict(zip(jaxpr.invars, args, strict=True))
         for v, value in zip(jaxpr.constvars, consts, strict=True):
+            first = next(iter(graph_of(jaxpr).users(v)), None)
+            if first and (made := _equal_or_counting(value, first.equation)) is not None:
+                (env[v],) = self._open(*jaxprs.open_jaxpr(made), (), outer, calls)
+                continue
             env[v] = Variable(v.aval)
             self.flat.constvars.append(env[v])
             self.flat.consts.append(value)
@@ -197,6 +206,25 @@ class _Opener:
             invars=[*inner.invars, *numbers], eqns=graph.not_producing({*numbers})
         )
         return eqn.replace(params=eqn.params | {"jaxpr": inside}), [*values, *counts]
+
+
+def _equal_or_counting(value: Any, use: Equation) -> core.ClosedJaxpr | None:
+    """Returns a program for an array that holds one number, or counts up from 0 along a dimension,
+    such as ``np.ones`` and ``np.arange``, at the line of its ``use``; None for others. Its equation
+    may have rows of the batch, which a constant may not have."""
+    known = isinstance(value, np.ndarray) or getattr(value, "is_fully_addressable", False)
+    if not known or not 1 < value.size <= _SMALL or value.dtype.kind not in "biuf":
+        return None
+    array = np.asarray(value)
+    with jaxprs.traced_where(use):
+        for d, n in enumerate(array.shape):
+            if n > 1 and (np.moveaxis(array, d, -1) == np.arange(n)).all():
+                return jax.make_jaxpr(
+                    lambda d=d: lax.broadcasted_iota(array.dtype, array.shape, d)
+                )()
+        if (array == array.flat[0]).all():
+            return jax.make_jaxpr(lambda: lax.full(array.shape, array.flat[0], array.dtype))()
+    return None
 
 
 def _through_loop(eqn: Equation, values: Sequence[Atom], outs: Sequence[Atom]) -> list[Atom]:

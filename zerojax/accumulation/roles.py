@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from zerojax.accumulation.analysis import Analysis
+from zerojax.accumulation.equation_analysis import OF_ALL_ROWS, REMEDIES, UNDIVIDED
 from zerojax.accumulation.flat import Flat
 from zerojax.accumulation.kinds import FIXED, RowKind
 from zerojax.distributed import log
@@ -23,8 +24,10 @@ from zerojax.train_state.state_parts import Parts
 from zerojax.xla import jaxprs
 from zerojax.xla.types import Atom, Equation, PyTree
 
-REMEDY = "Set gradient_accumulation_steps to 1, or make the loss a sum or a mean over rows."
-
+_STATE_REMEDY = (
+    "Keep a sum or a mean over rows in the state. What has a row for each of the batch, such as a "
+    "hidden state, is an argument of the batch that the step returns: see batch_argnums."
+)
 RESULTS_REMEDY = (
     "Return the sums or means that it follows from, or a number for each row, and finish it "
     "outside the step; or set gradient_accumulation_steps to 1."
@@ -42,8 +45,8 @@ class Roles:
       state, rest: Results that are the state after the step, and those of them that are neither
         parameters nor optimizer state nor the counter; the state's arguments have the same
         positions.
-      as_batch: Results that come back in the form of an argument of the batch, [rows, ...].
       paths: The name of each result, for messages.
+      as_batch: Results that come back in the form of an argument of the batch, [rows, ...].
     """
 
     name: str
@@ -51,8 +54,8 @@ class Roles:
     batch: Sequence[int]
     state: Sequence[int]
     rest: Sequence[int]
-    as_batch: frozenset[int]
     paths: Sequence[str]
+    as_batch: frozenset[int] = frozenset()
 
     def kinds(self, flat: Flat) -> list[RowKind]:
         """Returns the kind of each argument."""
@@ -98,8 +101,8 @@ def roles_of(
         batch=range(ends[3], ends[3] + len(jax.tree.leaves(batch))),
         state=range(ends[3]),
         rest=rest,
-        as_batch=frozenset(ends[3] + i for i in _like(results[1], [*map(form_of, arguments)])),
         paths=paths,
+        as_batch=frozenset(ends[3] + i for i in _like(results[1], [*map(form_of, arguments)])),
     )
 
 
@@ -159,15 +162,20 @@ def per_micro_batch(
         kind = FIXED if isinstance(v, core.Literal) else analysis.kind(v).added
         if kind.name == "mixed":
             assert kind.problem is not None
-            remedy = REMEDY if i in state else RESULTS_REMEDY
+            why = kind.problem.why
+            remedy = REMEDIES.get(why, UNDIVIDED.capitalize())
+            if i not in state and why in OF_ALL_ROWS:
+                remedy = RESULTS_REMEDY
             raise refusal(
                 i,
-                f"depends on what {kind.problem.why} ({kind.problem.where}), so that micro-batches "
+                f"depends on what {why} ({kind.problem.where}), so that micro-batches "
                 f"would give other numbers than the global batch. {remedy}",
             )
         if i in state:
             if kind.rows or (kind.name == "own" and v not in passed):
-                raise refusal(i, f"is computed from the rows of the batch themselves. {REMEDY}")
+                raise refusal(
+                    i, f"is computed from the rows of the batch themselves. {_STATE_REMEDY}"
+                )
         elif kind.index:
             raise refusal(
                 i,
